@@ -1,0 +1,37 @@
+// Escapes of one block while it is being stepped: they go to the bucket's arena once the block is done.
+#pragma once
+
+#include <cstdint>
+
+#include "adam.h"
+
+namespace superoffload::adam {
+namespace {
+
+struct EscapeList {
+    static constexpr std::size_t kSlack = 64;  // vector stores write whole registers
+    std::uint32_t count;
+    std::uint32_t old[kBlock + kSlack];
+    std::uint16_t index[kBlock + kSlack];
+
+    void append(std::uint32_t i, std::uint32_t old_bits) {
+        old[count] = old_bits;
+        index[count] = static_cast<std::uint16_t>(i);
+        ++count;
+    }
+};
+
+// exp_avg, exp_avg_sq, master: the order of JournalBlock::escapes.
+struct BlockEscapes {
+    EscapeList component[3];
+    std::uint32_t narrow;
+
+    void clear() {
+        for (EscapeList& list : component) list.count = 0;
+        narrow = 0;
+    }
+    std::uint32_t total() const { return component[0].count + component[1].count + component[2].count; }
+};
+
+}  // namespace
+}  // namespace superoffload::adam

@@ -1,0 +1,63 @@
+// The floating-point environment that every kernel runs in: round to nearest, denormals kept. A thread inherits the
+// control register of its creator, and torch.set_flush_denormal changes it, so each entry sets it and puts it back.
+// AArch64 processors can also be told to make every NaN the canonical one: that saves its lanes six instructions.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#elif !defined(__aarch64__)
+#include <cfenv>
+#endif
+
+namespace superoffload {
+
+class FloatEnvironment {
+   public:
+#if defined(__x86_64__)
+    FloatEnvironment() : saved_(_mm_getcsr()) {
+        _mm_setcsr(0x1f80);
+        fence();
+    }
+    ~FloatEnvironment() { _mm_setcsr(saved_); }
+#elif defined(__aarch64__)
+    FloatEnvironment() {
+        __asm__ volatile("mrs %0, fpcr" : "=r"(saved_));
+        __asm__ volatile("msr fpcr, %0" : : "r"(kDefaultNaN));
+        fence();
+    }
+    ~FloatEnvironment() { __asm__ volatile("msr fpcr, %0" : : "r"(saved_)); }
+#else
+    FloatEnvironment() {
+        std::fegetenv(&saved_);
+        std::fesetenv(FE_DFL_ENV);
+        fence();
+    }
+    ~FloatEnvironment() { std::fesetenv(&saved_); }
+#endif
+    // Compilers move arithmetic across a change of the control register: they do not see that it depends on it. A
+    // function that calculates by itself, instead of calling a kernel through its table, passes its result through
+    // here last; what it reads from memory it reads after the constructor.
+    template <typename T>
+    const T& finish(T& result) const {
+        __asm__ volatile("" : "+m"(result) : : "memory");
+        return result;
+    }
+    FloatEnvironment(const FloatEnvironment&) = delete;
+    FloatEnvironment& operator=(const FloatEnvironment&) = delete;
+
+   private:
+    static void fence() { __asm__ volatile("" : : : "memory"); }
+
+#if defined(__x86_64__)
+    unsigned saved_;
+#elif defined(__aarch64__)
+    static constexpr std::uint64_t kDefaultNaN = std::uint64_t{1} << 25;  // FPCR.DN; everything else is 0
+    std::uint64_t saved_ = 0;
+#else
+    std::fenv_t saved_;
+#endif
+};
+
+}  // namespace superoffload

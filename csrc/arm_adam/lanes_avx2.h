@@ -1,0 +1,133 @@
+// AVX2 with FMA and F16C: eight elements.
+#pragma once
+
+#include <immintrin.h>
+
+#include "adam.h"
+#include "escapes.h"
+
+namespace superoffload::adam {
+namespace {
+
+struct Avx2Lanes {
+    using F = __m256;
+    using U = __m256i;
+    using M = __m256i;  // all bits of a lane set, or none
+
+    static std::size_t width() { return 8; }
+
+    static U bits(F x) { return _mm256_castps_si256(x); }
+    static F from_bits(U u) { return _mm256_castsi256_ps(u); }
+    static F set(float x) { return _mm256_set1_ps(x); }
+    static U set_u(std::uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+    static F load(const float* p) { return _mm256_loadu_ps(p); }
+    static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+
+    static __m128i load_half(const std::uint16_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+    static void store_half(std::uint16_t* p, __m128i x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), x); }
+    // The low 16 bits of each 32-bit lane, which hold no more than that.
+    static __m128i narrow16(U u) {
+        return _mm_packus_epi32(_mm256_castsi256_si128(u), _mm256_extracti128_si256(u, 1));
+    }
+    static M is_nan(F x) { return bits(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)); }
+
+    static F load_bf16(const std::uint16_t* p) {
+        return from_bits(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_half(p)), 16));
+    }
+    static F load_f16(const std::uint16_t* p) { return _mm256_cvtph_ps(load_half(p)); }
+    static void store_bf16(std::uint16_t* p, F x) {
+        const U u = bits(x);
+        const U odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), set_u(1));
+        const U rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, set_u(0x7fff)), odd), 16);
+        store_half(p, narrow16(_mm256_blendv_epi8(rounded, set_u(0x7fc0), is_nan(x))));
+    }
+    static void store_f16(std::uint16_t* p, F x) {
+        const __m128i half = _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        const M nan = is_nan(x);
+        const __m128i narrow_nan = _mm_packs_epi32(_mm256_castsi256_si128(nan), _mm256_extracti128_si256(nan, 1));
+        store_half(p, _mm_blendv_epi8(half, _mm_set1_epi16(0x7e00), narrow_nan));
+    }
+
+    static F add(F a, F b) { return _mm256_add_ps(a, b); }
+    static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+    static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+    static F div(F a, F b) { return _mm256_div_ps(a, b); }
+    static F sqrt(F a) { return _mm256_sqrt_ps(a); }
+    static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+    static F canonical(F x) {
+        return _mm256_blendv_ps(x, from_bits(set_u(0x7fc00000u)), _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    }
+
+    static U add_u(U a, U b) { return _mm256_add_epi32(a, b); }
+    static U sub_u(U a, U b) { return _mm256_sub_epi32(a, b); }
+    static U and_u(U a, U b) { return _mm256_and_si256(a, b); }
+    static U or_u(U a, U b) { return _mm256_or_si256(a, b); }
+    template <int k>
+    static U shl(U a) {
+        return _mm256_slli_epi32(a, k);
+    }
+    template <int k>
+    static U shr(U a) {
+        return _mm256_srli_epi32(a, k);
+    }
+
+    static M escapes(U difference, std::uint32_t limit, F estimate) {
+        // Unsigned difference >= limit; and |estimate| not below infinity (true for NaN).
+        const M out = _mm256_cmpeq_epi32(_mm256_max_epu32(difference, set_u(limit)), difference);
+        const F magnitude = from_bits(and_u(bits(estimate), set_u(0x7fffffffu)));
+        return _mm256_or_si256(out, bits(_mm256_cmp_ps(magnitude, from_bits(set_u(0x7f800000u)), _CMP_NLT_UQ)));
+    }
+    static unsigned mask_of(M m) { return static_cast<unsigned>(_mm256_movemask_ps(from_bits(m))); }
+    static bool any(M m) { return mask_of(m) != 0; }
+    static std::uint32_t count(M m) { return static_cast<std::uint32_t>(__builtin_popcount(mask_of(m))); }
+    static void append(EscapeList& list, M m, U old, std::uint32_t index) {
+        alignas(32) std::uint32_t words[8];
+        _mm256_store_si256(reinterpret_cast<__m256i*>(words), old);
+        for (unsigned mask = mask_of(m); mask != 0; mask &= mask - 1) {
+            const auto lane = static_cast<std::uint32_t>(__builtin_ctz(mask));
+            list.append(index + lane, words[lane]);
+        }
+    }
+
+    static void store_codes8(std::uint8_t* p, U codes) {
+        const __m128i words = narrow16(codes);
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+    }
+    static U load_codes8(const std::uint8_t* p) {
+        return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    }
+    static void store_codes16(std::uint8_t* p, U codes) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow16(codes));
+    }
+    static U load_codes16(const std::uint8_t* p) {
+        return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
+
+    struct Sums {
+        __m256d s[4] = {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()};
+    };
+    static void sum8(Sums& sums, F x, int at) {
+        const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
+        const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+        sums.s[at] = _mm256_fmadd_pd(low, low, sums.s[at]);
+        sums.s[at + 1] = _mm256_fmadd_pd(high, high, sums.s[at + 1]);
+    }
+    static void sum16_f32(Sums& sums, const float* p) {
+        sum8(sums, load(p), 0);
+        sum8(sums, load(p + 8), 2);
+    }
+    static void sum16_bf16(Sums& sums, const std::uint16_t* p) {
+        sum8(sums, load_bf16(p), 0);
+        sum8(sums, load_bf16(p + 8), 2);
+    }
+    static void sum16_f16(Sums& sums, const std::uint16_t* p) {
+        sum8(sums, load_f16(p), 0);
+        sum8(sums, load_f16(p + 8), 2);
+    }
+    static void store_sums(const Sums& sums, double out[16]) {
+        for (int i = 0; i < 4; ++i) _mm256_storeu_pd(out + 4 * i, sums.s[i]);
+    }
+};
+
+}  // namespace
+}  // namespace superoffload::adam

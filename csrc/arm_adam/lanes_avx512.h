@@ -1,0 +1,116 @@
+// AVX-512 (F, BW, VL, DQ): sixteen elements.
+#pragma once
+
+#include <immintrin.h>
+
+#include "adam.h"
+#include "escapes.h"
+
+namespace superoffload::adam {
+namespace {
+
+struct Avx512Lanes {
+    using F = __m512;
+    using U = __m512i;
+    using M = __mmask16;
+
+    static std::size_t width() { return 16; }
+
+    static U bits(F x) { return _mm512_castps_si512(x); }
+    static F from_bits(U u) { return _mm512_castsi512_ps(u); }
+    static F set(float x) { return _mm512_set1_ps(x); }
+    static U set_u(std::uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+    static F load(const float* p) { return _mm512_loadu_ps(p); }
+    static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+
+    static __m256i load_half(const std::uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+    static void store_half(std::uint16_t* p, __m256i x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
+    static F load_bf16(const std::uint16_t* p) {
+        return from_bits(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_half(p)), 16));
+    }
+    static F load_f16(const std::uint16_t* p) { return _mm512_cvtph_ps(load_half(p)); }
+    // By hand: the native conversion flushes denormals.
+    static void store_bf16(std::uint16_t* p, F x) {
+        const U u = bits(x);
+        const U odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), set_u(1));
+        const U rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, set_u(0x7fff)), odd), 16);
+        const M nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+        store_half(p, _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, set_u(0x7fc0))));
+    }
+    static void store_f16(std::uint16_t* p, F x) {
+        const M nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+        const __m256i half = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        store_half(p, _mm256_mask_mov_epi16(half, nan, _mm256_set1_epi16(0x7e00)));
+    }
+
+    static F add(F a, F b) { return _mm512_add_ps(a, b); }
+    static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+    static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+    static F div(F a, F b) { return _mm512_div_ps(a, b); }
+    static F sqrt(F a) { return _mm512_sqrt_ps(a); }
+    static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+    static F canonical(F x) {
+        return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), from_bits(set_u(0x7fc00000u)));
+    }
+
+    static U add_u(U a, U b) { return _mm512_add_epi32(a, b); }
+    static U sub_u(U a, U b) { return _mm512_sub_epi32(a, b); }
+    static U and_u(U a, U b) { return _mm512_and_si512(a, b); }
+    static U or_u(U a, U b) { return _mm512_or_si512(a, b); }
+    template <int k>
+    static U shl(U a) {
+        return _mm512_slli_epi32(a, k);
+    }
+    template <int k>
+    static U shr(U a) {
+        return _mm512_srli_epi32(a, k);
+    }
+
+    static M escapes(U difference, std::uint32_t limit, F estimate) {
+        const M not_finite = _mm512_fpclass_ps_mask(estimate, 0x99);  // NaNs and infinities
+        return static_cast<M>(_mm512_cmpge_epu32_mask(difference, set_u(limit)) | not_finite);
+    }
+    static bool any(M m) { return m != 0; }
+    static std::uint32_t count(M m) { return static_cast<std::uint32_t>(__builtin_popcount(m)); }
+    static void append(EscapeList& list, M m, U old, std::uint32_t index) {
+        const U lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const U indices = _mm512_maskz_compress_epi32(m, _mm512_add_epi32(lane, set_u(index)));
+        _mm512_storeu_si512(list.old + list.count, _mm512_maskz_compress_epi32(m, old));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(list.index + list.count), _mm512_cvtepi32_epi16(indices));
+        list.count += count(m);
+    }
+
+    static void store_codes8(std::uint8_t* p, U codes) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(codes));
+    }
+    static U load_codes8(const std::uint8_t* p) {
+        return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
+    static void store_codes16(std::uint8_t* p, U codes) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(codes));
+    }
+    static U load_codes16(const std::uint8_t* p) {
+        return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    }
+
+    struct Sums {
+        __m512d low = _mm512_setzero_pd();
+        __m512d high = _mm512_setzero_pd();
+    };
+    static void sum16(Sums& sums, F x) {
+        const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
+        const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
+        sums.low = _mm512_fmadd_pd(low, low, sums.low);
+        sums.high = _mm512_fmadd_pd(high, high, sums.high);
+    }
+    static void sum16_f32(Sums& sums, const float* p) { sum16(sums, load(p)); }
+    static void sum16_bf16(Sums& sums, const std::uint16_t* p) { sum16(sums, load_bf16(p)); }
+    static void sum16_f16(Sums& sums, const std::uint16_t* p) { sum16(sums, load_f16(p)); }
+    static void store_sums(const Sums& sums, double out[16]) {
+        _mm512_storeu_pd(out, sums.low);
+        _mm512_storeu_pd(out + 8, sums.high);
+    }
+};
+
+}  // namespace
+}  // namespace superoffload::adam

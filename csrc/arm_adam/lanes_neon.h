@@ -1,0 +1,130 @@
+// NEON (Advanced SIMD of every AArch64 processor): four elements.
+#pragma once
+
+#include <arm_neon.h>
+
+#include <cstring>
+
+#include "adam.h"
+#include "escapes.h"
+
+namespace superoffload::adam {
+namespace {
+
+struct NeonLanes {
+    using F = float32x4_t;
+    using U = uint32x4_t;
+    using M = uint32x4_t;  // all bits of a lane set, or none
+
+    static std::size_t width() { return 4; }
+
+    static U bits(F x) { return vreinterpretq_u32_f32(x); }
+    static F from_bits(U u) { return vreinterpretq_f32_u32(u); }
+    static F set(float x) { return vdupq_n_f32(x); }
+    static U set_u(std::uint32_t x) { return vdupq_n_u32(x); }
+    static F load(const float* p) { return vld1q_f32(p); }
+    static void store(float* p, F x) { vst1q_f32(p, x); }
+
+    static F load_bf16(const std::uint16_t* p) { return from_bits(vshll_n_u16(vld1_u16(p), 16)); }
+    static F load_f16(const std::uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+    // Both conversions are given canonical values: that NaN becomes 0x7fc0 and 0x7e00 like any other number. bf16 by
+    // integers: not every AArch64 processor has the native conversion.
+    static void store_bf16(std::uint16_t* p, F x) {
+        const U u = bits(x);
+        const U odd = vandq_u32(vshrq_n_u32(u, 16), set_u(1));
+        vst1_u16(p, vaddhn_u32(u, vaddq_u32(odd, set_u(0x7fff))));
+    }
+    static void store_f16(std::uint16_t* p, F x) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
+
+    static F add(F a, F b) { return vaddq_f32(a, b); }
+    static F sub(F a, F b) { return vsubq_f32(a, b); }
+    static F mul(F a, F b) { return vmulq_f32(a, b); }
+    static F div(F a, F b) { return vdivq_f32(a, b); }
+    static F sqrt(F a) { return vsqrtq_f32(a); }
+    static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
+    // Nothing to do: FloatEnvironment has the processor make no other NaN.
+    static F canonical(F x) { return x; }
+
+    static U add_u(U a, U b) { return vaddq_u32(a, b); }
+    static U sub_u(U a, U b) { return vsubq_u32(a, b); }
+    static U and_u(U a, U b) { return vandq_u32(a, b); }
+    static U or_u(U a, U b) { return vorrq_u32(a, b); }
+    // A shift by 0 is a wasted instruction on the left and no valid immediate on the right.
+    template <int k>
+    static U shl(U a) {
+        if constexpr (k == 0) {
+            return a;
+        } else {
+            return vshlq_n_u32(a, k);
+        }
+    }
+    template <int k>
+    static U shr(U a) {
+        if constexpr (k == 0) {
+            return a;
+        } else {
+            return vshrq_n_u32(a, k);
+        }
+    }
+
+    static M escapes(U difference, std::uint32_t limit, F estimate) {
+        const M in_range = vcltq_u32(difference, set_u(limit));
+        const M finite = vcaltq_f32(estimate, from_bits(set_u(0x7f800000u)));  // |estimate| < infinity, false for NaN
+        return vmvnq_u32(vandq_u32(in_range, finite));
+    }
+    static bool any(M m) { return vget_lane_u64(vreinterpret_u64_u16(vmovn_u32(m)), 0) != 0; }
+    static std::uint32_t count(M m) { return vaddvq_u32(vandq_u32(m, set_u(1))); }
+    // Without branches: every lane is written, and only a lane of the mask moves the end of the list.
+    static void append(EscapeList& list, M m, U old, std::uint32_t index) {
+        alignas(16) std::uint32_t words[4];
+        alignas(16) std::uint32_t taken[4];
+        vst1q_u32(words, old);
+        vst1q_u32(taken, vandq_u32(m, set_u(1)));
+        std::uint32_t end = list.count;
+        for (std::uint32_t lane = 0; lane < 4; ++lane) {
+            list.old[end] = words[lane];
+            list.index[end] = static_cast<std::uint16_t>(index + lane);
+            end += taken[lane];
+        }
+        list.count = end;
+    }
+
+    static void store_codes8(std::uint8_t* p, U codes) {
+        const uint16x4_t words = vmovn_u32(codes);
+        const uint8x8_t bytes = vmovn_u16(vcombine_u16(words, words));
+        const std::uint32_t four = vget_lane_u32(vreinterpret_u32_u8(bytes), 0);
+        std::memcpy(p, &four, sizeof four);
+    }
+    static U load_codes8(const std::uint8_t* p) {
+        std::uint32_t four;
+        std::memcpy(&four, p, sizeof four);
+        return vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
+    }
+    static void store_codes16(std::uint8_t* p, U codes) { vst1_u8(p, vreinterpret_u8_u16(vmovn_u32(codes))); }
+    static U load_codes16(const std::uint8_t* p) { return vmovl_u16(vreinterpret_u16_u8(vld1_u8(p))); }
+
+    struct Sums {
+        float64x2_t s[8] = {};
+    };
+    static void sum4(Sums& sums, F x, int at) {
+        const float64x2_t low = vcvt_f64_f32(vget_low_f32(x));
+        const float64x2_t high = vcvt_high_f64_f32(x);
+        sums.s[at] = vfmaq_f64(sums.s[at], low, low);
+        sums.s[at + 1] = vfmaq_f64(sums.s[at + 1], high, high);
+    }
+    static void sum16_f32(Sums& sums, const float* p) {
+        for (int i = 0; i < 4; ++i) sum4(sums, load(p + 4 * i), 2 * i);
+    }
+    static void sum16_bf16(Sums& sums, const std::uint16_t* p) {
+        for (int i = 0; i < 4; ++i) sum4(sums, load_bf16(p + 4 * i), 2 * i);
+    }
+    static void sum16_f16(Sums& sums, const std::uint16_t* p) {
+        for (int i = 0; i < 4; ++i) sum4(sums, load_f16(p + 4 * i), 2 * i);
+    }
+    static void store_sums(const Sums& sums, double out[16]) {
+        for (int i = 0; i < 8; ++i) vst1q_f64(out + 2 * i, sums.s[i]);
+    }
+};
+
+}  // namespace
+}  // namespace superoffload::adam

@@ -1,0 +1,153 @@
+// The Python face of the C++ core: raw addresses in, no torch and no NumPy types. The Python side checks dtype,
+// device, contiguity and lifetime before an address crosses (superoffload/kernels.py, superoffload/bucket.py).
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "arm_adam/adam.h"
+#include "runtime/bucket_work.h"
+#include "runtime/completion.h"
+#include "runtime/worker_pool.h"
+
+namespace py = pybind11;
+using superoffload::BucketWork;
+using superoffload::Completion;
+using superoffload::Operation;
+using superoffload::WorkerPool;
+namespace adam = superoffload::adam;
+
+namespace {
+
+using Address = std::uintptr_t;
+
+template <typename T>
+T* pointer(Address address) {
+    return reinterpret_cast<T*>(address);  // NOLINT: addresses are what crosses this border
+}
+
+adam::Run make_run(Address master, Address exp_avg, Address exp_avg_sq, Address gradient, Address shadow,
+                   std::size_t numel, adam::ElementType gradient_type, adam::ElementType shadow_type) {
+    adam::Run run{};
+    run.master = pointer<float>(master);
+    run.exp_avg = pointer<float>(exp_avg);
+    run.exp_avg_sq = pointer<float>(exp_avg_sq);
+    run.gradient = pointer<const void>(gradient);
+    run.shadow = pointer<void>(shadow);
+    run.numel = numel;
+    run.gradient_type = gradient_type;
+    run.shadow_type = shadow_type;
+    return run;
+}
+
+void freeze(BucketWork& work, double lr, double beta1, double beta2, double eps, double weight_decay,
+            double gradient_factor, bool l2, const std::vector<std::uint64_t>& steps) {
+    work.freeze({lr, beta1, beta2, eps, weight_decay, 0, gradient_factor, l2}, steps);
+}
+
+// True once done, false when the time is up; a failure becomes a RuntimeError. Wakes up for signals such as Ctrl-C.
+bool wait(Completion& completion, double timeout_seconds) {
+    const double until = superoffload::now_seconds() + timeout_seconds;
+    for (;;) {
+        bool done = false;
+        {
+            const py::gil_scoped_release release;
+            double slice = 0.1;
+            if (timeout_seconds >= 0) slice = std::min(slice, std::max(0.0, until - superoffload::now_seconds()));
+            done = completion.wait(slice);
+        }
+        if (done) break;
+        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+        if (timeout_seconds >= 0 && superoffload::now_seconds() >= until) return false;
+    }
+    const std::string error = completion.error();
+    if (!error.empty()) throw std::runtime_error(error);
+    return true;
+}
+
+std::vector<std::string> available_isas() {
+    const char* names[8];
+    const std::size_t count = adam::available_isas(names, 8);
+    return {names, names + count};
+}
+
+void bind_kernels(py::module_& module) {
+    py::enum_<adam::ElementType>(module, "ElementType")
+        .value("f32", adam::ElementType::f32)
+        .value("bf16", adam::ElementType::bf16)
+        .value("f16", adam::ElementType::f16);
+    py::class_<adam::Run>(module, "Run")
+        .def(py::init(&make_run), py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("gradient"),
+             py::arg("shadow"), py::arg("numel"), py::arg("gradient_type"), py::arg("shadow_type"));
+    module.attr("BLOCK") = adam::kBlock;
+    module.attr("CHUNK") = superoffload::kChunk;
+    module.def("available_isas", &available_isas);
+    module.def("current_isa", &adam::current_isa);
+    module.def("set_isa", [](const std::string& name) { return adam::set_isa(name.c_str()); }, py::arg("name"));
+    module.def(
+        "pack",
+        [](Address gradient, Address packed, adam::ElementType type, std::size_t numel, Address block_sums) {
+            adam::pack(pointer<const void>(gradient), pointer<void>(packed), type, numel, pointer<double>(block_sums));
+        },
+        py::arg("gradient"), py::arg("packed"), py::arg("type"), py::arg("numel"), py::arg("block_sums"),
+        py::call_guard<py::gil_scoped_release>());
+    module.def(
+        "fold_sums",
+        [](Address block_sums, std::size_t count) { return adam::fold_sums(pointer<const double>(block_sums), count); },
+        py::arg("block_sums"), py::arg("count"), py::call_guard<py::gil_scoped_release>());
+}
+
+void bind_runtime(py::module_& module) {
+    py::enum_<Operation>(module, "Operation")
+        .value("step", Operation::step)
+        .value("step_journaled", Operation::step_journaled)
+        .value("undo", Operation::undo)
+        .value("replay", Operation::replay)
+        .value("publish", Operation::publish);
+    py::class_<superoffload::JournalUse>(module, "JournalUse")
+        .def_readonly("bytes", &superoffload::JournalUse::bytes)
+        .def_property_readonly("escapes",
+                               [](const superoffload::JournalUse& use) {
+                                   return py::make_tuple(use.escapes[0], use.escapes[1], use.escapes[2]);
+                               })
+        .def_readonly("narrow_escapes", &superoffload::JournalUse::narrow_escapes);
+    py::class_<BucketWork, std::shared_ptr<BucketWork>>(module, "BucketWork")
+        .def(py::init<std::vector<adam::Run>, std::uint64_t>(), py::arg("runs"), py::arg("journal_bytes"))
+        .def("freeze", &freeze, py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
+             py::arg("weight_decay"), py::arg("gradient_factor"), py::arg("l2"), py::arg("steps"))
+        .def("run_all", &BucketWork::run_all, py::arg("operation"), py::arg("width") = 1,
+             py::call_guard<py::gil_scoped_release>())
+        .def("width_fits", &BucketWork::width_fits, py::arg("width"))
+        .def("journal_use", &BucketWork::journal_use)
+        .def_property_readonly("overflowed", &BucketWork::overflowed)
+        .def_property_readonly("journal_capacity", &BucketWork::journal_capacity)
+        .def_property_readonly("numel", &BucketWork::numel);
+    py::class_<Completion, std::shared_ptr<Completion>>(module, "Completion")
+        .def(py::init<>())
+        .def_static("already_done", &Completion::already_done)
+        .def("done", &Completion::done)
+        .def("wait", &wait, py::arg("timeout_seconds") = -1.0)
+        .def("finish", &Completion::finish)
+        .def("fail", &Completion::fail, py::arg("error"))
+        .def_property_readonly("error", &Completion::error)
+        .def_property_readonly("began", [](const Completion& completion) { return completion.began.load(); })
+        .def_property_readonly("ended", [](const Completion& completion) { return completion.ended.load(); });
+    const auto release = py::call_guard<py::gil_scoped_release>();
+    py::class_<WorkerPool, std::shared_ptr<WorkerPool>>(module, "WorkerPool")
+        .def(py::init<const std::vector<int>&>(), py::arg("cpus"), release)
+        .def("submit", &WorkerPool::submit, py::arg("work"), py::arg("operation"), py::arg("width") = 1,
+             py::arg("after") = nullptr, release)
+        .def("close", &WorkerPool::close, release)
+        .def("enter", &WorkerPool::enter)
+        .def("leave", &WorkerPool::leave)
+        .def("inject_fault", &WorkerPool::inject_fault, py::arg("chunks_until"), py::arg("message"))
+        .def_property_readonly("busy_seconds", &WorkerPool::busy_seconds)
+        .def_property_readonly("threads", &WorkerPool::threads);
+    module.def("now_seconds", &superoffload::now_seconds);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, module) {
+    module.doc() = "superoffload's C++ core; use superoffload.kernels and superoffload.AdamW";
+    bind_kernels(module);
+    bind_runtime(module);
+}

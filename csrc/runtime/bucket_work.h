@@ -1,0 +1,76 @@
+// What worker threads do with one bucket: its runs, cut into chunks, its journal, and the five operations.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "../arm_adam/adam.h"
+
+namespace superoffload {
+
+enum class Operation : std::uint8_t { step, step_journaled, undo, replay, publish };
+
+// Elements per chunk: what a worker takes at a time. A multiple of adam::kBlock.
+constexpr std::size_t kChunk = 64 * adam::kBlock;
+
+struct JournalUse {
+    std::uint64_t bytes = 0;  // codes, escapes and block table of the last journaled step
+    std::uint64_t escapes[3] = {0, 0, 0};
+    std::uint64_t narrow_escapes = 0;  // had the codes been one byte wide
+};
+
+class BucketWork {
+   public:
+    // The runs' pointers stay the caller's, who keeps them alive. journal_bytes = 0: no journal, so no speculation.
+    BucketWork(std::vector<adam::Run> runs, std::uint64_t journal_bytes);
+    BucketWork(const BucketWork&) = delete;
+    BucketWork& operator=(const BucketWork&) = delete;
+
+    // Freezes what the next step, journaled step, replay or publish uses. steps[i] is the step number of run i, or 0
+    // for a run that has no gradient and is left as it is.
+    void freeze(const adam::Hyper& hyper, const std::vector<std::uint64_t>& steps);
+
+    // Called once before the chunks of an operation; width (1 or 2) matters for step_journaled only.
+    void begin(Operation operation, int width);
+    void run_chunk(Operation operation, std::size_t chunk);
+    // Everything on the calling thread. False: a journaled step did not fit and was undone.
+    bool run_all(Operation operation, int width);
+
+    std::size_t chunks() const { return chunks_.size(); }
+    std::size_t numel() const { return numel_; }
+    bool overflowed() const { return overflowed_.load(std::memory_order_acquire); }
+    std::uint64_t journal_capacity() const { return journal_bytes_; }
+    bool width_fits(int width) const { return static_cast<std::uint64_t>(width) * padded_ <= journal_bytes_; }
+    JournalUse journal_use() const;
+
+   private:
+    struct Part {
+        adam::Run run;             // frozen: the scalars of the last step or journaled step
+        adam::Scalars next;        // frozen by freeze(), not yet used
+        bool present;              // has a gradient, by freeze()
+        bool journaled;            // was part of the journaled step
+        std::uint64_t code_start;  // in elements, within the bucket's codes
+        std::uint64_t block_start;
+    };
+    struct Chunk {
+        std::size_t part;
+        adam::Range range;
+    };
+
+    void begin_journal(int width);
+
+    std::vector<Part> parts_;
+    std::vector<Chunk> chunks_;
+    std::size_t numel_ = 0;
+    std::uint64_t padded_ = 0;  // elements, each run rounded up so that codes stay aligned
+    std::uint64_t journal_bytes_;
+    std::unique_ptr<std::uint32_t[]> journal_;
+    std::vector<adam::JournalBlock> blocks_;
+    adam::JournalArena arena_{nullptr, 0, 0};
+    int width_ = 0;
+    std::atomic<bool> overflowed_{false};
+};
+
+}  // namespace superoffload

@@ -1,0 +1,73 @@
+// A flag that worker threads and Python wait on: "this bucket's gradient has arrived", "this bucket is stepped".
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+
+namespace superoffload {
+
+// Seconds on the steady clock that all timestamps of the runtime use.
+inline double now_seconds() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+class Completion {
+   public:
+    Completion() = default;
+    Completion(const Completion&) = delete;
+    Completion& operator=(const Completion&) = delete;
+
+    static std::shared_ptr<Completion> already_done() {
+        auto completion = std::make_shared<Completion>();
+        completion->finish();
+        return completion;
+    }
+
+    bool done() const { return done_.load(std::memory_order_acquire); }
+
+    void finish() { settle({}); }
+    void fail(std::string error) { settle(std::move(error)); }
+
+    // False when the time is up first. A negative time-out waits for ever.
+    bool wait(double timeout_seconds = -1) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        const auto is_done = [this] { return done(); };
+        if (timeout_seconds < 0) {
+            changed_.wait(lock, is_done);
+            return true;
+        }
+        return changed_.wait_for(lock, std::chrono::duration<double>(timeout_seconds), is_done);
+    }
+
+    // Empty when it succeeded. Only meaningful once done.
+    std::string error() const {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return error_;
+    }
+
+    // When the work began and ended (steady clock, seconds); 0 where it never ran.
+    std::atomic<double> began{0};
+    std::atomic<double> ended{0};
+
+   private:
+    void settle(std::string error) {
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            if (done()) return;
+            error_ = std::move(error);
+            done_.store(true, std::memory_order_release);
+        }
+        changed_.notify_all();
+    }
+
+    std::atomic<bool> done_{false};
+    mutable std::mutex mutex_;
+    std::condition_variable changed_;
+    std::string error_;
+};
+
+}  // namespace superoffload

@@ -1,0 +1,213 @@
+#include "worker_pool.h"
+
+#include <stdexcept>
+
+#include <pthread.h>
+#include <unistd.h>
+#ifdef __linux__
+#include <sched.h>
+#endif
+
+namespace superoffload {
+namespace {
+
+void name_and_bind(std::size_t index, int cpu) {
+    const std::string name = "superoffload-" + std::to_string(index);
+#ifdef __linux__
+    pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
+    if (cpu >= 0 && cpu < CPU_SETSIZE) {
+        cpu_set_t set;
+        CPU_ZERO(&set);
+        CPU_SET(cpu, &set);
+        // Best effort: a processor that was taken away since then leaves the thread unbound.
+        pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+    }
+#else
+    (void)cpu;
+#ifdef __APPLE__
+    pthread_setname_np(name.c_str());
+#endif
+#endif
+}
+
+}  // namespace
+
+struct WorkerPool::Task {
+    std::shared_ptr<BucketWork> work;
+    Operation operation;
+    std::shared_ptr<Completion> after;
+    std::shared_ptr<Completion> done;
+    std::atomic<std::size_t> next{0};       // the next chunk that nobody has taken
+    std::atomic<std::size_t> remaining{0};  // chunks not finished
+    bool undoing = false;                   // a journaled step that did not fit is being taken back
+    std::mutex error_mutex;
+    std::string error;
+};
+
+WorkerPool::WorkerPool(const std::vector<int>& cpus) : creator_(static_cast<long>(getpid())) {
+    if (cpus.empty()) throw std::invalid_argument("threads: 0, expected at least 1");
+    threads_.reserve(cpus.size());
+    for (std::size_t i = 0; i < cpus.size(); ++i) threads_.emplace_back([this, i, cpus] { work(i, cpus[i]); });
+}
+
+WorkerPool::~WorkerPool() {
+    if (forked()) {
+        // The threads exist only in the parent; there is nothing to join and no lock that is safe to take.
+        for (std::thread& thread : threads_) thread.detach();
+        return;
+    }
+    close();
+}
+
+bool WorkerPool::forked() const { return creator_ != static_cast<long>(getpid()); }
+
+std::shared_ptr<Completion> WorkerPool::submit(std::shared_ptr<BucketWork> work, Operation operation, int width,
+                                               std::shared_ptr<Completion> after) {
+    if (forked()) {
+        throw std::runtime_error(
+            "worker threads do not survive fork(): create the optimizer in the process that trains, after forking");
+    }
+    auto task = std::make_shared<Task>();
+    task->done = std::make_shared<Completion>();
+    work->begin(operation, width);
+    task->remaining.store(work->chunks());
+    task->work = std::move(work);
+    task->operation = operation;
+    task->after = std::move(after);
+    const std::shared_ptr<Completion> done = task->done;
+    if (task->work->chunks() == 0) {
+        done->finish();
+        return done;
+    }
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (closing_) throw std::runtime_error("the optimizer is closed");
+        queue_.push_back(std::move(task));
+    }
+    changed_.notify_all();
+    return done;
+}
+
+void WorkerPool::close() {
+    if (forked()) return;
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        closing_ = true;
+    }
+    changed_.notify_all();
+    for (std::thread& thread : threads_) {
+        if (thread.joinable()) thread.join();
+    }
+    for (const std::shared_ptr<Task>& task : queue_) task->done->fail("the optimizer was closed before this ran");
+    queue_.clear();
+}
+
+std::shared_ptr<WorkerPool::Task> WorkerPool::next_task(std::unique_lock<std::mutex>& lock) {
+    for (;;) {
+        bool waiting = false;
+        for (auto it = queue_.begin(); it != queue_.end();) {
+            const std::shared_ptr<Task>& task = *it;
+            if (task->next.load(std::memory_order_relaxed) >= task->work->chunks()) {
+                it = queue_.erase(it);
+                continue;
+            }
+            if (!task->after || task->after->done()) return task;
+            waiting = true;
+            ++it;
+        }
+        if (closing_) return nullptr;
+        // A completion that a device sets cannot notify us: look again soon.
+        if (waiting) {
+            changed_.wait_for(lock, std::chrono::microseconds(50));
+        } else {
+            changed_.wait(lock);
+        }
+    }
+}
+
+void WorkerPool::work(std::size_t index, int cpu) {
+    name_and_bind(index, cpu);
+    for (;;) {
+        std::shared_ptr<Task> task;
+        {
+            std::unique_lock<std::mutex> lock(mutex_);
+            task = next_task(lock);
+        }
+        if (!task) return;
+        run_chunks(task);
+    }
+}
+
+void WorkerPool::run_chunks(const std::shared_ptr<Task>& task) {
+    const std::size_t chunks = task->work->chunks();
+    for (;;) {
+        const std::size_t chunk = task->next.fetch_add(1, std::memory_order_acq_rel);
+        if (chunk >= chunks) return;
+        if (chunk == 0 && !task->undoing) {
+            enter();
+            task->done->began.store(now_seconds());
+        }
+        run_chunk(*task, chunk);
+        if (task->remaining.fetch_sub(1, std::memory_order_acq_rel) == 1) end_of_task(task);
+    }
+}
+
+void WorkerPool::run_chunk(Task& task, std::size_t chunk) {
+    std::string error = task.after ? task.after->error() : std::string();
+    if (error.empty()) {
+        if (fault_countdown_.load() >= 0 && fault_countdown_.fetch_sub(1) == 0) error = fault_message_;
+        // Only a speculated step can be taken back. Anything after the verdict is completed even so, so that no
+        // bucket is left half-way, and the failure is reported with the step done.
+        if (error.empty() || task.operation != Operation::step_journaled) task.work->run_chunk(task.operation, chunk);
+    }
+    if (error.empty()) return;
+    const std::lock_guard<std::mutex> lock(task.error_mutex);
+    if (task.error.empty()) task.error = error;
+}
+
+void WorkerPool::end_of_task(const std::shared_ptr<Task>& task) {
+    // A speculated step that did not fit its journal, or that failed, is taken back by all threads together.
+    const bool take_back = task->operation == Operation::step_journaled && !task->undoing &&
+                           (task->work->overflowed() || !task->error.empty());
+    if (take_back) {
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            task->undoing = true;
+            task->operation = Operation::undo;
+            task->remaining.store(task->work->chunks());
+            task->next.store(0, std::memory_order_release);
+            queue_.push_front(task);
+        }
+        changed_.notify_all();
+        return;
+    }
+    task->done->ended.store(now_seconds());
+    leave();
+    if (task->error.empty()) {
+        task->done->finish();
+    } else {
+        task->done->fail("worker thread: " + task->error);
+    }
+}
+
+double WorkerPool::busy_seconds() const {
+    const std::lock_guard<std::mutex> lock(busy_mutex_);
+    return busy_total_ + (busy_ > 0 ? now_seconds() - busy_since_ : 0);
+}
+
+void WorkerPool::enter() {
+    const std::lock_guard<std::mutex> lock(busy_mutex_);
+    if (busy_++ == 0) busy_since_ = now_seconds();
+}
+
+void WorkerPool::leave() {
+    const std::lock_guard<std::mutex> lock(busy_mutex_);
+    if (--busy_ == 0) busy_total_ += now_seconds() - busy_since_;
+}
+
+void WorkerPool::inject_fault(int chunks_until, const std::string& message) {
+    fault_message_ = message;
+    fault_countdown_.store(chunks_until);
+}
+
+}  // namespace superoffload

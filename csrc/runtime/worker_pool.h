@@ -1,0 +1,73 @@
+// Worker threads that step buckets. The caller submits an operation on a bucket and gets a completion; no Python
+// object and no GIL is involved until somebody waits for it.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "bucket_work.h"
+#include "completion.h"
+
+namespace superoffload {
+
+class WorkerPool {
+   public:
+    // One thread per entry of `cpus`, bound to that processor where the system allows it (entry < 0: not bound).
+    explicit WorkerPool(const std::vector<int>& cpus);
+    ~WorkerPool();
+    WorkerPool(const WorkerPool&) = delete;
+    WorkerPool& operator=(const WorkerPool&) = delete;
+
+    // The operation starts once `after` is done (null: at once). Operations on one bucket must be submitted one
+    // after the other's completion; different buckets run in the order of submission, their chunks overlapping.
+    // A failed chunk fails the completion: a journaled step is then undone, any other operation is completed first.
+    // Throws std::runtime_error after close() and in a forked child.
+    std::shared_ptr<Completion> submit(std::shared_ptr<BucketWork> work, Operation operation, int width,
+                                       std::shared_ptr<Completion> after);
+
+    // Finishes what can be finished, fails what still waits for a completion, and joins the threads. Idempotent.
+    void close();
+
+    std::size_t threads() const { return threads_.size(); }
+
+    // Seconds during which at least one thread, or the caller between enter() and leave(), was at work.
+    double busy_seconds() const;
+    void enter();
+    void leave();
+
+    // For the project's own tests: the n-th chunk from now fails.
+    void inject_fault(int chunks_until, const std::string& message);
+
+   private:
+    struct Task;
+
+    void work(std::size_t index, int cpu);
+    std::shared_ptr<Task> next_task(std::unique_lock<std::mutex>& lock);
+    void run_chunks(const std::shared_ptr<Task>& task);
+    void run_chunk(Task& task, std::size_t chunk);
+    void end_of_task(const std::shared_ptr<Task>& task);
+    bool forked() const;
+
+    std::vector<std::thread> threads_;
+    mutable std::mutex mutex_;
+    std::condition_variable changed_;
+    std::deque<std::shared_ptr<Task>> queue_;
+    bool closing_ = false;
+    long creator_;
+
+    mutable std::mutex busy_mutex_;
+    int busy_ = 0;
+    double busy_since_ = 0;
+    double busy_total_ = 0;
+
+    std::atomic<int> fault_countdown_{-1};
+    std::string fault_message_;
+};
+
+}  // namespace superoffload

@@ -1,0 +1,229 @@
+// A bucket in guarded memory with reproducible contents, and what the kernels made of it.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "arm_adam/adam.h"
+#include "guarded.h"
+
+namespace harness {
+
+using superoffload::adam::ElementType;
+namespace adam = superoffload::adam;
+
+// The same words on every machine and compiler (SplitMix64).
+class Random {
+   public:
+    explicit Random(std::uint64_t seed) : state_(seed) {}
+    std::uint64_t next() {
+        std::uint64_t z = (state_ += 0x9e3779b97f4a7c15u);
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+        z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+        return z ^ (z >> 31);
+    }
+    std::uint32_t below(std::uint32_t limit) { return static_cast<std::uint32_t>((next() >> 32) * limit >> 32); }
+    // In (-1, 1), exactly representable.
+    float unit() { return static_cast<float>(static_cast<std::int32_t>(next() >> 40) - (1 << 23)) * 0x1p-23f; }
+
+   private:
+    std::uint64_t state_;
+};
+
+inline std::uint32_t bits_of(float x) {
+    std::uint32_t u;
+    std::memcpy(&u, &x, sizeof u);
+    return u;
+}
+
+// What training looks like, or anything at all: raw bit patterns with every kind of special value among them.
+enum class Contents { trained, hostile };
+
+struct Case {
+    std::size_t numel = 0;
+    std::size_t offset = 0;  // of the first element past a 64-byte boundary, in elements
+    ElementType gradient = ElementType::bf16;
+    ElementType shadow = ElementType::bf16;
+    bool l2 = false;
+    std::uint8_t width = 1;
+    Contents contents = Contents::trained;
+    std::uint64_t seed = 0;
+
+    std::string text() const {
+        return "numel=" + std::to_string(numel) + " offset=" + std::to_string(offset) +
+               " gradient=" + std::to_string(static_cast<int>(gradient)) +
+               " shadow=" + std::to_string(static_cast<int>(shadow)) + " l2=" + std::to_string(l2) +
+               " width=" + std::to_string(width) +
+               " contents=" + (contents == Contents::trained ? "trained" : "hostile") + " seed=" + std::to_string(seed);
+    }
+};
+
+inline std::size_t blocks_of(std::size_t numel) { return (numel + adam::kBlock - 1) / adam::kBlock; }
+
+// Room for every element of every component to escape.
+inline std::size_t full_arena(std::size_t numel) { return 3 * numel + (3 * numel + 1) / 2 + blocks_of(numel); }
+
+class Bucket {
+   public:
+    explicit Bucket(const Case& c) : Bucket(c, full_arena(c.numel)) {}
+
+    Bucket(const Case& c, std::size_t arena_words)
+        : case_(c),
+          master_(4 * c.numel, 4 * c.offset),
+          exp_avg_(4 * c.numel, 4 * c.offset),
+          exp_avg_sq_(4 * c.numel, 4 * c.offset),
+          gradient_(adam::element_size(c.gradient) * c.numel, adam::element_size(c.gradient) * c.offset),
+          shadow_(adam::element_size(c.shadow) * c.numel, adam::element_size(c.shadow) * c.offset),
+          codes_(c.width * c.numel, c.offset),
+          blocks_(blocks_of(c.numel) * sizeof(adam::JournalBlock)),
+          words_(4 * arena_words),
+          arena_{words_.as<std::uint32_t>(), arena_words, 0} {
+        reset();
+    }
+
+    // Contents as first made, and an empty journal.
+    void reset() {
+        Random random(case_.seed * 1000003 + case_.numel);
+        for (std::size_t i = 0; i < case_.numel; ++i) fill(random, i);
+        std::memset(shadow_.data(), 0, shadow_.size());
+        for (std::size_t i = 0; i < blocks_of(case_.numel); ++i) {
+            blocks_.as<adam::JournalBlock>()[i] = {adam::JournalBlock::kNotApplied, {0, 0, 0}, 0};
+        }
+        arena_.used = 0;
+    }
+
+    adam::Run run(const adam::Scalars& scalars) {
+        return {master_.as<float>(),
+                exp_avg_.as<float>(),
+                exp_avg_sq_.as<float>(),
+                gradient_.data(),
+                shadow_.data(),
+                {codes_.data(), blocks_.as<adam::JournalBlock>(), &arena_, case_.width},
+                case_.numel,
+                case_.gradient,
+                case_.shadow,
+                scalars};
+    }
+    adam::Range all() const { return {0, case_.numel}; }
+
+    std::vector<std::uint8_t> state() const { return joined({&master_, &exp_avg_, &exp_avg_sq_}); }
+    std::vector<std::uint8_t> shadow() const { return shadow_.bytes(); }
+    // Everything that a journal means: codes of escaped lanes are free, so they are left out.
+    std::vector<std::uint8_t> escapes() const {
+        std::vector<std::uint8_t> all = blocks_.bytes();
+        const std::vector<std::uint8_t> words = words_.bytes();
+        all.insert(all.end(), words.begin(), words.begin() + static_cast<std::ptrdiff_t>(4 * arena_.used));
+        return all;
+    }
+    bool intact() {
+        bool clean = true;
+        for (Guarded* memory : {&master_, &exp_avg_, &exp_avg_sq_, &gradient_, &shadow_, &codes_, &blocks_, &words_}) {
+            clean = memory->intact() && clean;
+        }
+        return clean;
+    }
+
+    adam::JournalArena& arena() { return arena_; }
+    float* component(int i) { return (i == 0 ? exp_avg_ : i == 1 ? exp_avg_sq_ : master_).as<float>(); }
+    const void* gradient() { return gradient_.data(); }
+
+   private:
+    static std::vector<std::uint8_t> joined(std::initializer_list<const Guarded*> parts) {
+        std::vector<std::uint8_t> all;
+        for (const Guarded* part : parts) {
+            const std::vector<std::uint8_t> bytes = part->bytes();
+            all.insert(all.end(), bytes.begin(), bytes.end());
+        }
+        return all;
+    }
+
+    void fill(Random& random, std::size_t i) {
+        if (case_.contents == Contents::trained) {
+            const float g = random.unit() * 0x1p-6f;
+            const float drift = 1 + random.unit() * 0.25f;
+            put(master_, i, bits_of(random.unit() * 0.125f));
+            put(exp_avg_, i, bits_of(g * drift * 0.5f));
+            put(exp_avg_sq_, i, bits_of(g * g * drift));
+            put_gradient(i, bits_of(g * (1 + random.unit() * 0.5f)));
+        } else {
+            put(master_, i, hostile(random));
+            put(exp_avg_, i, hostile(random));
+            put(exp_avg_sq_, i, hostile(random));
+            put_gradient(i, hostile(random));
+        }
+    }
+
+    static std::uint32_t hostile(Random& random) {
+        static const std::uint32_t special[] = {
+            0x00000000u, 0x80000000u, 0x00000001u, 0x80000001u, 0x00400000u, 0x007fffffu, 0x00800000u, 0x3f800000u,
+            0x7f7fffffu, 0xff7fffffu, 0x7f800000u, 0xff800000u, 0x7fc00000u, 0x7f800001u, 0xffffffffu, 0x33800000u,
+        };
+        const std::uint32_t choice = random.below(4);
+        const auto word = static_cast<std::uint32_t>(random.next());
+        if (choice == 0) return special[word % 16];
+        if (choice == 1) return (word & 0x807fffffu) | (100 + (word >> 24) % 40) << 23;  // near 1
+        return word;
+    }
+
+    static void put(Guarded& memory, std::size_t i, std::uint32_t word) {
+        std::memcpy(memory.data() + 4 * i, &word, 4);
+    }
+
+    // The upper half for two-byte types: for bf16 the value itself, for fp16 some other bit pattern, which is as good.
+    void put_gradient(std::size_t i, std::uint32_t word) {
+        if (case_.gradient == ElementType::f32) {
+            put(gradient_, i, word);
+        } else {
+            const auto half = static_cast<std::uint16_t>(word >> 16);
+            std::memcpy(gradient_.data() + 2 * i, &half, 2);
+        }
+    }
+
+    Case case_;
+    Guarded master_, exp_avg_, exp_avg_sq_, gradient_, shadow_, codes_, blocks_, words_;
+    adam::JournalArena arena_;
+};
+
+// Hyper-parameters with every edge that the arithmetic has.
+inline adam::Hyper hyper_of(std::uint64_t seed, bool l2) {
+    adam::Hyper h{1e-3, 0.9, 0.999, 1e-8, 1e-2, 100 + seed % 50, 1.0, l2};
+    switch (seed % 11) {
+        case 1:
+            h.step = 1;
+            break;
+        case 2:
+            h.lr = 0;
+            break;
+        case 3:
+            h.weight_decay = 0;
+            break;
+        case 4:
+            h.eps = 0;
+            break;
+        case 5:
+            h.gradient_factor = 0.37;
+            break;
+        case 6:
+            h.gradient_factor = 0x1p-16;
+            break;
+        case 7:
+            h.beta1 = 0;
+            break;
+        case 8:
+            h.lr = 1, h.weight_decay = 1;
+            break;  // 1 - lr * weight_decay = 0: nothing can be estimated
+        case 9:
+            h.gradient_factor = 0;
+            break;
+        case 10:
+            h.lr = 3e4, h.step = 1000000;
+            break;
+        default:
+            break;
+    }
+    return h;
+}
+
+}  // namespace harness

@@ -1,0 +1,406 @@
+// The worker pool: every bucket is stepped once, errors come back, shutting down never hangs. Also the program that
+// runs under ThreadSanitizer.
+#include <algorithm>
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <thread>
+
+#include <sched.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "bucket.h"
+#include "harness.h"
+#include "runtime/worker_pool.h"
+
+using namespace harness;
+using superoffload::BucketWork;
+using superoffload::Completion;
+using superoffload::Operation;
+using superoffload::WorkerPool;
+
+namespace {
+
+constexpr std::size_t kSeveralChunks = 2 * superoffload::kChunk + 777;
+constexpr double kLong = 120;  // seconds: a wait that lasts this long is a hang
+
+std::vector<int> unbound(std::size_t threads) { return std::vector<int>(threads, -1); }
+
+// A bucket of several runs with its work, and a copy to compare with.
+struct Subject {
+    explicit Subject(std::vector<std::size_t> sizes, std::uint64_t seed = 3, bool room_for_escapes = true) {
+        std::uint64_t padded = 0;
+        std::uint64_t arena = 0;
+        for (const std::size_t numel : sizes) {
+            Case c;
+            c.numel = numel;
+            c.seed = seed;
+            c.contents = room_for_escapes ? Contents::trained : Contents::hostile;
+            runs.push_back(std::make_unique<Bucket>(c));
+            twins.push_back(std::make_unique<Bucket>(c));
+            padded += numel + 64;
+            arena += 4 * full_arena(numel);
+        }
+        std::vector<adam::Run> described;
+        for (const auto& run : runs) described.push_back(run->run({}));
+        work = std::make_shared<BucketWork>(described, padded + (room_for_escapes ? padded + arena : 0));
+    }
+
+    void freeze(std::uint64_t step, double gradient_factor = 1) {
+        hyper.gradient_factor = gradient_factor;
+        hyper.step = step;
+        work->freeze(hyper, std::vector<std::uint64_t>(runs.size(), step));
+    }
+    // The same operation, in one piece, on the copy.
+    void step_twin(std::uint64_t step, double gradient_factor = 1) {
+        hyper.gradient_factor = gradient_factor;
+        hyper.step = step;
+        for (const auto& twin : twins) adam::step(twin->run(adam::freeze(hyper)), twin->all());
+    }
+    bool same() const {
+        for (std::size_t i = 0; i < runs.size(); ++i) {
+            if (runs[i]->state() != twins[i]->state()) return false;
+        }
+        return true;
+    }
+    bool same_shadow() const {
+        for (std::size_t i = 0; i < runs.size(); ++i) {
+            if (runs[i]->shadow() != twins[i]->shadow()) return false;
+        }
+        return true;
+    }
+
+    adam::Hyper hyper{1e-3, 0.9, 0.999, 1e-8, 1e-2, 1, 1.0, false};
+    std::vector<std::unique_ptr<Bucket>> runs, twins;
+    std::shared_ptr<BucketWork> work;
+};
+
+bool succeeds(const std::shared_ptr<Completion>& done) {
+    return EXPECT(done->wait(kLong)) && EXPECT_FOR(done->error().empty(), done->error());
+}
+
+bool does(WorkerPool& pool, const Subject& subject, Operation operation, int width = 1) {
+    return succeeds(pool.submit(subject.work, operation, width, nullptr));
+}
+
+template <typename Error, typename F>
+bool throws(F f) {
+    try {
+        f();
+    } catch (const Error&) {
+        return true;
+    }
+    return false;
+}
+
+TEST(any_number_of_threads_gives_the_same_bits) {
+    for (const std::size_t threads : {1, 2, 3, 5}) {
+        WorkerPool pool(unbound(threads));
+        EXPECT(pool.threads() == threads);
+        Subject subject({kSeveralChunks, 1, 5000});
+        for (std::uint64_t step = 1; step <= 3; ++step) {
+            subject.freeze(step);
+            does(pool, subject, Operation::step);
+            subject.step_twin(step);
+        }
+        EXPECT(subject.same());
+        EXPECT(subject.same_shadow());
+    }
+}
+
+TEST(journaled_steps_are_undone_and_replayed) {
+    WorkerPool pool(unbound(3));
+    for (const int width : {1, 2}) {
+        Subject subject({kSeveralChunks, 333});
+        subject.freeze(1);
+        does(pool, subject, Operation::step_journaled, width);
+        EXPECT(!subject.work->overflowed() && !subject.same());
+        does(pool, subject, Operation::undo);
+        EXPECT(subject.same());
+        subject.freeze(1);
+        does(pool, subject, Operation::step_journaled, width);
+        subject.freeze(1, 0.25);
+        does(pool, subject, Operation::replay);
+        subject.step_twin(1, 0.25);
+        EXPECT(subject.same());
+        EXPECT(subject.same_shadow());
+        EXPECT(subject.work->journal_use().bytes > 0);
+    }
+}
+
+TEST(publish_writes_the_shadow_only) {
+    WorkerPool pool(unbound(2));
+    Subject subject({kSeveralChunks});
+    subject.freeze(1);
+    does(pool, subject, Operation::publish);
+    EXPECT(subject.same());
+    subject.step_twin(1);
+    EXPECT(subject.same_shadow());
+}
+
+TEST(runs_without_a_gradient_are_left_alone) {
+    WorkerPool pool(unbound(2));
+    Subject subject({4000, 3000});
+    subject.work->freeze(subject.hyper, {1, 0});
+    does(pool, subject, Operation::step_journaled);
+    EXPECT(subject.runs[0]->state() != subject.twins[0]->state());
+    EXPECT(subject.runs[1]->state() == subject.twins[1]->state());
+    does(pool, subject, Operation::undo);
+    EXPECT(subject.same());
+}
+
+TEST(a_full_journal_takes_the_step_back) {
+    WorkerPool pool(unbound(3));
+    Subject subject({kSeveralChunks}, 3, false);
+    subject.freeze(1);
+    does(pool, subject, Operation::step_journaled);
+    EXPECT(subject.work->overflowed());
+    EXPECT(subject.same());
+    subject.freeze(1);
+    does(pool, subject, Operation::step);
+    subject.step_twin(1);
+    EXPECT(subject.same());
+}
+
+TEST(work_waits_for_its_gradient) {
+    WorkerPool pool(unbound(2));
+    Subject early({5000});
+    Subject late({5000});
+    early.freeze(1);
+    late.freeze(1);
+    const auto arrived = std::make_shared<Completion>();
+    const auto late_done = pool.submit(late.work, Operation::step, 1, arrived);
+    does(pool, early, Operation::step);  // submitted later, but its gradient is there
+    EXPECT(!late_done->wait(0.05));
+    EXPECT(late.same());
+    arrived->finish();
+    succeeds(late_done);
+    late.step_twin(1);
+    EXPECT(late.same());
+    EXPECT(late_done->ended.load() >= late_done->began.load() && late_done->began.load() > 0);
+}
+
+TEST(a_failed_gradient_fails_its_bucket_and_steps_nothing) {
+    WorkerPool pool(unbound(2));
+    Subject subject({kSeveralChunks});
+    for (const Operation operation : {Operation::step, Operation::step_journaled}) {
+        subject.freeze(1);
+        const auto arrived = std::make_shared<Completion>();
+        const auto done = pool.submit(subject.work, operation, 1, arrived);
+        arrived->fail("the link broke");
+        EXPECT(done->wait(kLong));
+        EXPECT(done->error().find("the link broke") != std::string::npos);
+        EXPECT(subject.same());
+    }
+}
+
+TEST(an_error_in_a_speculated_step_restores_the_bucket) {
+    WorkerPool pool(unbound(3));
+    for (int chunk = 0; chunk < 3; ++chunk) {
+        Subject subject({kSeveralChunks});
+        subject.freeze(1);
+        pool.inject_fault(chunk, "cosmic ray");
+        const auto done = pool.submit(subject.work, Operation::step_journaled, 1, nullptr);
+        EXPECT(done->wait(kLong));
+        EXPECT(done->error().find("cosmic ray") != std::string::npos);
+        EXPECT(subject.same());
+        subject.freeze(1);
+        does(pool, subject, Operation::step);  // the pool is as good as before
+        subject.step_twin(1);
+        EXPECT(subject.same());
+    }
+}
+
+TEST(an_error_after_the_verdict_is_reported_with_the_step_done) {
+    WorkerPool pool(unbound(2));
+    Subject subject({kSeveralChunks});
+    subject.freeze(1);
+    pool.inject_fault(1, "cosmic ray");
+    const auto done = pool.submit(subject.work, Operation::step, 1, nullptr);
+    EXPECT(done->wait(kLong) && done->error().find("cosmic ray") != std::string::npos);
+    subject.step_twin(1);
+    EXPECT(subject.same());
+}
+
+TEST(many_buckets_from_many_threads) {
+    WorkerPool pool(unbound(3));
+    std::vector<std::thread> submitters;
+    for (std::uint64_t t = 0; t < 3; ++t) {
+        submitters.emplace_back([&pool, t] {
+            Random random(t);
+            Subject subject({superoffload::kChunk + 100 * t, 50}, t);
+            for (std::uint64_t step = 1; step <= 12; ++step) {
+                const auto arrived = std::make_shared<Completion>();
+                subject.freeze(step);
+                const auto done = pool.submit(subject.work, Operation::step_journaled, 2, arrived);
+                std::this_thread::sleep_for(std::chrono::microseconds(random.below(300)));
+                arrived->finish();
+                if (!succeeds(done)) return;
+                const double factor = random.below(2) == 0 ? 1 : 0.5;
+                if (factor != 1) {
+                    subject.freeze(step, factor);
+                    if (!does(pool, subject, Operation::replay)) return;
+                }
+                subject.step_twin(step, factor);
+            }
+            EXPECT(subject.same());
+        });
+    }
+    for (std::thread& submitter : submitters) submitter.join();
+}
+
+TEST(closing_finishes_what_can_run_and_fails_the_rest) {
+    auto pool = std::make_unique<WorkerPool>(unbound(2));
+    Subject ready({kSeveralChunks});
+    Subject waiting({5000});
+    ready.freeze(1);
+    waiting.freeze(1);
+    const auto never = std::make_shared<Completion>();
+    const auto ready_done = pool->submit(ready.work, Operation::step, 1, nullptr);
+    const auto waiting_done = pool->submit(waiting.work, Operation::step, 1, never);
+    pool->close();
+    pool->close();
+    succeeds(ready_done);
+    EXPECT(waiting_done->wait(kLong) && waiting_done->error().find("closed") != std::string::npos);
+    ready.step_twin(1);
+    EXPECT(ready.same() && waiting.same());
+    EXPECT(throws<std::runtime_error>([&] { pool->submit(ready.work, Operation::step, 1, nullptr); }));
+}
+
+TEST(pools_come_and_go) {
+    for (int round = 0; round < 30; ++round) {
+        Subject subject({2000});
+        subject.freeze(1);
+        std::shared_ptr<Completion> done;
+        {
+            WorkerPool pool(unbound(1 + round % 4));
+            if (round % 3 != 0) done = pool.submit(subject.work, Operation::step, 1, nullptr);
+        }
+        if (done != nullptr) succeeds(done);
+    }
+}
+
+TEST(wrong_use_throws) {
+    EXPECT(throws<std::invalid_argument>([] { WorkerPool pool({}); }));
+    WorkerPool pool(unbound(1));
+    Subject subject({3000});
+    EXPECT(throws<std::invalid_argument>([&] { subject.work->freeze(subject.hyper, {1, 2}); }));
+    subject.freeze(1);
+    EXPECT(throws<std::logic_error>([&] { pool.submit(subject.work, Operation::undo, 1, nullptr); }));
+    EXPECT(throws<std::invalid_argument>([&] { pool.submit(subject.work, Operation::step_journaled, 3, nullptr); }));
+    EXPECT(subject.same());
+}
+
+TEST(empty_buckets_are_done_at_once) {
+    WorkerPool pool(unbound(1));
+    Subject subject({});
+    subject.freeze(1);
+    EXPECT(pool.submit(subject.work, Operation::step, 1, nullptr)->done());
+}
+
+TEST(a_completion_settles_once) {
+    Completion completion;
+    EXPECT(!completion.done() && !completion.wait(0.001));
+    completion.fail("first");
+    completion.finish();
+    completion.fail("second");
+    EXPECT(completion.wait() && completion.error() == "first");
+    EXPECT(Completion::already_done()->done());
+}
+
+TEST(busy_time_is_counted_once) {
+    WorkerPool pool(unbound(3));
+    Subject subject({kSeveralChunks});
+    const double began = superoffload::now_seconds();
+    EXPECT(pool.busy_seconds() == 0);
+    subject.freeze(1);
+    does(pool, subject, Operation::step);
+    const double busy = pool.busy_seconds();
+    EXPECT(busy > 0 && busy <= superoffload::now_seconds() - began);
+    pool.enter();
+    pool.enter();
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    pool.leave();
+    EXPECT(pool.busy_seconds() >= busy + 0.002);
+    pool.leave();
+    const double after = pool.busy_seconds();
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    EXPECT(pool.busy_seconds() == after);
+}
+
+#if defined(__linux__)
+// One line of /proc/self/task/*/status, for example the name or the processors of a thread.
+std::string status_line(const std::filesystem::path& task, const std::string& key) {
+    std::ifstream status(task / "status");
+    for (std::string line; std::getline(status, line);) {
+        if (line.rfind(key + ":\t", 0) == 0) return line.substr(key.size() + 2);
+    }
+    return {};
+}
+
+std::map<std::string, std::string> processors_by_thread_name() {
+    std::map<std::string, std::string> found;
+    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+        found[status_line(task.path(), "Name")] = status_line(task.path(), "Cpus_allowed_list");
+    }
+    return found;
+}
+
+TEST(threads_have_names_and_stay_on_their_processor) {
+    cpu_set_t allowed;
+    CPU_ZERO(&allowed);
+    EXPECT(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
+    int last = -1;
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+        if (CPU_ISSET(cpu, &allowed)) last = cpu;
+    }
+    const std::string everything = status_line("/proc/self", "Cpus_allowed_list");
+    WorkerPool pool({last, -1, 1000});  // one bound, one free, one to a processor that is not there
+    Subject subject({kSeveralChunks});
+    subject.freeze(1);
+    does(pool, subject, Operation::step);
+    subject.step_twin(1);
+    EXPECT(subject.same());
+    const std::map<std::string, std::string> expected = {
+        {"superoffload-0", std::to_string(last)}, {"superoffload-1", everything}, {"superoffload-2", everything}};
+    bool as_expected = false;  // a thread names and binds itself after it has started
+    for (int attempt = 0; attempt < 2000 && !as_expected; ++attempt) {
+        const std::map<std::string, std::string> found = processors_by_thread_name();
+        as_expected = std::includes(found.begin(), found.end(), expected.begin(), expected.end());
+        if (!as_expected) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    EXPECT(as_expected);
+}
+#endif
+
+// ThreadSanitizer does not follow a fork of a process with threads.
+#if !defined(__SANITIZE_THREAD__)
+TEST(a_forked_child_gets_an_error_and_no_hang) {
+    WorkerPool pool(unbound(2));
+    Subject subject({3000});
+    subject.freeze(1);
+    std::fflush(stdout);
+    const pid_t child = fork();
+    if (child == 0) {
+        alarm(60);
+        const bool refused =
+            throws<std::runtime_error>([&] { pool.submit(subject.work, Operation::step, 1, nullptr); });
+        pool.close();
+        _exit(refused ? 0 : 1);
+    }
+    int status = -1;
+    EXPECT(child > 0 && waitpid(child, &status, 0) == child);
+    EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    does(pool, subject, Operation::step);  // the parent goes on
+    subject.step_twin(1);
+    EXPECT(subject.same());
+}
+#endif
+
+}  // namespace
+
+int main(int argc, char** argv) { return run_all(argc > 1 ? argv[1] : nullptr); }

@@ -1,0 +1,182 @@
+"""Builds `superoffload._native`; everything else about the package is in pyproject.toml.
+
+The extension is C++17 and pybind11 on raw pointers: no torch, no CUDA. Each instruction set is one source file with
+flags of its own (csrc/flags.txt), chosen at run time, so one build runs on every CPU of its architecture.
+
+Environment variables, all optional:
+  CXX                       the compiler (also for cross-building, together with the target's Python headers)
+  SUPEROFFLOAD_TARGET       the machine to build for, when it is not this Python's: x86_64, aarch64, ...
+  SUPEROFFLOAD_BUILD_ISAS   comma-separated instruction sets to build, where a compiler lacks one; must include scalar
+  SUPEROFFLOAD_BUILD_DIR    keep object files there and recompile only what changed
+  SUPEROFFLOAD_WERROR=1     warnings are errors (for our own builds; a newer compiler must not break an install)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import sysconfig
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import BaseError, CCompilerError, CompileError, OptionError
+
+ROOT = Path(__file__).resolve().parent
+MODULE = "superoffload._native"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is compiled for one target machine: sources relative to the repository, each with all of its flags."""
+
+    sources: dict[str, list[str]]
+    isas: list[str]
+
+
+def target_machine(environment: Mapping[str, str] = os.environ) -> str:
+    """The machine of the Python that will import the extension, not of the one that compiles it."""
+    named = environment.get("SUPEROFFLOAD_TARGET")
+    machine = (named or sysconfig.get_platform().rsplit("-", 1)[-1]).lower()
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
+
+
+def read_flags() -> tuple[list[str], list[str], dict[str, tuple[str, list[str]]]]:
+    """csrc/flags.txt as (common flags, strict flags, {instruction set: (machine, flags)})."""
+    common: list[str] = []
+    strict: list[str] = []
+    isas: dict[str, tuple[str, list[str]]] = {}
+    for line in (ROOT / "csrc" / "flags.txt").read_text().splitlines():
+        words = line.split("#", 1)[0].split()
+        if not words:
+            continue
+        if words[0] == "isa":
+            isas[words[1]] = (words[2], words[3:])
+        else:
+            {"common": common, "strict": strict}[words[0]].extend(words[1:])
+    return common, strict, isas
+
+
+def chosen_isas(known: dict[str, tuple[str, list[str]]], machine: str, environment: Mapping[str, str]) -> list[str]:
+    """The instruction sets to build for `machine`: all that it can have, or those the user named."""
+    possible = [name for name, (only_on, _) in known.items() if only_on in ("any", machine)]
+    named = environment.get("SUPEROFFLOAD_BUILD_ISAS")
+    if not named:
+        return possible
+    wanted = [name.strip() for name in named.split(",") if name.strip()]
+    if "scalar" not in wanted or not set(wanted) <= set(possible):
+        raise OptionError(
+            f"SUPEROFFLOAD_BUILD_ISAS={named!r}: expected a comma-separated list with scalar in it, "
+            f"out of {', '.join(possible)} for {machine}. Correct the list or unset the variable."
+        )
+    return [name for name in possible if name in wanted]
+
+
+def plan(machine: str, environment: Mapping[str, str] = os.environ) -> Plan:
+    """Every source of the extension for `machine` with its flags; sets of other machines are left out."""
+    common, strict, known = read_flags()
+    if environment.get("SUPEROFFLOAD_WERROR") == "1":
+        common = common + strict
+    isas = chosen_isas(known, machine, environment)
+    common = common + [f"-DSUPEROFFLOAD_BUILT_{name.upper()}=1" for name in isas]
+    sources = {}
+    folders = ("arm_adam", "runtime")
+    for path in [
+        ROOT / "csrc/bindings.cpp",
+        *(path for name in folders for path in sorted(ROOT.glob(f"csrc/{name}/*.cpp"))),
+    ]:
+        isa = path.stem.removeprefix("isa_") if path.stem.startswith("isa_") else None
+        if isa is None or isa in isas:
+            sources[path.relative_to(ROOT).as_posix()] = common + (known[isa][1] if isa else [])
+    return Plan(sources, isas)
+
+
+class BuildNative(build_ext):  # type: ignore[misc]
+    """Compiles every source with its own flags, side by side, and says plainly what is missing when it cannot."""
+
+    def build_extension(self, ext: Extension) -> None:
+        import pybind11  # here and not above: making a source archive does not need it
+
+        self.check_toolchain()
+        machine = target_machine()
+        what = plan(machine)
+        print(f"superoffload: building for {machine} with {', '.join(what.isas)}", flush=True)
+        folders = [str(ROOT / "csrc"), pybind11.get_include()]
+        with ThreadPoolExecutor(self.parallel or os.cpu_count() or 1) as pool:
+            objects = list(pool.map(lambda item: self.compile_one(*item, folders), what.sources.items()))
+        output = self.get_ext_fullpath(ext.name)
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
+        self.compiler.link_shared_object(objects, output, extra_postargs=["-pthread"], target_lang="c++")
+
+    def check_toolchain(self) -> None:
+        """Fails early and in plain words: a missing compiler otherwise shows as a trace of the build tools."""
+        if self.compiler.compiler_type != "unix":
+            raise CCompilerError(
+                f"superoffload cannot be built with compiler type {self.compiler.compiler_type!r}: "
+                "it needs g++ or clang++ on a POSIX system."
+            )
+        places = [*self.compiler.include_dirs, *self.include_dirs, sysconfig.get_path("include")]
+        if not any(Path(place, "Python.h").is_file() for place in places):
+            raise CCompilerError(
+                f"superoffload needs the Python headers to build, and there is no Python.h in {', '.join(places)}. "
+                "Install them (Debian, Ubuntu: apt install python3-dev; Fedora: dnf install python3-devel)."
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            probe = Path(folder, "probe.cpp")
+            probe.write_text("#include <type_traits>\nint main() { return std::is_same_v<int, long>; }\n")
+            try:
+                self.compiler.compile([str(probe)], output_dir=folder, extra_postargs=["-std=c++17"])
+            except BaseError as error:
+                command = getattr(self.compiler, "compiler_so_cxx", None) or self.compiler.compiler_so
+                raise CCompilerError(
+                    f"superoffload needs a C++17 compiler to build, and {shlex.join(command)} cannot compile "
+                    f"an empty program ({error}). Install one (Debian, Ubuntu: apt install g++; Fedora: "
+                    "dnf install gcc-c++; macOS: xcode-select --install), or name yours in the CXX variable."
+                ) from error
+
+    def compile_one(self, source: str, flags: list[str], folders: list[str]) -> str:
+        """Compiles `source` unless its object file is newer than everything it was made from; returns the object."""
+        # the flags are part of the folder's name, so an object made with other flags is never taken for this one
+        mark = hashlib.sha256(
+            repr((flags, folders, vars(self.compiler).get("compiler_so_cxx"), self.compiler.compiler_so)).encode()
+        ).hexdigest()[:12]
+        folder = Path(os.environ.get("SUPEROFFLOAD_BUILD_DIR") or self.build_temp) / f"{target_machine()}-{mark}"
+        target = folder / Path(source).with_suffix(".o")
+        depends = target.with_suffix(".d")
+        if is_current(target, depends):
+            return str(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        extra = [*flags, "-MMD", "-MF", str(depends)]
+        try:
+            self.compiler.compile([source], output_dir=str(folder), include_dirs=folders, extra_postargs=extra)
+        except BaseError as error:
+            raise CompileError(
+                f"{source} did not compile ({error}); the compiler's own words are above. superoffload is built with "
+                "g++ >= 11 and clang++ >= 14. Where an older one lacks an instruction set, leave that set out: "
+                "SUPEROFFLOAD_BUILD_ISAS=scalar,... (a comma-separated list)."
+            ) from error
+        return str(target)
+
+
+def is_current(target: Path, depends: Path) -> bool:
+    """Whether `target` is newer than everything that the compiler read to make it."""
+    if not (target.is_file() and depends.is_file()):
+        return False
+    made = target.stat().st_mtime_ns
+    read = depends.read_text().replace("\\\n", " ").split(":", 1)[-1].split()
+    return all(Path(path).is_file() and Path(path).stat().st_mtime_ns < made for path in read)
+
+
+def main() -> None:
+    os.chdir(ROOT)  # sources are named relative to it
+    extension = Extension(MODULE, sorted(plan(target_machine(), {}).sources), language="c++")
+    setup(ext_modules=[extension], cmdclass={"build_ext": BuildNative})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""superoffload: AdamW with its state in host memory, stepping during backward, bit-for-bit as if it had waited.
+
+Names are loaded when first used, so that `superoffload.kernels` (NumPy only) works where torch is not installed.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from superoffload._version import __version__
+
+if TYPE_CHECKING:
+    from superoffload.adamw import AdamW
+    from superoffload.verdict import Verdict
+
+_HOMES = {"AdamW": "superoffload.adamw", "Verdict": "superoffload.verdict"}
+
+__all__ = ["AdamW", "Verdict", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'superoffload' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

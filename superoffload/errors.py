@@ -1,0 +1,19 @@
+"""What superoffload raises. Every message names the argument or event, its value, what was expected, what to do."""
+
+from __future__ import annotations
+
+
+class SuperOffloadError(RuntimeError):
+    """Anything that superoffload itself found wrong. The state is that of the last finished step."""
+
+
+class ArgumentError(SuperOffloadError, ValueError):
+    """An argument, a file or an input that cannot be used; nothing was changed."""
+
+
+class StateError(SuperOffloadError):
+    """A call that does not fit what happened before it (a closed optimizer, a forked process, ...)."""
+
+
+class WorkerError(SuperOffloadError):
+    """A worker thread failed; its speculated work was undone."""

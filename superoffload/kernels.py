@@ -1,0 +1,214 @@
+"""The Adam kernels on NumPy arrays: for tests, benchmarks and other people's schedules. Needs no torch.
+
+bfloat16 has no NumPy type: such arrays are ``uint16`` bit patterns. The arithmetic is defined in docs/kernel.md.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from superoffload import _native
+from superoffload.errors import ArgumentError
+
+BLOCK: int = _native.BLOCK
+ISA_VARIABLE = "SUPEROFFLOAD_ISA"
+
+_TYPES = {
+    np.dtype(np.float32): _native.ElementType.f32,
+    np.dtype(np.float16): _native.ElementType.f16,
+    np.dtype(np.uint16): _native.ElementType.bf16,
+}
+
+Array = NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16]
+
+
+def available_isas() -> list[str]:
+    """The instruction sets that this build has and this processor can run, slowest first."""
+    return list(_native.available_isas())
+
+
+def current_isa() -> str:
+    """The instruction set in use: the fastest available one unless ``set_isa`` or SUPEROFFLOAD_ISA chose another."""
+    return str(_native.current_isa())
+
+
+def set_isa(name: str) -> None:
+    """Uses the kernels of one instruction set in this process from now on. All of them give the same bits."""
+    if not _native.set_isa(name):
+        raise ArgumentError(
+            f"instruction set {name!r}: not available here; this machine and build have {', '.join(available_isas())}"
+        )
+
+
+def set_isa_from_environment() -> None:
+    """Obeys SUPEROFFLOAD_ISA; called when this module is first imported."""
+    name = os.environ.get(ISA_VARIABLE)
+    if name:
+        try:
+            set_isa(name)
+        except ArgumentError as error:
+            raise ArgumentError(f"{ISA_VARIABLE}={name}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """What one step of one bucket freezes. ``gradient_factor`` is unscale x clip; ``l2``: Adam instead of AdamW."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    gradient_factor: float = 1.0
+    l2: bool = False
+
+
+class Span:
+    """A contiguous run of a bucket with its journal, on arrays that the caller owns.
+
+    ``master``, ``exp_avg``, ``exp_avg_sq``: float32 [n]; ``gradient`` and ``shadow``: float32, float16 or uint16
+    (bfloat16 bits) [n]. ``arena_bytes`` is the room for escapes; by default every element may escape.
+    """
+
+    def __init__(
+        self,
+        master: NDArray[np.float32],
+        exp_avg: NDArray[np.float32],
+        exp_avg_sq: NDArray[np.float32],
+        gradient: Array,
+        shadow: Array,
+        *,
+        arena_bytes: int | None = None,
+    ) -> None:
+        states = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        for name, array in states.items():
+            if array.dtype != np.float32:
+                raise ArgumentError(f"{name}: dtype {array.dtype}, expected float32")
+        arrays: dict[str, Array] = {**states, "gradient": gradient, "shadow": shadow}
+        for name, any_array in arrays.items():
+            _check_array(name, any_array, len(master), writeable=name != "gradient")
+        _check_disjoint(arrays)
+        self._arrays = arrays  # keeps the memory alive
+        self._arena_bytes = 20 * len(master) + 64 if arena_bytes is None else arena_bytes
+        runs = [
+            _native.Run(
+                master=master.ctypes.data,
+                exp_avg=exp_avg.ctypes.data,
+                exp_avg_sq=exp_avg_sq.ctypes.data,
+                gradient=gradient.ctypes.data,
+                shadow=shadow.ctypes.data,
+                numel=len(master),
+                gradient_type=_TYPES[gradient.dtype],
+                shadow_type=_TYPES[shadow.dtype],
+            )
+        ]
+        padded = -(-len(master) // 64) * 64
+        self._works = {width: _native.BucketWork(runs, width * padded + self._arena_bytes) for width in (1, 2)}
+        self._width = 0
+
+    def _run(self, operation: _native.Operation, hyper: Hyper | None, width: int) -> bool:
+        work = self._works[width]
+        if hyper is not None:
+            work.freeze(
+                lr=hyper.lr,
+                beta1=hyper.beta1,
+                beta2=hyper.beta2,
+                eps=hyper.eps,
+                weight_decay=hyper.weight_decay,
+                gradient_factor=hyper.gradient_factor,
+                l2=hyper.l2,
+                steps=[hyper.step],
+            )
+        return bool(work.run_all(operation, width))
+
+    def step(self, hyper: Hyper) -> None:
+        """Master, moments and shadow after one step."""
+        self._run(_native.Operation.step, hyper, 1)
+
+    def step_journaled(self, hyper: Hyper, width: int = 1) -> bool:
+        """The same with a journal of ``width`` bytes per code. False: no room for the escapes, nothing changed."""
+        if width not in (1, 2):
+            raise ArgumentError(f"width: {width}, expected 1 or 2 bytes per code")
+        self._width = width
+        return self._run(_native.Operation.step_journaled, hyper, width)
+
+    def undo(self) -> None:
+        """Restores master and moments to their bits before the last journaled step; the shadow is left as it is."""
+        self._run(_native.Operation.undo, None, self._journaled_width())
+
+    def replay(self, hyper: Hyper) -> None:
+        """Undoes the last journaled step and steps with ``hyper`` in one pass over memory."""
+        self._run(_native.Operation.replay, hyper, self._journaled_width())
+
+    def publish(self, hyper: Hyper) -> None:
+        """Only the shadow of a step, with the bits that the full pass will give."""
+        self._run(_native.Operation.publish, hyper, 1)
+
+    @property
+    def journal_bytes(self) -> int:
+        """Bytes used by the last journaled step: codes, escapes and block table."""
+        return int(self._works[self._journaled_width()].journal_use().bytes)
+
+    @property
+    def escapes(self) -> tuple[int, int, int]:
+        """How many words of exp_avg, exp_avg_sq and master the last journaled step kept whole."""
+        first, second, master = self._works[self._journaled_width()].journal_use().escapes
+        return int(first), int(second), int(master)
+
+    def _journaled_width(self) -> int:
+        if self._width == 0:
+            raise ArgumentError("undo, replay and journal figures need a step_journaled() before them")
+        return self._width
+
+
+def sum_of_squares(gradient: Array) -> NDArray[np.float64]:
+    """Sums of squares over blocks of 1024 elements in float64; +inf for a block with a non-finite element."""
+    _check_array("gradient", gradient, len(gradient), writeable=False)
+    sums = np.empty(-(-len(gradient) // BLOCK), np.float64)
+    _native.pack(gradient.ctypes.data, 0, _TYPES[gradient.dtype], len(gradient), sums.ctypes.data)
+    return sums
+
+
+def pack(gradient: Array, out: Array) -> NDArray[np.float64]:
+    """Copies ``gradient`` to ``out`` and returns its sums of squares, in one pass."""
+    _check_array("gradient", gradient, len(gradient), writeable=False)
+    _check_array("out", out, len(gradient), writeable=True)
+    if out.dtype != gradient.dtype:
+        raise ArgumentError(f"out: dtype {out.dtype}, expected the gradient's {gradient.dtype}")
+    sums = np.empty(-(-len(gradient) // BLOCK), np.float64)
+    _native.pack(gradient.ctypes.data, out.ctypes.data, _TYPES[gradient.dtype], len(gradient), sums.ctypes.data)
+    return sums
+
+
+def fold_sums(blocks: NDArray[np.float64]) -> float:
+    """The sum of one shard from its block sums, in an order that depends on nothing but their number."""
+    if blocks.dtype != np.float64 or blocks.ndim != 1 or not blocks.flags.c_contiguous:
+        raise ArgumentError(f"blocks: {blocks.dtype} {blocks.shape}, expected a contiguous float64 vector")
+    return float(_native.fold_sums(blocks.ctypes.data, len(blocks)))
+
+
+def _check_array(name: str, array: Array, length: int, *, writeable: bool) -> None:
+    if array.dtype not in _TYPES:
+        raise ArgumentError(f"{name}: dtype {array.dtype}, expected float32, float16 or uint16 (bfloat16 bits)")
+    if array.ndim != 1 or not array.flags.c_contiguous:
+        raise ArgumentError(f"{name}: shape {array.shape}, strides {array.strides}; expected a contiguous vector")
+    if len(array) != length:
+        raise ArgumentError(f"{name}: {len(array)} elements, expected {length} like the others")
+    if writeable and not array.flags.writeable:
+        raise ArgumentError(f"{name}: read-only; expected an array that can be written")
+
+
+def _check_disjoint(arrays: dict[str, Array]) -> None:
+    ends = sorted((array.ctypes.data, array.ctypes.data + array.nbytes, name) for name, array in arrays.items())
+    for (_, end, name), (start, _, other) in pairwise(ends):
+        if start < end:
+            raise ArgumentError(f"{name} and {other} overlap in memory; expected separate arrays")
+
+
+set_isa_from_environment()
