@@ -1,0 +1,209 @@
+"""Shards, buckets and the life of a bucket within one step. Knows nothing of autograd, threads or devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from superoffload import _native
+from superoffload.errors import StateError
+
+BLOCK: int = _native.BLOCK
+ALIGN = 64  # elements: runs start at whole cache lines in every buffer
+
+ELEMENT_TYPES = {
+    torch.float32: _native.ElementType.f32,
+    torch.bfloat16: _native.ElementType.bf16,
+    torch.float16: _native.ElementType.f16,
+}
+
+
+class BucketState(Enum):
+    """Where a bucket is in its step; DESIGN's words."""
+
+    FILLING = "filling"
+    READY = "ready"
+    SPECULATED = "speculated"
+    UNDONE = "undone"
+    COMMITTED = "committed"
+    REPLAYED = "replayed"
+    STEPPED = "stepped"
+    SKIPPED = "skipped"
+    ABANDONED = "abandoned"
+
+
+_ENDED = frozenset(
+    {BucketState.COMMITTED, BucketState.REPLAYED, BucketState.STEPPED, BucketState.SKIPPED, BucketState.ABANDONED}
+)
+_NEXT = {
+    BucketState.FILLING: {BucketState.READY, BucketState.ABANDONED},
+    BucketState.READY: {
+        BucketState.SPECULATED,
+        BucketState.STEPPED,
+        BucketState.SKIPPED,
+        BucketState.ABANDONED,
+        BucketState.FILLING,
+    },
+    BucketState.SPECULATED: {
+        BucketState.COMMITTED,
+        BucketState.REPLAYED,
+        BucketState.SKIPPED,
+        BucketState.ABANDONED,
+        BucketState.UNDONE,
+    },
+    BucketState.UNDONE: {BucketState.FILLING},
+    **{state: {BucketState.FILLING} for state in _ENDED},
+}
+
+
+@dataclass(frozen=True)
+class GroupHyper:
+    """The hyper-parameters of a param group as a bucket freezes them."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    l2: bool = False
+
+
+@dataclass(eq=False)
+class Shard:
+    """The part of a parameter that this rank owns, and its state in host memory.
+
+    ``master``, ``exp_avg``, ``exp_avg_sq``: flat float32 tensors of ``numel`` elements. ``target`` returns the flat
+    published tensor that delivery writes to.
+    """
+
+    index: int
+    name: str
+    group: int
+    numel: int
+    gradient_dtype: torch.dtype
+    published_dtype: torch.dtype
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    target: Callable[[], Tensor]
+    steps: int = 0
+    block_sums: NDArray[np.float64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.block_sums = np.zeros(-(-self.numel // BLOCK), np.float64)
+
+    def sum_of_squares(self) -> float:
+        """Folded from the block sums of the gradient that was packed last."""
+        return _native.fold_sums(self.block_sums.ctypes.data, len(self.block_sums))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of one shard inside a bucket; ``start`` and ``offset`` in elements of shard and bucket."""
+
+    shard: Shard
+    start: int
+    numel: int
+    offset: int
+
+
+class Bucket:
+    """A flat run of shard elements of one param group: the unit of transfer, step, undo and publish."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        first = pieces[0].shard
+        self.pieces = list(pieces)
+        self.group = first.group
+        self.gradient_dtype = first.gradient_dtype
+        self.published_dtype = first.published_dtype
+        self.numel = sum(piece.numel for piece in pieces)
+        self.padded = max(piece.offset + piece.numel for piece in pieces)
+        self.state = BucketState.FILLING
+        self.present = [False] * len(self.pieces)
+        self.missing = len(self.pieces)  # pieces whose gradient is not final
+        # Set by the link (staging) and the core (native work) when the bucket is attached:
+        self.gradient: Tensor
+        self.shadow: Tensor
+        self.work: _native.BucketWork
+        self.running: _native.Completion | None = None
+        # What the last step or speculation froze:
+        self.frozen: GroupHyper | None = None
+        self.factor = 1.0
+        # Journal width of the next speculation, chosen from the last one (superoffload/policy.py):
+        self.width = 1
+        self.wide_until = 0
+        self.hold = 0
+        self.overflows = 0
+
+    def move(self, state: BucketState) -> None:
+        """Enters ``state``; anything the state machine does not allow raises and changes nothing."""
+        if state not in _NEXT[self.state]:
+            raise StateError(f"a bucket cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+    @property
+    def ended(self) -> bool:
+        return self.state in _ENDED
+
+    def renew(self) -> None:
+        """Ready for the next step's gradients."""
+        if self.state is not BucketState.FILLING:
+            self.move(BucketState.FILLING)
+        self.present = [False] * len(self.pieces)
+        self.missing = len(self.pieces)
+
+    def make_work(self, journal_bytes: int) -> None:
+        """The native description; ``gradient`` and ``shadow`` must be allocated (``padded`` elements each)."""
+        runs = []
+        for piece in self.pieces:
+            shard = piece.shard
+            runs.append(
+                _native.Run(
+                    master=shard.master.data_ptr() + 4 * piece.start,
+                    exp_avg=shard.exp_avg.data_ptr() + 4 * piece.start,
+                    exp_avg_sq=shard.exp_avg_sq.data_ptr() + 4 * piece.start,
+                    gradient=self.gradient.data_ptr() + self.gradient.element_size() * piece.offset,
+                    shadow=self.shadow.data_ptr() + self.shadow.element_size() * piece.offset,
+                    numel=piece.numel,
+                    gradient_type=ELEMENT_TYPES[self.gradient_dtype],
+                    shadow_type=ELEMENT_TYPES[self.published_dtype],
+                )
+            )
+        self.work = _native.BucketWork(runs, journal_bytes)
+
+
+def lay_out(shards: Sequence[Shard], bucket_numel: int) -> list[Bucket]:
+    """Buckets of about ``bucket_numel`` elements over ``shards``, which are given in the order of backward.
+
+    A bucket holds shards of one group and one pair of dtypes; a shard larger than a bucket is cut at multiples of
+    the norm's block. Buckets come in the order in which backward completes them.
+    """
+    step = max(BLOCK, bucket_numel // BLOCK * BLOCK)
+    open_pieces: dict[tuple[int, torch.dtype, torch.dtype], list[Piece]] = {}
+    buckets: list[Bucket] = []
+    for shard in shards:
+        key = (shard.group, shard.gradient_dtype, shard.published_dtype)
+        start = 0
+        while start < shard.numel:
+            pieces = open_pieces.setdefault(key, [])
+            offset = -(-(pieces[-1].offset + pieces[-1].numel) // ALIGN) * ALIGN if pieces else 0
+            room = max(step - offset, 0) // BLOCK * BLOCK
+            numel = shard.numel - start
+            if pieces and numel > room:  # start a new bucket rather than cut a shard that would fit one
+                buckets.append(Bucket(open_pieces.pop(key)))
+                continue
+            numel = min(numel, step)
+            pieces.append(Piece(shard, start, numel, offset))
+            start += numel
+            if offset + numel >= step:
+                buckets.append(Bucket(open_pieces.pop(key)))
+    position = {shard.index: i for i, shard in enumerate(shards)}
+    buckets.extend(Bucket(pieces) for pieces in open_pieces.values())
+    buckets.sort(key=lambda bucket: max(position[piece.shard.index] for piece in bucket.pieces))
+    return buckets

@@ -1,0 +1,86 @@
+"""What moves gradients down and parameters up. This file: the protocol, and the host link (parameters on the CPU)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from superoffload import _native
+from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket
+
+
+@dataclass(frozen=True)
+class PackTicket:
+    """A packed gradient on its way; the shards' block sums are valid once ``completion`` is done."""
+
+    bucket: Bucket
+    completion: _native.Completion
+
+
+class Link(Protocol):
+    """One per device kind; owns streams, staging and the shadow."""
+
+    bytes_down: int
+    bytes_up: int
+
+    def attach(self, bucket: Bucket) -> None:
+        """Allocates the bucket's packed gradient and shadow (``bucket.padded`` elements each)."""
+
+    def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
+        """Packs one flat gradient per piece of the bucket (None: no gradient this step) with its block sums.
+
+        When it returns the gradients may be changed or freed.
+        """
+
+    def arrived(self, ticket: PackTicket) -> _native.Completion:
+        """Done once the packed gradient is in host memory; worker threads wait on it without the GIL."""
+
+    def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
+        """Makes the shadow of the bucket's present pieces the published parameters, once ``after`` is done."""
+
+
+class HostLink:
+    """Gradients and parameters in host memory. Packing copies: later edits of ``p.grad`` cannot reach the journal."""
+
+    def __init__(self) -> None:
+        self.bytes_down = 0
+        self.bytes_up = 0
+
+    def attach(self, bucket: Bucket) -> None:
+        bucket.gradient = torch.empty(bucket.padded, dtype=bucket.gradient_dtype)
+        bucket.shadow = torch.empty(bucket.padded, dtype=bucket.published_dtype)
+
+    def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
+        size = bucket.gradient.element_size()
+        base = bucket.gradient.data_ptr()
+        for piece, grad in zip(bucket.pieces, grads, strict=True):
+            if grad is None:
+                continue
+            _native.pack(
+                gradient=grad.data_ptr() + size * piece.start,
+                packed=base + size * piece.offset,
+                type=ELEMENT_TYPES[bucket.gradient_dtype],
+                numel=piece.numel,
+                block_sums=piece.shard.block_sums.ctypes.data + 8 * (piece.start // BLOCK),
+            )
+            self.bytes_down += size * piece.numel
+        return PackTicket(bucket, _native.Completion.already_done())
+
+    def arrived(self, ticket: PackTicket) -> _native.Completion:
+        return ticket.completion
+
+    def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
+        after.wait()
+        targets, sources = [], []
+        for piece, present in zip(bucket.pieces, bucket.present, strict=True):
+            if present:
+                targets.append(piece.shard.target()[piece.start : piece.start + piece.numel])
+                sources.append(bucket.shadow[piece.offset : piece.offset + piece.numel])
+                self.bytes_up += piece.numel * bucket.shadow.element_size()
+        if targets:
+            torch._foreach_copy_(targets, sources)  # in place: bumps the parameters' version counters
+        return _native.Completion.already_done()

@@ -1,0 +1,38 @@
+"""Totals since construction, as ``AdamW.stats()`` reports them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass
+class Stats:
+    """Counters are numbers of buckets or steps; times in seconds; sizes in bytes.
+
+    Once every step has ended, buckets_speculated = buckets_committed + buckets_replayed + buckets_undone +
+    buckets_skipped + buckets_abandoned.
+    """
+
+    steps: int = 0
+    skipped_steps: int = 0
+    clipped_steps: int = 0
+    buckets_speculated: int = 0
+    buckets_committed: int = 0
+    buckets_replayed: int = 0
+    buckets_undone: int = 0
+    buckets_skipped: int = 0
+    buckets_abandoned: int = 0
+    buckets_stepped: int = 0
+    buckets_two_phase: int = 0
+    journal_overflows: int = 0
+    optimizer_seconds: float = 0.0
+    optimizer_seconds_exposed: float = 0.0
+    bytes_down: int = 0
+    bytes_up: int = 0
+    journal_bytes: int = 0
+    journal_bytes_per_param: float = 0.0  # of the buckets speculated in the last step that speculated
+
+    def as_dict(self) -> dict[str, float | int]:
+        """A plain dictionary, with ``clip_rate`` = clipped steps / decided steps."""
+        decided = self.steps + self.skipped_steps
+        return {**asdict(self), "clip_rate": self.clipped_steps / decided if decided else 0.0}

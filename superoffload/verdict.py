@@ -1,0 +1,36 @@
+"""The verdict: gradient norm, clip coefficient and found-inf, decided once per step from sums in a fixed order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Verdict(NamedTuple):
+    """What all ranks act on.
+
+    ``grad_norm`` is the norm of the unscaled gradient; ``gradient_factor`` = unscale x clip is what every gradient
+    element is multiplied with.
+    """
+
+    grad_norm: float
+    clip_coefficient: float
+    found_inf: bool
+    gradient_factor: float
+
+
+def decide(shard_sums: Iterable[float], *, unscale: float = 1.0, max_grad_norm: float | None = None) -> Verdict:
+    """The verdict from the sums of squares of the shards, given in registration order (folded one after the other).
+
+    The clip coefficient is that of ``torch.nn.utils.clip_grad_norm_``: min(1, max_grad_norm / (norm + 1e-6)).
+    A non-finite sum (a NaN or infinity among the gradients) or norm gives ``found_inf``.
+    """
+    total = 0.0
+    for value in shard_sums:
+        total += value
+    norm = math.sqrt(total) * abs(unscale) if math.isfinite(total) else math.inf
+    if not math.isfinite(norm):
+        return Verdict(norm, 1.0, True, unscale)
+    coefficient = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + 1e-6))
+    return Verdict(norm, coefficient, False, unscale * coefficient)
