@@ -29,6 +29,7 @@ from setuptools.errors import BaseError, CCompilerError, CompileError, OptionErr
 
 ROOT = Path(__file__).resolve().parent
 MODULE = "superoffload._native"
+FAILURES = (BaseError, CCompilerError, OSError)  # what running a compiler raises; setuptools' errors share no base
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def plan(machine: str, environment: Mapping[str, str] = os.environ) -> Plan:
     isas = chosen_isas(known, machine, environment)
     common = common + [f"-DSUPEROFFLOAD_BUILT_{name.upper()}=1" for name in isas]
     sources = {}
-    folders = ("arm_adam", "runtime")
+    folders = ("arm_adam", "memory_limit", "runtime")
     for path in [
         ROOT / "csrc/bindings.cpp",
         *(path for name in folders for path in sorted(ROOT.glob(f"csrc/{name}/*.cpp"))),
@@ -96,7 +97,7 @@ def plan(machine: str, environment: Mapping[str, str] = os.environ) -> Plan:
     return Plan(sources, isas)
 
 
-class BuildNative(build_ext):  # type: ignore[misc]
+class BuildNative(build_ext):
     """Compiles every source with its own flags, side by side, and says plainly what is missing when it cannot."""
 
     def build_extension(self, ext: Extension) -> None:
@@ -108,7 +109,8 @@ class BuildNative(build_ext):  # type: ignore[misc]
         print(f"superoffload: building for {machine} with {', '.join(what.isas)}", flush=True)
         folders = [str(ROOT / "csrc"), pybind11.get_include()]
         with ThreadPoolExecutor(self.parallel or os.cpu_count() or 1) as pool:
-            objects = list(pool.map(lambda item: self.compile_one(*item, folders), what.sources.items()))
+            jobs = [pool.submit(self.compile_one, source, flags, folders) for source, flags in what.sources.items()]
+            objects = [job.result() for job in jobs]
         output = self.get_ext_fullpath(ext.name)
         Path(output).parent.mkdir(parents=True, exist_ok=True)
         self.compiler.link_shared_object(objects, output, extra_postargs=["-pthread"], target_lang="c++")
@@ -131,7 +133,7 @@ class BuildNative(build_ext):  # type: ignore[misc]
             probe.write_text("#include <type_traits>\nint main() { return std::is_same_v<int, long>; }\n")
             try:
                 self.compiler.compile([str(probe)], output_dir=folder, extra_postargs=["-std=c++17"])
-            except BaseError as error:
+            except FAILURES as error:
                 command = getattr(self.compiler, "compiler_so_cxx", None) or self.compiler.compiler_so
                 raise CCompilerError(
                     f"superoffload needs a C++17 compiler to build, and {shlex.join(command)} cannot compile "
@@ -154,7 +156,7 @@ class BuildNative(build_ext):  # type: ignore[misc]
         extra = [*flags, "-MMD", "-MF", str(depends)]
         try:
             self.compiler.compile([source], output_dir=str(folder), include_dirs=folders, extra_postargs=extra)
-        except BaseError as error:
+        except FAILURES as error:
             raise CompileError(
                 f"{source} did not compile ({error}); the compiler's own words are above. superoffload is built with "
                 "g++ >= 11 and clang++ >= 14. Where an older one lacks an instruction set, leave that set out: "
@@ -168,7 +170,8 @@ def is_current(target: Path, depends: Path) -> bool:
     if not (target.is_file() and depends.is_file()):
         return False
     made = target.stat().st_mtime_ns
-    read = depends.read_text().replace("\\\n", " ").split(":", 1)[-1].split()
+    rule = depends.read_text().replace("\\\n", " ")  # "target: file file ...", spaces in names escaped
+    read = shlex.split(rule.split(": ", 1)[-1])
     return all(Path(path).is_file() and Path(path).stat().st_mtime_ns < made for path in read)
 
 

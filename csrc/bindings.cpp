@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "arm_adam/adam.h"
+#include "memory_limit/traversal.h"
 #include "runtime/bucket_work.h"
 #include "runtime/completion.h"
 #include "runtime/worker_pool.h"
@@ -24,18 +25,22 @@ T* pointer(Address address) {
     return reinterpret_cast<T*>(address);  // NOLINT: addresses are what crosses this border
 }
 
-adam::Run make_run(Address master, Address exp_avg, Address exp_avg_sq, Address gradient, Address shadow,
-                   std::size_t numel, adam::ElementType gradient_type, adam::ElementType shadow_type) {
+superoffload::RunOfShard make_run(Address master, Address exp_avg, Address exp_avg_sq, Address gradient, Address shadow,
+                                  std::size_t numel, adam::ElementType gradient_type, adam::ElementType shadow_type,
+                                  adam::ElementType state_type, std::uint64_t first_index, std::uint64_t noise_stream) {
+    if (state_type == adam::ElementType::f16) throw std::invalid_argument("state_type: f16, expected f32 or bf16");
     adam::Run run{};
     run.master = pointer<float>(master);
-    run.exp_avg = pointer<float>(exp_avg);
-    run.exp_avg_sq = pointer<float>(exp_avg_sq);
+    run.exp_avg = pointer<void>(exp_avg);
+    run.exp_avg_sq = pointer<void>(exp_avg_sq);
     run.gradient = pointer<const void>(gradient);
     run.shadow = pointer<void>(shadow);
     run.numel = numel;
     run.gradient_type = gradient_type;
     run.shadow_type = shadow_type;
-    return run;
+    run.state_type = state_type;
+    run.first_index = first_index;
+    return {run, noise_stream};
 }
 
 void freeze(BucketWork& work, double lr, double beta1, double beta2, double eps, double weight_decay,
@@ -74,9 +79,10 @@ void bind_kernels(py::module_& module) {
         .value("f32", adam::ElementType::f32)
         .value("bf16", adam::ElementType::bf16)
         .value("f16", adam::ElementType::f16);
-    py::class_<adam::Run>(module, "Run")
+    py::class_<superoffload::RunOfShard>(module, "Run")
         .def(py::init(&make_run), py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("gradient"),
-             py::arg("shadow"), py::arg("numel"), py::arg("gradient_type"), py::arg("shadow_type"));
+             py::arg("shadow"), py::arg("numel"), py::arg("gradient_type"), py::arg("shadow_type"),
+             py::arg("state_type") = adam::ElementType::f32, py::arg("first_index") = 0, py::arg("noise_stream") = 0);
     module.attr("BLOCK") = adam::kBlock;
     module.attr("CHUNK") = superoffload::kChunk;
     module.def("available_isas", &available_isas);
@@ -110,7 +116,8 @@ void bind_runtime(py::module_& module) {
                                })
         .def_readonly("narrow_escapes", &superoffload::JournalUse::narrow_escapes);
     py::class_<BucketWork, std::shared_ptr<BucketWork>>(module, "BucketWork")
-        .def(py::init<std::vector<adam::Run>, std::uint64_t>(), py::arg("runs"), py::arg("journal_bytes"))
+        .def(py::init<std::vector<superoffload::RunOfShard>, std::uint64_t>(), py::arg("runs"),
+             py::arg("journal_bytes"))
         .def("freeze", &freeze, py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
              py::arg("weight_decay"), py::arg("gradient_factor"), py::arg("l2"), py::arg("steps"))
         .def("run_all", &BucketWork::run_all, py::arg("operation"), py::arg("width") = 1,
@@ -144,10 +151,34 @@ void bind_runtime(py::module_& module) {
     module.def("now_seconds", &superoffload::now_seconds);
 }
 
+void bind_memory_limit(py::module_& module) {
+    namespace limit = superoffload::memory_limit;
+    py::enum_<limit::Access>(module, "Access")
+        .value("read", limit::Access::read)
+        .value("write", limit::Access::write)
+        .value("update", limit::Access::update);
+    py::class_<limit::Stream>(module, "Stream")
+        .def(py::init([](Address base, std::size_t element_size, limit::Access access) {
+                 return limit::Stream{pointer<std::uint8_t>(base), element_size, access};
+             }),
+             py::arg("base"), py::arg("element_size"), py::arg("access"));
+    module.def("memory_loops", &limit::available_loops);
+    module.def(
+        "walk_memory",
+        [](const std::vector<limit::Stream>& streams, std::size_t numel, std::size_t block, const std::string& loops,
+           bool streaming_stores, const std::vector<int>& cpus, int repeats) {
+            const py::gil_scoped_release release;
+            return limit::walk(streams, numel, {block, loops, streaming_stores}, cpus, repeats);
+        },
+        py::arg("streams"), py::arg("numel"), py::arg("block"), py::arg("loops"), py::arg("streaming_stores"),
+        py::arg("cpus"), py::arg("repeats") = 1);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
     module.doc() = "superoffload's C++ core; use superoffload.kernels and superoffload.AdamW";
     bind_kernels(module);
     bind_runtime(module);
+    bind_memory_limit(module);
 }

@@ -26,6 +26,9 @@ class Run:
         numel: int,
         gradient_type: ElementType,
         shadow_type: ElementType,
+        state_type: ElementType = ...,
+        first_index: int = 0,
+        noise_stream: int = 0,
     ) -> None: ...
 
 class JournalUse:
@@ -88,6 +91,24 @@ class WorkerPool:
     @property
     def threads(self) -> int: ...
 
+class Access:
+    read: Access
+    write: Access
+    update: Access
+
+class Stream:
+    def __init__(self, base: int, element_size: int, access: Access) -> None: ...
+
+def memory_loops() -> list[str]: ...
+def walk_memory(
+    streams: list[Stream],
+    numel: int,
+    block: int,
+    loops: str,
+    streaming_stores: bool,
+    cpus: list[int],
+    repeats: int = 1,
+) -> float: ...
 def available_isas() -> list[str]: ...
 def current_isa() -> str: ...
 def set_isa(name: str) -> bool: ...

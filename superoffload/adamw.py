@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from superoffload import kernels  # obeys SUPEROFFLOAD_ISA
 from superoffload.arguments import (
+    as_float,
+    as_groups,
     check_finite,
+    check_gradient,
     check_group,
+    check_groups,
     check_max_grad_norm,
     check_parameter,
+    check_seed,
+    check_state_dtype,
+    check_whole_number,
     refuse_unknown,
 )
 from superoffload.bucket import ALIGN, GroupHyper, Shard
 from superoffload.checkpoint import StateDict, read_state, write_state
 from superoffload.core import Core, CoreOptions
 from superoffload.cpus import worker_cpus
-from superoffload.errors import ArgumentError, StateError
+from superoffload.errors import ArgumentError, StateError, SuperOffloadError
+from superoffload.interrupts import held_signals
 from superoffload.link import HostLink
+from superoffload.tracked import Tracked
 from superoffload.verdict import Verdict
 
 __all__ = ["AdamW", "kernels"]
@@ -40,35 +48,6 @@ _OPEN: weakref.WeakSet[AdamW] = weakref.WeakSet()
 def _close_all() -> None:
     for optimizer in list(_OPEN):
         optimizer.close()
-
-
-@dataclass(eq=False)
-class _Tracked:
-    """What is known of one parameter: its shard, and the user-visible versions of value and gradient we acted on."""
-
-    param: Tensor
-    shard: Shard
-    step: Tensor  # what state[p]["step"] shows
-    version: int
-    address: int
-    grad: Tensor | None = None  # the gradient that was handed to the core in this step
-    grad_version: int = 0
-    arrivals: int = 0  # backward passes that reached it since the last step
-    expected: int = 1  # as many as in the step before
-    shown_steps: int = 0
-
-    def remember_value(self) -> None:
-        self.version = self.param._version
-        self.address = self.param.data_ptr()
-
-    @property
-    def written(self) -> bool:
-        """Whether somebody else wrote to the parameter since we last looked."""
-        return self.param._version != self.version or self.param.data_ptr() != self.address
-
-    @property
-    def grad_changed(self) -> bool:
-        return self.param.grad is not self.grad or (self.grad is not None and self.grad._version != self.grad_version)
 
 
 class AdamW(Optimizer):
@@ -90,9 +69,15 @@ class AdamW(Optimizer):
         threads: worker threads (None: one per core this process may use).
         rank_check: has no effect in a single process.
         trace: None.
+        state_dtype: of exp_avg and exp_avg_sq: "fp32", or "bf16" with stochastic rounding: 20 instead of 28 bytes moved
+            and 8 instead of 12 kept per parameter. docs/kernel.md shows what it costs in accuracy.
+        seed: of that rounding; the same seed gives the same bits, whatever was speculated, undone or replayed.
 
     A step whose gradients contain a NaN or an infinity is skipped and counted, as loss scalers do. A parameter
-    without a gradient is left alone, as in torch.
+    without a gradient is left alone, as in torch. ``torch.amp.GradScaler`` works, with or without its ``unscale_``.
+
+    Writes to parameters and gradients are noticed by their version counters. Those that go through ``.data`` leave
+    no trace there: call ``refresh_masters()`` after such a write to a parameter, and edit ``p.grad`` itself.
 
     Raises ArgumentError (a ValueError) for bad arguments before anything is changed.
     """
@@ -114,6 +99,8 @@ class AdamW(Optimizer):
         threads: int | None = None,
         rank_check: str = "light",
         trace: Any = None,
+        state_dtype: str | torch.dtype = "fp32",
+        seed: int = 0,
     ) -> None:
         self._max_grad_norm = check_max_grad_norm(max_grad_norm)
         refuse_unknown(delivery, placement, rank_check)
@@ -121,20 +108,27 @@ class AdamW(Optimizer):
             raise ArgumentError("keep_grads=False: gradients on the CPU are always kept; pass True or None")
         if trace is not None:
             raise ArgumentError(f"trace={trace!r}: expected None; timelines are not in this version")
-        if bucket_numel is not None and (not isinstance(bucket_numel, int) or bucket_numel < 1):
-            raise ArgumentError(f"bucket_numel={bucket_numel!r}: expected a whole number of at least 1, or None")
+        check_whole_number("bucket_numel", bucket_numel)
         cpus = worker_cpus(threads)
-        groups = _as_groups(params)
+        groups = as_groups(params)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        _check_all(groups, defaults)
-        self._tracked: dict[Tensor, _Tracked] = {}
-        self._hooks: list[RemovableHandle] = []
+        check_groups(groups, defaults)
+        self._state_dtype = check_state_dtype(state_dtype)
+        self._seed = check_seed(seed)
+        self._tracked: dict[Tensor, Tracked] = {}
         self._accumulating = False
         self._constructing = True
+        self._closed = False
+        self._interrupted = False
         self._last_verdict: Verdict | None = None
+        self._unscale = 1.0  # of the last step; speculation expects it again
         self._pid = os.getpid()
-        self._core = Core(HostLink(), CoreOptions(speculation, bucket_numel, cpus), self._hyper_of)
-        super().__init__(groups, defaults)
+        self._core = Core(HostLink(), CoreOptions(speculation, bucket_numel, cpus), _hyper_reader(self))
+        try:
+            super().__init__(groups, defaults)
+        except BaseException:
+            self.close()
+            raise
         self._constructing = False
         _OPEN.add(self)
 
@@ -144,48 +138,70 @@ class AdamW(Optimizer):
         """As in torch, at any time; a step in flight keeps its gradients."""
         group = param_group
         if not self._constructing:  # the constructor has checked all groups already
-            (group,) = _as_groups([param_group])
-            _check_all([group], self.defaults, taken=[p for g in self.param_groups for p in g["params"]])
-        super().add_param_group(group)
-        self._adopt(len(self.param_groups) - 1)
+            self._check_usable()
+            (group,) = as_groups([param_group])
+            check_groups([group], self.defaults, taken=[p for g in self.param_groups for p in g["params"]])
+        with self._whole():
+            super().add_param_group(group)
+            self._adopt(len(self.param_groups) - 1, [p for p in group["params"] if p.requires_grad])
 
-    def _adopt(self, group: int) -> None:
-        """State for the parameters of a group that train and have none yet; frozen ones take no memory."""
-        fresh = [p for p in self.param_groups[group]["params"] if p.requires_grad and p not in self._tracked]
+    def _adopt(self, group: int, params: Sequence[Tensor]) -> None:
+        """State for those parameters of a group that have none yet: frozen ones take no memory."""
+        wanted = {id(param) for param in params if param not in self._tracked}
+        fresh = {param: name for param, name in self._names_of(group) if id(param) in wanted}
+        for param, name in fresh.items():  # again: what was frozen may have changed since its group was made
+            check_parameter(name, param)
+            check_finite(name, param)
         starts, total = [], 0
         for param in fresh:
             starts.append(total)
             total += -(-param.numel() // ALIGN) * ALIGN
-        slabs = [torch.zeros(total, dtype=torch.float32) for _ in range(3)]
+        dtypes = (torch.float32, self._state_dtype, self._state_dtype)
+        slabs = [torch.zeros(total, dtype=dtype) for dtype in dtypes]
         shards: list[Shard] = []
-        for param, start in zip(fresh, starts, strict=True):
+        for (param, name), start in zip(fresh.items(), starts, strict=True):
             master, exp_avg, exp_avg_sq = (slab[start : start + param.numel()] for slab in slabs)
             index = len(self._core.shards) + len(shards)
-            name = self._name_of(param, group)
             shard = Shard(
-                index, name, group, param.numel(), param.dtype, param.dtype, master, exp_avg, exp_avg_sq, _target(param)
+                index=index,
+                name=name,
+                group=group,
+                numel=param.numel(),
+                gradient_dtype=param.dtype,
+                published_dtype=param.dtype,
+                master=master,
+                exp_avg=exp_avg,
+                exp_avg_sq=exp_avg_sq,
+                target=_target(param),
+                noise_stream=self._seed << 32 | index,
             )
             master.copy_(param.detach().reshape(-1))
             shards.append(shard)
             step = torch.zeros((), dtype=torch.float32)
-            self._tracked[param] = _Tracked(param, shard, step, param._version, param.data_ptr())
+            self._tracked[param] = Tracked(param, shard, step, param._version, param.data_ptr())
             self.state[param] = {
                 "step": step,
                 "exp_avg": exp_avg.view(param.shape),
                 "exp_avg_sq": exp_avg_sq.view(param.shape),
                 "master": master.view(param.shape),
             }
-            self._hooks.append(param.register_post_accumulate_grad_hook(_hook(self)))
+            self._hook(self._tracked[param])
         if shards:
             self._core.add_shards(shards)
 
-    def _name_of(self, param: Tensor, group: int) -> str:
+    def _hook(self, tracked: Tracked) -> None:
+        if tracked.hook is None and tracked.param.requires_grad:
+            tracked.hook = tracked.param.register_post_accumulate_grad_hook(_gradient_hook(self))
+
+    def _names_of(self, group: int) -> Iterator[tuple[Tensor, str]]:
+        params = self.param_groups[group]["params"]
         names = self.param_groups[group].get("param_names")
-        position = next(i for i, p in enumerate(self.param_groups[group]["params"]) if p is param)
-        return str(names[position]) if names else f"param_groups[{group}]['params'][{position}]"
+        for i, param in enumerate(params):
+            yield param, str(names[i]) if names else f"param_groups[{group}]['params'][{i}]"
 
     def _hyper_of(self, group: int) -> GroupHyper:
         values = self.param_groups[group]
+        check_group(values)  # they may have been changed since the last step
         beta1, beta2 = values["betas"]
         return GroupHyper(
             float(values["lr"]), float(beta1), float(beta2), float(values["eps"]), float(values["weight_decay"])
@@ -204,45 +220,38 @@ class AdamW(Optimizer):
 
     def _on_gradient(self, param: Tensor) -> None:
         tracked = self._tracked.get(param)
-        if tracked is None or self._core_is_gone():
+        if tracked is None or self._out_of_use():
             return
+        with self._whole():
+            self._take_gradient(tracked)
+
+    def _take_gradient(self, tracked: Tracked) -> None:
         core = self._core
         if core.has_gradient(tracked.shard):  # a second backward before step(): undo, the sum is the gradient
-            core.retract(tracked.shard)
-            tracked.grad = None
-        if self._accumulating:
+            self._let_go(tracked)
+        if self._accumulating or tracked.param.grad is None:  # None: another hook has taken it away
             return
         tracked.arrivals += 1
         if tracked.arrivals < tracked.expected:
             return
-        if not core.is_filling:
-            core.expect(unscale=1.0, max_grad_norm=self._max_grad_norm)
         self._hand_over(tracked, in_backward=True)
 
-    def _hand_over(self, tracked: _Tracked, *, in_backward: bool) -> None:
+    def _hand_over(self, tracked: Tracked, *, in_backward: bool) -> None:
         grad = tracked.param.grad
         assert grad is not None
-        _check_gradient(tracked.shard.name, tracked.param, grad)
+        check_gradient(tracked.shard.name, tracked.param, grad)
         if tracked.written:
             self._refresh(tracked)
+        if not self._core.is_filling:
+            self._core.expect(unscale=self._unscale, max_grad_norm=self._max_grad_norm)
         tracked.grad, tracked.grad_version = grad, grad._version
         flat = grad.detach().contiguous().view(-1)
         self._core.arrive(tracked.shard, flat, in_backward=in_backward)
 
-    def _refresh(self, tracked: _Tracked) -> None:
-        """Takes over what somebody wrote to the parameter; elements that still are round(master) keep their master."""
-        param, shard = tracked.param, tracked.shard
-        check_parameter(shard.name, param)
-        if param.dtype != shard.published_dtype or param.numel() != shard.numel:
-            raise StateError(
-                f"{shard.name}: was {shard.numel} elements of {shard.published_dtype}, now {param.numel()} of "
-                f"{param.dtype}; make a new optimizer after converting or resizing a model"
-            )
-        self._core.restore(shard)
-        published = param.detach().reshape(-1)
-        same = published == shard.master.to(published.dtype)
-        shard.master.copy_(torch.where(same, shard.master, published.to(torch.float32)))
-        tracked.remember_value()
+    def _refresh(self, tracked: Tracked) -> None:
+        tracked.check_still_fits()
+        self._core.restore(tracked.shard)  # or an undo would put back the old master
+        tracked.refresh_master()
 
     # ---- the step ---------------------------------------------------------------------------------------------
 
@@ -260,31 +269,57 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in range(len(self.param_groups)):
-            check_group(self.param_groups[group])
-            if any(p.grad is not None and p not in self._tracked for p in self.param_groups[group]["params"]):
-                self._adopt(group)
-        self._collect()
-        if self._core.is_filling:
-            self._last_verdict = self._core.decide(unscale=1.0, max_grad_norm=self._max_grad_norm)
-            try:
-                self._core.apply(self._last_verdict)
-            finally:
-                self._after_step()
+        with self._whole():
+            self._end_step()
         return loss
+
+    def _end_step(self) -> None:
+        for index, group in enumerate(self.param_groups):
+            check_group(group)
+            unfrozen = [p for p in group["params"] if p.grad is not None and p not in self._tracked]
+            if unfrozen:
+                self._adopt(index, unfrozen)
+        self._unscale = self._take_scale()
+        self._collect()
+        if not self._core.is_filling:
+            return
+        verdict = self._core.decide(unscale=self._unscale, max_grad_norm=self._max_grad_norm)
+        if as_float(getattr(self, "found_inf", 0.0)) > 0:  # the scaler saw one before somebody replaced it
+            verdict = verdict._replace(found_inf=True)
+        self._last_verdict = verdict
+        try:
+            self._core.apply(verdict)
+        finally:
+            self._after_step()
+
+    # torch.amp.GradScaler: do not divide the gradients yourself, set grad_scale and found_inf around step().
+    _step_supports_amp_scaling = True
+
+    def _take_scale(self) -> float:
+        """The factor that takes the loss scale out of gradients: 1 / grad_scale where a GradScaler calls step()."""
+        if not hasattr(self, "grad_scale"):
+            return 1.0
+        if self.grad_scale is None:  # the user called unscale_(), which version counters do not show
+            for tracked in self._tracked.values():
+                self._let_go(tracked)
+            return 1.0
+        scale = as_float(self.grad_scale)
+        return 1.0 / scale if scale != 0.0 else math.inf
+
+    def _let_go(self, tracked: Tracked) -> None:
+        tracked.grad = None
+        self._core.retract(tracked.shard)
 
     def _collect(self) -> None:
         """Makes the core's view of gradients and parameters that of the user, whatever happened since backward."""
         core = self._core
         for tracked in self._tracked.values():
+            self._hook(tracked)  # frozen before, trains now
             if core.has_gradient(tracked.shard) and (tracked.grad_changed or tracked.param.grad is None):
-                core.retract(tracked.shard)
-                tracked.grad = None
+                self._let_go(tracked)
             if tracked.written:
                 self._refresh(tracked)
             if tracked.param.grad is not None and not core.has_gradient(tracked.shard):
-                if not core.is_filling:
-                    core.expect(unscale=1.0, max_grad_norm=self._max_grad_norm)
                 self._hand_over(tracked, in_backward=False)
 
     def _after_step(self) -> None:
@@ -302,8 +337,9 @@ class AdamW(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. Without a ``step()`` since backward, the step is abandoned: nothing has changed."""
-        if not self._core_is_gone():
-            self._abandon()
+        if not self._out_of_use():
+            with self._whole():
+                self._abandon()
         super().zero_grad(set_to_none)
 
     def _abandon(self) -> None:
@@ -341,20 +377,23 @@ class AdamW(Optimizer):
 
     def state_digests(self) -> dict[str, str]:
         """SHA-256 of all masters, exp_avg, exp_avg_sq and published parameters, as after the last finished step."""
-        self._check_usable()
-        return self._core.digests()
+        self._check_usable(closed_too=True)
+        with self._whole():
+            return self._core.digests()
 
     def synchronize(self) -> None:
         """Returns once nothing runs: masters and moments are those of the last finished step."""
-        self._check_usable()
-        self._core.quiesce()
+        self._check_usable(closed_too=True)
+        with self._whole():
+            self._core.quiesce()
 
     def refresh_masters(self) -> None:
         """Takes over parameters that were written by others. Done by itself where version counters show the write;
         needed only after writes that they cannot show (through ``param.data`` or foreign memory)."""
         self._check_usable()
-        for tracked in self._tracked.values():
-            self._refresh(tracked)
+        with self._whole():
+            for tracked in self._tracked.values():
+                self._refresh(tracked)
 
     def state_dict(self) -> StateDict:
         """``torch.optim.AdamW``'s layout plus ``master`` per parameter, as after the last finished step."""
@@ -368,34 +407,36 @@ class AdamW(Optimizer):
         Where a checkpoint has no masters, or the model's parameters are not their rounding, the parameters win.
         """
         self._check_usable()
-        self._abandon()
-        order = [param for group in self.param_groups for param in group["params"]]
-        read = read_state(state_dict, self.param_groups, self.state)
-        for mine, theirs in zip(self.param_groups, read.groups, strict=True):
-            mine.update(theirs)
-        for position, values in read.states.items():
-            tracked = self._tracked.get(order[position])
-            if tracked is None:
-                continue
-            shard = tracked.shard
-            shard.steps = values.step
-            shard.exp_avg.copy_(values.exp_avg.reshape(-1))
-            shard.exp_avg_sq.copy_(values.exp_avg_sq.reshape(-1))
-            master = tracked.param.detach() if values.master is None else values.master
-            shard.master.copy_(master.reshape(-1))
-            tracked.step.fill_(float(values.step))
-            tracked.shown_steps = values.step
-            tracked.version = -1  # compare with the parameter at the next opportunity
+        read = read_state(state_dict, self.param_groups)
+        with self._whole():
+            self._abandon()
+            states = iter(read.states)
+            for index, group in enumerate(self.param_groups):
+                group.update(read.groups[index])
+                found = {param: next(states) for param in group["params"]}
+                self._adopt(index, [param for param, values in found.items() if values is not None])
+                for param, values in found.items():
+                    if param in self._tracked:
+                        self._tracked[param].load(values)
 
     def close(self) -> None:
         """Takes back what was speculated and ends the worker threads. The state stays readable."""
-        if not self._core_is_gone():
-            self._core.close()
-        for handle in self._hooks:
-            handle.remove()
-        self._hooks.clear()
-        _OPEN.discard(self)
-        self._pid = -1
+        try:
+            if self._interrupted:
+                self._core.pool.close()
+            elif not self._out_of_use():
+                with self._whole():
+                    self._core.close()
+        finally:
+            self._closed = True
+            for tracked in self._tracked.values():
+                if tracked.hook is not None:
+                    tracked.hook.remove()
+            _OPEN.discard(self)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_core"):
+            self.close()
 
     def __enter__(self) -> AdamW:
         return self
@@ -409,24 +450,53 @@ class AdamW(Optimizer):
     def __deepcopy__(self, memo: Any) -> Any:
         return self.__reduce_ex__(None)
 
-    def _core_is_gone(self) -> bool:
-        return self._pid != os.getpid()
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Around everything that must be done wholly or not at all. If it is cut off all the same, we say so."""
+        with held_signals():
+            try:
+                yield
+            except SuperOffloadError:
+                raise  # after putting everything in order
+            except BaseException:
+                self._interrupted = True
+                raise
 
-    def _check_usable(self) -> None:
-        if self._pid == -1:
-            raise StateError("the optimizer is closed")
-        if self._core_is_gone():
+    def _out_of_use(self) -> bool:
+        return self._closed or self._interrupted or self._pid != os.getpid()
+
+    def _check_usable(self, *, closed_too: bool = False) -> None:
+        if self._interrupted:
+            raise StateError(
+                "the optimizer was interrupted in the middle of its work (see the error before this one) and its state "
+                "cannot be trusted; make a new one and load the last checkpoint"
+            )
+        if self._pid != os.getpid():
             raise StateError(
                 f"the optimizer was made in process {self._pid} and its worker threads do not survive fork(); "
                 "make the optimizer in the process that trains"
             )
+        if self._closed and not closed_too:
+            raise StateError("the optimizer is closed; make a new one and load the state_dict() of this one")
 
 
 def _target(param: Tensor) -> Callable[[], Tensor]:
     return lambda: param.detach().view(-1)
 
 
-def _hook(optimizer: AdamW) -> Callable[[Tensor], None]:
+def _hyper_reader(optimizer: AdamW) -> Callable[[int], GroupHyper]:
+    """Does not keep the optimizer alive, so that it goes when its last user lets go of it."""
+    reference = weakref.ref(optimizer)
+
+    def hyper_of(group: int) -> GroupHyper:
+        alive = reference()
+        assert alive is not None, "the core is used by its optimizer only"
+        return alive._hyper_of(group)
+
+    return hyper_of
+
+
+def _gradient_hook(optimizer: AdamW) -> Callable[[Tensor], None]:
     """Does not keep the optimizer alive: parameters often outlive it."""
     reference = weakref.ref(optimizer)
 
@@ -436,48 +506,3 @@ def _hook(optimizer: AdamW) -> Callable[[Tensor], None]:
             alive._on_gradient(param)
 
     return on_gradient
-
-
-def _as_groups(params: Any) -> list[dict[str, Any]]:
-    """What the base class accepts (parameters, groups, named parameters) as a list of groups of lists."""
-    if isinstance(params, Tensor) or not isinstance(params, Iterable):
-        raise ArgumentError(f"params: {type(params).__name__}, expected an iterable such as model.parameters()")
-    items = list(params)
-    if not items:
-        raise ArgumentError("params: empty; expected parameters to train (did a generator run out?)")
-    if not isinstance(items[0], dict):
-        items = [{"params": items}]
-    groups = []
-    for group in items:
-        if not isinstance(group, dict) or "params" not in group:
-            raise ArgumentError(f"params: {group!r}, expected param groups, each a dict with 'params'")
-        members = group["params"]
-        groups.append({**group, "params": [members] if isinstance(members, Tensor) else list(members)})
-    return groups
-
-
-def _check_all(groups: list[dict[str, Any]], defaults: dict[str, Any], taken: Iterable[Tensor] = ()) -> None:
-    seen = {id(param) for param in taken}
-    for g, group in enumerate(groups):
-        check_group({**defaults, **group})
-        if not group["params"]:
-            raise ArgumentError(f"param_groups[{g}]: no parameters; expected at least one")
-        for i, entry in enumerate(group["params"]):
-            named = isinstance(entry, tuple) and len(entry) == 2
-            name = f"parameter {entry[0]!r}" if named else f"parameter {i} of param_groups[{g}]"
-            param = entry[1] if named else entry
-            check_parameter(name, param)
-            if id(param) in seen:
-                raise ArgumentError(f"{name}: given twice; a tied parameter belongs into one group, once")
-            seen.add(id(param))
-            check_finite(name, param)
-
-
-def _check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
-    if grad.layout is not torch.strided:
-        raise ArgumentError(f"{name}: its gradient has layout {grad.layout}, expected dense (Embedding(sparse=False))")
-    if grad.dtype != param.dtype or grad.numel() != param.numel() or grad.device != param.device:
-        raise ArgumentError(
-            f"{name}: gradient of {grad.dtype} {tuple(grad.shape)} on {grad.device}, "
-            f"expected {param.dtype} {tuple(param.shape)} on {param.device}"
-        )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from superoffload.bucket import ELEMENT_TYPES
 from superoffload.errors import ArgumentError
@@ -15,12 +17,29 @@ from superoffload.errors import ArgumentError
 
 def check_number(name: str, value: Any, *, low: float, high: float = math.inf, below: bool = False) -> float:
     """``value`` as a finite float within [low, high], or [low, high) with ``below``."""
-    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    good = isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
-    if not good or number < low or number > high or (below and number == high):
+    number = as_float(value)
+    if not math.isfinite(number) or number < low or number > high or (below and number == high):
         upper = "" if high == math.inf else f" and {'below' if below else 'at most'} {high:g}"
         raise ArgumentError(f"{name}={value!r}: expected a finite number of at least {low:g}{upper}")
-    return float(number)
+    return number
+
+
+def as_float(value: Any) -> float:
+    """``value``, a real number or a tensor of one element, as a float; NaN if it is anything else."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def check_whole_number(name: str, value: Any) -> None:
+    """None (a default is meant) or an int of at least 1."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ArgumentError(f"{name}={value!r}: expected a whole number of at least 1, or None")
 
 
 def check_max_grad_norm(value: Any) -> float | None:
@@ -51,6 +70,10 @@ def check_parameter(name: str, param: Any) -> None:
         raise ArgumentError(f"{name}: {type(param).__name__}, expected a torch.Tensor (model.parameters())")
     if param.layout is not torch.strided:
         raise ArgumentError(f"{name}: layout {param.layout}, expected a dense tensor; leave sparse parameters out")
+    if is_lazy(param):
+        raise ArgumentError(f"{name}: not initialized yet; run one forward pass before making the optimizer")
+    if param.is_inference():
+        raise ArgumentError(f"{name}: made in torch.inference_mode(), where nothing can train; make it outside")
     if param.dtype not in ELEMENT_TYPES:
         raise ArgumentError(
             f"{name}: dtype {param.dtype}, expected float32, bfloat16 or float16; convert it or leave it out"
@@ -71,6 +94,64 @@ def check_parameter(name: str, param: Any) -> None:
         raise ArgumentError(f"{name}: not a leaf of autograd; pass the parameters themselves, not results of theirs")
 
 
+def as_groups(params: Any) -> list[dict[str, Any]]:
+    """What the base class accepts (parameters, groups, named parameters) as a list of groups of lists."""
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        raise ArgumentError(f"params: {type(params).__name__}, expected an iterable such as model.parameters()")
+    _refuse_set("params", params)
+    items = list(params)
+    if not items:
+        raise ArgumentError("params: empty; expected parameters to train (did a generator run out?)")
+    if not isinstance(items[0], dict):
+        items = [{"params": items}]
+    groups = []
+    for group in items:
+        if not isinstance(group, dict) or "params" not in group:
+            raise ArgumentError(f"params: {group!r}, expected param groups, each a dict with 'params'")
+        members = group["params"]
+        if not isinstance(members, Iterable):
+            raise ArgumentError(f"params: {type(members).__name__} in a param group, expected parameters")
+        _refuse_set("params", members)
+        groups.append({**group, "params": [members] if isinstance(members, Tensor) else list(members)})
+    return groups
+
+
+def _refuse_set(name: str, params: Any) -> None:
+    if isinstance(params, Set) and not isinstance(params, Mapping):
+        raise ArgumentError(f"{name}: {type(params).__name__}, whose order changes between runs; expected a list")
+
+
+def check_groups(groups: Iterable[dict[str, Any]], defaults: dict[str, Any], taken: Iterable[Tensor] = ()) -> None:
+    """Groups of ``as_groups``: hyper-parameters, parameters, and that none is there twice or in ``taken``."""
+    seen = {id(param) for param in taken}
+    for g, group in enumerate(groups):
+        check_group({**defaults, **group})
+        if not group["params"]:
+            raise ArgumentError(f"param_groups[{g}]: no parameters; expected at least one")
+        named = [isinstance(entry, tuple) and len(entry) == 2 for entry in group["params"]]
+        if any(named) != all(named):
+            raise ArgumentError(f"param_groups[{g}]: some parameters with a name and some without; expected one kind")
+        for i, entry in enumerate(group["params"]):
+            name = f"parameter {entry[0]!r}" if named[i] else f"parameter {i} of param_groups[{g}]"
+            param = entry[1] if named[i] else entry
+            check_parameter(name, param)
+            if id(param) in seen:
+                raise ArgumentError(f"{name}: given twice; a tied parameter belongs into one group, once")
+            seen.add(id(param))
+            check_finite(name, param)
+
+
+def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
+    """What a gradient must be to be packed."""
+    if grad.layout is not torch.strided:
+        raise ArgumentError(f"{name}: its gradient has layout {grad.layout}, expected dense (Embedding(sparse=False))")
+    if grad.dtype != param.dtype or grad.numel() != param.numel() or grad.device != param.device:
+        raise ArgumentError(
+            f"{name}: gradient of {grad.dtype} {tuple(grad.shape)} on {grad.device}, "
+            f"expected {param.dtype} {tuple(param.shape)} on {param.device}"
+        )
+
+
 def check_finite(name: str, param: Tensor) -> None:
     """Training from NaN or infinite weights cannot work, and a speculated step would hide where they came from."""
     if not bool(torch.isfinite(param.detach()).all()):
@@ -86,3 +167,21 @@ def refuse_unknown(delivery: str, placement: Any, rank_check: Any) -> None:
         raise ArgumentError(f"placement={placement!r}: expected None; state on the accelerator is not in this version")
     if rank_check not in ("off", "light", "full"):
         raise ArgumentError(f"rank_check={rank_check!r}: expected 'off', 'light' or 'full'")
+
+
+_STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def check_state_dtype(value: Any) -> torch.dtype:
+    """The dtype of exp_avg and exp_avg_sq."""
+    for name, dtype in _STATE_DTYPES.items():
+        if value in (name, dtype):
+            return dtype
+    raise ArgumentError(f"state_dtype={value!r}: expected 'fp32' or 'bf16'")
+
+
+def check_seed(value: Any) -> int:
+    """A whole number of 32 bits."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
+        raise ArgumentError(f"seed={value!r}: expected a whole number from 0 to {2**32 - 1}")
+    return value

@@ -78,8 +78,8 @@ class GroupHyper:
 class Shard:
     """The part of a parameter that this rank owns, and its state in host memory.
 
-    ``master``, ``exp_avg``, ``exp_avg_sq``: flat float32 tensors of ``numel`` elements. ``target`` returns the flat
-    published tensor that delivery writes to.
+    ``master``: flat float32 tensor of ``numel`` elements; ``exp_avg``, ``exp_avg_sq``: likewise, or bfloat16 with
+    stochastic rounding, keyed by ``noise_stream``. ``target`` returns the flat published tensor that delivery writes.
     """
 
     index: int
@@ -92,6 +92,7 @@ class Shard:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     target: Callable[[], Tensor]
+    noise_stream: int = 0
     steps: int = 0
     block_sums: NDArray[np.float64] = field(init=False)
 
@@ -123,10 +124,11 @@ class Bucket:
         self.gradient_dtype = first.gradient_dtype
         self.published_dtype = first.published_dtype
         self.numel = sum(piece.numel for piece in pieces)
-        self.padded = max(piece.offset + piece.numel for piece in pieces)
+        self.padded = _aligned(max(piece.offset + piece.numel for piece in pieces))
         self.state = BucketState.FILLING
         self.present = [False] * len(self.pieces)
         self.missing = len(self.pieces)  # pieces whose gradient is not final
+        self.squares = 0.0  # of the packed gradient, where they were known in time to decide on speculation
         # Set by the link (staging) and the core (native work) when the bucket is attached:
         self.gradient: Tensor
         self.shadow: Tensor
@@ -157,6 +159,7 @@ class Bucket:
             self.move(BucketState.FILLING)
         self.present = [False] * len(self.pieces)
         self.missing = len(self.pieces)
+        self.squares = 0.0
 
     def make_work(self, journal_bytes: int) -> None:
         """The native description; ``gradient`` and ``shadow`` must be allocated (``padded`` elements each)."""
@@ -166,16 +169,23 @@ class Bucket:
             runs.append(
                 _native.Run(
                     master=shard.master.data_ptr() + 4 * piece.start,
-                    exp_avg=shard.exp_avg.data_ptr() + 4 * piece.start,
-                    exp_avg_sq=shard.exp_avg_sq.data_ptr() + 4 * piece.start,
+                    exp_avg=shard.exp_avg.data_ptr() + shard.exp_avg.element_size() * piece.start,
+                    exp_avg_sq=shard.exp_avg_sq.data_ptr() + shard.exp_avg_sq.element_size() * piece.start,
                     gradient=self.gradient.data_ptr() + self.gradient.element_size() * piece.offset,
                     shadow=self.shadow.data_ptr() + self.shadow.element_size() * piece.offset,
                     numel=piece.numel,
                     gradient_type=ELEMENT_TYPES[self.gradient_dtype],
                     shadow_type=ELEMENT_TYPES[self.published_dtype],
+                    state_type=ELEMENT_TYPES[shard.exp_avg.dtype],
+                    first_index=piece.start,
+                    noise_stream=shard.noise_stream,
                 )
             )
         self.work = _native.BucketWork(runs, journal_bytes)
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // ALIGN) * ALIGN
 
 
 def lay_out(shards: Sequence[Shard], bucket_numel: int) -> list[Bucket]:
@@ -192,10 +202,9 @@ def lay_out(shards: Sequence[Shard], bucket_numel: int) -> list[Bucket]:
         start = 0
         while start < shard.numel:
             pieces = open_pieces.setdefault(key, [])
-            offset = -(-(pieces[-1].offset + pieces[-1].numel) // ALIGN) * ALIGN if pieces else 0
-            room = max(step - offset, 0) // BLOCK * BLOCK
+            offset = _aligned(pieces[-1].offset + pieces[-1].numel) if pieces else 0
             numel = shard.numel - start
-            if pieces and numel > room:  # start a new bucket rather than cut a shard that would fit one
+            if pieces and numel > step - offset:  # start a new bucket rather than cut a shard that would fit one
                 buckets.append(Bucket(open_pieces.pop(key)))
                 continue
             numel = min(numel, step)

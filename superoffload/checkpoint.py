@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from superoffload.arguments import check_group
+from superoffload.arguments import as_float, check_group
 from superoffload.errors import ArgumentError
 
 StateDict: TypeAlias = dict[str, Any]
@@ -20,7 +22,7 @@ _FOREIGN = ("amsgrad", "maximize")  # of torch.optim.AdamW; not ours, so they mu
 
 @dataclass(frozen=True)
 class ParamState:
-    """One parameter's state as read; ``master`` None where the checkpoint has none."""
+    """One parameter's state as read, flat float32; ``master`` None where the checkpoint has none."""
 
     step: int
     exp_avg: Tensor
@@ -30,10 +32,10 @@ class ParamState:
 
 @dataclass(frozen=True)
 class ReadState:
-    """Group values and states by the parameter's position in the optimizer."""
+    """Group values, and one state per parameter in the optimizer's order: None where it had not been stepped."""
 
     groups: list[dict[str, Any]]
-    states: dict[int, ParamState]
+    states: list[ParamState | None]
 
 
 def write_state(state_dict: StateDict) -> StateDict:
@@ -49,29 +51,29 @@ def write_state(state_dict: StateDict) -> StateDict:
     return {"state": states, "param_groups": groups}
 
 
-def read_state(
-    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], own: Mapping[Tensor, Any]
-) -> ReadState:
+def read_state(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> ReadState:
     """Checks ``state_dict`` against the optimizer's groups; raises ArgumentError and changes nothing if it misfits."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise ArgumentError("state_dict: expected a dict with 'state' and 'param_groups', as state_dict() returns")
     theirs = state_dict["param_groups"]
+    if not isinstance(theirs, list) or not isinstance(state_dict["state"], Mapping):
+        raise ArgumentError("state_dict: expected a list under 'param_groups' and a dict under 'state'")
     if len(theirs) != len(groups):
         raise ArgumentError(f"state_dict: {len(theirs)} param groups, the optimizer has {len(groups)}")
-    states: dict[int, ParamState] = {}
+    states: list[ParamState | None] = []
     values: list[dict[str, Any]] = []
-    position = 0
     for g, (group, mine) in enumerate(zip(theirs, groups, strict=True)):
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
+            raise ArgumentError(f"state_dict: group {g} is no dict with a list of 'params'")
         if len(group["params"]) != len(mine["params"]):
             raise ArgumentError(
                 f"state_dict: {len(group['params'])} parameters in group {g}, the optimizer has {len(mine['params'])}"
             )
         values.append(_read_group(g, group))
         for key, param in zip(group["params"], mine["params"], strict=True):
-            if key in state_dict["state"]:
-                where = f"state_dict: parameter {position} (group {g})"
-                states[position] = _read_param(where, state_dict["state"][key], param)
-            position += 1
+            where = f"state_dict: parameter {len(states)} (group {g})"
+            state = state_dict["state"].get(key)
+            states.append(None if state is None else _read_param(where, state, param))
     return ReadState(values, states)
 
 
@@ -85,23 +87,33 @@ def _read_group(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
     if not group.get("decoupled_weight_decay", True):
         raise ArgumentError(f"state_dict: group {index} is from Adam with an L2 penalty, expected AdamW")
     check_group(group)
-    return {name: value for name, value in group.items() if name != "params"}
+    return {name: deepcopy(value) for name, value in group.items() if name != "params"}
 
 
 def _read_param(where: str, state: Mapping[str, Any], param: Tensor) -> ParamState:
+    if not isinstance(state, Mapping):
+        raise ArgumentError(f"{where}: state is {type(state).__name__}, expected a dict")
     tensors: dict[str, Tensor] = {}
     for name in ("exp_avg", "exp_avg_sq", "master"):
         value = state.get(name)
         if value is None and name == "master":
             continue
-        if not isinstance(value, Tensor) or value.shape != param.shape or not value.is_floating_point():
-            found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise ArgumentError(f"{where}: {name} is {found}, expected floating point {tuple(param.shape)}")
-        tensors[name] = value
-    step = state.get("step")
-    number = float(step.item() if isinstance(step, Tensor) else step) if step is not None else -1.0
-    if number < 0 or number != int(number):
-        raise ArgumentError(f"{where}: step is {step!r}, expected a whole number of at least 0")
-    if not all(bool(torch.isfinite(value).all()) for value in tensors.values()):
-        raise ArgumentError(f"{where}: contains NaN or infinite values; the checkpoint is damaged")
-    return ParamState(int(number), tensors["exp_avg"], tensors["exp_avg_sq"], tensors.get("master"))
+        tensors[name] = _read_tensor(where, name, value, param)
+    step = as_float(state.get("step"))
+    if not math.isfinite(step) or step < 0 or step != int(step):
+        raise ArgumentError(f"{where}: step is {state.get('step')!r}, expected a whole number of at least 0")
+    if bool((tensors["exp_avg_sq"] < 0).any()):
+        raise ArgumentError(f"{where}: exp_avg_sq has values below 0; the checkpoint is damaged")
+    return ParamState(int(step), tensors["exp_avg"], tensors["exp_avg_sq"], tensors.get("master"))
+
+
+def _read_tensor(where: str, name: str, value: Any, param: Tensor) -> Tensor:
+    """As float32 on the CPU, flat."""
+    dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+    if not dense or value.shape != param.shape or not value.is_floating_point():
+        found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ArgumentError(f"{where}: {name} is {found}, expected dense floating point {tuple(param.shape)}")
+    flat: Tensor = value.detach().to("cpu", torch.float32).reshape(-1)
+    if not bool(torch.isfinite(flat).all()):
+        raise ArgumentError(f"{where}: {name} contains NaN or infinite values; the checkpoint is damaged")
+    return flat

@@ -27,8 +27,10 @@ from superoffload.verdict import Verdict, decide
 
 Operation = _native.Operation
 
-# Reserved per parameter and speculating bucket. One-byte codes leave 1.5 bytes for escapes, two-byte codes 0.5.
+# Reserved per parameter and speculating bucket. One-byte codes leave 1.5 bytes for escapes, two-byte codes 0.5; and
+# a little more, since the fewer parameters a bucket has the less they average out.
 JOURNAL_BYTES_PER_PARAM = 2.5
+_JOURNAL_BYTES_PER_BUCKET = 1024
 _SMALLEST_BUCKET, _LARGEST_BUCKET, _BUCKETS = 1 << 16, 1 << 25, 32
 
 
@@ -82,7 +84,7 @@ class Core:
         speculates = self.policy.mode != "never"
         for bucket in buckets:
             self.link.attach(bucket)
-            bucket.make_work(int(JOURNAL_BYTES_PER_PARAM * bucket.padded) + 64 if speculates else 0)
+            bucket.make_work(_journal_bytes(bucket) if speculates else 0)
             for i, piece in enumerate(bucket.pieces):
                 self._places.setdefault(piece.shard.index, []).append((bucket, i))
         self.buckets.extend(buckets)
@@ -105,7 +107,8 @@ class Core:
         self._unscale = unscale
         self._proves_clip = math.inf
         if max_grad_norm is not None and unscale != 0.0:
-            self._proves_clip = (max_grad_norm / abs(unscale)) ** 2 * (1 + 1e-6)
+            norm = max_grad_norm / abs(unscale)
+            self._proves_clip = norm * norm * (1 + 1e-6)  # not norm ** 2, which raises where this gives infinity
 
     def has_gradient(self, shard: Shard) -> bool:
         """Whether a gradient of ``shard`` has arrived in this step."""
@@ -123,9 +126,13 @@ class Core:
         self._incoming[shard.index] = gradient
         if not self._observed and in_backward:
             self._order.append(shard.index)
-        for bucket, place in self._places.get(shard.index, ()):
+        places = self._places.get(shard.index, ())
+        for bucket, place in places:  # first of all, so that an error further down leaves nothing half-known
+            if bucket.state is BucketState.READY:  # packed by a decide() that came before this gradient
+                bucket.move(BucketState.FILLING)
             bucket.present[place] = True
             bucket.missing -= 1
+        for bucket, _ in places:
             if bucket.missing == 0:
                 self._pack(bucket)
                 if in_backward and self._worth_speculating():
@@ -143,6 +150,8 @@ class Core:
                 bucket.move(BucketState.FILLING)
             bucket.present[place] = False
             bucket.missing += 1
+            bucket.squares = 0.0
+        self._partial = sum(bucket.squares for bucket in self.buckets)
         self._raise_failure()
 
     def restore(self, shard: Shard) -> None:
@@ -166,7 +175,8 @@ class Core:
             if present:
                 first = piece.start // BLOCK
                 sums = piece.shard.block_sums[first : first + -(-piece.numel // BLOCK)]
-                self._partial += float(np.sum(sums))
+                bucket.squares += float(np.sum(sums))
+        self._partial += bucket.squares
 
     def _worth_speculating(self) -> bool:
         if self._speculating:
@@ -295,12 +305,14 @@ class Core:
         WorkerError: a worker failed. During speculation: the step was abandoned, nothing has changed. After the
         verdict: the step was completed all the same, then the error is raised.
         """
+        if any(bucket.state is BucketState.FILLING and any(bucket.present) for bucket in self.buckets):
+            raise StateError("apply(): gradients arrived since decide(); the verdict does not know them")
         with self._caller_at_work():
             self.policy.observe(verdict)
             if verdict.found_inf:
                 self._stats.buckets_skipped += self._take_back(BucketState.SKIPPED)
                 self._stats.skipped_steps += 1
-                self._end_step()
+                self._end_step(whole=True)
                 self._raise_failure()
                 return
             self._settle_all()
@@ -311,7 +323,7 @@ class Core:
                 self._wait(bucket)
                 self.link.deliver(bucket, _native.Completion.already_done())
             self._count_step(verdict)
-            self._end_step()
+            self._end_step(whole=True)
             self._raise_failure()
 
     def _settle_all(self) -> None:
@@ -328,14 +340,14 @@ class Core:
                 self._journaled_bytes += use.bytes
         if self._failure is not None:
             self._stats.buckets_abandoned += self._take_back(BucketState.ABANDONED)
-            self._end_step()
+            self._end_step(whole=False)
             self._raise_failure()
 
     def _finish(self, bucket: Bucket, factor: float) -> None:
         if bucket.state is BucketState.SPECULATED and bucket.frozen != self._hyper_of(bucket.group):
             self._undo_one(bucket)  # lr, betas, eps or weight_decay changed after speculation
         if bucket.state is BucketState.SPECULATED:
-            if np.float32(bucket.factor) == np.float32(factor):
+            if _same_bits(bucket.factor, factor):
                 bucket.move(BucketState.COMMITTED)
                 self._stats.buckets_committed += 1
                 return
@@ -364,17 +376,17 @@ class Core:
             return
         with self._caller_at_work():
             self._stats.buckets_abandoned += self._take_back(BucketState.ABANDONED)
-            self._end_step()
+            self._end_step(whole=False)
             self._raise_failure()
 
-    def _end_step(self) -> None:
-        applied = all(bucket.state is not BucketState.ABANDONED for bucket in self.buckets)
+    def _end_step(self, *, whole: bool) -> None:
+        """``whole``: backward ended, so that the order of its gradients is known."""
         for bucket in self.buckets:
             bucket.renew()
         self._incoming.clear()
         self._partial = 0.0
         self._speculating = True
-        if not self._observed and self._order and applied:
+        if whole and not self._observed and self._order:
             self._follow_observed_order()
         self._order.clear()
 
@@ -411,6 +423,8 @@ class Core:
         for name, column in columns.items():
             digest = hashlib.sha256()
             for shard in self.shards:
+                if shard.numel == 0:  # nothing to digest, and without strides that a view needs
+                    continue
                 digest.update(column(shard).contiguous().view(torch.uint8).numpy().data)
             result[name] = digest.hexdigest()
         return result
@@ -421,3 +435,18 @@ class Core:
             self.abandon()
         finally:
             self.pool.close()
+
+    def __del__(self) -> None:
+        # Workers must have ended before the tensors that they write to are freed, in whatever order that happens.
+        if hasattr(self, "pool"):
+            self.pool.close()
+
+
+def _journal_bytes(bucket: Bucket) -> int:
+    return int(JOURNAL_BYTES_PER_PARAM * bucket.padded) + _JOURNAL_BYTES_PER_BUCKET
+
+
+def _same_bits(factor: float, other: float) -> bool:
+    """As the kernels round them; of the two zeros each is only itself."""
+    with np.errstate(over="ignore", under="ignore"):
+        return bool(np.float32(factor).tobytes() == np.float32(other).tobytes())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from superoffload.errors import ArgumentError
+from superoffload.arguments import check_whole_number
 
 
 def allowed_cpus() -> list[int]:
@@ -16,9 +16,8 @@ def allowed_cpus() -> list[int]:
 
 def worker_cpus(threads: int | None) -> list[int]:
     """One entry per worker thread: the processor it is bound to, or -1 where there are more threads than those."""
+    check_whole_number("threads", threads)
     allowed = allowed_cpus()
     if threads is None:
         return allowed
-    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-        raise ArgumentError(f"threads={threads!r}: expected a whole number of at least 1, or None for one per core")
     return allowed[:threads] + [-1] * (threads - len(allowed))

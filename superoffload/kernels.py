@@ -72,27 +72,41 @@ class Hyper:
 class Span:
     """A contiguous run of a bucket with its journal, on arrays that the caller owns.
 
-    ``master``, ``exp_avg``, ``exp_avg_sq``: float32 [n]; ``gradient`` and ``shadow``: float32, float16 or uint16
-    (bfloat16 bits) [n]. ``arena_bytes`` is the room for escapes; by default every element may escape.
+    ``master``: float32 [n]; ``exp_avg`` and ``exp_avg_sq``: float32, or uint16 (bfloat16 bits, rounded stochastically)
+    [n]; ``gradient`` and ``shadow``: float32, float16 or uint16 (bfloat16 bits) [n]. ``arena_bytes`` is the room for
+    escapes; by default every element may escape. ``noise_stream`` (seed and shard) and ``first_index`` (of element 0
+    in its shard) key the stochastic rounding.
     """
 
     def __init__(
         self,
         master: NDArray[np.float32],
-        exp_avg: NDArray[np.float32],
-        exp_avg_sq: NDArray[np.float32],
+        exp_avg: NDArray[np.float32] | NDArray[np.uint16],
+        exp_avg_sq: NDArray[np.float32] | NDArray[np.uint16],
         gradient: Array,
         shadow: Array,
         *,
         arena_bytes: int | None = None,
+        noise_stream: int = 0,
+        first_index: int = 0,
     ) -> None:
-        states = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        for name, array in states.items():
-            if array.dtype != np.float32:
-                raise ArgumentError(f"{name}: dtype {array.dtype}, expected float32")
-        arrays: dict[str, Array] = {**states, "gradient": gradient, "shadow": shadow}
-        for name, any_array in arrays.items():
-            _check_array(name, any_array, len(master), writeable=name != "gradient")
+        arrays: dict[str, Array] = {
+            "master": master,
+            "exp_avg": exp_avg,
+            "exp_avg_sq": exp_avg_sq,
+            "gradient": gradient,
+            "shadow": shadow,
+        }
+        for name, array in arrays.items():
+            _check_vector(name, array, writeable=name != "gradient")
+            if len(array) != len(master):
+                raise ArgumentError(f"{name}: {len(array)} elements, expected {len(master)} like master")
+        if master.dtype != np.float32:
+            raise ArgumentError(f"master: dtype {master.dtype}, expected float32")
+        if exp_avg.dtype not in (np.dtype(np.float32), np.dtype(np.uint16)) or exp_avg.dtype != exp_avg_sq.dtype:
+            raise ArgumentError(
+                f"exp_avg, exp_avg_sq: dtypes {exp_avg.dtype}, {exp_avg_sq.dtype}; expected both float32 or both uint16"
+            )
         _check_disjoint(arrays)
         self._arrays = arrays  # keeps the memory alive
         self._arena_bytes = 20 * len(master) + 64 if arena_bytes is None else arena_bytes
@@ -106,6 +120,9 @@ class Span:
                 numel=len(master),
                 gradient_type=_TYPES[gradient.dtype],
                 shadow_type=_TYPES[shadow.dtype],
+                state_type=_TYPES[exp_avg.dtype],
+                first_index=first_index,
+                noise_stream=noise_stream,
             )
         ]
         padded = -(-len(master) // 64) * 64
@@ -115,6 +132,8 @@ class Span:
     def _run(self, operation: _native.Operation, hyper: Hyper | None, width: int) -> bool:
         work = self._works[width]
         if hyper is not None:
+            if hyper.step < 1:
+                raise ArgumentError(f"step={hyper.step}: expected at least 1, the number of the first step")
             work.freeze(
                 lr=hyper.lr,
                 beta1=hyper.beta1,
@@ -128,23 +147,28 @@ class Span:
         return bool(work.run_all(operation, width))
 
     def step(self, hyper: Hyper) -> None:
-        """Master, moments and shadow after one step."""
+        """Master, moments and shadow after one step. Ends what a journal before it can undo."""
         self._run(_native.Operation.step, hyper, 1)
+        self._width = 0
 
     def step_journaled(self, hyper: Hyper, width: int = 1) -> bool:
         """The same with a journal of ``width`` bytes per code. False: no room for the escapes, nothing changed."""
         if width not in (1, 2):
             raise ArgumentError(f"width: {width}, expected 1 or 2 bytes per code")
-        self._width = width
-        return self._run(_native.Operation.step_journaled, hyper, width)
+        self._width = 0
+        if self._run(_native.Operation.step_journaled, hyper, width):
+            self._width = width
+        return self._width != 0
 
     def undo(self) -> None:
         """Restores master and moments to their bits before the last journaled step; the shadow is left as it is."""
         self._run(_native.Operation.undo, None, self._journaled_width())
+        self._width = 0
 
     def replay(self, hyper: Hyper) -> None:
         """Undoes the last journaled step and steps with ``hyper`` in one pass over memory."""
         self._run(_native.Operation.replay, hyper, self._journaled_width())
+        self._width = 0
 
     def publish(self, hyper: Hyper) -> None:
         """Only the shadow of a step, with the bits that the full pass will give."""
@@ -169,7 +193,7 @@ class Span:
 
 def sum_of_squares(gradient: Array) -> NDArray[np.float64]:
     """Sums of squares over blocks of 1024 elements in float64; +inf for a block with a non-finite element."""
-    _check_array("gradient", gradient, len(gradient), writeable=False)
+    _check_vector("gradient", gradient, writeable=False)
     sums = np.empty(-(-len(gradient) // BLOCK), np.float64)
     _native.pack(gradient.ctypes.data, 0, _TYPES[gradient.dtype], len(gradient), sums.ctypes.data)
     return sums
@@ -177,10 +201,12 @@ def sum_of_squares(gradient: Array) -> NDArray[np.float64]:
 
 def pack(gradient: Array, out: Array) -> NDArray[np.float64]:
     """Copies ``gradient`` to ``out`` and returns its sums of squares, in one pass."""
-    _check_array("gradient", gradient, len(gradient), writeable=False)
-    _check_array("out", out, len(gradient), writeable=True)
-    if out.dtype != gradient.dtype:
-        raise ArgumentError(f"out: dtype {out.dtype}, expected the gradient's {gradient.dtype}")
+    _check_vector("gradient", gradient, writeable=False)
+    _check_vector("out", out, writeable=True)
+    if out.dtype != gradient.dtype or len(out) != len(gradient):
+        raise ArgumentError(
+            f"out: {len(out)} elements of {out.dtype}, expected {len(gradient)} of {gradient.dtype} like the gradient"
+        )
     sums = np.empty(-(-len(gradient) // BLOCK), np.float64)
     _native.pack(gradient.ctypes.data, out.ctypes.data, _TYPES[gradient.dtype], len(gradient), sums.ctypes.data)
     return sums
@@ -188,18 +214,23 @@ def pack(gradient: Array, out: Array) -> NDArray[np.float64]:
 
 def fold_sums(blocks: NDArray[np.float64]) -> float:
     """The sum of one shard from its block sums, in an order that depends on nothing but their number."""
-    if blocks.dtype != np.float64 or blocks.ndim != 1 or not blocks.flags.c_contiguous:
-        raise ArgumentError(f"blocks: {blocks.dtype} {blocks.shape}, expected a contiguous float64 vector")
+    good = isinstance(blocks, np.ndarray) and blocks.dtype == np.float64 and blocks.ndim == 1
+    if not good or not blocks.flags.c_contiguous or not blocks.flags.aligned:
+        raise ArgumentError(f"blocks: {_describe(blocks)}, expected a contiguous float64 vector")
     return float(_native.fold_sums(blocks.ctypes.data, len(blocks)))
 
 
-def _check_array(name: str, array: Array, length: int, *, writeable: bool) -> None:
-    if array.dtype not in _TYPES:
-        raise ArgumentError(f"{name}: dtype {array.dtype}, expected float32, float16 or uint16 (bfloat16 bits)")
-    if array.ndim != 1 or not array.flags.c_contiguous:
-        raise ArgumentError(f"{name}: shape {array.shape}, strides {array.strides}; expected a contiguous vector")
-    if len(array) != length:
-        raise ArgumentError(f"{name}: {len(array)} elements, expected {length} like the others")
+def _describe(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        return f"dtype {value.dtype}, shape {value.shape}, strides {value.strides}, at address {value.ctypes.data:#x}"
+    return type(value).__name__
+
+
+def _check_vector(name: str, array: Array, *, writeable: bool) -> None:
+    if not isinstance(array, np.ndarray) or array.dtype not in _TYPES:
+        raise ArgumentError(f"{name}: {_describe(array)}; expected a float32, float16 or uint16 (bfloat16 bits) array")
+    if array.ndim != 1 or not array.flags.c_contiguous or not array.flags.aligned:
+        raise ArgumentError(f"{name}: {_describe(array)}; expected a contiguous, aligned vector")
     if writeable and not array.flags.writeable:
         raise ArgumentError(f"{name}: read-only; expected an array that can be written")
 

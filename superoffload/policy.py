@@ -52,8 +52,8 @@ def choose_width(bucket: Bucket, next_step: int) -> int | None:
 
 
 def learn_from_overflow(bucket: Bucket, width: int, next_step: int) -> None:
-    """One-byte codes that did not fit: two bytes next time. Two-byte codes: leave the bucket out for a while."""
-    if width == 1:
+    """One-byte codes that did not fit: two bytes next time. No wider ones: leave the bucket out for a while."""
+    if width == 1 and bucket.work.width_fits(2):
         bucket.width = 2
         bucket.wide_until = next_step + 1
         return

@@ -37,9 +37,11 @@ struct Scalars {
     float eps, step_size, inverse_sqrt_bias2;
     float decay, inverse_decay, weight_decay;
     bool l2;
+    std::uint32_t noise_key;  // of the stochastic rounding of bf16 moments: seed, shard and step
 };
 
-Scalars freeze(const Hyper& hyper);
+// `noise_stream` stands for seed and shard.
+Scalars freeze(const Hyper& hyper, std::uint64_t noise_stream = 0);
 
 // Escapes (old words whose code does not fit) of one block. `offset` counts 4-byte words in the arena.
 struct JournalBlock {
@@ -66,8 +68,8 @@ struct Journal {
 // A contiguous run of a bucket: master, moments, gradient, shadow and journal never overlap.
 struct Run {
     float* master;
-    float* exp_avg;
-    float* exp_avg_sq;
+    void* exp_avg;
+    void* exp_avg_sq;
     const void* gradient;
     void* shadow;
     Journal journal;
@@ -75,6 +77,11 @@ struct Run {
     ElementType gradient_type;
     ElementType shadow_type;
     Scalars frozen;
+    ElementType state_type = ElementType::f32;  // of the moments: f32, or bf16 with stochastic rounding
+    std::uint64_t first_index = 0;              // of the run in its shard
+
+    // What keys an element's noise: its index in the shard, modulo 2^32.
+    std::uint32_t index_of(std::size_t i) const { return static_cast<std::uint32_t>(first_index + i); }
 };
 
 struct Range {

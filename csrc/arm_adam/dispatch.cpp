@@ -69,9 +69,17 @@ double power(double base, std::uint64_t exponent) {
     return result;
 }
 
+// One round of Sebastiano Vigna's splitmix64.
+std::uint64_t mix(std::uint64_t x) {
+    x += 0x9e3779b97f4a7c15u;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+}
+
 }  // namespace
 
-Scalars freeze(const Hyper& h) {
+Scalars freeze(const Hyper& h, std::uint64_t noise_stream) {
     const FloatEnvironment environment;
     const double bias1 = 1 - power(h.beta1, h.step);
     const double bias2 = 1 - power(h.beta2, h.step);
@@ -80,10 +88,11 @@ Scalars freeze(const Hyper& h) {
     s.gradient_factor = static_cast<float>(h.gradient_factor);
     s.beta1 = static_cast<float>(h.beta1);
     s.one_minus_beta1 = static_cast<float>(1 - h.beta1);
-    s.inverse_beta1 = static_cast<float>(1 / h.beta1);
+    // Before the first step the moments were +0: an estimate of exactly that needs no code.
+    s.inverse_beta1 = h.step == 1 ? 0.0f : static_cast<float>(1 / h.beta1);
     s.beta2 = static_cast<float>(h.beta2);
     s.one_minus_beta2 = static_cast<float>(1 - h.beta2);
-    s.inverse_beta2 = static_cast<float>(1 / h.beta2);
+    s.inverse_beta2 = h.step == 1 ? 0.0f : static_cast<float>(1 / h.beta2);
     s.eps = static_cast<float>(h.eps);
     s.step_size = static_cast<float>(h.lr / bias1);
     s.inverse_sqrt_bias2 = static_cast<float>(1 / std::sqrt(bias2));
@@ -91,6 +100,7 @@ Scalars freeze(const Hyper& h) {
     s.inverse_decay = static_cast<float>(1 / decay);
     s.weight_decay = static_cast<float>(h.weight_decay);
     s.l2 = h.l2;
+    s.noise_key = static_cast<std::uint32_t>(mix(noise_stream ^ mix(h.step)));
     return environment.finish(s);
 }
 

@@ -1,6 +1,8 @@
 // GCC 12's own AVX-512 header trips this warning wherever an intrinsic leaves a register undefined on purpose.
+#ifndef __clang__
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
 
 #include "algorithm.inl"
 #include "lanes_avx512.h"

@@ -35,17 +35,15 @@ struct Avx2Lanes {
         return from_bits(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_half(p)), 16));
     }
     static F load_f16(const std::uint16_t* p) { return _mm256_cvtph_ps(load_half(p)); }
+    // Both conversions are given canonical values: that NaN becomes 0x7fc0 and 0x7e00 like any other number.
     static void store_bf16(std::uint16_t* p, F x) {
         const U u = bits(x);
         const U odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), set_u(1));
         const U rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, set_u(0x7fff)), odd), 16);
-        store_half(p, narrow16(_mm256_blendv_epi8(rounded, set_u(0x7fc0), is_nan(x))));
+        store_half(p, narrow16(rounded));
     }
     static void store_f16(std::uint16_t* p, F x) {
-        const __m128i half = _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-        const M nan = is_nan(x);
-        const __m128i narrow_nan = _mm_packs_epi32(_mm256_castsi256_si128(nan), _mm256_extracti128_si256(nan, 1));
-        store_half(p, _mm_blendv_epi8(half, _mm_set1_epi16(0x7e00), narrow_nan));
+        store_half(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     }
 
     static F add(F a, F b) { return _mm256_add_ps(a, b); }
@@ -54,12 +52,16 @@ struct Avx2Lanes {
     static F div(F a, F b) { return _mm256_div_ps(a, b); }
     static F sqrt(F a) { return _mm256_sqrt_ps(a); }
     static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+    static constexpr bool kCanonicalNan = false;
     static F canonical(F x) {
         return _mm256_blendv_ps(x, from_bits(set_u(0x7fc00000u)), _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
     }
 
     static U add_u(U a, U b) { return _mm256_add_epi32(a, b); }
     static U sub_u(U a, U b) { return _mm256_sub_epi32(a, b); }
+    static U mul_u(U a, U b) { return _mm256_mullo_epi32(a, b); }
+    static U xor_u(U a, U b) { return _mm256_xor_si256(a, b); }
+    static U iota() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
     static U and_u(U a, U b) { return _mm256_and_si256(a, b); }
     static U or_u(U a, U b) { return _mm256_or_si256(a, b); }
     template <int k>
@@ -71,12 +73,12 @@ struct Avx2Lanes {
         return _mm256_srli_epi32(a, k);
     }
 
-    static M escapes(U difference, std::uint32_t limit, F estimate) {
-        // Unsigned difference >= limit; and |estimate| not below infinity (true for NaN).
-        const M out = _mm256_cmpeq_epi32(_mm256_max_epu32(difference, set_u(limit)), difference);
-        const F magnitude = from_bits(and_u(bits(estimate), set_u(0x7fffffffu)));
-        return _mm256_or_si256(out, bits(_mm256_cmp_ps(magnitude, from_bits(set_u(0x7f800000u)), _CMP_NLT_UQ)));
+    static M nonzero(U a) { return _mm256_xor_si256(_mm256_cmpeq_epi32(a, _mm256_setzero_si256()), set_u(~0u)); }
+    static bool any_bit_or_nan(U a, F x) {
+        const U bits_or_nan = _mm256_or_si256(a, is_nan(x));
+        return _mm256_testz_si256(bits_or_nan, bits_or_nan) == 0;
     }
+    static M either(M a, M b) { return _mm256_or_si256(a, b); }
     static unsigned mask_of(M m) { return static_cast<unsigned>(_mm256_movemask_ps(from_bits(m))); }
     static bool any(M m) { return mask_of(m) != 0; }
     static std::uint32_t count(M m) { return static_cast<std::uint32_t>(__builtin_popcount(mask_of(m))); }

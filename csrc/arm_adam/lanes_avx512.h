@@ -29,18 +29,16 @@ struct Avx512Lanes {
         return from_bits(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_half(p)), 16));
     }
     static F load_f16(const std::uint16_t* p) { return _mm512_cvtph_ps(load_half(p)); }
-    // By hand: the native conversion flushes denormals.
+    // Both conversions are given canonical values: that NaN becomes 0x7fc0 and 0x7e00 like any other number. bf16 by
+    // integers: the native conversion flushes denormals.
     static void store_bf16(std::uint16_t* p, F x) {
         const U u = bits(x);
         const U odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), set_u(1));
         const U rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, set_u(0x7fff)), odd), 16);
-        const M nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-        store_half(p, _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, set_u(0x7fc0))));
+        store_half(p, _mm512_cvtepi32_epi16(rounded));
     }
     static void store_f16(std::uint16_t* p, F x) {
-        const M nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-        const __m256i half = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-        store_half(p, _mm256_mask_mov_epi16(half, nan, _mm256_set1_epi16(0x7e00)));
+        store_half(p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     }
 
     static F add(F a, F b) { return _mm512_add_ps(a, b); }
@@ -49,12 +47,14 @@ struct Avx512Lanes {
     static F div(F a, F b) { return _mm512_div_ps(a, b); }
     static F sqrt(F a) { return _mm512_sqrt_ps(a); }
     static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
-    static F canonical(F x) {
-        return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), from_bits(set_u(0x7fc00000u)));
-    }
+    static constexpr bool kCanonicalNan = false;
+    static F canonical(F x) { return _mm512_mask_mov_ps(x, is_nan(x), from_bits(set_u(0x7fc00000u))); }
 
     static U add_u(U a, U b) { return _mm512_add_epi32(a, b); }
     static U sub_u(U a, U b) { return _mm512_sub_epi32(a, b); }
+    static U mul_u(U a, U b) { return _mm512_mullo_epi32(a, b); }
+    static U xor_u(U a, U b) { return _mm512_xor_si512(a, b); }
+    static U iota() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
     static U and_u(U a, U b) { return _mm512_and_si512(a, b); }
     static U or_u(U a, U b) { return _mm512_or_si512(a, b); }
     template <int k>
@@ -66,15 +66,14 @@ struct Avx512Lanes {
         return _mm512_srli_epi32(a, k);
     }
 
-    static M escapes(U difference, std::uint32_t limit, F estimate) {
-        const M not_finite = _mm512_fpclass_ps_mask(estimate, 0x99);  // NaNs and infinities
-        return static_cast<M>(_mm512_cmpge_epu32_mask(difference, set_u(limit)) | not_finite);
-    }
+    static M is_nan(F x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
+    static M nonzero(U a) { return _mm512_test_epi32_mask(a, a); }
+    static bool any_bit_or_nan(U a, F x) { return any(either(nonzero(a), is_nan(x))); }
+    static M either(M a, M b) { return static_cast<M>(a | b); }
     static bool any(M m) { return m != 0; }
     static std::uint32_t count(M m) { return static_cast<std::uint32_t>(__builtin_popcount(m)); }
     static void append(EscapeList& list, M m, U old, std::uint32_t index) {
-        const U lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        const U indices = _mm512_maskz_compress_epi32(m, _mm512_add_epi32(lane, set_u(index)));
+        const U indices = _mm512_maskz_compress_epi32(m, _mm512_add_epi32(iota(), set_u(index)));
         _mm512_storeu_si512(list.old + list.count, _mm512_maskz_compress_epi32(m, old));
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(list.index + list.count), _mm512_cvtepi32_epi16(indices));
         list.count += count(m);

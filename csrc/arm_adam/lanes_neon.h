@@ -43,10 +43,17 @@ struct NeonLanes {
     static F sqrt(F a) { return vsqrtq_f32(a); }
     static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
     // Nothing to do: FloatEnvironment has the processor make no other NaN.
+    static constexpr bool kCanonicalNan = true;
     static F canonical(F x) { return x; }
 
     static U add_u(U a, U b) { return vaddq_u32(a, b); }
     static U sub_u(U a, U b) { return vsubq_u32(a, b); }
+    static U mul_u(U a, U b) { return vmulq_u32(a, b); }
+    static U xor_u(U a, U b) { return veorq_u32(a, b); }
+    static U iota() {
+        static constexpr std::uint32_t kLane[4] = {0, 1, 2, 3};
+        return vld1q_u32(kLane);
+    }
     static U and_u(U a, U b) { return vandq_u32(a, b); }
     static U or_u(U a, U b) { return vorrq_u32(a, b); }
     // A shift by 0 is a wasted instruction on the left and no valid immediate on the right.
@@ -67,11 +74,10 @@ struct NeonLanes {
         }
     }
 
-    static M escapes(U difference, std::uint32_t limit, F estimate) {
-        const M in_range = vcltq_u32(difference, set_u(limit));
-        const M finite = vcaltq_f32(estimate, from_bits(set_u(0x7f800000u)));  // |estimate| < infinity, false for NaN
-        return vmvnq_u32(vandq_u32(in_range, finite));
-    }
+    static M is_nan(F x) { return vmvnq_u32(vceqq_f32(x, x)); }
+    static M nonzero(U a) { return vtstq_u32(a, a); }
+    static bool any_bit_or_nan(U a, F x) { return vmaxvq_u32(vorrq_u32(a, is_nan(x))) != 0; }
+    static M either(M a, M b) { return vorrq_u32(a, b); }
     static bool any(M m) { return vget_lane_u64(vreinterpret_u64_u16(vmovn_u32(m)), 0) != 0; }
     static std::uint32_t count(M m) { return vaddvq_u32(vandq_u32(m, set_u(1))); }
     // Without branches: every lane is written, and only a lane of the mask moves the end of the list.

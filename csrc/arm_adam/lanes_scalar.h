@@ -74,10 +74,15 @@ struct ScalarLanes {
     static F div(F a, F b) { return a / b; }
     static F sqrt(F a) { return __builtin_sqrtf(a); }
     static F fma(F a, F b, F c) { return __builtin_fmaf(a, b, c); }
+    // Whether every NaN that an operation makes is the canonical one already.
+    static constexpr bool kCanonicalNan = false;
     static F canonical(F x) { return x != x ? from_bits(0x7fc00000u) : x; }
 
     static U add_u(U a, U b) { return a + b; }
     static U sub_u(U a, U b) { return a - b; }
+    static U mul_u(U a, U b) { return a * b; }
+    static U xor_u(U a, U b) { return a ^ b; }
+    static U iota() { return 0; }
     static U and_u(U a, U b) { return a & b; }
     static U or_u(U a, U b) { return a | b; }
     template <int k>
@@ -89,10 +94,10 @@ struct ScalarLanes {
         return a >> k;
     }
 
-    // Lanes whose difference is in range and whose estimate is finite have a code; this is the mask of the others.
-    static M escapes(U difference, std::uint32_t limit, F estimate) {
-        return !(difference < limit && (bits(estimate) & 0x7f800000u) != 0x7f800000u);
-    }
+    static M is_nan(F x) { return x != x; }
+    static M nonzero(U a) { return a != 0; }
+    static bool any_bit_or_nan(U a, F x) { return a != 0 || is_nan(x); }
+    static M either(M a, M b) { return a || b; }
     static bool any(M m) { return m; }
     static std::uint32_t count(M m) { return m ? 1 : 0; }
     static void append(EscapeList& list, M m, U old, std::uint32_t index) {

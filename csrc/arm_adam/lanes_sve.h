@@ -49,10 +49,14 @@ struct SveLanes {
     static F sqrt(F a) { return svsqrt_f32_x(all(), a); }
     static F fma(F a, F b, F c) { return svmla_f32_x(all(), c, a, b); }
     // Nothing to do: FloatEnvironment has the processor make no other NaN.
+    static constexpr bool kCanonicalNan = true;
     static F canonical(F x) { return x; }
 
     static U add_u(U a, U b) { return svadd_u32_x(all(), a, b); }
     static U sub_u(U a, U b) { return svsub_u32_x(all(), a, b); }
+    static U mul_u(U a, U b) { return svmul_u32_x(all(), a, b); }
+    static U xor_u(U a, U b) { return sveor_u32_x(all(), a, b); }
+    static U iota() { return svindex_u32(0, 1); }
     static U and_u(U a, U b) { return svand_u32_x(all(), a, b); }
     static U or_u(U a, U b) { return svorr_u32_x(all(), a, b); }
     // A shift by 0 is a wasted instruction on the left and no valid immediate on the right.
@@ -73,10 +77,10 @@ struct SveLanes {
         }
     }
 
-    static M escapes(U difference, std::uint32_t limit, F estimate) {
-        const M finite = svaclt_f32(all(), estimate, from_bits(set_u(0x7f800000u)));  // false for NaN
-        return svnot_b_z(all(), svcmplt_n_u32(finite, difference, limit));
-    }
+    static M is_nan(F x) { return svcmpuo_f32(all(), x, x); }
+    static M nonzero(U a) { return svcmpne_n_u32(all(), a, 0); }
+    static bool any_bit_or_nan(U a, F x) { return any(either(nonzero(a), is_nan(x))); }
+    static M either(M a, M b) { return svorr_b_z(all(), a, b); }
     static bool any(M m) { return svptest_any(all(), m); }
     static std::uint32_t count(M m) { return static_cast<std::uint32_t>(svcntp_b32(all(), m)); }
     // Whole vectors are stored; the list's slack is as long as the longest one.

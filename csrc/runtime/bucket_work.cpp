@@ -12,11 +12,12 @@ std::uint64_t round_up(std::uint64_t x) { return (x + kAlign - 1) / kAlign * kAl
 
 }  // namespace
 
-BucketWork::BucketWork(std::vector<adam::Run> runs, std::uint64_t journal_bytes) : journal_bytes_(journal_bytes) {
+BucketWork::BucketWork(std::vector<RunOfShard> runs, std::uint64_t journal_bytes) : journal_bytes_(journal_bytes) {
     std::uint64_t blocks = 0;
-    for (const adam::Run& run : runs) {
+    for (const auto& [run, noise_stream] : runs) {
         Part part{};
         part.run = run;
+        part.noise_stream = noise_stream;
         part.code_start = padded_;
         part.block_start = blocks;
         for (std::size_t begin = 0; begin < run.numel; begin += kChunk) {
@@ -38,18 +39,13 @@ void BucketWork::freeze(const adam::Hyper& hyper, const std::vector<std::uint64_
         throw std::invalid_argument("steps: " + std::to_string(steps.size()) + " numbers for " +
                                     std::to_string(parts_.size()) + " runs");
     }
-    std::uint64_t frozen_for = 0;
-    adam::Scalars scalars{};
     for (std::size_t i = 0; i < parts_.size(); ++i) {
         Part& part = parts_[i];
         part.present = steps[i] != 0;
         if (!part.present) continue;
-        if (steps[i] != frozen_for) {
-            adam::Hyper of_run = hyper;
-            of_run.step = frozen_for = steps[i];
-            scalars = adam::freeze(of_run);
-        }
-        part.next = scalars;
+        adam::Hyper of_run = hyper;
+        of_run.step = steps[i];
+        part.next = adam::freeze(of_run, part.noise_stream);
     }
 }
 
@@ -75,7 +71,7 @@ void BucketWork::begin_journal(int width) {
 
 void BucketWork::begin(Operation operation, int width) {
     if (operation == Operation::step_journaled) begin_journal(width);
-    if (operation == Operation::step_journaled || operation == Operation::step || operation == Operation::publish) {
+    if (operation == Operation::step_journaled || operation == Operation::step) {
         for (Part& part : parts_) {
             if (part.present) part.run.frozen = part.next;
         }
@@ -103,7 +99,11 @@ void BucketWork::run_chunk(Operation operation, std::size_t chunk) {
             if (part.journaled) adam::replay(part.run, range, part.next);
             break;
         case Operation::publish:
-            if (part.present) adam::publish(part.run, range);
+            if (part.present) {  // with scalars of its own: a journal keeps those it was written with
+                adam::Run run = part.run;
+                run.frozen = part.next;
+                adam::publish(run, range);
+            }
             break;
     }
 }

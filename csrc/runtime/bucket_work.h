@@ -21,10 +21,16 @@ struct JournalUse {
     std::uint64_t narrow_escapes = 0;  // had the codes been one byte wide
 };
 
+// A run, and what stands for seed and shard in the stochastic rounding of bf16 moments.
+struct RunOfShard {
+    adam::Run run;
+    std::uint64_t noise_stream = 0;
+};
+
 class BucketWork {
    public:
     // The runs' pointers stay the caller's, who keeps them alive. journal_bytes = 0: no journal, so no speculation.
-    BucketWork(std::vector<adam::Run> runs, std::uint64_t journal_bytes);
+    BucketWork(std::vector<RunOfShard> runs, std::uint64_t journal_bytes);
     BucketWork(const BucketWork&) = delete;
     BucketWork& operator=(const BucketWork&) = delete;
 
@@ -49,6 +55,7 @@ class BucketWork {
     struct Part {
         adam::Run run;             // frozen: the scalars of the last step or journaled step
         adam::Scalars next;        // frozen by freeze(), not yet used
+        std::uint64_t noise_stream;
         bool present;              // has a gradient, by freeze()
         bool journaled;            // was part of the journaled step
         std::uint64_t code_start;  // in elements, within the bucket's codes

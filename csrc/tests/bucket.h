@@ -46,6 +46,7 @@ struct Case {
     std::size_t offset = 0;  // of the first element past a 64-byte boundary, in elements
     ElementType gradient = ElementType::bf16;
     ElementType shadow = ElementType::bf16;
+    ElementType state = ElementType::f32;  // of the moments
     bool l2 = false;
     std::uint8_t width = 1;
     Contents contents = Contents::trained;
@@ -54,7 +55,8 @@ struct Case {
     std::string text() const {
         return "numel=" + std::to_string(numel) + " offset=" + std::to_string(offset) +
                " gradient=" + std::to_string(static_cast<int>(gradient)) +
-               " shadow=" + std::to_string(static_cast<int>(shadow)) + " l2=" + std::to_string(l2) +
+               " shadow=" + std::to_string(static_cast<int>(shadow)) +
+               " state=" + std::to_string(static_cast<int>(state)) + " l2=" + std::to_string(l2) +
                " width=" + std::to_string(width) +
                " contents=" + (contents == Contents::trained ? "trained" : "hostile") + " seed=" + std::to_string(seed);
     }
@@ -72,8 +74,8 @@ class Bucket {
     Bucket(const Case& c, std::size_t arena_words)
         : case_(c),
           master_(4 * c.numel, 4 * c.offset),
-          exp_avg_(4 * c.numel, 4 * c.offset),
-          exp_avg_sq_(4 * c.numel, 4 * c.offset),
+          exp_avg_(adam::element_size(c.state) * c.numel, adam::element_size(c.state) * c.offset),
+          exp_avg_sq_(adam::element_size(c.state) * c.numel, adam::element_size(c.state) * c.offset),
           gradient_(adam::element_size(c.gradient) * c.numel, adam::element_size(c.gradient) * c.offset),
           shadow_(adam::element_size(c.shadow) * c.numel, adam::element_size(c.shadow) * c.offset),
           codes_(c.width * c.numel, c.offset),
@@ -95,16 +97,12 @@ class Bucket {
     }
 
     adam::Run run(const adam::Scalars& scalars) {
-        return {master_.as<float>(),
-                exp_avg_.as<float>(),
-                exp_avg_sq_.as<float>(),
-                gradient_.data(),
-                shadow_.data(),
-                {codes_.data(), blocks_.as<adam::JournalBlock>(), &arena_, case_.width},
-                case_.numel,
-                case_.gradient,
-                case_.shadow,
-                scalars};
+        return {master_.as<float>(), exp_avg_.data(),
+                exp_avg_sq_.data(),  gradient_.data(),
+                shadow_.data(),      {codes_.data(), blocks_.as<adam::JournalBlock>(), &arena_, case_.width},
+                case_.numel,         case_.gradient,
+                case_.shadow,        scalars,
+                case_.state,         case_.seed * 5};
     }
     adam::Range all() const { return {0, case_.numel}; }
 
@@ -126,7 +124,15 @@ class Bucket {
     }
 
     adam::JournalArena& arena() { return arena_; }
-    float* component(int i) { return (i == 0 ? exp_avg_ : i == 1 ? exp_avg_sq_ : master_).as<float>(); }
+    // An element of exp_avg (0), exp_avg_sq (1) or master (2), exactly.
+    float value(int component, std::size_t i) {
+        Guarded& memory = component == 0 ? exp_avg_ : component == 1 ? exp_avg_sq_ : master_;
+        if (component == 2 || case_.state == ElementType::f32) return memory.as<float>()[i];
+        const std::uint32_t word = std::uint32_t{memory.as<std::uint16_t>()[i]} << 16;
+        float x;
+        std::memcpy(&x, &word, sizeof x);
+        return x;
+    }
     const void* gradient() { return gradient_.data(); }
 
    private:
@@ -143,15 +149,15 @@ class Bucket {
         if (case_.contents == Contents::trained) {
             const float g = random.unit() * 0x1p-6f;
             const float drift = 1 + random.unit() * 0.25f;
-            put(master_, i, bits_of(random.unit() * 0.125f));
-            put(exp_avg_, i, bits_of(g * drift * 0.5f));
-            put(exp_avg_sq_, i, bits_of(g * g * drift));
-            put_gradient(i, bits_of(g * (1 + random.unit() * 0.5f)));
+            put(master_, i, bits_of(random.unit() * 0.125f), ElementType::f32);
+            put(exp_avg_, i, bits_of(g * drift * 0.5f), case_.state);
+            put(exp_avg_sq_, i, bits_of(g * g * drift), case_.state);
+            put(gradient_, i, bits_of(g * (1 + random.unit() * 0.5f)), case_.gradient);
         } else {
-            put(master_, i, hostile(random));
-            put(exp_avg_, i, hostile(random));
-            put(exp_avg_sq_, i, hostile(random));
-            put_gradient(i, hostile(random));
+            put(master_, i, hostile(random), ElementType::f32);
+            put(exp_avg_, i, hostile(random), case_.state);
+            put(exp_avg_sq_, i, hostile(random), case_.state);
+            put(gradient_, i, hostile(random), case_.gradient);
         }
     }
 
@@ -167,17 +173,13 @@ class Bucket {
         return word;
     }
 
-    static void put(Guarded& memory, std::size_t i, std::uint32_t word) {
-        std::memcpy(memory.data() + 4 * i, &word, 4);
-    }
-
-    // The upper half for two-byte types: for bf16 the value itself, for fp16 some other bit pattern, which is as good.
-    void put_gradient(std::size_t i, std::uint32_t word) {
-        if (case_.gradient == ElementType::f32) {
-            put(gradient_, i, word);
+    // Two-byte types take the upper half: for bf16 the value itself, for fp16 some other bit pattern, which is as good.
+    static void put(Guarded& memory, std::size_t i, std::uint32_t word, ElementType type) {
+        if (type == ElementType::f32) {
+            std::memcpy(memory.data() + 4 * i, &word, 4);
         } else {
             const auto half = static_cast<std::uint16_t>(word >> 16);
-            std::memcpy(gradient_.data() + 2 * i, &half, 2);
+            std::memcpy(memory.data() + 2 * i, &half, 2);
         }
     }
 

@@ -45,8 +45,8 @@ struct Subject {
             padded += numel + 64;
             arena += 4 * full_arena(numel);
         }
-        std::vector<adam::Run> described;
-        for (const auto& run : runs) described.push_back(run->run({}));
+        std::vector<superoffload::RunOfShard> described;
+        for (const auto& run : runs) described.push_back({run->run({}), 0});
         work = std::make_shared<BucketWork>(described, padded + (room_for_escapes ? padded + arena : 0));
     }
 

@@ -1,0 +1,121 @@
+// The arithmetic of one vector of elements: the step, and its inverse as far as rounding allows. Part of algorithm.inl.
+//
+// A lane type L supplies vectors of L::width() elements: F (fp32), U (32-bit words), M (masks), and one function per
+// IEEE operation. fma is written where the algorithm means a fused operation and nowhere else.
+#pragma once
+
+#include "adam.h"
+
+#define SUPEROFFLOAD_INLINE inline __attribute__((always_inline))
+
+namespace superoffload::adam {
+namespace {
+
+template <typename L, ElementType type>
+SUPEROFFLOAD_INLINE typename L::F load_element(const void* base, std::size_t i) {
+    if constexpr (type == ElementType::f32) return L::load(static_cast<const float*>(base) + i);
+    if constexpr (type == ElementType::bf16) return L::load_bf16(static_cast<const std::uint16_t*>(base) + i);
+    if constexpr (type == ElementType::f16) return L::load_f16(static_cast<const std::uint16_t*>(base) + i);
+}
+
+template <typename L, ElementType type>
+SUPEROFFLOAD_INLINE void store_element(void* base, std::size_t i, typename L::F x) {
+    if constexpr (type == ElementType::f32) L::store(static_cast<float*>(base) + i, x);
+    if constexpr (type == ElementType::bf16) L::store_bf16(static_cast<std::uint16_t*>(base) + i, x);
+    if constexpr (type == ElementType::f16) L::store_f16(static_cast<std::uint16_t*>(base) + i, x);
+}
+
+// The gradient as it enters the moments.
+template <typename L, bool l2>
+SUPEROFFLOAD_INLINE typename L::F effective_gradient(const Scalars& s, typename L::F raw, typename L::F master) {
+    const auto g = L::mul(raw, L::set(s.gradient_factor));
+    if constexpr (l2) return L::fma(L::set(s.weight_decay), master, g);
+    return g;
+}
+
+template <typename L>
+SUPEROFFLOAD_INLINE typename L::F first_increment(const Scalars& s, typename L::F g) {
+    return L::mul(L::set(s.one_minus_beta1), g);
+}
+
+template <typename L>
+SUPEROFFLOAD_INLINE typename L::F second_increment(const Scalars& s, typename L::F g) {
+    return L::mul(L::mul(L::set(s.one_minus_beta2), g), g);
+}
+
+// Thirty-two random bits per element, the same for every instruction set, thread count and order: a hash of step,
+// seed and shard (the key) and of the element's index in its shard. The mixing function is Chris Wellons's "lowbias32"
+// (nullprogram.com/blog/2018/07/31).
+template <typename L>
+SUPEROFFLOAD_INLINE typename L::U noise(const Scalars& s, std::uint32_t index) {
+    auto x = L::xor_u(L::add_u(L::iota(), L::set_u(index)), L::set_u(s.noise_key));
+    x = L::mul_u(L::xor_u(x, L::template shr<16>(x)), L::set_u(0x7feb352du));
+    x = L::mul_u(L::xor_u(x, L::template shr<15>(x)), L::set_u(0x846ca68bu));
+    return L::xor_u(x, L::template shr<16>(x));
+}
+
+// Stochastic rounding to bf16, still as fp32: the dropped part of the word is the chance to round away from zero.
+template <typename L>
+SUPEROFFLOAD_INLINE typename L::F round_randomly(typename L::F x, typename L::U noise16) {
+    const auto sum = L::add_u(L::bits(L::canonical(x)), noise16);
+    return L::from_bits(L::and_u(sum, L::set_u(0xffff0000u)));
+}
+
+// The moments after a step as they are stored: the direction is computed from these, so that undo can compute it too.
+template <typename L, ElementType state>
+SUPEROFFLOAD_INLINE void next_moments(const Scalars& s, typename L::F& exp_avg, typename L::F& exp_avg_sq,
+                                      typename L::F first, typename L::F second, std::uint32_t index) {
+    exp_avg = L::fma(L::set(s.beta1), exp_avg, first);
+    exp_avg_sq = L::fma(L::set(s.beta2), exp_avg_sq, second);
+    if constexpr (state == ElementType::bf16) {
+        const auto random = noise<L>(s, index);
+        exp_avg = round_randomly<L>(exp_avg, L::and_u(random, L::set_u(0xffffu)));
+        exp_avg_sq = round_randomly<L>(exp_avg_sq, L::template shr<16>(random));
+    }
+}
+
+// exp_avg / (sqrt(exp_avg_sq / bias_correction2) + eps), from the new moments
+template <typename L>
+SUPEROFFLOAD_INLINE typename L::F direction(const Scalars& s, typename L::F exp_avg, typename L::F exp_avg_sq) {
+    return L::div(exp_avg, L::fma(L::sqrt(exp_avg_sq), L::set(s.inverse_sqrt_bias2), L::set(s.eps)));
+}
+
+template <typename L, bool l2>
+SUPEROFFLOAD_INLINE typename L::F next_master(const Scalars& s, typename L::F master, typename L::F q) {
+    if constexpr (l2) return L::fma(L::set(-s.step_size), q, master);
+    return L::fma(L::set(-s.step_size), q, L::mul(master, L::set(s.decay)));
+}
+
+// NaN is stored as one pattern. A NaN moment makes a NaN master, so one test covers all three.
+template <typename L>
+SUPEROFFLOAD_INLINE void make_canonical(typename L::F& exp_avg, typename L::F& exp_avg_sq, typename L::F& master) {
+    if constexpr (!L::kCanonicalNan) {
+        if (__builtin_expect(L::any(L::is_nan(master)), 0)) {
+            exp_avg = L::canonical(exp_avg);
+            exp_avg_sq = L::canonical(exp_avg_sq);
+            master = L::canonical(master);
+        }
+    }
+}
+
+// The inverse arithmetic: what the old words most likely were. Step and undo compute the very same estimates. At the
+// first step the inverse betas are 0 (see freeze): the moments were +0, whatever rounding made of them since.
+template <typename L>
+SUPEROFFLOAD_INLINE typename L::F estimate_exp_avg(const Scalars& s, typename L::F now, typename L::F increment) {
+    return L::fma(L::sub(now, increment), L::set(s.inverse_beta1), L::set(0.0f));
+}
+
+template <typename L>
+SUPEROFFLOAD_INLINE typename L::F estimate_exp_avg_sq(const Scalars& s, typename L::F now, typename L::F increment) {
+    return L::fma(L::sub(now, increment), L::set(s.inverse_beta2), L::set(0.0f));
+}
+
+template <typename L, bool l2>
+SUPEROFFLOAD_INLINE typename L::F estimate_master(const Scalars& s, typename L::F now, typename L::F q) {
+    const auto undecayed = L::fma(L::set(s.step_size), q, now);
+    if constexpr (l2) return undecayed;
+    return L::mul(undecayed, L::set(s.inverse_decay));
+}
+
+}  // namespace
+}  // namespace superoffload::adam

@@ -1,0 +1,210 @@
+// The undo journal: small codes for "old word minus estimate", and lists of the words whose code does not fit. Part of
+// algorithm.inl; docs/kernel.md has the format and why undo is exact.
+#pragma once
+
+#include <cstring>
+
+#include "arithmetic.inl"
+#include "escapes.h"
+
+namespace superoffload::adam {
+namespace {
+
+// How a code divides its bits over exp_avg, exp_avg_sq and master.
+template <int width>
+struct Code;
+template <>
+struct Code<1> {
+    static constexpr int kBits[3] = {4, 2, 2};
+};
+template <>
+struct Code<2> {
+    static constexpr int kBits[3] = {7, 7, 2};
+};
+
+template <int width, int component>
+constexpr std::uint32_t limit() {
+    return 1u << Code<width>::kBits[component];
+}
+template <int width, int component>
+constexpr std::uint32_t bias() {
+    return limit<width, component>() / 2;
+}
+template <int width, int component>
+constexpr int shift() {
+    int position = 0;
+    for (int i = 0; i < component; ++i) position += Code<width>::kBits[i];
+    return position;
+}
+
+template <typename L, int width>
+SUPEROFFLOAD_INLINE void store_codes(std::uint8_t* codes, std::size_t i, typename L::U x) {
+    if constexpr (width == 1) L::store_codes8(codes + i, x);
+    if constexpr (width == 2) L::store_codes16(codes + 2 * i, x);
+}
+
+template <typename L, int width>
+SUPEROFFLOAD_INLINE typename L::U load_codes(const std::uint8_t* codes, std::size_t i) {
+    if constexpr (width == 1) return L::load_codes8(codes + i);
+    if constexpr (width == 2) return L::load_codes16(codes + 2 * i);
+}
+
+// A stored value as the integer that codes count in: units in its last place.
+template <typename L, ElementType type>
+SUPEROFFLOAD_INLINE typename L::U word_of(typename L::F stored) {
+    if constexpr (type == ElementType::bf16) return L::template shr<16>(L::bits(stored));
+    return L::bits(stored);
+}
+
+template <typename L, ElementType type>
+SUPEROFFLOAD_INLINE typename L::F value_of(typename L::U word) {
+    if constexpr (type == ElementType::bf16) return L::from_bits(L::template shl<16>(word));
+    return L::from_bits(word);
+}
+
+// The estimate's word; in bf16 rounded to nearest even, like any conversion.
+template <typename L, ElementType type>
+SUPEROFFLOAD_INLINE typename L::U estimated_word(typename L::F estimate) {
+    const auto u = L::bits(estimate);
+    if constexpr (type != ElementType::bf16) return u;
+    const auto odd = L::and_u(L::template shr<16>(u), L::set_u(1));
+    return L::template shr<16>(L::add_u(L::add_u(u, L::set_u(0x7fffu)), odd));
+}
+
+// Old word minus estimate, shifted so that codes start at 0; modular, so +0 and -0 differ.
+template <typename L, int width, int component>
+SUPEROFFLOAD_INLINE typename L::U biased_difference(typename L::U old, typename L::U estimate) {
+    return L::add_u(L::sub_u(old, estimate), L::set_u(bias<width, component>()));
+}
+
+// Not zero in lanes whose difference has no code.
+template <typename L, int width, int component>
+SUPEROFFLOAD_INLINE typename L::U excess(typename L::U difference) {
+    return L::and_u(difference, L::set_u(~(limit<width, component>() - 1)));
+}
+
+template <typename L, int width, int component>
+SUPEROFFLOAD_INLINE typename L::U only_code(typename L::U difference) {
+    return L::and_u(difference, L::set_u(limit<width, component>() - 1));
+}
+
+template <typename L, int width>
+SUPEROFFLOAD_INLINE typename L::U join(typename L::U m, typename L::U v, typename L::U p) {
+    return L::or_u(m, L::or_u(L::template shl<shift<width, 1>()>(v), L::template shl<shift<width, 2>()>(p)));
+}
+
+// The codes of one vector, from the words before the step and the words of their estimates. Words that do not fit
+// their code, and all words of a lane whose new master is NaN, go to the block's escape lists: the bits of a NaN
+// estimate may differ between step and undo. (Without a NaN among old and new values an invalid operation can still
+// make an estimate NaN, but that one is the processor's default NaN, within reach of a code only for an old word that
+// is NaN itself.)
+template <typename L, int width>
+SUPEROFFLOAD_INLINE typename L::U encode(typename L::U m, typename L::U est_m, typename L::U v, typename L::U est_v,
+                                         typename L::U p, typename L::U est_p, typename L::F next_p,
+                                         BlockEscapes& escapes, std::size_t index) {
+    const auto diff_m = biased_difference<L, width, 0>(m, est_m);
+    const auto diff_v = biased_difference<L, width, 1>(v, est_v);
+    const auto diff_p = biased_difference<L, width, 2>(p, est_p);
+    if constexpr (width == 2) {
+        const auto narrow_m = L::nonzero(excess<L, 1, 0>(biased_difference<L, 1, 0>(m, est_m)));
+        const auto narrow_v = L::nonzero(excess<L, 1, 1>(biased_difference<L, 1, 1>(v, est_v)));
+        escapes.narrow += L::count(narrow_m) + L::count(narrow_v);
+    }
+    const auto over_m = excess<L, width, 0>(diff_m);
+    const auto over_v = excess<L, width, 1>(diff_v);
+    const auto over_p = excess<L, width, 2>(diff_p);
+    if (L::any_bit_or_nan(L::or_u(over_m, L::or_u(over_v, over_p)), next_p)) {
+        const auto at = static_cast<std::uint32_t>(index);
+        const auto nan = L::is_nan(next_p);
+        L::append(escapes.component[0], L::either(L::nonzero(over_m), nan), m, at);
+        L::append(escapes.component[1], L::either(L::nonzero(over_v), nan), v, at);
+        L::append(escapes.component[2], L::either(L::nonzero(over_p), nan), p, at);
+        return join<L, width>(only_code<L, width, 0>(diff_m), only_code<L, width, 1>(diff_v),
+                              only_code<L, width, 2>(diff_p));
+    }
+    return join<L, width>(diff_m, diff_v, diff_p);
+}
+
+template <typename L, int width, int component, ElementType type>
+SUPEROFFLOAD_INLINE typename L::F decode(typename L::U codes, typename L::F estimate) {
+    const auto code = only_code<L, width, component>(L::template shr<shift<width, component>()>(codes));
+    const auto difference = L::sub_u(code, L::set_u(bias<width, component>()));
+    return value_of<L, type>(L::add_u(estimated_word<L, type>(estimate), difference));
+}
+
+// Puts escaped words back where they were; `component` is where the block's words begin.
+template <ElementType type>
+SUPEROFFLOAD_INLINE void patch(void* component, const std::uint32_t* old, const std::uint16_t* index,
+                               std::uint32_t count) {
+    auto* bytes = static_cast<char*>(component);
+    for (std::uint32_t i = 0; i < count; ++i) {
+        if constexpr (type == ElementType::bf16) {
+            const auto word = static_cast<std::uint16_t>(old[i]);
+            std::memcpy(bytes + 2 * std::size_t{index[i]}, &word, 2);
+        } else {
+            std::memcpy(bytes + 4 * std::size_t{index[i]}, old + i, 4);
+        }
+    }
+}
+
+// Escapes as undo needs them: three runs of old words, then three runs of indices.
+struct EscapeView {
+    const std::uint32_t* old[3];
+    const std::uint16_t* index[3];
+    std::uint32_t count[3];
+};
+
+inline EscapeView view_of(const JournalBlock& block, const JournalArena& arena) {
+    EscapeView view{};
+    const std::uint32_t* words = arena.words + block.offset;
+    for (int i = 0; i < 3; ++i) {
+        view.count[i] = block.escapes[i];
+        view.old[i] = words;
+        words += view.count[i];
+    }
+    const auto* index = reinterpret_cast<const std::uint16_t*>(words);
+    for (int i = 0; i < 3; ++i) {
+        view.index[i] = index;
+        index += view.count[i];
+    }
+    return view;
+}
+
+inline EscapeView view_of(const BlockEscapes& escapes) {
+    EscapeView view{};
+    for (int i = 0; i < 3; ++i) {
+        view.count[i] = escapes.component[i].count;
+        view.old[i] = escapes.component[i].old;
+        view.index[i] = escapes.component[i].index;
+    }
+    return view;
+}
+
+// Moves a block's escapes into the arena. False: no room, and nothing was written.
+inline bool commit_escapes(const BlockEscapes& escapes, JournalArena& arena, JournalBlock& block) {
+    const std::uint32_t total = escapes.total();
+    const std::uint64_t words = total + (total + 1) / 2;
+    std::uint64_t offset = 0;
+    if (total != 0) {
+        offset = __atomic_fetch_add(&arena.used, words, __ATOMIC_RELAXED);
+        if (offset + words > arena.capacity) {
+            __atomic_fetch_sub(&arena.used, words, __ATOMIC_RELAXED);
+            return false;
+        }
+    }
+    std::uint32_t* old = arena.words + offset;
+    auto* index = reinterpret_cast<std::uint16_t*>(old + total);
+    for (int i = 0; i < 3; ++i) {
+        const EscapeList& list = escapes.component[i];
+        std::memcpy(old, list.old, list.count * sizeof(std::uint32_t));
+        std::memcpy(index, list.index, list.count * sizeof(std::uint16_t));
+        old += list.count;
+        index += list.count;
+        block.escapes[i] = static_cast<std::uint16_t>(list.count);
+    }
+    block.offset = static_cast<std::uint32_t>(offset);
+    return true;
+}
+
+}  // namespace
+}  // namespace superoffload::adam

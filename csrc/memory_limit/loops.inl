@@ -1,0 +1,53 @@
+// The loops for one vector width. Included once per width with these defined, and everything in a namespace of its
+// own: WIDTH_NAME, WIDTH_BYTES, WIDTH_TARGET (a function attribute, or nothing), STREAM_STORE(address, vector).
+namespace WIDTH_NAME {
+
+using Vector = std::uint32_t __attribute__((vector_size(WIDTH_BYTES), aligned(1), may_alias));
+
+// The compiler does not know that `zero` is 0, so it can leave out neither the load nor the store.
+WIDTH_TARGET void update(std::uint8_t* base, std::size_t bytes, std::uint32_t zero) {
+    const std::size_t whole = bytes / WIDTH_BYTES * WIDTH_BYTES;
+    for (std::size_t i = 0; i < whole; i += WIDTH_BYTES) {
+        auto* at = reinterpret_cast<Vector*>(base + i);
+        *at = *at ^ zero;
+    }
+    for (std::size_t i = whole; i < bytes; ++i) base[i] ^= static_cast<std::uint8_t>(zero);
+}
+
+WIDTH_TARGET std::uint32_t read(const std::uint8_t* base, std::size_t bytes) {
+    const std::size_t whole = bytes / (2 * WIDTH_BYTES) * (2 * WIDTH_BYTES);
+    Vector even{};
+    Vector odd{};
+    for (std::size_t i = 0; i < whole; i += 2 * WIDTH_BYTES) {
+        even |= *reinterpret_cast<const Vector*>(base + i);
+        odd |= *reinterpret_cast<const Vector*>(base + i + WIDTH_BYTES);
+    }
+    even |= odd;
+    std::uint32_t seen = 0;
+    for (std::size_t i = 0; i < WIDTH_BYTES / 4; ++i) seen |= even[i];
+    for (std::size_t i = whole; i < bytes; ++i) seen |= base[i];
+    return seen;
+}
+
+WIDTH_TARGET void write(std::uint8_t* base, std::size_t bytes, std::uint32_t zero) {
+    const std::size_t whole = bytes / WIDTH_BYTES * WIDTH_BYTES;
+    const Vector value = Vector{} ^ zero;
+    for (std::size_t i = 0; i < whole; i += WIDTH_BYTES) *reinterpret_cast<Vector*>(base + i) = value;
+    for (std::size_t i = whole; i < bytes; ++i) base[i] = static_cast<std::uint8_t>(zero);
+}
+
+WIDTH_TARGET void write_streaming(std::uint8_t* base, std::size_t bytes, std::uint32_t zero) {
+    const std::size_t whole = bytes / WIDTH_BYTES * WIDTH_BYTES;
+    const Vector value = Vector{} ^ zero;
+    for (std::size_t i = 0; i < whole; i += WIDTH_BYTES) STREAM_STORE(base + i, value);
+    for (std::size_t i = whole; i < bytes; ++i) base[i] = static_cast<std::uint8_t>(zero);
+}
+
+constexpr Loops kLoops{WIDTH_BYTES, update, read, write, write_streaming};
+
+}  // namespace WIDTH_NAME
+
+#undef WIDTH_NAME
+#undef WIDTH_BYTES
+#undef WIDTH_TARGET
+#undef STREAM_STORE

@@ -1,0 +1,37 @@
+"""What all tests share: Hypothesis profiles and the reason why tests marked `gpu` are skipped."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+
+try:  # the kernel tests also run where only NumPy is installed
+    from hypothesis import HealthCheck, settings
+except ModuleNotFoundError:
+    settings = None  # type: ignore[assignment,misc]
+
+# Timings on shared machines say nothing about a test, so no deadlines; pytest-timeout catches hangs. CI does not write
+# its examples anywhere, so it prints how to repeat a failure.
+if settings is not None:
+    settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("ci", settings.get_profile("default"), print_blob=True, database=None)
+    settings.load_profile("ci" if os.environ.get("CI") == "true" else "default")
+
+
+def missing_for_gpu() -> str | None:
+    """Why tests marked `gpu` cannot run here; None where they can."""
+    if importlib.util.find_spec("torch") is None:
+        return "needs torch, which is not installed"
+    import torch
+
+    return None if torch.cuda.is_available() else "needs a CUDA device, and torch sees none"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    reason = missing_for_gpu() if marked else None
+    if reason is not None:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))

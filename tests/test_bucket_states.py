@@ -1,0 +1,157 @@
+"""The life of a bucket, and how shards are laid out in buckets."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from superoffload.bucket import ALIGN, BLOCK, Bucket, BucketState, Piece, Shard, lay_out
+from superoffload.errors import StateError
+
+F, R, S, U = BucketState.FILLING, BucketState.READY, BucketState.SPECULATED, BucketState.UNDONE
+C, P, T = BucketState.COMMITTED, BucketState.REPLAYED, BucketState.STEPPED
+K, A = BucketState.SKIPPED, BucketState.ABANDONED
+
+# DESIGN's life of a bucket, written down a second time: everything else must be refused.
+ALLOWED = {
+    (F, R),  # the gradient is complete
+    (F, A),  # never was
+    (R, F),  # it was not final after all
+    (R, S),
+    (R, T),  # not speculated
+    (R, K),
+    (R, A),
+    (S, C),
+    (S, P),
+    (S, K),
+    (S, A),
+    (S, U),
+    (U, F),
+    *((ended, F) for ended in (C, P, T, K, A)),  # the next step
+}
+
+
+def shard(index: int, numel: int, group: int = 0, dtype: torch.dtype = torch.float32) -> Shard:
+    empty = torch.empty(0)
+    return Shard(index, f"shard {index}", group, numel, dtype, torch.float32, empty, empty, empty, lambda: empty)
+
+
+def bucket_in(state: BucketState) -> Bucket:
+    bucket = Bucket([Piece(shard(0, 10), 0, 10, 0)])
+    bucket.state = state
+    return bucket
+
+
+@pytest.mark.parametrize(("before", "after"), list(product(BucketState, BucketState)))
+def test_transitions(before: BucketState, after: BucketState) -> None:
+    bucket = bucket_in(before)
+    if (before, after) in ALLOWED:
+        bucket.move(after)
+        assert bucket.state is after
+        return
+    with pytest.raises(StateError, match=f"from {before.value} to {after.value}"):
+        bucket.move(after)
+    assert bucket.state is before
+
+
+def test_a_bucket_has_ended_once_the_step_is_over_for_it() -> None:
+    assert {state for state in BucketState if bucket_in(state).ended} == {C, P, T, K, A}
+
+
+@pytest.mark.parametrize("state", [F, C, P, T, K, A])
+def test_renew_forgets_the_step(state: BucketState) -> None:
+    bucket = bucket_in(state)
+    bucket.present, bucket.missing, bucket.squares = [True], 0, 3.0
+    bucket.renew()
+    assert (bucket.state, bucket.present, bucket.missing, bucket.squares) == (F, [False], 1, 0.0)
+
+
+@pytest.mark.parametrize("state", [S])
+def test_speculated_work_cannot_be_forgotten(state: BucketState) -> None:
+    bucket = bucket_in(state)
+    with pytest.raises(StateError):
+        bucket.renew()
+    assert bucket.state is state
+
+
+SHARDS = st.lists(
+    st.tuples(
+        st.one_of(st.integers(0, 40), st.integers(0, 9000), st.sampled_from([1023, 1024, 1025, 2048, 4096])),
+        st.integers(0, 2),
+        st.sampled_from([torch.float32, torch.bfloat16]),
+    ),
+    max_size=25,
+)
+
+
+@given(SHARDS, st.one_of(st.integers(1, 8192), st.sampled_from([1, 1023, 1024, 1025, 2048, 1 << 20])))
+def test_lay_out(described: list[tuple[int, int, torch.dtype]], bucket_numel: int) -> None:
+    shards = [shard(100 + i, numel, group, dtype) for i, (numel, group, dtype) in enumerate(described)]
+    buckets = lay_out(shards, bucket_numel)
+    check_every_element_once(shards, buckets)
+    for bucket in buckets:
+        check_one_kind(bucket)
+        check_places(bucket, max(BLOCK, bucket_numel))
+    last = [max(shards.index(piece.shard) for piece in bucket.pieces) for bucket in buckets]
+    assert last == sorted(last), "buckets come in the order in which backward completes them"
+
+
+def check_every_element_once(shards: list[Shard], buckets: list[Bucket]) -> None:
+    for one in shards:
+        pieces = sorted(
+            (piece for bucket in buckets for piece in bucket.pieces if piece.shard is one), key=lambda p: p.start
+        )
+        assert sum(piece.numel for piece in pieces) == one.numel
+        if pieces:
+            assert pieces[0].start == 0
+        for piece, following in pairwise(pieces):
+            assert piece.start + piece.numel == following.start
+            assert following.start % BLOCK == 0, "cuts are where the norm's blocks end"
+
+
+def check_one_kind(bucket: Bucket) -> None:
+    kinds = {(p.shard.group, p.shard.gradient_dtype, p.shard.published_dtype) for p in bucket.pieces}
+    assert kinds == {(bucket.group, bucket.gradient_dtype, bucket.published_dtype)}
+
+
+def check_places(bucket: Bucket, limit: int) -> None:
+    end = 0
+    for piece in bucket.pieces:
+        assert piece.numel > 0
+        assert piece.offset % ALIGN == 0
+        assert end <= piece.offset < end + ALIGN, "no overlap, no more padding than alignment needs"
+        end = piece.offset + piece.numel
+    assert bucket.padded % ALIGN == 0
+    assert end <= bucket.padded < end + ALIGN
+    assert end <= limit
+    assert bucket.numel == sum(piece.numel for piece in bucket.pieces)
+    assert bucket.missing == len(bucket.present) == len(bucket.pieces)
+
+
+@pytest.mark.parametrize(
+    ("numels", "bucket_numel", "expected"),
+    [
+        ([100, 100], 1024, [[100, 100]]),
+        ([1000, 100], 1024, [[1000], [100]]),  # would not fit
+        ([3000], 1024, [[1024], [1024], [952]]),
+        ([3000], 2047, [[1024], [1024], [952]]),  # a whole number of blocks
+        ([3000, 50], 1024, [[1024], [1024], [952, 50]]),  # the rest of a bucket is used
+        ([50, 3000], 4096, [[50, 3000]]),
+        ([0, 10], 1024, [[10]]),
+        ([], 1024, []),
+    ],
+)
+def test_lay_out_examples(numels: list[int], bucket_numel: int, expected: list[list[int]]) -> None:
+    shards = [shard(i, numel) for i, numel in enumerate(numels)]
+    assert [[piece.numel for piece in bucket.pieces] for bucket in lay_out(shards, bucket_numel)] == expected
+
+
+def test_groups_and_types_are_not_mixed_but_each_fills_its_own_bucket() -> None:
+    kinds = [(0, torch.float32), (1, torch.float32), (0, torch.bfloat16)]
+    shards = [shard(i, 100, *kinds[i % 3]) for i in range(9)]
+    buckets = lay_out(shards, 4096)
+    assert [[piece.shard.index for piece in bucket.pieces] for bucket in buckets] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]

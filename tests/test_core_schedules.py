@@ -1,0 +1,518 @@
+"""Any schedule of gradients, retractions, hyper-parameter changes, clips and skips gives the reference's bits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from superoffload.bucket import BucketState, GroupHyper, Shard
+from superoffload.errors import StateError
+from superoffload.policy import MODES
+from tests.core_tools import COUNTERS, Rig, Settings, assert_same_bits, rig, to_numpy
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+HYPER = GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1)
+LOOSE = st.sampled_from([None, None, 1e4, 1e200, 30.0])
+CLIPS = st.sampled_from([None, None, 1e-3, 0.5, 10.0, 30.0, 1e4])
+UNSCALES = st.sampled_from([1.0, 1.0, 1.0, 1.0, 0.5, -0.25, 2.0**-16, 0.0, -0.0])
+
+HYPERS = st.builds(
+    GroupHyper,
+    lr=st.sampled_from([0.0, 1e-4, 1e-2, 0.3]),
+    beta1=st.sampled_from([0.0, 0.5, 0.9]),
+    beta2=st.sampled_from([0.0, 0.95, 0.999]),
+    eps=st.sampled_from([1e-8, 1e-3]),
+    weight_decay=st.sampled_from([0.0, 0.1, 1 / 0.3]),
+    l2=st.booleans(),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step. Numbers that name shards are taken modulo how many there are."""
+
+    order: int  # seed of the order of arrival
+    missing: frozenset[int]  # no gradient in this step
+    late: frozenset[int]  # arrive after backward
+    again: tuple[tuple[int, int], ...]  # after the n-th arrival shard s gets another gradient, if it has one
+    gone: frozenset[int]  # taken back at the end
+    scale: float
+    poison: float | None
+    poisoned_late: bool  # the poisoned gradient is replaced by a good one
+    expected: tuple[float, float | None]  # unscale and max_grad_norm while speculating
+    decided: tuple[float, float | None]
+    hyper: GroupHyper | None  # changed between backward and the verdict
+    group: int
+    written: int | None  # a shard whose parameter the user writes to
+    look: str | None  # quiesce or digests in between
+    ends: str
+
+
+NUMBERS = st.one_of(st.just(frozenset[int]()), st.frozensets(st.integers(0, 7), max_size=2))
+PLANS = st.builds(
+    Plan,
+    order=st.integers(0, 1000),
+    missing=NUMBERS,
+    late=NUMBERS,
+    again=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=3).map(tuple),
+    gone=NUMBERS,
+    scale=st.sampled_from([1.0, 1.0, 1.0, 1e-3, 100.0, 3e4]),
+    poison=st.sampled_from([None, None, None, math.nan, math.inf, -math.inf]),
+    poisoned_late=st.booleans(),
+    expected=st.tuples(UNSCALES, LOOSE),
+    decided=st.tuples(UNSCALES, CLIPS),
+    hyper=st.one_of(st.none(), st.none(), HYPERS),
+    group=st.integers(0, 1),
+    written=st.one_of(st.none(), st.none(), st.integers(0, 7)),
+    look=st.sampled_from([None, None, None, None, None, None, "quiesce", "digests"]),
+    ends=st.sampled_from(["step", "step", "step", "abandon"]),
+)
+# Most steps in a row like in training, so that something is there to commit and journals become cheap.
+PLAIN = Plan(
+    order=0,
+    missing=frozenset(),
+    late=frozenset(),
+    again=(),
+    gone=frozenset(),
+    scale=1.0,
+    poison=None,
+    poisoned_late=False,
+    expected=(1.0, None),
+    decided=(1.0, None),
+    hyper=None,
+    group=0,
+    written=None,
+    look=None,
+    ends="step",
+)
+COMMON = [
+    PLAIN,
+    replace(PLAIN, order=1),
+    replace(PLAIN, decided=(1.0, 0.5)),
+    replace(PLAIN, poison=math.nan),
+    replace(PLAIN, ends="abandon"),
+]
+SCHEDULES = st.lists(st.one_of(st.sampled_from(COMMON), PLANS), min_size=2, max_size=8)
+
+SETTINGS = st.builds(
+    Settings,
+    sizes=st.lists(
+        st.lists(st.one_of(st.integers(100, 3000), st.integers(0, 5), st.just(1024)), min_size=1, max_size=4),
+        min_size=1,
+        max_size=2,
+    ),
+    gradient_dtype=st.sampled_from(DTYPES),
+    published_dtype=st.sampled_from(DTYPES),
+    mode=st.sampled_from(["always", "always", "adaptive", "never"]),
+    bucket_numel=st.sampled_from([1, 1024, 2048, 1 << 20]),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+    hyper=HYPERS,
+)
+
+
+class Step:
+    """Runs one plan on a rig."""
+
+    def __init__(self, rig: Rig, plan: Plan) -> None:
+        self.rig, self.plan, self.core = rig, plan, rig.core
+        self.gradients: dict[int, npt.NDArray[Any]] = {}
+
+    def chosen(self, numbers: frozenset[int]) -> set[int]:
+        return {number % len(self.rig.shards) for number in numbers}
+
+    def new_gradient(self, shard: Shard, poison: float | None = None) -> npt.NDArray[Any]:
+        return self.rig.gradient(shard, self.plan.scale, poison)
+
+    def arrive(self, shard: Shard, gradient: npt.NDArray[Any], *, in_backward: bool = True) -> None:
+        self.gradients[shard.index] = gradient
+        self.rig.arrive(shard, gradient, in_backward=in_backward)
+
+    def run(self) -> None:
+        rig, plan, core = self.rig, self.plan, self.core
+        core.expect(unscale=plan.expected[0], max_grad_norm=plan.expected[1])
+        self.backward()
+        rig.check_published_unchanged()
+        if plan.hyper is not None:
+            rig.set_hyper(plan.group % len(rig.hypers), plan.hyper)
+        if plan.written is not None:
+            self.write(rig.shards[plan.written % len(rig.shards)])
+        for index in self.chosen(plan.gone):
+            core.retract(rig.shards[index])
+            self.gradients.pop(index, None)
+        self.look()
+        if plan.ends == "abandon":
+            core.abandon()
+        elif self.gradients:
+            unscale, max_grad_norm = plan.decided
+            rig.step_both(self.gradients, unscale=unscale, max_grad_norm=max_grad_norm)
+        rig.check()
+
+    def backward(self) -> None:
+        plan, shards = self.plan, self.rig.shards
+        missing, late = self.chosen(plan.missing), self.chosen(plan.late)
+        order = [int(i) for i in np.random.default_rng(plan.order).permutation(len(shards)) if i not in missing]
+        poisoned = order[-1] if order and plan.poison is not None else None  # the others were speculated before
+        in_backward = [index for index in order if index not in late]
+        for place, index in enumerate(in_backward):
+            self.arrive(shards[index], self.new_gradient(shards[index], plan.poison if index == poisoned else None))
+            for after, repeated in plan.again:
+                if after == place:
+                    self.replace(shards[repeated % len(shards)])
+        for index in order:
+            if index in late:
+                self.arrive(shards[index], self.new_gradient(shards[index]), in_backward=False)
+        if poisoned is not None and plan.poisoned_late:
+            self.replace(shards[poisoned])
+
+    def replace(self, shard: Shard) -> None:
+        if self.core.has_gradient(shard):
+            self.core.retract(shard)
+            self.arrive(shard, self.new_gradient(shard))
+
+    def write(self, shard: Shard) -> None:
+        """What the optimizer does when a user has written to a parameter."""
+        self.core.restore(shard)
+        value = self.rig.random.standard_normal(shard.numel).astype(np.float32)
+        shard.master.copy_(torch.from_numpy(value))
+        self.rig.published[shard.index].copy_(shard.master)
+        parameter = self.rig.reference.parameters[shard.index]
+        parameter.master = value
+        parameter.published = to_numpy(self.rig.published[shard.index])
+
+    def look(self) -> None:
+        """Somebody asks for the state of the last finished step."""
+        if self.plan.look is None:
+            return
+        if self.plan.look == "quiesce":
+            self.core.quiesce()
+        else:
+            assert self.core.digests() == self.rig.reference.digests()
+        assert not any(bucket.state is BucketState.SPECULATED for bucket in self.core.buckets)
+        for shard, parameter in zip(self.rig.shards, self.rig.reference.parameters, strict=True):
+            assert_same_bits("master of the last finished step", to_numpy(shard.master), parameter.master)
+
+
+def run_schedule(made: Rig, plans: list[Plan]) -> None:
+    for plan in plans:
+        Step(made, plan).run()
+
+
+def note_what_happened(made: Rig) -> None:
+    """For ``--hypothesis-show-statistics``: whether the schedules reach everything."""
+    stats = made.core.stats()
+    for name in (*COUNTERS, "buckets_stepped", "journal_overflows"):
+        event(f"{name}: {'some' if stats[name] else 'none'}")
+
+
+@settings(max_examples=120)
+@given(SETTINGS, SCHEDULES)
+def test_any_schedule(described: Settings, plans: list[Plan]) -> None:
+    with rig(described) as made:
+        run_schedule(made, plans)
+        note_what_happened(made)
+
+
+@settings(max_examples=60)
+@given(SETTINGS, SCHEDULES, st.sampled_from([1, 2]), st.sampled_from([0.0, 0.02, 0.2, 12.0]))
+def test_any_schedule_with_little_room_for_escapes(
+    described: Settings, plans: list[Plan], width: int, arena: float
+) -> None:
+    with rig(replace(described, mode="always"), width=width, arena=arena) as made:
+        run_schedule(made, plans)
+        note_what_happened(made)
+
+
+@pytest.mark.parametrize(
+    ("mode", "gradient_dtype"),
+    [*(("always", dtype) for dtype in DTYPES), *((mode, torch.bfloat16) for mode in MODES[::2])],
+)
+def test_several_chunks_on_several_threads(mode: str, gradient_dtype: torch.dtype) -> None:
+    """Large enough that threads share a bucket: commits, a replay, an overflow, a skip, an undo."""
+    described = Settings([[100_000, 7], [66_000]], gradient_dtype, torch.bfloat16, mode, 1 << 17, threads=3)
+    plans = [PLAIN, PLAIN, replace(PLAIN, decided=(1.0, 5.0)), replace(PLAIN, scale=1e3)]
+    plans += [replace(PLAIN, poison=math.nan), replace(PLAIN, hyper=replace(HYPER, lr=1e-3))]
+    with rig(described) as made:
+        run_schedule(made, plans)
+        stats = made.core.stats()
+        assert stats["skipped_steps"] == 1
+        assert (stats["buckets_speculated"] > 0) == (mode != "never")
+
+
+# ---- each end that a bucket can come to, and what is counted ------------------------------------------------------
+
+TWO = Settings([[1024, 1024]], bucket_numel=1024)  # two buckets
+
+
+def backward(made: Rig, scale: float = 1.0, poison_first: float | None = None) -> dict[int, npt.NDArray[Any]]:
+    """All gradients, in the order of backward."""
+    gradients: dict[int, npt.NDArray[Any]] = {}
+    for shard in reversed(made.shards):
+        poison = poison_first if not gradients else None
+        gradients[shard.index] = made.gradient(shard, scale, poison)
+        made.arrive(shard, gradients[shard.index])
+    return gradients
+
+
+def counts(made: Rig) -> dict[str, float]:
+    names = ("buckets_speculated", *COUNTERS, "buckets_stepped", "journal_overflows", "clipped_steps")
+    stats = made.core.stats()
+    return {name.removeprefix("buckets_"): stats[name] for name in names if stats[name]}
+
+
+def test_commit() -> None:
+    with rig(TWO) as made:
+        made.step_both(backward(made))
+        made.check()
+        assert counts(made) == {"speculated": 2, "committed": 2}
+
+
+def test_replay() -> None:
+    with rig(TWO) as made:
+        made.step_both(backward(made), max_grad_norm=1.0)
+        made.check()
+        assert counts(made) == {"speculated": 2, "replayed": 2, "clipped_steps": 1}
+
+
+def test_an_expected_unscale_is_committed_and_another_one_replayed() -> None:
+    with rig(TWO) as made:
+        for expected in (0.25, 0.5):
+            made.core.expect(unscale=expected, max_grad_norm=None)
+            made.step_both(backward(made), unscale=0.25)
+            made.check()
+        assert counts(made) == {"speculated": 4, "committed": 2, "replayed": 2}
+
+
+def test_the_two_zeros_are_different_factors() -> None:
+    """exp_avg keeps the sign of a zero."""
+    with rig(TWO) as made:
+        made.core.expect(unscale=0.0, max_grad_norm=None)
+        made.step_both(backward(made), unscale=-0.0)
+        made.check()
+        assert counts(made) == {"speculated": 2, "replayed": 2}
+
+
+def test_skip() -> None:
+    with rig(TWO) as made:
+        gradients = backward(made)
+        made.core.retract(made.shards[0])
+        gradients[0][5] = math.inf
+        made.arrive(made.shards[0], gradients[0])
+        made.step_both(gradients)
+        made.check()
+        assert counts(made) == {"speculated": 2, "undone": 1, "skipped": 1}
+
+
+def test_a_non_finite_gradient_stops_speculation() -> None:
+    with rig(TWO) as made:
+        made.step_both(backward(made, poison_first=math.nan))
+        made.check()
+        assert counts(made) == {}
+
+
+def test_a_partial_norm_that_proves_a_clip_stops_speculation() -> None:
+    with rig(Settings([[1024] * 4], bucket_numel=1024)) as made:
+        made.core.expect(unscale=1.0, max_grad_norm=55.0)  # the norm of three gradients of four
+        made.step_both(backward(made), max_grad_norm=55.0)
+        made.check()
+        assert counts(made) == {"speculated": 2, "replayed": 2, "stepped": 2, "clipped_steps": 1}
+
+
+def test_a_gradient_that_was_taken_back_proves_nothing() -> None:
+    with rig(Settings([[1024] * 4], bucket_numel=1024)) as made:
+        made.core.expect(unscale=1.0, max_grad_norm=80.0)  # not even the norm of all four
+        gradients = backward(made)
+        for _ in range(4):
+            made.core.retract(made.shards[0])
+            made.arrive(made.shards[0], gradients[0])
+        made.step_both(gradients, max_grad_norm=80.0)
+        made.check()
+        assert counts(made) == {"speculated": 8, "committed": 4, "undone": 4}
+
+
+@pytest.mark.parametrize("max_grad_norm", [1e200, 1e308])
+def test_a_threshold_beyond_everything(max_grad_norm: float) -> None:
+    with rig(TWO) as made:
+        made.core.expect(unscale=1e-3, max_grad_norm=max_grad_norm)
+        made.step_both(backward(made), unscale=1e-3, max_grad_norm=max_grad_norm)
+        made.check()
+        assert counts(made) == {"speculated": 2, "committed": 2}
+
+
+def test_abandon() -> None:
+    with rig(TWO) as made:
+        backward(made)
+        made.core.abandon()
+        made.check()
+        assert counts(made) == {"speculated": 2, "abandoned": 2}
+        made.core.abandon()
+        assert counts(made) == {"speculated": 2, "abandoned": 2}
+
+
+@pytest.mark.parametrize(
+    "change", [{"lr": 1e-3}, {"beta1": 0.8}, {"beta2": 0.9}, {"eps": 1e-4}, {"weight_decay": 0.0}, {"l2": True}]
+)
+def test_hyper_parameters_changed_after_backward(change: dict[str, Any]) -> None:
+    """The group that changed is undone and stepped; the other one is kept."""
+    with rig(replace(TWO, sizes=[[1024], [1024]])) as made:
+        gradients = backward(made)
+        made.set_hyper(1, replace(HYPER, **change))
+        made.step_both(gradients)
+        made.check()
+        assert counts(made) == {"speculated": 2, "committed": 1, "undone": 1, "stepped": 1}
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_journal_without_room_is_undone_at_once_and_stepped_later(width: int) -> None:
+    with rig(TWO, width=width, arena=0.0) as made:
+        for _ in range(3):
+            made.step_both(backward(made))
+            made.check()
+        assert counts(made) == {"speculated": 6, "undone": 6, "stepped": 6, "journal_overflows": 6}
+
+
+def test_after_a_spike_wider_codes_are_tried_then_the_bucket_is_left_out_for_a_while() -> None:
+    with rig(replace(TWO, sizes=[[4096]], bucket_numel=4096), arena=0.0) as made:
+        for i in range(14):
+            made.step_both(backward(made, scale=10.0 ** (i % 5)))
+            made.check()
+        stats = made.core.stats()
+        assert 0 < stats["journal_overflows"] < 14
+        assert stats["buckets_speculated"] < 14
+
+
+def test_adaptive_stops_speculating_while_every_step_clips_and_starts_again() -> None:
+    with rig(replace(TWO, mode="adaptive")) as made:
+        seen = []
+        for max_grad_norm in [1.0] * 12 + [None] * 2:
+            before = made.core.stats()["buckets_speculated"]
+            made.step_both(backward(made), max_grad_norm=max_grad_norm)
+            made.check()
+            seen.append(made.core.stats()["buckets_speculated"] - before)
+        assert seen[0] == 2
+        assert seen[11] == 0
+        assert seen[13] == 2
+
+
+def test_never_speculates_nothing_and_keeps_no_journal() -> None:
+    with rig(replace(TWO, mode="never")) as made:
+        made.step_both(backward(made))
+        made.check()
+        assert counts(made) == {"stepped": 2}
+        assert all(bucket.work.journal_capacity == 0 for bucket in made.core.buckets)
+
+
+def test_gradients_that_come_after_backward_are_stepped() -> None:
+    with rig(TWO) as made:
+        gradients = {shard.index: made.gradient(shard) for shard in made.shards}
+        for shard in made.shards:
+            made.arrive(shard, gradients[shard.index], in_backward=False)
+        made.step_both(gradients)
+        made.check()
+        assert counts(made) == {"stepped": 2}
+
+
+def test_a_bucket_with_a_missing_gradient_steps_the_rest() -> None:
+    with rig(replace(TWO, sizes=[[500, 300, 200]])) as made:
+        for missing in (1, 0, 2):
+            gradients = {s.index: made.gradient(s) for s in made.shards if s.index != missing}
+            for index, gradient in gradients.items():
+                made.arrive(made.shards[index], gradient)
+            made.step_both(gradients)
+            made.check()
+        assert [shard.steps for shard in made.shards] == [2, 2, 2]
+        made.step_both(backward(made))
+        made.check()
+
+
+def test_buckets_follow_the_order_of_the_first_backward() -> None:
+    with rig(Settings([[1024] * 4], bucket_numel=1024)) as made:
+        order = [2, 0, 3]  # 1 has no gradient
+        for _ in range(2):
+            gradients = {index: made.gradient(made.shards[index]) for index in order}
+            for index, gradient in gradients.items():
+                made.arrive(made.shards[index], gradient)
+            made.step_both(gradients)
+            made.check()
+            assert [bucket.pieces[0].shard.index for bucket in made.core.buckets] == [2, 0, 3, 1]
+            order = [3, 2, 1, 0]  # observed once
+
+
+def test_a_backward_that_was_abandoned_is_not_the_order_to_follow() -> None:
+    with rig(Settings([[1024] * 3], bucket_numel=1024)) as made:
+        made.arrive(made.shards[1], made.gradient(made.shards[1]))
+        made.core.abandon()
+        assert [bucket.pieces[0].shard.index for bucket in made.core.buckets] == [2, 1, 0]
+        gradients = {index: made.gradient(made.shards[index]) for index in (0, 2, 1)}
+        for index, gradient in gradients.items():
+            made.arrive(made.shards[index], gradient)
+        made.step_both(gradients)
+        made.check()
+        assert [bucket.pieces[0].shard.index for bucket in made.core.buckets] == [0, 2, 1]
+
+
+def test_a_gradient_twice_is_refused() -> None:
+    with rig(TWO) as made:
+        gradients = backward(made)
+        with pytest.raises(StateError, match="shard 1: a second gradient"):
+            made.arrive(made.shards[1], made.gradient(made.shards[1]))
+        made.step_both(gradients)
+        made.check()
+
+
+def test_a_gradient_between_decide_and_apply_is_refused() -> None:
+    with rig(replace(TWO, sizes=[[500, 300]])) as made:
+        gradients = {1: made.gradient(made.shards[1])}
+        made.arrive(made.shards[1], gradients[1])
+        verdict = made.core.decide(unscale=1.0, max_grad_norm=None)
+        gradients[0] = made.gradient(made.shards[0])
+        made.arrive(made.shards[0], gradients[0], in_backward=False)
+        made.core.decide(unscale=1.0, max_grad_norm=None)
+        made.core.retract(made.shards[0])
+        made.arrive(made.shards[0], gradients[0], in_backward=False)
+        bucket = made.core.buckets[0]
+        if bucket.state is BucketState.FILLING:
+            with pytest.raises(StateError, match="since decide"):
+                made.core.apply(verdict)
+        made.step_both(gradients)
+        made.check()
+
+
+def test_shards_added_in_the_middle_of_a_step() -> None:
+    with rig(TWO) as made:
+        gradients = backward(made)
+        twin = Rig(replace(TWO, sizes=[[700]], seed=9))
+        twin.core.close()
+        parameter = twin.reference.parameters[0]
+        made.reference.groups[0].parameters = [*made.reference.groups[0].parameters, parameter]
+        made.core.add_shards([made._shard(2, 0, parameter)])
+        gradients[2] = made.gradient(made.shards[2])
+        made.arrive(made.shards[2], gradients[2])
+        made.step_both(gradients)
+        made.check()
+        made.step_both(backward(made))
+        made.check()
+
+
+def test_stats_of_bytes_and_time() -> None:
+    described = Settings([[3000, 1000]], torch.bfloat16, torch.float32, bucket_numel=1024)
+    with rig(described) as made:
+        for _ in range(4):
+            made.step_both(backward(made))
+        stats = made.core.stats()
+        assert stats["bytes_down"] == 4 * 2 * 4000
+        assert stats["bytes_up"] == 4 * 4 * 4000
+        assert 0 < stats["optimizer_seconds_exposed"] <= stats["optimizer_seconds"]
+        assert 1.0 <= stats["journal_bytes_per_param"] < 2.6
+        assert 4000 <= stats["journal_bytes"] <= 4 * 4000 * 2.6
+        assert stats["clip_rate"] == 0.0
+        made.step_both(backward(made), max_grad_norm=1.0)
+        assert made.core.stats()["clip_rate"] == 1 / 5
