@@ -38,7 +38,7 @@ class ReadState:
     states: list[ParamState | None]
 
 
-def write_state(state_dict: StateDict) -> StateDict:
+def write_state(state_dict: StateDict, *, l2: bool = False) -> StateDict:
     """A copy that later steps do not change, with what ``torch.optim.AdamW`` needs to load it."""
     states = {
         position: {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
@@ -47,12 +47,15 @@ def write_state(state_dict: StateDict) -> StateDict:
     groups = []
     for group in state_dict["param_groups"]:
         extra = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False}
-        groups.append({**extra, "differentiable": False, "fused": None, "decoupled_weight_decay": True, **group})
+        groups.append({**extra, "differentiable": False, "fused": None, "decoupled_weight_decay": not l2, **group})
     return {"state": states, "param_groups": groups}
 
 
-def read_state(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> ReadState:
-    """Checks ``state_dict`` against the optimizer's groups; raises ArgumentError and changes nothing if it misfits."""
+def read_state(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], *, l2: bool = False) -> ReadState:
+    """Checks ``state_dict`` against the optimizer's groups; raises ArgumentError and changes nothing if it misfits.
+
+    ``l2``: the optimizer is Adam with an L2 penalty instead of AdamW.
+    """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise ArgumentError("state_dict: expected a dict with 'state' and 'param_groups', as state_dict() returns")
     theirs = state_dict["param_groups"]
@@ -69,7 +72,7 @@ def read_state(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]
             raise ArgumentError(
                 f"state_dict: {len(group['params'])} parameters in group {g}, the optimizer has {len(mine['params'])}"
             )
-        values.append(_read_group(g, group))
+        values.append(_read_group(g, group, l2))
         for key, param in zip(group["params"], mine["params"], strict=True):
             where = f"state_dict: parameter {len(states)} (group {g})"
             state = state_dict["state"].get(key)
@@ -77,15 +80,17 @@ def read_state(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]
     return ReadState(values, states)
 
 
-def _read_group(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
+def _read_group(index: int, group: Mapping[str, Any], l2: bool) -> dict[str, Any]:
     missing = [name for name in _HYPER if name not in group]
     if missing:
         raise ArgumentError(f"state_dict: group {index} lacks {', '.join(missing)}; is it from an Adam optimizer?")
     for name in _FOREIGN:
         if group.get(name):
             raise ArgumentError(f"state_dict: group {index} has {name}=True, which superoffload does not do")
-    if not group.get("decoupled_weight_decay", True):
-        raise ArgumentError(f"state_dict: group {index} is from Adam with an L2 penalty, expected AdamW")
+    kinds = {True: "Adam with an L2 penalty", False: "AdamW"}
+    theirs = not group.get("decoupled_weight_decay", not l2)
+    if theirs is not l2 and float(group["weight_decay"]) != 0.0:
+        raise ArgumentError(f"state_dict: group {index} is from {kinds[theirs]}, expected {kinds[l2]}")
     check_group(group)
     return {name: deepcopy(value) for name, value in group.items() if name != "params"}
 

@@ -7,6 +7,9 @@ import os
 
 import pytest
 
+# Before torch is loaded: its OpenMP threads would otherwise spin on the cores that worker threads need.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 try:  # the kernel tests also run where only NumPy is installed
     from hypothesis import HealthCheck, settings
 except ModuleNotFoundError:

@@ -89,7 +89,7 @@ struct Range {
     std::size_t end;
 };
 
-// Master, moments and shadow after one step.
+// Master, moments and shadow after one step. Without a shadow (null) the master itself is what the model computes with.
 void step(const Run& run, Range range);
 
 // The same, and the journal that undoes it. False: the arena was full; the blocks of the range that were stepped

@@ -40,7 +40,7 @@ SUPEROFFLOAD_INLINE void step_lanes(const Run& shared, std::size_t begin, std::s
         store_element<L, T::state>(run.exp_avg, i, m);
         store_element<L, T::state>(run.exp_avg_sq, i, v);
         L::store(run.master + i, next);
-        store_element<L, T::shadow>(run.shadow, i, next);
+        if (run.shadow != nullptr) store_element<L, T::shadow>(run.shadow, i, next);
     }
 }
 

@@ -71,8 +71,8 @@ struct Memory {
 
     explicit Memory(const battery::Case& c)
         : master(4 * c.numel, 4 * c.offset),
-          exp_avg(4 * c.numel, 4 * (c.offset + 3)),
-          exp_avg_sq(4 * c.numel, 4 * (c.offset + 6)),
+          exp_avg(element_size(c.state) * c.numel, element_size(c.state) * (c.offset + 3)),
+          exp_avg_sq(element_size(c.state) * c.numel, element_size(c.state) * (c.offset + 6)),
           gradient(element_size(c.gradient) * c.numel, element_size(c.gradient) * c.offset),
           shadow(element_size(c.shadow) * c.numel, element_size(c.shadow) * (c.offset + 1)),
           codes(2 * c.numel, 2 * c.offset),
@@ -83,15 +83,17 @@ struct Memory {
         std::memset(shadow.data(), 0, shadow.size());
         std::memset(codes.data(), 0, codes.size());
         run = {master.as<float>(),
-               exp_avg.as<float>(),
-               exp_avg_sq.as<float>(),
+               exp_avg.data(),
+               exp_avg_sq.data(),
                gradient.data(),
                shadow.data(),
                {codes.data(), blocks.data(), &arena, 1},
                c.numel,
                c.gradient,
                c.shadow,
-               freeze(c.hyper)};
+               freeze(c.hyper, c.number),
+               c.state,
+               battery::mix(c.number)};
     }
 
     Range range() const { return {0, run.numel}; }
@@ -113,7 +115,7 @@ struct Memory {
 // Codes as far as they are defined: the code of an escaped component depends on which NaN a processor makes.
 void codes_into(Digest& digest, Memory& memory) {
     const int width = memory.run.journal.width;
-    const std::uint32_t masks[2][3] = {{0xf, 0x30, 0xc0}, {0x1ff, 0x3e00, 0xc000}};
+    const std::uint32_t masks[2][3] = {{0xf, 0x30, 0xc0}, {0x7f, 0x3f80, 0xc000}};
     std::vector<std::uint32_t> codes(memory.run.numel);
     for (std::size_t i = 0; i < codes.size(); ++i) {
         std::memcpy(&codes[i], memory.codes.data() + static_cast<std::size_t>(width) * i,
@@ -142,6 +144,7 @@ void stepped(const battery::Case& c, Digests& digests) {
     Memory memory(c);
     const Scalars& s = memory.run.frozen;
     digests[kFreeze].bytes(&s, offsetof(Scalars, l2));
+    digests[kFreeze].word(s.noise_key);
     publish(memory.run, memory.range());
     const std::vector<std::uint8_t> published = memory.shadow.bytes();
     digests[kPublish].bytes(published.data(), published.size());
@@ -170,7 +173,7 @@ void journaled(const battery::Case& c, int width, Digests& digests) {
     Memory again(c);
     again.run.journal.width = memory.run.journal.width;
     step_journaled(again.run, again.range());
-    replay(again.run, again.range(), freeze(clipped.hyper));
+    replay(again.run, again.range(), freeze(clipped.hyper, clipped.number));
     again.state_into(digests[kReplay]);
     digests[kReplay].bytes(again.shadow.data(), again.shadow.size());
     Memory expected(clipped);

@@ -23,6 +23,7 @@ struct Case {
     std::size_t offset;  // in elements from an aligned start
     ElementType gradient;
     ElementType shadow;
+    ElementType state;  // of the moments
     Hyper hyper;
     bool hostile;
     unsigned environment;
@@ -61,6 +62,7 @@ inline Case make_case(unsigned number, std::size_t numel) {
            static_cast<std::size_t>(bits >> 60),
            static_cast<ElementType>(number % 3),
            static_cast<ElementType>(number / 3 % 3),
+           number / 18 % 3 == 2 ? ElementType::bf16 : ElementType::f32,
            hyper(static_cast<unsigned>(mix(bits) >> 32)),
            (bits >> 32) % 3 != 0,
            static_cast<unsigned>(bits >> 40) % 4};
@@ -68,8 +70,8 @@ inline Case make_case(unsigned number, std::size_t numel) {
     return c;
 }
 
-// Short: every length up to 80 and those around blocks, each with all types and both modes in turn. Full: every length
-// from 0 to 4096, and the short ones several times.
+// Short: every length up to 80 and those around blocks, with all types and both modes in turn. Full: every length from
+// 0 to 4096, and the short ones more often.
 inline std::vector<Case> cases(bool full) {
     std::vector<Case> all;
     const auto add = [&](std::size_t numel) { all.push_back(make_case(static_cast<unsigned>(all.size()), numel)); };
@@ -128,6 +130,8 @@ inline std::uint32_t gradient_word(const Case& c, std::uint64_t bits) {
 inline void fill(const Case& c, std::uint8_t* master, std::uint8_t* exp_avg, std::uint8_t* exp_avg_sq,
                  std::uint8_t* gradient) {
     const std::size_t size = superoffload::adam::element_size(c.gradient);
+    const std::size_t moment = superoffload::adam::element_size(c.state);
+    const int dropped = c.state == ElementType::bf16 ? 16 : 0;
     for (std::size_t i = 0; i < c.numel; ++i) {
         const std::uint64_t seed = (std::uint64_t{c.number} << 32) + 4 * i;
         const std::uint64_t bits[4] = {mix(seed), mix(seed + 1), mix(seed + 2), mix(seed + 3)};
@@ -135,10 +139,12 @@ inline void fill(const Case& c, std::uint8_t* master, std::uint8_t* exp_avg, std
             c.hostile ? hostile_word(bits[0]) : plain_word(bits[0], 0u - 9, 7),
             c.hostile ? hostile_word(bits[1]) : plain_word(bits[1], 0u - 14, 4),
             c.hostile ? hostile_word(bits[2]) : plain_word(bits[2], 0u - 27, 5) & 0x7fffffffu};
+        const std::uint32_t first = words[1] >> dropped;
+        const std::uint32_t second = words[2] >> dropped;
         const std::uint32_t g = gradient_word(c, bits[3]);
         std::memcpy(master + 4 * i, &words[0], 4);
-        std::memcpy(exp_avg + 4 * i, &words[1], 4);
-        std::memcpy(exp_avg_sq + 4 * i, &words[2], 4);
+        std::memcpy(exp_avg + moment * i, &first, moment);
+        std::memcpy(exp_avg_sq + moment * i, &second, moment);
         std::memcpy(gradient + size * i, &g, size);
     }
 }

@@ -1,0 +1,1 @@
+"""What `superoffload bench` measures and how: contestants, interleaved timing, the machine's own limit, reports."""

@@ -1,0 +1,113 @@
+"""The machine's own limit: the fastest walk over the same arrays that only loads and stores, as a kernel has to.
+
+How to walk fastest (vector width, how long to stay with one array before the next, stores past the cache) differs
+between machines and array sizes, so a few ways are tried and the best one is the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from superoffload import _native
+
+READ, WRITE, UPDATE = _native.Access.read, _native.Access.write, _native.Access.update
+
+_BLOCKS = (64, 256, 1024)
+_LARGEST_TRIAL = 1 << 24  # elements: beyond every cache, so larger arrays prefer the same way
+_TRIALS = 3
+
+# What each operation does to master and moments, to the packed gradient, to the shadow and to the journal's codes.
+_TRAFFIC: Mapping[str, tuple[_native.Access, _native.Access, _native.Access | None, _native.Access | None]] = {
+    "step": (UPDATE, READ, WRITE, None),
+    "journaled": (UPDATE, READ, WRITE, WRITE),
+    "undo": (UPDATE, READ, None, READ),
+    "replay": (UPDATE, READ, WRITE, READ),
+    "publish": (READ, READ, WRITE, None),
+}
+
+
+class Buffer(Protocol):
+    """A torch tensor, as far as its memory goes."""
+
+    def data_ptr(self) -> int: ...
+    def element_size(self) -> int: ...
+    def numel(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """What the operations walk over; `codes` has two bytes per element."""
+
+    master: Buffer
+    exp_avg: Buffer
+    exp_avg_sq: Buffer
+    gradient: Buffer
+    shadow: Buffer
+    codes: Buffer
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to walk; see csrc/memory_limit/traversal.h."""
+
+    loops: str
+    block: int
+    streaming_stores: bool
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def all_ways() -> list[Way]:
+    loops = _native.memory_loops()
+    return [
+        Way(name, block, streaming)
+        for name in dict.fromkeys((loops[0], loops[-1]))
+        for block in _BLOCKS
+        for streaming in (False, True)
+    ]
+
+
+def streams_of(operation: str, width: int, arrays: Arrays) -> tuple[list[_native.Stream], float]:
+    """The arrays an operation touches, and the bytes it moves per parameter; `width` in bytes per code."""
+    state, gradient, shadow, codes = _TRAFFIC[operation]
+    parts = [(arrays.master, state), (arrays.exp_avg, state), (arrays.exp_avg_sq, state), (arrays.gradient, gradient)]
+    if shadow is not None:
+        parts.append((arrays.shadow, shadow))
+    sizes = [(array, array.element_size(), access) for array, access in parts]
+    if codes is not None:
+        sizes.append((arrays.codes, width, codes))
+    streams = [_native.Stream(array.data_ptr(), size, access) for array, size, access in sizes]
+    return streams, float(sum(size * (2 if access is UPDATE else 1) for _, size, access in sizes))
+
+
+class MemoryLimit:
+    """The limit of one operation on given arrays and processors. Leaves state and gradient as they are."""
+
+    def __init__(self, operation: str, width: int, arrays: Arrays, cpus: Sequence[int]) -> None:
+        self._streams, self.bytes_per_param = streams_of(operation, width, arrays)
+        self._numel = arrays.master.numel()
+        self._cpus = list(cpus)
+        self.way = self._best_way()
+
+    def _best_way(self) -> Way:
+        numel = min(self._numel, _LARGEST_TRIAL)
+        repeats = max(1, (1 << 18) // numel)
+        ways = all_ways()
+        best = {way: float("inf") for way in ways}
+        for _ in range(_TRIALS):
+            for way in ways:
+                best[way] = min(best[way], self._walk(way, numel, repeats))
+        return min(ways, key=best.__getitem__)
+
+    def _walk(self, way: Way, numel: int, repeats: int) -> float:
+        seconds = _native.walk_memory(
+            self._streams, numel, way.block, way.loops, way.streaming_stores, self._cpus, repeats
+        )
+        return seconds / repeats
+
+    def seconds(self, repeats: int = 1) -> float:
+        """Mean seconds of one walk over everything."""
+        return self._walk(self.way, self._numel, repeats)

@@ -1,0 +1,126 @@
+"""Interleaved timing: A B C A B C ..., so that whatever else the machine does hits all contestants alike.
+
+A ratio is taken pair by pair within a round and its median reported: two contestants of one round ran within
+milliseconds of each other. Minima are reported too: on a busy machine they are what comes closest to a quiet one.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+
+_SHORTEST_SAMPLE = 1e-3  # seconds; shorter work is repeated within one sample
+_MOST_REPEATS = 200
+
+# OpenMP threads keep spinning for a while after their work and would slow down whoever comes next on the same cores.
+_SETTLING_SECONDS = 5e-3
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Something to time. `seconds(repeats)` does the work so many times and returns the mean time of one."""
+
+    name: str
+    isa: str
+    bytes_per_param: float
+    seconds: Callable[[int], float]
+    settles: bool = False  # leaves threads behind that spin for a while
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return (self.name, self.isa)
+
+
+def timed(run: Callable[[], object], prepare: Callable[[], object] | None = None) -> Callable[[int], float]:
+    """`Contestant.seconds` for a call; `prepare` runs before each call and is not counted."""
+
+    def seconds(repeats: int) -> float:
+        total = 0.0
+        for _ in range(repeats):
+            if prepare is not None:
+                prepare()
+            began = time.perf_counter()
+            run()
+            total += time.perf_counter() - began
+        return total / repeats
+
+    return seconds
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The times of one contestant, one per round."""
+
+    contestant: Contestant
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return median(self.seconds)
+
+    @property
+    def minimum(self) -> float:
+        return min(self.seconds)
+
+    def ratio_to(self, other: Samples) -> float:
+        """How many times as long as `other`: the median over the rounds of the ratio within each."""
+        return median(mine / theirs for mine, theirs in zip(self.seconds, other.seconds, strict=True))
+
+    def ratio_of_minima(self, other: Samples) -> float:
+        return self.minimum / other.minimum
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How long to measure: at least `least` rounds, then until `seconds` have passed or `most` rounds are done."""
+
+    least: int
+    most: int
+    seconds: float
+
+
+def interleave(contestants: Sequence[Contestant], rounds: Rounds) -> dict[tuple[str, str], Samples]:
+    """Times all contestants round by round, each round starting with another one."""
+    samples = {contestant.key: Samples(contestant) for contestant in contestants}
+    if len(samples) != len(contestants):
+        raise ValueError(f"contestants: two of the same name and instruction set in {list(samples)}")
+    with _no_garbage_collection():
+        repeats = {contestant.key: _repeats_for(contestant) for contestant in contestants}
+        began = time.perf_counter()
+        for index in range(rounds.most):
+            if index >= rounds.least and time.perf_counter() - began > rounds.seconds:
+                break
+            first = index % len(contestants)
+            for contestant in (*contestants[first:], *contestants[:first]):
+                samples[contestant.key].seconds.append(_sample(contestant, repeats[contestant.key]))
+    return samples
+
+
+def _repeats_for(contestant: Contestant) -> int:
+    """From a second run: the first one warms up caches, threads and allocators."""
+    _sample(contestant, 1)
+    seconds = _sample(contestant, 1)
+    return max(1, min(_MOST_REPEATS, round(_SHORTEST_SAMPLE / max(seconds, 1e-9))))
+
+
+def _sample(contestant: Contestant, repeats: int) -> float:
+    seconds = contestant.seconds(repeats)
+    if contestant.settles:
+        time.sleep(_SETTLING_SECONDS)
+    return seconds
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

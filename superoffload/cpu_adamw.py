@@ -1,0 +1,223 @@
+"""``superoffload.CPUAdamW``: the kernels alone, as a plain ``torch.optim.Optimizer`` for CPU tensors.
+
+No hooks, no speculation, no clipping: what a user of ``torch.optim.AdamW(fused=True)`` or DeepSpeed's CPU Adam tries
+first. ``superoffload.AdamW`` is built on the same kernels.
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from superoffload import _native
+from superoffload.arguments import (
+    as_groups,
+    check_gradient,
+    check_group,
+    check_groups,
+    check_parameter,
+    check_seed,
+    check_state_dtype,
+)
+from superoffload.bucket import ELEMENT_TYPES
+from superoffload.checkpoint import StateDict, read_state, write_state
+from superoffload.cpus import worker_cpus
+from superoffload.errors import StateError
+
+_OPEN: weakref.WeakSet[CPUAdamW] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for optimizer in list(_OPEN):
+        optimizer.close()
+
+
+class CPUAdamW(Optimizer):
+    """AdamW (or Adam) for parameters on the CPU, stepped by native threads.
+
+    float32 parameters are their own masters; bfloat16 and float16 parameters get a float32 master in
+    ``state[p]["master"]`` (set when they are first stepped, so write to such a parameter before that, or through
+    ``load_state_dict``).
+
+    Arguments:
+        params: parameters or param groups: float32, bfloat16 or float16, dense, contiguous, on the CPU.
+        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; per group, changeable at any time.
+        l2: plain Adam, with ``weight_decay`` as an L2 penalty (``torch.optim.Adam``).
+        state_dtype: of exp_avg and exp_avg_sq: "fp32", or "bf16" with stochastic rounding (docs/kernel.md).
+        seed: of that rounding.
+        threads: worker threads (None: one per core this process may use).
+
+    As in torch, NaN gradients are applied and parameters without a gradient are left alone.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        l2: bool = False,
+        state_dtype: str | torch.dtype = "fp32",
+        seed: int = 0,
+        threads: int | None = None,
+    ) -> None:
+        groups = as_groups(params)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        check_groups(groups, defaults)
+        self._l2 = bool(l2)
+        self._state_dtype = check_state_dtype(state_dtype)
+        self._seed = check_seed(seed)
+        cpus = worker_cpus(threads)
+        super().__init__(groups, defaults)
+        self._pool: _native.WorkerPool | None = _native.WorkerPool(cpus)
+        self._works: dict[int, tuple[tuple[int, ...], _native.BucketWork]] = {}
+        _OPEN.add(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; parameters are checked like the constructor's."""
+        (group,) = as_groups([param_group])
+        check_groups([group], self.defaults, taken=[p for g in self.param_groups for p in g["params"]])
+        super().add_param_group(group)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step of every parameter that has a gradient."""
+        if self._pool is None:
+            raise StateError("the optimizer is closed")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        running = []
+        stepped: list[Tensor] = []
+        for index, group in enumerate(self.param_groups):
+            check_group(group)
+            params = [param for param in group["params"] if param.grad is not None]
+            for param in params:
+                check_parameter("parameter", param)
+                check_gradient("parameter", param, param.grad)
+                if not self.state[param]:
+                    self._begin(param)
+            if params:
+                running.append(self._submit(self._pool, index, params))
+                stepped.extend(params)
+        for completion in running:
+            completion.wait()
+        if stepped:
+            torch.autograd.graph.increment_version(stepped)  # the kernels wrote to them unseen
+        return loss
+
+    def _begin(self, param: Tensor) -> None:
+        state = self.state[param]
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["exp_avg"] = torch.zeros_like(param, dtype=self._state_dtype)
+        state["exp_avg_sq"] = torch.zeros_like(param, dtype=self._state_dtype)
+        if param.dtype != torch.float32:
+            state["master"] = param.detach().to(torch.float32)
+
+    def _submit(self, pool: _native.WorkerPool, index: int, params: list[Tensor]) -> _native.Completion:
+        group = self.param_groups[index]
+        states = [self.state[param] for param in params]
+        torch._foreach_add_([state["step"] for state in states], 1.0)
+        work = self._work_for(index, params, [_contiguous(param.grad) for param in params])
+        work.freeze(
+            lr=float(group["lr"]),
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            gradient_factor=1.0,
+            l2=self._l2,
+            steps=[int(state["step"]) for state in states],
+        )
+        return pool.submit(work, _native.Operation.step)
+
+    def _work_for(self, index: int, params: list[Tensor], grads: list[Tensor]) -> _native.BucketWork:
+        """The native description of a group, made anew only when an address in it has changed."""
+        first = sum(len(group["params"]) for group in self.param_groups[:index])
+        addresses: list[int] = []
+        runs = []
+        for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+            state = self.state[param]
+            master = state.get("master", param)
+            memory = (master, state["exp_avg"], state["exp_avg_sq"], grad, param)
+            addresses.extend(tensor.data_ptr() for tensor in memory)
+            addresses.append(param.numel())
+            runs.append((memory, master is param, first + i))
+        known = self._works.get(index)
+        if known is not None and known[0] == tuple(addresses):
+            return known[1]
+        work = _native.BucketWork([_run(*run, self._seed) for run in runs], 0)
+        self._works[index] = (tuple(addresses), work)
+        self._grads = grads  # alive until the step is done
+        return work
+
+    def state_dict(self) -> StateDict:
+        """``torch.optim.AdamW``'s layout, plus ``master`` for bfloat16 and float16 parameters."""
+        return write_state(super().state_dict(), l2=self._l2)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Loads our own, ``superoffload.AdamW``'s or torch's; all of it is checked before anything changes."""
+        read = read_state(state_dict, self.param_groups, l2=self._l2)
+        states = iter(read.states)
+        for index, group in enumerate(self.param_groups):
+            group.update(read.groups[index])
+            for param in group["params"]:
+                values = next(states)
+                self.state.pop(param, None)
+                if values is None:
+                    continue
+                self._begin(param)
+                state = self.state[param]
+                state["step"].fill_(float(values.step))
+                state["exp_avg"].view(-1).copy_(values.exp_avg)
+                state["exp_avg_sq"].view(-1).copy_(values.exp_avg_sq)
+                if "master" in state and values.master is not None:
+                    # Where the parameter is not the master's rounding, the parameter is what the user sees.
+                    same = values.master.to(param.dtype) == param.view(-1)
+                    state["master"].view(-1)[same] = values.master[same]
+        self._works.clear()
+
+    def close(self) -> None:
+        """Ends the worker threads. The state stays readable."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+        _OPEN.discard(self)
+
+
+def _contiguous(grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    return grad.contiguous()
+
+
+def _run(memory: tuple[Tensor, ...], own_master: bool, position: int, seed: int) -> _native.Run:
+    master, exp_avg, exp_avg_sq, grad, param = memory
+    return _native.Run(
+        master=master.data_ptr(),
+        exp_avg=exp_avg.data_ptr(),
+        exp_avg_sq=exp_avg_sq.data_ptr(),
+        gradient=grad.data_ptr(),
+        shadow=0 if own_master else param.data_ptr(),
+        numel=param.numel(),
+        gradient_type=ELEMENT_TYPES[grad.dtype],
+        shadow_type=ELEMENT_TYPES[param.dtype],
+        state_type=ELEMENT_TYPES[exp_avg.dtype],
+        noise_stream=seed << 32 | position,
+    )

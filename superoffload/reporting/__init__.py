@@ -1,0 +1,1 @@
+"""What a run leaves behind: metrics, a summary, plots, one page to read."""

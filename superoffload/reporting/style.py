@@ -1,0 +1,44 @@
+"""Colours and figure settings shared by the plots and the page, so that a bucket fate looks the same in both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+INK = "#1d2733"
+MUTED = "#667585"
+GRID = "#e3e8ee"
+BLUE = "#2563a8"
+PALE_BLUE = "#a9c6e6"
+ORANGE = "#d9772b"
+GREEN = "#2f8f5b"
+RED = "#c0392b"
+
+FATE_COLOURS = {
+    "committed": "#2f8f5b",
+    "undone": "#8e5ea2",
+    "replayed": "#2563a8",
+    "skipped": "#d9772b",
+    "abandoned": "#8a949e",
+}
+
+MATPLOTLIB: dict[Any, Any] = {
+    "figure.facecolor": "white",
+    "figure.dpi": 144,
+    "font.size": 9.5,
+    "axes.edgecolor": "#b8c2cc",
+    "axes.labelcolor": INK,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlecolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "axes.axisbelow": True,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "lines.solid_capstyle": "round",
+}

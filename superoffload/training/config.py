@@ -1,0 +1,119 @@
+"""Everything that decides what a training run computes, checked before anything starts. Loads no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from superoffload.errors import ArgumentError
+
+DTYPE_NAMES = ("bf16", "fp32")
+SPECULATION = ("adaptive", "always", "never")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the transformer. `mlp` is the inner width of SwiGLU; `sequence` bounds the rotary tables."""
+
+    layers: int = 3
+    hidden: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    mlp: int = 640
+    sequence: int = 128
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "kv_heads", "mlp", "sequence"):
+            _check_at_least(name, getattr(self, name), 1)
+        if self.hidden % self.heads:
+            raise ArgumentError(
+                f"hidden={self.hidden} is not divisible by heads={self.heads}: "
+                f"every head needs the same width; choose hidden as a multiple of heads"
+            )
+        if self.heads % self.kv_heads:
+            raise ArgumentError(
+                f"heads={self.heads} is not divisible by kv_heads={self.kv_heads}: "
+                f"every key/value head serves the same number of query heads"
+            )
+        if self.head_width % 2:
+            raise ArgumentError(
+                f"hidden={self.hidden} with heads={self.heads} gives heads of width {self.head_width}: "
+                f"rotary embeddings rotate pairs and need an even width"
+            )
+
+    @property
+    def head_width(self) -> int:
+        return self.hidden // self.heads
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """One run. `warmup=None` means a tenth of the steps, 20 at most; `threads=None` leaves the choice to AdamW."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    dtype: str = "bf16"
+    compute: str = "auto"
+    steps: int = 300
+    batch: int = 16
+    accumulation: int = 1
+    lr: float = 3e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    warmup: int | None = None
+    max_grad_norm: float | None = 1.0
+    seed: int = 0
+    speculation: str = "adaptive"
+    bucket_numel: int = 1 << 18
+    threads: int | None = None
+    torch_threads: int | None = None
+    eval_every: int = 50
+    eval_batches: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "accumulation", "bucket_numel", "eval_every", "eval_batches"):
+            _check_at_least(name, getattr(self, name), 1)
+        for name in ("threads", "torch_threads", "warmup"):
+            if getattr(self, name) is not None:
+                _check_at_least(name, getattr(self, name), 1)
+        _check_at_least("seed", self.seed, 0)
+        _check_choice("dtype", self.dtype, DTYPE_NAMES)
+        _check_choice("compute", self.compute, ("auto", *DTYPE_NAMES))
+        _check_choice("speculation", self.speculation, SPECULATION)
+        if not (self.lr > 0 and math.isfinite(self.lr)):
+            raise ArgumentError(f"lr={self.lr}: expected a positive finite number")
+        if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
+            raise ArgumentError(f"weight_decay={self.weight_decay}: expected a finite number, 0 or more")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ArgumentError(
+                f"max_grad_norm={self.max_grad_norm}: expected a positive number, or none for no clipping"
+            )
+        if self.warmup is not None and self.warmup > self.steps:
+            raise ArgumentError(f"warmup={self.warmup}: longer than the whole run of steps={self.steps}")
+
+    @property
+    def warmup_steps(self) -> int:
+        return self.warmup if self.warmup is not None else max(1, min(20, self.steps // 10))
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.accumulation * self.model.sequence
+
+    def replace(self, **changes: Any) -> TrainingConfig:
+        return dataclasses.replace(self, **changes)
+
+    def describe(self) -> dict[str, Any]:
+        """All values as they apply, for a summary."""
+        return {**dataclasses.asdict(self), "warmup": self.warmup_steps, "tokens_per_step": self.tokens_per_step}
+
+
+def _check_at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ArgumentError(f"{name}={value}: expected a whole number, {least} or more")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ArgumentError(f"{name}={value}: expected one of {', '.join(choices)}")

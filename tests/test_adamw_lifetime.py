@@ -1,0 +1,491 @@
+"""From construction to the end: closing, forking, leaving, interrupts, garbage; threads, their names and processors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from superoffload import AdamW
+from superoffload.core import Core
+from superoffload.errors import StateError
+from tests.adamw_tools import assert_trained_alike, batch, check_counters, model_of, train, weights, worker_threads
+from tests.core_tools import COUNTERS
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@contextmanager
+def pair(**options: Any) -> Iterator[tuple[nn.Module, AdamW, nn.Module, AdamW]]:
+    """A speculating optimizer and one that waits, on equal models."""
+    model, twin = model_of(), model_of()
+    with (
+        AdamW(model.parameters(), speculation="always", **options) as optimizer,
+        AdamW(twin.parameters(), speculation="never", **options) as plain,
+    ):
+        yield model, optimizer, twin, plain
+
+
+# ---- threads ------------------------------------------------------------------------------------------------------
+
+
+@on_linux
+def test_threads_are_named_bound_and_end_with_close() -> None:
+    before = set(worker_threads())
+    allowed = sorted(os.sched_getaffinity(0))
+    optimizer = AdamW(model_of().parameters(), threads=len(allowed) + 1)
+    threads = sorted(set(worker_threads()) - before)
+    try:
+        names = [Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in threads]
+        assert sorted(names) == [f"superoffload-{i}" for i in range(len(allowed) + 1)]
+        masks = {
+            name: os.sched_getaffinity(thread) for name, thread in zip(names, threads, strict=True)
+        }  # those of the kernel
+        for i, cpu in enumerate(allowed):
+            assert masks[f"superoffload-{i}"] == {cpu}
+        assert masks[f"superoffload-{len(allowed)}"] == set(allowed), "more threads than processors: not bound"
+    finally:
+        optimizer.close()
+    assert set(worker_threads()) == before
+
+
+@on_linux
+def test_threads_stay_within_the_processes_affinity() -> None:
+    script = """
+import os
+os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+from tests.adamw_tools import model_of, worker_threads
+from superoffload import AdamW
+optimizer = AdamW(model_of().parameters())
+print(len(worker_threads()), [os.sched_getaffinity(t) for t in worker_threads()] == [os.sched_getaffinity(0)])
+"""
+    assert run_python(script).stdout.split() == ["1", "True"]
+
+
+# ---- close --------------------------------------------------------------------------------------------------------
+
+
+def test_close_takes_back_speculation_and_leaves_the_state_readable() -> None:
+    model = model_of(torch.bfloat16)
+    optimizer = AdamW(model.parameters(), speculation="always")
+    train(model, optimizer, range(3))
+    before, state = optimizer.state_digests(), optimizer.state_dict()
+    batch(model, 5).backward()
+    optimizer.close()
+    optimizer.close()
+    assert optimizer.state_digests() == before
+    after = optimizer.state_dict()
+    for position, values in state["state"].items():
+        assert all(torch.equal(after["state"][position][name], value) for name, value in values.items())
+    assert optimizer.stats()["buckets_abandoned"] == 1
+    check_counters(optimizer)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda o: o.step(),
+        lambda o: o.refresh_masters(),
+        lambda o: o.load_state_dict(o.state_dict()),
+        lambda o: o.add_param_group({"params": [nn.Parameter(torch.ones(3))]}),
+    ],
+)
+def test_use_after_close(use: Callable[[AdamW], object]) -> None:
+    model = model_of()
+    optimizer = AdamW(model.parameters())
+    train(model, optimizer, range(1))
+    optimizer.close()
+    before = weights(model)
+    with pytest.raises(StateError, match="the optimizer is closed; make a new one"):
+        use(optimizer)
+    assert len(optimizer.param_groups) == 1
+    assert torch.equal(weights(model), before)
+
+
+def test_backward_and_zero_grad_after_close_are_those_of_torch() -> None:
+    model = model_of()
+    with AdamW(model.parameters(), speculation="always") as optimizer:
+        pass
+    batch(model, 0).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    assert optimizer.stats()["bytes_down"] == 0, "its hooks are gone"
+
+
+def test_a_new_optimizer_after_the_closed_one() -> None:
+    model, twin = model_of(), model_of()
+    with AdamW(twin.parameters(), speculation="always") as plain:
+        train(twin, plain, range(6))
+    with AdamW(model.parameters(), speculation="always") as first:
+        train(model, first, range(3))
+    with AdamW(model.parameters(), speculation="always") as second:
+        second.load_state_dict(first.state_dict())
+        train(model, second, range(3, 6))
+    assert torch.equal(weights(model), weights(twin))
+
+
+def test_an_exception_inside_the_context_closes() -> None:
+    threads = set(worker_threads())
+    with pytest.raises(ZeroDivisionError), AdamW(model_of().parameters()):
+        _ = 1 / 0
+    assert set(worker_threads()) == threads
+
+
+# ---- copies, garbage ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_are_refused(operation: Callable[[AdamW], object]) -> None:
+    with (
+        AdamW(model_of().parameters()) as optimizer,
+        pytest.raises(StateError, match=r"cannot be copied or pickled; save its state_dict\(\)"),
+    ):
+        operation(optimizer)
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_garbage(in_flight: bool, in_a_cycle: bool) -> None:
+    """Threads end, speculation is taken back, hooks are gone or quiet, nothing is written to freed memory."""
+    threads = set(worker_threads())
+    model = model_of()
+    for _ in range(10):
+        optimizer = AdamW(model.parameters(), speculation="always", threads=2)
+        train(model, optimizer, range(1))
+        if in_flight:
+            batch(model, 5).backward()
+        masters = [optimizer.state[p]["master"] for p in model.parameters()]
+        gone = weakref.ref(optimizer)
+        if in_a_cycle:
+            optimizer.param_groups[0]["me"] = optimizer
+        del optimizer
+        gc.collect() if in_a_cycle else None
+        assert gone() is None, "nothing else keeps it"
+        assert set(worker_threads()) == threads
+        assert torch.equal(torch.cat([m.reshape(-1) for m in masters]), weights(model))
+        if not in_a_cycle:  # there, handles do not know any more what they belong to
+            assert not any(vars_of_hooks(p) for p in model.parameters())
+    before = weights(model)
+    batch(model, 6).backward()
+    assert torch.equal(weights(model), before)
+
+
+def vars_of_hooks(param: torch.Tensor) -> dict[int, object]:
+    hooks: dict[int, object] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    return hooks
+
+
+# ---- the end of the process ---------------------------------------------------------------------------------------
+
+
+def run_python(script: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=timeout, env=environment, check=False
+    )
+    assert not done.stderr, done.stderr
+    return done
+
+
+IN_FLIGHT = """
+import atexit, sys, time
+began = []
+atexit.register(lambda: print(time.monotonic() - began[0]))  # registered first, so it runs last
+import torch
+from superoffload import AdamW
+param = torch.nn.Parameter(torch.ones(8_000_000))
+optimizer = AdamW([param], speculation="always", bucket_numel=1 << 18)
+param.sum().backward()
+assert optimizer.stats()["buckets_speculated"] > 0
+began.append(time.monotonic())
+"""
+
+
+@pytest.mark.parametrize(("ending", "code"), [("", 0), ("sys.exit(3)", 3)])
+def test_leaving_with_work_in_flight(ending: str, code: int) -> None:
+    done = run_python(IN_FLIGHT + ending)
+    assert done.returncode == code
+    assert float(done.stdout) < 5
+
+
+FORK = """
+import os, sys, time, torch
+from superoffload import AdamW
+from superoffload.errors import StateError
+param = torch.nn.Parameter(torch.ones(1000))
+optimizer = AdamW([param], speculation="always")
+param.square().sum().backward()
+
+def in_child():
+    for use in (optimizer.step, optimizer.state_dict, optimizer.state_digests, optimizer.synchronize):
+        try:
+            use()
+        except StateError as error:
+            assert "do not survive fork()" in str(error), error
+        else:
+            raise AssertionError("no error")
+    optimizer.zero_grad()
+    param.square().sum().backward()  # its hook is quiet
+
+def exit_code(child):
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return "hangs"
+
+for ending in ENDINGS:
+    child = os.fork()
+    if child == 0:
+        in_child()
+        exec(ending)
+        sys.exit(7)
+    print(exit_code(child), flush=True)
+optimizer.step()
+print(int(optimizer.state[param]["step"]))
+"""
+
+
+@on_linux
+def test_a_forked_child_gets_an_error_and_the_parent_goes_on() -> None:
+    endings = ["os._exit(7)", "pass", "optimizer.close()", "del optimizer"]
+    assert run_python(FORK.replace("ENDINGS", str(endings))).stdout.split() == ["7", "7", "7", "7", "1"]
+
+
+# ---- interrupts ---------------------------------------------------------------------------------------------------
+
+
+def interrupted_once(owner: object, name: str) -> Any:
+    """A patch of a method that lets Ctrl-C come in its middle, the first time it is called."""
+    original = getattr(owner, name)
+    pending = [True]
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if pending:
+            pending.clear()
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    return mock.patch.object(owner, name, method)
+
+
+@pytest.mark.parametrize("method", ["_settle_all", "_finish", "_count_step", "_end_step", "decide", "expect"])
+def test_ctrl_c_in_step_comes_out_of_a_finished_step(method: str) -> None:
+    with pair(bucket_numel=1024, max_grad_norm=1.0) as (model, optimizer, twin, plain):
+        train(model, optimizer, range(3))
+        train(twin, plain, range(4))
+        optimizer.zero_grad()
+        batch(model, 3).backward()
+        if method == "expect":  # called in step() only where backward has brought nothing
+            optimizer._abandon()
+        with interrupted_once(Core, method), pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        assert optimizer.state_digests() == plain.state_digests()
+        assert float(optimizer.state[next(model.parameters())]["step"]) == 4
+        train(model, optimizer, range(4, 6))
+        train(twin, plain, range(4, 6))
+        assert optimizer.state_digests() == plain.state_digests()
+        check_counters(optimizer)
+
+
+@pytest.mark.parametrize("method", ["arrive", "_pack", "_freeze", "_speculate", "expect"])
+def test_ctrl_c_in_backward_leaves_the_last_finished_step(method: str) -> None:
+    with pair(bucket_numel=1024) as (model, optimizer, twin, plain):
+        for one, its in ((model, optimizer), (twin, plain)):
+            train(one, its, range(3))
+        optimizer.zero_grad()
+        with interrupted_once(Core, method), pytest.raises(KeyboardInterrupt):
+            batch(model, 3).backward()
+        assert optimizer.state_digests() == plain.state_digests()
+        for one, its in ((model, optimizer), (twin, plain)):
+            train(one, its, range(3, 6))
+        assert optimizer.state_digests() == plain.state_digests()
+        check_counters(optimizer)
+
+
+@pytest.mark.parametrize("method", ["retract", "_undo_one", "abandon", "_take_back"])
+def test_ctrl_c_while_speculation_is_taken_back(method: str) -> None:
+    with pair(bucket_numel=1024) as (model, optimizer, twin, plain):
+        for one, its in ((model, optimizer), (twin, plain)):
+            train(one, its, range(3))
+        batch(model, 3).backward()
+        with interrupted_once(Core, method), pytest.raises(KeyboardInterrupt):
+            if method in ("abandon", "_take_back"):
+                optimizer.zero_grad()
+            else:
+                batch(model, 4).backward()
+        assert optimizer.state_digests() == plain.state_digests()
+        for one, its in ((model, optimizer), (twin, plain)):
+            train(one, its, range(3, 6))
+        assert optimizer.state_digests() == plain.state_digests()
+        check_counters(optimizer)
+
+
+def test_a_second_ctrl_c_goes_through_and_the_optimizer_says_so() -> None:
+    model = model_of()
+    optimizer = AdamW(model.parameters(), speculation="always")
+    train(model, optimizer, range(2))
+    batch(model, 3).backward()
+
+    def twice(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    with mock.patch.object(Core, "_finish", twice), pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    for use in (optimizer.step, optimizer.state_dict, optimizer.state_digests, optimizer.synchronize):
+        with pytest.raises(StateError, match="interrupted in the middle"):
+            use()
+    threads = len(worker_threads())
+    batch(model, 4).backward()
+    optimizer.close()
+    assert len(worker_threads()) < threads or sys.platform != "linux"
+
+
+def test_handlers_are_back_afterwards() -> None:
+    seen: list[int] = []
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+        mine = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+        with pair() as (model, optimizer, _, _):
+            train(model, optimizer, range(1))
+            assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == mine
+            batch(model, 1).backward()
+            original = Core._finish
+
+            def terminated(*args: Any) -> None:
+                signal.raise_signal(signal.SIGTERM)
+                assert not seen, "it waits until the step is done"
+                original(*args)
+
+            with mock.patch.object(Core, "_finish", terminated):
+                optimizer.step()
+        assert seen == [signal.SIGTERM]
+        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == mine
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+HAMMERED = """
+import os, random, signal, threading, time, torch
+torch.set_num_threads(1)
+from superoffload import AdamW
+STEPS = 150
+gradients = [torch.randn(3000, generator=torch.Generator().manual_seed(i)) for i in range(STEPS)]
+
+def run(mode, hammer):
+    params = [torch.nn.Parameter(torch.ones(1000)) for _ in range(3)]
+    optimizer = AdamW(params, speculation=mode, bucket_numel=1024, max_grad_norm=54.0, threads=2)
+    interrupts = 0
+    caught = threading.Semaphore(0)
+    def shoot():
+        rng = random.Random(1)
+        while hammer:
+            time.sleep(rng.random() * 0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+            caught.acquire()  # one at a time
+    thread = threading.Thread(target=shoot, daemon=True)
+    while True:
+        try:
+            if hammer and not thread.is_alive():
+                thread.start()
+            while (step := optimizer.stats()["steps"]) < STEPS:
+                optimizer.zero_grad()
+                (torch.cat(params) * gradients[step]).sum().backward()
+                optimizer.step()
+            if hammer:
+                hammer = False
+                thread.join()
+            return optimizer.state_digests(), interrupts, optimizer
+        except KeyboardInterrupt:
+            interrupts += 1
+            caught.release()
+
+plain, _, _ = run("never", False)
+hammered, interrupts, optimizer = run("always", True)
+stats = optimizer.stats()
+print(plain == hammered, interrupts > 0, stats["buckets_speculated"] > 0)
+COUNTERS
+"""
+
+
+def test_many_interrupts_at_random_moments() -> None:
+    """Each training step is retried until it is done; in the end nothing was lost, doubled or half-applied."""
+    counters = f"print(stats['buckets_speculated'] == sum(stats[name] for name in {COUNTERS}))"
+    assert run_python(HAMMERED.replace("COUNTERS", counters)).stdout.split() == ["True"] * 4
+
+
+# ---- figures ------------------------------------------------------------------------------------------------------
+
+
+def test_stats_of_a_known_run() -> None:
+    with pair(bucket_numel=1 << 20) as (model, optimizer, twin, plain):
+        numel = weights(model).numel()
+        for one, its in ((model, optimizer), (twin, plain)):
+            train(one, its, range(2))
+        optimizer.zero_grad()
+        batch(model, 2).backward()
+        optimizer.max_grad_norm = 1e-3
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.max_grad_norm = None
+        batch(model, 3).backward()
+        optimizer.zero_grad()
+        stats = optimizer.stats()
+        assert {name: stats[name] for name in ("steps", "skipped_steps", "clipped_steps")} == {
+            "steps": 3,
+            "skipped_steps": 0,
+            "clipped_steps": 1,
+        }
+        assert stats["clip_rate"] == 1 / 3
+        assert {name: stats[name] for name in ("buckets_speculated", "buckets_stepped", *COUNTERS)} == {
+            "buckets_speculated": 4,
+            "buckets_stepped": 0,
+            "buckets_committed": 2,
+            "buckets_replayed": 1,
+            "buckets_undone": 0,
+            "buckets_skipped": 0,
+            "buckets_abandoned": 1,
+        }
+        assert stats["bytes_down"] == 4 * 4 * numel
+        assert stats["bytes_up"] == 3 * 4 * numel
+        assert 1.0 < stats["journal_bytes_per_param"] < 4
+        assert 3 * numel <= stats["journal_bytes"]
+        assert 0 < stats["optimizer_seconds_exposed"] <= stats["optimizer_seconds"]
+        assert plain.stats()["buckets_stepped"] == 2
+        assert plain.stats()["journal_bytes"] == 0
+
+
+def test_state_shows_views_of_what_is_stepped() -> None:
+    with pair() as (model, optimizer, twin, plain):
+        param, other = next(model.parameters()), next(twin.parameters())
+        views = optimizer.state[param], plain.state[other]
+        train(model, optimizer, range(3))
+        train(twin, plain, range(3))
+        for name in ("step", "exp_avg", "exp_avg_sq", "master"):
+            assert optimizer.state[param][name] is views[0][name]
+            assert torch.equal(views[0][name], views[1][name])
+            assert views[0][name].shape == (() if name == "step" else param.shape)
+        assert_trained_alike(model, twin)

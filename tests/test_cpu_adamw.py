@@ -1,0 +1,148 @@
+"""The kernels as a plain optimizer: equal to torch's within rounding, to superoffload.AdamW bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import superoffload
+from superoffload.errors import ArgumentError, StateError
+
+
+def parameters(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(33, 70), (5,), (), (0, 3), (1500,)]
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def set_gradients(params: list[torch.nn.Parameter], step: int, skip: int | None = None) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for i, param in enumerate(params):
+        grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        param.grad = None if i == skip else grad
+
+
+def bits(tensors: list[Tensor]) -> list[bytes]:
+    return [tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
+
+
+@pytest.mark.parametrize("l2", [False, True])
+def test_equals_torch_within_rounding(l2: bool) -> None:
+    mine, theirs = parameters(), parameters()
+    ours = superoffload.CPUAdamW(mine, lr=1e-3, weight_decay=0.05, l2=l2, threads=2)
+    peer_class = torch.optim.Adam if l2 else torch.optim.AdamW
+    peer = peer_class(theirs, lr=1e-3, weight_decay=0.05)
+    accumulated = 0.0
+    for step in range(200):
+        lr = 1e-3 * (1 + step % 7)
+        accumulated += lr
+        for optimizer, params in ((ours, mine), (peer, theirs)):
+            optimizer.param_groups[0]["lr"] = lr
+            set_gradients(params, step, skip=1 if step % 3 == 0 else None)
+            optimizer.step()
+    for a, b in zip(mine, theirs, strict=True):
+        bound = 1e-6 * torch.clamp(b.detach().abs(), min=accumulated)
+        assert bool(((a - b).abs() <= bound).all())
+    assert [float(s["step"]) for s in ours.state.values()] == [float(s["step"]) for s in peer.state.values()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
+def test_equals_superoffload_adamw_bit_for_bit(dtype: torch.dtype, state_dtype: str) -> None:
+    mine, theirs = parameters(dtype), parameters(dtype)
+    plain = superoffload.CPUAdamW(mine, state_dtype=state_dtype, seed=3, threads=2)
+    full = superoffload.AdamW(theirs, state_dtype=state_dtype, seed=3, bucket_numel=1024)
+    for step in range(6):
+        set_gradients(mine, step)
+        set_gradients(theirs, step)
+        plain.step()
+        full.step()
+    assert bits(list(mine)) == bits(list(theirs))
+    for a, b in zip(mine, theirs, strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert bits([plain.state[a][name]]) == bits([full.state[b][name]])
+        assert bits([plain.state[a].get("master", a)]) == bits([full.state[b]["master"]])
+
+
+def test_state_goes_to_torch_and_back() -> None:
+    mine, theirs = parameters(), parameters()
+    ours, peer = superoffload.CPUAdamW(mine), torch.optim.AdamW(theirs)
+    for step in range(3):
+        set_gradients(mine, step)
+        ours.step()
+    with torch.no_grad():
+        for a, b in zip(mine, theirs, strict=True):
+            b.copy_(a)
+    peer.load_state_dict(ours.state_dict())
+    again = superoffload.CPUAdamW(parameters(seed=1))
+    again.load_state_dict(peer.state_dict())
+    for a, b in zip(ours.state.values(), again.state.values(), strict=True):
+        assert bits([a["exp_avg"], a["exp_avg_sq"], a["step"]]) == bits([b["exp_avg"], b["exp_avg_sq"], b["step"]])
+    set_gradients(mine, 9)
+    set_gradients(theirs, 9)
+    ours.step()
+    peer.step()
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+
+def test_masters_survive_a_round_trip_and_written_parameters_win() -> None:
+    mine, copy = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    first = superoffload.CPUAdamW(mine, lr=1e-4)
+    for step in range(4):
+        set_gradients(mine, step)
+        first.step()
+    with torch.no_grad():
+        for a, b in zip(mine, copy, strict=True):
+            b.copy_(a)
+        copy[4][:10] = 7.0
+    second = superoffload.CPUAdamW(copy, lr=1e-4)
+    second.load_state_dict(first.state_dict())
+    master, kept = second.state[copy[4]]["master"], first.state[mine[4]]["master"]
+    assert bits([master[10:]]) == bits([kept[10:]])
+    assert bool((master[:10] == 7.0).all())
+
+
+def test_autograd_sees_the_write_and_the_closure_is_called() -> None:
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = superoffload.CPUAdamW([param], lr=0.1)
+    loss = (param * param).sum()
+    loss.backward()
+    graph = (param * param).sum()
+    version = param._version
+    assert optimizer.step(lambda: 2.5) == 2.5
+    assert param._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        graph.backward()
+
+
+def test_a_scheduler_and_a_new_group() -> None:
+    mine = parameters()
+    optimizer = superoffload.CPUAdamW(mine[:2], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    set_gradients(mine, 0)
+    optimizer.step()
+    scheduler.step()
+    optimizer.add_param_group({"params": mine[4:], "lr": 0.0})
+    before = bits([mine[4]])
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert bits([mine[4]]) == before
+
+
+def test_bad_input_and_use_after_close() -> None:
+    with pytest.raises(ArgumentError, match="lr=-1"):
+        superoffload.CPUAdamW(parameters(), lr=-1)
+    with pytest.raises(ArgumentError, match="not contiguous"):
+        superoffload.CPUAdamW([torch.nn.Parameter(torch.zeros(4, 5).t())])
+    params = parameters()
+    optimizer = superoffload.CPUAdamW(params)
+    set_gradients(params, 0)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["params"] = []
+    with pytest.raises(ArgumentError, match="parameters in group 0"):
+        optimizer.load_state_dict(state)
+    optimizer.close()
+    with pytest.raises(StateError, match="closed"):
+        optimizer.step()
