@@ -1,0 +1,31 @@
+// The inner loops of the kernels as functions of their own, for static analysis (mca.py): AdamW, bf16 gradient, bf16
+// shadow, one-byte codes. Compiled once per lane type, GRACE_LANES, with the flags that the extension is built with.
+#include "arm_adam/algorithm.inl"
+#include "arm_adam/lanes_neon.h"
+#ifdef __ARM_FEATURE_SVE
+#include "arm_adam/lanes_sve.h"
+#endif
+
+namespace superoffload::adam {
+
+using Lanes = GRACE_LANES;
+using LoopTypes = Types<ElementType::bf16, ElementType::bf16, ElementType::f32, false>;
+
+extern "C" {
+
+void grace_step(const Run& run, std::size_t begin, std::size_t end) { step_lanes<Lanes, LoopTypes>(run, begin, end); }
+
+void grace_step_journaled(const Run& run, std::size_t begin, std::size_t end, BlockEscapes& escapes) {
+    journal_lanes<Lanes, LoopTypes, 1>(run, begin, begin, end, escapes);
+}
+
+void grace_undo(const Run& run, std::size_t begin, std::size_t end) {
+    undo_lanes<Lanes, LoopTypes, 1>(run, begin, end);
+}
+
+void grace_publish(const Run& run, std::size_t begin, std::size_t end) {
+    publish_lanes<Lanes, LoopTypes>(run, begin, end);
+}
+
+}  // extern "C"
+}  // namespace superoffload::adam

@@ -1,0 +1,317 @@
+#!/usr/bin/env python3
+"""Grace on paper: how many cycles one parameter costs a Neoverse V2 core, by static analysis.
+
+One pass of the optimizer is bound by memory if the cores compute faster than memory delivers. Grace has 72 cores at
+3.1 GHz and about 450 GB/s, a step moves 28 bytes per parameter: that leaves each core about 14 cycles per parameter.
+This script compiles the SVE and NEON loops (loops.cpp: AdamW, bf16 gradient, bf16 shadow, one-byte codes) with the
+extension's own flags, tuned for neoverse-v2, cuts the loop bodies out of the assembly, and lets llvm-mca count.
+
+What the numbers are: steady state, all data in the first-level cache, every branch predicted. llvm-mca knows
+neither caches nor escapes' data dependencies. The branch into an escape list is rare (about one parameter in a
+hundred escapes), so the figure held against the budget is the iteration in which nothing escapes: the shortest way
+around the loop. The last column is the longest way, in which every vector escapes in all three components.
+Replay is undo and then step, block by block in the first-level cache: the sum of the two.
+
+Exit status: 0 if every loop is within the budget, 1 if not. Without the tools it prints a line beginning with SKIPPED
+and exits 0, or 77 with --require.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+CPU = "neoverse-v2"
+LANES_PER_VECTOR = 4  # fp32 elements: NEON, and SVE as Neoverse V2 has it (128 bits)
+MACHINE = {"cores": 72, "ghz": 3.1, "memory_gb_per_s": 450.0, "bytes_per_param": 28}
+LOOPS = ("step", "step_journaled", "undo", "publish")
+ITERATIONS = 1000
+CONDITIONS = "eq|ne|cs|hs|cc|lo|mi|pl|vs|vc|hi|ls|ge|lt|gt|le|none|any|nlast|last|first|nfrst|pmore|tcont|tstop"
+BRANCH = re.compile(rf"b|b\.?({CONDITIONS})|cbn?z|tbn?z")
+LEAVES = ("ret", "br")
+MISSING = 77  # the customary status of a check that could not be made
+
+
+class ToolsMissing(Exception):
+    """The analysis cannot be done here; the text says what to install."""
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The commands used, and what they call themselves."""
+
+    compiler: list[str]
+    mca: str
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A basic block: its instructions, and the blocks that may follow."""
+
+    instructions: list[str]
+    successors: list[int]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One loop on one instruction set. A vector holds four parameters; a loop may be unrolled over several."""
+
+    name: str
+    isa: str
+    instructions_per_param: float
+    cycles_per_param: float
+    cycles_per_param_all_escape: float
+    of_budget: float
+    gb_per_s_per_core: float
+
+
+def budget() -> float:
+    """Cycles per parameter and core while memory delivers the bytes of one parameter to every core."""
+    return MACHINE["cores"] * MACHINE["ghz"] * MACHINE["bytes_per_param"] / MACHINE["memory_gb_per_s"]
+
+
+def find_tool(name: str, package: str) -> str:
+    """The newest of the versioned names that is installed, or the plain one."""
+    for candidate in (*(f"{name}-{version}" for version in range(24, 16, -1)), name):
+        found = shutil.which(candidate)
+        if found:
+            return found
+    raise ToolsMissing(f"there is no {name} or {name}-19 on the path (Debian, Ubuntu: apt install {package})")
+
+
+def run(command: list[str], text: str | None = None) -> str:
+    """The standard output of a command that must succeed."""
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{shlex.join(command)} failed with status {done.returncode}:\n{done.stderr.strip()}")
+    return done.stdout
+
+
+def find_tools(compiler: str | None) -> Tools:
+    """The compiler and llvm-mca, both tried out: an old one may not know the processor."""
+    default = ["--target=aarch64-linux-gnu", f"-mtune={CPU}"]
+    command = shlex.split(compiler) if compiler else [find_tool("clang++", "clang-19"), *default]
+    mca = find_tool("llvm-mca", "llvm-19")
+    probe = "#include <arm_sve.h>\n#include <cstring>\n#include <type_traits>\n"
+    try:
+        run([*command, "-x", "c++", "-march=armv8.2-a+sve", "-fsyntax-only", "-"], probe)
+    except (RuntimeError, OSError) as error:
+        hint = "it needs AArch64's C++ headers (Debian, Ubuntu: apt install g++-aarch64-linux-gnu)"
+        raise ToolsMissing(f"{shlex.join(command)} cannot compile for AArch64; {hint}.\n{error}") from error
+    try:
+        count_cycles(mca, ["fsqrt z0.s, p0/m, z1.s"])
+    except RuntimeError as error:
+        raise ToolsMissing(f"{mca} does not know {CPU}; LLVM 17 or newer does.\n{error}") from error
+    versions = {"compiler": run([*command, "--version"]), "llvm-mca": run([mca, "--version"])}
+    lines = {name: next(line.strip() for line in text.splitlines() if "ersion" in line or "(" in line)
+             for name, text in versions.items()}  # fmt: skip
+    return Tools(command, mca, lines)
+
+
+def isa_flags(isa: str) -> list[str]:
+    """The flags that csrc/flags.txt gives the kernels of an instruction set."""
+    flags: list[str] = []
+    for line in (ROOT / "csrc" / "flags.txt").read_text().splitlines():
+        words = line.split("#", 1)[0].split()
+        if words[:1] == ["common"]:
+            flags += words[1:]
+        elif words[:2] == ["isa", isa]:
+            flags += words[3:]
+    return [flag for flag in flags if flag != "-pthread"]
+
+
+def compile_loops(tools: Tools, isa: str) -> str:
+    """The assembly of loops.cpp for the lanes of `isa`."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "loops.s")
+        lanes = f"-DGRACE_LANES={isa.capitalize()}Lanes"
+        flags = [*isa_flags(isa), "-I", str(ROOT / "csrc"), lanes, "-S"]
+        run([*tools.compiler, *flags, str(HERE / "loops.cpp"), "-o", str(output)])
+        return output.read_text()
+
+
+def function_lines(assembly: str, name: str) -> list[str]:
+    """Labels and instructions of one function, without comments and directives."""
+    found = re.search(rf"^{name}:(.*?)^\s*\.size\s+{name},", assembly, re.MULTILINE | re.DOTALL)
+    if not found:
+        raise RuntimeError(f"the assembly has no function {name}")
+    lines = (line.split("//", 1)[0].strip() for line in found.group(1).splitlines())
+    return [line for line in lines if line.endswith(":") or (line and not line.startswith((".", "#")))]
+
+
+def basic_blocks(lines: list[str]) -> list[Block]:
+    """The function as a graph: a block ends before a label and after a branch."""
+    texts: list[list[str]] = [[]]
+    labels: dict[str, int] = {}
+    for line in lines:
+        if line.endswith(":"):
+            if texts[-1]:
+                texts.append([])
+            labels[line[:-1]] = len(texts) - 1
+            continue
+        texts[-1].append(line)
+        if BRANCH.fullmatch(line.split()[0]) or line.split()[0] in LEAVES:
+            texts.append([])
+    blocks = []
+    for i, text in enumerate(texts):
+        last = text[-1].split() if text else [""]
+        successors = [labels[last[-1]]] if BRANCH.fullmatch(last[0]) else []
+        if last[0] not in ("b", *LEAVES) and i + 1 < len(texts):
+            successors.append(i + 1)
+        blocks.append(Block(text, successors))
+    return blocks
+
+
+def ways_around(blocks: list[Block], start: int) -> list[list[str]]:
+    """The instructions of every way that leads from a block back to it without passing any block twice."""
+    ways: list[list[str]] = []
+
+    def follow(at: int, passed: list[int]) -> None:
+        for following in blocks[at].successors:
+            if following == start:
+                ways.append([line for index in passed for line in blocks[index].instructions])
+            elif following not in passed:
+                follow(following, [*passed, following])
+
+    follow(start, [start])
+    return sorted(ways, key=len)
+
+
+def count_vectors(instructions: list[str]) -> int:
+    """Vectors that one iteration handles: each takes one square root."""
+    return sum(line.split()[0] == "fsqrt" for line in instructions)
+
+
+def loop_bodies(assembly: str, name: str) -> tuple[list[str], list[str]]:
+    """The hot loop's shortest and longest iteration: nothing escapes, everything escapes."""
+    blocks = basic_blocks(function_lines(assembly, f"grace_{name}"))
+    loops = []
+    for index, block in enumerate(blocks):
+        ways = ways_around(blocks, index) if count_vectors(block.instructions) else []
+        if ways:
+            loops.append(ways)
+    if len(loops) != 1:
+        raise RuntimeError(f"expected one loop with a square root in {name}, found {len(loops)}; has it been unrolled?")
+    return loops[0][0], loops[0][-1]
+
+
+def split_addressing(instructions: list[str]) -> list[str]:
+    """Accesses that also move their pointer, as an access and an addition.
+
+    So does the processor. llvm-mca takes them for one operation: the next iteration's addresses would wait for the
+    data that this one stores, and a loop bound by throughput would seem to be bound by latency.
+    """
+    split: list[str] = []
+    for line in instructions:
+        moved = re.fullmatch(r"(.*\[(\w+)\]),\s*(#-?\d+)", line) or re.fullmatch(r"(.*\[(\w+)), (#-?\d+)\]!", line)
+        if moved is None:
+            split.append(line)
+            continue
+        access, base, distance = moved.groups()
+        addition = f"add {base}, {base}, {distance}"
+        split += [access, addition] if access.endswith("]") else [addition, f"{access}]"]
+    return split
+
+
+def count_cycles(mca: str, instructions: list[str]) -> float:
+    """Cycles per iteration of a loop with this body, by llvm-mca."""
+    options = ["-mtriple=aarch64", f"-mcpu={CPU}", f"-iterations={ITERATIONS}", "-json"]
+    text = "\n".join(split_addressing(instructions)) + "\n"
+    report: dict[str, Any] = json.loads(run([mca, *options, "-"], text))
+    summary = report["CodeRegions"][0]["SummaryView"]
+    return float(summary["TotalCycles"]) / ITERATIONS
+
+
+def row_of(name: str, isa: str, instructions: float, cycles: float, all_escape: float) -> Row:
+    """A table row from per-parameter counts."""
+    rate = MACHINE["ghz"] * MACHINE["bytes_per_param"] / cycles
+    return Row(name, isa, instructions, cycles, all_escape, cycles / budget(), rate)
+
+
+def analyse(tools: Tools, isa: str, bodies: Path | None) -> list[Row]:
+    """The rows of one instruction set; the loop bodies also go to a folder if one is named."""
+    assembly = compile_loops(tools, isa)
+    rows: dict[str, Row] = {}
+    for name in LOOPS:
+        usual, worst = loop_bodies(assembly, name)
+        if bodies:
+            bodies.mkdir(parents=True, exist_ok=True)
+            (bodies / f"{isa}_{name}.s").write_text("\n".join(usual) + "\n")
+        params = count_vectors(usual) * LANES_PER_VECTOR
+        cycles = [count_cycles(tools.mca, body) / params for body in (usual, worst)]
+        rows[name] = row_of(name, isa, len(usual) / params, *cycles)
+    undo, step = rows["undo"], rows["step"]
+    rows["replay"] = row_of(
+        "replay",
+        isa,
+        undo.instructions_per_param + step.instructions_per_param,
+        undo.cycles_per_param + step.cycles_per_param,
+        undo.cycles_per_param_all_escape + step.cycles_per_param_all_escape,
+    )
+    return [rows[name] for name in ("step", "step_journaled", "undo", "replay", "publish")]
+
+
+def table(rows: list[Row]) -> str:
+    """The report as text."""
+    lines = [f"{'isa':5} {'loop':15} {'instr/param':>11} {'cycles/param':>12} {'of budget':>9} {'GB/s/core':>9} "
+             f"{'all escape':>10}"]  # fmt: skip
+    for row in rows:
+        escape = f"{row.cycles_per_param_all_escape:10.2f}" if row.name == "step_journaled" else f"{'-':>10}"
+        lines.append(
+            f"{row.isa:5} {row.name:15} {row.instructions_per_param:11.2f} {row.cycles_per_param:12.2f} "
+            f"{row.of_budget:9.1%} {row.gb_per_s_per_core:9.1f} {escape}"
+        )
+    return "\n".join(lines)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the report as JSON")
+    parser.add_argument("--bodies", type=Path, metavar="FOLDER", help="also write the loop bodies that were analysed")
+    parser.add_argument("--compiler", help=f"command that compiles for AArch64 (default: clang++ tuned for {CPU})")
+    parser.add_argument("--require", action="store_true", help=f"exit with {MISSING} where the tools are missing")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the analysis; returns the exit status."""
+    arguments = parse(argv)
+    try:
+        tools = find_tools(arguments.compiler)
+    except ToolsMissing as reason:
+        print(f"SKIPPED: cycles per parameter on {CPU} were not checked: {reason}")
+        return MISSING if arguments.require else 0
+    rows = [row for isa in ("sve", "neon") for row in analyse(tools, isa, arguments.bodies)]
+    over = [row for row in rows if row.cycles_per_param > budget()]
+    print(f"{tools.versions['compiler']}; {tools.versions['llvm-mca']}; {CPU}")
+    print(table(rows))
+    print(f"budget: {budget():.2f} cycles per parameter = {MACHINE['cores']} cores x {MACHINE['ghz']} GHz x "
+          f"{MACHINE['bytes_per_param']} bytes / {MACHINE['memory_gb_per_s']:.0f} GB/s")  # fmt: skip
+    for row in over:
+        print(f"OVER BUDGET: {row.isa} {row.name} needs {row.cycles_per_param:.2f} cycles per parameter")
+    if arguments.json:
+        report = {
+            "machine": {"cpu": CPU, **MACHINE},
+            "versions": tools.versions,
+            "limit": {"cycles_per_param": budget()},
+            "rows": [asdict(row) for row in rows],
+        }
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
