@@ -103,9 +103,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
     with rc_context(style.MATPLOTLIB):
         figure = Figure(figsize=(9.5, 7.6), layout="constrained")
         FigureCanvasAgg(figure)
-        bars, (sizes, threads) = figure.add_subplot(2, 1, 1), figure.subplots(2, 2)[1]
-        for axes in figure.axes[1:3]:  # the upper pair of the second grid lies under the bars
-            axes.remove()
+        grid = figure.add_gridspec(2, 2)
+        bars, sizes, threads = (figure.add_subplot(place) for place in (grid[0, :], grid[1, 0], grid[1, 1]))
         _draw_operations(bars, report)
         _draw_sizes(sizes, report)
         _draw_threads(threads, report)

@@ -42,6 +42,8 @@ def build_optimizer(model: Transformer, config: TrainingConfig) -> AdamW:
         speculation=config.speculation,
         bucket_numel=config.bucket_numel,
         threads=config.threads,
+        state_dtype=config.state_dtype,
+        seed=config.seed,
     )
 
 
