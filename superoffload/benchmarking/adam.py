@@ -16,7 +16,13 @@ from superoffload import _native, kernels
 from superoffload.benchmarking import contestants as who
 from superoffload.benchmarking.accuracy import accuracy_table
 from superoffload.benchmarking.timing import Contestant, Rounds, Samples, interleave
-from superoffload.benchmarking.workload import BYTES_PER_PARAM, PEER_BYTES_PER_PARAM, Workload, cpus_for, journal_figures
+from superoffload.benchmarking.workload import (
+    BYTES_PER_PARAM,
+    PEER_BYTES_PER_PARAM,
+    Workload,
+    cpus_for,
+    journal_figures,
+)
 from superoffload.errors import ArgumentError
 
 Row = dict[str, Any]
@@ -42,7 +48,7 @@ def check_memory(numel: int, available: int | None) -> None:
     needed = int(numel * (BYTES_PER_PARAM + PEER_BYTES_PER_PARAM))
     if available is not None and needed > 0.8 * available:
         raise ArgumentError(
-            f"numel={numel}: its arrays take {needed / 2**30:.1f} GiB and {available / 2**30:.1f} GiB are free; choose fewer"
+            f"numel={numel}: its arrays take {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free; choose fewer"
         )
 
 

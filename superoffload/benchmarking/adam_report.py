@@ -79,8 +79,8 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         of_limit = "" if row["of_limit"] is None else f"{row['of_limit']:.2f}"
         lines.append(
-            f"{row['name']:26} {row['isa']:7} {row['threads']:>7} {row['numel']:>12,} {row['seconds_median'] * 1e3:>10.3f} "
-            f"{row['seconds_min'] * 1e3:>9.3f} {row['gb_per_s']:>6.1f} {of_limit:>8} {row['ratio']:>7.2f}"
+            f"{row['name']:26} {row['isa']:7} {row['threads']:>7} {row['numel']:>12,} "
+            f"{row['seconds_median'] * 1e3:>10.3f} {row['seconds_min'] * 1e3:>9.3f} {row['gb_per_s']:>6.1f} {of_limit:>8} {row['ratio']:>7.2f}"
         )
     return "\n".join(lines)
 
@@ -126,6 +126,7 @@ def _draw_operations(axes: Any, report: dict[str, Any]) -> None:
         if not any(found):
             bars = [(find(rows, name=name, threads=most, numel=numel), style.ORANGE)]
         for index, (row, colour) in enumerate(bar for bar in bars if bar[0] is not None):
+            assert row is not None
             axes.bar(place + index * width, row["seconds_median"] * 1e3, width, color=colour)
     axes.set_xticks([place + width for place in range(len(names))], [name.replace(", ", ",\n") for name in names])
     axes.set_title(f"Milliseconds for {numel / 1e6:.0f} M parameters, {most} threads")

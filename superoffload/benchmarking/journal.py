@@ -29,7 +29,9 @@ def run_journal(
 
 def _run(config: TrainingConfig, corpus: Corpus, factor: float, on_step: Callable[[str, int], None]) -> Row:
     name = "no clipping" if factor == 1 else f"gradients {factor:g} times the clipped ones"
-    injection = Injection(()) if factor == 1 else parse_injection(f"clip@2-{config.steps}:{1 / factor}x:late", config.steps)
+    injection = (
+        Injection(()) if factor == 1 else parse_injection(f"clip@2-{config.steps}:{1 / factor}x:late", config.steps)
+    )
     settings = config.replace(speculation="always", max_grad_norm=None)
     sizes: list[float | None] = []
     with Trainer(settings, corpus, injection) as trainer:

@@ -23,8 +23,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "everything was measured, whether targets were met or not: those depend on the machine.",
     )
     add_option(parser, "--numel", type=int, default=_LARGE, help="elements of the large arrays")
-    parser.add_argument("--sizes", type=int, nargs="*", metavar="N", help="elements of the growth curve (default: 1 k to 256 M)")
-    parser.add_argument("--threads", type=int, nargs="+", metavar="N", help="thread counts (default: 1, powers of two, all)")
+    parser.add_argument(
+        "--sizes", type=int, nargs="*", metavar="N", help="elements of the growth curve (default: 1 k to 256 M)"
+    )
+    parser.add_argument(
+        "--threads", type=int, nargs="+", metavar="N", help="thread counts (default: 1, powers of two, all)"
+    )
     parser.add_argument("--isas", nargs="+", metavar="NAME", help="instruction sets (default: all of this machine)")
     add_option(parser, "--seconds", type=float, default=30.0, help="for each of the two large tables")
     parser.add_argument("--no-deepspeed", action="store_true", help="do not time DeepSpeedCPUAdam, though installed")
@@ -85,7 +89,9 @@ def _settings(args: argparse.Namespace) -> Any:
     threads = sorted(set(args.threads or [1, cpus, *(1 << power for power in range(cpus.bit_length()))]))
     threads = [count for count in threads if args.threads or count <= cpus]
     if threads[0] < 1 or threads[-1] > cpus:
-        raise ArgumentError(f"threads={args.threads}: expected numbers from 1 to {cpus}, the processors of this process")
+        raise ArgumentError(
+            f"threads={args.threads}: expected numbers from 1 to {cpus}, the processors of this process"
+        )
     available = kernels.available_isas()
     isas = args.isas or list(available)
     unknown = [isa for isa in isas if isa not in available]

@@ -7,6 +7,7 @@ from typing import Any
 
 from superoffload.cli.bench_training import add_training_options, measure
 from superoffload.errors import ArgumentError
+from superoffload.training.config import STATE_DTYPES
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -24,7 +25,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     if args.seeds < 1:
         raise ArgumentError(f"seeds={args.seeds}: expected at least 1")
-    from superoffload.benchmarking.state import STATE_DTYPES, run_state
+    from superoffload.benchmarking.state import run_state
     from superoffload.benchmarking.training_plots import plot_state
 
     seeds = range(args.seed, args.seed + args.seeds)

@@ -11,7 +11,7 @@ from superoffload.training.config import DTYPE_NAMES, STATE_DTYPES, TrainingConf
 MEBIBYTE = 1 << 20
 
 
-def add_option(group: argparse._ArgumentGroup, flag: str, *, help: str, **settings: Any) -> None:
+def add_option(group: argparse._ActionsContainer, flag: str, *, help: str, **settings: Any) -> None:
     """`add_argument` that tells the default in the help, where there is one."""
     default = settings.get("default")
     group.add_argument(flag, help=help if default is None else f"{help} (default: {default})", **settings)
