@@ -77,14 +77,6 @@ def test_metrics_of_a_step(optimizer: superoffload.AdamW) -> None:
     assert second[PREFIX + "step_seconds"] == 0.5 and second[PREFIX + "step_up_bytes_per_second"] == 0.0
 
 
-def test_monitor_goes_with_tensorboard(optimizer: superoffload.AdamW, tmp_path: Path) -> None:
-    board = pytest.importorskip("torch.utils.tensorboard", reason="needs tensorboard")
-    with board.SummaryWriter(str(tmp_path)) as writer:
-        train_step(optimizer)
-        for name, value in Monitor(optimizer).step().items():
-            writer.add_scalar(name, value, 1)
-
-
 # ---- anomalies ----
 
 QUIET = {"step_seconds": 1.0, "step_exposed_share": 0.1, "clip_coefficient": 1.0, "grad_norm": 1.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ def training_summary(
         "tokens_per_second": round(sum(record.tokens for record in records) / training_seconds, 1),
         "optimizer_seconds_hidden": math.fsum(record.hidden_seconds for record in records),
         "optimizer_seconds_exposed": math.fsum(record.exposed_seconds for record in records),
+        "peak_host_memory_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "stats": json_stats(stats),
         "digests": trainer.optimizer.state_digests(),
     }
