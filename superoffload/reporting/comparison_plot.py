@@ -20,9 +20,9 @@ def plot_comparison(runs: Sequence[Run], path: Path) -> None:
     from matplotlib.figure import Figure
 
     with rc_context(style.MATPLOTLIB):
-        figure = Figure(figsize=(9.5, 6.6), layout="constrained")
+        figure = Figure(figsize=(9.5, 6.6))
+        figure.set_layout_engine("constrained", h_pad=0.1)
         FigureCanvasAgg(figure)
-        figure.get_layout_engine().set(h_pad=0.1)
         (loss, rate), (exposed, memory) = figure.subplots(2, 2)
         for index, run in enumerate(runs):
             colour = _COLOURS[index % len(_COLOURS)]
