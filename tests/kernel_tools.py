@@ -89,7 +89,7 @@ class GuardedSpan:
             "gradient": Guarded(gradient, (2 * start + 1) % 16 if start else 0),
             "shadow": Guarded(filler, (3 * start) % 16),
         }
-        arrays = {name: part.array for name, part in self._parts.items()}
+        arrays: dict[str, Any] = {name: part.array for name, part in self._parts.items()}
         self.span = kernels.Span(
             **arrays,
             arena_bytes=worst_arena(length) if arena_bytes is None else arena_bytes,

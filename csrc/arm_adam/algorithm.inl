@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "arithmetic.inl"
@@ -89,12 +90,12 @@ SUPEROFFLOAD_INLINE void publish_lanes(const Run& shared, std::size_t begin, std
 }
 
 template <typename L, typename T, int width>
-SUPEROFFLOAD_INLINE void journal_lanes(const Run& shared, std::size_t block, std::size_t begin, std::size_t end,
+SUPEROFFLOAD_INLINE void journal_lanes(const Run& shared, std::size_t block, Range range, std::uint8_t* codes_of_block,
                                        BlockEscapes& escapes) {
     const Run run = shared;
     const Scalars& s = run.frozen;
     const bool past_cache = stores_past_cache(run);
-    for (std::size_t i = begin; i < end; i += L::width()) {
+    for (std::size_t i = range.begin; i < range.end; i += L::width()) {
         prefetch<L, T>(run, i);
         const auto p = L::load(run.master + i);
         const auto m = load_element<L, T::state>(run.exp_avg, i);
@@ -117,7 +118,7 @@ SUPEROFFLOAD_INLINE void journal_lanes(const Run& shared, std::size_t block, std
         const auto est_p = estimated_word<L, ElementType::f32>(estimate_master<L, T::l2>(s, next_p, q));
         const auto codes = encode<L, width>(word_of<L, T::state>(m), est_m, word_of<L, T::state>(v), est_v, L::bits(p),
                                             est_p, next_p, escapes, i - block);
-        store_codes<L, width>(run.journal.codes, i, codes, past_cache);
+        store_codes<L, width>(codes_of_block, i - block, codes);
     }
 }
 
@@ -211,15 +212,26 @@ inline void undo_block(const Run& run, Range block, const EscapeView& escapes) {
     patch<T::state>(element_at<T>(run.exp_avg_sq, begin), escapes.old[1], escapes.index[1], escapes.count[1]);
 }
 
+// A block's codes at once: a vector makes too few of them for a store past the caches to be worth it.
+template <typename L>
+SUPEROFFLOAD_INLINE void copy_codes(std::uint8_t* to, const std::uint8_t* from, std::size_t bytes, bool past_cache) {
+    constexpr std::size_t kLine = 64;
+    std::size_t done = 0;
+    for (; done + kLine <= bytes; done += kLine) L::copy_line(to + done, from + done, past_cache);
+    std::memcpy(to + done, from + done, bytes - done);
+}
+
 template <typename L, typename T, int width>
 bool journal_range(const Run& run, Range range) {
     BlockEscapes escapes;
+    alignas(64) std::uint8_t codes[width * kBlock];
     for (std::size_t begin = range.begin; begin < range.end; begin += kBlock) {
         const Range block = block_at(begin, range.end);
         const std::size_t middle = vector_end<L>(block.begin, block.end);
         escapes.clear();
-        journal_lanes<L, T, width>(run, begin, begin, middle, escapes);
-        journal_lanes<ScalarLanes, T, width>(run, begin, middle, block.end, escapes);
+        journal_lanes<L, T, width>(run, begin, {begin, middle}, codes, escapes);
+        journal_lanes<ScalarLanes, T, width>(run, begin, {middle, block.end}, codes, escapes);
+        copy_codes<L>(run.journal.codes + width * begin, codes, width * (block.end - begin), stores_past_cache(run));
         JournalBlock& entry = run.journal.blocks[begin / kBlock];
         if (!commit_escapes(escapes, *run.journal.arena, entry)) {
             undo_block<L, T, width>(run, block, view_of(escapes));

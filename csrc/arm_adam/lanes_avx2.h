@@ -23,6 +23,14 @@ struct Avx2Lanes {
     static F load(const float* p) { return _mm256_loadu_ps(p); }
     static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
     static void store_shadow(float* p, F x, bool past_cache) { past_cache ? _mm256_stream_ps(p, x) : store(p, x); }
+    static void copy_line(void* to, const void* from, bool past_cache) {
+        const auto* source = static_cast<const __m256i*>(from);
+        auto* target = static_cast<__m256i*>(to);
+        for (int half = 0; half < 2; ++half) {
+            const __m256i words = _mm256_loadu_si256(source + half);
+            past_cache ? _mm256_stream_si256(target + half, words) : _mm256_storeu_si256(target + half, words);
+        }
+    }
     static void fence() { _mm_sfence(); }
     static constexpr std::size_t kPrefetchAhead = 128;  // elements
 
@@ -95,15 +103,14 @@ struct Avx2Lanes {
         }
     }
 
-    // Eight bytes are too few to go past the caches: that was slower.
-    static void store_codes8(std::uint8_t* p, U codes, bool) {
+    static void store_codes8(std::uint8_t* p, U codes) {
         const __m128i words = narrow16(codes);
         _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
     }
     static U load_codes8(const std::uint8_t* p) {
         return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     }
-    static void store_codes16(std::uint8_t* p, U codes, bool past_cache) { store_half(p, narrow16(codes), past_cache); }
+    static void store_codes16(std::uint8_t* p, U codes) { store_half(p, narrow16(codes), false); }
     static U load_codes16(const std::uint8_t* p) {
         return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     }

@@ -23,6 +23,10 @@ struct Avx512Lanes {
     static F load(const float* p) { return _mm512_loadu_ps(p); }
     static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
     static void store_shadow(float* p, F x, bool past_cache) { past_cache ? _mm512_stream_ps(p, x) : store(p, x); }
+    static void copy_line(void* to, const void* from, bool past_cache) {
+        const __m512i line = _mm512_loadu_si512(from);
+        past_cache ? _mm512_stream_si512(static_cast<__m512i*>(to), line) : _mm512_storeu_si512(to, line);
+    }
     static void fence() { _mm_sfence(); }
     static constexpr std::size_t kPrefetchAhead = 128;  // elements
 
@@ -85,17 +89,13 @@ struct Avx512Lanes {
         list.count += count(m);
     }
 
-    static void store_codes8(std::uint8_t* p, U codes, bool past_cache) {
-        auto* to = reinterpret_cast<__m128i*>(p);
-        const __m128i bytes = _mm512_cvtepi32_epi8(codes);
-        past_cache ? _mm_stream_si128(to, bytes) : _mm_storeu_si128(to, bytes);
+    static void store_codes8(std::uint8_t* p, U codes) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(codes));
     }
     static U load_codes8(const std::uint8_t* p) {
         return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     }
-    static void store_codes16(std::uint8_t* p, U codes, bool past_cache) {
-        store_half(p, _mm512_cvtepi32_epi16(codes), past_cache);
-    }
+    static void store_codes16(std::uint8_t* p, U codes) { store_half(p, _mm512_cvtepi32_epi16(codes), false); }
     static U load_codes16(const std::uint8_t* p) {
         return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     }

@@ -26,6 +26,7 @@ struct NeonLanes {
     static void store(float* p, F x) { vst1q_f32(p, x); }
     // ARM's cores notice whole lines being written by themselves; there is nothing to ask for.
     static void store_shadow(float* p, F x, bool) { store(p, x); }
+    static void copy_line(void* to, const void* from, bool) { std::memcpy(to, from, 64); }
     static void fence() {}
     static constexpr std::size_t kPrefetchAhead = 0;
 
@@ -99,7 +100,7 @@ struct NeonLanes {
         list.count = end;
     }
 
-    static void store_codes8(std::uint8_t* p, U codes, bool) {
+    static void store_codes8(std::uint8_t* p, U codes) {
         const uint16x4_t words = vmovn_u32(codes);
         const uint8x8_t bytes = vmovn_u16(vcombine_u16(words, words));
         const std::uint32_t four = vget_lane_u32(vreinterpret_u32_u8(bytes), 0);
@@ -110,7 +111,7 @@ struct NeonLanes {
         std::memcpy(&four, p, sizeof four);
         return vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
     }
-    static void store_codes16(std::uint8_t* p, U codes, bool) { vst1_u8(p, vreinterpret_u8_u16(vmovn_u32(codes))); }
+    static void store_codes16(std::uint8_t* p, U codes) { vst1_u8(p, vreinterpret_u8_u16(vmovn_u32(codes))); }
     static U load_codes16(const std::uint8_t* p) { return vmovl_u16(vreinterpret_u16_u8(vld1_u8(p))); }
 
     struct Sums {

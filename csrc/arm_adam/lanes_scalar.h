@@ -35,6 +35,7 @@ struct ScalarLanes {
     static void store(float* p, F x) { *p = x; }
     // One element at a time fills no line: nothing is stored past the caches.
     static void store_shadow(float* p, F x, bool) { store(p, x); }
+    static void copy_line(void* to, const void* from, bool) { std::memcpy(to, from, 64); }
     static void fence() {}
     static constexpr std::size_t kPrefetchAhead = 0;
 
@@ -108,9 +109,9 @@ struct ScalarLanes {
         if (m) list.append(index, old);
     }
 
-    static void store_codes8(std::uint8_t* p, U codes, bool) { *p = static_cast<std::uint8_t>(codes); }
+    static void store_codes8(std::uint8_t* p, U codes) { *p = static_cast<std::uint8_t>(codes); }
     static U load_codes8(const std::uint8_t* p) { return *p; }
-    static void store_codes16(std::uint8_t* p, U codes, bool) {
+    static void store_codes16(std::uint8_t* p, U codes) {
         const auto code = static_cast<std::uint16_t>(codes);
         std::memcpy(p, &code, sizeof code);
     }

@@ -4,6 +4,8 @@
 
 #include <arm_sve.h>
 
+#include <cstring>
+
 #include "adam.h"
 #include "escapes.h"
 #include "lanes_neon.h"
@@ -27,6 +29,7 @@ struct SveLanes {
     static void store(float* p, F x) { svst1_f32(all(), p, x); }
     // ARM's cores notice whole lines being written by themselves; there is nothing to ask for.
     static void store_shadow(float* p, F x, bool) { store(p, x); }
+    static void copy_line(void* to, const void* from, bool) { std::memcpy(to, from, 64); }
     static void fence() {}
     static constexpr std::size_t kPrefetchAhead = 0;
 
@@ -95,9 +98,9 @@ struct SveLanes {
         list.count += count(m);
     }
 
-    static void store_codes8(std::uint8_t* p, U codes, bool) { svst1b_u32(all(), p, codes); }
+    static void store_codes8(std::uint8_t* p, U codes) { svst1b_u32(all(), p, codes); }
     static U load_codes8(const std::uint8_t* p) { return svld1ub_u32(all(), p); }
-    static void store_codes16(std::uint8_t* p, U codes, bool) {
+    static void store_codes16(std::uint8_t* p, U codes) {
         svst1h_u32(all(), reinterpret_cast<std::uint16_t*>(p), codes);
     }
     static U load_codes16(const std::uint8_t* p) {

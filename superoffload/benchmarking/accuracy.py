@@ -89,12 +89,16 @@ def our_step(inputs: StepInputs) -> dict[str, Float32]:
 
 def torch_step(inputs: StepInputs) -> dict[str, Float32]:
     """With `torch.optim.AdamW(fused=True)`."""
-    return _optimizer_step(inputs, lambda params, options: torch.optim.AdamW(params, fused=True, **options), as_tensor=True)
+    return _optimizer_step(
+        inputs, lambda params, options: torch.optim.AdamW(params, fused=True, **options), as_tensor=True
+    )
 
 
 def deepspeed_step(inputs: StepInputs, deepspeed_class: Any) -> dict[str, Float32]:
     """With `DeepSpeedCPUAdam`."""
-    return _optimizer_step(inputs, lambda params, options: deepspeed_class(params, adamw_mode=True, **options), as_tensor=False)
+    return _optimizer_step(
+        inputs, lambda params, options: deepspeed_class(params, adamw_mode=True, **options), as_tensor=False
+    )
 
 
 def _optimizer_step(

@@ -110,7 +110,10 @@ class Workload:
             "exp_avg_sq": self.exp_avg_sq,
             "shadow": self.shadow,
         }
-        return {name: tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16) for name, tensor in tensors.items()}
+        return {
+            name: tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+            for name, tensor in tensors.items()
+        }
 
 
 def _repeated(tile: Tensor, numel: int) -> Tensor:

@@ -6,12 +6,12 @@ import argparse
 from typing import Any
 
 from superoffload.errors import ArgumentError
-from superoffload.training.config import DTYPE_NAMES, TrainingConfig
+from superoffload.training.config import DTYPE_NAMES, STATE_DTYPES, TrainingConfig
 
 MEBIBYTE = 1 << 20
 
 
-def add_option(group: argparse._ArgumentGroup, flag: str, *, help: str, **settings: Any) -> None:
+def add_option(group: argparse._ActionsContainer, flag: str, *, help: str, **settings: Any) -> None:
     """`add_argument` that tells the default in the help, where there is one."""
     default = settings.get("default")
     group.add_argument(flag, help=help if default is None else f"{help} (default: {default})", **settings)
@@ -39,6 +39,13 @@ def _add_model_options(parser: argparse.ArgumentParser, defaults: TrainingConfig
     add_option(group, "--heads", type=int, default=model.heads, help="query heads")
     add_option(group, "--kv-heads", type=int, default=model.kv_heads, help="key and value heads")
     add_option(group, "--mlp", type=int, default=model.mlp, help="inner width of the feed-forward layers")
+    add_option(
+        group,
+        "--state-dtype",
+        choices=STATE_DTYPES,
+        default=defaults.state_dtype,
+        help="exp_avg and exp_avg_sq; bf16 is rounded stochastically",
+    )
     group.add_argument("--tied", action="store_true", help="one matrix for the embedding and the output head")
     add_option(group, "--dtype", choices=DTYPE_NAMES, default=defaults.dtype, help="parameters and gradients")
     add_option(
@@ -103,7 +110,7 @@ def config_from(args: argparse.Namespace, defaults: TrainingConfig) -> TrainingC
     model = {name: getattr(args, name) for name in ("layers", "hidden", "heads", "kv_heads", "mlp", "sequence", "tied")}
     shared = (
         "dtype", "compute", "steps", "batch", "accumulation", "lr", "warmup", "weight_decay", "max_grad_norm", "seed",
-        "bucket_numel", "threads", "torch_threads",
+        "bucket_numel", "threads", "torch_threads", "state_dtype",
     )  # fmt: skip
     own = [name for name in ("speculation", "eval_every") if hasattr(args, name)]
     values = {name: getattr(args, name) for name in (*shared, *own)}

@@ -11,6 +11,7 @@ from superoffload.errors import ArgumentError
 
 DTYPE_NAMES = ("bf16", "fp32")
 SPECULATION = ("adaptive", "always", "never")
+STATE_DTYPES = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class TrainingConfig:
     max_grad_norm: float | None = 1.0
     seed: int = 0
     speculation: str = "adaptive"
+    state_dtype: str = "fp32"
     bucket_numel: int = 1 << 18
     threads: int | None = None
     torch_threads: int | None = None
@@ -82,6 +84,7 @@ class TrainingConfig:
         _check_choice("dtype", self.dtype, DTYPE_NAMES)
         _check_choice("compute", self.compute, ("auto", *DTYPE_NAMES))
         _check_choice("speculation", self.speculation, SPECULATION)
+        _check_choice("state_dtype", self.state_dtype, STATE_DTYPES)
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise ArgumentError(f"lr={self.lr}: expected a positive finite number")
         if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):

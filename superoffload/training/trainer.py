@@ -44,6 +44,8 @@ def build_optimizer(model: Transformer, config: TrainingConfig, trace: str | Non
         bucket_numel=config.bucket_numel,
         threads=config.threads,
         trace=trace,
+        state_dtype=config.state_dtype,
+        seed=config.seed,
     )
 
 

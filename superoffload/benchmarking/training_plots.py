@@ -1,0 +1,50 @@
+"""Plots of `superoffload bench journal` and `bench state`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from superoffload.reporting import style
+from superoffload.reporting.plots import smooth
+
+_COLOURS = (style.BLUE, style.GREEN, style.ORANGE, style.RED, style.MUTED, style.INK)
+
+
+@contextmanager
+def _axes(path: Path) -> Iterator[Any]:
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with rc_context(style.MATPLOTLIB):
+        figure = Figure(figsize=(9.5, 3.8), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        yield axes
+        axes.set_xlabel("step")
+        axes.legend(loc="upper right")
+        figure.savefig(path)
+
+
+def plot_journal(report: dict[str, Any], path: Path) -> None:
+    """Bytes per parameter over the steps, one line per spike factor."""
+    with _axes(path) as axes:
+        for row, colour in zip(report["rows"], _COLOURS, strict=False):
+            points = [(step, size) for step, size in enumerate(row["bytes_per_param"], 1) if size is not None]
+            axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.3, label=row["name"])
+        axes.axhline(1.25, color=style.MUTED, linestyle=":", linewidth=1)
+        axes.set_ylim(bottom=0)
+        axes.set_title("Journal, bytes per parameter of the speculated buckets")
+
+
+def plot_state(report: dict[str, Any], path: Path) -> None:
+    """Training loss of every run, smoothed."""
+    with _axes(path) as axes:
+        for row in report["rows"]:
+            colour = style.BLUE if row["state_dtype"] == "fp32" else style.ORANGE
+            label = f"{row['state_dtype']} moments" if row["seed"] == report["rows"][0]["seed"] else None
+            axes.plot(range(1, len(row["losses"]) + 1), smooth(row["losses"]), color=colour, linewidth=1, label=label)
+        axes.set_title("Training loss (nats per byte), smoothed, a line per seed")
