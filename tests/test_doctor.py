@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -73,6 +75,26 @@ def test_this_machine_is_fit_and_every_finding_can_be_read(tmp_path: Path, capsy
     for isa in kernels.available_isas():
         assert f"{isa}: a speculated step was undone" in shown
     assert max(map(len, shown.splitlines())) <= 116
+
+
+def test_this_machine_with_one_processor_and_little_locked_memory(tmp_path: Path) -> None:
+    """As in a small container: the limits are real ones, of a process of its own."""
+    out = tmp_path / "doctor.json"
+    script = (
+        "import os, resource, sys\n"
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))\n"
+        "from superoffload.cli import main\n"
+        "sys.exit(main(['doctor', '--json', sys.argv[1]]))"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(out)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    values = json.loads(out.read_text())
+    assert values["machine"]["CPU"]["cpus_usable"] == 1 == values["machine"]["memory bandwidth"]["threads"]
+    assert values["machine"]["memory"]["memlock_bytes"] == 65536
+    texts = [finding["text"] for finding in values["findings"] if finding["level"] == WARNING]
+    assert any("one processor for everything" in text for text in texts)
+    assert any("locked memory is limited to 0.0625 MiB" in text for text in texts)
 
 
 def test_missing_root_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ def examine_cpu(system: System) -> Examination:
     )
     found.ok(
         f"{found.facts['name']}, {len(allowed)} of {len(online)} processors usable ({found.facts['affinity']}), "
-        f"{found.facts['cores_usable']} cores"
+        f"on {found.facts['cores_usable']} {'core' if found.facts['cores_usable'] == 1 else 'cores'}"
     )
     _judge_count(found, allowed)
     _judge_affinity(found, allowed, online)
