@@ -2,6 +2,7 @@
 #
 #   make demo     trains a language model on real text, verifies the promise, draws the report
 #   make test     the whole test suite
+#   make docs     the documentation site, in build/site; a broken link fails
 #   make help     the other targets
 #
 # Variables: PYTHON=python3.12 another interpreter; PIP_ARGS=... for example an index with CPU-only builds of torch;
@@ -22,7 +23,7 @@ NATIVE = $(MAKE) --no-print-directory -f csrc/tests/Makefile
 NATIVE_TESTS = $(NATIVE) -j$(JOBS)
 SVE_BYTES := 16 32 64
 emulated_cpu = -cpu max,sve-default-vector-length=$(1)
-TARGETS := demo test build lint types format native-test sanitize arm-test arm-python-test old-cpu-test grace \
+TARGETS := demo test docs build lint types format native-test sanitize arm-test arm-python-test old-cpu-test grace \
     fresh-clone-test clean
 
 .DEFAULT_GOAL := help
@@ -45,6 +46,9 @@ demo: $(VENV)/.demo-ready
 test: $(VENV)/.test-ready
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+docs: $(VENV)/.docs-requirements
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 # ---- set-up; a stamp file says what is done, so that it is done once ------------------------------------------------
 
 $(VENV)/.created:
@@ -57,6 +61,10 @@ $(VENV)/.demo-requirements: requirements/demo.txt $(VENV)/.created
 	@touch $@
 
 $(VENV)/.test-requirements: requirements/test.txt $(VENV)/.demo-requirements
+	$(PIP_INSTALL) -r $<
+	@touch $@
+
+$(VENV)/.docs-requirements: requirements/docs.txt $(VENV)/.demo-requirements
 	$(PIP_INSTALL) -r $<
 	@touch $@
 

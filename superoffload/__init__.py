@@ -13,15 +13,17 @@ from superoffload._version import __version__
 if TYPE_CHECKING:
     from superoffload.adamw import AdamW
     from superoffload.cpu_adamw import CPUAdamW
+    from superoffload.metrics import Monitor
     from superoffload.verdict import Verdict
 
 _HOMES = {
     "AdamW": "superoffload.adamw",
     "CPUAdamW": "superoffload.cpu_adamw",
+    "Monitor": "superoffload.metrics",
     "Verdict": "superoffload.verdict",
 }
 
-__all__ = ["AdamW", "CPUAdamW", "Verdict", "__version__"]
+__all__ = ["AdamW", "CPUAdamW", "Monitor", "Verdict", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -37,6 +37,7 @@ from superoffload.errors import ArgumentError, StateError, SuperOffloadError
 from superoffload.interrupts import held_signals
 from superoffload.link import HostLink
 from superoffload.memory import host_zeros
+from superoffload.timeline import Timeline, record
 from superoffload.tracked import Tracked
 from superoffload.verdict import Verdict
 
@@ -69,7 +70,7 @@ class AdamW(Optimizer):
         bucket_numel: elements per bucket (None: a 32nd of the parameters, within 64 Ki and 32 Mi).
         threads: worker threads (None: one per core this process may use).
         rank_check: has no effect in a single process.
-        trace: None.
+        trace: write a timeline of every step to this file (docs/timeline.md); None: none is recorded.
         state_dtype: of exp_avg and exp_avg_sq: "fp32", or "bf16" with stochastic rounding: 20 instead of 28 bytes moved
             and 8 instead of 12 kept per parameter. docs/kernel.md shows what it costs in accuracy.
         seed: of that rounding; the same seed gives the same bits, whatever was speculated, undone or replayed.
@@ -107,8 +108,6 @@ class AdamW(Optimizer):
         refuse_unknown(delivery, placement, rank_check)
         if keep_grads is False:
             raise ArgumentError("keep_grads=False: gradients on the CPU are always kept; pass True or None")
-        if trace is not None:
-            raise ArgumentError(f"trace={trace!r}: expected None; timelines are not in this version")
         check_whole_number("bucket_numel", bucket_numel)
         cpus = worker_cpus(threads)
         groups = as_groups(params)
@@ -126,6 +125,8 @@ class AdamW(Optimizer):
         self._pid = os.getpid()
         self._core = Core(HostLink(), CoreOptions(speculation, bucket_numel, cpus), _hyper_reader(self))
         try:
+            if trace is not None:
+                record(trace, self._core)
             super().__init__(groups, defaults)
         except BaseException:
             self.close()
@@ -372,6 +373,11 @@ class AdamW(Optimizer):
             raise StateError("grad_norm: there was no step() with gradients yet")
         return self._last_verdict.grad_norm
 
+    @property
+    def timeline(self) -> Timeline | None:
+        """What records the steps if ``trace`` was given; its ``span("forward")`` adds parts of the training loop."""
+        return self._core.timeline
+
     def stats(self) -> dict[str, float | int]:
         """Totals since construction; superoffload/stats.py explains each."""
         return self._core.stats()
@@ -430,6 +436,8 @@ class AdamW(Optimizer):
                     self._core.close()
         finally:
             self._closed = True
+            if self._core.timeline is not None:
+                self._core.timeline.close()
             for tracked in self._tracked.values():
                 if tracked.hook is not None:
                     tracked.hook.remove()

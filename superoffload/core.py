@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,6 +26,9 @@ from superoffload.memory import exceeds_caches
 from superoffload.policy import SpeculationPolicy, choose_width, learn_from_journal, learn_from_overflow
 from superoffload.stats import Stats
 from superoffload.verdict import Verdict, decide
+
+if TYPE_CHECKING:
+    from superoffload.timeline import Timeline
 
 Operation = _native.Operation
 
@@ -67,6 +71,7 @@ class Core:
         self._stats = Stats()
         self._journaled_numel = 0
         self._journaled_bytes = 0
+        self.timeline: Timeline | None = None  # sets itself, and stands before link and pool, where a trace is wanted
 
     # ---- layout -----------------------------------------------------------------------------------------------
 
@@ -290,6 +295,8 @@ class Core:
 
     def decide(self, *, unscale: float, max_grad_norm: float | None) -> Verdict:
         """Packs what is not packed yet and folds the verdict from all gradients that arrived."""
+        if self.timeline is not None:
+            self.timeline.deciding()
         for bucket in self.buckets:
             if bucket.state is BucketState.FILLING and any(bucket.present):
                 self._pack(bucket)
@@ -311,6 +318,8 @@ class Core:
             raise StateError("apply(): gradients arrived since decide(); the verdict does not know them")
         with self._caller_at_work():
             self.policy.observe(verdict)
+            if self.timeline is not None:
+                self.timeline.decided(verdict)
             if verdict.found_inf:
                 self._stats.buckets_skipped += self._take_back(BucketState.SKIPPED)
                 self._stats.skipped_steps += 1
@@ -383,6 +392,8 @@ class Core:
 
     def _end_step(self, *, whole: bool) -> None:
         """``whole``: backward ended, so that the order of its gradients is known."""
+        if self.timeline is not None:
+            self.timeline.end_step(self.buckets)
         for bucket in self.buckets:
             bucket.renew()
         self._incoming.clear()

@@ -34,6 +34,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add_option(group, "--speculation", choices=SPECULATION, default=DEFAULTS.speculation, help="when to step buckets")
     add_option(group, "--eval-every", type=int, default=DEFAULTS.eval_every, help="steps between held-out losses")
     group.add_argument("--inject", metavar="EVENTS", default="", help="trouble on purpose, see below")
+    group.add_argument(
+        "--trace", metavar="PATH", help="write a timeline of every step, for ui.perfetto.dev; shown in the report"
+    )
     return parser
 
 
@@ -49,10 +52,11 @@ def run(args: argparse.Namespace) -> int:
     injection = parse_injection(args.inject, config.steps)
     corpus = load_corpus(args.data, config.model.sequence, corpus_limit(args))
     check_writable(args.json, "json")
+    check_writable(args.trace, "trace")
     with (
         torch_threads(config.torch_threads) as threads,
         RunFolder(args.out) as folder,
-        Trainer(config, corpus, injection) as trainer,
+        Trainer(config, corpus, injection, args.trace) as trainer,
         Progress(config.steps, "train", enabled=not args.quiet) as progress,
     ):
         progress.note(
@@ -66,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         seconds = time.perf_counter() - started
         problems = check_training(trainer, records, before)
         summary = training_summary(trainer, corpus, records, before, seconds, threads, args.command_line, problems)
-    print(finish_training(folder, summary, records))
+    print(finish_training(folder, summary, records, args.trace))
     if args.json:
         write_json(args.json, summary)
     return 1 if problems else 0

@@ -21,7 +21,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             # An earlier run's results must not pass for those of a run that fails before it writes its own.
-            for stale in (self.summary_path, self.plot_path, self.report_path):
+            for stale in (self.summary_path, self.plot_path, self.timeline_path, self.report_path):
                 stale.unlink(missing_ok=True)
             self._metrics: IO[str] = self.metrics_path.open("w", encoding="utf-8")
         except OSError as error:
@@ -48,6 +48,10 @@ class RunFolder:
     @property
     def plot_path(self) -> Path:
         return self.path / "plot.png"
+
+    @property
+    def timeline_path(self) -> Path:
+        return self.path / "timeline.png"
 
     @property
     def report_path(self) -> Path:

@@ -19,6 +19,7 @@ FATE_COLOURS = {
     "replayed": "#2563a8",
     "skipped": "#d9772b",
     "abandoned": "#8a949e",
+    "stepped": "#4f9fb5",  # after the verdict, without speculation
 }
 
 MATPLOTLIB: dict[Any, Any] = {

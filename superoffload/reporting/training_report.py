@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from superoffload.reporting.summary import (
     common_summary,
     json_stats,
 )
+from superoffload.reporting.timeline_plot import plot_timeline
 from superoffload.training.corpus import Corpus
 from superoffload.training.digests import STATE_PARTS
 from superoffload.training.record import StepRecord, finite_or_none
@@ -50,19 +52,25 @@ def training_summary(
         "tokens_per_second": round(sum(record.tokens for record in records) / training_seconds, 1),
         "optimizer_seconds_hidden": math.fsum(record.hidden_seconds for record in records),
         "optimizer_seconds_exposed": math.fsum(record.exposed_seconds for record in records),
+        "peak_host_memory_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "stats": json_stats(stats),
         "digests": trainer.optimizer.state_digests(),
     }
 
 
-def finish_training(folder: RunFolder, summary: dict[str, Any], records: Sequence[StepRecord]) -> str:
+def finish_training(
+    folder: RunFolder, summary: dict[str, Any], records: Sequence[StepRecord], trace: str | None = None
+) -> str:
     """Write summary, plot and page; returns the result as text for the terminal."""
     folder.write_summary(summary)
     if matplotlib_installed():
         before, threshold = summary["loss"]["held_out_before"], summary["config"]["max_grad_norm"]
         with naming_write_errors(folder.plot_path):
             plot_training(records, before, threshold, folder.plot_path)
-    folder.write_report(_page(folder, summary).html())
+        if trace is not None:
+            with naming_write_errors(folder.timeline_path):
+                plot_timeline(trace, folder.timeline_path)
+    folder.write_report(_page(folder, summary, trace).html())
     return _text(folder, summary)
 
 
@@ -82,7 +90,7 @@ def _text(folder: RunFolder, summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _page(folder: RunFolder, summary: dict[str, Any]) -> Page:
+def _page(folder: RunFolder, summary: dict[str, Any], trace: str | None) -> Page:
     config, loss, stats = summary["config"], summary["loss"], summary["stats"]
     page = Page(
         "Training with superoffload",
@@ -104,6 +112,10 @@ def _page(folder: RunFolder, summary: dict[str, Any]) -> Page:
         ]
     )
     add_plot(page, folder, "loss, gradient norm and optimizer time over the run", PLOT_HINT)
+    if folder.timeline_path.exists():
+        page.heading("Where the time of a few steps went")
+        page.image(folder.timeline_path, "lanes of compute, packing, processors, delivery and verdict over time")
+        page.paragraph(f"All steps are in {trace}; open it in ui.perfetto.dev.")
     page.heading("What is checked")
     page.listing(
         [

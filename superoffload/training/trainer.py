@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from superoffload.adamw import AdamW
+from superoffload.timeline import span
 from superoffload.training.batches import BatchSource, held_out_batches
 from superoffload.training.config import TrainingConfig
 from superoffload.training.corpus import Corpus
@@ -26,7 +27,7 @@ from superoffload.training.record import StepRecord
 from superoffload.training.schedule import warmup_cosine
 
 
-def build_optimizer(model: Transformer, config: TrainingConfig) -> AdamW:
+def build_optimizer(model: Transformer, config: TrainingConfig, trace: str | None = None) -> AdamW:
     """AdamW with weight decay on matrices and none on norm weights, as two param groups."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     norms = [parameter for parameter in model.parameters() if parameter.dim() < 2]
@@ -42,6 +43,7 @@ def build_optimizer(model: Transformer, config: TrainingConfig) -> AdamW:
         speculation=config.speculation,
         bucket_numel=config.bucket_numel,
         threads=config.threads,
+        trace=trace,
         state_dtype=config.state_dtype,
         seed=config.seed,
     )
@@ -50,11 +52,11 @@ def build_optimizer(model: Transformer, config: TrainingConfig) -> AdamW:
 class Trainer:
     """One training run, a step at a time. Close it (or use `with`) to end the optimizer's worker threads."""
 
-    def __init__(self, config: TrainingConfig, corpus: Corpus, injection: Injection) -> None:
+    def __init__(self, config: TrainingConfig, corpus: Corpus, injection: Injection, trace: str | None = None) -> None:
         self.config = config
         self.compute = compute_dtype(DTYPES[config.dtype], config.compute)
         self.model = build_model(config.model, DTYPES[config.dtype], self.compute, config.seed)
-        self.optimizer = build_optimizer(self.model, config)
+        self.optimizer = build_optimizer(self.model, config, trace)
         self.scheduler = warmup_cosine(self.optimizer, config.warmup_steps, config.steps)
         self._injection = injection
         sequence = config.model.sequence
@@ -133,7 +135,8 @@ class Trainer:
         return math.fsum(loss.item() for loss in losses) / len(losses)
 
     def _backward(self) -> Tensor:
-        loss = self.model.loss(self._batches.next())
+        with span(self.optimizer.timeline, "forward"):
+            loss = self.model.loss(self._batches.next())
         (loss / self.config.accumulation).backward()
         return loss.detach()
 

@@ -1,0 +1,115 @@
+"""Memory bandwidth in about a second: a walk over the arrays of one optimizer step that only loads and stores."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from superoffload import _native
+from superoffload.benchmarking.memory_limit import Arrays, Way, all_ways, streams_of
+from superoffload.doctor.findings import Examination
+from superoffload.doctor.memory import GIB
+from superoffload.doctor.system import System, as_number
+
+_BYTES_PER_ELEMENT = 4 + 4 + 4 + 2 + 2 + 2
+_LEAST_BYTES, _MOST_BYTES = 256 << 20, 4 * GIB
+_UNKNOWN_CACHE = 32 << 20
+_SECONDS = 1.0
+# A tenth of what one channel of DDR4 gives: below it something is wrong with the machine, not with the measurement.
+_SUSPICIOUS = 2e9
+
+
+class _Vector:
+    """A NumPy array as `streams_of` takes it."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array = array
+
+    def data_ptr(self) -> int:
+        return int(self._array.ctypes.data)
+
+    def element_size(self) -> int:
+        return int(self._array.itemsize)
+
+    def numel(self) -> int:
+        return int(self._array.size)
+
+
+def examine_bandwidth(system: System, cpus: Sequence[int], usable_bytes: int | None, superchip: bool) -> Examination:
+    """`cpus`: the real ones of this process, one thread is bound to each."""
+    found = Examination("memory bandwidth")
+    numel = _choose_numel(system, usable_bytes)
+    began = time.perf_counter()
+    rate, way, walks = measure(numel, cpus)
+    found.facts.update(
+        bytes_per_second=rate,
+        threads=len(cpus),
+        buffer_bytes=numel * _BYTES_PER_ELEMENT,
+        walks=walks,
+        way=way.describe(),
+        seconds=round(time.perf_counter() - began, 3),
+    )
+    found.ok(
+        f"{rate / 1e9:.1f} GB/s with {len(cpus)} threads over the arrays of one step "
+        f"({numel * _BYTES_PER_ELEMENT / 2**20:.0f} MiB), so a step of 1 B bf16 parameters takes "
+        f"{28e9 / rate:.2g} s at best"
+    )
+    if rate < _SUSPICIOUS:
+        found.warn(
+            f"{rate / 1e9:.2f} GB/s is very little for one pass over memory",
+            "look for other programs, for swapping and for a processor quota, and run doctor again",
+        )
+    if superchip and rate < 300e9:
+        found.warn(
+            f"a Grace processor reads and writes up to 450 GB/s; here it is {rate / 1e9:.0f}",
+            "use all 72 cores of one node (numactl --cpunodebind=0 --membind=0), and see the other findings",
+        )
+    return found
+
+
+def _choose_numel(system: System, usable_bytes: int | None) -> int:
+    """Four times the largest cache, as far as an eighth of the usable memory allows."""
+    wanted = min(max(4 * _largest_cache(system), _LEAST_BYTES), _MOST_BYTES)
+    if usable_bytes is not None:
+        wanted = min(wanted, max(usable_bytes // 8, 1 << 20))
+    return max(1 << 14, wanted // _BYTES_PER_ELEMENT)
+
+
+def _largest_cache(system: System) -> int:
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    folder = "/sys/devices/system/cpu/cpu0/cache"
+    sizes = []
+    for name in system.names(folder):
+        text = system.text(f"{folder}/{name}/size") or ""
+        number = as_number(text[:-1]) if text[-1:] in units else as_number(text)
+        sizes.append((number or 0) * units.get(text[-1:], 1))
+    return max(sizes, default=0) or _UNKNOWN_CACHE
+
+
+def measure(numel: int, cpus: Sequence[int], seconds: float = _SECONDS) -> tuple[float, Way, int]:
+    """(bytes per second, the fastest way to walk, walks made): every way at least once, then again for `seconds`."""
+    arrays = _arrays(numel)
+    everything = [arrays.master, arrays.exp_avg, arrays.exp_avg_sq, arrays.gradient, arrays.shadow]
+    touch = [_native.Stream(array.data_ptr(), array.element_size(), _native.Access.write) for array in everything]
+    loops = _native.memory_loops()[0]
+    _native.walk_memory(touch, numel, 256, loops, False, list(cpus), 1)  # pages land where their thread is
+    streams, bytes_per_param = streams_of("step", 1, arrays)
+    best: dict[Way, float] = {}
+    walks, began = 0, time.perf_counter()
+    while True:
+        for way in all_ways():
+            if walks >= len(all_ways()) and time.perf_counter() - began > seconds:
+                fastest = min(best, key=best.__getitem__)
+                return bytes_per_param * numel / best[fastest], fastest, walks
+            took = _native.walk_memory(streams, numel, way.block, way.loops, way.streaming_stores, list(cpus), 1)
+            best[way] = min(best.get(way, float("inf")), took)
+            walks += 1
+
+
+def _arrays(numel: int) -> Arrays:
+    master, exp_avg, exp_avg_sq = (_Vector(np.empty(numel, np.float32)) for _ in range(3))
+    gradient, shadow = (_Vector(np.empty(numel, np.uint16)) for _ in range(2))
+    return Arrays(master, exp_avg, exp_avg_sq, gradient, shadow, codes=_Vector(np.empty(1, np.uint16)))

@@ -1,0 +1,77 @@
+"""The files in which Linux describes a machine, below a root that tests replace; what is missing is None."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class System:
+    """`/proc` and `/sys` below `root`."""
+
+    root: Path = Path("/")
+
+    def path(self, name: str) -> Path:
+        return self.root / name.lstrip("/")
+
+    def text(self, name: str) -> str | None:
+        try:
+            return self.path(name).read_text(encoding="utf-8", errors="replace").strip("\0 \n\t")
+        except OSError:
+            return None
+
+    def number(self, name: str) -> int | None:
+        return as_number(self.text(name))
+
+    def names(self, folder: str) -> list[str]:
+        """What is in a folder, sorted; empty where there is none."""
+        try:
+            return sorted(entry.name for entry in self.path(folder).iterdir())
+        except OSError:
+            return []
+
+    def exists(self, name: str) -> bool:
+        try:
+            return self.path(name).exists()
+        except OSError:
+            return False
+
+    def fields(self, name: str) -> dict[str, str]:
+        """`key: value` lines; the first of equal keys counts."""
+        values: dict[str, str] = {}
+        for line in (self.text(name) or "").splitlines():
+            key, colon, value = line.partition(":")
+            if colon:
+                values.setdefault(key.strip(), value.strip())
+        return values
+
+
+def as_number(text: str | None) -> int | None:
+    """The leading whole number of a text such as `65536 kB`."""
+    words = (text or "").split()
+    try:
+        return int(words[0], 0) if words else None
+    except ValueError:
+        return None
+
+
+def parse_cpu_list(text: str | None) -> list[int]:
+    """`0-3,8` as Linux writes sets of processors."""
+    cpus: list[int] = []
+    for part in (text or "").split(","):
+        first, _, last = part.strip().partition("-")
+        if first.isdigit():
+            cpus.extend(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def format_cpu_list(cpus: list[int]) -> str:
+    """The same the other way round, so that a hundred processors are one word."""
+    parts: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if parts and cpu == parts[-1][-1] + 1:
+            parts[-1][1:] = [cpu]
+        else:
+            parts.append([cpu])
+    return ",".join("-".join(map(str, part)) for part in parts)

@@ -1,0 +1,240 @@
+"""What to watch while training: a plain dictionary per step, and one log line per anomaly.
+
+`Monitor(optimizer).step()` after every `optimizer.step()` gives what TensorBoard and Weights & Biases log as it is;
+docs/metrics.md has every name with its unit.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from superoffload.exporter import PrometheusExporter
+    from superoffload.verdict import Verdict
+
+LOGGER = logging.getLogger("superoffload")
+PREFIX = "superoffload/"
+
+# What stats() counts since construction: unit and meaning.
+TOTALS: Mapping[str, tuple[str, str]] = {
+    "steps": ("steps", "finished with a verdict that let parameters change"),
+    "skipped_steps": ("steps", "left out because a gradient or the norm was not finite"),
+    "clipped_steps": ("steps", "whose clip coefficient was below 1"),
+    "buckets_speculated": ("buckets", "stepped before the verdict; the sum of the next five once a step has ended"),
+    "buckets_committed": ("buckets", "speculated and kept"),
+    "buckets_replayed": ("buckets", "speculated, undone and stepped again with the clip coefficient"),
+    "buckets_undone": ("buckets", "speculated and taken back because something changed before the verdict"),
+    "buckets_skipped": ("buckets", "speculated and taken back because the step was skipped"),
+    "buckets_abandoned": ("buckets", "speculated and taken back because step() was never called"),
+    "buckets_stepped": ("buckets", "stepped after the verdict, in one pass"),
+    "buckets_two_phase": ("buckets", "stepped in two phases; 0 in this version"),
+    "journal_overflows": ("buckets", "undone at once because their journal was full; among buckets_undone"),
+    "optimizer_seconds": ("seconds", "in which at least one worker thread was at work"),
+    "optimizer_seconds_exposed": ("seconds", "in which the training thread waited for the optimizer or worked for it"),
+    "bytes_down": ("bytes", "of gradients packed"),
+    "bytes_up": ("bytes", "of parameters delivered"),
+    "journal_bytes": ("bytes", "written into journals of steps that ended"),
+    "journal_bytes_per_param": ("bytes", "of the buckets speculated in the last step that speculated"),
+    "clip_rate": ("share", "clipped steps / decided steps"),
+}
+# What Monitor.step() adds: of the step since the call before.
+PER_STEP: Mapping[str, tuple[str, str]] = {
+    "step_seconds": ("seconds", "wall time since the call before"),
+    "step_optimizer_seconds_hidden": ("seconds", "worker threads at work beside the training thread"),
+    "step_optimizer_seconds_exposed": ("seconds", "the training thread waited for the optimizer or worked for it"),
+    "step_exposed_share": ("share", "of the step's wall time that is exposed optimizer time"),
+    "step_down_bytes_per_second": ("bytes/s", "gradients packed, over the whole step"),
+    "step_up_bytes_per_second": ("bytes/s", "parameters delivered, over the whole step"),
+    "step_speculated_share": ("share", "of the buckets with gradients that were speculated"),
+    "grad_norm": ("norm", "of the unscaled gradient before clipping; absent when not finite"),
+    "clip_coefficient": ("factor", "1 where nothing was clipped"),
+}
+
+
+class Watched(Protocol):
+    """What is asked of an optimizer."""
+
+    def stats(self) -> dict[str, float | int]: ...
+    @property
+    def last_verdict(self) -> Verdict | None: ...
+
+
+def as_metrics(stats: Mapping[str, float | int]) -> dict[str, float]:
+    """Totals as a logger takes them: finite numbers under one prefix."""
+    return {PREFIX + name: float(value) for name, value in stats.items() if math.isfinite(value)}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When something is an anomaly; `window` and `patience` in steps."""
+
+    window: int = 50
+    patience: int = 10
+    step_time_ratio: float = 1.5  # slower than the median of the window, `patience` steps long
+    exposed_share: float = 0.25  # of the step, `patience` steps long
+    clip_rate: float = 0.9  # over the window
+    norm_ratio: float = 10.0  # above the median of the window, at once
+    skipped_in_a_row: int = 3
+
+
+class Monitor:
+    """Call `step()` once after every `optimizer.step()`.
+
+    Log lines name the rank where there are several; `rank` sets it for frameworks without torch.distributed.
+    """
+
+    def __init__(
+        self,
+        optimizer: Watched,
+        *,
+        limits: Limits | None = None,
+        exporter: PrometheusExporter | None = None,
+        rank: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._optimizer = optimizer
+        self._clock = clock
+        self._exporter = exporter
+        self._before = dict(optimizer.stats())
+        self._time = clock()
+        own_rank, ranks = _rank_and_ranks()
+        self._rank = own_rank if rank is None else rank
+        self._anomalies = Anomalies(limits or Limits(), f"rank {self._rank}: " if ranks > 1 or rank is not None else "")
+
+    def step(self) -> dict[str, float]:
+        """The metrics of the step since the call before; logs what is wrong, once when it begins."""
+        now, stats = self._clock(), self._optimizer.stats()
+        verdict = self._optimizer.last_verdict
+        values = {
+            **as_metrics(stats),
+            **{PREFIX + name: value for name, value in self._of_step(stats, now - self._time, verdict).items()},
+        }
+        skipped = stats["skipped_steps"] > self._before["skipped_steps"]
+        overflows = int(stats["journal_overflows"] - self._before["journal_overflows"])
+        decided = int(stats["steps"] + stats["skipped_steps"])
+        self._anomalies.observe(decided, values, skipped=skipped, overflows=overflows)
+        self._before, self._time = dict(stats), now
+        if self._exporter is not None:
+            self._exporter.update(values)
+        return values
+
+    def _of_step(self, stats: Mapping[str, float | int], seconds: float, verdict: Verdict | None) -> dict[str, float]:
+        grown = {name: stats[name] - self._before[name] for name in stats}
+        exposed = grown["optimizer_seconds_exposed"]
+        buckets = grown["buckets_speculated"] - grown["buckets_undone"] + grown["buckets_stepped"]
+        values = {
+            "step_seconds": seconds,
+            "step_optimizer_seconds_hidden": max(0.0, grown["optimizer_seconds"] - exposed),
+            "step_optimizer_seconds_exposed": exposed,
+            "step_exposed_share": exposed / seconds if seconds > 0 else 0.0,
+            "step_down_bytes_per_second": grown["bytes_down"] / seconds if seconds > 0 else 0.0,
+            "step_up_bytes_per_second": grown["bytes_up"] / seconds if seconds > 0 else 0.0,
+            "step_speculated_share": min(1.0, grown["buckets_speculated"] / buckets) if buckets > 0 else 0.0,
+        }
+        if verdict is not None:
+            values["clip_coefficient"] = verdict.clip_coefficient
+            if math.isfinite(verdict.grad_norm):
+                values["grad_norm"] = verdict.grad_norm
+        return values
+
+
+class Anomalies:
+    """Judges metrics step by step; each anomaly is one warning when it begins and one line when it is over."""
+
+    def __init__(self, limits: Limits, prefix: str = "") -> None:
+        self._limits = limits
+        self._prefix = prefix
+        self._seconds: deque[float] = deque(maxlen=limits.window)
+        self._norms: deque[float] = deque(maxlen=limits.window)
+        self._clips: deque[bool] = deque(maxlen=limits.window)
+        self._in_a_row: dict[str, int] = {}
+        self._active: set[str] = set()
+
+    def observe(self, step: int, values: Mapping[str, float], *, skipped: bool, overflows: int) -> None:
+        limits = self._limits
+        self._judge_seconds(step, values[PREFIX + "step_seconds"])
+        share = values[PREFIX + "step_exposed_share"]
+        self._judge(
+            step,
+            "exposed optimizer",
+            self._lasting("exposed optimizer", share > limits.exposed_share, limits.patience),
+            f"{share:.0%} of the step waits for the optimizer; more tokens per step hide more of it, and "
+            f"superoffload doctor and trace= show what is slow",
+        )
+        self._judge_clips(step, values.get(PREFIX + "clip_coefficient", 1.0) < 1.0)
+        if not skipped and PREFIX + "grad_norm" in values:
+            self._judge_norm(step, values[PREFIX + "grad_norm"])
+        self._judge(
+            step,
+            "skipped steps",
+            self._lasting("skipped steps", skipped, limits.skipped_in_a_row),
+            f"{limits.skipped_in_a_row} steps in a row had NaN or Inf gradients and changed nothing; lower the "
+            f"learning rate or the loss scale, and look at the data",
+        )
+        self._judge(
+            step,
+            "journal overflow",
+            overflows > 0,
+            f"{overflows} buckets found no room in their journal and were undone at once; right, but slower",
+        )
+
+    def _judge_seconds(self, step: int, seconds: float) -> None:
+        usual = median(self._seconds) if len(self._seconds) >= self._limits.patience else math.inf
+        slow = seconds > self._limits.step_time_ratio * usual
+        if not slow:  # slow steps do not become the measure
+            self._seconds.append(seconds)
+        self._judge(
+            step,
+            "step time drift",
+            self._lasting("step time drift", slow, self._limits.patience),
+            f"steps take {seconds:.3g} s, usual were {usual:.3g} s; look at the load of the processors, and at trace=",
+        )
+
+    def _judge_clips(self, step: int, clipped: bool) -> None:
+        self._clips.append(clipped)
+        full = len(self._clips) == self._limits.window
+        rate = sum(self._clips) / len(self._clips)
+        self._judge(
+            step,
+            "clip storm",
+            full and rate >= self._limits.clip_rate,
+            f"{rate:.0%} of the last {self._limits.window} steps were clipped, so speculation cannot pay; usual when "
+            f"training from scratch, otherwise look at max_grad_norm and the learning rate",
+        )
+
+    def _judge_norm(self, step: int, norm: float) -> None:
+        usual = median(self._norms) if len(self._norms) >= self._limits.patience else math.inf
+        self._norms.append(norm)
+        self._judge(
+            step,
+            "gradient norm spike",
+            norm > self._limits.norm_ratio * usual,
+            f"the gradient norm is {norm:.3g}, usual was {usual:.3g}; look at this step's data",
+        )
+
+    def _lasting(self, name: str, holds: bool, steps: int) -> bool:
+        self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if holds else 0
+        return self._in_a_row[name] >= steps
+
+    def _judge(self, step: int, name: str, holds: bool, text: str) -> None:
+        if holds and name not in self._active:
+            self._active.add(name)
+            LOGGER.warning("%sstep %d: %s: %s", self._prefix, step, name, text)
+        elif not holds and name in self._active:
+            self._active.discard(name)
+            LOGGER.info("%sstep %d: %s is over", self._prefix, step, name)
+
+
+def _rank_and_ranks() -> tuple[int, int]:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1

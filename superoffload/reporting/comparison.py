@@ -1,0 +1,214 @@
+"""Runs next to each other: what their folders say, where their settings differ, whether they ended on the same bits."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from superoffload.errors import ArgumentError
+from superoffload.reporting.page import Cell, Page, code, mark
+from superoffload.training.digests import STATE_PARTS
+
+
+@dataclass(frozen=True)
+class Run:
+    """`summary` is None where the run did not end; then only its finished steps are known."""
+
+    name: str
+    path: Path
+    steps: Sequence[Mapping[str, Any]]
+    summary: Mapping[str, Any] | None
+
+    def column(self, name: str) -> list[float]:
+        """One value per step; NaN where there is none."""
+        return [math.nan if step.get(name) is None else float(step[name]) for step in self.steps]
+
+    @property
+    def exposed_share(self) -> list[float]:
+        return [
+            exposed / seconds if seconds > 0 else math.nan
+            for exposed, seconds in zip(self.column("optimizer_seconds_exposed"), self.column("seconds"), strict=True)
+        ]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        config = dict(self.summary["config"]) if self.summary else {}
+        return {**config.pop("model", {}), **config}
+
+    def stat(self, name: str) -> float | None:
+        return self.summary["stats"].get(name) if self.summary else None
+
+
+def load_runs(paths: Sequence[str]) -> list[Run]:
+    names = _short_names([Path(path) for path in paths])
+    return [_load(Path(path), name) for path, name in zip(paths, names, strict=True)]
+
+
+def _short_names(paths: Sequence[Path]) -> list[str]:
+    """The last parts of the paths, as many as it takes to tell them apart."""
+    parts = [path.resolve().parts for path in paths]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-depth:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise ArgumentError(f"run {paths[0]}: given twice; name different run folders")
+
+
+def _load(path: Path, name: str) -> Run:
+    metrics = path / "metrics.jsonl"
+    try:
+        lines = metrics.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ArgumentError(
+            f"run {path}: {metrics.name} cannot be read ({error.strerror}); expected a folder that superoffload train "
+            f"has written (--out)"
+        ) from error
+    try:
+        steps = [json.loads(line) for line in lines if line.strip()]
+        summary = None
+        if (path / "summary.json").exists():
+            summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+        usable = all(isinstance(step, dict) and {"step", "loss", "seconds"} <= set(step) for step in steps)
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"run {path}: damaged ({error}); run it again") from error
+    if not usable or (summary is not None and summary.get("command") != "train"):
+        raise ArgumentError(f"run {path}: not written by superoffload train, whose runs are what can be compared")
+    if not steps:
+        raise ArgumentError(f"run {path}: has no finished step yet")
+    return Run(name, path, steps, summary)
+
+
+def figures(run: Run) -> dict[str, Any]:
+    """What the table and the JSON show of a run; None where it is not known."""
+    summary, seconds = run.summary, run.column("seconds")
+    exposed = math.fsum(run.column("optimizer_seconds_exposed"))
+    busy = math.fsum(run.column("optimizer_seconds"))
+    loss = summary["loss"] if summary else {}
+    return {
+        "name": run.name,
+        "ended": summary is not None,
+        "passed": bool(summary and summary["passed"]),
+        "parameters": summary["parameters"] if summary else None,
+        "steps": len(run.steps),
+        "train_loss_last": run.steps[-1]["loss"],
+        "held_out_loss_after": loss.get("held_out_after"),
+        "tokens_per_second": math.fsum(run.column("tokens")) / math.fsum(seconds),
+        "step_seconds_median": median(seconds),
+        "optimizer_seconds_hidden": max(0.0, busy - exposed),
+        "optimizer_seconds_exposed": exposed,
+        "exposed_share": exposed / math.fsum(seconds),
+        "clip_rate": run.stat("clip_rate"),
+        "skipped_steps": run.stat("skipped_steps"),
+        "journal_bytes_per_param": run.stat("journal_bytes_per_param"),
+        "peak_host_memory_bytes": summary.get("peak_host_memory_bytes") if summary else None,
+        "digests": dict(summary["digests"]) if summary else None,
+    }
+
+
+def different_settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """Settings that are not the same in all runs that ended, by name."""
+    known = [run.settings for run in runs]
+    names = dict.fromkeys(name for settings in known for name in settings)
+    columns = {name: [settings.get(name) for settings in known] for name in names}
+    return {name: values for name, values in columns.items() if any(value != values[0] for value in values)}
+
+
+def comparison_page(runs: Sequence[Run], plot: Path | None, hint: str) -> str:
+    page = Page(
+        "Runs compared" if len(runs) > 1 else "One run",
+        ", ".join(run.name for run in runs),
+    )
+    _add_cards(page, runs)
+    if plot is not None:
+        page.image(plot, "loss, throughput, exposed optimizer time and memory of all runs")
+    else:
+        page.paragraph(hint)
+    page.heading("Figures")
+    rows = _figure_rows([figures(run) for run in runs])
+    page.table(("", *(run.name for run in runs)), rows, numeric_from=1)
+    _add_settings(page, runs)
+    _add_digests(page, runs)
+    page.heading("Where they come from")
+    page.table(("run", "command"), [(run.name, _command(run)) for run in runs])
+    return page.html()
+
+
+def _add_cards(page: Page, runs: Sequence[Run]) -> None:
+    if len(runs) < 2:
+        return
+    all_figures = [figures(run) for run in runs]
+    fastest = max(all_figures, key=lambda values: float(values["tokens_per_second"]))
+    hidden = min(all_figures, key=lambda values: float(values["exposed_share"]))
+    cards = [
+        (f"{fastest['tokens_per_second']:,.0f}", f"tokens per second, the most: {fastest['name']}"),
+        (f"{hidden['exposed_share']:.0%}", f"of the step exposed, the least: {hidden['name']}"),
+    ]
+    learnt = [values for values in all_figures if values["held_out_loss_after"] is not None]
+    if learnt:
+        best = min(learnt, key=lambda values: float(values["held_out_loss_after"]))
+        cards.append((f"{best['held_out_loss_after']:.3f}", f"held-out loss, the lowest: {best['name']}"))
+    page.cards(cards)
+
+
+_ROWS = (
+    ("parameters", "parameters", "{:,}"),
+    ("steps", "steps", "{:,}"),
+    ("training loss at the end", "train_loss_last", "{:.3f}"),
+    ("held-out loss at the end", "held_out_loss_after", "{:.3f}"),
+    ("tokens per second", "tokens_per_second", "{:,.0f}"),
+    ("seconds per step, median", "step_seconds_median", "{:.4f}"),
+    ("optimizer seconds hidden", "optimizer_seconds_hidden", "{:.2f}"),
+    ("optimizer seconds exposed", "optimizer_seconds_exposed", "{:.2f}"),
+    ("of the step exposed", "exposed_share", "{:.1%}"),
+    ("of the steps clipped", "clip_rate", "{:.1%}"),
+    ("steps skipped", "skipped_steps", "{:,}"),
+    ("journal bytes per parameter", "journal_bytes_per_param", "{:.2f}"),
+    ("host memory at its peak, MiB", "peak_host_memory_bytes", "{:,.0f}"),
+)
+
+
+def _figure_rows(columns: Sequence[Mapping[str, Any]]) -> list[Sequence[Cell]]:
+    rows: list[Sequence[Cell]] = [("ended", *("yes" if values["ended"] else "no" for values in columns))]
+    rows.append(
+        ("passed", *(mark(values["passed"], "yes", "no") if values["ended"] else "" for values in columns)),
+    )
+    for title, name, form in _ROWS:
+        scale = 2**-20 if "MiB" in title else 1
+        cells = ["" if values[name] is None else form.format(values[name] * scale) for values in columns]
+        rows.append((title, *cells))
+    return rows
+
+
+def _add_settings(page: Page, runs: Sequence[Run]) -> None:
+    if len(runs) < 2:
+        return
+    page.heading("Settings that differ")
+    differing = different_settings(runs)
+    if differing:
+        rows = [(name, *(str(value) for value in values)) for name, values in differing.items()]
+        page.table(("setting", *(run.name for run in runs)), rows)
+    else:
+        page.paragraph("None: the runs had the same settings.")
+
+
+def _add_digests(page: Page, runs: Sequence[Run]) -> None:
+    """Equal digests mean equal bits, so runs that should agree can be seen to."""
+    ended = [run for run in runs if run.summary is not None]
+    if len(ended) < 2:
+        return
+    page.heading("State at the end, SHA-256")
+    rows: list[Sequence[Cell]] = []
+    for part in STATE_PARTS:
+        digests = [run.summary["digests"][part] for run in ended if run.summary]
+        same = len(set(digests)) == 1
+        rows.append((part, *(code(digest[:12]) for digest in digests), mark(same, "equal", "different")))
+    page.table(("", *(run.name for run in ended), ""), rows)
+
+
+def _command(run: Run) -> Cell:
+    return code(" ".join(run.summary["command_line"])) if run.summary else "the run did not end"

@@ -1,0 +1,305 @@
+"""A timeline of training steps as a Chrome trace: open it in https://ui.perfetto.dev or chrome://tracing.
+
+Lanes: compute (forward, backward, step), pack and down, processors, up and deliver, verdict. Work on a bucket carries
+the bucket's number and fate in its name, and a colour by fate. The recorder stands between the core and its link and
+worker threads; without a trace neither of them is wrapped, so that nothing is paid.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from superoffload import _native
+from superoffload.bucket import Bucket, BucketState
+from superoffload.errors import ArgumentError
+from superoffload.verdict import Verdict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from superoffload.core import Core
+    from superoffload.link import PackTicket
+
+COMPUTE, DOWN, PROCESSORS, UP, VERDICT = "compute", "pack and down", "processors", "up and deliver", "verdict"
+LANES = (COMPUTE, DOWN, PROCESSORS, UP, VERDICT)
+_LANE_NUMBERS = {COMPUTE: 1, DOWN: 2, PROCESSORS: 10, UP: 30, VERDICT: 40}
+
+# Names of Chrome's own colours; Perfetto colours by the text of the name, in which the fate is.
+_COLOURS = {
+    "committed": "good",
+    "stepped": "thread_state_runnable",
+    "replayed": "bad",
+    "undone": "yellow",
+    "skipped": "terrible",
+    "abandoned": "grey",
+}
+
+
+@dataclass
+class _Work:
+    """Something that was done with a bucket; its times may only be known later, from the completion."""
+
+    lane: str
+    verb: str
+    bucket: Bucket | None
+    began: float = 0.0
+    ended: float = 0.0
+    completion: _native.Completion | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def settle(self) -> bool:
+        """Takes the times over from the workers; False if it never ran."""
+        if self.completion is not None:
+            self.began, self.ended = self.completion.began, self.completion.ended
+        return self.ended >= self.began > 0
+
+
+class Timeline:
+    """Records one core's steps into one file, which is complete after every step and strict JSON after `close`."""
+
+    def __init__(self, path: str | os.PathLike[str], core: Core, rank: int = 0) -> None:
+        self.path = Path(path)
+        self._rank = rank
+        self._pid = os.getpid()
+        try:
+            self._file: IO[str] | None = self.path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise ArgumentError(
+                f"trace={path}: the file cannot be written ({error.strerror}); name a file in an existing folder"
+            ) from error
+        self._separator = "[\n"
+        self._zero = _native.now_seconds()
+        self._pending: list[_Work] = []
+        self._step = 0
+        self._deciding: float | None = None
+        self._backward: float | None = None  # when it began, as far as it is known
+        self._verdict: Verdict | None = None
+        self._buckets: dict[int, Bucket] = {}
+        self._free: list[float] = []  # of the processors' rows: until when each is taken
+        self._core = core
+        core.link = _RecordingLink(core.link, self)
+        core.pool = _RecordingPool(core.pool, self)  # type: ignore[assignment]
+        core.timeline = self
+        self._announce()
+
+    # ---- what the core tells ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Something of the training loop, such as "forward", in the compute lane."""
+        began = _native.now_seconds()
+        with _nvtx(name):
+            yield
+        ended = _native.now_seconds()
+        self._pending.append(_Work(COMPUTE, name, None, began, ended))
+        self._backward = ended
+
+    def packed(self, bucket: Bucket, began: float) -> None:
+        if self._backward is None:
+            self._backward = began
+        self._pending.append(_Work(DOWN, "pack", bucket, began, _native.now_seconds()))
+
+    def submitted(self, work: _native.BucketWork, verb: str, completion: _native.Completion) -> None:
+        self._pending.append(_Work(PROCESSORS, verb, self._bucket_of(work), completion=completion))
+
+    def delivered(self, bucket: Bucket, began: float) -> None:
+        self._pending.append(_Work(UP, "deliver", bucket, began, _native.now_seconds()))
+
+    def deciding(self) -> None:
+        self._deciding = _native.now_seconds()
+
+    def decided(self, verdict: Verdict) -> None:
+        self._verdict = verdict
+        arguments = {"grad_norm": str(verdict.grad_norm), "clip_coefficient": verdict.clip_coefficient}
+        began = self._deciding or _native.now_seconds()
+        name = "found inf: skip" if verdict.found_inf else "clip" if verdict.clip_coefficient < 1 else "no clip"
+        self._pending.append(_Work(VERDICT, name, None, began, _native.now_seconds(), arguments=arguments))
+
+    def end_step(self, buckets: Sequence[Bucket]) -> None:
+        """Every bucket has its fate now; writes what happened since the last step."""
+        now = _native.now_seconds()
+        self._step += 1
+        if self._backward is not None:
+            until = self._deciding or now
+            self._pending.append(_Work(COMPUTE, "backward", None, self._backward, max(until, self._backward)))
+        if self._deciding is not None:
+            self._pending.append(_Work(COMPUTE, "step()", None, self._deciding, now))
+        fates = {id(bucket): _fate(bucket) for bucket in buckets}
+        numbers = {id(bucket): number for number, bucket in enumerate(buckets)}
+        settled = [work for work in self._pending if work.settle()]
+        for work in sorted(settled, key=lambda work: work.began):
+            key = id(work.bucket)
+            self._write(self._event(work, numbers.get(key), fates.get(key)))
+        if self._file is not None:
+            self._file.flush()
+        self._pending.clear()
+        self._deciding = self._backward = self._verdict = None
+
+    def close(self) -> None:
+        if self._file is not None and os.getpid() == self._pid:  # a forked child leaves the parent's file alone
+            self._file.write("\n]\n" if self._separator != "[\n" else "[]\n")
+            self._file.close()
+            self._file = None
+
+    # ---- the file ---------------------------------------------------------------------------------------------
+
+    def _bucket_of(self, work: _native.BucketWork) -> Bucket | None:
+        if id(work) not in self._buckets:
+            self._buckets = {id(bucket.work): bucket for bucket in self._core.buckets}
+        return self._buckets.get(id(work))
+
+    def _event(self, work: _Work, number: int | None, fate: str | None) -> dict[str, Any]:
+        lane = _LANE_NUMBERS[work.lane]
+        if work.lane == PROCESSORS:
+            lane += self._row(work)
+        event: dict[str, Any] = {
+            "ph": "X",
+            "name": work.verb,
+            "cat": work.lane,
+            "pid": self._rank,
+            "tid": lane,
+            "ts": self._microseconds(work.began),
+            "dur": round(1e6 * (work.ended - work.began), 3),
+            "args": {"step": self._step, **work.arguments},
+        }
+        if work.bucket is not None and number is not None:
+            event["args"].update(bucket=number, numel=work.bucket.numel, fate=fate)
+            event["name"] = f"bucket {number} {work.verb}: {fate}"
+            event["cname"] = _COLOURS.get(fate or "", "generic_work")
+        elif work.lane == VERDICT:
+            event["cname"] = {"clip": "bad", "no clip": "good"}.get(work.verb, "terrible")
+        return event
+
+    def _row(self, work: _Work) -> int:
+        """Worker threads begin a bucket while the one before still ends: such neighbours get rows of their own."""
+        for row, until in enumerate(self._free):
+            if until <= work.began:
+                self._free[row] = work.ended
+                return row
+        self._free.append(work.ended)
+        row = len(self._free) - 1
+        if row > 0:
+            self._name_lane(_LANE_NUMBERS[PROCESSORS] + row, f"{PROCESSORS} ({row + 1})")
+        return row
+
+    def _microseconds(self, seconds: float) -> float:
+        return round(1e6 * (seconds - self._zero), 3)
+
+    def _announce(self) -> None:
+        self._write({"ph": "M", "name": "process_name", "pid": self._rank, "args": {"name": f"rank {self._rank}"}})
+        for lane, number in _LANE_NUMBERS.items():
+            self._name_lane(number, lane)
+
+    def _name_lane(self, number: int, name: str) -> None:
+        for what, arguments in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": number})):
+            self._write({"ph": "M", "name": what, "pid": self._rank, "tid": number, "args": arguments})
+
+    def _write(self, event: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(self._separator + json.dumps(event))
+            self._separator = ",\n"
+
+
+def _fate(bucket: Bucket) -> str:
+    """A bucket that is still filling when a step ends was not part of it, or its gradient was taken back."""
+    return "undone" if bucket.state is BucketState.FILLING else bucket.state.value
+
+
+def record(path: str | os.PathLike[str], core: Core) -> Timeline:
+    """Records `core`; ranks other than 0 write beside `path`: trace.json, trace.rank1.json, ..."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    own = Path(path)
+    if rank > 0:
+        own = own.with_name(f"{own.stem}.rank{rank}{own.suffix}")
+    return Timeline(own, core, rank)
+
+
+class _RecordingLink:
+    """The core's link, with the times of packing and delivering."""
+
+    def __init__(self, link: Any, timeline: Timeline) -> None:
+        self._link = link
+        self._timeline = timeline
+
+    def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
+        began = _native.now_seconds()
+        with _nvtx("superoffload pack"):
+            ticket: PackTicket = self._link.pack(bucket, grads)
+        self._timeline.packed(bucket, began)
+        return ticket
+
+    def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
+        began = _native.now_seconds()
+        with _nvtx("superoffload deliver"):
+            completion: _native.Completion = self._link.deliver(bucket, after)
+        self._timeline.delivered(bucket, began)
+        return completion
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
+
+
+class _RecordingPool:
+    """The core's worker threads, with the completions of what they do."""
+
+    def __init__(self, pool: _native.WorkerPool, timeline: Timeline) -> None:
+        self._pool = pool
+        self._timeline = timeline
+
+    def submit(
+        self, work: _native.BucketWork, operation: _native.Operation, *rest: Any, **named: Any
+    ) -> _native.Completion:
+        completion = self._pool.submit(work, operation, *rest, **named)
+        verb = str(operation).rpartition(".")[2]
+        self._timeline.submitted(work, {"step_journaled": "speculate"}.get(verb, verb), completion)
+        return completion
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+
+@contextmanager
+def _nvtx(name: str) -> Iterator[None]:
+    """The same range for NVIDIA's profilers, where there is a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        yield
+        return
+    torch.cuda.nvtx.range_push(name)
+    try:
+        yield
+    finally:
+        torch.cuda.nvtx.range_pop()
+
+
+@contextmanager
+def span(timeline: Timeline | None, name: str) -> Iterator[None]:
+    """`timeline.span(name)`, or nothing where no timeline is recorded."""
+    if timeline is None:
+        yield
+    else:
+        with timeline.span(name):
+            yield
+
+
+def read_trace(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The events of a trace, also of one whose program ended before `close`."""
+    text = Path(path).read_text(encoding="utf-8").strip()
+    if not text.endswith("]"):
+        text = text.rstrip(",\n") + "]"
+    try:
+        events = json.loads(text)
+    except ValueError as error:
+        raise ArgumentError(f"{path}: not a trace written by superoffload ({error})") from error
+    if not isinstance(events, list):
+        raise ArgumentError(f"{path}: not a trace written by superoffload")
+    return events
