@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from superoffload.arguments import check_group
 from superoffload.bucket import ELEMENT_TYPES, GroupHyper
@@ -89,10 +90,12 @@ def check_arguments(arguments: Mapping[str, Any], *, on_cpu: bool) -> None:
 
 def check_groups_alike(parameters: Any, process_group: Any) -> None:
     """Every parameter partitioned over the same ranks, so that there is one verdict for all."""
+    expected = dist.get_process_group_ranks(process_group)
     for parameter in parameters:
-        if getattr(parameter, "ds_process_group", process_group) != process_group:
+        ranks = dist.get_process_group_ranks(getattr(parameter, "ds_process_group", process_group))
+        if ranks != expected:
             raise ArgumentError(
-                f"a parameter of shape {tuple(parameter.ds_shape)} is partitioned over other ranks than the rest "
+                f"a parameter of shape {tuple(parameter.ds_shape)} is partitioned over ranks {ranks}, others over {expected} "
                 "(expert or tensor parallelism), which is not supported together with "
                 "superoffload; ZeRO-3 leaf modules work (deepspeed.utils.set_z3_leaf_modules)"
             )
