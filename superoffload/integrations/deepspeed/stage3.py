@@ -97,13 +97,15 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         for sub_group, params in enumerate(self.fp16_groups):
             offset = 0
             for param in params:
-                numel = self._numel_here(param)
+                size, numel = int(param.partition_numel()), self._numel_here(param)
                 gradient = self.grad_partitions_flat_buffer[start : start + numel]
                 shard = self._make_shard(param, shards, sub_group, offset, numel) if numel else None
                 partitions.append(Partition(param.ds_id, sub_group, shard, gradient, start))
                 shards += shard is not None
-                offset += param.partition_numel()
-                start += param.partition_numel()
+                # Nobody steps the padding, which DeepSpeed leaves uninitialized: checkpoints would differ.
+                self.fp32_partitioned_groups_flat[sub_group].data[offset + numel : offset + size].zero_()
+                offset += size
+                start += size
         options = self.superoffload_options
         cpus = cpus_of_this_rank(options.threads, self.dp_process_group)
         reference = weakref.ref(self.optimizer)  # an engine that is let go of must not keep itself alive
