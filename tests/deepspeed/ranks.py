@@ -29,7 +29,7 @@ class Ranks:
         self.processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, world, port), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, world, port))
             process.start()
             theirs.close()
             self._pipes.append(ours)

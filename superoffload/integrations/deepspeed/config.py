@@ -56,7 +56,7 @@ def read_options(config: Mapping[str, Any]) -> Options:
     unknown = sorted(set(map(str, given)) - set(known))
     if unknown:
         raise ArgumentError(
-            f'"{OPTIONS_KEY}": unknown option {", ".join(unknown)}; expected some of {", ".join(known)}'
+            f'"{OPTIONS_KEY}": unknown {", ".join(unknown)}; expected some of {", ".join(known)}'
         )
     return Options(**given)
 

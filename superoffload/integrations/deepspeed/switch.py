@@ -74,12 +74,16 @@ def _text(version: tuple[int, ...]) -> str:
 
 
 def _refuse_engines() -> None:
+    """An engine that asked for super_offload before ``enable()`` has the other backend, and keeps it."""
     engine = import_module("deepspeed.runtime.engine").DeepSpeedEngine
+    gc.collect()
     for alive in gc.get_objects():
-        if issubclass(type(alive), engine):
+        if issubclass(type(alive), engine) and hasattr(alive, "_config") and alive.super_offload():
+            if type(getattr(alive, "optimizer", None)).__module__.startswith("superoffload."):
+                continue
             raise StateError(
-                "enable(): a DeepSpeed engine exists already and would keep the optimizer it has; call enable() before "
-                "deepspeed.initialize(), or engine.destroy() and delete that engine first"
+                "enable(): a DeepSpeed engine with super_offload exists already and keeps the optimizer that it has; "
+                "call enable() before deepspeed.initialize(), or engine.destroy() and delete that engine first"
             )
 
 
