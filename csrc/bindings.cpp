@@ -7,6 +7,7 @@
 #include "memory_limit/traversal.h"
 #include "runtime/bucket_work.h"
 #include "runtime/completion.h"
+#include "runtime/huge_pages.h"
 #include "runtime/worker_pool.h"
 
 namespace py = pybind11;
@@ -27,7 +28,8 @@ T* pointer(Address address) {
 
 superoffload::RunOfShard make_run(Address master, Address exp_avg, Address exp_avg_sq, Address gradient, Address shadow,
                                   std::size_t numel, adam::ElementType gradient_type, adam::ElementType shadow_type,
-                                  adam::ElementType state_type, std::uint64_t first_index, std::uint64_t noise_stream) {
+                                  adam::ElementType state_type, std::uint64_t first_index, std::uint64_t noise_stream,
+                                  bool past_cache) {
     if (state_type == adam::ElementType::f16) throw std::invalid_argument("state_type: f16, expected f32 or bf16");
     adam::Run run{};
     run.master = pointer<float>(master);
@@ -40,6 +42,7 @@ superoffload::RunOfShard make_run(Address master, Address exp_avg, Address exp_a
     run.shadow_type = shadow_type;
     run.state_type = state_type;
     run.first_index = first_index;
+    run.past_cache = past_cache;
     return {run, noise_stream};
 }
 
@@ -82,9 +85,14 @@ void bind_kernels(py::module_& module) {
     py::class_<superoffload::RunOfShard>(module, "Run")
         .def(py::init(&make_run), py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("gradient"),
              py::arg("shadow"), py::arg("numel"), py::arg("gradient_type"), py::arg("shadow_type"),
-             py::arg("state_type") = adam::ElementType::f32, py::arg("first_index") = 0, py::arg("noise_stream") = 0);
+             py::arg("state_type") = adam::ElementType::f32, py::arg("first_index") = 0, py::arg("noise_stream") = 0,
+             py::arg("past_cache") = false);
     module.attr("BLOCK") = adam::kBlock;
     module.attr("CHUNK") = superoffload::kChunk;
+    module.def(
+        "prefer_huge_pages",
+        [](Address array, std::size_t bytes) { superoffload::prefer_huge_pages(pointer<void>(array), bytes); },
+        py::arg("array"), py::arg("bytes"));
     module.def("available_isas", &available_isas);
     module.def("current_isa", &adam::current_isa);
     module.def("set_isa", [](const std::string& name) { return adam::set_isa(name.c_str()); }, py::arg("name"));

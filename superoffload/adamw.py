@@ -36,6 +36,7 @@ from superoffload.cpus import worker_cpus
 from superoffload.errors import ArgumentError, StateError, SuperOffloadError
 from superoffload.interrupts import held_signals
 from superoffload.link import HostLink
+from superoffload.memory import host_zeros
 from superoffload.tracked import Tracked
 from superoffload.verdict import Verdict
 
@@ -157,7 +158,7 @@ class AdamW(Optimizer):
             starts.append(total)
             total += -(-param.numel() // ALIGN) * ALIGN
         dtypes = (torch.float32, self._state_dtype, self._state_dtype)
-        slabs = [torch.zeros(total, dtype=dtype) for dtype in dtypes]
+        slabs = [host_zeros(total, dtype) for dtype in dtypes]
         shards: list[Shard] = []
         for (param, name), start in zip(fresh.items(), starts, strict=True):
             master, exp_avg, exp_avg_sq = (slab[start : start + param.numel()] for slab in slabs)

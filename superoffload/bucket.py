@@ -163,8 +163,11 @@ class Bucket:
         self.missing = len(self.pieces)
         self.squares = 0.0
 
-    def make_work(self, journal_bytes: int) -> None:
-        """The native description; ``gradient`` and ``shadow`` must be allocated (``padded`` elements each)."""
+    def make_work(self, journal_bytes: int, *, past_cache: bool = False) -> None:
+        """The native description; ``gradient`` and ``shadow`` must be allocated (``padded`` elements each).
+
+        ``past_cache``: a step over all buckets exceeds the caches (superoffload/memory.py).
+        """
         runs = []
         size = self.gradient_dtype.itemsize
         for i, piece in enumerate(self.pieces):
@@ -186,6 +189,7 @@ class Bucket:
                     state_type=ELEMENT_TYPES[shard.exp_avg.dtype],
                     first_index=piece.start,
                     noise_stream=shard.noise_stream,
+                    past_cache=past_cache,
                 )
             )
         self.work = _native.BucketWork(runs, journal_bytes)

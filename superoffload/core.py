@@ -21,6 +21,7 @@ from superoffload import _native
 from superoffload.bucket import BLOCK, Bucket, BucketState, GroupHyper, Shard, lay_out
 from superoffload.errors import StateError, WorkerError
 from superoffload.link import Link
+from superoffload.memory import exceeds_caches
 from superoffload.policy import SpeculationPolicy, choose_width, learn_from_journal, learn_from_overflow
 from superoffload.stats import Stats
 from superoffload.verdict import Verdict, decide
@@ -85,9 +86,10 @@ class Core:
 
     def _attach(self, buckets: Sequence[Bucket]) -> None:
         speculates = self.policy.mode != "never"
+        past_cache = exceeds_caches(sum(shard.numel for shard in self.shards))
         for bucket in buckets:
             self.link.attach(bucket)
-            bucket.make_work(_journal_bytes(bucket) if speculates else 0)
+            bucket.make_work(_journal_bytes(bucket) if speculates else 0, past_cache=past_cache)
             for i, piece in enumerate(bucket.pieces):
                 self._places.setdefault(piece.shard.index, []).append((bucket, i))
         self.buckets.extend(buckets)

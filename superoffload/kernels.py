@@ -75,7 +75,8 @@ class Span:
     ``master``: float32 [n]; ``exp_avg`` and ``exp_avg_sq``: float32, or uint16 (bfloat16 bits, rounded stochastically)
     [n]; ``gradient`` and ``shadow``: float32, float16 or uint16 (bfloat16 bits) [n]. ``arena_bytes`` is the room for
     escapes; by default every element may escape. ``noise_stream`` (seed and shard) and ``first_index`` (of element 0
-    in its shard) key the stochastic rounding.
+    in its shard) key the stochastic rounding. ``past_cache``: store shadow and codes past the processor's caches, which
+    is faster for runs that exceed them and changes no bit.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Span:
         arena_bytes: int | None = None,
         noise_stream: int = 0,
         first_index: int = 0,
+        past_cache: bool = False,
     ) -> None:
         arrays: dict[str, Array] = {
             "master": master,
@@ -123,6 +125,7 @@ class Span:
                 state_type=_TYPES[exp_avg.dtype],
                 first_index=first_index,
                 noise_stream=noise_stream,
+                past_cache=past_cache,
             )
         ]
         padded = -(-len(master) // 64) * 64

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket
+from superoffload.memory import host_empty
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class HostLink:
         self.bytes_up = 0
 
     def attach(self, bucket: Bucket) -> None:
-        bucket.gradient = torch.empty(bucket.padded, dtype=bucket.gradient_dtype)
-        bucket.shadow = torch.empty(bucket.padded, dtype=bucket.published_dtype)
+        bucket.gradient = host_empty(bucket.padded, bucket.gradient_dtype)
+        bucket.shadow = host_empty(bucket.padded, bucket.published_dtype)
 
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
         size = bucket.gradient.element_size()

@@ -47,8 +47,8 @@ Scalars freeze(const Hyper& hyper, std::uint64_t noise_stream = 0);
 struct JournalBlock {
     static constexpr std::uint32_t kNotApplied = 0xffffffffu;
     std::uint32_t offset;
-    std::uint16_t escapes[3];        // exp_avg, exp_avg_sq, master
-    std::uint16_t narrow_escapes;    // how many there would be with one-byte codes, all components together
+    std::uint16_t escapes[3];      // exp_avg, exp_avg_sq, master
+    std::uint16_t narrow_escapes;  // how many there would be with one-byte codes, all components together
 };
 
 // Space for the escapes of all runs of a bucket. `used` is advanced atomically by the stepping threads.
@@ -79,6 +79,7 @@ struct Run {
     Scalars frozen;
     ElementType state_type = ElementType::f32;  // of the moments: f32, or bf16 with stochastic rounding
     std::uint64_t first_index = 0;              // of the run in its shard
+    bool past_cache = false;  // write shadow and codes straight to memory: all of them together exceed the caches
 
     // What keys an element's noise: its index in the shard, modulo 2^32.
     std::uint32_t index_of(std::size_t i) const { return static_cast<std::uint32_t>(first_index + i); }

@@ -3,6 +3,7 @@
 // compiled for one instruction set is never linked into another.
 #pragma once
 
+#include <cstdint>
 #include <type_traits>
 
 #include "arithmetic.inl"
@@ -23,13 +24,39 @@ struct Types {
     static constexpr bool l2 = is_l2;
 };
 
+// Asks for the state and gradient that a loop will need soon: the processor's own prefetchers stop at page borders, and
+// its window is too short to hide memory behind a square root and a division. May point past the end; nothing is read.
+template <typename L, typename T>
+SUPEROFFLOAD_INLINE void prefetch(const Run& run, std::size_t i) {
+    if constexpr (L::kPrefetchAhead != 0) {
+        const auto ahead = [i](const void* array, std::size_t size) {
+            const auto address = reinterpret_cast<std::uintptr_t>(array) + (i + L::kPrefetchAhead) * size;
+            __builtin_prefetch(reinterpret_cast<const void*>(address));
+        };
+        ahead(run.master, sizeof(float));
+        ahead(run.exp_avg, element_size(T::state));
+        ahead(run.exp_avg_sq, element_size(T::state));
+        ahead(run.gradient, element_size(T::gradient));
+    }
+}
+
+// Stores past the caches go to aligned addresses only. Ranges start at whole blocks, so the arrays' starts decide.
+SUPEROFFLOAD_INLINE bool stores_past_cache(const Run& run) {
+    constexpr std::uintptr_t kLine = 64;
+    const auto shadow = reinterpret_cast<std::uintptr_t>(run.shadow);
+    const auto codes = reinterpret_cast<std::uintptr_t>(run.journal.codes);
+    return run.past_cache && (shadow | codes) % kLine == 0;
+}
+
 // Every loop works on a copy of the run that no store can alias, so that its fields stay in registers.
 
 template <typename L, typename T>
 SUPEROFFLOAD_INLINE void step_lanes(const Run& shared, std::size_t begin, std::size_t end) {
     const Run run = shared;
     const Scalars& s = run.frozen;
+    const bool past_cache = stores_past_cache(run);
     for (std::size_t i = begin; i < end; i += L::width()) {
+        prefetch<L, T>(run, i);
         const auto p = L::load(run.master + i);
         const auto g = effective_gradient<L, T::l2>(s, load_element<L, T::gradient>(run.gradient, i), p);
         auto m = load_element<L, T::state>(run.exp_avg, i);
@@ -40,7 +67,7 @@ SUPEROFFLOAD_INLINE void step_lanes(const Run& shared, std::size_t begin, std::s
         store_element<L, T::state>(run.exp_avg, i, m);
         store_element<L, T::state>(run.exp_avg_sq, i, v);
         L::store(run.master + i, next);
-        if (run.shadow != nullptr) store_element<L, T::shadow>(run.shadow, i, next);
+        if (run.shadow != nullptr) store_shadow<L, T::shadow>(run.shadow, i, next, past_cache);
     }
 }
 
@@ -48,13 +75,16 @@ template <typename L, typename T>
 SUPEROFFLOAD_INLINE void publish_lanes(const Run& shared, std::size_t begin, std::size_t end) {
     const Run run = shared;
     const Scalars& s = run.frozen;
+    const bool past_cache = stores_past_cache(run);
     for (std::size_t i = begin; i < end; i += L::width()) {
+        prefetch<L, T>(run, i);
         const auto p = L::load(run.master + i);
         const auto g = effective_gradient<L, T::l2>(s, load_element<L, T::gradient>(run.gradient, i), p);
         auto m = load_element<L, T::state>(run.exp_avg, i);
         auto v = load_element<L, T::state>(run.exp_avg_sq, i);
         next_moments<L, T::state>(s, m, v, first_increment<L>(s, g), second_increment<L>(s, g), run.index_of(i));
-        store_element<L, T::shadow>(run.shadow, i, L::canonical(next_master<L, T::l2>(s, p, direction<L>(s, m, v))));
+        const auto next = L::canonical(next_master<L, T::l2>(s, p, direction<L>(s, m, v)));
+        store_shadow<L, T::shadow>(run.shadow, i, next, past_cache);
     }
 }
 
@@ -63,7 +93,9 @@ SUPEROFFLOAD_INLINE void journal_lanes(const Run& shared, std::size_t block, std
                                        BlockEscapes& escapes) {
     const Run run = shared;
     const Scalars& s = run.frozen;
+    const bool past_cache = stores_past_cache(run);
     for (std::size_t i = begin; i < end; i += L::width()) {
+        prefetch<L, T>(run, i);
         const auto p = L::load(run.master + i);
         const auto m = load_element<L, T::state>(run.exp_avg, i);
         const auto v = load_element<L, T::state>(run.exp_avg_sq, i);
@@ -79,13 +111,13 @@ SUPEROFFLOAD_INLINE void journal_lanes(const Run& shared, std::size_t block, std
         store_element<L, T::state>(run.exp_avg, i, next_m);
         store_element<L, T::state>(run.exp_avg_sq, i, next_v);
         L::store(run.master + i, next_p);
-        store_element<L, T::shadow>(run.shadow, i, next_p);
+        store_shadow<L, T::shadow>(run.shadow, i, next_p, past_cache);
         const auto est_m = estimated_word<L, T::state>(estimate_exp_avg<L>(s, next_m, first));
         const auto est_v = estimated_word<L, T::state>(estimate_exp_avg_sq<L>(s, next_v, second));
         const auto est_p = estimated_word<L, ElementType::f32>(estimate_master<L, T::l2>(s, next_p, q));
-        const auto codes = encode<L, width>(word_of<L, T::state>(m), est_m, word_of<L, T::state>(v), est_v,
-                                            L::bits(p), est_p, next_p, escapes, i - block);
-        store_codes<L, width>(run.journal.codes, i, codes);
+        const auto codes = encode<L, width>(word_of<L, T::state>(m), est_m, word_of<L, T::state>(v), est_v, L::bits(p),
+                                            est_p, next_p, escapes, i - block);
+        store_codes<L, width>(run.journal.codes, i, codes, past_cache);
     }
 }
 
@@ -95,6 +127,7 @@ SUPEROFFLOAD_INLINE void undo_lanes(const Run& shared, std::size_t begin, std::s
     const Run run = shared;
     const Scalars& s = run.frozen;
     for (std::size_t i = begin; i < end; i += L::width()) {
+        prefetch<L, T>(run, i);
         const auto p = L::load(run.master + i);
         const auto m = load_element<L, T::state>(run.exp_avg, i);
         const auto v = load_element<L, T::state>(run.exp_avg_sq, i);
@@ -129,6 +162,7 @@ SUPEROFFLOAD_INLINE void undo_moment_lanes(const Run& shared, std::size_t begin,
     const Run run = shared;
     const Scalars& s = run.frozen;
     for (std::size_t i = begin; i < end; i += L::width()) {
+        prefetch<L, T>(run, i);
         const auto p = L::load(run.master + i);
         const auto m = load_element<L, T::state>(run.exp_avg, i);
         const auto v = load_element<L, T::state>(run.exp_avg_sq, i);
@@ -192,8 +226,8 @@ bool journal_range(const Run& run, Range range) {
             return false;
         }
         // Where one- and two-byte codes have the same bits, a wide escape is a narrow one too.
-        entry.narrow_escapes = static_cast<std::uint16_t>(width == 1 ? escapes.total()
-                                                                     : escapes.narrow + escapes.component[2].count);
+        entry.narrow_escapes =
+            static_cast<std::uint16_t>(width == 1 ? escapes.total() : escapes.narrow + escapes.component[2].count);
     }
     return true;
 }
@@ -241,6 +275,12 @@ inline auto with_types(const Run& run, ElementType shadow_type, F f) {
     });
 }
 
+// Whoever is told that a range is done must find its shadow.
+template <typename L>
+SUPEROFFLOAD_INLINE void finish_stores(const Run& run) {
+    if (run.past_cache) L::fence();
+}
+
 template <typename L>
 void step_all(const Run& run, Range range) {
     with_types(run, run.shadow_type, [&](auto types) {
@@ -248,6 +288,7 @@ void step_all(const Run& run, Range range) {
         step_lanes<L, decltype(types)>(run, range.begin, middle);
         step_lanes<ScalarLanes, decltype(types)>(run, middle, range.end);
     });
+    finish_stores<L>(run);
 }
 
 template <typename L>
@@ -257,14 +298,17 @@ void publish_all(const Run& run, Range range) {
         publish_lanes<L, decltype(types)>(run, range.begin, middle);
         publish_lanes<ScalarLanes, decltype(types)>(run, middle, range.end);
     });
+    finish_stores<L>(run);
 }
 
 template <typename L>
 bool step_journaled_all(const Run& run, Range range) {
-    return with_types(run, run.shadow_type, [&](auto types) {
+    const bool fits = with_types(run, run.shadow_type, [&](auto types) {
         return run.journal.width == 1 ? journal_range<L, decltype(types), 1>(run, range)
                                       : journal_range<L, decltype(types), 2>(run, range);
     });
+    finish_stores<L>(run);
+    return fits;
 }
 
 template <typename L>
@@ -294,8 +338,7 @@ void replay_all(const Run& run, Range range, const Scalars& scalars) {
 
 template <typename L>
 constexpr Kernels kernels_of(const char* name) {
-    return {name,          step_all<L>,    step_journaled_all<L>, undo_all<L>,
-            replay_all<L>, publish_all<L>, pack_all<L>};
+    return {name, step_all<L>, step_journaled_all<L>, undo_all<L>, replay_all<L>, publish_all<L>, pack_all<L>};
 }
 
 }  // namespace

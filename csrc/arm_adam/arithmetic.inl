@@ -25,6 +25,15 @@ SUPEROFFLOAD_INLINE void store_element(void* base, std::size_t i, typename L::F 
     if constexpr (type == ElementType::f16) L::store_f16(static_cast<std::uint16_t*>(base) + i, x);
 }
 
+// The published copy. `past_cache`: nobody reads it soon, and whole lines are written, so memory need not be read
+// first.
+template <typename L, ElementType type>
+SUPEROFFLOAD_INLINE void store_shadow(void* base, std::size_t i, typename L::F x, bool past_cache) {
+    if constexpr (type == ElementType::f32) L::store_shadow(static_cast<float*>(base) + i, x, past_cache);
+    if constexpr (type == ElementType::bf16) L::store_bf16(static_cast<std::uint16_t*>(base) + i, x, past_cache);
+    if constexpr (type == ElementType::f16) L::store_f16(static_cast<std::uint16_t*>(base) + i, x, past_cache);
+}
+
 // The gradient as it enters the moments.
 template <typename L, bool l2>
 SUPEROFFLOAD_INLINE typename L::F effective_gradient(const Scalars& s, typename L::F raw, typename L::F master) {

@@ -24,9 +24,7 @@ const Candidate kCandidates[] = {
     {&kScalarKernels, [] { return true; }},
 #ifdef SUPEROFFLOAD_BUILT_AVX2
     {&kAvx2Kernels,
-     [] {
-         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-     }},
+     [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }},
 #endif
 #ifdef SUPEROFFLOAD_BUILT_AVX512
     {&kAvx512Kernels,

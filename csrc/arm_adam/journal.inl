@@ -38,9 +38,9 @@ constexpr int shift() {
 }
 
 template <typename L, int width>
-SUPEROFFLOAD_INLINE void store_codes(std::uint8_t* codes, std::size_t i, typename L::U x) {
-    if constexpr (width == 1) L::store_codes8(codes + i, x);
-    if constexpr (width == 2) L::store_codes16(codes + 2 * i, x);
+SUPEROFFLOAD_INLINE void store_codes(std::uint8_t* codes, std::size_t i, typename L::U x, bool past_cache) {
+    if constexpr (width == 1) L::store_codes8(codes + i, x, past_cache);
+    if constexpr (width == 2) L::store_codes16(codes + 2 * i, x, past_cache);
 }
 
 template <typename L, int width>

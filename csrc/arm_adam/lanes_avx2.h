@@ -22,13 +22,17 @@ struct Avx2Lanes {
     static U set_u(std::uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
     static F load(const float* p) { return _mm256_loadu_ps(p); }
     static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+    static void store_shadow(float* p, F x, bool past_cache) { past_cache ? _mm256_stream_ps(p, x) : store(p, x); }
+    static void fence() { _mm_sfence(); }
+    static constexpr std::size_t kPrefetchAhead = 128;  // elements
 
     static __m128i load_half(const std::uint16_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
-    static void store_half(std::uint16_t* p, __m128i x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), x); }
-    // The low 16 bits of each 32-bit lane, which hold no more than that.
-    static __m128i narrow16(U u) {
-        return _mm_packus_epi32(_mm256_castsi256_si128(u), _mm256_extracti128_si256(u, 1));
+    static void store_half(void* p, __m128i x, bool past_cache) {
+        auto* to = static_cast<__m128i*>(p);
+        past_cache ? _mm_stream_si128(to, x) : _mm_storeu_si128(to, x);
     }
+    // The low 16 bits of each 32-bit lane, which hold no more than that.
+    static __m128i narrow16(U u) { return _mm_packus_epi32(_mm256_castsi256_si128(u), _mm256_extracti128_si256(u, 1)); }
     static M is_nan(F x) { return bits(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)); }
 
     static F load_bf16(const std::uint16_t* p) {
@@ -36,14 +40,14 @@ struct Avx2Lanes {
     }
     static F load_f16(const std::uint16_t* p) { return _mm256_cvtph_ps(load_half(p)); }
     // Both conversions are given canonical values: that NaN becomes 0x7fc0 and 0x7e00 like any other number.
-    static void store_bf16(std::uint16_t* p, F x) {
+    static void store_bf16(std::uint16_t* p, F x, bool past_cache = false) {
         const U u = bits(x);
         const U odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), set_u(1));
         const U rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, set_u(0x7fff)), odd), 16);
-        store_half(p, narrow16(rounded));
+        store_half(p, narrow16(rounded), past_cache);
     }
-    static void store_f16(std::uint16_t* p, F x) {
-        store_half(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    static void store_f16(std::uint16_t* p, F x, bool past_cache = false) {
+        store_half(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), past_cache);
     }
 
     static F add(F a, F b) { return _mm256_add_ps(a, b); }
@@ -91,16 +95,15 @@ struct Avx2Lanes {
         }
     }
 
-    static void store_codes8(std::uint8_t* p, U codes) {
+    // Eight bytes are too few to go past the caches: that was slower.
+    static void store_codes8(std::uint8_t* p, U codes, bool) {
         const __m128i words = narrow16(codes);
         _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
     }
     static U load_codes8(const std::uint8_t* p) {
         return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     }
-    static void store_codes16(std::uint8_t* p, U codes) {
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow16(codes));
-    }
+    static void store_codes16(std::uint8_t* p, U codes, bool past_cache) { store_half(p, narrow16(codes), past_cache); }
     static U load_codes16(const std::uint8_t* p) {
         return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     }

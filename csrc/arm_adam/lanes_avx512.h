@@ -22,23 +22,29 @@ struct Avx512Lanes {
     static U set_u(std::uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
     static F load(const float* p) { return _mm512_loadu_ps(p); }
     static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+    static void store_shadow(float* p, F x, bool past_cache) { past_cache ? _mm512_stream_ps(p, x) : store(p, x); }
+    static void fence() { _mm_sfence(); }
+    static constexpr std::size_t kPrefetchAhead = 128;  // elements
 
     static __m256i load_half(const std::uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-    static void store_half(std::uint16_t* p, __m256i x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
+    static void store_half(void* p, __m256i x, bool past_cache) {
+        auto* to = static_cast<__m256i*>(p);
+        past_cache ? _mm256_stream_si256(to, x) : _mm256_storeu_si256(to, x);
+    }
     static F load_bf16(const std::uint16_t* p) {
         return from_bits(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_half(p)), 16));
     }
     static F load_f16(const std::uint16_t* p) { return _mm512_cvtph_ps(load_half(p)); }
     // Both conversions are given canonical values: that NaN becomes 0x7fc0 and 0x7e00 like any other number. bf16 by
     // integers: the native conversion flushes denormals.
-    static void store_bf16(std::uint16_t* p, F x) {
+    static void store_bf16(std::uint16_t* p, F x, bool past_cache = false) {
         const U u = bits(x);
         const U odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), set_u(1));
         const U rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, set_u(0x7fff)), odd), 16);
-        store_half(p, _mm512_cvtepi32_epi16(rounded));
+        store_half(p, _mm512_cvtepi32_epi16(rounded), past_cache);
     }
-    static void store_f16(std::uint16_t* p, F x) {
-        store_half(p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    static void store_f16(std::uint16_t* p, F x, bool past_cache = false) {
+        store_half(p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), past_cache);
     }
 
     static F add(F a, F b) { return _mm512_add_ps(a, b); }
@@ -79,14 +85,16 @@ struct Avx512Lanes {
         list.count += count(m);
     }
 
-    static void store_codes8(std::uint8_t* p, U codes) {
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(codes));
+    static void store_codes8(std::uint8_t* p, U codes, bool past_cache) {
+        auto* to = reinterpret_cast<__m128i*>(p);
+        const __m128i bytes = _mm512_cvtepi32_epi8(codes);
+        past_cache ? _mm_stream_si128(to, bytes) : _mm_storeu_si128(to, bytes);
     }
     static U load_codes8(const std::uint8_t* p) {
         return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     }
-    static void store_codes16(std::uint8_t* p, U codes) {
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(codes));
+    static void store_codes16(std::uint8_t* p, U codes, bool past_cache) {
+        store_half(p, _mm512_cvtepi32_epi16(codes), past_cache);
     }
     static U load_codes16(const std::uint8_t* p) {
         return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));

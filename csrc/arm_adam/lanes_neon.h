@@ -24,17 +24,21 @@ struct NeonLanes {
     static U set_u(std::uint32_t x) { return vdupq_n_u32(x); }
     static F load(const float* p) { return vld1q_f32(p); }
     static void store(float* p, F x) { vst1q_f32(p, x); }
+    // ARM's cores notice whole lines being written by themselves; there is nothing to ask for.
+    static void store_shadow(float* p, F x, bool) { store(p, x); }
+    static void fence() {}
+    static constexpr std::size_t kPrefetchAhead = 0;
 
     static F load_bf16(const std::uint16_t* p) { return from_bits(vshll_n_u16(vld1_u16(p), 16)); }
     static F load_f16(const std::uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
     // Both conversions are given canonical values: that NaN becomes 0x7fc0 and 0x7e00 like any other number. bf16 by
     // integers: not every AArch64 processor has the native conversion.
-    static void store_bf16(std::uint16_t* p, F x) {
+    static void store_bf16(std::uint16_t* p, F x, bool = false) {
         const U u = bits(x);
         const U odd = vandq_u32(vshrq_n_u32(u, 16), set_u(1));
         vst1_u16(p, vaddhn_u32(u, vaddq_u32(odd, set_u(0x7fff))));
     }
-    static void store_f16(std::uint16_t* p, F x) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
+    static void store_f16(std::uint16_t* p, F x, bool = false) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
 
     static F add(F a, F b) { return vaddq_f32(a, b); }
     static F sub(F a, F b) { return vsubq_f32(a, b); }
@@ -95,7 +99,7 @@ struct NeonLanes {
         list.count = end;
     }
 
-    static void store_codes8(std::uint8_t* p, U codes) {
+    static void store_codes8(std::uint8_t* p, U codes, bool) {
         const uint16x4_t words = vmovn_u32(codes);
         const uint8x8_t bytes = vmovn_u16(vcombine_u16(words, words));
         const std::uint32_t four = vget_lane_u32(vreinterpret_u32_u8(bytes), 0);
@@ -106,7 +110,7 @@ struct NeonLanes {
         std::memcpy(&four, p, sizeof four);
         return vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
     }
-    static void store_codes16(std::uint8_t* p, U codes) { vst1_u8(p, vreinterpret_u8_u16(vmovn_u32(codes))); }
+    static void store_codes16(std::uint8_t* p, U codes, bool) { vst1_u8(p, vreinterpret_u8_u16(vmovn_u32(codes))); }
     static U load_codes16(const std::uint8_t* p) { return vmovl_u16(vreinterpret_u16_u8(vld1_u8(p))); }
 
     struct Sums {

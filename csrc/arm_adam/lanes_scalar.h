@@ -33,6 +33,10 @@ struct ScalarLanes {
     static U set_u(std::uint32_t x) { return x; }
     static F load(const float* p) { return *p; }
     static void store(float* p, F x) { *p = x; }
+    // One element at a time fills no line: nothing is stored past the caches.
+    static void store_shadow(float* p, F x, bool) { store(p, x); }
+    static void fence() {}
+    static constexpr std::size_t kPrefetchAhead = 0;
 
     static F load_bf16(const std::uint16_t* p) { return from_bits(U{*p} << 16); }
     static F load_f16(const std::uint16_t* p) {
@@ -45,11 +49,11 @@ struct ScalarLanes {
         const F magnitude = static_cast<F>(fraction) * from_bits(0x33800000u);  // denormal: fraction x 2^-24, exact
         return from_bits(bits(magnitude) | sign);
     }
-    static void store_bf16(std::uint16_t* p, F x) {
+    static void store_bf16(std::uint16_t* p, F x, bool = false) {
         const U u = bits(x);
         *p = x != x ? std::uint16_t{0x7fc0} : static_cast<std::uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
     }
-    static void store_f16(std::uint16_t* p, F x) {
+    static void store_f16(std::uint16_t* p, F x, bool = false) {
         const U u = bits(x);
         const U sign = (u >> 16) & 0x8000u;
         const U magnitude = u & 0x7fffffffu;
@@ -104,9 +108,9 @@ struct ScalarLanes {
         if (m) list.append(index, old);
     }
 
-    static void store_codes8(std::uint8_t* p, U codes) { *p = static_cast<std::uint8_t>(codes); }
+    static void store_codes8(std::uint8_t* p, U codes, bool) { *p = static_cast<std::uint8_t>(codes); }
     static U load_codes8(const std::uint8_t* p) { return *p; }
-    static void store_codes16(std::uint8_t* p, U codes) {
+    static void store_codes16(std::uint8_t* p, U codes, bool) {
         const auto code = static_cast<std::uint16_t>(codes);
         std::memcpy(p, &code, sizeof code);
     }

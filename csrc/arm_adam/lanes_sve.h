@@ -25,6 +25,10 @@ struct SveLanes {
     static U set_u(std::uint32_t x) { return svdup_n_u32(x); }
     static F load(const float* p) { return svld1_f32(all(), p); }
     static void store(float* p, F x) { svst1_f32(all(), p, x); }
+    // ARM's cores notice whole lines being written by themselves; there is nothing to ask for.
+    static void store_shadow(float* p, F x, bool) { store(p, x); }
+    static void fence() {}
+    static constexpr std::size_t kPrefetchAhead = 0;
 
     static F load_bf16(const std::uint16_t* p) { return from_bits(svlsl_n_u32_x(all(), svld1uh_u32(all(), p), 16)); }
     static F load_f16(const std::uint16_t* p) {
@@ -32,13 +36,13 @@ struct SveLanes {
     }
     // Both conversions are given canonical values: that NaN becomes 0x7fc0 and 0x7e00 like any other number. bf16 by
     // integers: not every AArch64 processor has the native conversion.
-    static void store_bf16(std::uint16_t* p, F x) {
+    static void store_bf16(std::uint16_t* p, F x, bool = false) {
         const U u = bits(x);
         const U odd = svand_n_u32_x(all(), svlsr_n_u32_x(all(), u, 16), 1);
         const U sum = svadd_u32_x(all(), svadd_n_u32_x(all(), u, 0x7fff), odd);
         svst1h_u32(all(), p, svlsr_n_u32_x(all(), sum, 16));
     }
-    static void store_f16(std::uint16_t* p, F x) {
+    static void store_f16(std::uint16_t* p, F x, bool = false) {
         svst1h_u32(all(), p, svreinterpret_u32_f16(svcvt_f16_f32_x(all(), x)));
     }
 
@@ -91,9 +95,9 @@ struct SveLanes {
         list.count += count(m);
     }
 
-    static void store_codes8(std::uint8_t* p, U codes) { svst1b_u32(all(), p, codes); }
+    static void store_codes8(std::uint8_t* p, U codes, bool) { svst1b_u32(all(), p, codes); }
     static U load_codes8(const std::uint8_t* p) { return svld1ub_u32(all(), p); }
-    static void store_codes16(std::uint8_t* p, U codes) {
+    static void store_codes16(std::uint8_t* p, U codes, bool) {
         svst1h_u32(all(), reinterpret_cast<std::uint16_t*>(p), codes);
     }
     static U load_codes16(const std::uint8_t* p) {

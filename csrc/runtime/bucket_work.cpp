@@ -3,6 +3,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "huge_pages.h"
+
 namespace superoffload {
 namespace {
 
@@ -30,7 +32,9 @@ BucketWork::BucketWork(std::vector<RunOfShard> runs, std::uint64_t journal_bytes
         parts_.push_back(part);
     }
     if (journal_bytes_ == 0) return;
-    journal_.reset(new std::uint32_t[(journal_bytes_ + 3) / 4]);  // untouched until used: no page is taken yet
+    // Untouched until used: no page is taken yet.
+    journal_.reset(static_cast<std::uint32_t*>(::operator new(round_up(journal_bytes_), kJournalAlign)));
+    prefer_huge_pages(journal_.get(), journal_bytes_);
     blocks_.resize(blocks);
 }
 

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "../arm_adam/adam.h"
@@ -53,8 +54,8 @@ class BucketWork {
 
    private:
     struct Part {
-        adam::Run run;             // frozen: the scalars of the last step or journaled step
-        adam::Scalars next;        // frozen by freeze(), not yet used
+        adam::Run run;       // frozen: the scalars of the last step or journaled step
+        adam::Scalars next;  // frozen by freeze(), not yet used
         std::uint64_t noise_stream;
         bool present;              // has a gradient, by freeze()
         bool journaled;            // was part of the journaled step
@@ -73,7 +74,11 @@ class BucketWork {
     std::size_t numel_ = 0;
     std::uint64_t padded_ = 0;  // elements, each run rounded up so that codes stay aligned
     std::uint64_t journal_bytes_;
-    std::unique_ptr<std::uint32_t[]> journal_;
+    struct FreeAligned {
+        void operator()(std::uint32_t* words) const { ::operator delete(words, kJournalAlign); }
+    };
+    static constexpr std::align_val_t kJournalAlign{64};  // whole lines can go past the caches
+    std::unique_ptr<std::uint32_t, FreeAligned> journal_;
     std::vector<adam::JournalBlock> blocks_;
     adam::JournalArena arena_{nullptr, 0, 0};
     int width_ = 0;

@@ -102,7 +102,8 @@ class Bucket {
                 shadow_.data(),      {codes_.data(), blocks_.as<adam::JournalBlock>(), &arena_, case_.width},
                 case_.numel,         case_.gradient,
                 case_.shadow,        scalars,
-                case_.state,         case_.seed * 5};
+                case_.state,         case_.seed * 5,
+                case_.numel % 2 == 0};  // half of all cases store past the caches
     }
     adam::Range all() const { return {0, case_.numel}; }
 

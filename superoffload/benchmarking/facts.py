@@ -7,12 +7,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from superoffload.memory import largest_cache_bytes
 from superoffload.reporting.machine import machine_facts
 
 _ROOT = Path(__file__).resolve().parents[2]
-_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_UNKNOWN_CACHE = 32 << 20  # where the system does not tell: larger than most
 
 
 def benchmark_machine_facts() -> dict[str, Any]:
@@ -44,21 +43,6 @@ def _git(*arguments: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return shown.stdout.strip()
-
-
-def largest_cache_bytes() -> int:
-    """The last cache before memory, as the first processor sees it."""
-    sizes = [_cache_size(path) for path in _CACHES.glob("index*/size")]
-    return max(sizes, default=0) or _UNKNOWN_CACHE
-
-
-def _cache_size(path: Path) -> int:
-    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    try:
-        text = path.read_text().strip()
-        return int(text[:-1]) * units[text[-1]] if text[-1:] in units else int(text)
-    except (OSError, ValueError):
-        return 0
 
 
 def huge_page_mode() -> str:

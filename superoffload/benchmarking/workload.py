@@ -10,6 +10,7 @@ from torch import Tensor
 from superoffload import _native
 from superoffload.bucket import ELEMENT_TYPES
 from superoffload.core import JOURNAL_BYTES_PER_PARAM
+from superoffload.memory import exceeds_caches, host_empty, host_zeros
 
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 1e-2
 
@@ -42,16 +43,16 @@ class Workload:
         self.numel = numel
         self.step = _FIRST_STEP - 1
         self.master = _repeated(0.02 * normal(), numel)
-        self.exp_avg = torch.zeros(numel, dtype=moments)
-        self.exp_avg_sq = torch.zeros(numel, dtype=moments)
+        self.exp_avg = host_zeros(numel, moments)
+        self.exp_avg_sq = host_zeros(numel, moments)
         # Every element has a scale and a direction of its own, as the rows of real matrices do, under more noise.
         scale = 1e-3 * torch.exp(normal())
         direction = 0.3 * normal()
         self.gradients = [
             _repeated((scale * (direction + normal())).to(torch.bfloat16), numel) for _ in range(_GRADIENTS)
         ]
-        self.shadow = torch.zeros(numel, dtype=torch.bfloat16)
-        self.codes = torch.zeros(2 * numel, dtype=torch.uint8)  # for the memory limit; journals have their own
+        self.shadow = host_zeros(numel, torch.bfloat16)
+        self.codes = host_zeros(2 * numel, torch.uint8)  # for the memory limit; journals have their own
         self._works = [self._work(gradient) for gradient in self.gradients]
         self._turn = 0
         for _ in range(_WARM_UP_STEPS):
@@ -68,6 +69,7 @@ class Workload:
             gradient_type=ELEMENT_TYPES[gradient.dtype],
             shadow_type=ELEMENT_TYPES[self.shadow.dtype],
             state_type=ELEMENT_TYPES[self.exp_avg.dtype],
+            past_cache=exceeds_caches(self.numel),
         )
         return _native.BucketWork([run], int(JOURNAL_BYTES_PER_PARAM * self.numel) + _JOURNAL_BYTES)
 
@@ -113,7 +115,7 @@ class Workload:
 
 def _repeated(tile: Tensor, numel: int) -> Tensor:
     """`tile` over and over, `numel` elements."""
-    result = torch.empty(numel, dtype=tile.dtype)
+    result = host_empty(numel, tile.dtype)
     whole = numel // tile.numel()
     result[: whole * tile.numel()].view(whole, tile.numel()).copy_(tile)
     result[whole * tile.numel() :].copy_(tile[: numel - whole * tile.numel()])

@@ -1,0 +1,31 @@
+// Huge pages for large arrays: kernels walk several at once, and with small pages translations run out.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
+namespace superoffload {
+
+// Asks for huge pages in the part of an array that fills whole ones. Best called before its memory is first touched. A
+// hint: where the system has none to give, or has larger base pages (then huge ones are hundreds of MiB), nothing
+// changes.
+inline void prefer_huge_pages(void* array, std::size_t bytes) {
+#ifdef __linux__
+    constexpr std::uintptr_t kHugePage = std::uintptr_t{1} << 21;
+    if (sysconf(_SC_PAGESIZE) != 4096) return;
+    const auto start = reinterpret_cast<std::uintptr_t>(array);
+    const std::uintptr_t first = (start + kHugePage - 1) & ~(kHugePage - 1);
+    const std::uintptr_t last = (start + bytes) & ~(kHugePage - 1);
+    if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#else
+    (void)array;
+    (void)bytes;
+#endif
+}
+
+}  // namespace superoffload

@@ -1,0 +1,50 @@
+"""Host memory for state, gradients and shadows, and whether all of it exceeds the processor's caches."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from superoffload import _native
+
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_UNKNOWN_CACHE = 32 << 20  # where the system does not tell: larger than most
+
+BYTES_PER_PARAM = 18  # master, moments, packed gradient, shadow, journal: what a step touches, at least
+
+
+def host_empty(numel: int, dtype: torch.dtype) -> Tensor:
+    """A flat tensor on the CPU with undefined values, on huge pages where the system has them."""
+    tensor = torch.empty(numel, dtype=dtype)
+    _native.prefer_huge_pages(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    return tensor
+
+
+def host_zeros(numel: int, dtype: torch.dtype) -> Tensor:
+    """Likewise, zero."""
+    return host_empty(numel, dtype).zero_()
+
+
+@cache
+def largest_cache_bytes(folder: Path = _CACHES) -> int:
+    """The size of the largest data cache that the first processor sees."""
+    sizes = []
+    for entry in folder.glob("index*"):
+        try:
+            kind, size = (entry / "type").read_text().strip(), (entry / "size").read_text().strip()
+        except OSError:
+            continue
+        if kind != "Instruction" and size[:-1].isdigit():
+            sizes.append(int(size[:-1]) << {"K": 10, "M": 20, "G": 30}.get(size[-1], 0))
+    return max(sizes, default=_UNKNOWN_CACHE)
+
+
+def exceeds_caches(numel: int) -> bool:
+    """Whether a step over so many parameters touches more than the caches hold.
+
+    Then what nobody reads soon (shadows, journal codes) is stored past them, which saves reading it first.
+    """
+    return numel * BYTES_PER_PARAM > largest_cache_bytes()
