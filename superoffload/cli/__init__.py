@@ -14,7 +14,7 @@ from importlib import import_module
 from superoffload import __version__
 from superoffload.errors import ArgumentError, SuperOffloadError
 
-COMMANDS = ("train", "verify")
+COMMANDS = ("train", "verify", "run")
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 

@@ -1,4 +1,4 @@
-"""Ways to train the recorded model: each with stock ZeRO-3 CPU offload, with ours speculating, and with ours waiting."""
+"""Ways to train the recorded model: with stock ZeRO-3 CPU offload, with ours speculating, and with ours waiting."""
 
 from __future__ import annotations
 

@@ -77,7 +77,9 @@ class StockWork:
             return
         if operation == Operation.step_journaled:
             self.saved = [master.clone(), first.clone(), second.clone()]
-        gradient = self.current.grad_partitions_flat_buffer.float() * torch.tensor(self.frozen["gradient_factor"]).float()
+        gradient = (
+            self.current.grad_partitions_flat_buffer.float() * torch.tensor(self.frozen["gradient_factor"]).float()
+        )
         clock = self.clocks[operation == Operation.step_journaled]
         clock.update(max(self.frozen["steps"]), self.frozen["lr"], master, gradient, first, second)
         for piece in self.bucket.pieces:
@@ -103,7 +105,7 @@ class StockPool:
 def plugged_in() -> Iterator[None]:
     """Buckets made here step with DeepSpeed's kernel; ``use(optimizer)`` says whose."""
     original = Bucket.make_work
-    Bucket.make_work = lambda self, journal_bytes: setattr(self, "work", StockWork(self))  # type: ignore[method-assign]
+    Bucket.make_work = lambda self, *_, **__: setattr(self, "work", StockWork(self))  # type: ignore[method-assign]
     try:
         yield
     finally:

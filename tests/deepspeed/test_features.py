@@ -116,7 +116,9 @@ def two_engines(options: dict[str, Any]) -> list[dict[str, str]]:
     digests = []
     for together in (True, False):
         if together:
-            engines = [make_engine(config(options=options, clip=clip), _seeded(seed)) for seed, clip in ((1, 2), (2, 0))]
+            engines = [
+                make_engine(config(options=options, clip=clip), _seeded(seed)) for seed, clip in ((1, 2), (2, 0))
+            ]
             for step in range(4):
                 losses = [engine(*batch(step)) for engine in engines]
                 for engine, loss in zip(engines, losses, strict=True):

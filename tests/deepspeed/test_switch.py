@@ -109,7 +109,7 @@ def test_without_deepspeed() -> None:
     assert "deepspeed is not installed; pip install" in found.stdout
 
 
-# ---- on ranks ---------------------------------------------------------------------------------------------------------
+# ---- on ranks
 
 
 def on_and_off() -> list[str]:
@@ -204,9 +204,7 @@ def test_ratio_on_processors_changes_nothing(ratio: float, two_ranks: Ranks) -> 
         ({"superoffload": {"speed": 1}}, None, "unknown.* speed"),
     ],
 )
-def test_refused_at_initialize(
-    changes: dict[str, Any], optimizer: str | None, words: str, two_ranks: Ranks
-) -> None:
+def test_refused_at_initialize(changes: dict[str, Any], optimizer: str | None, words: str, two_ranks: Ranks) -> None:
     with pytest.raises(RankError, match=words):
         two_ranks.run(initialize, {**config(), **changes, "zero_allow_untested_optimizer": True}, optimizer)
     assert two_ranks.run(initialize, config()) == ["SpeculativeStage3"] * 2  # nothing is left behind

@@ -39,10 +39,8 @@ class Small(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor, use_extra: bool = True) -> Tensor:
         x = self.embed(tokens)
         for block in self.blocks:
-            if self.checkpointing:
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
+            again = self.checkpointing
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if again else block(x)
         if use_extra:
             x = x + self.extra(x)
         logits = self.head(x).float()

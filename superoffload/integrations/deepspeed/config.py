@@ -55,9 +55,7 @@ def read_options(config: Mapping[str, Any]) -> Options:
     known = [field.name for field in fields(Options)]
     unknown = sorted(set(map(str, given)) - set(known))
     if unknown:
-        raise ArgumentError(
-            f'"{OPTIONS_KEY}": unknown {", ".join(unknown)}; expected some of {", ".join(known)}'
-        )
+        raise ArgumentError(f'"{OPTIONS_KEY}": unknown {", ".join(unknown)}; expected some of {", ".join(known)}')
     return Options(**given)
 
 

@@ -95,7 +95,7 @@ def check_groups_alike(parameters: Any, process_group: Any) -> None:
         ranks = dist.get_process_group_ranks(getattr(parameter, "ds_process_group", process_group))
         if ranks != expected:
             raise ArgumentError(
-                f"a parameter of shape {tuple(parameter.ds_shape)} is partitioned over ranks {ranks}, others over {expected} "
-                "(expert or tensor parallelism), which is not supported together with "
+                f"a parameter of shape {tuple(parameter.ds_shape)} is partitioned over ranks {ranks}, others over "
+                f"{expected} (expert or tensor parallelism), which is not supported together with "
                 "superoffload; ZeRO-3 leaf modules work (deepspeed.utils.set_z3_leaf_modules)"
             )

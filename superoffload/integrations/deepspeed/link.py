@@ -10,6 +10,7 @@ from torch import Tensor
 from superoffload import _native
 from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket, Shard
 from superoffload.link import PackTicket
+from superoffload.memory import host_empty
 
 
 class PartitionLink:
@@ -28,7 +29,10 @@ class PartitionLink:
         bucket.gradients = [
             self._gradient_of(piece.shard)[piece.start : piece.start + piece.numel] for piece in bucket.pieces
         ]
-        bucket.shadow = torch.empty(bucket.padded, dtype=bucket.published_dtype, pin_memory=self._pin)
+        if self._pin:
+            bucket.shadow = torch.empty(bucket.padded, dtype=bucket.published_dtype, pin_memory=True)
+        else:
+            bucket.shadow = host_empty(bucket.padded, bucket.published_dtype)
 
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
         assert bucket.gradients is not None

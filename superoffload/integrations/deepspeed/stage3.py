@@ -36,6 +36,7 @@ from superoffload.integrations.deepspeed.features import (
 )
 from superoffload.integrations.deepspeed.ranks import cpus_of_this_rank, fold_over_ranks
 from superoffload.interrupts import held_signals
+from superoffload.memory import host_zeros
 from superoffload.verdict import Verdict
 
 _OPEN: weakref.WeakSet[SpeculativeStage3] = weakref.WeakSet()
@@ -89,9 +90,8 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def _make_driver(self) -> PartitionDriver:
         for flat in self.fp32_partitioned_groups_flat:
-            self.optimizer.state[flat].update(
-                step=self._step_value(0), exp_avg=torch.zeros_like(flat.data), exp_avg_sq=torch.zeros_like(flat.data)
-            )
+            moments = {name: host_zeros(flat.numel(), torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[flat].update(step=self._step_value(0), **moments)
         partitions: list[Partition] = []
         start = shards = 0
         for sub_group, params in enumerate(self.fp16_groups):
