@@ -359,6 +359,14 @@ class Core:
             bucket.renew()
             del self._landing[bucket]
 
+    def settle(self) -> None:
+        """Waits for what was speculated. WorkerError: a worker failed, the step was abandoned, nothing has changed.
+
+        For callers who tell other ranks before any of them acts on the verdict.
+        """
+        with self._caller_at_work():
+            self._settle_all()
+
     def _settle_all(self) -> None:
         """Every speculated bucket done; if a worker failed, the whole step is abandoned before anything shows."""
         self._journaled_numel = self._journaled_bytes = 0

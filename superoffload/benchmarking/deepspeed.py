@@ -274,7 +274,7 @@ class _Entrant:
                 self.step_times.append(time.perf_counter() - began)
                 self.part_times.append(self.part)
             self.steps += 1
-            self.loss = float(loss)
+            self.loss = float(loss.detach())
         if warm_up:
             self.host_bytes = _resident() - self.host_before
 

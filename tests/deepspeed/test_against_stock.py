@@ -9,42 +9,48 @@ import pytest
 from tests.deepspeed.ranks import Ranks
 from tests.deepspeed.scenarios import SCENARIOS, WAYS, compare
 
-STEPS = 10
+STEPS = 8
 # Each step moves a weight by at most about 3 lr = 0.01 and both compute that in fp32 with at most some ten roundings of
 # 2**-24 relative; they add up over the steps.
 TOLERANCE = STEPS * 10 * 2.0**-24
 
 
-def _check_rank(name: str, found: dict[str, Any]) -> None:
+# All ways of training are compared in these; in the others stock and ours with match_stock, which is enough to see
+# whether a feature of DeepSpeed meets the schedule.
+EVERY_WAY = ("clip sometimes", "fp16, dynamic scale", "accumulation, not finite", "two backwards")
+SOME_WAYS = ("stock", "match", "match, waiting", "super_offload")
+
+
+def _check_rank(found: dict[str, Any], *, growing: bool) -> None:
     stock = found["stock"]["record"]
-    for way in {"match", "match, waiting", "super_offload"} & set(found):
+    for way in ("match", "match, waiting", "super_offload"):
         ours = found[way]["record"]
         assert ours["applied"] == stock["applied"], way
         assert ours["scales"] == stock["scales"], way
         assert ours["norms"] == stock["norms"], way  # to the bit
         assert found[way]["away"] < TOLERANCE, way
+        assert found[way]["digests"] == found["match"]["digests"], way
+    if "ours" not in found:
+        return
     for way in ("ours", "ours, waiting", "ours, later"):
         ours = found[way]["record"]
         assert ours["applied"] == stock["applied"], way
-        assert ours["norms"] == pytest.approx(stock["norms"], rel=1e-6) or "dynamic" in name, way
-    assert found["match"]["digests"] == found["match, waiting"]["digests"]
-    assert found.get("super_offload", found["match"])["digests"] == found["match"]["digests"]
-    assert found["ours"]["digests"] == found["ours, waiting"]["digests"] == found["ours, later"]["digests"]
+        if not growing:  # DeepSpeed halves the norm where the loss scale grows
+            assert ours["norms"] == pytest.approx(stock["norms"], rel=1e-6), way
+        assert found[way]["digests"] == found["ours"]["digests"], way
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_stock_and_ours_agree(name: str, two_ranks: Ranks) -> None:
-    some = ("clip sometimes", "two backwards", "parameters offloaded")
-    ways = [way for way in WAYS if way != "super_offload" or name in some]
-    results = two_ranks.run(compare, name, STEPS, ways)
-    for found in results:
-        _check_rank(name, found)
-    ours = [found["ours"]["stats"] for found in results]
-    if name != "clip always":  # there, the first bucket proves the clip
-        assert all(stats["buckets_speculated"] > 0 for stats in ours), "nothing was speculated, so nothing was tested"
-    assert all(found["ours, waiting"]["stats"]["buckets_speculated"] == 0 for found in results)
-    if name == "clip sometimes":
-        assert all(stats["buckets_committed"] and stats["buckets_replayed"] for stats in ours)
+    results = two_ranks.run(compare, name, STEPS, tuple(WAYS) if name in EVERY_WAY else SOME_WAYS)
     skipped = STEPS - sum(results[0]["stock"]["record"]["applied"])
     assert skipped == (2 if SCENARIOS[name].poison else 0)
-    assert all(stats["skipped_steps"] == skipped for stats in ours)
+    for found in results:
+        _check_rank(found, growing="dynamic" in name)
+        stats = found["match"]["stats"]
+        assert stats["skipped_steps"] == skipped
+        assert found["match, waiting"]["stats"]["buckets_speculated"] == 0
+        if name != "clip always":  # there, the first bucket proves the clip
+            assert stats["buckets_speculated"] > 0, "nothing was speculated, so nothing was tested"
+        if name == "clip sometimes":
+            assert stats["buckets_committed"] and stats["buckets_replayed"]

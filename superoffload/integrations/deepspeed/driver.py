@@ -108,6 +108,7 @@ class PartitionDriver:
             self.core.land(shard)
             self.core.arrive(shard, partition.gradient, in_backward=False)
         self.core.decide(unscale=1.0, max_grad_norm=None)
+        self.core.settle()
         total = 0.0
         for shard in self.core.shards:
             if self.core.has_gradient(shard):

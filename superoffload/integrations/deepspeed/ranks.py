@@ -31,12 +31,16 @@ def cpus_of_this_rank(threads: int | None, group: Any) -> list[int]:
     return allowed[rank * len(allowed) // ranks : (rank + 1) * len(allowed) // ranks]
 
 
-def fold_over_ranks(value: float, group: Any, device: torch.device | str) -> float:
-    """The sum of one number of each rank, folded in rank order, so that it has the same bits on all of them."""
-    mine = torch.tensor([value], dtype=torch.float64, device=device)
+def fold_over_ranks(value: float, failed: bool, group: Any, device: torch.device | str) -> tuple[float, list[int]]:
+    """The sum of one number of each rank, folded in rank order, so that it has the same bits on all of them; and the
+    ranks of the group that failed."""
+    mine = torch.tensor([value, float(failed)], dtype=torch.float64, device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
     total = 0.0
-    for number in torch.cat(gathered).tolist():
+    failures = []
+    for rank, (number, flag) in enumerate(torch.stack(gathered).tolist()):
         total += number
-    return total if math.isfinite(total) else math.inf
+        if flag:
+            failures.append(rank)
+    return total if math.isfinite(total) else math.inf, failures

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from superoffload.bucket import Shard
 from superoffload.core import CoreOptions
-from superoffload.errors import StateError
+from superoffload.errors import StateError, WorkerError
 from superoffload.integrations.deepspeed.config import load, read_options
 from superoffload.integrations.deepspeed.delivery import Readers
 from superoffload.integrations.deepspeed.driver import Partition, PartitionDriver, Window
@@ -63,6 +63,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         self._driver: PartitionDriver | None = None
         self._readers: Readers | None = None
         self._arriving: deque[tuple[Any, list[Partition]]] = deque()
+        self._failure: WorkerError | None = None
         super().__init__(module, init_optimizer, param_names, timers, ds_config, **kwargs)
         if self.torch_autocast_gradscaler is not None:
             raise StateError("torch_autocast with fp16: its loss scaler is not supported; use bf16, or fp16 without it")
@@ -164,6 +165,8 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         taken = []
         with held_signals():
             for param, incoming in zip(params_to_release, grad_partitions, strict=True):
+                with self._for_the_next_step():
+                    driver.let_go(driver.partitions[param.ds_id])
                 taken.append(driver.take(param.ds_id, incoming))
                 if not self._on_cpu and param.grad is not None:
                     param.grad.record_stream(get_accelerator().current_stream())
@@ -230,15 +233,40 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
             if not self.overflow:
                 self._post_step({stock.OPTIMIZER_STEP_TIMER})
 
-    def _step_window(self) -> None:
+    @contextmanager
+    def _for_the_next_step(self) -> Iterator[None]:
+        """A failed worker between steps: to raise on one rank alone would leave the others waiting for it."""
+        try:
+            yield
+        except WorkerError as failure:
+            self._failure = self._failure or failure
+
+    def _close_window(self) -> tuple[Window, Tensor]:
+        """This rank's window, and the norm of the scaled gradients over all ranks, from fp64 sums."""
         driver = self._opened()
         frozen = {param.ds_id for param in self._trained() if not param.requires_grad}
-        window = driver.close_window(lambda key: key not in frozen)
+        window = Window(0.0, empty=True)
+        with self._for_the_next_step():
+            window = driver.close_window(lambda key: key not in frozen)
+        failure, self._failure = self._failure, None
+        device = get_accelerator().current_device_name()
+        total, failed = fold_over_ranks(window.sum_of_squares, failure is not None, self.dp_process_group, device)
+        if failed:
+            driver.abandon()
+            mine = f": {failure}" if failure is not None else ""
+            raise WorkerError(f"a worker thread failed on rank {failed}{mine}; no rank stepped")
+        return window, torch.tensor(math.sqrt(total), dtype=torch.float64)
+
+    def _step_window(self) -> None:
+        driver = self._opened()
+        window, norm = self._close_window()
         scale = float(self.loss_scale)
-        norm = self._stock_norm(window) if self.superoffload_options.match_stock else self._norm(window)
+        if self.superoffload_options.match_stock:
+            norm = self._stock_norm(window)
         self.overflow = not math.isfinite(float(norm))
         if self.overflow:
-            driver.step(Verdict(math.inf, 1.0, True, 1.0 / scale), later=False)
+            with self._for_the_next_step():
+                driver.step(Verdict(math.inf, 1.0, True, 1.0 / scale), later=False)
             self._update_scale(True)
             self._global_grad_norm = float("inf")
             self._overflow_clean_up(scale)
@@ -250,14 +278,9 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         if not window.empty:
             coefficient, factor = self._clip(norm, scale)
             verdict = Verdict(float(self._global_grad_norm), coefficient, False, factor)
-            driver.step(verdict, later=self._delivers_later)
+            with self._for_the_next_step():  # the step was completed all the same
+                driver.step(verdict, later=self._delivers_later)
         self._show_steps()
-
-    def _norm(self, window: Window) -> Tensor:
-        """The norm of the scaled gradients over all ranks, from fp64 sums."""
-        device = get_accelerator().current_device_name()
-        total = fold_over_ranks(window.sum_of_squares, self.dp_process_group, device)
-        return torch.tensor(math.sqrt(total), dtype=torch.float64)
 
     def _stock_norm(self, window: Window) -> Tensor:
         """DeepSpeed's own: per parameter, per sub-group, in fp32; infinite where it would skip the step."""
@@ -313,7 +336,8 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def _before_gather(self, params: list[Any]) -> None:
         if self._driver is not None:
-            self._driver.deliver([param.ds_id for param in params])
+            with self._for_the_next_step():
+                self._driver.deliver([param.ds_id for param in params])
 
     def _after_update(self, params: list[Any]) -> None:
         """``GatheredParameters(..., modifier_rank=...)`` wrote parameters: the masters follow."""
