@@ -318,7 +318,8 @@ def _model(workload: Workload) -> Any:
             self.dtype = torch.bfloat16 if workload.precision == "bf16" else torch.float32
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (self.layers(x) - x.roll(1, -1)).float().square().mean()
+            loss: torch.Tensor = (self.layers(x) - x.roll(1, -1)).float().square().mean()
+            return loss
 
     return Model()
 

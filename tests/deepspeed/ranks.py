@@ -40,7 +40,8 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send((case, args, kwargs))
         ends = time.monotonic() + timeout
-        results, errors = [], []
+        results: list[Any] = []
+        errors: list[Any] = []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(max(0.0, ends - time.monotonic())):
                 self.close()

@@ -125,7 +125,7 @@ def compare(name: str, steps: int, ways: Sequence[str] = tuple(WAYS)) -> dict[st
     reference: dict[str, Tensor] | None = None
     for way in ways:
         engine = scenario.engine(*WAYS[way])
-        found = {"record": scenario.train(engine, range(steps))}
+        found: dict[str, Any] = {"record": scenario.train(engine, range(steps))}
         if way == "stock":
             reference = masters(engine)
         else:

@@ -22,7 +22,8 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        out: Tensor = self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        return x + out
 
 
 class Small(nn.Module):

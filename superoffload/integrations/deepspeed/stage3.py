@@ -121,7 +121,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
     def _numel_here(self, param: Any) -> int:
         """Elements of ``param`` on this rank, without the padding of the last partition."""
         size = int(param.partition_numel())
-        first = size * dist.get_rank(group=self.dp_process_group)
+        first = size * int(dist.get_rank(group=self.dp_process_group))
         return max(0, min(size, int(param.ds_numel) - first))
 
     def _make_shard(self, param: Any, index: int, sub_group: int, offset: int, numel: int) -> Shard:
@@ -268,7 +268,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
             with self._for_the_next_step():
                 driver.step(Verdict(math.inf, 1.0, True, 1.0 / scale), later=False)
             self._update_scale(True)
-            self._global_grad_norm = float("inf")
+            self._global_grad_norm: Any = float("inf")
             self._overflow_clean_up(scale)
             return
         self._update_scale(False)
@@ -297,7 +297,8 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         norms = torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in self._get_norm_groups()])
         if bool((~torch.isfinite(norms) | (norms < 0)).any()):
             return torch.tensor(math.inf)
-        return torch.linalg.vector_norm(norms)
+        combined: Tensor = torch.linalg.vector_norm(norms)
+        return combined
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """Known from packing; DeepSpeed would read the whole gradient buffer twice more."""
@@ -319,7 +320,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def _post_step(self, timer_names: Any = ()) -> None:
         """Persistent parameters are gathered by their next reader, where parameters are delivered on demand."""
-        persistent = self.persistent_parameters
+        persistent: Any = getattr(self, "persistent_parameters")  # noqa: B009
         if self._delivers_later:
             self.persistent_parameters = []
         try:
@@ -364,7 +365,8 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
             self._opened().let_go(partition)
             partition.arrivals = max(1, partition.arrivals)
             partition.written = True
-        return self.grad_partitions_flat_buffer[partition.start : partition.start + param.partition_numel()]
+        found: Tensor = self.grad_partitions_flat_buffer[partition.start : partition.start + param.partition_numel()]
+        return found
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
         """Copies in fp32, by sub-group and place in it."""
