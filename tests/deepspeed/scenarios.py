@@ -107,6 +107,7 @@ SCENARIOS: dict[str, Scenario] = {
     "no reduce-scatter": Scenario({"clip": CLIP_SOME, "zero": {"reduce_scatter": False}}),
 }
 
+MATCH = {"match_stock": True}
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "stock": (STOCK, None),
     "match": (OURS, {"speculation": "always", "match_stock": True}),
@@ -114,7 +115,10 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "ours": (OURS, {"speculation": "always"}),
     "ours, waiting": (OURS, {"speculation": "never"}),
     "ours, later": (OURS, {"speculation": "adaptive", "delivery": "on_demand"}),
-    "super_offload": ({"device": "cpu", "super_offload": True}, {"delivery": "on_demand", "match_stock": True}),
+    "super_offload": (
+        {"device": "cpu", "super_offload": True},
+        {**MATCH, "delivery": "on_demand", "speculation": "always"},
+    ),
 }
 
 

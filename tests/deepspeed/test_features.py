@@ -96,7 +96,7 @@ def train(name: str, way: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_features(name: str, two_ranks: Ranks) -> None:
-    ways = ["stock", "match", "match, waiting"] + ([] if name == "compile" else ["ours", "ours, later"])
+    ways = ["stock", "match", "match, waiting"] + (["ours", "ours, later"] if name == "reentrant checkpointing" else [])
     found = {way: two_ranks.run(train, name, way, timeout=200) for way in ways}
     for rank in range(2):
         stock, ours = found["stock"][rank], found["match"][rank]

@@ -72,7 +72,7 @@ def train_with_gaps(
 
 
 NAME = f"dots.{UNUSED}.weight"
-OURS = ("ours", "ours, waiting", "ours, later", "match")
+OURS = ("ours, later", "match")
 
 
 def test_an_unused_parameter_is_not_stepped_with_an_old_gradient(two_ranks: Ranks) -> None:
@@ -175,11 +175,15 @@ def hyper_parameters(change: dict[str, Any], kind: str) -> tuple[dict[str, Tenso
     return found, []
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
 @pytest.mark.parametrize(
-    "change",
-    [{}, {"weight_decay": 0.5}, {"betas": (0.5, 0.7)}, {"lr": 1e-2}, {"eps": 1e-3}, {"bias_correction": False}],
-    ids=lambda change: "-".join(change) or "unchanged",
+    ("change", "kind"),
+    [
+        ({"lr": 1e-2, "weight_decay": 0.5}, "AdamW"),
+        ({"betas": (0.5, 0.7), "eps": 1e-3}, "AdamW"),
+        ({"bias_correction": False}, "AdamW"),
+        ({"weight_decay": 0.5}, "Adam"),
+    ],
+    ids=str,
 )
 def test_hyper_parameters_are_those_of_the_groups(change: dict[str, Any], kind: str, two_ranks: Ranks) -> None:
     torch.manual_seed(1)

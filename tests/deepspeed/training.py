@@ -190,7 +190,7 @@ def run_steps(
             if last or not one_step_call:
                 engine.step()
         record["losses"].append(float(loss))
-        record["norms"].append(float(engine.get_global_grad_norm()))
+        record["norms"].append(float(engine.get_global_grad_norm() or 0.0))
         record["applied"].append(bool(engine.was_step_applied()))
         record["scales"].append(float(engine.optimizer.loss_scale))
     return record
