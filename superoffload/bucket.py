@@ -72,6 +72,7 @@ class GroupHyper:
     eps: float
     weight_decay: float
     l2: bool = False
+    bias_correction: bool = True
 
 
 @dataclass(eq=False)
@@ -131,6 +132,7 @@ class Bucket:
         self.squares = 0.0  # of the packed gradient, where they were known in time to decide on speculation
         # Set by the link (staging) and the core (native work) when the bucket is attached:
         self.gradient: Tensor
+        self.gradients: list[Tensor] | None = None  # one per piece, where gradients stay where they arrive
         self.shadow: Tensor
         self.work: _native.BucketWork
         self.running: _native.Completion | None = None
@@ -167,14 +169,19 @@ class Bucket:
         ``past_cache``: a step over all buckets exceeds the caches (superoffload/memory.py).
         """
         runs = []
-        for piece in self.pieces:
+        size = self.gradient_dtype.itemsize
+        for i, piece in enumerate(self.pieces):
             shard = piece.shard
+            if self.gradients is None:
+                gradient = self.gradient.data_ptr() + size * piece.offset
+            else:
+                gradient = self.gradients[i].data_ptr()
             runs.append(
                 _native.Run(
                     master=shard.master.data_ptr() + 4 * piece.start,
                     exp_avg=shard.exp_avg.data_ptr() + shard.exp_avg.element_size() * piece.start,
                     exp_avg_sq=shard.exp_avg_sq.data_ptr() + shard.exp_avg_sq.element_size() * piece.start,
-                    gradient=self.gradient.data_ptr() + self.gradient.element_size() * piece.offset,
+                    gradient=gradient,
                     shadow=self.shadow.data_ptr() + self.shadow.element_size() * piece.offset,
                     numel=piece.numel,
                     gradient_type=ELEMENT_TYPES[self.gradient_dtype],

@@ -36,6 +36,8 @@ Operation = _native.Operation
 # a little more, since the fewer parameters a bucket has the less they average out.
 JOURNAL_BYTES_PER_PARAM = 2.5
 _JOURNAL_BYTES_PER_BUCKET = 1024
+# beta ** step is 0 in double precision from here on, so that 1 - beta ** step, the bias correction, is 1.
+_CORRECTED_BY_ONE = 1 << 60
 _SMALLEST_BUCKET, _LARGEST_BUCKET, _BUCKETS = 1 << 16, 1 << 25, 32
 
 
@@ -72,6 +74,7 @@ class Core:
         self._journaled_numel = 0
         self._journaled_bytes = 0
         self.timeline: Timeline | None = None  # sets itself, and stands before link and pool, where a trace is wanted
+        self._landing: dict[Bucket, None] = {}  # stepped by apply(later=True), not delivered yet; in forward order
 
     # ---- layout -----------------------------------------------------------------------------------------------
 
@@ -130,6 +133,7 @@ class Core:
         """``gradient`` (flat, contiguous, ``shard.gradient_dtype``) is final; its memory is read until packed."""
         if shard.index in self._incoming:
             raise StateError(f"{shard.name}: a second gradient arrived without retract() in between")
+        self.land(shard)
         self._incoming[shard.index] = gradient
         if not self._observed and in_backward:
             self._order.append(shard.index)
@@ -163,6 +167,7 @@ class Core:
 
     def restore(self, shard: Shard) -> None:
         """Undoes what was speculated on ``shard``; its gradient stays where it is. Before its master is written."""
+        self.land(shard)
         for bucket, _ in self._places.get(shard.index, ()):
             self._undo_one(bucket)
         self._raise_failure()
@@ -193,8 +198,9 @@ class Core:
 
     def _freeze(self, bucket: Bucket, factor: float) -> None:
         hyper = self._hyper_of(bucket.group)
+        ahead = 1 if hyper.bias_correction else _CORRECTED_BY_ONE
         steps = [
-            piece.shard.steps + 1 if present else 0
+            piece.shard.steps + ahead if present else 0
             for piece, present in zip(bucket.pieces, bucket.present, strict=True)
         ]
         bucket.work.freeze(
@@ -270,6 +276,7 @@ class Core:
 
     def quiesce(self) -> None:
         """Masters and moments as after the last finished step; gradients that were packed stay packed."""
+        self.land()
         for bucket in self.buckets:
             self._undo_one(bucket)
         self._raise_failure()
@@ -295,6 +302,7 @@ class Core:
 
     def decide(self, *, unscale: float, max_grad_norm: float | None) -> Verdict:
         """Packs what is not packed yet and folds the verdict from all gradients that arrived."""
+        self.land()
         if self.timeline is not None:
             self.timeline.deciding()
         for bucket in self.buckets:
@@ -308,8 +316,11 @@ class Core:
             sums = [shard.sum_of_squares() for shard in self.shards if shard.index in self._incoming]
         return decide(sums, unscale=unscale, max_grad_norm=max_grad_norm)
 
-    def apply(self, verdict: Verdict) -> None:
+    def apply(self, verdict: Verdict, *, later: bool = False) -> None:
         """Commit, replay or step every bucket that has gradients, and deliver; or skip the step on found_inf.
+
+        ``later``: buckets may still be stepped when this returns, and ``land()`` delivers them; their gradients must
+        stay where they are until then.
 
         WorkerError: a worker failed. During speculation: the step was abandoned, nothing has changed. After the
         verdict: the step was completed all the same, then the error is raised.
@@ -330,12 +341,40 @@ class Core:
             moving = [bucket for bucket in reversed(self.buckets) if bucket.state is not BucketState.FILLING]
             for bucket in moving:
                 self._finish(bucket, verdict.gradient_factor)
-            for bucket in moving:  # in forward order, each bucket as soon as it is done
-                self._wait(bucket)
-                self.link.deliver(bucket, _native.Completion.already_done())
+            self._landing = dict.fromkeys(moving)
             self._count_step(verdict)
+            if not (later and self._observed):  # the buckets of the first step make way for those in observed order
+                self._deliver(moving)
             self._end_step(whole=True)
             self._raise_failure()
+
+    def land(self, shard: Shard | None = None) -> None:
+        """Waits for and delivers what ``apply(later=True)`` left running: the buckets of ``shard``, or all of them."""
+        if not self._landing:
+            return
+        if shard is None:
+            buckets = list(self._landing)
+        else:
+            buckets = [bucket for bucket, _ in self._places.get(shard.index, ()) if bucket in self._landing]
+        if buckets:
+            with self._caller_at_work():
+                self._deliver(buckets)
+                self._raise_failure()
+
+    def _deliver(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:  # in forward order, each bucket as soon as it is done
+            self._wait(bucket)
+            self.link.deliver(bucket, _native.Completion.already_done())
+            bucket.renew()
+            del self._landing[bucket]
+
+    def settle(self) -> None:
+        """Waits for what was speculated. WorkerError: a worker failed, the step was abandoned, nothing has changed.
+
+        For callers who tell other ranks before any of them acts on the verdict.
+        """
+        with self._caller_at_work():
+            self._settle_all()
 
     def _settle_all(self) -> None:
         """Every speculated bucket done; if a worker failed, the whole step is abandoned before anything shows."""
@@ -385,6 +424,7 @@ class Core:
         """Ends the step with nothing changed: the user never called ``step()``."""
         if not self._incoming:
             return
+        self.land()
         with self._caller_at_work():
             self._stats.buckets_abandoned += self._take_back(BucketState.ABANDONED)
             self._end_step(whole=False)
@@ -395,7 +435,8 @@ class Core:
         if self.timeline is not None:
             self.timeline.end_step(self.buckets)
         for bucket in self.buckets:
-            bucket.renew()
+            if bucket not in self._landing:
+                bucket.renew()
         self._incoming.clear()
         self._partial = 0.0
         self._speculating = True
@@ -445,6 +486,7 @@ class Core:
     def close(self) -> None:
         """Takes back what was speculated and ends the worker threads."""
         try:
+            self.land()
             self.abandon()
         finally:
             self.pool.close()

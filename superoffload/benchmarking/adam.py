@@ -48,7 +48,8 @@ def check_memory(numel: int, available: int | None) -> None:
     needed = int(numel * (BYTES_PER_PARAM + PEER_BYTES_PER_PARAM))
     if available is not None and needed > 0.8 * available:
         raise ArgumentError(
-            f"numel={numel}: its arrays take {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free; choose fewer"
+            f"numel={numel}: its arrays take {needed / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB are free; "
+            "choose fewer"
         )
 
 

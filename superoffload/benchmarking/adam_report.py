@@ -80,7 +80,8 @@ def table(rows: Sequence[Row]) -> str:
         of_limit = "" if row["of_limit"] is None else f"{row['of_limit']:.2f}"
         lines.append(
             f"{row['name']:26} {row['isa']:7} {row['threads']:>7} {row['numel']:>12,} "
-            f"{row['seconds_median'] * 1e3:>10.3f} {row['seconds_min'] * 1e3:>9.3f} {row['gb_per_s']:>6.1f} {of_limit:>8} {row['ratio']:>7.2f}"
+            f"{row['seconds_median'] * 1e3:>10.3f} {row['seconds_min'] * 1e3:>9.3f} "
+            f"{row['gb_per_s']:>6.1f} {of_limit:>8} {row['ratio']:>7.2f}"
         )
     return "\n".join(lines)
 

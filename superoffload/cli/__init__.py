@@ -14,7 +14,7 @@ from importlib import import_module
 from superoffload import __version__
 from superoffload.errors import ArgumentError, SuperOffloadError
 
-COMMANDS = ("train", "verify", "bench", "doctor", "plan", "report")
+COMMANDS = ("train", "verify", "bench", "doctor", "plan", "report", "run")
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 

@@ -1,0 +1,355 @@
+"""`superoffload bench deepspeed`: ZeRO-3 with stock CPU offload and with superoffload, steps taken in turn.
+
+The optimizer part is the time of the training thread in ``partition_grads`` (where gradients go to host memory and are
+measured), in the optimizer's ``step()`` and, where parameters are delivered on demand, in waiting for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from multiprocessing.connection import Connection
+from typing import Any
+
+from superoffload.errors import ArgumentError, SuperOffloadError
+
+STOCK, EAGER, LATER = "stock", "superoffload", "superoffload, on demand"
+FASTER_OPTIMIZER = 1.4
+
+
+@dataclass(frozen=True)
+class Workload:
+    width: int
+    layers: int
+    tokens: int
+    rounds: int
+    steps: int
+    clip: float
+    precision: str
+    threads: int | None
+    contestants: tuple[str, ...] = (STOCK, EAGER, LATER)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", default="1,2", help="numbers of ranks, each measured (default: %(default)s)")
+    parser.add_argument("--width", type=int, default=768, help="of the hidden layers (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="of 8 width^2 parameters each (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=256, help="per rank and step (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each contestant (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="per turn (default: %(default)s)")
+    parser.add_argument("--clip", default="off,0.05", help='thresholds of the norm, or "off" (default: %(default)s)')
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--threads", type=int, help="worker threads per rank (default: the rank's share of cores)")
+    parser.add_argument("--json", metavar="PATH", help="write the rows there")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help=f"exit with 1 unless ours is never slower and its optimizer part {FASTER_OPTIMIZER} x faster",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        import deepspeed  # noqa: F401
+    except ModuleNotFoundError:
+        raise ArgumentError("bench deepspeed: deepspeed is not installed; pip install deepspeed==0.19.8") from None
+    from superoffload.benchmarking.facts import benchmark_machine_facts, commit
+
+    rows: list[dict[str, Any]] = []
+    machine = benchmark_machine_facts()
+    for ranks in _numbers("ranks", args.ranks):
+        for text in args.clip.split(","):
+            clip = 0.0 if text == "off" else float(text)
+            workload = Workload(
+                args.width, args.layers, args.tokens, args.rounds, args.steps, clip, args.precision, args.threads
+            )
+            found = _rows(workload, ranks, measure(workload, ranks))
+            for row in found:
+                print(_line(row), flush=True)
+            rows += found
+    result = {
+        "machine": machine,
+        "versions": {name: metadata.version(name) for name in ("torch", "numpy", "deepspeed")},
+        "commit": commit(),
+        "limit": None,
+        "rows": rows,
+        "not_measured": ["upstream SuperOffload, which needs a CUDA device"],
+    }
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=1)
+    return 0 if not args.check or holds(rows) else 1
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    if not all(part.isdigit() and int(part) > 0 for part in text.split(",")):
+        raise ArgumentError(f"--{name} {text!r}: expected whole numbers of at least 1, such as 1,2")
+    return [int(part) for part in text.split(",")]
+
+
+def holds(rows: list[dict[str, Any]]) -> bool:
+    """Ours no slower than stock in any row, and its optimizer part faster by the factor that we promise."""
+    ours = [row for row in rows if row["name"] != STOCK]
+    return all(row["ratio"] <= 1.0 and row["optimizer_ratio"] * FASTER_OPTIMIZER <= 1.0 for row in ours)
+
+
+def _rows(workload: Workload, ranks: int, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    rows = []
+    stock = results[0][STOCK]
+    for name in workload.contestants:
+        mine = results[0][name]
+        step, part = statistics.median(mine["steps"]), statistics.median(mine["parts"])
+        rows.append(
+            {
+                "name": name,
+                "ranks": ranks,
+                "clip": workload.clip or None,
+                "precision": workload.precision,
+                "isa": mine["isa"],
+                "threads": mine["threads"],
+                "numel": mine["numel"],
+                "seconds_median": step,
+                "seconds_min": min(mine["steps"]),
+                "optimizer_seconds_median": part,
+                "optimizer_seconds_min": min(mine["parts"]),
+                "host_bytes": sum(result[name]["host_bytes"] for result in results),
+                "gpu_bytes": None,
+                "loss": mine["loss"],
+                "clip_rate": mine["clip_rate"],
+                "bytes_per_param": None,
+                "gb_per_s": None,
+                "of_limit": None,
+                "ratio_to": STOCK,
+                "ratio": step / statistics.median(stock["steps"]),
+                "optimizer_ratio": part / statistics.median(stock["parts"]),
+            }
+        )
+    return rows
+
+
+def _line(row: dict[str, Any]) -> str:
+    clip = "no clipping" if row["clip"] is None else f"clip {row['clip']:g}"
+    return (
+        f"{row['ranks']} ranks, {clip:12} {row['name']:24} step {1e3 * row['seconds_median']:7.1f} ms "
+        f"(x {row['ratio']:.2f})  optimizer {1e3 * row['optimizer_seconds_median']:7.1f} ms "
+        f"(x {row['optimizer_ratio']:.2f})  host {row['host_bytes'] / 2**20:6.0f} MiB  loss {row['loss']:.4f}"
+    )
+
+
+# ---- ranks
+
+
+def measure(workload: Workload, ranks: int, timeout: float = 900.0) -> list[dict[str, Any]]:
+    """What every rank measured. Its own processes on this machine, gloo on loopback."""
+    context = multiprocessing.get_context("spawn")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pipes, processes = [], []
+    for rank in range(ranks):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_rank, args=(theirs, workload, rank, ranks, port))
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        return [_receive(pipe, timeout, rank) for rank, pipe in enumerate(pipes)]
+    finally:
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _receive(pipe: Connection, timeout: float, rank: int) -> dict[str, Any]:
+    try:
+        if pipe.poll(timeout):
+            good, value = pipe.recv()
+            if good:
+                return dict(value)
+            raise SuperOffloadError(f"bench deepspeed: rank {rank}: {value}")
+    except EOFError:
+        raise SuperOffloadError(f"bench deepspeed: rank {rank} ended without a result") from None
+    raise SuperOffloadError(f"bench deepspeed: rank {rank}: no result within {timeout:g} s")
+
+
+def _rank(pipe: Connection, workload: Workload, rank: int, ranks: int, port: int) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_WAIT_POLICY="PASSIVE", DEEPSPEED_LOG_LEVEL="error",
+    )  # fmt: skip
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        pipe.send((True, _measure_rank(workload, ranks)))
+    except Exception as error:
+        pipe.send((False, f"{type(error).__name__}: {error}"))
+    pipe.close()
+    os._exit(0)
+
+
+def _measure_rank(workload: Workload, ranks: int) -> dict[str, Any]:
+    import warnings
+
+    import deepspeed
+    import torch
+
+    import superoffload.integrations.deepspeed as ours
+
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // ranks))
+    deepspeed.init_distributed("gloo")
+    ours.enable()
+    entrants = {name: _Entrant(name, workload) for name in workload.contestants}
+    for turn in range(workload.rounds + 1):
+        for entrant in entrants.values():
+            entrant.turn(warm_up=turn == 0)
+    return {name: entrant.result() for name, entrant in entrants.items()}
+
+
+class _Entrant:
+    """One engine with its timers."""
+
+    def __init__(self, name: str, workload: Workload) -> None:
+        import deepspeed
+        import torch
+
+        self.workload = workload
+        self.host_before = _resident()
+        torch.manual_seed(1)
+        model = _model(workload)
+        self.engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=_config(name, workload)
+        )
+        self.step_times: list[float] = []
+        self.part_times: list[float] = []
+        self.part = 0.0
+        self.steps = 0
+        self.loss = 0.0
+        optimizer = self.engine.optimizer
+        optimizer.partition_grads = self._timed(optimizer.partition_grads)
+        optimizer.step = self._timed(optimizer.step)
+        self.driver = getattr(optimizer, "_driver", None)
+        if self.driver is not None:
+            self.driver.deliver = self._timed(self.driver.deliver)
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        depth = 0
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            began = time.perf_counter()
+            depth += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                depth -= 1
+                if depth == 0:
+                    self.part += time.perf_counter() - began
+
+        return timed
+
+    def turn(self, *, warm_up: bool) -> None:
+        import torch
+
+        for _ in range(self.workload.steps):
+            generator = torch.Generator().manual_seed(self.steps * 100 + self.engine.global_rank)
+            batch = torch.randn(self.workload.tokens, self.workload.width, generator=generator)
+            torch.distributed.barrier()
+            self.part, began = 0.0, time.perf_counter()
+            loss = self.engine(batch.to(self.engine.module.dtype))
+            self.engine.backward(loss)
+            self.engine.step()
+            if not warm_up:
+                self.step_times.append(time.perf_counter() - began)
+                self.part_times.append(self.part)
+            self.steps += 1
+            self.loss = float(loss.detach())
+        if warm_up:
+            self.host_bytes = _resident() - self.host_before
+
+    def result(self) -> dict[str, Any]:
+        from superoffload import kernels
+
+        stats = self.driver.core.stats() if self.driver is not None else {}
+        return {
+            "steps": self.step_times,
+            "parts": self.part_times,
+            "loss": self.loss,
+            "host_bytes": self.host_bytes,
+            "numel": sum(param.ds_numel for param in self.engine.module.parameters()),
+            "isa": kernels.current_isa() if self.driver is not None else None,
+            "threads": self.driver.core.pool.threads if self.driver is not None else None,
+            "clip_rate": stats.get("clip_rate"),
+        }
+
+
+def _model(workload: Workload) -> Any:
+    import torch
+    from torch import nn
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(workload.width)
+            self.up = nn.Linear(workload.width, 4 * workload.width)
+            self.down = nn.Linear(4 * workload.width, workload.width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.down(torch.relu(self.up(self.norm(x))))
+            return x + out
+
+    class Model(nn.Module):
+        """Predicts its own input, so that the loss falls."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(Layer() for _ in range(workload.layers)))
+            self.dtype = torch.bfloat16 if workload.precision == "bf16" else torch.float32
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = (self.layers(x) - x.roll(1, -1)).float().square().mean()
+            return loss
+
+    return Model()
+
+
+def _config(name: str, workload: Workload) -> dict[str, Any]:
+    offload = {"device": "cpu" if name == STOCK else "superoffload", "pin_memory": False}
+    size = 4 * workload.width * workload.width
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": workload.clip,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": offload,
+            "reduce_bucket_size": size,
+            "stage3_prefetch_bucket_size": size,
+            "stage3_param_persistence_threshold": 10 * workload.width,
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
+        "bf16": {"enabled": workload.precision == "bf16"},
+        "steps_per_print": 10**9,
+    }
+    if name != STOCK:
+        options: dict[str, Any] = {"delivery": "on_demand" if name == LATER else "eager"}
+        if workload.threads is not None:
+            options["threads"] = workload.threads
+        config["superoffload"] = options
+    return config
+
+
+def _resident() -> int:
+    """Bytes of this process in memory."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

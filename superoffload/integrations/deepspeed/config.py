@@ -1,0 +1,161 @@
+"""DeepSpeed's JSON: does it select us, our own options in it, and the form of it that DeepSpeed's own checks accept."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import copy
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from superoffload.arguments import check_whole_number
+from superoffload.errors import ArgumentError
+from superoffload.policy import MODES
+
+DEVICE = "superoffload"
+OPTIONS_KEY = "superoffload"
+DELIVERIES = ("eager", "on_demand")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The top-level ``"superoffload": {...}``.
+
+    ``match_stock`` follows DeepSpeed's own verdicts, skips, loss scales and clip formula to the bit, also where ours
+    are better (docs/deepspeed.md).
+    """
+
+    speculation: str = "adaptive"
+    delivery: str = "eager"
+    bucket_numel: int | None = None
+    threads: int | None = None
+    match_stock: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("speculation", self.speculation, MODES)
+        _one_of("delivery", self.delivery, DELIVERIES)
+        check_whole_number(f'"{OPTIONS_KEY}": bucket_numel', self.bucket_numel)
+        check_whole_number(f'"{OPTIONS_KEY}": threads', self.threads)
+        if not isinstance(self.match_stock, bool):
+            raise ArgumentError(f'"{OPTIONS_KEY}": match_stock={self.match_stock!r}: expected true or false')
+
+
+def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ArgumentError(f'"{OPTIONS_KEY}": {name}={value!r}: expected one of {", ".join(map(repr, known))}')
+
+
+def read_options(config: Mapping[str, Any]) -> Options:
+    """Our options; anything we do not know is refused, since it would otherwise be silently ignored."""
+    given = config.get(OPTIONS_KEY, {})
+    if not isinstance(given, Mapping):
+        raise ArgumentError(f'"{OPTIONS_KEY}": {given!r}: expected an object such as {{"speculation": "adaptive"}}')
+    known = [field.name for field in fields(Options)]
+    unknown = sorted(set(map(str, given)) - set(known))
+    if unknown:
+        raise ArgumentError(f'"{OPTIONS_KEY}": unknown {", ".join(unknown)}; expected some of {", ".join(known)}')
+    return Options(**given)
+
+
+def load(config: Any) -> dict[str, Any] | None:
+    """The config as a dictionary, from what ``DeepSpeedConfig`` accepts; None: not for us to understand."""
+    if isinstance(config, dict):
+        return config
+    if not isinstance(config, str | os.PathLike):
+        return None
+    if os.path.exists(config):
+        with open(config, encoding="utf-8") as file:
+            return _parse(file.read())
+    try:
+        return _parse(base64.urlsafe_b64decode(str(config)).decode("utf-8"))
+    except (UnicodeDecodeError, binascii.Error):
+        return None
+
+
+def _parse(text: str) -> dict[str, Any] | None:
+    """As DeepSpeed reads it: comments allowed, duplicate keys not."""
+    import hjson
+    from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
+
+    try:
+        found = hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+    except hjson.HjsonDecodeError:
+        return None  # DeepSpeed will say what is wrong with it
+    return found if isinstance(found, dict) else None
+
+
+def selects_us(config: Mapping[str, Any]) -> bool:
+    """Whether ``offload_optimizer`` asks for this backend."""
+    offload = _section(config, "zero_optimization", "offload_optimizer")
+    return offload.get("device") == DEVICE or bool(offload.get("super_offload"))
+
+
+def _section(config: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
+    for key in path:
+        found = config.get(key)
+        config = found if isinstance(found, Mapping) else {}
+    return config
+
+
+def rewrite(config: dict[str, Any]) -> dict[str, Any]:
+    """A copy that DeepSpeed accepts and that selects its SuperOffload class, which ``enable()`` has replaced."""
+    if not selects_us(config):
+        if OPTIONS_KEY in config:
+            raise ArgumentError(
+                f'"{OPTIONS_KEY}": options given, but nothing selects superoffload; expected '
+                f'"zero_optimization": {{"stage": 3, "offload_optimizer": {{"device": "{DEVICE}"}}}}'
+            )
+        return config
+    check(config)
+    result = copy.copy(config)
+    result["zero_optimization"] = dict(config["zero_optimization"])
+    offload = dict(config["zero_optimization"]["offload_optimizer"])
+    offload["device"], offload["super_offload"] = "cpu", True
+    result["zero_optimization"]["offload_optimizer"] = offload
+    # torch.optim.AdamW is as good as DeepSpeedCPUAdam: neither one's step() is called.
+    result.setdefault("zero_force_ds_cpu_optimizer", False)
+    return result
+
+
+_REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("zero_optimization", "zenflow"), "ZenFlow is another optimizer schedule; remove one of the two"),
+    (("zero_optimization", "zero_quantized_weights"), "quantized weights are not supported; remove the key"),
+    (("zero_optimization", "zero_quantized_gradients"), "quantized gradients are not supported; remove the key"),
+    (("zero_optimization", "zero_quantized_nontrainable_weights"), "quantized weights are not supported; remove it"),
+    (("zero_optimization", "elastic_checkpoint"), "DeepSpeed itself refuses it for stage 3; use universal checkpoints"),
+    (("compile", "deepcompile"), "DeepCompile rewrites the gradient reduction; engine.compile() without it works"),
+    (("hybrid_engine", "enabled"), "the hybrid engine is not supported; remove it"),
+    (("bf16", "bf16_master_weights_and_grads"), "master weights are fp32; remove the key"),
+    (("bf16", "bf16_optimizer_states"), "moments are fp32; remove the key"),
+    (("fp16", "fp16_master_weights_and_grads"), "master weights are fp32; remove the key"),
+)
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """Refuses what cannot work together with us, before DeepSpeed builds anything."""
+    read_options(config)
+    zero = _section(config, "zero_optimization")
+    stage = zero.get("stage", 0)
+    if stage != 3:
+        raise ArgumentError(
+            f'"zero_optimization": stage={stage!r} with offload_optimizer on superoffload: expected 3; set "stage": 3, '
+            'or use "device": "cpu" without "super_offload" for the other stages'
+        )
+    for name in ("offload_optimizer", "offload_param"):
+        part = _section(zero, name)
+        if part.get("device") == "nvme" or (name == "offload_optimizer" and part.get("nvme_path")):
+            raise ArgumentError(
+                f'"{name}": NVMe together with superoffload: expected host memory; set "device" to '
+                f'"{DEVICE if name == "offload_optimizer" else "cpu"}" and remove "nvme_path"'
+            )
+    for path, advice in _REFUSED:
+        value = _section(config, *path[:-1]).get(path[-1])
+        if value:
+            raise ArgumentError(f'"{".".join(path)}": {value!r} together with superoffload: {advice}')
+    if zero.get("zero_hpz_partition_size", 1) not in (1, "auto", None):
+        raise ArgumentError(
+            f'"zero_hpz_partition_size": {zero["zero_hpz_partition_size"]!r} together with superoffload: expected 1; '
+            "the second copy of the parameters is not kept up to date"
+        )

@@ -1,0 +1,64 @@
+"""Readers of partitioned parameters: everything that gathers one first gets the values of the last step.
+
+DeepSpeed keeps the functions that gather and partition a parameter on the parameter itself; the fetch of a submodule,
+``GatheredParameters``, external parameters and checkpoints all go through them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+class Readers:
+    """Wraps those functions on every parameter of a module, and unwraps them in ``close()``."""
+
+    def __init__(
+        self,
+        parameters: Iterable[Any],
+        *,
+        before_gather: Callable[[list[Any]], None] | None,
+        after_update: Callable[[list[Any]], None],
+    ) -> None:
+        self._undo: list[tuple[Any, str, Any, Any]] = []
+        for parameter in parameters:
+            if not hasattr(parameter, "ds_id"):
+                continue
+            if before_gather is not None:
+                self._wrap(parameter, "all_gather", _gathering(parameter, parameter.all_gather, before_gather))
+                coalesced = _gathering(parameter, parameter.all_gather_coalesced, before_gather)
+                self._wrap(parameter, "all_gather_coalesced", coalesced)
+            self._wrap(parameter, "partition", _updating(parameter, parameter.partition, after_update))
+
+    def _wrap(self, parameter: Any, name: str, wrapper: Any) -> None:
+        self._undo.append((parameter, name, getattr(parameter, name), wrapper))
+        setattr(parameter, name, wrapper)
+
+    def close(self) -> None:
+        """Leaves alone what somebody else has wrapped or replaced since."""
+        for parameter, name, original, wrapper in self._undo:
+            if getattr(parameter, name, None) is wrapper:
+                setattr(parameter, name, original)
+        self._undo.clear()
+
+
+def _gathering(parameter: Any, original: Callable[..., Any], before: Callable[[list[Any]], None]) -> Callable[..., Any]:
+    def gather(param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if "params" in kwargs:
+            param_list = kwargs.pop("params")
+        chosen = [parameter] if param_list is None else list(param_list)
+        before(chosen)
+        return original(chosen, *args, **kwargs)
+
+    return gather
+
+
+def _updating(parameter: Any, original: Callable[..., Any], after: Callable[[list[Any]], None]) -> Callable[..., Any]:
+    def partition(param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
+        chosen = [parameter] if param_list is None else list(param_list)
+        result = original(chosen, *args, **kwargs)
+        if kwargs.get("has_been_updated") or (len(args) > 1 and args[1]):
+            after(chosen)
+        return result
+
+    return partition

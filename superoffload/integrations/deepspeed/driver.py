@@ -1,0 +1,185 @@
+"""The step over one rank's ZeRO-3 partitions, in the core's terms. Knows no name of DeepSpeed's.
+
+A *window* is everything between two steps. Every parameter's partition is a shard, so that a bucket is speculated as
+soon as its few parameters are final, whatever the size of DeepSpeed's sub-groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from superoffload.bucket import GroupHyper, Shard
+from superoffload.core import Core, CoreOptions
+from superoffload.integrations.deepspeed.link import PartitionLink
+from superoffload.verdict import Verdict
+
+
+@dataclass(eq=False)
+class Partition:
+    """One parameter's partition on this rank. ``shard`` None: the rank holds none of its elements."""
+
+    key: int
+    sub_group: int
+    shard: Shard | None
+    gradient: Tensor  # its slice of the flat gradient buffer, without padding
+    start: int  # of that slice
+    arrivals: int = 0  # gradients since the last step
+    expected: int = 1  # how many arrived in the window before this one
+    written: bool = False  # the slice holds something else than zeros
+
+
+@dataclass
+class Window:
+    """What ``close_window`` saw: the sum of squares of this rank's gradients, and whether there were any at all."""
+
+    sum_of_squares: float
+    empty: bool
+
+
+class PartitionDriver:
+    """Gradients in, verdict in, parameters out."""
+
+    def __init__(
+        self,
+        partitions: Sequence[Partition],
+        sub_groups: int,
+        options: CoreOptions,
+        hyper_of: Callable[[int], GroupHyper],
+        *,
+        pin: bool,
+    ) -> None:
+        self.partitions = {partition.key: partition for partition in partitions}
+        self.steps = [0] * sub_groups
+        gradients = {p.shard.index: p.gradient for p in partitions if p.shard is not None}
+        self.core = Core(PartitionLink(lambda shard: gradients[shard.index], pin=pin), options, hyper_of)
+        self.core.add_shards([p.shard for p in partitions if p.shard is not None])
+
+    # ---- gradients ------------------------------------------------------------------------------------------------
+
+    def take(self, key: int, incoming: Tensor) -> Partition:
+        """Adds a reduced gradient partition to the window; its copy may still run on the current stream."""
+        partition = self.partitions[key]
+        self.let_go(partition)
+        partition.arrivals += 1
+        if partition.shard is None:
+            return partition
+        incoming = incoming.view(-1)[: partition.shard.numel]
+        if partition.arrivals == 1:
+            partition.gradient.copy_(incoming, non_blocking=True)
+        elif incoming.device == partition.gradient.device:
+            partition.gradient.add_(incoming.to(partition.gradient.dtype))
+        else:  # on the device, where adding is fast
+            there = partition.gradient.to(incoming.device, non_blocking=True)
+            there.add_(incoming.to(there.dtype))
+            partition.gradient.copy_(there, non_blocking=True)
+        partition.written = True
+        return partition
+
+    def let_go(self, partition: Partition) -> None:
+        """Before the gradient is written: nothing may read it any more, and what was speculated with it is undone."""
+        if partition.shard is not None:
+            self.core.land(partition.shard)
+            self.core.retract(partition.shard)
+
+    def final(self, partition: Partition, *, unscale: float, max_grad_norm: float | None) -> None:
+        """The partition's gradient is in host memory and most likely final: its bucket may be speculated."""
+        if partition.shard is None or self.core.has_gradient(partition.shard):
+            return
+        if not self.core.is_filling:
+            self.core.expect(unscale=unscale, max_grad_norm=max_grad_norm)
+        self.core.arrive(partition.shard, partition.gradient)
+
+    def close_window(self, trains: Callable[[int], bool]) -> Window:
+        """Every gradient final. A parameter that nothing has used gets zeros, as in ZeRO-1 and 2; a frozen one none."""
+        if not any(partition.arrivals for partition in self.partitions.values()):
+            return Window(0.0, empty=True)
+        for partition in self.partitions.values():
+            shard = partition.shard
+            if shard is None or self.core.has_gradient(shard):
+                continue
+            if partition.arrivals == 0:
+                if not trains(partition.key):
+                    continue
+                self._clear(partition)
+            self.core.land(shard)
+            self.core.arrive(shard, partition.gradient, in_backward=False)
+        self.core.decide(unscale=1.0, max_grad_norm=None)
+        self.core.settle()
+        total = 0.0
+        for shard in self.core.shards:
+            if self.core.has_gradient(shard):
+                total += shard.sum_of_squares()
+        return Window(total, empty=False)
+
+    def _clear(self, partition: Partition) -> None:
+        if partition.written:
+            self.let_go(partition)
+            partition.gradient.zero_()
+            partition.written = False
+
+    # ---- the end of a window --------------------------------------------------------------------------------------
+
+    def step(self, verdict: Verdict, *, later: bool) -> None:
+        """Commit, replay, step or skip. ``later``: ``deliver()`` brings the parameters."""
+        done = self.core.stats()["steps"]
+        try:
+            self.core.apply(verdict, later=later)
+        finally:
+            if self.core.stats()["steps"] != done:
+                self.set_steps([steps + 1 for steps in self.steps])
+            self._next_window()
+
+    def abandon(self) -> None:
+        """The window ends without a step: nothing has changed."""
+        self.core.abandon()
+        for partition in self.partitions.values():
+            partition.arrivals = 0
+
+    def _next_window(self) -> None:
+        for partition in self.partitions.values():
+            partition.expected = max(1, partition.arrivals)
+            partition.arrivals = 0
+
+    def set_steps(self, steps: Sequence[int]) -> None:
+        """One number of steps per sub-group, as checkpoints have it."""
+        self.steps = list(steps)
+        for partition in self.partitions.values():
+            if partition.shard is not None:
+                partition.shard.steps = self.steps[partition.sub_group]
+
+    # ---- readers and writers --------------------------------------------------------------------------------------
+
+    def deliver(self, keys: Sequence[int] | None = None) -> None:
+        """The parameters' partitions have the values of the last step. None: all of them."""
+        if keys is None:
+            self.core.land()
+            return
+        for key in keys:
+            partition = self.partitions.get(key)
+            if partition is not None and partition.shard is not None:
+                self.core.land(partition.shard)
+
+    def settle(self, key: int) -> None:
+        """Master and moments of a parameter are those of the last step, and may be written."""
+        shard = self.partitions[key].shard
+        if shard is not None:
+            self.core.restore(shard)
+
+    def take_over(self, key: int) -> None:
+        """Somebody wrote to the published partition: its master follows, where it is not that value's master."""
+        partition = self.partitions.get(key)
+        if partition is None or partition.shard is None:
+            return
+        self.settle(key)
+        shard = partition.shard
+        published = shard.target().detach().to("cpu")
+        same = shard.master.to(published.dtype) == published
+        shard.master.copy_(torch.where(same, shard.master, published.to(torch.float32)))
+
+    def close(self) -> None:
+        """Takes back what was speculated, delivers what was not, ends the worker threads."""
+        self.core.close()

@@ -1,0 +1,67 @@
+"""The link for ZeRO-3 partitions: gradients stay in DeepSpeed's flat host buffer, parameters go to its partitions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from superoffload import _native
+from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket, Shard
+from superoffload.link import PackTicket
+from superoffload.memory import host_empty
+
+
+class PartitionLink:
+    """The packed gradient is the partition in the flat buffer itself: no copy, no second buffer.
+
+    So whoever writes to the flat buffer must ``retract()`` the shard first. ``pin``: parameters are on a device.
+    """
+
+    def __init__(self, gradient_of: Callable[[Shard], Tensor], *, pin: bool) -> None:
+        self.bytes_down = 0
+        self.bytes_up = 0
+        self._gradient_of = gradient_of
+        self._pin = pin
+
+    def attach(self, bucket: Bucket) -> None:
+        bucket.gradients = [
+            self._gradient_of(piece.shard)[piece.start : piece.start + piece.numel] for piece in bucket.pieces
+        ]
+        if self._pin:
+            bucket.shadow = torch.empty(bucket.padded, dtype=bucket.published_dtype, pin_memory=True)
+        else:
+            bucket.shadow = host_empty(bucket.padded, bucket.published_dtype)
+
+    def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
+        assert bucket.gradients is not None
+        for piece, here, grad in zip(bucket.pieces, bucket.gradients, grads, strict=True):
+            if grad is None:
+                continue
+            assert grad.data_ptr() + grad.element_size() * piece.start == here.data_ptr(), "another gradient buffer"
+            _native.pack(
+                gradient=here.data_ptr(),
+                packed=0,
+                type=ELEMENT_TYPES[bucket.gradient_dtype],
+                numel=piece.numel,
+                block_sums=piece.shard.block_sums.ctypes.data + 8 * (piece.start // BLOCK),
+            )
+            self.bytes_down += here.element_size() * piece.numel
+        return PackTicket(bucket, _native.Completion.already_done())
+
+    def arrived(self, ticket: PackTicket) -> _native.Completion:
+        return ticket.completion
+
+    def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
+        after.wait()
+        targets, sources = [], []
+        for piece, present in zip(bucket.pieces, bucket.present, strict=True):
+            if present:
+                targets.append(piece.shard.target()[piece.start : piece.start + piece.numel])
+                sources.append(bucket.shadow[piece.offset : piece.offset + piece.numel])
+                self.bytes_up += piece.numel * bucket.shadow.element_size()
+        if targets:
+            # From pinned memory to a device this waits for the copy, so the shadow may be written again.
+            torch._foreach_copy_(targets, sources)
+        return _native.Completion.already_done()

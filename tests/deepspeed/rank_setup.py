@@ -1,0 +1,21 @@
+"""What a rank does once: gloo, a quiet DeepSpeed."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from datetime import timedelta
+
+
+def start() -> None:
+    import deepspeed
+    import torch
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.utils import logger
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    logger.setLevel(logging.ERROR)
+    # DeepSpeed refuses fp16 on processors, where it is slow; the arithmetic is there, and loss scaling needs it.
+    get_accelerator().is_fp16_supported = lambda: True
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=60))

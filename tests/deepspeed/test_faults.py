@@ -1,0 +1,89 @@
+"""A rank that dies, a worker that fails: clear errors in bounded time, never a hang."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from tests.deepspeed.ranks import RankError, Ranks
+from tests.deepspeed.scenarios import CLIP_SOME, WAYS, Scenario
+from tests.deepspeed.training import OURS, end
+
+SCENARIO = Scenario({"clip": CLIP_SOME})
+
+
+def die_in_backward(way: str, rank: int) -> None:
+    engine = SCENARIO.engine(*WAYS[way])
+    SCENARIO.train(engine, range(3))
+    if engine.global_rank == rank:
+        os._exit(1)
+    SCENARIO.train(engine, range(3, 6))
+
+
+@pytest.mark.parametrize("way", ["ours", "ours, later"])
+def test_a_dying_rank(way: str) -> None:
+    group = Ranks(2)
+    began = time.monotonic()
+    try:
+        with pytest.raises((RankError, EOFError, ConnectionResetError)):
+            group.run(die_in_backward, way, 1, timeout=100)
+        assert group.processes[0].is_alive(), "the surviving rank must get an error, not die"
+    finally:
+        group.close()
+    assert time.monotonic() - began < 100
+
+
+def failing_worker(delivery: str) -> tuple[str, bool, bool]:
+    """A worker of rank 1 fails on what it speculates in step 3; then training goes on."""
+    from superoffload.errors import WorkerError
+
+    options = {"speculation": "always", "delivery": delivery}
+    engine = Scenario().engine(OURS, options)
+    SCENARIO.train(engine, range(3))
+    before = engine.optimizer.state_digests()
+    if engine.global_rank == 1:
+        engine.optimizer._driver.core.pool.inject_fault(1, "planted")
+    said = ""
+    engine.backward(SCENARIO.loss_of(engine, 3, 0))
+    try:
+        engine.step()
+    except WorkerError as error:
+        said = str(error)
+    unchanged = engine.optimizer.state_digests() == before
+    SCENARIO.train(engine, range(3, 6))
+    after = engine.optimizer.state_digests()
+    end(engine)
+
+    engine = Scenario().engine(OURS, options)
+    SCENARIO.train(engine, range(6))
+    same = engine.optimizer.state_digests() == after
+    end(engine)
+    return said, unchanged, same
+
+
+@pytest.mark.parametrize("delivery", ["eager", "on_demand"])
+def test_a_failed_worker_stops_the_step_on_all_ranks(delivery: str, two_ranks: Ranks) -> None:
+    for said, unchanged, same in two_ranks.run(failing_worker, delivery):
+        assert "a worker thread failed on rank [1]" in said
+        assert unchanged
+        assert same, "the step that failed can be taken again"
+    assert "planted" in two_ranks.run(failing_worker, delivery)[1][0]
+
+
+def after_destroy() -> str:
+    from superoffload.errors import StateError
+
+    engine = SCENARIO.engine(*WAYS["ours"])
+    SCENARIO.train(engine, range(2))
+    end(engine)
+    try:
+        engine.optimizer.stats()
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+def test_use_after_destroy(two_ranks: Ranks) -> None:
+    assert all("was destroyed" in said for said in two_ranks.run(after_destroy))

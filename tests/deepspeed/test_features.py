@@ -1,0 +1,176 @@
+"""DeepSpeed features next to ours, on a model that learns: against stock, and speculating against waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.deepspeed.ranks import Ranks
+from tests.deepspeed.scenarios import WAYS
+from tests.deepspeed.training import Small, batch, config, end, make_engine, plain, run_steps
+
+STEPS = 8
+
+
+class Experts(nn.Module):
+    """Uses one expert per forward pass; the others get no gradient there."""
+
+    def __init__(self, width: int, count: int = 3) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        chosen: Tensor = self.experts[self.calls % len(self.experts)](x)
+        return x + chosen
+
+
+class WithExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(61, 32)
+        self.moe = Experts(32)
+        self.head = nn.Linear(32, 61)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.head(self.moe(self.embed(tokens))).float()
+        return nn.functional.cross_entropy(logits.view(-1, 61), targets.view(-1))
+
+
+class Reentrant(Small):
+    def forward(self, tokens: Tensor, targets: Tensor, use_extra: bool = True) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+        logits = self.head(x + self.extra(x)).float()
+        return nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+
+
+def _leaf(configuration: dict[str, Any]) -> nn.Module:
+    from deepspeed.utils import set_z3_leaf_modules
+
+    model = WithExperts()
+    set_z3_leaf_modules(model, [Experts])
+    return model
+
+
+def _zero_init(configuration: dict[str, Any]) -> nn.Module:
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path=configuration):
+        return Small()
+
+
+MODELS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
+    "checkpointing": lambda _: Small(checkpointing=True),
+    "reentrant checkpointing": lambda _: Reentrant(),
+    "leaf modules": _leaf,
+    "zero.Init": _zero_init,
+    "compile": lambda _: Small(),
+}
+
+
+def train(name: str, way: str) -> dict[str, Any]:
+    offload, options = WAYS[way]
+    configuration = config(offload, options=options, clip=2.0, precision="fp32")
+    torch.manual_seed(1)
+
+    import superoffload.integrations.deepspeed as ours
+
+    ours.enable()  # before zero.Init, which reads the config too
+    engine = make_engine(configuration, MODELS[name](configuration))
+    if name == "compile":
+        engine.compile()
+    result = run_steps(engine, range(STEPS), loss_of=plain)
+    if way != "stock":
+        result["digests"] = engine.optimizer.state_digests()
+        result["stats"] = engine.optimizer.stats()
+    end(engine)
+    return result
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_features(name: str, two_ranks: Ranks) -> None:
+    ways = ["stock", "match", "match, waiting"] + (["ours", "ours, later"] if name == "reentrant checkpointing" else [])
+    found = {way: two_ranks.run(train, name, way, timeout=200) for way in ways}
+    for rank in range(2):
+        stock, ours = found["stock"][rank], found["match"][rank]
+        # fp32 throughout: the two differ by rounding, which eight steps cannot blow up to a thousandth
+        assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-3)
+        assert ours["norms"] == pytest.approx(stock["norms"], rel=1e-3)
+        assert ours["applied"] == stock["applied"]
+        assert ours["losses"][-1] < ours["losses"][0]
+        assert ours["stats"]["buckets_speculated"] > 0
+        assert ours["digests"] == found["match, waiting"][rank]["digests"]
+        if "ours" in found:
+            assert found["ours"][rank]["digests"] == found["ours, later"][rank]["digests"]
+
+
+def two_engines(options: dict[str, Any]) -> list[dict[str, str]]:
+    """Actor and critic, their steps interleaved; then each alone."""
+    digests = []
+    for together in (True, False):
+        if together:
+            engines = [
+                make_engine(config(options=options, clip=clip), _seeded(seed)) for seed, clip in ((1, 2), (2, 0))
+            ]
+            for step in range(4):
+                losses = [engine(*batch(step)) for engine in engines]
+                for engine, loss in zip(engines, losses, strict=True):
+                    engine.backward(loss)
+                for engine in reversed(engines):
+                    engine.step()
+            digests += [engine.optimizer.state_digests() for engine in engines]
+            for engine in engines:
+                end(engine)
+        else:
+            for seed, clip in ((1, 2), (2, 0)):
+                engine = make_engine(config(options=options, clip=clip), _seeded(seed))
+                run_steps(engine, range(4))
+                digests.append(engine.optimizer.state_digests())
+                end(engine)
+    return digests
+
+
+def _seeded(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return Small()
+
+
+@pytest.mark.parametrize("delivery", ["eager", "on_demand"])
+def test_two_engines_in_one_process(delivery: str, two_ranks: Ranks) -> None:
+    for actor, critic, actor_alone, critic_alone in two_ranks.run(
+        two_engines, {"speculation": "always", "delivery": delivery}
+    ):
+        assert actor == actor_alone
+        assert critic == critic_alone
+        assert actor != critic
+
+
+def make_and_end(times: int) -> list[int]:
+    """Threads of this process after each engine ended."""
+    import gc
+    import os
+
+    model = _seeded(1)
+    counts = []
+    for i in range(times):
+        engine = make_engine(config(options={"speculation": "always"}), model)
+        run_steps(engine, range(2))
+        if i % 2:  # twice does no harm
+            engine.optimizer.close()
+        engine.destroy()
+        del engine
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts
+
+
+def test_engines_leave_no_threads(two_ranks: Ranks) -> None:
+    for counts in two_ranks.run(make_and_end, 6):
+        assert counts[-1] <= counts[1]

@@ -1,0 +1,150 @@
+"""``apply(later=True)``: parameters that are delivered after the step, and gradients that stay where they arrive."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from superoffload.bucket import BucketState, GroupHyper, Shard
+from superoffload.core import Core, CoreOptions
+from superoffload.errors import WorkerError
+from superoffload.integrations.deepspeed.link import PartitionLink
+from superoffload.link import HostLink, Link
+
+SIZES = (700, 3000, 1, 1024)
+HYPER = GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1)
+
+
+class Flat:
+    """A core over unaligned slices of flat tensors, as ZeRO-3 has them."""
+
+    def __init__(self, mode: str, *, in_place: bool, hyper: GroupHyper = HYPER) -> None:
+        torch.manual_seed(0)
+        total = sum(SIZES)
+        self.master = torch.randn(total)
+        self.moments = torch.zeros(2, total)
+        self.published = self.master.bfloat16()
+        self.gradients = torch.zeros(total, dtype=torch.bfloat16)
+        link: Link = HostLink()
+        if in_place:
+            link = PartitionLink(lambda shard: self.slices(self.gradients)[shard.index], pin=False)
+        self.core = Core(link, CoreOptions(mode, 1024, [-1]), lambda group: hyper)
+        self.core.add_shards([self._shard(i) for i in range(len(SIZES))])
+
+    def slices(self, flat: Tensor) -> list[Tensor]:
+        return list(flat.split(list(SIZES)))
+
+    def _shard(self, index: int) -> Shard:
+        master, exp_avg, exp_avg_sq, published = (
+            self.slices(flat)[index] for flat in (self.master, *self.moments, self.published)
+        )
+        return Shard(
+            index=index,
+            name=f"shard {index}",
+            group=0,
+            numel=SIZES[index],
+            gradient_dtype=torch.bfloat16,
+            published_dtype=torch.bfloat16,
+            master=master,
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
+            target=lambda: published,
+        )
+
+    def step(self, number: int, *, later: bool, clip: float | None = None) -> None:
+        self.core.expect(unscale=1.0, max_grad_norm=clip)
+        generator = torch.Generator().manual_seed(number)
+        values = torch.randn(sum(SIZES), generator=generator).bfloat16()
+        for shard in reversed(self.core.shards):
+            self.core.land(shard)
+            self.core.retract(shard)
+            self.slices(self.gradients)[shard.index].copy_(self.slices(values)[shard.index])
+            self.core.arrive(shard, self.slices(self.gradients)[shard.index])
+        self.core.apply(self.core.decide(unscale=1.0, max_grad_norm=clip), later=later)
+
+
+def digests(mode: str, *, in_place: bool, later: bool, clip: float | None) -> dict[str, str]:
+    flat = Flat(mode, in_place=in_place)
+    for number in range(5):
+        flat.step(number, later=later, clip=clip)
+    found = flat.core.digests()
+    flat.core.close()
+    return found
+
+
+@pytest.mark.parametrize("clip", [None, 60.0, 1e-3])
+def test_one_result_whenever_delivered_and_wherever_gradients_are(clip: float | None) -> None:
+    expected = digests("never", in_place=False, later=False, clip=clip)
+    for mode in ("never", "always"):
+        for in_place in (False, True):
+            for later in (False, True):
+                assert digests(mode, in_place=in_place, later=later, clip=clip) == expected
+
+
+def test_a_shard_lands_alone() -> None:
+    flat = Flat("always", in_place=True)
+    flat.step(0, later=True)  # the first step settles the bucket order, so it delivers at once
+    assert torch.equal(flat.published, flat.master.bfloat16())
+    before = flat.published.clone()
+    flat.step(1, later=True)
+    assert torch.equal(flat.published, before), "nothing is delivered by itself"
+    flat.core.land(flat.core.shards[1])
+    now, then = flat.slices(flat.published), flat.slices(before)
+    assert torch.equal(now[1], flat.slices(flat.master)[1].bfloat16())
+    assert torch.equal(now[3], then[3])
+    flat.core.land()
+    assert torch.equal(flat.published, flat.master.bfloat16())
+    flat.core.close()
+
+
+def test_readers_and_the_end_land_everything() -> None:
+    for finish in ("quiesce", "digests", "close"):
+        flat = Flat("always", in_place=True)
+        flat.step(0, later=True)
+        flat.step(1, later=True)
+        getattr(flat.core, finish)()
+        assert torch.equal(flat.published, flat.master.bfloat16()), finish
+        flat.core.close()
+
+
+def test_a_worker_that_fails_after_the_verdict_is_reported_when_it_lands() -> None:
+    flat = Flat("never", in_place=True)
+    expected = digests("never", in_place=True, later=False, clip=None)
+    for number in range(4):
+        flat.step(number, later=True)
+    flat.core.land()
+    flat.core.pool.inject_fault(1, "planted")
+    flat.step(4, later=True)
+    with pytest.raises(WorkerError, match="planted"):
+        flat.core.land()
+    assert flat.core.digests() == expected, "the step was completed all the same"
+    flat.core.close()
+
+
+def test_settle_reports_a_failed_speculation_before_the_verdict() -> None:
+    flat = Flat("always", in_place=True)
+    flat.step(0, later=False)
+    before = flat.core.digests()
+    flat.core.pool.inject_fault(1, "planted")
+    for shard in flat.core.shards:
+        flat.core.arrive(shard, flat.slices(flat.gradients)[shard.index])
+    with pytest.raises(WorkerError, match="planted"):
+        flat.core.settle()
+    assert not flat.core.is_filling
+    assert all(bucket.state is BucketState.FILLING for bucket in flat.core.buckets)
+    assert flat.core.digests() == before
+    flat.core.close()
+
+
+def test_without_bias_correction() -> None:
+    flat = Flat("always", in_place=True, hyper=GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1, bias_correction=False))
+    master, first, second = flat.master.double().numpy(), np.zeros(sum(SIZES)), np.zeros(sum(SIZES))
+    for number in range(5):
+        flat.step(number, later=False)
+        grad = flat.gradients.double().numpy()
+        first, second = 0.9 * first + 0.1 * grad, 0.99 * second + 0.01 * grad * grad
+        master = master * (1 - 1e-3) - 1e-2 * first / (np.sqrt(second) + 1e-8)
+    np.testing.assert_allclose(flat.master.double().numpy(), master, rtol=2e-5, atol=2e-6)
+    flat.core.close()
