@@ -1,0 +1,1 @@
+"""Adapters between host frameworks and the optimizer; no optimizer logic."""
