@@ -98,6 +98,7 @@ def replica_mesh() -> DeviceMesh:
 @contextmanager
 def optimizer_of(model: nn.Module, **options: Any) -> Iterator[AdamW]:
     defaults: dict[str, Any] = {"lr": 3e-3, "max_grad_norm": 1.0, "threads": 1, "bucket_numel": 1024, "model": model}
+    defaults["rank_timeout"] = 20.0
     optimizer = AdamW([p for p in model.parameters() if p.requires_grad], **{**defaults, **options})
     try:
         yield optimizer
