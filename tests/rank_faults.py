@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -81,7 +82,7 @@ def drop_clip(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def swap_shards(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
+def swap_shards(optimizer: AdamW, step: int, rank: int, name: str = "layers.0.0.weight") -> Iterator[None]:
     """After that step, two ranks have each other's published shard of one parameter."""
     core = optimizer._core
     apply = core.apply
@@ -90,7 +91,7 @@ def swap_shards(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
         apply(verdict)
         me, other = dist.get_rank(), {rank: 0, 0: rank}.get(dist.get_rank())
         if step_of(optimizer) == step and other is not None:
-            mine = next(shard for shard in core.shards if shard.name == "layers.0.0.weight").target()
+            mine = next(shard for shard in core.shards if shard.name == name).target()
             sizes = [torch.tensor([mine.numel()]), torch.zeros(1, dtype=torch.int64)]
             exchange(sizes[0], sizes[1], other, me < other)
             length = int(min(sizes[0], sizes[1]))
@@ -124,5 +125,6 @@ FAULTS: dict[str, Any] = {
     "apply_twice": apply_twice,
     "drop_clip": drop_clip,
     "swap_shards": swap_shards,
+    "swap_transformer_shards": partial(swap_shards, name="blocks.0.mlp.down.weight"),
     **dict.fromkeys(IN_THE_LOOP, nothing),
 }

@@ -9,7 +9,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -16,7 +16,7 @@ from superoffload.adamw import AdamW
 from superoffload.convergence.setup import Setup
 from superoffload.errors import ArgumentError
 from superoffload.ranks.layout import is_dtensor, local_of
-from superoffload.training.model import Transformer, build_model
+from superoffload.training.model import DTYPES, Transformer, build_model
 
 
 class Engine(Protocol):
@@ -47,6 +47,7 @@ class _Base:
     optimizer: Any
 
     def __init__(self, setup: Setup, speculation: str) -> None:
+        self.setup = setup
         self.inner = self.build(setup)
         self.model = self.wrap(self.inner)
         # Switched by tests to plant a reduction that comes before the last micro-batch.
@@ -54,7 +55,7 @@ class _Base:
         self.optimizer = self.make_optimizer(setup, speculation)
 
     def build(self, setup: Setup) -> Transformer:
-        return build_model(setup.model, torch.bfloat16, torch.float32, setup.seed)
+        return build_model(setup.model, DTYPES[setup.dtype], torch.float32, setup.seed)
 
     def wrap(self, model: Transformer) -> nn.Module:
         return model
@@ -70,6 +71,7 @@ class _Base:
             speculation=speculation,
             bucket_numel=setup.bucket_numel,
             threads=1,
+            rank_check=setup.rank_check,
             model=self.model,
         )
 
@@ -137,7 +139,9 @@ class Fsdp2(_Base):
     def policy(self) -> Any:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        return MixedPrecisionPolicy(
+            param_dtype=DTYPES[self.setup.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
 
     def wrap(self, model: Transformer) -> nn.Module:
         from torch.distributed.fsdp import fully_shard
@@ -157,7 +161,7 @@ class PlainFsdp2(Fsdp2):
     """FSDP2 with torch's own AdamW on fp32 parameters that are cast to bf16 for compute: what one does on GPUs."""
 
     def build(self, setup: Setup) -> Transformer:
-        return build_model(setup.model, torch.bfloat16, torch.float32, setup.seed).float()
+        return super().build(setup).float()
 
     def make_optimizer(self, setup: Setup, speculation: str) -> Any:
         return ClippingAdamW(self.inner.parameters(), setup)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from superoffload.errors import ArgumentError
 from superoffload.training.config import ModelConfig
 
-_SMALL = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, mlp=160, sequence=48)
+_SMALL = ModelConfig(layers=2, hidden=48, heads=4, kv_heads=2, mlp=128, sequence=32)
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,20 @@ class Setup:
 
     model: ModelConfig = field(default=_SMALL)
     steps: int = 200
-    batch: int = 16
+    dtype: str = "bf16"
+    batch: int = 8
     micro_batches: int = 2
-    lr: float = 3e-3
+    lr: float = 2e-3
     warmup: int = 10
     max_grad_norm: float = 1.0
     seed: int = 0
-    bucket_numel: int = 8192
+    bucket_numel: int = 4096
     nan_step: int = 37
     inf_step: int = 61
     late_clips: tuple[int, ...] = (50, 51, 90)
     digest_every: int = 10
     corpus_bytes: int = 1 << 20
+    rank_check: str = "light"
 
     def rows(self, rank: int, world: int) -> slice:
         """Of the global batch, those of one rank."""
