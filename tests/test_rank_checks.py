@@ -20,7 +20,7 @@ from tests.rank_tools import BF16, flat_mesh, net, on_ranks, optimizer_of, repli
 
 def train_until_error(fault: str, step: int, rank: int, replicas: bool, check: Any, steps: int = 60) -> list[Any]:
     """[the number of the step whose step() raised, the message]; [steps, ""] if none did."""
-    model = shard(net(torch.bfloat16), replica_mesh() if replicas else flat_mesh(), BF16)
+    model: Any = shard(net(torch.bfloat16), replica_mesh() if replicas else flat_mesh(), BF16)
     with (
         optimizer_of(model, max_grad_norm=0.5, rank_check=check) as optimizer,
         FAULTS[fault](optimizer, step, rank),

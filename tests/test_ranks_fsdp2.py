@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from superoffload import AdamW
+from superoffload.ranks.layout import local_of
 from tests.rank_tools import BF16, Net, flat_mesh, net, on_ranks, optimizer_of, replica_mesh, shard, tokens_of
 
 STEPS = 5
@@ -107,6 +108,11 @@ def poison(model: Net, rank: int, world: int) -> None:
             return
 
 
+def whole(param: Any) -> Tensor:
+    tensor: Tensor = param.full_tensor()
+    return tensor
+
+
 def wholes(model: Net) -> list[Tensor]:
     with torch.no_grad():
         return [p.full_tensor().clone() if isinstance(p, DTensor) else p.detach().clone() for p in model.parameters()]
@@ -184,13 +190,13 @@ def unused_and_frozen() -> list[Any]:
     model.head.requires_grad_(False)
     params = list(model.parameters())
     with AdamW(params, lr=1e-2, threads=1, model=model) as optimizer:
-        head = model.head.weight.full_tensor().clone()
+        head = whole(model.head.weight).clone()
         step(model, optimizer, 0)
-        kept = torch.equal(model.head.weight.full_tensor(), head)
+        kept = torch.equal(whole(model.head.weight), head)
         model.head.requires_grad_(True)
         step(model, optimizer, 1)
         step(model, optimizer, 2)
-        moved = not torch.equal(model.head.weight.full_tensor(), head)
+        moved = not torch.equal(whole(model.head.weight), head)
         return [kept, moved, optimizer.state[model.head.weight]["step"].item()]
 
 
@@ -212,15 +218,15 @@ def user_writes() -> list[bool]:
         weight = model.head.weight
         writes = [
             lambda: weight.add_(1.0),
-            lambda: weight.to_local().add_(1.0),
+            lambda: local_of(weight).add_(1.0),
             lambda: model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}),
         ]
         for seed, write in enumerate(writes):
             with torch.no_grad():
                 write()
-            before = weight.full_tensor().clone()
+            before = whole(weight).clone()
             step(model, optimizer, seed)
-            kept.append(torch.equal(weight.full_tensor(), before))
+            kept.append(torch.equal(whole(weight), before))
     return kept
 
 

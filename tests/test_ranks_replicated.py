@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import AdamW
-from superoffload.adamw import ArgumentError
+from superoffload.errors import ArgumentError
 from tests.rank_tools import Net, net, on_ranks, optimizer_of, tokens_of
 
 STEPS = 6

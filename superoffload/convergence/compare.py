@@ -83,8 +83,8 @@ def stray(curve: Curve, tolerance: Tolerance) -> list[str]:
     if curve.error:
         problems.append(curve.error)
     elif len(curve.losses) == len(tolerance.losses):
-        for name, centre in tolerance.weights.items():
-            distance, allowed = _distance(curve.weights[name], centre), SAFETY * tolerance.weight_spread[name] + FLOOR
+        for name, mean in tolerance.weights.items():
+            distance, allowed = _distance(curve.weights[name], mean), SAFETY * tolerance.weight_spread[name] + FLOOR
             if distance > allowed:
                 problems.append(f"at the end: {name} is off by {distance:.2e} of its norm, allowed are {allowed:.2e}")
     return problems

@@ -191,7 +191,7 @@ class ClippingAdamW(torch.optim.AdamW):
         self.max_grad_norm: float | None = setup.max_grad_norm
         self.grad_norm = 0.0
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
         norm = torch.nn.utils.clip_grad_norm_(params, limit)

@@ -217,9 +217,8 @@ class RankSession:
             self._explain_gradients()
         outcomes = {(packet.applied, packet.skipped, bits_of(packet.factor)) for packet in packets}
         if len(outcomes) > 1:
-            detail: dict[str, Any] = {"steps applied": self._applied, "steps skipped": self._skipped}
-            detail["gradient factor"] = self._factor
-            self._explain("the step before did not end alike", detail)
+            ended = {"steps applied": self._applied, "steps skipped": self._skipped, "gradient factor": self._factor}
+            self._explain("the step before did not end alike", ended)
         self._compare_probes(packets)
 
     def _unequal_sums(self, packets: Sequence[Packet]) -> bool:
