@@ -77,7 +77,7 @@ class AdamW(Optimizer):
         keep_grads: gradients stay in ``p.grad`` after they were packed; True on the CPU.
         placement: None.
         bucket_numel: elements per bucket (None: a 32nd of the parameters, within 64 Ki and 32 Mi).
-        threads: worker threads (None: one per core this process may use).
+        threads: worker threads (None: one per core this process may use, shared with other ranks on the node).
         rank_check: "off", "light" (every step, one exchange of at most 128 bytes), "full" (every step, everything) or
             {"full": N}: light, and everything every N steps. Unless it is "off", everything is checked in the first
             three steps and after a load. docs/ranks.md. No effect in a single process.
@@ -153,14 +153,14 @@ class AdamW(Optimizer):
         self._names = qualified_names(model)
         self._fresh: list[Held] = []
         self._ranks = set_up_ranks(
-            [param for group in groups for param in group["params"]],
+            [entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]],
             model,
             replicated=replicated,
             check=check,
             process_group=process_group,
             timeout=rank_timeout,
         )
-        cpus = worker_cpus(threads)
+        cpus = worker_cpus(threads, self._ranks.cpus)
         self._core = Core(HostLink(), CoreOptions(speculation, bucket_numel, cpus), _hyper_reader(self))
         self._reduced: ReducedGradients | None = None
         try:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
+from superoffload.cpus import RankOnNode, allowed_cpus, cpus_near_gpu, share_cpus
 from superoffload.ranks.layout import Holding, holder, is_dtensor
 
 if TYPE_CHECKING:
@@ -22,6 +25,7 @@ class RankSetup:
 
     session: RankSession | None
     holding_of: Callable[[str, Tensor], Holding]
+    cpus: list[int] | None = None  # this rank's share of the node's processors, where other ranks are on it
 
     def is_early(self, param: Tensor) -> bool:
         """Whether a gradient is final when its accumulation hook runs: not before somebody has reduced it."""
@@ -56,7 +60,22 @@ def set_up_ranks(
 
     view = forward_view(model) if model is not None else None
     session = RankSession(group, RankCheck(*check), view)
-    return RankSetup(session, holder(replicated, tuple(group.ranks), group.rank))
+    mine = RankOnNode(socket.gethostname(), group.rank, tuple(allowed_cpus()), _near_gpu(params))
+    cpus = share_cpus(group.exchange_objects("the processors of each rank", mine), group.rank)
+    return RankSetup(session, holder(replicated, tuple(group.ranks), group.rank), cpus)
+
+
+def _near_gpu(params: Sequence[Tensor]) -> tuple[int, ...]:
+    """The processors next to the GPU that the parameters are on, where that is known."""
+    device = next((param.device for param in params if param.device.type == "cuda"), None)
+    if device is None:
+        return ()
+    properties: Any = torch.cuda.get_device_properties(device)
+    try:
+        bus = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    except AttributeError:  # of older versions of torch
+        return ()
+    return cpus_near_gpu(bus)
 
 
 def qualified_names(model: nn.Module | None) -> dict[int, str]:

@@ -49,8 +49,8 @@ def finish_ranks(folder: RunFolder, summary: dict[str, Any], result: Result) -> 
     lines = [f"  {name:<26} loss {loss:.4f}" for name, loss in summary["loss_at_the_end"].items() if loss is not None]
     if summary["passed"]:
         lines.append(
-            f"verified: {summary['ranks']} ranks with {summary['engine']}, {summary['steps']} steps: speculative equals "
-            f"synchronous in {summary['digests_compared']} digests per run, and both stay within "
+            f"verified: {summary['ranks']} ranks with {summary['engine']}, {summary['steps']} steps: speculative "
+            f"equals synchronous in {summary['digests_compared']} digests per run, and both stay within "
             f"{summary['tolerance']['loss_at_the_end']:.4f} of one process, in {summary['seconds']:.1f} s"
         )
     lines += [f"FAILED: {problem}" for problem in summary["problems"]]
@@ -100,7 +100,8 @@ def _page(folder: RunFolder, summary: dict[str, Any]) -> Page:
             "On every rank, the speculative and the synchronous run have the same losses and the same SHA-256 of "
             "masters, moments and published parameters, with clips, a NaN and an infinity that only one rank has.",
             "Loss and gradient norm of every step, and the weights at the end, stay within a tolerance of the "
-            "one-process run: three times what six one-process runs that add up in different orders differ among themselves.",
+            "one-process run: three times what six one-process runs that add up in different orders differ among "
+            "themselves.",
             "With fsdp2, the same holds for plain FSDP2 with torch.optim.AdamW on fp32 parameters.",
         ]
     )
