@@ -6,12 +6,13 @@ import atexit
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, overload
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from superoffload import kernels  # obeys SUPEROFFLOAD_ISA
@@ -24,6 +25,8 @@ from superoffload.arguments import (
     check_groups,
     check_max_grad_norm,
     check_parameter,
+    check_rank_check,
+    check_replicated,
     check_seed,
     check_state_dtype,
     check_whole_number,
@@ -33,13 +36,21 @@ from superoffload.bucket import ALIGN, GroupHyper, Shard
 from superoffload.checkpoint import StateDict, read_state, write_state
 from superoffload.core import Core, CoreOptions
 from superoffload.cpus import worker_cpus
-from superoffload.errors import ArgumentError, StateError, SuperOffloadError
+from superoffload.errors import ArgumentError, RankError, StateError, SuperOffloadError, WorkerError
 from superoffload.interrupts import held_signals
 from superoffload.link import HostLink
 from superoffload.memory import host_zeros
+from superoffload.ranks.held import Held
+from superoffload.ranks.layout import Holding, is_dtensor, like_parameter
+from superoffload.ranks.setup import qualified_names, set_up_ranks
+from superoffload.ranks.spread import Spread, gather
 from superoffload.timeline import Timeline, record
 from superoffload.tracked import Tracked
 from superoffload.verdict import Verdict
+
+if TYPE_CHECKING:
+    from superoffload.integrations.ddp import ReducedGradients
+    from superoffload.ranks.session import RankSession
 
 __all__ = ["AdamW", "kernels"]
 
@@ -68,9 +79,19 @@ class AdamW(Optimizer):
         keep_grads: gradients stay in ``p.grad`` after they were packed; True on the CPU.
         placement: None.
         bucket_numel: elements per bucket (None: a 32nd of the parameters, within 64 Ki and 32 Mi).
-        threads: worker threads (None: one per core this process may use).
-        rank_check: has no effect in a single process.
+        threads: worker threads (None: one per core this process may use, shared with other ranks on the node).
+        rank_check: "off", "light" (every step, one exchange of at most 128 bytes), "full" (every step, everything) or
+            {"full": N}: light, and everything every N steps. Unless it is "off", everything is checked in the first
+            three steps and after a load. docs/ranks.md. No effect in a single process.
         trace: write a timeline of every step to this file (docs/timeline.md); None: none is recorded.
+        model: whose parameters these are: gives errors their qualified names, and lets a full check see what forward
+            gathers (``fully_shard``); a ``DistributedDataParallel`` gets our communication hook, without which its
+            gradients cannot be stepped during backward.
+        replicated: what several ranks do about plain parameters, which each has in full: "replicate" the state,
+            "shard" it over the ranks (each steps its part and gets the others'), or "local": this process is alone
+            with them. None: "replicate".
+        process_group: the ranks that share a verdict (None: all). We exchange over a gloo group of our own.
+        rank_timeout: seconds to wait for other ranks (None: SUPEROFFLOAD_RANK_TIMEOUT, else 60).
         state_dtype: of exp_avg and exp_avg_sq: "fp32", or "bf16" with stochastic rounding: 20 instead of 28 bytes moved
             and 8 instead of 12 kept per parameter. docs/kernel.md shows what it costs in accuracy.
         seed: of that rounding; the same seed gives the same bits, whatever was speculated, undone or replayed.
@@ -99,17 +120,23 @@ class AdamW(Optimizer):
         placement: Any = None,
         bucket_numel: int | None = None,
         threads: int | None = None,
-        rank_check: str = "light",
+        rank_check: str | Mapping[str, int] = "light",
         trace: Any = None,
+        model: nn.Module | None = None,
+        replicated: str | None = None,
+        process_group: Any = None,
+        rank_timeout: float | None = None,
         state_dtype: str | torch.dtype = "fp32",
         seed: int = 0,
     ) -> None:
         self._max_grad_norm = check_max_grad_norm(max_grad_norm)
-        refuse_unknown(delivery, placement, rank_check)
+        refuse_unknown(delivery, placement)
         if keep_grads is False:
             raise ArgumentError("keep_grads=False: gradients on the CPU are always kept; pass True or None")
         check_whole_number("bucket_numel", bucket_numel)
-        cpus = worker_cpus(threads)
+        check = check_rank_check(rank_check)
+        replicated = check_replicated(replicated)
+        check_whole_number("threads", threads)
         groups = as_groups(params)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_groups(groups, defaults)
@@ -123,11 +150,28 @@ class AdamW(Optimizer):
         self._last_verdict: Verdict | None = None
         self._unscale = 1.0  # of the last step; speculation expects it again
         self._pid = os.getpid()
+        self._names = qualified_names(model)
+        self._fresh: list[Held] = []
+        self._ranks = set_up_ranks(
+            [entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]],
+            model,
+            replicated=replicated,
+            check=check,
+            process_group=process_group,
+            timeout=rank_timeout,
+        )
+        cpus = worker_cpus(threads, self._ranks.cpus)
         self._core = Core(HostLink(), CoreOptions(speculation, bucket_numel, cpus), _hyper_reader(self))
+        self._reduced: ReducedGradients | None = None
         try:
             if trace is not None:
                 record(trace, self._core)
             super().__init__(groups, defaults)
+            self._announce()
+            if self._ranks.session is not None and model is not None:
+                from superoffload.integrations.ddp import reduced_gradients
+
+                self._reduced = reduced_gradients(model, _reduction_hook(self))
         except BaseException:
             self.close()
             raise
@@ -146,6 +190,14 @@ class AdamW(Optimizer):
         with self._whole():
             super().add_param_group(group)
             self._adopt(len(self.param_groups) - 1, [p for p in group["params"] if p.requires_grad])
+            if not self._constructing:
+                self._announce()
+
+    def _announce(self) -> None:
+        """Tells the other ranks which parameters are new; they must have the same ones."""
+        fresh, self._fresh = self._fresh, []
+        if fresh and self._ranks.session is not None:
+            self._ranks.session.add(fresh)
 
     def _adopt(self, group: int, params: Sequence[Tensor]) -> None:
         """State for those parameters of a group that have none yet: frozen ones take no memory."""
@@ -154,52 +206,59 @@ class AdamW(Optimizer):
         for param, name in fresh.items():  # again: what was frozen may have changed since its group was made
             check_parameter(name, param)
             check_finite(name, param)
-        starts, total = [], 0
-        for param in fresh:
-            starts.append(total)
-            total += -(-param.numel() // ALIGN) * ALIGN
+        holdings = {param: self._ranks.holding_of(name, param) for param, name in fresh.items()}
+        sizes = [holding.part(param).numel() for param, holding in holdings.items()]
+        starts = list(accumulate((-(-size // ALIGN) * ALIGN for size in sizes), initial=0))
         dtypes = (torch.float32, self._state_dtype, self._state_dtype)
-        slabs = [host_zeros(total, dtype) for dtype in dtypes]
+        slabs = [host_zeros(starts[-1], dtype) for dtype in dtypes]
         shards: list[Shard] = []
-        for (param, name), start in zip(fresh.items(), starts, strict=True):
-            master, exp_avg, exp_avg_sq = (slab[start : start + param.numel()] for slab in slabs)
+        for (param, name), start, numel in zip(fresh.items(), starts, sizes, strict=False):
+            master, exp_avg, exp_avg_sq = (slab[start : start + numel] for slab in slabs)
             index = len(self._core.shards) + len(shards)
             shard = Shard(
                 index=index,
                 name=name,
                 group=group,
-                numel=param.numel(),
+                numel=numel,
                 gradient_dtype=param.dtype,
                 published_dtype=param.dtype,
                 master=master,
                 exp_avg=exp_avg,
                 exp_avg_sq=exp_avg_sq,
-                target=_target(param),
+                target=_target(param, holdings[param]),
                 noise_stream=self._seed << 32 | index,
+                offset=holdings[param].start,
             )
-            master.copy_(param.detach().reshape(-1))
+            master.copy_(shard.target())
             shards.append(shard)
-            step = torch.zeros((), dtype=torch.float32)
-            self._tracked[param] = Tracked(param, shard, step, param._version, param.data_ptr())
-            self.state[param] = {
-                "step": step,
-                "exp_avg": exp_avg.view(param.shape),
-                "exp_avg_sq": exp_avg_sq.view(param.shape),
-                "master": master.view(param.shape),
-            }
-            self._hook(self._tracked[param])
+            self._track(param, shard, holdings[param])
         if shards:
             self._core.add_shards(shards)
 
+    def _track(self, param: Tensor, shard: Shard, holding: Holding) -> None:
+        step = torch.zeros((), dtype=torch.float32)
+        tracked = Tracked(param, shard, step, holding, early=self._ranks.is_early(param))
+        tracked.remember_value()
+        self._tracked[param] = tracked
+        self.state[param] = {
+            "step": step,
+            "exp_avg": like_parameter(param, holding, shard.exp_avg),
+            "exp_avg_sq": like_parameter(param, holding, shard.exp_avg_sq),
+            "master": like_parameter(param, holding, shard.master),
+        }
+        self._fresh.append(Held(shard.name, param, shard, holding))
+        self._hook(tracked)
+
     def _hook(self, tracked: Tracked) -> None:
-        if tracked.hook is None and tracked.param.requires_grad:
+        if tracked.hook is None and tracked.param.requires_grad and tracked.early:
             tracked.hook = tracked.param.register_post_accumulate_grad_hook(_gradient_hook(self))
 
     def _names_of(self, group: int) -> Iterator[tuple[Tensor, str]]:
         params = self.param_groups[group]["params"]
         names = self.param_groups[group].get("param_names")
         for i, param in enumerate(params):
-            yield param, str(names[i]) if names else f"param_groups[{group}]['params'][{i}]"
+            name = str(names[i]) if names else f"param_groups[{group}]['params'][{i}]"
+            yield param, self._names.get(id(param), name)
 
     def _hyper_of(self, group: int) -> GroupHyper:
         values = self.param_groups[group]
@@ -246,9 +305,23 @@ class AdamW(Optimizer):
             self._refresh(tracked)
         if not self._core.is_filling:
             self._core.expect(unscale=self._unscale, max_grad_norm=self._max_grad_norm)
-        tracked.grad, tracked.grad_version = grad, grad._version
-        flat = grad.detach().contiguous().view(-1)
-        self._core.arrive(tracked.shard, flat, in_backward=in_backward)
+        tracked.remember_grad(grad)
+        self._core.arrive(tracked.shard, tracked.holding.part(grad).contiguous(), in_backward=in_backward)
+
+    def _on_reduced(self, param: Tensor, gradient: Tensor) -> None:
+        """A reduction over ranks has ended during backward; what it gave becomes ``param.grad``."""
+        tracked = self._tracked.get(param)
+        if tracked is None or self._out_of_use():
+            return
+        with self._whole():
+            if self._core.has_gradient(tracked.shard):
+                self._let_go(tracked)
+            if tracked.written:
+                self._refresh(tracked)
+            if not self._core.is_filling:
+                self._core.expect(unscale=self._unscale, max_grad_norm=self._max_grad_norm)
+            tracked.reduced = gradient
+            self._core.arrive(tracked.shard, tracked.holding.part_of_whole(gradient.view(param.shape)))
 
     def _refresh(self, tracked: Tracked) -> None:
         tracked.check_still_fits()
@@ -276,23 +349,89 @@ class AdamW(Optimizer):
         return loss
 
     def _end_step(self) -> None:
+        session = self._ranks.session
+        verdict = self._decide_alone() if session is None else self._decide_with(session)
+        if verdict is None:
+            return
+        self._last_verdict = verdict
+        failure: WorkerError | None = None
+        try:
+            self._core.apply(verdict)
+        except WorkerError as error:  # with the step done, or abandoned where no other rank acts on it
+            failure = error
+        finally:
+            if session is not None and not verdict.found_inf:
+                self._gather_updates(session)
+            self._after_step()
+        if session is not None:
+            session.ended(applied=not verdict.found_inf, factor=verdict.gradient_factor)
+        if failure is not None:
+            raise failure
+
+    def _decide_alone(self) -> Verdict | None:
+        self._take_stock()
+        if not self._core.is_filling:
+            return None
+        verdict = self._core.decide(unscale=self._unscale, max_grad_norm=self._max_grad_norm)
+        if self._foreign_inf():
+            verdict = verdict._replace(found_inf=True)
+        return verdict
+
+    def _decide_with(self, session: RankSession) -> Verdict | None:
+        """As all ranks do, or RankError on all of them, with the step abandoned."""
+        session.begin()
+        try:
+            self._take_stock()
+            session.agree_on(self._settings(), found_inf=self._foreign_inf())
+            return self._core.decide(unscale=self._unscale, max_grad_norm=self._max_grad_norm, exchange=session)
+        except BaseException as error:
+            session.fail()
+            if isinstance(error, RankError):
+                self._abandon()
+            raise
+
+    def _take_stock(self) -> None:
         for index, group in enumerate(self.param_groups):
             check_group(group)
             unfrozen = [p for p in group["params"] if p.grad is not None and p not in self._tracked]
             if unfrozen:
                 self._adopt(index, unfrozen)
+        self._announce()
         self._unscale = self._take_scale()
+        if self._reduced is not None:
+            self._reduced.drain()
         self._collect()
-        if not self._core.is_filling:
-            return
-        verdict = self._core.decide(unscale=self._unscale, max_grad_norm=self._max_grad_norm)
-        if as_float(getattr(self, "found_inf", 0.0)) > 0:  # the scaler saw one before somebody replaced it
-            verdict = verdict._replace(found_inf=True)
-        self._last_verdict = verdict
-        try:
-            self._core.apply(verdict)
-        finally:
-            self._after_step()
+
+    def _foreign_inf(self) -> bool:
+        """A GradScaler saw a NaN or an infinity before somebody replaced it."""
+        return as_float(getattr(self, "found_inf", 0.0)) > 0
+
+    def _settings(self) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        settings: dict[str, Any] = {}
+        for index in range(len(self.param_groups)):
+            hyper = self._hyper_of(index)
+            settings[f"lr of group {index}"] = hyper.lr
+            settings[f"betas, eps, weight_decay of group {index}"] = (
+                hyper.beta1,
+                hyper.beta2,
+                hyper.eps,
+                hyper.weight_decay,
+            )
+        settings["max_grad_norm"] = self._max_grad_norm
+        settings["factor that takes the loss scale out"] = self._unscale
+        return settings
+
+    def _gather_updates(self, session: RankSession) -> None:
+        """Parameters whose state is spread over ranks: the parts that others have stepped."""
+        spreads = [
+            Spread(held.holding, held.shard.target(), held.copy())
+            for held in session.held
+            if held.is_spread and held.param.grad is not None
+        ]
+        if spreads:
+            gather(session.group, "the updated parameters", spreads)
+            torch.autograd.graph.increment_version([held.param for held in session.held if held.is_spread])
 
     # torch.amp.GradScaler: do not divide the gradients yourself, set grad_scale and found_inf around step().
     _step_supports_amp_scaling = True
@@ -317,6 +456,8 @@ class AdamW(Optimizer):
         core = self._core
         for tracked in self._tracked.values():
             self._hook(tracked)  # frozen before, trains now
+            if tracked.reduced is not None:
+                self._adopt_reduced(tracked)
             if core.has_gradient(tracked.shard) and (tracked.grad_changed or tracked.param.grad is None):
                 self._let_go(tracked)
             if tracked.written:
@@ -324,10 +465,20 @@ class AdamW(Optimizer):
             if tracked.param.grad is not None and not core.has_gradient(tracked.shard):
                 self._hand_over(tracked, in_backward=False)
 
+    def _adopt_reduced(self, tracked: Tracked) -> None:
+        """From a reduction to what the user sees: the same bits, or somebody has edited ``p.grad`` since."""
+        tracked.reduced = None
+        grad = tracked.param.grad
+        if grad is not None and self._core.has_gradient(tracked.shard):
+            if self._core.gradient_is(tracked.shard, tracked.holding.part(grad)):
+                tracked.remember_grad(grad)
+            else:
+                self._let_go(tracked)
+
     def _after_step(self) -> None:
         moved = []
         for tracked in self._tracked.values():
-            tracked.grad = None
+            tracked.grad = tracked.reduced = None
             tracked.expected = max(1, tracked.arrivals)
             tracked.arrivals = 0
             tracked.remember_value()
@@ -345,8 +496,10 @@ class AdamW(Optimizer):
         super().zero_grad(set_to_none)
 
     def _abandon(self) -> None:
+        if self._reduced is not None:
+            self._reduced.forget()
         for tracked in self._tracked.values():
-            tracked.grad = None
+            tracked.grad = tracked.reduced = None
             tracked.arrivals = 0
         self._core.abandon()
 
@@ -403,18 +556,51 @@ class AdamW(Optimizer):
                 self._refresh(tracked)
 
     def state_dict(self) -> StateDict:
-        """``torch.optim.AdamW``'s layout plus ``master`` per parameter, as after the last finished step."""
+        """``torch.optim.AdamW``'s layout plus ``master`` per parameter, as after the last finished step.
+
+        DTensors for DTensor parameters. State that is spread over ranks (``replicated="shard"``) is gathered, so then
+        all ranks must call this.
+        """
         self.synchronize()
-        return write_state(super().state_dict())
+        state_dict = write_state(super().state_dict())
+        session = self._ranks.session
+        if session is not None:
+            self._gather_state(session, state_dict)
+        return state_dict
+
+    def _gather_state(self, session: RankSession, state_dict: StateDict) -> None:
+        spreads = []
+        params = [param for group in self.param_groups for param in group["params"]]
+        for position, values in state_dict["state"].items():
+            tracked = self._tracked.get(params[position])
+            if tracked is None or tracked.holding.kind != "spread":
+                continue
+            for name in ("exp_avg", "exp_avg_sq", "master"):
+                part = values[name]
+                whole = torch.empty(tracked.param.numel(), dtype=part.dtype)
+                tracked.holding.own.of(whole).copy_(part)
+                values[name] = whole.view(tracked.param.shape)
+                spreads.append(Spread(tracked.holding, part, whole))
+        if spreads:
+            gather(session.group, "state_dict()", spreads)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Loads our own or ``torch.optim.AdamW``'s; all of it is checked before anything changes.
+        """Loads our own or ``torch.optim.AdamW``'s; all of it is checked before anything changes, on any rank.
 
         Where a checkpoint has no masters, or the model's parameters are not their rounding, the parameters win.
+        Tensors of the parameters' full shapes fit any number of ranks.
         """
         self._check_usable()
-        read = read_state(state_dict, self.param_groups)
+        session = self._ranks.session
+        try:
+            read = read_state(state_dict, self.param_groups, part_of=self._part_of)
+        except ArgumentError as error:
+            if session is not None:
+                session.agree("load_state_dict()", error)
+            raise
+        if session is not None:
+            session.agree("load_state_dict()", None)
         with self._whole():
             self._abandon()
             states = iter(read.states)
@@ -425,6 +611,21 @@ class AdamW(Optimizer):
                 for param, values in found.items():
                     if param in self._tracked:
                         self._tracked[param].load(values)
+            self._announce()
+            if session is not None:
+                session.loaded(max((tracked.shard.steps for tracked in self._tracked.values()), default=0))
+
+    def _part_of(self, param: Tensor, value: Tensor) -> Tensor:
+        tracked = self._tracked.get(param)
+        holding = tracked.holding if tracked is not None else self._ranks.holding_of("state_dict", param)
+        if not is_dtensor(value):
+            return holding.part_of_whole(value)
+        if not is_dtensor(param) or value.placements != param.placements or value.device_mesh != param.device_mesh:
+            raise ArgumentError(
+                f"state_dict: a DTensor with placements {value.placements} over {value.device_mesh}, expected those of "
+                "the parameter; pass full tensors, or load it with torch.distributed.checkpoint"
+            )
+        return holding.part(value)
 
     def close(self) -> None:
         """Takes back what was speculated and ends the worker threads. The state stays readable."""
@@ -489,8 +690,8 @@ class AdamW(Optimizer):
             raise StateError("the optimizer is closed; make a new one and load the state_dict() of this one")
 
 
-def _target(param: Tensor) -> Callable[[], Tensor]:
-    return lambda: param.detach().view(-1)
+def _target(param: Tensor, holding: Holding) -> Callable[[], Tensor]:
+    return lambda: holding.part(param)
 
 
 def _hyper_reader(optimizer: AdamW) -> Callable[[int], GroupHyper]:
@@ -515,3 +716,15 @@ def _gradient_hook(optimizer: AdamW) -> Callable[[Tensor], None]:
             alive._on_gradient(param)
 
     return on_gradient
+
+
+def _reduction_hook(optimizer: AdamW) -> Callable[[Tensor, Tensor], None]:
+    """Likewise, for gradients that a reduction over ranks hands over."""
+    reference = weakref.ref(optimizer)
+
+    def on_reduced(param: Tensor, gradient: Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive._on_reduced(param, gradient)
+
+    return on_reduced

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from superoffload.bucket import ELEMENT_TYPES
 from superoffload.errors import ArgumentError
+from superoffload.ranks.layout import REPLICATED, is_dtensor, local_of
 
 
 def check_number(name: str, value: Any, *, low: float, high: float = math.inf, below: bool = False) -> float:
@@ -80,6 +81,7 @@ def check_parameter(name: str, param: Any) -> None:
         )
     if param.device.type == "meta":
         raise ArgumentError(f"{name}: on the meta device; materialize the model before making the optimizer")
+    param, whole = local_of(param), param
     if param.device.type != "cpu":
         raise ArgumentError(
             f"{name}: on {param.device}; this version serves parameters on the CPU only (the CUDA link comes with the "
@@ -90,7 +92,7 @@ def check_parameter(name: str, param: Any) -> None:
             f"{name}: shape {tuple(param.shape)} with strides {param.stride()} is not contiguous; "
             "make it so with torch.nn.Parameter(param.detach().contiguous())"
         )
-    if not param.is_leaf:
+    if not whole.is_leaf:
         raise ArgumentError(f"{name}: not a leaf of autograd; pass the parameters themselves, not results of theirs")
 
 
@@ -143,6 +145,13 @@ def check_groups(groups: Iterable[dict[str, Any]], defaults: dict[str, Any], tak
 
 def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
     """What a gradient must be to be packed."""
+    if is_dtensor(param) and not (is_dtensor(grad) and grad.placements == param.placements):
+        found = getattr(grad, "placements", "a plain tensor")
+        raise ArgumentError(
+            f"{name}: gradient with placements {found}, expected those of the parameter, {param.placements}; let "
+            "fully_shard reduce it before step()"
+        )
+    param, grad = local_of(param), local_of(grad)
     if grad.layout is not torch.strided:
         raise ArgumentError(f"{name}: its gradient has layout {grad.layout}, expected dense (Embedding(sparse=False))")
     if grad.dtype != param.dtype or grad.numel() != param.numel() or grad.device != param.device:
@@ -154,19 +163,40 @@ def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
 
 def check_finite(name: str, param: Tensor) -> None:
     """Training from NaN or infinite weights cannot work, and a speculated step would hide where they came from."""
-    if not bool(torch.isfinite(param.detach()).all()):
-        bad = int((~torch.isfinite(param.detach())).sum())
-        raise ArgumentError(f"{name}: {bad} of {param.numel()} initial values are NaN or infinite; initialize it first")
+    values = local_of(param)
+    if not bool(torch.isfinite(values).all()):
+        bad = int((~torch.isfinite(values)).sum())
+        raise ArgumentError(
+            f"{name}: {bad} of {values.numel()} initial values are NaN or infinite; initialize it first"
+        )
 
 
-def refuse_unknown(delivery: str, placement: Any, rank_check: Any) -> None:
+def refuse_unknown(delivery: str, placement: Any) -> None:
     """Options whose work is not in this version yet are refused rather than ignored."""
     if delivery != "eager":
         raise ArgumentError(f"delivery={delivery!r}: expected 'eager'; delivery on demand is not in this version")
     if placement is not None:
         raise ArgumentError(f"placement={placement!r}: expected None; state on the accelerator is not in this version")
-    if rank_check not in ("off", "light", "full"):
-        raise ArgumentError(f"rank_check={rank_check!r}: expected 'off', 'light' or 'full'")
+
+
+def check_rank_check(value: Any) -> tuple[bool, int]:
+    """(whether there is a light check in every step, every how many steps there is a full one, 0 for none)."""
+    if isinstance(value, Mapping) and set(value) == {"full"}:
+        every = value["full"]
+        if not isinstance(every, bool) and isinstance(every, int) and every >= 1:
+            return True, every
+    elif value in ("off", "light", "full"):
+        return value != "off", int(value == "full")
+    raise ArgumentError(f"rank_check={value!r}: expected 'off', 'light', 'full' or {{'full': every so many steps}}")
+
+
+def check_replicated(value: Any) -> str:
+    """What several ranks do about parameters that each of them has in full."""
+    if value is None:
+        return "replicate"
+    if value not in REPLICATED:
+        raise ArgumentError(f"replicated={value!r}: expected 'replicate', 'shard', 'local' or None")
+    return str(value)
 
 
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

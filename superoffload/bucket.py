@@ -94,6 +94,7 @@ class Shard:
     exp_avg_sq: Tensor
     target: Callable[[], Tensor]
     noise_stream: int = 0
+    offset: int = 0  # of its first element in the whole parameter, so that the noise does not depend on the sharding
     steps: int = 0
     block_sums: NDArray[np.float64] = field(init=False)
 
@@ -187,7 +188,7 @@ class Bucket:
                     gradient_type=ELEMENT_TYPES[self.gradient_dtype],
                     shadow_type=ELEMENT_TYPES[self.published_dtype],
                     state_type=ELEMENT_TYPES[shard.exp_avg.dtype],
-                    first_index=piece.start,
+                    first_index=piece.shard.offset + piece.start,
                     noise_stream=shard.noise_stream,
                     past_cache=past_cache,
                 )

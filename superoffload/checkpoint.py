@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -15,6 +15,7 @@ from superoffload.arguments import as_float, check_group
 from superoffload.errors import ArgumentError
 
 StateDict: TypeAlias = dict[str, Any]
+PartOf: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 _HYPER = ("lr", "betas", "eps", "weight_decay")
 _FOREIGN = ("amsgrad", "maximize")  # of torch.optim.AdamW; not ours, so they must be off
@@ -51,10 +52,21 @@ def write_state(state_dict: StateDict, *, l2: bool = False) -> StateDict:
     return {"state": states, "param_groups": groups}
 
 
-def read_state(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], *, l2: bool = False) -> ReadState:
+def _whole(param: Tensor, value: Tensor) -> Tensor:
+    return value.reshape(-1)
+
+
+def read_state(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    l2: bool = False,
+    part_of: PartOf = _whole,
+) -> ReadState:
     """Checks ``state_dict`` against the optimizer's groups; raises ArgumentError and changes nothing if it misfits.
 
-    ``l2``: the optimizer is Adam with an L2 penalty instead of AdamW.
+    ``l2``: the optimizer is Adam with an L2 penalty instead of AdamW. ``part_of(param, value)``: the elements of a
+    tensor of the parameter's shape that this process keeps, flat.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise ArgumentError("state_dict: expected a dict with 'state' and 'param_groups', as state_dict() returns")
@@ -76,7 +88,7 @@ def read_state(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]
         for key, param in zip(group["params"], mine["params"], strict=True):
             where = f"state_dict: parameter {len(states)} (group {g})"
             state = state_dict["state"].get(key)
-            states.append(None if state is None else _read_param(where, state, param))
+            states.append(None if state is None else _read_param(where, state, param, part_of))
     return ReadState(values, states)
 
 
@@ -95,7 +107,7 @@ def _read_group(index: int, group: Mapping[str, Any], l2: bool) -> dict[str, Any
     return {name: deepcopy(value) for name, value in group.items() if name != "params"}
 
 
-def _read_param(where: str, state: Mapping[str, Any], param: Tensor) -> ParamState:
+def _read_param(where: str, state: Mapping[str, Any], param: Tensor, part_of: PartOf) -> ParamState:
     if not isinstance(state, Mapping):
         raise ArgumentError(f"{where}: state is {type(state).__name__}, expected a dict")
     tensors: dict[str, Tensor] = {}
@@ -103,7 +115,7 @@ def _read_param(where: str, state: Mapping[str, Any], param: Tensor) -> ParamSta
         value = state.get(name)
         if value is None and name == "master":
             continue
-        tensors[name] = _read_tensor(where, name, value, param)
+        tensors[name] = _read_tensor(where, name, value, param, part_of)
     step = as_float(state.get("step"))
     if not math.isfinite(step) or step < 0 or step != int(step):
         raise ArgumentError(f"{where}: step is {state.get('step')!r}, expected a whole number of at least 0")
@@ -112,13 +124,13 @@ def _read_param(where: str, state: Mapping[str, Any], param: Tensor) -> ParamSta
     return ParamState(int(step), tensors["exp_avg"], tensors["exp_avg_sq"], tensors.get("master"))
 
 
-def _read_tensor(where: str, name: str, value: Any, param: Tensor) -> Tensor:
+def _read_tensor(where: str, name: str, value: Any, param: Tensor, part_of: PartOf) -> Tensor:
     """As float32 on the CPU, flat."""
     dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
     if not dense or value.shape != param.shape or not value.is_floating_point():
         found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ArgumentError(f"{where}: {name} is {found}, expected dense floating point {tuple(param.shape)}")
-    flat: Tensor = value.detach().to("cpu", torch.float32).reshape(-1)
+    flat = part_of(param, value.detach()).to("cpu", torch.float32)
     if not bool(torch.isfinite(flat).all()):
         raise ArgumentError(f"{where}: {name} contains NaN or infinite values; the checkpoint is damaged")
     return flat

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, overload
 
 import numpy as np
 import torch
@@ -39,6 +39,16 @@ _JOURNAL_BYTES_PER_BUCKET = 1024
 # beta ** step is 0 in double precision from here on, so that 1 - beta ** step, the bias correction, is 1.
 _CORRECTED_BY_ONE = 1 << 60
 _SMALLEST_BUCKET, _LARGEST_BUCKET, _BUCKETS = 1 << 16, 1 << 25, 32
+
+
+class SumExchange(Protocol):
+    """Sums of squares of every rank; ``start`` and ``finish`` are called once per step."""
+
+    def start(self, sums: Mapping[int, float]) -> None:
+        """Those of this rank's shards, by index, in registration order."""
+
+    def finish(self) -> Sequence[float] | None:
+        """Those of all ranks, the same on each, in the order to fold them; None if no rank has a gradient."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,7 @@ class Core:
         self._partial = 0.0  # sum of squares of what was packed in this step
         self._proves_clip = math.inf
         self._unscale = 1.0
+        self._shared = False  # the verdict of this step is also that of other ranks
         self._stats = Stats()
         self._journaled_numel = 0
         self._journaled_bytes = 0
@@ -148,6 +159,20 @@ class Core:
                 self._pack(bucket)
                 if in_backward and self._worth_speculating():
                     self._speculate(bucket)
+
+    def gradient_is(self, shard: Shard, gradient: Tensor) -> bool:
+        """Whether the gradient that arrived has the bits of ``gradient``."""
+        word = torch.int32 if gradient.dtype is torch.float32 else torch.int16
+        arrived = self._incoming[shard.index]
+        for bucket, place in self._places.get(shard.index, ()):
+            piece = bucket.pieces[place]
+            theirs = gradient[piece.start : piece.start + piece.numel]
+            ours = arrived[piece.start : piece.start + piece.numel]
+            if bucket.state is not BucketState.FILLING:  # what arrived may have been overwritten since it was packed
+                ours = bucket.gradient[piece.offset : piece.offset + piece.numel]
+            if not torch.equal(ours.contiguous().view(word), theirs.contiguous().view(word)):
+                return False
+        return True
 
     def retract(self, shard: Shard) -> None:
         """The gradient of ``shard`` was not final after all, or is gone: undo what was done with it."""
@@ -300,8 +325,21 @@ class Core:
 
     # ---- the end of a step ------------------------------------------------------------------------------------
 
-    def decide(self, *, unscale: float, max_grad_norm: float | None) -> Verdict:
-        """Packs what is not packed yet and folds the verdict from all gradients that arrived."""
+    @overload
+    def decide(self, *, unscale: float, max_grad_norm: float | None) -> Verdict: ...
+
+    @overload
+    def decide(
+        self, *, unscale: float, max_grad_norm: float | None, exchange: SumExchange | None
+    ) -> Verdict | None: ...
+
+    def decide(
+        self, *, unscale: float, max_grad_norm: float | None, exchange: SumExchange | None = None
+    ) -> Verdict | None:
+        """Packs what is not packed yet and folds the verdict from all gradients that arrived.
+
+        With ``exchange``: from those of all ranks; None if no rank has any.
+        """
         self.land()
         if self.timeline is not None:
             self.timeline.deciding()
@@ -313,8 +351,19 @@ class Core:
                 if bucket.state is BucketState.READY:
                     self._wait(bucket)  # for the packed gradient, and with it the sums
             self._raise_failure()
-            sums = [shard.sum_of_squares() for shard in self.shards if shard.index in self._incoming]
-        return decide(sums, unscale=unscale, max_grad_norm=max_grad_norm)
+            sums = {shard.index: shard.sum_of_squares() for shard in self.shards if shard.index in self._incoming}
+        if exchange is None:
+            return decide(sums.values(), unscale=unscale, max_grad_norm=max_grad_norm)
+        with self._caller_at_work():
+            exchange.start(sums)
+            for bucket in self.buckets:  # the tail of the pipeline runs while the sums travel
+                if bucket.state is BucketState.SPECULATED:
+                    self._settle_speculation(bucket)
+            everybodys = exchange.finish()
+        if everybodys is None:
+            return None
+        self._shared = True
+        return decide(everybodys, unscale=unscale, max_grad_norm=max_grad_norm)
 
     def apply(self, verdict: Verdict, *, later: bool = False) -> None:
         """Commit, replay or step every bucket that has gradients, and deliver; or skip the step on found_inf.
@@ -323,7 +372,7 @@ class Core:
         stay where they are until then.
 
         WorkerError: a worker failed. During speculation: the step was abandoned, nothing has changed. After the
-        verdict: the step was completed all the same, then the error is raised.
+        verdict, or where other ranks share it: the step was completed all the same, then the error is raised.
         """
         if any(bucket.state is BucketState.FILLING and any(bucket.present) for bucket in self.buckets):
             raise StateError("apply(): gradients arrived since decide(); the verdict does not know them")
@@ -377,7 +426,11 @@ class Core:
             self._settle_all()
 
     def _settle_all(self) -> None:
-        """Every speculated bucket done; if a worker failed, the whole step is abandoned before anything shows."""
+        """Every speculated bucket done; if a worker failed, the whole step is abandoned before anything shows.
+
+        Not when other ranks act on the same verdict: they cannot take the step back any more, so it is completed here
+        too, from the buckets as they were, and the error is raised with the step done.
+        """
         self._journaled_numel = self._journaled_bytes = 0
         for bucket in self.buckets:
             if bucket.state is not BucketState.SPECULATED:
@@ -388,7 +441,7 @@ class Core:
                 learn_from_journal(bucket, bucket.width, use)
                 self._journaled_numel += bucket.numel
                 self._journaled_bytes += use.bytes
-        if self._failure is not None:
+        if self._failure is not None and not self._shared:
             self._stats.buckets_abandoned += self._take_back(BucketState.ABANDONED)
             self._end_step(whole=False)
             self._raise_failure()
@@ -440,6 +493,7 @@ class Core:
         self._incoming.clear()
         self._partial = 0.0
         self._speculating = True
+        self._shared = False
         if whole and not self._observed and self._order:
             self._follow_observed_order()
         self._order.clear()

@@ -1,8 +1,11 @@
-"""Which processors the worker threads use."""
+"""Which processors the worker threads use: what the process may use, shared with other ranks on the node."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from superoffload.arguments import check_whole_number
 
@@ -14,10 +17,133 @@ def allowed_cpus() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def worker_cpus(threads: int | None) -> list[int]:
-    """One entry per worker thread: the processor it is bound to, or -1 where there are more threads than those."""
+def worker_cpus(threads: int | None, mine: Sequence[int] | None = None) -> list[int]:
+    """One entry per worker thread: the processor it is bound to, or -1 where there are more threads than those.
+
+    ``mine``: this rank's share of the node (None: all that the process may use).
+    """
     check_whole_number("threads", threads)
-    allowed = allowed_cpus()
+    allowed = list(mine) if mine is not None else allowed_cpus()
     if threads is None:
-        return allowed
+        return allowed[: thread_limit(len(allowed), os.environ, cpu_quota())]
     return allowed[:threads] + [-1] * (threads - len(allowed))
+
+
+@dataclass(frozen=True)
+class RankOnNode:
+    """What the ranks of a node tell each other: ``nodes`` are NUMA nodes to prefer (of the rank's GPU), or empty."""
+
+    host: str
+    rank: int
+    cpus: tuple[int, ...]
+    preferred: tuple[int, ...] = ()
+
+
+def share_cpus(ranks: Sequence[RankOnNode], me: int) -> list[int]:
+    """The processors of rank ``me``: those that it alone may use, and an even share of those that others may use too.
+
+    Every rank computes the same division from the same list, so no processor is given twice. A processor goes to a
+    rank that prefers it (its GPU's NUMA node) before one that does not, then to the rank that has the fewest; ranks
+    get runs of neighbours, which share caches. With more ranks than processors some get none of their own: then
+    they keep what they may use.
+    """
+    mine = next(rank for rank in ranks if rank.rank == me)
+    here = sorted((rank for rank in ranks if rank.host == mine.host), key=lambda rank: rank.rank)
+    given: dict[int, list[int]] = {rank.rank: [] for rank in here}
+    wanted = {cpu: [rank for rank in here if cpu in rank.cpus] for cpu in sorted({c for r in here for c in r.cpus})}
+    for users in _runs(wanted):
+        _divide(users, wanted[users[0]], given)
+    return sorted(given[me]) or sorted(mine.cpus)
+
+
+def _runs(wanted: Mapping[int, Sequence[RankOnNode]]) -> list[list[int]]:
+    """Processors that the same ranks may use and prefer, in ascending order; the most constrained ones first."""
+    groups: dict[tuple[tuple[int, bool], ...], list[int]] = {}
+    for cpu, users in wanted.items():
+        groups.setdefault(tuple((rank.rank, cpu in rank.preferred) for rank in users), []).append(cpu)
+    return [groups[key] for key in sorted(groups, key=lambda key: (len(key), key))]
+
+
+def _divide(cpus: Sequence[int], users: Sequence[RankOnNode], given: dict[int, list[int]]) -> None:
+    """Even runs of ``cpus`` to those who prefer them, or to all where nobody does; who has fewest gets the longest."""
+    prefer = [rank for rank in users if cpus[0] in rank.preferred] or list(users)
+    counts = {rank.rank: 0 for rank in prefer}
+    for _ in cpus:
+        fewest = min(counts, key=lambda rank: (len(given[rank]) + counts[rank], rank))
+        counts[fewest] += 1
+    start = 0
+    for rank, count in counts.items():
+        given[rank].extend(cpus[start : start + count])
+        start += count
+
+
+def thread_limit(cpus: int, environment: Mapping[str, str], quota: float | None) -> int:
+    """How many threads the environment allows on ``cpus`` processors; at least one.
+
+    OMP_NUM_THREADS counts, except for the 1 that torchrun sets where the user has set nothing: that is meant for
+    libraries that would each start as many threads as there are processors, which our share of them already avoids.
+    """
+    limit = cpus
+    by_user = _number(environment.get("OMP_NUM_THREADS"))
+    if by_user is not None and not (by_user == 1 and "TORCHELASTIC_RUN_ID" in environment):
+        limit = min(limit, by_user)
+    by_slurm = _number(environment.get("SLURM_CPUS_PER_TASK"))
+    if by_slurm is not None:
+        limit = min(limit, by_slurm)
+    if quota is not None:
+        limit = min(limit, max(1, int(quota)))
+    return max(1, limit)
+
+
+def _number(text: str | None) -> int | None:
+    """The first of a list such as OMP_NUM_THREADS=8,2; None if it is no number."""
+    first = (text or "").split(",")[0].strip()
+    return int(first) if first.isdigit() and int(first) > 0 else None
+
+
+def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """How many processors' worth of time the cgroup may use, None if it is not limited."""
+    try:
+        limit, period = (root / "cpu.max").read_text().split()
+        return None if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        pass
+    try:
+        limit = (root / "cpu/cpu.cfs_quota_us").read_text()
+        return int(limit) / int((root / "cpu/cpu.cfs_period_us").read_text()) if int(limit) > 0 else None
+    except (OSError, ValueError):
+        return None
+
+
+def cpus_near_gpu(bus_id: str, root: Path = Path("/sys/bus/pci/devices")) -> tuple[int, ...]:
+    """The processors next to a GPU, by its PCI bus id ("0000:17:00.0"); empty where that is not known."""
+    try:
+        text = (root / bus_id.lower() / "local_cpulist").read_text()
+    except OSError:
+        return ()
+    return tuple(parse_cpulist(text))
+
+
+def parse_cpulist(text: str) -> list[int]:
+    """The kernel's notation: 0-3,8."""
+    cpus: list[int] = []
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit():
+            cpus.extend(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def describe_cpus() -> dict[str, object]:
+    """What `doctor` shows of all this, for one process."""
+    allowed = allowed_cpus()
+    return {
+        "cpus_allowed": allowed,
+        "cpu_quota": cpu_quota(),
+        "threads": thread_limit(len(allowed), os.environ, cpu_quota()),
+        "environment": {
+            name: os.environ[name]
+            for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+            if name in os.environ
+        },
+    }

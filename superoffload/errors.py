@@ -17,3 +17,7 @@ class StateError(SuperOffloadError):
 
 class WorkerError(SuperOffloadError):
     """A worker thread failed; its speculated work was undone."""
+
+
+class RankError(SuperOffloadError):
+    """Ranks were lost or have diverged; raised on every rank that still runs. The step was abandoned or had ended."""

@@ -12,8 +12,10 @@ from superoffload.arguments import check_parameter
 from superoffload.bucket import Shard
 from superoffload.checkpoint import ParamState
 from superoffload.errors import StateError
+from superoffload.ranks.layout import Holding, local_of, version_of
 
 _WORD = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+UNKNOWN = (-1, -1)
 
 
 @dataclass(eq=False)
@@ -23,41 +25,50 @@ class Tracked:
     param: Tensor
     shard: Shard
     step: Tensor  # what state[p]["step"] shows
-    version: int
-    address: int
+    holding: Holding  # which elements of the parameter the shard is
+    early: bool = True  # the gradient is final when its hook runs (not where somebody reduces it over ranks later)
+    version: tuple[int, int] = UNKNOWN
+    address: int = 0
     grad: Tensor | None = None  # the gradient that was handed to the core in this step
-    grad_version: int = 0
+    grad_version: tuple[int, int] = UNKNOWN
+    reduced: Tensor | None = None  # what a reduction gave and the core has; p.grad must turn out to be the same
     arrivals: int = 0  # backward passes that reached it since the last step
     expected: int = 1  # as many as in the step before
     shown_steps: int = 0
     hook: RemovableHandle | None = None  # None while it is frozen
 
     def remember_value(self) -> None:
-        self.version = self.param._version
-        self.address = self.param.data_ptr()
+        self.version = version_of(self.param)
+        self.address = local_of(self.param).data_ptr()
 
     @property
     def written(self) -> bool:
         """Whether somebody else wrote to the parameter since we last looked."""
-        return self.param._version != self.version or self.param.data_ptr() != self.address
+        return version_of(self.param) != self.version or local_of(self.param).data_ptr() != self.address
 
     @property
     def grad_changed(self) -> bool:
-        return self.param.grad is not self.grad or (self.grad is not None and self.grad._version != self.grad_version)
+        return self.param.grad is not self.grad or (
+            self.grad is not None and version_of(self.grad) != self.grad_version
+        )
+
+    def remember_grad(self, grad: Tensor) -> None:
+        self.grad, self.grad_version = grad, version_of(grad)
 
     def check_still_fits(self) -> None:
         """Raises where the parameter was converted or resized since the optimizer was made."""
         param, shard = self.param, self.shard
         check_parameter(shard.name, param)
-        if param.dtype != shard.published_dtype or param.numel() != shard.numel:
+        numel = self.holding.part(param).numel()
+        if param.dtype != shard.published_dtype or numel != shard.numel:
             raise StateError(
-                f"{shard.name}: was {shard.numel} elements of {shard.published_dtype}, now {param.numel()} of "
+                f"{shard.name}: was {shard.numel} elements of {shard.published_dtype}, now {numel} of "
                 f"{param.dtype}; make a new optimizer after converting or resizing a model"
             )
 
     def refresh_master(self) -> None:
         """Takes over what somebody wrote to the parameter; elements that still are round(master) keep their master."""
-        master, published = self.shard.master, self.param.detach().reshape(-1)
+        master, published = self.shard.master, self.holding.part(self.param)
         word = _WORD[published.dtype]
         same = published.view(word) == master.to(published.dtype).view(word)
         master.copy_(torch.where(same, master, published.to(torch.float32)))
@@ -65,7 +76,7 @@ class Tracked:
 
     def load(self, values: ParamState | None) -> None:
         """State from a checkpoint; ``None``: as before the first step."""
-        shard, published = self.shard, self.param.detach().reshape(-1)
+        shard, published = self.shard, self.holding.part(self.param)
         shard.steps = self.shown_steps = values.step if values else 0
         self.step.fill_(float(shard.steps))
         if values is None:
@@ -76,4 +87,4 @@ class Tracked:
             shard.exp_avg.copy_(values.exp_avg)
             shard.exp_avg_sq.copy_(values.exp_avg_sq)
             shard.master.copy_(published if values.master is None else values.master)
-        self.version = -1  # compare with the parameter at the next opportunity
+        self.version = UNKNOWN  # compare with the parameter at the next opportunity

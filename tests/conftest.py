@@ -38,3 +38,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason is not None:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_sessionfinish() -> None:
+    """Ends the ranks that tests share, if any were started."""
+    import sys
+
+    tools = sys.modules.get("tests.rank_tools")
+    if tools is not None:
+        tools.close_pools()

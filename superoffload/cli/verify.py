@@ -6,6 +6,7 @@ import argparse
 import time
 from typing import Any
 
+from superoffload.cli import verify_ranks
 from superoffload.cli.options import add_shared_options, config_from, corpus_limit
 from superoffload.errors import ArgumentError
 from superoffload.training.config import ModelConfig, TrainingConfig
@@ -28,7 +29,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         description="Train twice from the same seeds, speculative and synchronous, with injected trouble, and compare\n"
         "SHA-256 digests of the gradients, masters, exp_avg, exp_avg_sq and published parameters after every step.\n"
         "Exits with 0 only if every digest is equal and, with the default --inject, every way a speculated bucket\n"
-        "can go was taken.",
+        "can go was taken. With --ranks, compares several ranks with each other and with one process instead.",
         epilog=SYNTAX,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -39,10 +40,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="EVENTS",
         help=f"trouble on purpose, see below, or an empty text for none (default: {DEFAULT_INJECTION})",
     )
+    verify_ranks.add_options(parser)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
+    if verify_ranks.is_wanted(args):
+        return verify_ranks.run(args, args.steps if args.steps != DEFAULTS.steps else None)
     config = config_from(args, DEFAULTS)
     from superoffload.reporting.progress import Progress
     from superoffload.reporting.run_folder import RunFolder, check_writable, write_json

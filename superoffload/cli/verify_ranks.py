@@ -1,0 +1,83 @@
+"""`superoffload verify --ranks N --engine E`: several ranks on this machine converge as one process does."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from superoffload.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from superoffload.convergence.suite import Result
+
+STEPS = 200
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("several ranks")
+    group.add_argument(
+        "--ranks", type=int, help="compare so many ranks on this machine with one process, over gloo (see --engine)"
+    )
+    group.add_argument(
+        "--engine",
+        help="what trains on the ranks: single, fsdp2 or ddp (default: fsdp2 with --ranks, else single). The model, "
+        f"the batch and the trouble are fixed; of the other options only --steps (default {STEPS}), --seed, "
+        "--out and --json count",
+    )
+
+
+def is_wanted(args: argparse.Namespace) -> bool:
+    return args.ranks is not None or args.engine is not None
+
+
+def run(args: argparse.Namespace, steps: int | None) -> int:
+    from superoffload.convergence.engines import ENGINES
+    from superoffload.convergence.setup import Setup
+    from superoffload.convergence.suite import verify_ranks
+    from superoffload.reporting.ranks_report import finish_ranks, ranks_summary
+    from superoffload.reporting.run_folder import RunFolder, check_writable, write_json
+
+    engine = args.engine or "fsdp2"
+    count = args.ranks if args.ranks is not None else 1 if engine == "single" else 2
+    if engine not in ENGINES:
+        raise ArgumentError(f"engine={engine}: expected one of {', '.join(ENGINES)}")
+    if not 1 <= count <= 64:
+        raise ArgumentError(f"ranks={count}: expected 1 to 64 ranks on this machine")
+    if engine == "single" and count != 1:
+        raise ArgumentError(f"engine=single with ranks={count}: one process is one rank; choose --engine fsdp2 or ddp")
+    setup = dataclasses.replace(Setup(), steps=steps or STEPS, seed=args.seed)
+    least = max(setup.nan_step, setup.inf_step, *setup.late_clips)
+    if setup.steps < least:
+        raise ArgumentError(f"steps={setup.steps}: expected at least {least}, so that all of the trouble is met")
+    check_writable(args.json, "json")
+    began = time.perf_counter()
+    with RunFolder(args.out) as folder:
+        result = verify_ranks(setup, engine, count, _quiet if args.quiet else _say)
+        summary = ranks_summary(result, setup, engine, count, time.perf_counter() - began, args.command_line)
+        _write_metrics(folder, result)
+    print(finish_ranks(folder, summary, result))
+    if args.json:
+        write_json(args.json, summary)
+    return 1 if result.problems else 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _quiet(text: str) -> None:
+    pass
+
+
+def _write_metrics(folder: Any, result: Result) -> None:
+    steps = max((len(curve.losses) for curve in result.curves.values()), default=0)
+    for step in range(steps):
+        values: dict[str, Any] = {"step": step + 1}
+        for name, curve in result.curves.items():
+            if step < len(curve.losses):
+                loss = curve.losses[step]
+                values[name] = loss if math.isfinite(loss) else None
+        folder.add_metrics(values)

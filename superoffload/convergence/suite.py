@@ -1,0 +1,75 @@
+"""The whole comparison for one engine: speculative against synchronous, and both against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from superoffload.convergence.compare import FEWEST_RUNS, Tolerance, stray, tolerance_of, unequal
+from superoffload.convergence.run import Curve, run
+from superoffload.convergence.setup import Setup
+from superoffload.ranks.launch import LocalRanks
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Result:
+    """``curves`` by name, as rank 0 has them; no problem means verified."""
+
+    curves: dict[str, Curve] = field(default_factory=dict)
+    tolerance: Tolerance | None = None
+    problems: list[str] = field(default_factory=list)
+    compared_digests: int = 0
+
+
+def single_runs(setup: Setup, ranks: LocalRanks, say: Say) -> list[Curve]:
+    """One-process runs that add up in different orders, spread over the ranks at hand."""
+    curves: list[Curve] = []
+    for first in range(0, FEWEST_RUNS + 1, ranks.count):
+        orders = list(range(first, min(first + ranks.count, FEWEST_RUNS + 1)))
+        curves.extend(curve for curve in ranks.run(single_run, setup, orders) if curve is not None)
+        say(f"{len(curves)} of {FEWEST_RUNS + 1} one-process runs done")
+    return curves
+
+
+def single_run(setup: Setup, orders: Sequence[int]) -> Curve | None:
+    """In a rank, alone: the other ranks train in other orders at the same time."""
+    import os
+
+    rank = int(os.environ["RANK"])
+    return run(setup, "single", "never", order=orders[rank]) if rank < len(orders) else None
+
+
+def distributed_run(setup: Setup, engine: str, speculation: str) -> Curve:
+    return run(setup, engine, speculation)
+
+
+def verify_ranks(setup: Setup, engine: str, count: int, say: Say = print) -> Result:
+    """Starts ``count`` ranks on this machine and compares."""
+    result = Result()
+    setup.rows(0, count)
+    with LocalRanks(max(count, 2), init=False) as alone:
+        singles = single_runs(setup, alone, say)
+    result.tolerance = tolerance_of(singles)
+    result.curves["one process"] = singles[0]
+    with LocalRanks(count) as ranks:
+        both: dict[str, list[Any]] = {}
+        for speculation in ("always", "never"):
+            both[speculation] = ranks.run(distributed_run, setup, engine, speculation)
+            say(f"{engine}, {count} ranks, speculation {speculation}: loss {both[speculation][0].losses[-1:]}")
+        result.curves["speculative"], result.curves["synchronous"] = both["always"][0], both["never"][0]
+        result.problems += unequal(both["always"], both["never"])
+        result.compared_digests = sum(len(parts) for curve in both["always"] for parts in curve.digests.values())
+        result.problems += [f"one process: {problem}" for problem in stray(both["always"][0], result.tolerance)]
+        if engine == "fsdp2":
+            plain = ranks.run(distributed_run, setup, "plain-fsdp2", "never")
+            say(f"plain FSDP2 with torch.optim.AdamW: loss {plain[0].losses[-1:]}")
+            result.curves["plain FSDP2, torch AdamW"] = plain[0]
+            result.problems += [f"plain FSDP2: {problem}" for problem in stray(plain[0], result.tolerance)]
+    stats = result.curves["speculative"].stats
+    for fate in ("speculated", "committed", "replayed"):
+        if stats and not stats[f"buckets_{fate}"]:
+            result.problems.append(f"no bucket was {fate}: there was nothing to compare")
+    return result

@@ -1,0 +1,134 @@
+"""Several ranks on this machine, over gloo and the loopback device: what `verify --ranks` and the tests run on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from superoffload.errors import SuperOffloadError
+
+# Loaded once, in the process that ranks are forked from, so that a rank starts in a fraction of a second.
+_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "superoffload.adamw"]
+_GRACE = 5.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank's function returned, or the text of what it raised; ``error`` "lost" if the process ended."""
+
+    value: Any = None
+    error: str = ""
+
+
+class LocalRanks:
+    """Processes that run one function after the other, the same on each. Close it, or use ``with``."""
+
+    def __init__(self, count: int, *, timeout: float = 60.0, init: bool = True) -> None:
+        self.count = count
+        self._folder = tempfile.TemporaryDirectory(prefix="superoffload-ranks-")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        self._pipes: list[Any] = []
+        self.processes: list[Any] = []
+        store = str(Path(self._folder.name) / "store") if init else ""
+        for rank in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, count, store, timeout), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, limit: float = 300.0) -> list[Any]:
+        """``function(*args)`` on every rank; its values, or the first rank's error that is not a lost connection."""
+        outcomes = self.outcomes(function, *args, limit=limit)
+        failed = [(rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error]
+        if failed:
+            self.close()
+            raise SuperOffloadError("\n".join(f"rank {rank}: {error}" for rank, error in failed))
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(self, function: Callable[..., Any], *args: Any, limit: float = 300.0) -> list[Outcome]:
+        """Likewise, for those who want to see errors; a rank that does not answer within ``limit`` is ended."""
+        self.start(function, *args)
+        return self.collect(limit)
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        for pipe in self._pipes:
+            pipe.send((function, args))
+
+    def collect(self, limit: float = 300.0) -> list[Outcome]:
+        deadline = time.monotonic() + limit
+        outcomes = []
+        for pipe, process in zip(self._pipes, self.processes, strict=True):
+            try:
+                if pipe.poll(max(0.0, deadline - time.monotonic())):
+                    outcomes.append(pipe.recv())
+                else:
+                    process.kill()
+                    outcomes.append(Outcome(error=f"no answer within {limit:g} s"))
+            except (EOFError, OSError):
+                outcomes.append(Outcome(error="lost"))
+        return outcomes
+
+    def close(self) -> None:
+        """Ends the processes, by force where they do not end themselves."""
+        for pipe in self._pipes:
+            try:
+                pipe.send(None)
+            except OSError:
+                continue
+        deadline = time.monotonic() + _GRACE
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()
+
+    def __enter__(self) -> LocalRanks:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _serve(pipe: Any, rank: int, count: int, store: str, timeout: float) -> None:
+    """A rank's life."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(count)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if store:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=timeout)
+        )
+    while True:
+        try:
+            work = pipe.recv()
+        except EOFError:
+            break
+        if work is None:
+            break
+        function, args = work
+        try:
+            outcome = Outcome(value=function(*args))
+        except BaseException as error:
+            outcome = Outcome(error=f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        pipe.send(outcome)
+    pipe.close()
+    os._exit(0)  # peers may be gone, and the teardown of process groups waits for them

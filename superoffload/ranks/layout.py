@@ -1,0 +1,169 @@
+"""Which elements of a parameter this rank holds, and which ranks hold the same ones."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from superoffload.bucket import ALIGN
+from superoffload.errors import ArgumentError
+
+REPLICATED = ("replicate", "shard", "local")
+
+
+def is_dtensor(tensor: Any) -> TypeGuard[Any]:
+    """Without loading what makes DTensors: where that is not loaded there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank has of ``tensor``: the tensor itself, or a DTensor's local part, outside of autograd."""
+    if is_dtensor(tensor):
+        with torch.no_grad():
+            local: Tensor = tensor.to_local()  # not of detach(), which starts a version counter of its own
+        return local
+    return tensor.detach()
+
+
+def version_of(tensor: Tensor) -> tuple[int, int]:
+    """Changes with every write that autograd's version counters can show, to a DTensor or to its local part."""
+    return tensor._version, local_of(tensor)._version if is_dtensor(tensor) else 0
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The elements that ``owner`` holds: ``length`` indices from ``start`` of dimension ``dim``."""
+
+    owner: int
+    dim: int
+    start: int
+    length: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        return whole.narrow(self.dim, self.start, self.length)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """This rank's part of one parameter.
+
+    ``replicas``: the ranks whose shard has the same elements. ``chunks``: all owners' parts of the whole parameter,
+    as this rank sees it; one chunk where nothing is sharded. ``start``: index of the first element of the part in the
+    flat parameter. ``flat_chunks``: chunks count in the flat parameter rather than in one of its dimensions.
+    """
+
+    kind: str
+    replicas: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    own: Chunk
+    start: int
+    flat_chunks: bool = False
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """This rank's elements of the parameter or of a tensor laid out like it (its gradient), flat."""
+        local = local_of(tensor)
+        if self.flat_chunks and not is_dtensor(tensor):
+            return self.own.of(local.reshape(-1))
+        return local.reshape(-1)
+
+    def part_of_whole(self, whole: Tensor) -> Tensor:
+        """This rank's elements of a plain tensor of the parameter's full shape, flat."""
+        return self.chunk_of_whole(whole, self.own)
+
+    def chunk_of_whole(self, whole: Tensor, chunk: Chunk) -> Tensor:
+        plain = whole.detach()
+        if plain.dim() == 0 or self.flat_chunks:
+            plain = plain.reshape(-1)
+        return chunk.of(plain).reshape(-1)
+
+
+def whole_holding(param: Tensor, replicas: tuple[int, ...] = (0,)) -> Holding:
+    """Every rank of ``replicas`` holds all of ``param``."""
+    chunk = Chunk(replicas[0], 0, 0, param.shape[0] if param.dim() else 1)
+    return Holding("plain", replicas, (chunk,), chunk, 0)
+
+
+def sharded_holding(param: Tensor, ranks: tuple[int, ...], rank: int) -> Holding:
+    """A plain parameter whose state is spread over ``ranks``, in runs of the flat parameter."""
+    numel = param.numel()
+    share = -(-numel // (len(ranks) * ALIGN)) * ALIGN
+    chunks = []
+    for i, owner in enumerate(ranks):
+        start = min(numel, i * share)
+        chunks.append(Chunk(owner, 0, start, min(share, numel - start)))
+    own = chunks[ranks.index(rank)]
+    return Holding("spread", (rank,), tuple(chunks), own, own.start, flat_chunks=True)
+
+
+def dtensor_holding(name: str, param: Any) -> Holding:
+    """A DTensor as FSDP2 makes them: any number of Replicate, at most one Shard."""
+    mesh, placements = param.device_mesh, param.placements
+    sharded = [i for i, placement in enumerate(placements) if placement.is_shard()]
+    known = all(p.is_replicate() or type(p).__name__ == "Shard" for p in placements)
+    if not known or len(sharded) > 1:
+        raise ArgumentError(
+            f"{name}: placements {tuple(placements)}, expected Replicate and at most one Shard, as fully_shard makes "
+            "them; tensor and pipeline parallel layouts are not served"
+        )
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ArgumentError(f"{name}: this rank is not in the parameter's mesh {mesh}; pass the parameters it has")
+    free = tuple(slice(None) if p.is_replicate() else c for p, c in zip(placements, coordinate, strict=True))
+    replicas = tuple(sorted(int(rank) for rank in mesh.mesh[free].reshape(-1)))
+    kind = f"dtensor {[str(p) for p in placements]} {tuple(mesh.shape)}"
+    if not sharded:
+        chunk = Chunk(replicas[0], 0, 0, param.shape[0] if param.dim() else 1)
+        return Holding(kind, replicas, (chunk,), chunk, 0)
+    (axis,) = sharded
+    dim = placements[axis].dim
+    line = mesh.mesh[tuple(slice(None) if i == axis else c for i, c in enumerate(coordinate))].tolist()
+    chunks = _even_chunks([int(rank) for rank in line], dim, int(param.shape[dim]))
+    own = chunks[coordinate[axis]]
+    return Holding(kind, replicas, chunks, own, own.start * int(param.stride(dim)))
+
+
+def _even_chunks(owners: list[int], dim: int, size: int) -> tuple[Chunk, ...]:
+    """As torch.chunk cuts: equal parts, the last ones shorter or empty."""
+    share = -(-size // len(owners))
+    starts = [min(size, i * share) for i in range(len(owners))]
+    return tuple(Chunk(r, dim, s, min(share, size - s)) for r, s in zip(owners, starts, strict=True))
+
+
+def holder(replicated: str, ranks: tuple[int, ...] | None, rank: int) -> Callable[[str, Tensor], Holding]:
+    """What decides where parameters are; ``ranks`` None: this process is alone with its plain parameters."""
+
+    def holding_of(name: str, param: Tensor) -> Holding:
+        if is_dtensor(param):
+            return dtensor_holding(name, param)
+        if ranks is None or replicated == "local":
+            return whole_holding(param, (rank,))
+        if replicated == "shard":
+            return sharded_holding(param, ranks, rank)
+        return whole_holding(param, ranks)
+
+    return holding_of
+
+
+def like_parameter(param: Tensor, holding: Holding, state: Tensor) -> Tensor:
+    """The state of this rank's elements in the form of the parameter, sharing memory: a DTensor for a DTensor.
+
+    Flat where this rank has only a run of a plain parameter.
+    """
+    if not is_dtensor(param):
+        return state if holding.flat_chunks else state.view(param.shape)
+    dtensor = sys.modules["torch.distributed.tensor"].DTensor
+    whole: Tensor = dtensor.from_local(
+        state.view(local_of(param).shape),
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+    return whole

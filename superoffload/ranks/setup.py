@@ -1,0 +1,88 @@
+"""From the arguments of ``superoffload.AdamW`` to who shares its verdict and who holds what."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from superoffload.cpus import RankOnNode, allowed_cpus, cpus_near_gpu, share_cpus
+from superoffload.ranks.layout import Holding, holder, is_dtensor
+
+if TYPE_CHECKING:
+    from superoffload.ranks.session import RankSession
+
+_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """``session`` None: this process decides alone."""
+
+    session: RankSession | None
+    holding_of: Callable[[str, Tensor], Holding]
+    cpus: list[int] | None = None  # this rank's share of the node's processors, where other ranks are on it
+
+    def is_early(self, param: Tensor) -> bool:
+        """Whether a gradient is final when its accumulation hook runs: not before somebody has reduced it."""
+        return self.session is None or is_dtensor(param)
+
+
+def set_up_ranks(
+    params: Sequence[Tensor],
+    model: nn.Module | None,
+    *,
+    replicated: str,
+    check: tuple[bool, int],
+    process_group: Any,
+    timeout: float | None,
+) -> RankSetup:
+    """Collective where there are several ranks; loads nothing of torch.distributed where there are not."""
+    import torch.distributed as dist
+
+    from superoffload.ranks.group import rank_group, rank_timeout
+
+    seconds = rank_timeout(timeout)
+    alone = RankSetup(None, holder("local", None, 0))
+    if not dist.is_available() or not dist.is_initialized():
+        return alone
+    if replicated == "local" and not any(is_dtensor(param) for param in params):
+        return alone
+    group = rank_group(process_group, seconds)
+    if group is None:
+        return RankSetup(None, holder("local", None, dist.get_rank()))
+    from superoffload.integrations.fsdp2 import forward_view
+    from superoffload.ranks.session import RankCheck, RankSession
+
+    view = forward_view(model) if model is not None else None
+    session = RankSession(group, RankCheck(*check), view)
+    mine = RankOnNode(socket.gethostname(), group.rank, tuple(allowed_cpus()), _near_gpu(params))
+    cpus = share_cpus(group.exchange_objects("the processors of each rank", mine), group.rank)
+    return RankSetup(session, holder(replicated, tuple(group.ranks), group.rank), cpus)
+
+
+def _near_gpu(params: Sequence[Tensor]) -> tuple[int, ...]:
+    """The processors next to the GPU that the parameters are on, where that is known."""
+    device = next((param.device for param in params if param.device.type == "cuda"), None)
+    if device is None:
+        return ()
+    properties: Any = torch.cuda.get_device_properties(device)
+    try:
+        bus = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    except AttributeError:  # of older versions of torch
+        return ()
+    return cpus_near_gpu(bus)
+
+
+def qualified_names(model: nn.Module | None) -> dict[int, str]:
+    """Names of a model's parameters by their id, without what wrappers put in between."""
+    names = {}
+    for name, param in model.named_parameters() if model is not None else ():
+        for wrapper in _WRAPPERS[1:]:
+            name = name.replace(wrapper, "")
+        names[id(param)] = name.removeprefix(_WRAPPERS[0])
+    return names

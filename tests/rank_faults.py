@@ -1,0 +1,130 @@
+"""Faults that tests plant in an optimizer inside a rank. None of this can be switched on in the package itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from superoffload import AdamW, _native
+from superoffload.bucket import Bucket
+from superoffload.ranks.session import RankSession
+from superoffload.verdict import Verdict
+
+Operation = _native.Operation
+
+
+def step_of(optimizer: AdamW) -> int:
+    """The step that is running, from 1."""
+    session = optimizer._ranks.session
+    return session._call if isinstance(session, RankSession) else int(optimizer.stats()["steps"]) + 1
+
+
+@contextmanager
+def skip_publish(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
+    """From that step on, the first bucket's shadow is not copied to the parameters of one rank."""
+    link = optimizer._core.link
+    deliver = link.deliver
+
+    def lossy(bucket: Bucket, after: _native.Completion) -> _native.Completion:
+        if dist.get_rank() == rank and step_of(optimizer) >= step and bucket is optimizer._core.buckets[0]:
+            return after
+        return deliver(bucket, after)
+
+    with mock.patch.object(link, "deliver", lossy):
+        yield
+
+
+@contextmanager
+def apply_twice(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
+    """In that step, one bucket of one rank is stepped a second time."""
+    core = optimizer._core
+    finish = core._finish
+
+    def doubled(bucket: Bucket, factor: float) -> None:
+        finish(bucket, factor)
+        if dist.get_rank() == rank and step_of(optimizer) == step and bucket is core.buckets[0]:
+            core._wait(bucket)
+            core._freeze(bucket, factor)
+            bucket.running = core.pool.submit(bucket.work, Operation.step)
+
+    with mock.patch.object(core, "_finish", doubled):
+        yield
+
+
+@contextmanager
+def drop_clip(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
+    """From that step on, one rank does not clip."""
+    core = optimizer._core
+    apply = core.apply
+
+    def unclipped(verdict: Verdict) -> None:
+        if dist.get_rank() == rank and step_of(optimizer) >= step:
+            verdict = verdict._replace(gradient_factor=optimizer._unscale)
+        apply(verdict)
+
+    # What the session is told is what was done.
+    session = optimizer._ranks.session
+    ended: Callable[..., None] = session.ended if session is not None else lambda **_: None
+
+    def told(*, applied: bool, factor: float) -> None:
+        if dist.get_rank() == rank and step_of(optimizer) >= step:
+            factor = optimizer._unscale
+        ended(applied=applied, factor=factor)
+
+    with mock.patch.object(core, "apply", unclipped), mock.patch.object(session, "ended", told):
+        yield
+
+
+@contextmanager
+def swap_shards(optimizer: AdamW, step: int, rank: int, name: str = "layers.0.0.weight") -> Iterator[None]:
+    """After that step, two ranks have each other's published shard of one parameter."""
+    core = optimizer._core
+    apply = core.apply
+
+    def swapped(verdict: Verdict) -> None:
+        apply(verdict)
+        me, other = dist.get_rank(), {rank: 0, 0: rank}.get(dist.get_rank())
+        if step_of(optimizer) == step and other is not None:
+            mine = next(shard for shard in core.shards if shard.name == name).target()
+            sizes = [torch.tensor([mine.numel()]), torch.zeros(1, dtype=torch.int64)]
+            exchange(sizes[0], sizes[1], other, me < other)
+            length = int(min(sizes[0], sizes[1]))
+            theirs = torch.empty(length, dtype=torch.float32)
+            exchange(mine[:length].float(), theirs, other, me < other)
+            mine[:length] = theirs.to(mine.dtype)
+
+    with mock.patch.object(core, "apply", swapped):
+        yield
+
+
+def exchange(mine: torch.Tensor, theirs: torch.Tensor, other: int, first: bool) -> None:
+    for sending in (first, not first):
+        if sending:
+            dist.send(mine.contiguous(), other)
+        else:
+            dist.recv(theirs, other)
+
+
+@contextmanager
+def nothing(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
+    yield
+
+
+# Planted in the training loop instead, on all ranks, since they are about collectives: see the loops of the tests.
+IN_THE_LOOP = ("reduce_early", "stale_parameters")
+
+FAULTS: dict[str, Any] = {
+    "none": nothing,
+    "skip_publish": skip_publish,
+    "apply_twice": apply_twice,
+    "drop_clip": drop_clip,
+    "swap_shards": swap_shards,
+    "swap_transformer_shards": partial(swap_shards, name="blocks.0.mlp.down.weight"),
+    **dict.fromkeys(IN_THE_LOOP, nothing),
+}

@@ -1,0 +1,130 @@
+"""Processors for worker threads: no two ranks share one, and limits set from outside hold."""
+
+from __future__ import annotations
+
+import os
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from superoffload.cpus import (
+    RankOnNode,
+    allowed_cpus,
+    cpu_quota,
+    cpus_near_gpu,
+    describe_cpus,
+    parse_cpulist,
+    share_cpus,
+    thread_limit,
+    worker_cpus,
+)
+from tests.rank_tools import net, on_ranks, optimizer_of
+
+
+def shares(ranks: list[RankOnNode]) -> list[list[int]]:
+    return [share_cpus(ranks, rank.rank) for rank in ranks]
+
+
+def test_an_even_share_in_runs_of_neighbours() -> None:
+    everything = tuple(range(8))
+    assert shares([RankOnNode("a", rank, everything) for rank in range(2)]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert shares([RankOnNode("a", rank, everything) for rank in range(3)]) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+def test_what_a_launcher_has_divided_already_stays() -> None:
+    assert shares([RankOnNode("a", 0, (0, 1)), RankOnNode("a", 1, (2, 3, 6))]) == [[0, 1], [2, 3, 6]]
+
+
+def test_overlaps_are_divided_so_that_all_get_as_much() -> None:
+    assert shares([RankOnNode("a", 0, (0, 1, 2, 3)), RankOnNode("a", 1, (2, 3))]) == [[0, 1], [2, 3]]
+
+
+def test_other_nodes_do_not_matter() -> None:
+    assert shares([RankOnNode("a", 0, (0, 1)), RankOnNode("b", 1, (0, 1))]) == [[0, 1], [0, 1]]
+
+
+def test_processors_go_to_the_rank_whose_gpu_is_near() -> None:
+    everything = tuple(range(8))
+    ranks = [RankOnNode("a", 0, everything, (4, 5, 6, 7)), RankOnNode("a", 1, everything, (0, 1, 2, 3))]
+    assert shares(ranks) == [[4, 5, 6, 7], [0, 1, 2, 3]]
+
+
+def test_more_ranks_than_processors() -> None:
+    assert shares([RankOnNode("a", rank, (0, 1)) for rank in range(3)]) == [[0], [1], [0, 1]]
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.sets(st.integers(0, 12), min_size=1), st.sets(st.integers(0, 12)))
+                , min_size=1, max_size=6))  # fmt: skip
+def test_no_processor_is_given_twice(nodes: list[tuple[str, set[int], set[int]]]) -> None:
+    ranks = [RankOnNode(host, i, tuple(sorted(cpus)), tuple(near)) for i, (host, cpus, near) in enumerate(nodes)]
+    divided = shares(ranks)
+    for rank, mine in zip(ranks, divided, strict=True):
+        assert mine and set(mine) <= set(rank.cpus)
+    for (one, mine), (other, theirs) in combinations(zip(ranks, divided, strict=True), 2):
+        # A rank that got none keeps what it may use, as it must run somewhere.
+        if one.host == other.host and len(mine) < len(one.cpus) and len(theirs) < len(other.cpus):
+            assert not set(mine) & set(theirs)
+
+
+@pytest.mark.parametrize(
+    ("environment", "quota", "expected"),
+    [
+        ({}, None, 16),
+        ({"OMP_NUM_THREADS": "4"}, None, 4),
+        ({"OMP_NUM_THREADS": "4,2"}, None, 4),
+        ({"OMP_NUM_THREADS": "many"}, None, 16),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, None, 16),
+        ({"OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "x"}, None, 2),
+        ({"SLURM_CPUS_PER_TASK": "6", "OMP_NUM_THREADS": "8"}, None, 6),
+        ({}, 2.5, 2),
+        ({}, 0.5, 1),
+    ],
+)
+def test_limits_of_the_environment(environment: dict[str, str], quota: float | None, expected: int) -> None:
+    assert thread_limit(16, environment, quota) == expected
+
+
+def test_the_quota_of_a_cgroup(tmp_path: Path) -> None:
+    assert cpu_quota(tmp_path) is None
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert cpu_quota(tmp_path) is None
+    (tmp_path / "cpu.max").write_text("250000 100000\n")
+    assert cpu_quota(tmp_path) == 2.5
+
+
+def test_processors_next_to_a_gpu(tmp_path: Path) -> None:
+    (tmp_path / "0000:17:00.0").mkdir()
+    (tmp_path / "0000:17:00.0" / "local_cpulist").write_text("0-2,8\n")
+    assert cpus_near_gpu("0000:17:00.0", tmp_path) == (0, 1, 2, 8)
+    assert cpus_near_gpu("0000:99:00.0", tmp_path) == ()
+    assert parse_cpulist("\n") == []
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no processor affinity")
+def test_taskset_is_respected() -> None:
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert allowed_cpus() == worker_cpus(None) == [min(before)]
+        assert describe_cpus()["cpus_allowed"] == [min(before)]
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def thread_cpus() -> list[int]:
+    with optimizer_of(net(torch.float32), threads=None) as optimizer:
+        assert optimizer._ranks.cpus is not None
+        return optimizer._ranks.cpus
+
+
+def test_ranks_of_this_node_share_its_processors() -> None:
+    first, second = on_ranks(2, thread_cpus)
+    allowed = allowed_cpus()
+    if len(allowed) >= 2:
+        assert not set(first) & set(second) and sorted(first + second) == allowed
+    else:
+        assert first == second == allowed

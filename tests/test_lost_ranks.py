@@ -1,0 +1,160 @@
+"""A rank that is killed, stalls or raises: the others end with an error in time, and a restart goes on bit-exactly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from superoffload.ranks.launch import LocalRanks, Outcome
+from superoffload.ranks.session import RankSession
+from tests.rank_tools import BF16, Net, flat_mesh, net, optimizer_of, shard, tokens_of
+
+TIMEOUT = 5.0
+STEPS, FAILS_AT = 6, 4
+
+
+def whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def save(model: Net, optimizer: Any, folder: str, step: int) -> None:
+    """All ranks gather, the first one writes; whole or not at all."""
+    state = optimizer.state_dict()
+    state["state"] = {k: {name: whole(v) for name, v in values.items()} for k, values in state["state"].items()}
+    weights = {name: whole(value) for name, value in model.state_dict().items()}
+    if dist.get_rank() == 0:
+        part = Path(folder) / "part"
+        torch.save({"step": step, "weights": weights, "optimizer": state}, part)
+        part.replace(Path(folder) / "checkpoint")
+
+
+def load(model: Net, optimizer: Any, folder: str) -> int:
+    file = Path(folder) / "checkpoint"
+    if not file.exists():
+        return 0
+    saved = torch.load(file, weights_only=True)
+    with torch.no_grad():
+        for name, param in model.state_dict().items():
+            mine = dist.get_rank()
+            parts = saved["weights"][name].chunk(dist.get_world_size())
+            local = param.to_local()
+            local.copy_(parts[mine] if mine < len(parts) else local)
+    optimizer.load_state_dict(saved["optimizer"])
+    step: int = saved["step"]
+    return step
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def plant(how: str, model: Net, optimizer: Any) -> Any:
+    """What happens to this rank, to be entered for the fatal step."""
+    if how == "killed in backward":
+        seen: list[int] = []
+
+        def hook(module: Any, inputs: Any, outputs: Any) -> None:
+            seen.append(1)
+            outputs.register_hook(lambda grad: die())
+
+        model.layers[0].register_forward_hook(hook)
+        return mock.patch.object(optimizer, "nothing", None, create=True)
+    if how == "killed in step":
+        return mock.patch.object(optimizer._core, "apply", lambda verdict: die())
+    if how == "killed in the exchange":
+        start = RankSession.start
+
+        def fatal(self: RankSession, sums: Any) -> None:
+            start(self, sums)
+            die()
+
+        return mock.patch.object(RankSession, "start", fatal)
+    if how == "stalls":
+        return mock.patch.object(optimizer, "_take_stock", lambda: time.sleep(4 * TIMEOUT))
+    assert how == "raises"
+
+    def user_code(tokens: Tensor) -> Tensor:
+        raise ValueError("in user code")
+
+    return mock.patch.object(model, "loss", user_code)
+
+
+def train(folder: str, how: str) -> dict[str, str]:
+    """From the checkpoint on, if there is one; rank 1 has its accident at the given step."""
+    model = shard(net(torch.bfloat16), flat_mesh(), BF16)
+    with optimizer_of(model, max_grad_norm=0.5, rank_timeout=TIMEOUT) as optimizer:
+        for step in range(load(model, optimizer, folder) + 1, STEPS + 1):
+            optimizer.zero_grad()
+            if how and step == FAILS_AT and dist.get_rank() == 1:
+                with plant(how, model, optimizer):
+                    model.loss(tokens_of(step, 1)).backward()
+                    optimizer.step()
+            else:
+                model.loss(tokens_of(step, dist.get_rank())).backward()
+                optimizer.step()
+            save(model, optimizer, folder, step)
+        return optimizer.state_digests()
+
+
+def run(folder: Path, how: str) -> tuple[list[Outcome], float]:
+    ranks = LocalRanks(2, timeout=TIMEOUT)
+    try:
+        began = time.monotonic()
+        outcomes = ranks.outcomes(train, str(folder), how, limit=60.0) if how != "stalls" else stalled(ranks, folder)
+        return outcomes, time.monotonic() - began
+    finally:
+        ranks.close()
+        assert not any(process.is_alive() for process in ranks.processes)
+        assert all(process.exitcode is not None for process in ranks.processes), "a zombie"
+
+
+def stalled(ranks: LocalRanks, folder: Path) -> list[Outcome]:
+    """Does not wait for the rank that sleeps."""
+    ranks.start(train, str(folder), "stalls")
+    assert ranks._pipes[0].poll(30.0)
+    return [ranks._pipes[0].recv(), Outcome(error="stalled")]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    outcomes, _ = run(tmp_path_factory.mktemp("whole"), "")
+    assert not any(outcome.error for outcome in outcomes), outcomes
+    return [outcome.value for outcome in outcomes]
+
+
+ACCIDENTS = {
+    # The collective that meets the dead rank is FSDP2's or the checkpoint's own, so is the error.
+    "killed in backward": "Connection ",
+    "killed in step": "Connection ",
+    "killed in the exchange": "rank 1 did not take part within 5 s",
+    "stalls": "the verdict of step 4: rank 1 did not take part within 5 s",
+    "raises": "",
+}
+
+
+@pytest.mark.parametrize("how", ACCIDENTS)
+def test_the_others_end_in_time_and_a_restart_continues(how: str, tmp_path: Path, uninterrupted: list[Any]) -> None:
+    outcomes, seconds = run(tmp_path, how)
+    if how.startswith("killed"):
+        assert outcomes[1].error == "lost"
+    survivor = outcomes[0].error
+    assert survivor, "the other rank cannot have finished"
+    if how == "raises":  # it may wait in FSDP2's collective or in ours
+        assert "ValueError: in user code" in outcomes[1].error
+        assert "RankError" in survivor or "RuntimeError" in survivor
+    else:
+        assert ACCIDENTS[how] in survivor, survivor
+    assert seconds < 3 * TIMEOUT
+    again, _ = run(tmp_path, "")
+    assert [outcome.error for outcome in again] == ["", ""]
+    assert [outcome.value for outcome in again] == uninterrupted
