@@ -39,6 +39,7 @@ from superoffload.cpus import worker_cpus
 from superoffload.errors import ArgumentError, RankError, StateError, SuperOffloadError, WorkerError
 from superoffload.interrupts import held_signals
 from superoffload.link import HostLink
+from superoffload.masters import read_masters
 from superoffload.memory import host_zeros
 from superoffload.ranks.held import Held
 from superoffload.ranks.layout import Holding, is_dtensor, like_parameter
@@ -49,6 +50,7 @@ from superoffload.tracked import Tracked
 from superoffload.verdict import Verdict
 
 if TYPE_CHECKING:
+    from superoffload.checkpoints.snapshot import Snapshot
     from superoffload.integrations.ddp import ReducedGradients
     from superoffload.ranks.session import RankSession
 
@@ -326,6 +328,7 @@ class AdamW(Optimizer):
     def _refresh(self, tracked: Tracked) -> None:
         tracked.check_still_fits()
         self._core.restore(tracked.shard)  # or an undo would put back the old master
+        self._core.protect([tracked.shard])
         tracked.refresh_master()
 
     # ---- the step ---------------------------------------------------------------------------------------------
@@ -547,6 +550,23 @@ class AdamW(Optimizer):
         with self._whole():
             self._core.quiesce()
 
+    def refresh_written(self) -> None:
+        """Takes over what version counters show was written to parameters, as every ``step()`` does."""
+        with self._whole():
+            for tracked in self._tracked.values():
+                if tracked.written:
+                    self._refresh(tracked)
+
+    def begin_snapshot(self, snapshot: Snapshot) -> None:
+        """From here on every shard is protected before it changes. For superoffload.checkpoints."""
+        self._core.snapshot = snapshot
+
+    def end_snapshot(self) -> None:
+        """Waits until an earlier snapshot was read."""
+        if self._core.snapshot is not None:
+            self._core.snapshot.wait()
+            self._core.snapshot = None
+
     def refresh_masters(self) -> None:
         """Takes over parameters that were written by others. Done by itself where version counters show the write;
         needed only after writes that they cannot show (through ``param.data`` or foreign memory)."""
@@ -554,6 +574,37 @@ class AdamW(Optimizer):
         with self._whole():
             for tracked in self._tracked.values():
                 self._refresh(tracked)
+
+    @torch.no_grad()
+    def load_masters(self, masters: Mapping[str, Tensor] | Sequence[Tensor]) -> None:
+        """Masters that keep the bits a model had before it was converted: float32 values by name, or in order.
+
+        The parameters must be their rounding, as after ``model.bfloat16()``. Names are those of the model given as
+        ``model=``, or of named parameters; names that are no parameters of the optimizer are left out of account.
+        """
+        self._check_usable()
+        session = self._ranks.session
+        params = [
+            (name, param)
+            for index in range(len(self.param_groups))
+            for param, name in self._names_of(index)
+            if param in self._tracked
+        ]
+        try:
+            values = read_masters(masters, params, self._part_of)
+        except ArgumentError as error:
+            if session is not None:
+                session.agree("load_masters()", error)
+            raise
+        if session is not None:
+            session.agree("load_masters()", None)
+        with self._whole():
+            self._abandon()
+            self.end_snapshot()
+            for param, value in values:
+                tracked = self._tracked[param]
+                tracked.shard.master.copy_(value)
+                tracked.remember_value()
 
     def state_dict(self) -> StateDict:
         """``torch.optim.AdamW``'s layout plus ``master`` per parameter, as after the last finished step.
@@ -603,6 +654,7 @@ class AdamW(Optimizer):
             session.agree("load_state_dict()", None)
         with self._whole():
             self._abandon()
+            self.end_snapshot()
             states = iter(read.states)
             for index, group in enumerate(self.param_groups):
                 group.update(read.groups[index])

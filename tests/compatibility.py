@@ -1,0 +1,153 @@
+"""The table of docs/compatibility.md, from the marks of tests: `python -m tests.compatibility` writes the page.
+
+A test marked ``@compat(row, column)`` shows that what the row says works in that column. With ``refused="text"`` it
+shows that it is refused with an error that contains the text, which the fixture ``refusal`` checks. So the page says
+what passing tests say; tests/test_compatibility.py fails where page and marks differ or a cell is empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "compatibility.md"
+COLUMNS = {"single": "one process", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed ZeRO-3"}
+_NAMES_IN_A_CELL = 2
+
+
+def compat(row: str, column: str, *, refused: str | None = None, note: str = "") -> pytest.MarkDecorator:
+    """``note``: what is different there, in a few words."""
+    assert column in COLUMNS, column
+    return pytest.mark.compat(row, column, refused=refused, note=note)
+
+
+class Refusal:
+    """Checks that an error is the one that the marks of the test quote."""
+
+    def __init__(self, expected: list[str]) -> None:
+        self._expected = expected
+
+    def check(self, text: str) -> None:
+        assert self._expected, "a test that uses `refusal` needs a compat mark with refused=..."
+        for expected in self._expected:
+            assert expected in text, f"the page quotes {expected!r}, the error is {text!r}"
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with pytest.raises(Exception) as caught:
+            yield
+        self.check(str(caught.value))
+
+
+@dataclass
+class Cell:
+    """What the tests say of one row and column."""
+
+    works: list[str] = field(default_factory=list)
+    refused: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        if self.refused is not None:
+            return f"refused: “{self.refused}” ({_links(self.works)})"
+        notes = "".join(f", {note}" for note in dict.fromkeys(self.notes))
+        return f"works{notes} ({_links(self.works)})"
+
+
+Table = dict[str, dict[str, Cell]]
+
+
+def _links(tests: list[str]) -> str:
+    files: dict[str, list[str]] = {}
+    for test in tests:
+        path, _, name = test.partition("::")
+        files.setdefault(path, []).append(name)
+    parts = []
+    for path, names in files.items():
+        shown = ", ".join(f"`{name}`" for name in list(dict.fromkeys(names))[:_NAMES_IN_A_CELL])
+        parts.append(f"{path.removeprefix('tests/')}: {shown}")
+    return "; ".join(parts)
+
+
+class Collector:
+    """A pytest plugin that reads the marks of all tests."""
+
+    def __init__(self) -> None:
+        self.table: Table = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            for mark in item.iter_markers("compat"):
+                row, column = mark.args
+                cell = self.table.setdefault(row, {}).setdefault(column, Cell())
+                test = item.nodeid.partition("[")[0] if "compat" not in item.keywords else item.nodeid
+                test = test.partition("[")[0]
+                if test not in cell.works:
+                    cell.works.append(test)
+                if mark.kwargs.get("refused"):
+                    cell.refused = mark.kwargs["refused"]
+                if mark.kwargs.get("note"):
+                    cell.notes.append(mark.kwargs["note"])
+
+
+def collect() -> Table:
+    """In this process; nothing runs."""
+    collector = Collector()
+    where = os.getcwd()
+    os.chdir(ROOT)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            status = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "tests"], plugins=[collector])
+    finally:
+        os.chdir(where)
+    if status != 0:
+        raise SystemExit(f"collecting the tests failed:\n{output.getvalue()[-3000:]}")
+    return collector.table
+
+
+def page(table: Mapping[str, Mapping[str, Cell]], sections: Mapping[str, list[str]]) -> str:
+    lines = [
+        "# Compatibility",
+        "",
+        "What people do around an optimizer, and what happens with superoffload. Written from the marks of the tests by",
+        "`python -m tests.compatibility`: every cell names tests of the suite that show it, and a quoted error is",
+        "compared with the one that is raised. File names are below `tests/`.",
+        "",
+        "*works* means: against `torch.optim.AdamW` doing the same, within the tolerance of [Kernels](kernel.md), with the",
+        "bits of our own synchronous mode; under DeepSpeed against stock ZeRO-Offload.",
+        "",
+    ]
+    for section, rows in sections.items():
+        lines += [f"## {section}", "", f"| | {' | '.join(COLUMNS.values())} |", f"|---|{'---|' * len(COLUMNS)}"]
+        for row in rows:
+            cells = [table[row][column].text() if column in table.get(row, {}) else "" for column in COLUMNS]
+            lines.append(f"| {row} | {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+SECTIONS: dict[str, list[str]] = {}
+
+
+def main() -> None:
+    table = collect()
+    missing = [row for row in table if row not in sum(SECTIONS.values(), [])]
+    empty = [
+        f"{row} / {c}" for rows in SECTIONS.values() for row in rows for c in COLUMNS if c not in table.get(row, {})
+    ]
+    PAGE.write_text(page(table, SECTIONS))
+    if missing or empty:
+        sys.exit("rows that no section has: " + "; ".join(missing) + "\nempty cells:\n" + "\n".join(empty))
+
+
+if __name__ == "__main__":
+    main()
