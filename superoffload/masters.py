@@ -32,8 +32,8 @@ def _in_order(masters: Any, names: Sequence[str]) -> list[Any]:
         for name in names:
             if plain_name(name) not in by_name:
                 raise ArgumentError(
-                    f"masters: no value for {name!r}; give one for every parameter of the optimizer. Names are those of "
-                    "the model given to AdamW(model=...), or of named parameters"
+                    f"masters: no value for {name!r}; give one for every parameter of the optimizer. Names are those "
+                    "of the model given to AdamW(model=...), or of named parameters"
                 )
         return [by_name[plain_name(name)] for name in names]
     if isinstance(masters, Tensor) or not isinstance(masters, Sequence):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -37,13 +37,7 @@ class Piece:
         return (*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :])
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "shape": list(self.shape),
-            "dim": self.dim,
-            "start": self.start,
-            "length": self.length,
-            "flat": self.flat,
-        }
+        return {**asdict(self), "shape": list(self.shape)}
 
 
 def piece_of(tensor: Tensor, holding: Holding) -> Piece:
@@ -74,6 +68,14 @@ class Named:
     @property
     def rank(self) -> int:
         return self.session.group.rank if self.session is not None else 0
+
+    def writes(self, holding: Holding) -> bool:
+        """Of ranks that hold the same elements, the first writes them."""
+        return self.session is None or holding.replicas[0] == self.rank
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == self.ranks[0]
 
     @property
     def ranks(self) -> list[int]:

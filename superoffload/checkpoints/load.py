@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import pickle
@@ -128,7 +129,10 @@ class _Stored:
     def _piece(self, key: str, piece: Mapping[str, Any]) -> Tensor:
         name = piece["file"]
         if name not in self._open:
-            self._open[name] = TensorReader(self.folder / name)
+            reader = TensorReader(self.folder / name)
+            if hashlib.sha256(reader.header).hexdigest() != self._files[name]["header"]:
+                raise ArgumentError(f"{reader.path}: its header differs from its checksum; the file is damaged")
+            self._open[name] = reader
         return self._open[name].tensor(key, piece["sha256"])
 
 

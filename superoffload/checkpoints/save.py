@@ -41,7 +41,7 @@ from superoffload.checkpoints.contents import (
 from superoffload.checkpoints.safetensors import Entry, TensorFile, flat_runs
 from superoffload.checkpoints.snapshot import ShardState, Snapshot
 from superoffload.errors import ArgumentError, RankError, StateError
-from superoffload.ranks.layout import Holding, is_dtensor, local_of
+from superoffload.ranks.layout import is_dtensor, local_of
 
 STATE = "state.pt"
 _POLL_SECONDS = 0.02
@@ -170,6 +170,8 @@ def _begin(
         optimizer.refresh_written()
         optimizer.end_snapshot()
     named = name_everything(model, optimizer)
+    if named.session is None and any(is_dtensor(t) and t.device_mesh.size() > 1 for t in named.tensors.values()):
+        raise ArgumentError("model: sharded over ranks; that needs superoffload.AdamW, or torch.distributed.checkpoint")
     plan = _plan(optimizer, named, copy=memory is not None)
     state = on_all_ranks(named.session, "save()", lambda: _state_bytes(optimizer, named, check_extra(extra)))
     writing = _agree_on_folder(named, final)
@@ -184,14 +186,14 @@ def _begin(
     def work() -> None:
         try:
             _write_own(plan, named, writing, snapshot, state)
-            if named.rank == named.ranks[0]:
+            if named.is_first:
                 _complete(named, writing, final, timeout)
                 if keep is not None:
                     folders.keep_only(final, keep)
             else:
                 _wait_until_named(writing, final, timeout)
         except BaseException:
-            if named.rank == named.ranks[0]:
+            if named.is_first:
                 folders.give_up(writing)
             raise
 
@@ -206,7 +208,7 @@ def _plan(optimizer: Optimizer, named: Named, *, copy: bool) -> _Plan:
     if isinstance(optimizer, AdamW):
         for name, param, tracked in stepped(optimizer, named):
             own[name] = tracked
-            if tracked.holding.replicas[0] == named.rank:
+            if named.writes(tracked.holding):
                 piece = piece_of(param, tracked.holding)
                 shard = tracked.shard
                 plan.shards[shard.index] = (name, param.dtype)
@@ -217,7 +219,7 @@ def _plan(optimizer: Optimizer, named: Named, *, copy: bool) -> _Plan:
     trains = {id(param) for param in named.params.values()}
     for name, tensor in named.tensors.items():
         holding = holding_of(name, tensor)
-        if name in own or not _is_writer(named, tensor, holding):
+        if name in own or not (named.writes(holding) if is_dtensor(tensor) else named.is_first):
             continue
         local = local_of(tensor)
         plan.add(MODEL + name, tensor.dtype, piece_of(tensor, holding))
@@ -226,11 +228,6 @@ def _plan(optimizer: Optimizer, named: Named, *, copy: bool) -> _Plan:
     if not isinstance(optimizer, AdamW):
         _plan_of_torch(plan, optimizer, named)
     return plan
-
-
-def _is_writer(named: Named, tensor: Tensor, holding: Holding) -> bool:
-    """Of a tensor without state: every rank writes its part where it is sharded, else the first does."""
-    return named.rank == (holding.replicas[0] if is_dtensor(tensor) else named.ranks[0])
 
 
 def _plan_of_torch(plan: _Plan, optimizer: Optimizer, named: Named) -> None:
@@ -256,8 +253,8 @@ def _state_bytes(optimizer: Optimizer, named: Named, extra: dict[str, Any]) -> b
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
         raise ArgumentError(
-            f"extra, or a value of a param group or of the model's get_extra_state(): {str(error).splitlines()[0]}; only "
-            "what torch.load(weights_only=True) reads is saved: tensors, numbers, strings, lists, tuples, dicts"
+            f"extra, a value of a param group or of get_extra_state(): {str(error).splitlines()[0]}; only what "
+            "torch.load(weights_only=True) reads is saved: tensors, numbers, strings, lists, tuples, dicts"
         ) from error
     return buffer.getvalue()
 
@@ -266,7 +263,7 @@ def _agree_on_folder(named: Named, final: Path) -> Path:
     """The first rank makes it; all of them know its name."""
     token = uuid.uuid4().hex[:12]
     error: Exception | None = None
-    if named.rank == named.ranks[0]:
+    if named.is_first:
         try:
             folders.begin(final, token)
         except (ArgumentError, OSError) as failed:
@@ -312,7 +309,7 @@ def _write_own(plan: _Plan, named: Named, writing: Path, snapshot: Snapshot | No
         if file is not None:
             file.close()
     files[name] = {"bytes": file.nbytes, "header": _sha256(file.header)}
-    if named.rank == named.ranks[0]:
+    if named.is_first:
         folders.write_durably(writing / STATE, state)
         files[STATE] = {"bytes": len(state), "sha256": _sha256(state)}
     tensors = {key: {**plan.pieces[key].as_json(), "file": name, "sha256": file.digests[key]} for key in plan.pieces}
