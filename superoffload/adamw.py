@@ -398,12 +398,23 @@ class AdamW(Optimizer):
             check_group(group)
             unfrozen = [p for p in group["params"] if p.grad is not None and p not in self._tracked]
             if unfrozen:
+                self._check_replaced()
                 self._adopt(index, unfrozen)
         self._announce()
         self._unscale = self._take_scale()
         if self._reduced is not None:
             self._reduced.drain()
         self._collect()
+
+    def _check_replaced(self) -> None:
+        """A parameter that is new may have taken another one's place, whose state would be lost silently."""
+        grouped = {id(param) for group in self.param_groups for param in group["params"]}
+        gone = [tracked.shard.name for param, tracked in self._tracked.items() if id(param) not in grouped]
+        if gone:
+            raise StateError(
+                f"param_groups: {gone[0]} was taken out and others put in, as Accelerate does when it prepares a model "
+                "for FSDP2; make the optimizer from the parameters of the prepared model"
+            )
 
     def _foreign_inf(self) -> bool:
         """A GradScaler saw a NaN or an infinity before somebody replaced it."""

@@ -146,7 +146,7 @@ def saver_dies(folder: str) -> str:
     model, options = build("fsdp2")
     with optimizer_of(model, **options) as optimizer:
         if dist.get_rank() == 1:
-            from superoffload.checkpoints import save as module
+            from superoffload.checkpoints import saving as module
 
             write, module._write_own = module._write_own, lambda *_: None
             try:

@@ -28,7 +28,7 @@ from superoffload.checkpoints.contents import (
 )
 from superoffload.checkpoints.folder import check_file, read_manifest
 from superoffload.checkpoints.safetensors import TensorReader
-from superoffload.checkpoints.save import STATE
+from superoffload.checkpoints.saving import STATE
 from superoffload.errors import ArgumentError
 from superoffload.ranks.layout import Chunk, Holding, like_parameter, local_of
 

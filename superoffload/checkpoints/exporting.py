@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from superoffload.adamw import AdamW
 from superoffload.checkpoints.contents import name_everything
-from superoffload.checkpoints.load import _nobody
+from superoffload.checkpoints.loading import _nobody
 from superoffload.checkpoints.safetensors import Entry, TensorFile, flat_runs
 from superoffload.errors import ArgumentError
 from superoffload.ranks.layout import is_dtensor
