@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -188,7 +188,7 @@ def dcp_save(folder: str) -> list[State]:
     loop = Loop()
     loop.steps(range(3))
     model, optimizer = get_state_dict(loop.model, loop.optimizer)
-    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    state_dict_saver.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
     at_save = loop.everything()
     loop.steps(range(3, 5))
     found = [at_save, loop.everything()]
@@ -200,8 +200,8 @@ def dcp_load(folder: str) -> list[State]:
     loop = Loop(seed=4)
     loop.steps(range(20, 21))
     model, optimizer = get_state_dict(loop.model, loop.optimizer)
-    values = {"model": model, "optimizer": optimizer}
-    dcp.load(values, checkpoint_id=folder)
+    values: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    state_dict_loader.load(values, checkpoint_id=folder)
     set_state_dict(loop.model, loop.optimizer, model_state_dict=model, optim_state_dict=values["optimizer"])
     found = [loop.everything()]
     loop.steps(range(3, 5))
@@ -271,11 +271,11 @@ def test_torch_distributed_checkpoint_in_one_process(tmp_path: Path) -> None:
         step(model, optimizer, 0)
         expected = everything(model, optimizer)
         weights, state = get_state_dict(model, optimizer)
-        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
+        state_dict_saver.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
         for seed in range(1, 3):
             step(model, optimizer, seed)
         weights, state = get_state_dict(model, optimizer)
-        values = {"model": weights, "optimizer": state}
-        dcp.load(values, checkpoint_id=tmp_path)
+        values: dict[str, Any] = {"model": weights, "optimizer": state}
+        state_dict_loader.load(values, checkpoint_id=tmp_path)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=values["optimizer"])
         assert same(everything(model, optimizer), expected)

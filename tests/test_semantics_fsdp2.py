@@ -15,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from superoffload import AdamW
+from superoffload.ranks.layout import local_of
 from tests.adamw_tools import TorchAdamW
 from tests.compatibility import Refusal, compat
 from tests.rank_tools import Net, error_of, flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of, wholes_of
@@ -186,7 +187,7 @@ def writes(model: Net, optimizer: Any) -> None:
     optimizer.step()
     with torch.no_grad():
         for param in model.head.parameters():
-            param.to_local().fill_(0.01)  # type: ignore[operator]
+            local_of(param).fill_(0.01)
     train(model, optimizer, range(5, 7))
 
 

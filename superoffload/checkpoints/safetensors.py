@@ -76,7 +76,8 @@ class TensorFile:
         entry, start = self._places[name]
         at, digest = start + len(self.header), hashlib.sha256()
         for run in runs:
-            data = memoryview(run.to(entry.dtype).contiguous().view(torch.uint8).numpy()).cast("B")
+            array: Any = run.to(entry.dtype).contiguous().view(torch.uint8).numpy()
+            data = memoryview(array)
             for first in range(0, len(data), _RUN):
                 part = data[first : first + _RUN]
                 digest.update(part)

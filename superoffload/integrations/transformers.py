@@ -70,7 +70,7 @@ def _check(trainer: Any, options: dict[str, Any]) -> None:
             raise ArgumentError(f"{option}: set by Trainer; max_grad_norm belongs into TrainingArguments")
 
 
-class Offload(TrainerCallback):  # type: ignore[misc]
+class Offload(TrainerCallback):
     """Gives Trainer the norm that the verdict came from, and our metrics to its logs."""
 
     def __init__(self, metrics: bool) -> None:
