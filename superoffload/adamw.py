@@ -152,6 +152,7 @@ class AdamW(Optimizer):
         self._last_verdict: Verdict | None = None
         self._unscale = 1.0  # of the last step; speculation expects it again
         self._pid = os.getpid()
+        self._made_as = id(self)
         self._names = qualified_names(model)
         self._fresh: list[Held] = []
         self._ranks = set_up_ranks(
@@ -708,7 +709,8 @@ class AdamW(Optimizer):
             _OPEN.discard(self)
 
     def __del__(self) -> None:
-        if hasattr(self, "_core"):
+        # Lightning wraps an optimizer in an object of a derived class that shares its attributes and goes before it.
+        if hasattr(self, "_core") and self._made_as == id(self):
             self.close()
 
     def __enter__(self) -> AdamW:

@@ -110,7 +110,7 @@ def lightning_trainer(lightning: Any, folder: Path, **options: Any) -> Any:
 @pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])
 def test_lightning(automatic: bool, tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
-    seeds = torch.utils.data.DataLoader(torch.arange(8), batch_size=1)  # type: ignore[arg-type]
+    seeds: Any = torch.utils.data.DataLoader(torch.arange(8), batch_size=1)  # type: ignore[arg-type]
 
     def train(make: Make) -> tuple[nn.Module, Any]:
         module = lightning_module(lightning, make, automatic=automatic)
@@ -124,7 +124,7 @@ def test_lightning(automatic: bool, tmp_path: Path) -> None:
 @compat("Lightning: checkpoint and resume", "single")
 def test_lightning_checkpoint(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
-    seeds = torch.utils.data.DataLoader(torch.arange(8), batch_size=1)  # type: ignore[arg-type]
+    seeds: Any = torch.utils.data.DataLoader(torch.arange(8), batch_size=1)  # type: ignore[arg-type]
     digests = []
     for resume in (False, True):
         module = lightning_module(lightning, MAKERS["always"], automatic=True)

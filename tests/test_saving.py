@@ -210,7 +210,12 @@ def test_without_memory_for_copies_a_step_waits_for_its_part(tmp_path: Path, mon
     saving = checkpoints.save_in_background(tmp_path / "a", run.model, run.optimizer, extra=saved, memory=0)
     assert held.began.wait(60)
     finished = threading.Event()
-    timer = threading.Timer(0.5, lambda: finished.is_set() or held.go.set())
+
+    def let_go() -> None:
+        if not finished.is_set():
+            held.go.set()
+
+    timer = threading.Timer(0.5, let_go)
     timer.start()
     run.steps(range(2, 4))
     waited = held.go.is_set()  # the timer, and nothing else, has let the step go on

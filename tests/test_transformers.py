@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tests.compatibility import compat
 
 transformers: Any = None
 with contextlib.suppress(ImportError):
-    import transformers
+    transformers = importlib.import_module("transformers")
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 pytestmark = pytest.mark.skipif(
