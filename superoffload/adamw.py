@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AdamW", "kernels"]
 
+# torch.compile goes round what is decorated with it, as round torch's own optimizers' bookkeeping.
+_untraced: Any = getattr(torch, "_disable_dynamo", lambda function: function)
 _OPEN: weakref.WeakSet[AdamW] = weakref.WeakSet()
 
 
@@ -352,6 +354,7 @@ class AdamW(Optimizer):
             self._end_step()
         return loss
 
+    @_untraced
     def _end_step(self) -> None:
         session = self._ranks.session
         verdict = self._decide_alone() if session is None else self._decide_with(session)
@@ -473,12 +476,23 @@ class AdamW(Optimizer):
             self._hook(tracked)  # frozen before, trains now
             if tracked.reduced is not None:
                 self._adopt_reduced(tracked)
-            if core.has_gradient(tracked.shard) and (tracked.grad_changed or tracked.param.grad is None):
+            if core.has_gradient(tracked.shard) and self._is_edited(tracked):
                 self._let_go(tracked)
             if tracked.written:
                 self._refresh(tracked)
             if tracked.param.grad is not None and not core.has_gradient(tracked.shard):
                 self._hand_over(tracked, in_backward=False)
+
+    def _is_edited(self, tracked: Tracked) -> bool:
+        """Whether ``p.grad`` is no longer what the core has.
+
+        Operations on lists of DTensors (torch._foreach_mul_, and so clip_grad_norm_) raise nobody's version, so there
+        the bits are compared.
+        """
+        grad = tracked.param.grad
+        if grad is None or tracked.grad_changed:
+            return True
+        return is_dtensor(grad) and not self._core.gradient_is(tracked.shard, tracked.holding.part(grad))
 
     def _adopt_reduced(self, tracked: Tracked) -> None:
         """From a reduction to what the user sees: the same bits, or somebody has edited ``p.grad`` since."""

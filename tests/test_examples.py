@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -47,7 +48,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     import random
 
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n".join(Path(module.__file__).read_text() for module in (argparse, random)))
+    path.write_text("\n".join(inspect.getsource(module) for module in (argparse, random)))
     return str(path)
 
 

@@ -101,7 +101,7 @@ def test_killed_at_every_call_to_the_system(background: bool, tmp_path: Path) ->
             newest += [ended(*child) for child in children]
             children.clear()
     newest += [ended(*child) for child in children]
-    assert min(newest) <= 1 and max(newest) >= 3
+    assert min(newest) == 0 and max(newest) >= 2  # before the first checkpoint, and between later ones
 
 
 def ended(root: Path, process: Any) -> int:

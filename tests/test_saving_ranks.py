@@ -223,8 +223,8 @@ def full_state() -> list[bool]:
     """get_ and set_optimizer_state_dict: full tensors on the CPU, broadcast from the first rank, and sharded."""
     results = []
     for options in (
-        StateDictOptions(full_state_dict=True, cpu_offload=True),
-        StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+        StateDictOptions(full_state_dict=True),
+        StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True),
         StateDictOptions(),
     ):
         loop = Loop()

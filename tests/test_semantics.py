@@ -366,7 +366,6 @@ def test_masters_that_do_not_fit_are_refused(name: str) -> None:
         assert optimizer.state_digests() == before
 
 
-@compat("torch.compile(optimizer.step)", "single")
 def test_a_compiled_step() -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
         step = torch.compile(optimizer.step, backend="eager") if isinstance(optimizer, AdamW) else optimizer.step

@@ -494,9 +494,9 @@ def masters() -> list[bool]:
             if param.requires_grad:
                 master: Any = optimizer.state[param]["master"]
                 same.append(torch.equal(master.full_tensor(), values[name]))
-        train(model, optimizer)
         bad = {**values, "head.weight": values["head.weight"] + (1.0 if dist.get_rank() else 0.0)}
         error = error_of(lambda: optimizer.load_masters(bad))
+        train(model, optimizer)
         return [all(same), "head.weight" in error or "rank 1 failed" in error]
 
 
@@ -519,6 +519,5 @@ def compiled_step() -> list[bool]:
     return [digests[0] == digests[1]]
 
 
-@compat("torch.compile(optimizer.step)", "fsdp2")
 def test_a_compiled_step() -> None:
     assert on_ranks(2, compiled_step) == [[True]] * 2
