@@ -107,7 +107,12 @@ def plainly(model: Finder, data: list[tuple[str, str]], collate: Collate, args: 
     masters = {name: param.detach().clone() for name, param in model.named_parameters()}
     model.to(getattr(torch, args.dtype))
     optimizer = superoffload.AdamW(
-        model.parameters(), lr=args.lr, max_grad_norm=args.max_grad_norm, speculation=args.speculation, model=model
+        model.parameters(),
+        args.lr,
+        weight_decay=0.0,
+        max_grad_norm=args.max_grad_norm,
+        speculation=args.speculation,
+        model=model,
     )
     optimizer.load_masters(masters)
     losses = []

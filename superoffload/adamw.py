@@ -142,6 +142,8 @@ class AdamW(Optimizer):
         replicated = check_replicated(replicated)
         check_whole_number("threads", threads)
         groups = as_groups(params)
+        if not any(group["params"] for group in groups):  # one empty group among others is common: nothing to decay
+            raise ArgumentError("params: only empty param groups; expected parameters to train")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_groups(groups, defaults)
         self._state_dtype = check_state_dtype(state_dtype)

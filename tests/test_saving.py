@@ -433,7 +433,7 @@ MISFITS: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], str]] = {
     "another shape": (other_shape, "norm.running_mean has shape (8,), expected (9,)"),
     "another dtype": (other_dtype, "expected torch.float32; convert the model"),
     "other groups": (other_groups, "param group 0 differs"),
-    "another optimizer": (other_optimizer, "SGD, expected superoffload.AdamW"),
+    "another optimizer": (other_optimizer, "SGD, expected superoffload.AdamW or torch.optim.AdamW"),
     "parameters of another model": (foreign_parameters, "parameter 0 of group 0 is none of model's"),
 }
 

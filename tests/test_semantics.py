@@ -229,6 +229,25 @@ def test_clipping_by_a_norm_that_was_computed_apart() -> None:
     check_scenario(scenario)
 
 
+def test_an_empty_param_group() -> None:
+    """As a LoRA run has, whose parameters all decay."""
+    runs = []
+    for kind in (AdamW, torch.optim.AdamW):
+        model = model_of()
+        params = [{"params": list(model.parameters())}, {"params": [], "weight_decay": 0.0}]
+        optimizer: Any = kind(params)
+        train(model, optimizer, range(3))
+        assert kind is not AdamW or len(optimizer.state_dict()["param_groups"]) == 2
+        runs.append(model)
+        if kind is AdamW:
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.add_param_group({"params": []})
+            optimizer.close()
+    assert_trained_alike(*runs)
+    with pytest.raises(ValueError, match="only empty param groups"):
+        AdamW([{"params": []}])
+
+
 class Mixed(nn.Module):
     """bfloat16 layers around a float32 norm and a float16 head."""
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from superoffload.bucket import Shard
 from superoffload.core import CoreOptions
 from superoffload.errors import StateError, WorkerError
+from superoffload.integrations.deepspeed.clipping import mark
 from superoffload.integrations.deepspeed.config import load, read_options
 from superoffload.integrations.deepspeed.delivery import Readers
 from superoffload.integrations.deepspeed.driver import Partition, PartitionDriver, Window
@@ -69,6 +70,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
             raise StateError("torch_autocast with fp16: its loss scaler is not supported; use bf16, or fp16 without it")
         check_groups_alike(self._trained(), self.dp_process_group)
         self._driver = self._make_driver()
+        mark(self._trained())
         self._readers = Readers(
             self.module.parameters(),
             before_gather=self._before_gather if self._delivers_later else None,
@@ -223,6 +225,8 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         """DeepSpeed's order of events, with one verdict for all sub-groups."""
         if closure is not None:
             raise StateError("step(closure): closures are not supported, as in DeepSpeed; call engine.step()")
+        if self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks:
+            raise StateError("step hooks are not called under DeepSpeed; do around engine.step() what they do")
         with held_signals():
             self._await_gradients()
             self._pre_step()
@@ -458,6 +462,9 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         _OPEN.discard(self)
         if driver is not None:
             driver.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError("an optimizer with worker threads cannot be copied or pickled; use engine.save_checkpoint()")
 
     def destroy(self) -> None:
         """As DeepSpeed's, and ends what is ours."""
