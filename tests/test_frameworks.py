@@ -62,12 +62,12 @@ def accelerated(make: Make, folder: Path | None = None) -> tuple[nn.Module, Any]
     return accelerator.unwrap_model(model), inner
 
 
-@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "single")
+@compat("Accelerate: prepare, accumulate, clip_grad_norm_, save_state", "single")
 def test_accelerate() -> None:
     compare(accelerated)
 
 
-@compat("Accelerate: save_state and load_state", "single")
+@compat("Accelerate: prepare, accumulate, clip_grad_norm_, save_state", "single")
 def test_accelerate_save_and_load(tmp_path: Path) -> None:
     compare(lambda make: accelerated(make, tmp_path / str(id(make))))
 
@@ -100,8 +100,9 @@ def lightning_module(lightning: Any, make: Make, *, automatic: bool) -> Any:
 
 
 def lightning_trainer(lightning: Any, folder: Path, **options: Any) -> Any:
+    options.setdefault("enable_checkpointing", False)
     return lightning.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=str(folder), **options,
     )  # fmt: skip
 
@@ -121,21 +122,17 @@ def test_lightning(automatic: bool, tmp_path: Path) -> None:
     compare(train)
 
 
-@compat("Lightning: checkpoint and resume", "single")
+@compat("Lightning: automatic and manual optimization", "single")
 def test_lightning_checkpoint(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
     seeds: Any = torch.utils.data.DataLoader(torch.arange(8), batch_size=1)  # type: ignore[arg-type]
+    keep = lightning.callbacks.ModelCheckpoint(str(tmp_path), "{step}", every_n_train_steps=4, save_top_k=-1)
     digests = []
-    for resume in (False, True):
+    for options in ({"callbacks": [keep], "enable_checkpointing": True}, {}):
         module = lightning_module(lightning, MAKERS["always"], automatic=True)
-        if not resume:
-            first = lightning_trainer(lightning, tmp_path, max_steps=4)
-            first.fit(module, seeds)
-            first.save_checkpoint(tmp_path / "saved.ckpt")
-            module.made.close()
-            module = lightning_module(lightning, MAKERS["always"], automatic=True)
-        trainer = lightning_trainer(lightning, tmp_path, max_steps=8)
-        trainer.fit(module, seeds, ckpt_path=str(tmp_path / "saved.ckpt") if resume else None)
+        trainer = lightning_trainer(lightning, tmp_path, **options)
+        trainer.fit(module, seeds, ckpt_path=None if options else str(tmp_path / "step=4.ckpt"))
+        assert module.made.stats()["steps"] == (8 if options else 4)
         digests.append(module.made.state_digests())
         module.made.close()
     assert digests[0] == digests[1]

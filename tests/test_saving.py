@@ -178,6 +178,7 @@ class HeldUp:
         monkeypatch.setattr(TensorFile, "write", held_up)
 
 
+@compat("saved in the background while training goes on", "single")
 @pytest.mark.parametrize("mode", ["always", "never"])
 def test_training_goes_on_while_a_checkpoint_is_written(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

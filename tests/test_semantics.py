@@ -138,7 +138,7 @@ def test_activation_checkpointing(reentrant: bool) -> None:
     assert stats["buckets_speculated"] > 0
 
 
-@compat("EMA and SWA with torch.optim.swa_utils, averages swapped in", "single")
+@compat("EMA and SWA, averages swapped in", "single")
 @pytest.mark.parametrize("kind", ["ema", "swa"])
 def test_averaged_models(kind: str) -> None:
     averages: list[nn.Module] = []
