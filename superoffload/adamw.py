@@ -162,18 +162,26 @@ class AdamW(Optimizer):
         self._unscale = 1.0  # of the last step; speculation expects it again
         self._pid = os.getpid()
         self._made_as = id(self)
-        self._names = qualified_names(model)
         self._fresh: list[Held] = []
-        self._ranks = set_up_ranks(
-            [entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]],
-            model,
-            replicated=replicated,
-            check=check,
-            process_group=process_group,
-            timeout=rank_timeout,
-        )
-        cpus = worker_cpus(threads, self._ranks.cpus)
-        self._core = Core(HostLink(), CoreOptions(speculation, bucket_numel, cpus), _hyper_reader(self))
+        self._has_masters = False  # other than the parameters' values
+        self._firsts: list[int] = []  # id of the first parameter of each group
+        model_of = weakref.ref(model) if model is not None else lambda: None
+
+        def connect(params: Sequence[Tensor]) -> None:
+            self._names = qualified_names(model_of())
+            self._ranks = set_up_ranks(
+                params,
+                model_of(),
+                replicated=replicated,
+                check=check,
+                process_group=process_group,
+                timeout=rank_timeout,
+            )
+            cpus = worker_cpus(threads, self._ranks.cpus)
+            self._core = Core(HostLink(), CoreOptions(speculation, bucket_numel, cpus), _hyper_reader(self))
+
+        self._connect = connect
+        connect([entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]])
         self._reduced: ReducedGradients | None = None
         try:
             if trace is not None:
@@ -201,6 +209,7 @@ class AdamW(Optimizer):
             check_groups([group], self.defaults, taken=[p for g in self.param_groups for p in g["params"]])
         with self._whole():
             super().add_param_group(group)
+            self._firsts.append(id(group["params"][0]) if group["params"] else 0)
             self._adopt(len(self.param_groups) - 1, [p for p in group["params"] if p.requires_grad])
             if not self._constructing:
                 self._announce()
@@ -363,6 +372,7 @@ class AdamW(Optimizer):
 
     @_untraced
     def _end_step(self) -> None:
+        self._follow_replaced()
         session = self._ranks.session
         verdict = self._decide_alone() if session is None else self._decide_with(session)
         if verdict is None:
@@ -409,7 +419,7 @@ class AdamW(Optimizer):
             check_group(group)
             unfrozen = [p for p in group["params"] if p.grad is not None and p not in self._tracked]
             if unfrozen:
-                self._check_replaced()
+                self._refuse_replaced()
                 self._adopt(index, unfrozen)
         self._announce()
         self._unscale = self._take_scale()
@@ -417,15 +427,45 @@ class AdamW(Optimizer):
             self._reduced.drain()
         self._collect()
 
-    def _check_replaced(self) -> None:
+    def _follow_replaced(self) -> None:
+        """Accelerate puts sharded parameters into the groups when it prepares a model for FSDP2: starts anew on them.
+
+        Not once there is state that would be lost.
+        """
+        groups = [group["params"] for group in self.param_groups]
+        firsts = [id(params[0]) if params else 0 for params in groups]
+        if firsts == self._firsts:
+            return
+        params = [param for members in groups for param in members]
+        grouped = {id(param) for param in params}
+        if self._has_masters or any(t.shard.steps or id(param) in grouped for param, t in self._tracked.items()):
+            self._refuse_replaced()
+            return
+        self._remove_hooks()
+        self._core.close()
+        self._tracked.clear()
+        self.state.clear()
+        self._fresh.clear()
+        self._connect(params)
+        self._firsts = firsts
+        for index, members in enumerate(groups):
+            self._adopt(index, [param for param in members if param.requires_grad])
+        self._announce()
+
+    def _refuse_replaced(self) -> None:
         """A parameter that is new may have taken another one's place, whose state would be lost silently."""
         grouped = {id(param) for group in self.param_groups for param in group["params"]}
         gone = [tracked.shard.name for param, tracked in self._tracked.items() if id(param) not in grouped]
         if gone:
             raise StateError(
-                f"param_groups: {gone[0]} was taken out and others put in, as Accelerate does when it prepares a model "
-                "for FSDP2; make the optimizer from the parameters of the prepared model"
+                f"param_groups: {gone[0]} was taken out and others put in, after state was made for it; make a new "
+                "optimizer, from the parameters that are to be trained (with Accelerate: prepare before load_masters())"
             )
+
+    def _remove_hooks(self) -> None:
+        for tracked in self._tracked.values():
+            if tracked.hook is not None:
+                tracked.hook.remove()
 
     def _foreign_inf(self) -> bool:
         """A GradScaler saw a NaN or an infinity before somebody replaced it."""
@@ -634,6 +674,7 @@ class AdamW(Optimizer):
         with self._whole():
             self._abandon()
             self.end_snapshot()
+            self._has_masters = True
             for param, value in values:
                 tracked = self._tracked[param]
                 tracked.shard.master.copy_(value)
@@ -724,9 +765,7 @@ class AdamW(Optimizer):
             self._closed = True
             if self._core.timeline is not None:
                 self._core.timeline.close()
-            for tracked in self._tracked.values():
-                if tracked.hook is not None:
-                    tracked.hook.remove()
+            self._remove_hooks()
             _OPEN.discard(self)
 
     def __del__(self) -> None:
