@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from superoffload import AdamW
+from superoffload import AdamW, checkpoints
 from tests.compatibility import compat
-from tests.rank_tools import flat_mesh, net, on_ranks, shard, tokens_of, wholes_of
+from tests.rank_tools import Net, error_of, flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of, wholes_of
 from tests.test_examples import needs
 
 
