@@ -463,6 +463,10 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         if driver is not None:
             driver.close()
 
+    def __iter__(self) -> Iterator[Any]:
+        """What torch.distributed.checkpoint tries with something that is no torch.optim.Optimizer."""
+        raise StateError("DeepSpeed's optimizer is no torch.optim.Optimizer; use engine.save_checkpoint()")
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError("an optimizer with worker threads cannot be copied or pickled; use engine.save_checkpoint()")
 
