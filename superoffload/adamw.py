@@ -372,7 +372,6 @@ class AdamW(Optimizer):
 
     @_untraced
     def _end_step(self) -> None:
-        self._follow_replaced()
         session = self._ranks.session
         verdict = self._decide_alone() if session is None else self._decide_with(session)
         if verdict is None:
@@ -427,6 +426,7 @@ class AdamW(Optimizer):
             self._reduced.drain()
         self._collect()
 
+    @_untraced
     def _follow_replaced(self) -> None:
         """Accelerate puts sharded parameters into the groups when it prepares a model for FSDP2: starts anew on them.
 
@@ -441,16 +441,17 @@ class AdamW(Optimizer):
         if self._has_masters or any(t.shard.steps or id(param) in grouped for param, t in self._tracked.items()):
             self._refuse_replaced()
             return
-        self._remove_hooks()
-        self._core.close()
-        self._tracked.clear()
-        self.state.clear()
-        self._fresh.clear()
-        self._connect(params)
-        self._firsts = firsts
-        for index, members in enumerate(groups):
-            self._adopt(index, [param for param in members if param.requires_grad])
-        self._announce()
+        with self._whole():
+            self._remove_hooks()
+            self._core.close()
+            self._tracked.clear()
+            self.state.clear()
+            self._fresh.clear()
+            self._connect(params)
+            self._firsts = firsts
+            for index, members in enumerate(groups):
+                self._adopt(index, [param for param in members if param.requires_grad])
+            self._announce()
 
     def _refuse_replaced(self) -> None:
         """A parameter that is new may have taken another one's place, whose state would be lost silently."""
@@ -813,6 +814,8 @@ class AdamW(Optimizer):
             )
         if self._closed and not closed_too:
             raise StateError("the optimizer is closed; make a new one and load the state_dict() of this one")
+        if not self._closed:
+            self._follow_replaced()
 
 
 def _target(param: Tensor, holding: Holding) -> Callable[[], Tensor]:

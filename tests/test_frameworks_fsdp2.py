@@ -90,7 +90,7 @@ def accelerated() -> list[Any]:
 
 
 @needs("accelerate")
-@compat("Accelerate: prepare, accumulate, clip_grad_norm_, save_state", "fsdp2")
+@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "fsdp2")
 def test_accelerate() -> None:
     for (always, ours, speculated), (never, *_), sharded, theirs in on_ranks(2, accelerated):
         assert always == never and speculated > 0 and sharded
@@ -114,7 +114,20 @@ def trained_by_trainer(folder: str) -> dict[str, Any]:
                 found["speculated"] = max(found.get("speculated", 0), made.stats()["buckets_speculated"])
                 made.close()
     found["sharded"] = all(sharded)
+    found["resumed"] = [resumed_by_trainer(folder, resume=resume) for resume in (False, True)]
     return found
+
+
+def resumed_by_trainer(folder: str, *, resume: bool) -> Any:
+    from tests.test_transformers import logs_of, model_of, trainer_of
+
+    with fsdp2_on_the_cpu():
+        trainer = trainer_of(Path(folder), model_of(), "always", max_steps=5, save_strategy="steps", save_steps=3)
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3" if resume else None)
+        made = trainer.optimizer.optimizer
+        found = (made.state_digests(), [entry["loss"] for entry in logs_of(trainer)][-2:])
+        made.close()
+        return found
 
 
 @needs("transformers", "accelerate")
@@ -126,6 +139,7 @@ def test_trainer(tmp_path: Path) -> None:
         for ours, theirs in zip(found["always"], found["None"], strict=True):
             assert ours == pytest.approx(theirs, rel=2e-2)
         assert found["always"][-1][0] < found["always"][0][0]
+        assert found["resumed"][0] == found["resumed"][1]
 
 
 def trained_by_sft(folder: str) -> dict[str, Any]:

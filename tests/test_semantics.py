@@ -234,7 +234,7 @@ def test_an_empty_param_group() -> None:
     runs = []
     for kind in (AdamW, torch.optim.AdamW):
         model = model_of()
-        params = [{"params": list(model.parameters())}, {"params": [], "weight_decay": 0.0}]
+        params: Any = [{"params": list(model.parameters())}, {"params": [], "weight_decay": 0.0}]
         optimizer: Any = kind(params)
         train(model, optimizer, range(3))
         assert kind is not AdamW or len(optimizer.state_dict()["param_groups"]) == 2

@@ -81,7 +81,7 @@ def train(out: Path, text: Path, steps: int, *more: str, config: dict[str, objec
 
 
 @compat("Hugging Face Trainer, and its resume", "deepspeed")
-@compat("Accelerate: prepare, accumulate, clip_grad_norm_, save_state", "deepspeed", note="below Trainer")
+@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "deepspeed", note="below Trainer")
 @needs_trainer
 def test_trainer_and_its_resume(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
