@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -70,6 +71,20 @@ def _untraced(function: _Function) -> _Function:
 def _close_all() -> None:
     for optimizer in list(_OPEN):
         optimizer.close()
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Arguments that are needed again where an optimizer starts anew on other parameters."""
+
+    speculation: str
+    bucket_numel: int | None
+    threads: int | None
+    replicated: str
+    check: tuple[bool, int]
+    process_group: Any
+    rank_timeout: float | None
+    model: weakref.ReferenceType[nn.Module] | None
 
 
 class AdamW(Optimizer):
@@ -165,23 +180,17 @@ class AdamW(Optimizer):
         self._fresh: list[Held] = []
         self._has_masters = False  # other than the parameters' values
         self._firsts: list[int] = []  # id of the first parameter of each group
-        model_of = weakref.ref(model) if model is not None else lambda: None
-
-        def connect(params: Sequence[Tensor]) -> None:
-            self._names = qualified_names(model_of())
-            self._ranks = set_up_ranks(
-                params,
-                model_of(),
-                replicated=replicated,
-                check=check,
-                process_group=process_group,
-                timeout=rank_timeout,
-            )
-            cpus = worker_cpus(threads, self._ranks.cpus)
-            self._core = Core(HostLink(), CoreOptions(speculation, bucket_numel, cpus), _hyper_reader(self))
-
-        self._connect = connect
-        connect([entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]])
+        self._given = _Given(
+            speculation,
+            bucket_numel,
+            threads,
+            replicated,
+            check,
+            process_group,
+            rank_timeout,
+            weakref.ref(model) if model is not None else None,
+        )
+        self._connect([entry[1] if isinstance(entry, tuple) else entry for g in groups for entry in g["params"]])
         self._reduced: ReducedGradients | None = None
         try:
             if trace is not None:
@@ -197,6 +206,22 @@ class AdamW(Optimizer):
             raise
         self._constructing = False
         _OPEN.add(self)
+
+    def _connect(self, params: Sequence[Tensor]) -> None:
+        """To the other ranks, where there are any, and to a new core."""
+        given = self._given
+        model = given.model() if given.model is not None else None
+        self._names = qualified_names(model)
+        self._ranks = set_up_ranks(
+            params,
+            model,
+            replicated=given.replicated,
+            check=given.check,
+            process_group=given.process_group,
+            timeout=given.rank_timeout,
+        )
+        options = CoreOptions(given.speculation, given.bucket_numel, worker_cpus(given.threads, self._ranks.cpus))
+        self._core = Core(HostLink(), options, _hyper_reader(self))
 
     # ---- param groups -----------------------------------------------------------------------------------------
 
