@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -10,13 +10,7 @@ from torch.nn.utils import clip_grad
 
 from superoffload.errors import StateError
 
-_MARK = "superoffload_steps_it"
-
-
-def mark(params: Iterable[Any]) -> None:
-    """Parameters whose gradients this backend takes away during backward."""
-    for param in params:
-        setattr(param, _MARK, True)
+_MARK = "superoffload_steps_it"  # on parameters whose gradients our backend takes away during backward
 
 
 def replacements() -> list[tuple[Any, str, Callable[..., Any]]]:

@@ -25,7 +25,6 @@ from torch import Tensor
 from superoffload.bucket import Shard
 from superoffload.core import CoreOptions
 from superoffload.errors import StateError, WorkerError
-from superoffload.integrations.deepspeed.clipping import mark
 from superoffload.integrations.deepspeed.config import load, read_options
 from superoffload.integrations.deepspeed.delivery import Readers
 from superoffload.integrations.deepspeed.driver import Partition, PartitionDriver, Window
@@ -70,13 +69,14 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
             raise StateError("torch_autocast with fp16: its loss scaler is not supported; use bf16, or fp16 without it")
         check_groups_alike(self._trained(), self.dp_process_group)
         self._driver = self._make_driver()
-        mark(self._trained())
         self._readers = Readers(
             self.module.parameters(),
             before_gather=self._before_gather if self._delivers_later else None,
             after_update=self._after_update,
         )
         _OPEN.add(self)
+        for param in self._trained():
+            param.superoffload_steps_it = True  # clipping.py asks
 
     # ---- construction ---------------------------------------------------------------------------------------------
 
