@@ -256,7 +256,9 @@ def test_a_frozen_parameter_written_meanwhile_is_an_error(tmp_path: Path, monkey
     run.optimizer.close()
 
 
-def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     run = Run(0, torch.float32)
     run.steps(range(2))
     checkpoints.save(tmp_path / "step-2", run.model, run.optimizer, extra=run.extra())
@@ -274,6 +276,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: p
         run.steps(range(3, 5))  # does not wait for what will not come
         with pytest.raises(OSError, match="No space left"):
             saving.wait(60)
+        assert "step-3 was not saved: [Errno 28] No space left" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
     other = Run(3, torch.float32)
     found = checkpoints.latest(tmp_path)

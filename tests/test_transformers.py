@@ -207,7 +207,8 @@ def test_from_pretrained_loads_what_was_exported(family: str, masters: bool, tmp
 
 
 @compat("TRL's SFTTrainer", "single")
-def test_sft_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen", "gpt-oss"])
+def test_sft_trainer(family: str, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason="needs trl: pip install trl")
     datasets = pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
     from superoffload.integrations.transformers import offload
@@ -225,7 +226,7 @@ def test_sft_trainer(tmp_path: Path) -> None:
             logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, bf16=False, disable_tqdm=True, seed=3,
             gradient_checkpointing=False, optim="adamw_torch", dataset_kwargs={"skip_prepare_dataset": True},
         )  # fmt: skip
-        trainer = trl.SFTTrainer(model=model_of("qwen"), args=args, train_dataset=data, processing_class=tokenizer_of())
+        trainer = trl.SFTTrainer(model=model_of(family), args=args, train_dataset=data, processing_class=tokenizer_of())
         if mode is not None:
             offload(trainer, speculation=mode, threads=1)
         trainer.train()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
 import os
 import pickle
 import threading
@@ -43,6 +44,7 @@ from superoffload.checkpoints.snapshot import ShardState, Snapshot
 from superoffload.errors import ArgumentError, RankError, StateError
 from superoffload.ranks.layout import is_dtensor, local_of
 
+LOGGER = logging.getLogger("superoffload")
 STATE = "state.pt"
 _POLL_SECONDS = 0.02
 Write = Callable[[TensorFile], None]
@@ -96,6 +98,8 @@ class Saving:
                 work()
             except BaseException as error:
                 self._error = error
+                if in_background:  # also where nobody waits
+                    LOGGER.error("%s was not saved: %s", self.folder, error)
             finally:
                 self._ended.set()
 
