@@ -51,7 +51,12 @@ def initialize_again(model: nn.Module) -> None:
             nn.init.normal_(param, std=0.1)
 
 
-WRITES = [copy_values, clamp_values, write_an_element, load_weights, new_storage, initialize_again]
+def scale_all_at_once(model: nn.Module) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 0.5)
+
+
+WRITES = [scale_all_at_once, copy_values, clamp_values, write_an_element, load_weights, new_storage, initialize_again]
 
 
 @compat("parameters written by the user (load_state_dict, clamp, re-initialization)", "single")

@@ -240,6 +240,26 @@ def averages(model: Net, optimizer: Any) -> None:
     train(model, optimizer, range(8, 10))
 
 
+def listed_writes(model: Net, optimizer: Any) -> None:
+    """Operations on lists of DTensors raise no version counter: between steps, and between a backward and its step."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    train(model, optimizer, range(2))
+    with torch.no_grad():
+        torch._foreach_mul_(params, 0.5)
+    train(model, optimizer, range(2, 4))
+    optimizer.zero_grad()
+    backward(model, 4)
+    with torch.no_grad():
+        torch._foreach_mul_(params, 1.5)
+    optimizer.step()
+    train(model, optimizer, range(5, 6))
+
+
+@compat("parameters written by the user (load_state_dict, clamp, re-initialization)", "fsdp2")
+def test_writes_by_operations_on_lists() -> None:
+    compare(listed_writes)
+
+
 @compat("every scheduler of torch.optim.lr_scheduler", "fsdp2")
 @compat("lr changed between backward and step()", "fsdp2")
 def test_schedulers() -> None:
