@@ -242,7 +242,7 @@ def averages(model: Net, optimizer: Any) -> None:
 
 def listed_writes(model: Net, optimizer: Any) -> None:
     """Operations on lists of DTensors raise no version counter: between steps, and between a backward and its step."""
-    params = [p for p in model.parameters() if p.requires_grad]
+    params: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     train(model, optimizer, range(2))
     with torch.no_grad():
         torch._foreach_mul_(params, 0.5)
