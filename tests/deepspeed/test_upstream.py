@@ -194,7 +194,7 @@ def roll_back() -> tuple[float, bool]:
     optimizer.step_subgroup(0)
     optimizer.rollback_subgroup(0)
     changed = float((param.detach() != before).float().mean())
-    param.grad = torch.randn_like(param)
+    param.grad = torch.randn_like(param) * 1e3
     optimizer.step_subgroup(0)
     optimizer.rollback_subgroup(0)
     state = next(iter(optimizer.state.values()))

@@ -74,6 +74,7 @@ def engine(configuration: dict[str, Any], model: Any, optimizer: Any = None) -> 
     finally:
         made.optimizer.superoffload_cpu_optimizer.close()
         made.destroy()
+        made._config.zero_config.offload_optimizer.super_offload = False  # enable() would refuse to meet it again
         upstream._validate_superoffload_accelerator = check
         for name, value in saved.items():
             setattr(upstream, name, value)
