@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,30 +11,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from superoffload.bucket import Shard
-from superoffload.cpus import allowed_cpus, worker_cpus
+from superoffload.cpus import RankOnNode, allowed_cpus, share_cpus, worker_cpus
 from superoffload.integrations.deepspeed.delivery import whole_parameter
 from superoffload.ranks.group import rank_group, rank_timeout
 from superoffload.ranks.held import Held
 from superoffload.ranks.layout import Chunk, Holding
 from superoffload.ranks.session import RankCheck, RankSession
+from superoffload.ranks.setup import near_gpu
 
 
-def cpus_of_this_rank(threads: int | None, group: Any) -> list[int]:
-    """Ranks of one host that may use the same processors share them out; where each is bound already, it keeps its own.
+def cpus_of_this_rank(threads: int | None, published: Sequence[Tensor], group: Any) -> list[int]:
+    """One processor per worker thread; ranks of one host share out those that they may use. A collective of ``group``.
 
-    A collective of ``group``.
+    ``published``: tensors on the device of the parameters, near which the processors should be.
     """
-    if threads is not None:
-        return worker_cpus(threads)
-    allowed = allowed_cpus()
-    mine = (socket.gethostname(), os.environ.get("SLURM_JOB_ID"), tuple(allowed))
+    mine = RankOnNode(socket.gethostname(), dist.get_rank(), tuple(allowed_cpus()), near_gpu(published))
     all_ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(all_ranks, mine, group=group)
-    me = dist.get_rank(group)
-    rank, ranks = all_ranks[:me].count(mine), all_ranks.count(mine)
-    if ranks >= len(allowed):
-        return [allowed[rank % len(allowed)]]
-    return allowed[rank * len(allowed) // ranks : (rank + 1) * len(allowed) // ranks]
+    return worker_cpus(threads, share_cpus(all_ranks, mine.rank))
 
 
 def open_session(

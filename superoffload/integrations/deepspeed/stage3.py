@@ -124,7 +124,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
                 offset += size
                 start += size
         options = self.superoffload_options
-        cpus = cpus_of_this_rank(options.threads, self.dp_process_group)
+        cpus = cpus_of_this_rank(options.threads, self.fp16_partitioned_groups_flat, self.dp_process_group)
         reference = weakref.ref(self.optimizer)  # an engine that is let go of must not keep itself alive
         return PartitionDriver(
             partitions,
