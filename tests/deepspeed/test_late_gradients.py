@@ -39,7 +39,7 @@ class Accelerator:
 
 def train(late: bool) -> tuple[dict[str, str], list[int]]:
     """Two backwards before each step. How often each partition was called final in a step."""
-    from superoffload.integrations.deepspeed import stage3
+    from deepspeed.accelerator import get_accelerator
 
     engine = SCENARIO.engine(OURS, {"speculation": "always"})
     optimizer = engine.optimizer
@@ -52,9 +52,9 @@ def train(late: bool) -> tuple[dict[str, str], list[int]]:
 
     optimizer._driver.final = counted
     optimizer._on_cpu = not late
-    accelerator = Accelerator(stage3.get_accelerator())
+    accelerator = Accelerator(get_accelerator())
     with (
-        mock.patch.object(stage3, "get_accelerator", lambda: accelerator),
+        mock.patch("superoffload.integrations.deepspeed.stage3.get_accelerator", lambda: accelerator),
         mock.patch.object(optimizer, "reduce_and_partition_stream", mock.Mock()),
         mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
     ):

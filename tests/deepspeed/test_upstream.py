@@ -112,7 +112,7 @@ def test_two_backwards_before_a_step(two_ranks: Ranks) -> None:
 
 def test_an_unused_parameter(two_ranks: Ranks) -> None:
     """Upstream does not step the whole sub-group that it belongs to; here, all parameters."""
-    skips = {2: (UNUSED,), 3: (UNUSED,)}
+    skips: dict[int, tuple[int, ...]] = {2: (UNUSED,), 3: (UNUSED,)}
     ours, theirs = both(two_ranks, {"skips": skips})
     expected = reference(gradients(1, skips), 1, 0.0)
     others = {name: value for name, value in expected.items() if name != NAME}

@@ -29,7 +29,7 @@ class _Accelerator:
 
 
 def _on_a_thread(original: type, worker: Any) -> type:
-    class ThreadOptimizer(original):  # type: ignore[misc]
+    class ThreadOptimizer(original):
         def __init__(self, optimizer_config: Any, max_grad_numel: int, **_: Any) -> None:
             self.max_grad_numel = max_grad_numel
             self.param_queue, self.result_queue = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
