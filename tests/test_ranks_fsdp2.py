@@ -32,6 +32,7 @@ class Case:
     replicas: bool = False
     tied: bool = False
     layers: int = 2
+    width: int = 13
     reshard: bool = True
     micro_batches: int = 1
     checkpointing: bool = False
@@ -41,11 +42,11 @@ class Case:
 
 
 def build(case: Case) -> Net:
-    model = net(case.dtype, tied=case.tied, layers=case.layers)
+    model = net(case.dtype, tied=case.tied, layers=case.layers, width=case.width)
     values = copy.deepcopy(model.state_dict())
     if case.meta:
         with torch.device("meta"):
-            model = Net(tied=case.tied, layers=case.layers).to(case.dtype)
+            model = Net(tied=case.tied, layers=case.layers, width=case.width).to(case.dtype)
         for name in ("frozen",):
             getattr(model, name).requires_grad_(False)
     if case.checkpointing:
@@ -131,9 +132,10 @@ def run_case(case: Case) -> dict[str, Any]:
             shapes = {tuple(optimizer.state[p]["master"].shape) == tuple(p.shape) for p in optimizer.state}
             found["state like parameters"] = shapes == {True}
             found["elements"] = sum(shard.numel for shard in optimizer._core.shards)
+            found["sizes"] = [shard.numel for shard in optimizer._core.shards]
         weights = wholes(model)
     if rank == 0 and case.dtype is torch.float32 and case.policy is None:
-        single = net(case.dtype, tied=case.tied, layers=case.layers)
+        single = net(case.dtype, tied=case.tied, layers=case.layers, width=case.width)
         group = dist.new_group([0], use_local_synchronization=True)
         with optimizer_of(single, speculation="never", process_group=group, state_dtype=case.state_dtype) as optimizer:
             train(single, optimizer, case, 0, world)
@@ -154,7 +156,7 @@ CASES = {
     "checkpointing": (2, Case(checkpointing=True)),
     "compiled": (2, Case(compiled=True, layers=1)),
     "meta": (2, Case(meta=True)),
-    "four ranks, empty shards": (4, Case(layers=1)),
+    "four ranks, uneven and empty shards": (4, Case(layers=1, width=5)),
     "replicas": (4, Case(replicas=True)),
     "replicas, bf16 state": (4, Case(replicas=True, state_dtype="bf16", dtype=torch.bfloat16, policy=BF16)),
 }
@@ -175,10 +177,16 @@ def test_speculation_changes_nothing(name: str) -> None:
     expects_reference = case.dtype is torch.float32 and case.policy is None
     assert results[0].get("compared", False) == expects_reference
     trained = sum(
-        p.numel() for p in net(case.dtype, tied=case.tied, layers=case.layers).parameters() if p.requires_grad
+        p.numel()
+        for p in net(case.dtype, tied=case.tied, layers=case.layers, width=case.width).parameters()
+        if p.requires_grad
     )
     # No rank holds state of what it does not own: all shards together are one model, or two replicas of it.
     assert sum(result["elements"] for result in results) == trained * (2 if case.replicas else 1)
+    if count > 1 and not case.replicas:
+        assert len({tuple(result["sizes"]) for result in results}) > 1, "uneven shards"
+    if case.width == 5:
+        assert 0 in results[-1]["sizes"], "empty shards"
     if case.replicas:
         half = count // 2
         assert [r["always"][0] for r in results[:half]] == [r["always"][0] for r in results[half:]]

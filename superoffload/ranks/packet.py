@@ -1,4 +1,7 @@
-"""What a rank tells the others in every step: sums for the verdict and what the light check needs, in 128 bytes."""
+"""What a rank tells the others in every step: sums for the verdict and what the light check needs.
+
+It fits the first message of an exchange (128 bytes), which also says which step it is about.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,12 @@ import struct
 from dataclasses import dataclass
 
 from superoffload.errors import ArgumentError
+from superoffload.ranks.group import ROOM
 
-LIMIT = 128
 MOST_CLASSES = 8
 
-_FORMAT = struct.Struct(f"<HHIIIIIIIIdd{MOST_CLASSES}d")
-assert _FORMAT.size <= LIMIT
+_FORMAT = struct.Struct(f"<HHIIIIIIIdd{MOST_CLASSES}d")
+assert _FORMAT.size <= ROOM
 
 FAILED = 1  # this rank raises instead of stepping
 FOUND_INF = 2  # somebody before us saw a NaN or an infinity
@@ -29,7 +32,6 @@ class Packet:
 
     sums: tuple[float, ...]
     flags: int = 0
-    call: int = 0
     settings: int = 0
     gradients: int = 0
     applied: int = 0
@@ -48,15 +50,13 @@ class Packet:
             )
         sums = self.sums + (0.0,) * (MOST_CLASSES - len(self.sums))
         return _FORMAT.pack(
-            self.flags, len(self.sums), self.call, self.settings, self.gradients, self.applied, self.skipped,
+            self.flags, len(self.sums), self.settings, self.gradients, self.applied, self.skipped,
             self.unit, self.bad, self.copy, self.lr, self.factor, *sums,
         )  # fmt: skip
 
     @staticmethod
     def from_bytes(data: bytes) -> Packet:
-        flags, count, call, settings, gradients, applied, skipped, unit, bad, copy, lr, factor, *sums = _FORMAT.unpack(
+        flags, count, settings, gradients, applied, skipped, unit, bad, copy, lr, factor, *sums = _FORMAT.unpack_from(
             data
         )
-        return Packet(
-            tuple(sums[:count]), flags, call, settings, gradients, applied, skipped, unit, bad, copy, lr, factor
-        )
+        return Packet(tuple(sums[:count]), flags, settings, gradients, applied, skipped, unit, bad, copy, lr, factor)
