@@ -37,6 +37,7 @@ class Zero3:
         model.cos, model.sin = tables  # DeepSpeed has rounded the buffers along with the parameters
         self.engine: Any = engine
         self.model: nn.Module = model
+        self._poisoned = model.head.weight
         self.optimizer = _Optimizer(engine)
 
     def backward(self, micro_batches: Sequence[Tensor], scale: float) -> float:
@@ -52,7 +53,7 @@ class Zero3:
 
     def poison(self, last_rank: bool) -> None:
         if last_rank:
-            self.engine.optimizer._gradient_slice(self.model.head.weight, write=True)[0] = math.nan
+            self.engine.optimizer._gradient_slice(self._poisoned, write=True)[0] = math.nan
 
     def weights(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param
