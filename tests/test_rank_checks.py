@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from superoffload.ranks import packet as packets
 from superoffload.ranks.compare import odd_ranks
 from superoffload.ranks.group import FRAME, ROOM, Gather, RankGroup
 from superoffload.ranks.layout import local_of
-from superoffload.ranks.packet import Packet
+from superoffload.ranks.packet import MOST_CLASSES, Packet
 from tests.rank_faults import FAULTS
 from tests.rank_tools import BF16, error_of, flat_mesh, net, on_ranks, optimizer_of, replica_mesh, shard, tokens_of
 
@@ -132,7 +131,7 @@ def test_a_rank_that_raises_takes_the_step_of_all_with_it() -> None:
 
 def test_different_parameters_are_refused_at_construction() -> None:
     for message in on_ranks(2, different_models):
-        assert "RankError" in message and "made with different parameters" in message and "layers.1" in message
+        assert "RankError" in message and "were made differently" in message and "layers.1" in message
 
 
 def different_models() -> str:
@@ -198,6 +197,37 @@ def different_gradients() -> str:
         return error_of(optimizer.step)
 
 
+def too_many_meshes() -> str:
+    """As if no set of replicas had room in the message."""
+
+    def make() -> None:
+        with optimizer_of(net(torch.float32)):
+            pass
+
+    with mock.patch("superoffload.ranks.session.MOST_CLASSES", 0):
+        return error_of(make)
+
+
+def test_more_sets_of_replicas_than_the_message_has_room_for_are_refused() -> None:
+    for message in on_ranks(2, too_many_meshes):
+        assert message.startswith("ArgumentError: params: 1 different sets of replicas on one rank, expected at most 0")
+
+
+def different_checks() -> str:
+    """Otherwise one rank would check everything while the other is in its next forward."""
+
+    def make() -> None:
+        with optimizer_of(net(torch.float32), rank_check={"full": 4} if dist.get_rank() else "light"):
+            pass
+
+    return error_of(make)
+
+
+def test_ranks_with_different_checks_are_refused_at_construction() -> None:
+    for message in on_ranks(2, different_checks):
+        assert "RankError: ranks have diverged: the optimizers" in message and "rank 1: rank_check is" in message
+
+
 def test_without_checks_the_ranks_must_have_the_same_gradients() -> None:
     for message in on_ranks(2, different_gradients):
         assert message.startswith("RankError") and "rank 1: head.weight is False, on rank 0 True" in message
@@ -250,12 +280,11 @@ def test_a_worker_failure_does_not_part_the_ranks() -> None:
 
 
 def test_the_packet_is_small_and_comes_back_as_it_was() -> None:
-    packet = Packet((1.5, float("nan")), flags=3, settings=2**32 - 1, bad=9, lr=1e-3, factor=-0.0)
+    packet = Packet((1.5, float("nan")), flags=3, settings=2**32 - 1, bad=9, factor=-0.0)
     data = packet.to_bytes()
     assert len(data) <= ROOM < FRAME == 128
     assert repr(Packet.from_bytes(data)) == repr(packet)
-    with pytest.raises(Exception, match="sets of replicas"):
-        Packet((0.0,) * (packets.MOST_CLASSES + 1)).to_bytes()
+    assert len(Packet((0.0,) * MOST_CLASSES).to_bytes()) <= ROOM
 
 
 def test_the_minority_is_named() -> None:

@@ -193,8 +193,8 @@ class RankGroup:
             while missing and time.monotonic() < deadline:
                 missing = [rank for rank in missing if not self._store.check([f"{prefix}{rank}"])]
                 time.sleep(_POLL_SECONDS)
-        except RuntimeError:  # the store was in the first rank's process
-            return [self.ranks[0]]
+        except RuntimeError:  # the store was in the first rank's process, which has ended; before its answer, or after?
+            return [self.ranks[0]] if self.ranks[0] in missing else missing
         return missing
 
 

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from superoffload.errors import RankError
+from superoffload.errors import ArgumentError, RankError
 from superoffload.ranks.compare import bits_of, odd_ranks
 from superoffload.ranks.full_check import FullCheck
 from superoffload.ranks.group import Exchange, RankGroup
 from superoffload.ranks.held import Held, Probe, probe, units_of
-from superoffload.ranks.packet import FAILED, FOUND_INF, Packet
+from superoffload.ranks.packet import FAILED, FOUND_INF, MOST_CLASSES, Packet
 
 Gathered = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 
@@ -78,13 +78,19 @@ class RankSession:
         self.held.extend(held)
         signatures = [one.signature() for one in self.held]
         layout = _Layout([tuple(one.holding.replicas) for one in self.held], [tuple(one.copies) for one in self.held])
-        told = self.group.exchange_objects(
-            f"new parameters{self._name}", (zlib.crc32(repr(signatures).encode()), layout)
-        )
-        if len({checksum for checksum, _ in told}) > 1:
-            detail = {f"parameter {i}": str(signature) for i, signature in enumerate(signatures)}
-            self._explain(f"the optimizers{self._name} were made with different parameters", detail, in_step=False)
+        checksum = zlib.crc32(repr((self.check, signatures)).encode())
+        told = self.group.exchange_objects(f"new parameters{self._name}", (checksum, layout))
+        if len({theirs for theirs, _ in told}) > 1:
+            detail = {"rank_check": str(self.check)}
+            detail |= {f"parameter {i}": str(signature) for i, signature in enumerate(signatures)}
+            self._explain(f"the optimizers{self._name} were made differently", detail, in_step=False)
         self._layouts = [layout for _, layout in told]
+        most = max(len(layout.classes()) for layout in self._layouts)
+        if most > MOST_CLASSES:
+            raise ArgumentError(
+                f"params: {most} different sets of replicas on one rank, expected at most {MOST_CLASSES}; "
+                "use fewer meshes"
+            )
         self._units = units_of(self.held)
         # A probe of the units there were would not fit those there are now.
         self._probe = Probe(0, 0, 0)
@@ -189,7 +195,6 @@ class RankSession:
             unit=self._probe.unit,
             bad=self._probe.bad,
             copy=self._probe.copy,
-            lr=float(next((v for name, v in self._settings.items() if name.startswith("lr")), 0.0)),
             factor=self._factor,
         )
 
