@@ -105,17 +105,17 @@ SUPEROFFLOAD_INLINE typename L::U encode(typename L::U m, typename L::U est_m, t
     const auto diff_m = biased_difference<L, width, 0>(m, est_m);
     const auto diff_v = biased_difference<L, width, 1>(v, est_v);
     const auto diff_p = biased_difference<L, width, 2>(p, est_p);
+    const auto nan = L::is_nan(next_p);
     if constexpr (width == 2) {
         const auto narrow_m = L::nonzero(excess<L, 1, 0>(biased_difference<L, 1, 0>(m, est_m)));
         const auto narrow_v = L::nonzero(excess<L, 1, 1>(biased_difference<L, 1, 1>(v, est_v)));
-        escapes.narrow += L::count(narrow_m) + L::count(narrow_v);
+        escapes.narrow += L::count(L::either(narrow_m, nan)) + L::count(L::either(narrow_v, nan));
     }
     const auto over_m = excess<L, width, 0>(diff_m);
     const auto over_v = excess<L, width, 1>(diff_v);
     const auto over_p = excess<L, width, 2>(diff_p);
     if (L::any_bit_or_nan(L::or_u(over_m, L::or_u(over_v, over_p)), next_p)) {
         const auto at = static_cast<std::uint32_t>(index);
-        const auto nan = L::is_nan(next_p);
         L::append(escapes.component[0], L::either(L::nonzero(over_m), nan), m, at);
         L::append(escapes.component[1], L::either(L::nonzero(over_v), nan), v, at);
         L::append(escapes.component[2], L::either(L::nonzero(over_p), nan), p, at);

@@ -50,13 +50,14 @@ WorkerPool::WorkerPool(const std::vector<int>& cpus) : creator_(static_cast<long
     for (std::size_t i = 0; i < cpus.size(); ++i) threads_.emplace_back([this, i, cpus] { work(i, cpus[i]); });
 }
 
-WorkerPool::~WorkerPool() {
-    if (forked()) {
-        // The threads exist only in the parent; there is nothing to join and no lock that is safe to take.
-        for (std::thread& thread : threads_) thread.detach();
-        return;
-    }
-    close();
+WorkerPool::~WorkerPool() { close(); }
+
+std::shared_ptr<WorkerPool> WorkerPool::create(const std::vector<int>& cpus) {
+    // The threads exist only in the parent. In a forked child their descriptors may already be those of other threads,
+    // so they can be neither joined nor detached, and a condition variable with waiters that are gone is never free.
+    return {new WorkerPool(cpus), [](WorkerPool* pool) {
+                if (!pool->forked()) delete pool;
+            }};
 }
 
 bool WorkerPool::forked() const { return creator_ != static_cast<long>(getpid()); }

@@ -21,6 +21,9 @@ class WorkerPool {
     // One thread per entry of `cpus`, bound to that processor where the system allows it (entry < 0: not bound).
     explicit WorkerPool(const std::vector<int>& cpus);
     ~WorkerPool();
+    // For pools that may be inherited through fork(): there their memory is left alone, since nothing in it can be
+    // ended any more. A pool that create() did not make must not be destroyed in a forked child.
+    static std::shared_ptr<WorkerPool> create(const std::vector<int>& cpus);
     WorkerPool(const WorkerPool&) = delete;
     WorkerPool& operator=(const WorkerPool&) = delete;
 

@@ -380,7 +380,8 @@ TEST(threads_have_names_and_stay_on_their_processor) {
 // ThreadSanitizer does not follow a fork of a process with threads.
 #if !defined(__SANITIZE_THREAD__)
 TEST(a_forked_child_gets_an_error_and_no_hang) {
-    WorkerPool pool(unbound(2));
+    std::shared_ptr<WorkerPool> shared = WorkerPool::create(unbound(2));
+    WorkerPool& pool = *shared;
     Subject subject({3000});
     subject.freeze(1);
     std::fflush(stdout);
@@ -390,6 +391,7 @@ TEST(a_forked_child_gets_an_error_and_no_hang) {
         const bool refused =
             throws<std::runtime_error>([&] { pool.submit(subject.work, Operation::step, 1, nullptr); });
         pool.close();
+        shared.reset();
         _exit(refused ? 0 : 1);
     }
     int status = -1;
