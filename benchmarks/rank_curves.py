@@ -15,6 +15,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from superoffload.convergence.compare import Tolerance
 from superoffload.convergence.setup import Setup
 from superoffload.convergence.suite import verify_ranks
 from superoffload.reporting.machine import machine_facts, version_facts
@@ -31,17 +32,21 @@ def main() -> int:
     setup = dataclasses.replace(Setup(), steps=args.steps)
     curves: dict[str, list[float]] = {}
     rows: list[dict[str, Any]] = []
+    tolerance: Tolerance | None = None
     for count in args.ranks:
         result = verify_ranks(setup, "fsdp2", count)
-        assert result.tolerance is not None
+        tolerance = tolerance or result.tolerance
+        assert tolerance is not None and result.tolerance is not None
         for name, curve in result.curves.items():
             curves["one process" if name == "one process" else f"{count} ranks, {name}"] = curve.losses
         digests = result.compared_digests
         rows.append({"ranks": count, "problems": result.problems, "digests": digests, **result.tolerance.describe()})
     facts = {"machine": machine_facts(), "versions": version_facts(), "setup": dataclasses.asdict(setup), "rows": rows}
     finite = {name: [v if math.isfinite(v) else None for v in losses] for name, losses in curves.items()}
-    args.out.write_text(json.dumps({**facts, "losses": finite}, indent=1) + "\n", encoding="utf-8")
-    plot_curves(curves, args.plot or args.out.with_suffix(".png"))
+    assert tolerance is not None
+    allowed = {"mean_of_one_process_runs": tolerance.losses, "allowed_distance": tolerance.allowed_losses()}
+    args.out.write_text(json.dumps({**facts, "losses": finite, **allowed}, indent=1) + "\n", encoding="utf-8")
+    plot_curves(curves, tolerance, args.plot or args.out.with_suffix(".png"))
     return 1 if any(row["problems"] for row in rows) else 0
 
 

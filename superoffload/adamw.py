@@ -408,9 +408,11 @@ class AdamW(Optimizer):
         except WorkerError as error:  # with the step done, or abandoned where no other rank acts on it
             failure = error
         finally:
-            if session is not None and not verdict.found_inf:
-                self._gather_updates(session)
-            self._after_step()
+            try:
+                if session is not None and not verdict.found_inf:
+                    self._gather_updates(session)
+            finally:  # this rank has stepped, also where others have been lost since
+                self._after_step()
         if session is not None:
             session.ended(applied=not verdict.found_inf, factor=verdict.gradient_factor)
         if failure is not None:
@@ -746,7 +748,7 @@ class AdamW(Optimizer):
         session = self._ranks.session
         try:
             read = read_state(state_dict, self.param_groups, part_of=self._part_of)
-        except ArgumentError as error:
+        except Exception as error:
             if session is not None:
                 session.agree("load_state_dict()", error)
             raise

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from superoffload.arguments import check_whole_number
+from superoffload.doctor.control_groups import cpu_quota
+from superoffload.doctor.system import System, parse_cpu_list
+
+LIMITING_VARIABLES = ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK")
 
 
 def allowed_cpus() -> list[int]:
@@ -25,13 +28,13 @@ def worker_cpus(threads: int | None, mine: Sequence[int] | None = None) -> list[
     check_whole_number("threads", threads)
     allowed = list(mine) if mine is not None else allowed_cpus()
     if threads is None:
-        return allowed[: thread_limit(len(allowed), os.environ, cpu_quota())]
+        return allowed[: thread_limit(len(allowed), os.environ, cpu_quota(System()))]
     return allowed[:threads] + [-1] * (threads - len(allowed))
 
 
 @dataclass(frozen=True)
 class RankOnNode:
-    """What the ranks of a node tell each other: ``nodes`` are NUMA nodes to prefer (of the rank's GPU), or empty."""
+    """What ranks tell each other. ``preferred``: the processors next to the rank's GPU, where they are known."""
 
     host: str
     rank: int
@@ -101,49 +104,7 @@ def _number(text: str | None) -> int | None:
     return int(first) if first.isdigit() and int(first) > 0 else None
 
 
-def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """How many processors' worth of time the cgroup may use, None if it is not limited."""
-    try:
-        limit, period = (root / "cpu.max").read_text().split()
-        return None if limit == "max" else int(limit) / int(period)
-    except (OSError, ValueError):
-        pass
-    try:
-        limit = (root / "cpu/cpu.cfs_quota_us").read_text()
-        return int(limit) / int((root / "cpu/cpu.cfs_period_us").read_text()) if int(limit) > 0 else None
-    except (OSError, ValueError):
-        return None
-
-
-def cpus_near_gpu(bus_id: str, root: Path = Path("/sys/bus/pci/devices")) -> tuple[int, ...]:
+def cpus_near_gpu(bus_id: str, system: System | None = None) -> tuple[int, ...]:
     """The processors next to a GPU, by its PCI bus id ("0000:17:00.0"); empty where that is not known."""
-    try:
-        text = (root / bus_id.lower() / "local_cpulist").read_text()
-    except OSError:
-        return ()
-    return tuple(parse_cpulist(text))
-
-
-def parse_cpulist(text: str) -> list[int]:
-    """The kernel's notation: 0-3,8."""
-    cpus: list[int] = []
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        if first.isdigit():
-            cpus.extend(range(int(first), int(last or first) + 1))
-    return cpus
-
-
-def describe_cpus() -> dict[str, object]:
-    """What `doctor` shows of all this, for one process."""
-    allowed = allowed_cpus()
-    return {
-        "cpus_allowed": allowed,
-        "cpu_quota": cpu_quota(),
-        "threads": thread_limit(len(allowed), os.environ, cpu_quota()),
-        "environment": {
-            name: os.environ[name]
-            for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-            if name in os.environ
-        },
-    }
+    text = (system or System()).text(f"/sys/bus/pci/devices/{bus_id.lower()}/local_cpulist")
+    return tuple(parse_cpu_list(text))

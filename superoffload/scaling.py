@@ -1,30 +1,33 @@
-"""Step time and verdict cost on N ranks, on paper: a bandwidth model of one GH200 per rank and a collective cost model.
+"""Step time and verdict cost on N ranks, on paper: buckets through an emulated link, and a cost model of collectives.
 
-Nothing here was measured on several GPUs; docs/scaling.md lists every assumption. `python -m superoffload.scaling`
-prints its table.
+Nothing here was measured on several GPUs; docs/scaling.md has every assumption with its source. `python -m
+superoffload.scaling` prints its table.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from superoffload.plan.hardware import GH200_96
+
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+# Bytes of host memory per parameter that one pass moves: a journaled step, a replay.
+JOURNALED, REPLAYED = 29.2, 30.4
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes per second, seconds and operations per second; the numbers of a GH200 and of its usual network."""
+    """One GH200 per rank: bytes per second, seconds, operations per second."""
 
-    memory: float = 420e9  # of the CPU, while the link moves
-    link_down: float = 297e9
-    link_up: float = 375e9
+    memory: float = GH200_96.host_bandwidth  # of the CPU, while the link moves
+    link_down: float = GH200_96.link_down
+    link_up: float = GH200_96.link_up
     compute: float = 400e12
-    per_node: int = 4
-    intra_node: float = 100e9  # of a ring step between GPUs of a node, per rank
-    inter_node: float = 25e9  # likewise over the network
+    per_node: int = GH200_96.gpus_per_node
+    intra_node: float = GH200_96.collectives  # what a ring carries between the GPUs of a node
+    network: float = 25e9  # per GPU; all GPUs of a node send at once
     gpu_latency: float = 10e-6  # of one step of a collective of GPUs
     host_latency: float = 30e-6  # of one message between hosts, gloo over TCP
     host_bandwidth: float = 2.5e9
@@ -42,29 +45,34 @@ class Model:
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds per step. ``verdict``: the exchange alone; ``exposed``: what the optimizer adds after backward."""
+    """Seconds. ``verdict``: the exchange alone; ``exposed``: what the optimizer adds after the end of backward."""
 
     ranks: int
     compute: float
     collectives: float
     optimizer: float
     exposed: float
-    replay_exposed: float
     verdict: float
+    verdict_exposed: float
     step: float
     clipped_step: float
-    gather_bytes: int
 
-    @property
-    def verdict_share(self) -> float:
-        return self.verdict / self.step
+
+@dataclass(frozen=True)
+class Tail:
+    """Seconds after the end of backward: the last gradient is in host memory, the last bucket is stepped."""
+
+    arrived: float
+    stepped: float
 
 
 def ring(machine: Machine, ranks: int, total_bytes: float) -> float:
     """An all-gather or a reduce-scatter of ``total_bytes`` in all: n - 1 steps, paced by the slowest connection."""
     if ranks == 1:
         return 0.0
-    bandwidth = machine.intra_node if ranks <= machine.per_node else machine.inter_node
+    bandwidth = machine.intra_node
+    if ranks > machine.per_node:
+        bandwidth = min(bandwidth, machine.per_node * machine.network)
     return (ranks - 1) * machine.gpu_latency + total_bytes * (ranks - 1) / ranks / bandwidth
 
 
@@ -74,7 +82,7 @@ def verdict_seconds(machine: Machine, ranks: int, payload: int = 128) -> float:
 
 
 def simulate(machine: Machine, model: Model, ranks: int) -> Row:
-    """One step: buckets arrive one after the other during backward; link and worker threads are queues of their own."""
+    """One step. Buckets arrive one after the other during backward; link and worker threads are queues of their own."""
     shard = model.parameters / ranks
     forward = 2 * model.parameters * model.tokens / machine.compute
     gather = ring(machine, ranks, 2 * model.parameters)
@@ -83,50 +91,55 @@ def simulate(machine: Machine, model: Model, ranks: int) -> Row:
     # but for the first gather and the last reduction.
     forward_time = max(forward, gather) + gather / model.layers
     backward = max(2 * forward, gather + reduce) + reduce / model.layers
-    tail, optimizer = _tail(machine, model, shard, backward, 29.2)
+    tail = tail_of(machine, model, shard, backward)
     verdict = verdict_seconds(machine, ranks)
     up = 2 * shard / machine.link_up
-    exposed = max(tail, verdict) + up
-    replay = max(tail, verdict) + 30.4 * shard / machine.memory + up / model.buckets
-    before = forward_time + backward
+    # The exchange starts when the last gradient is there, and nothing is delivered or replayed before it ends.
+    decided = max(tail.stepped, tail.arrived + verdict)
+    replay = REPLAYED * shard / machine.memory + up / model.buckets
     return Row(
         ranks,
-        3 * forward,
-        2 * gather + reduce,
-        optimizer,
-        exposed,
-        replay,
-        verdict,
-        before + exposed,
-        before + replay,
-        128 * ranks,
+        compute=3 * forward,
+        collectives=2 * gather + reduce,
+        optimizer=JOURNALED * shard / machine.memory,
+        exposed=decided + up,
+        verdict=verdict,
+        verdict_exposed=decided - tail.stepped,
+        step=forward_time + backward + decided + up,
+        clipped_step=forward_time + backward + decided + replay,
     )
 
 
-def _tail(machine: Machine, model: Model, shard: float, backward: float, bytes_per_param: float) -> tuple[float, float]:
-    """Seconds from the end of backward until the last bucket is stepped, and the time of all steps together."""
+def tail_of(machine: Machine, model: Model, shard: float, backward: float) -> Tail:
+    """Sends the buckets of one rank down the link and through the worker threads."""
     per_bucket = shard / model.buckets
-    step = bytes_per_param * per_bucket / machine.memory
-    arrived = finished = 0.0
+    arrived = stepped = 0.0
     for bucket in range(model.buckets):
         final = backward * (bucket + 1) / model.buckets
         arrived = max(final, arrived) + 2 * per_bucket / machine.link_down
-        finished = max(arrived, finished) + step
-    return finished - backward, model.buckets * step
+        stepped = max(arrived, stepped) + JOURNALED * per_bucket / machine.memory
+    return Tail(arrived - backward, stepped - backward)
 
 
 def table(machine: Machine, model: Model, ranks: Sequence[int] = RANKS) -> str:
-    """As docs/scaling.md has it."""
+    """As docs/scaling.md has it; milliseconds."""
     lines = [
-        "| ranks | compute | collectives | optimizer | exposed | step | clipped step | verdict | of the step |",
+        "| ranks | compute | collectives | optimizer | exposed | step | clipped step | verdict | exposed of it |",
         "|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for count in ranks:
         row = simulate(machine, model, count)
         seconds = (row.compute, row.collectives, row.optimizer, row.exposed, row.step, row.clipped_step)
         cells = " | ".join(f"{1e3 * value:.1f}" for value in seconds)
-        lines.append(f"| {count} | {cells} | {1e3 * row.verdict:.2f} | {row.verdict_share:.2%} |")
+        share = row.verdict_exposed / row.step
+        lines.append(f"| {count} | {cells} | {1e3 * row.verdict:.2f} | {share:.2%} of the step |")
     return "\n".join(lines)
+
+
+def fewest_ranks_where_the_verdict_shows(machine: Machine, model: Model) -> int:
+    """The first power of two at which the exchange outlasts the step of the last bucket; 0 if none up to 2 ** 20."""
+    counts = (2**exponent for exponent in range(21))
+    return next((count for count in counts if simulate(machine, model, count).verdict_exposed > 0.0), 0)
 
 
 def main() -> None:
@@ -139,17 +152,10 @@ def main() -> None:
     machine = Machine(**{field.name: values[field.name] for field in fields(Machine)})
     print("Milliseconds:")
     print(table(machine, model))
-
-
-def fewest_ranks_where_the_verdict_shows(machine: Machine, model: Model) -> int:
-    """The first power of two at which the exchange outlasts the tail that hides it; 0 if none up to 2 ** 20."""
-    for exponent in range(21):
-        row = simulate(machine, model, 2**exponent)
-        shard = model.parameters / 2**exponent
-        backward = row.step - row.exposed
-        if row.verdict > _tail(machine, model, shard, backward, 29.2)[0] and not math.isclose(row.verdict, 0.0):
-            return int(2**exponent)
-    return 0
+    count = fewest_ranks_where_the_verdict_shows(machine, model)
+    print(
+        f"The verdict is hidden behind the step of the last bucket below {count} ranks." if count else "It is hidden."
+    )
 
 
 if __name__ == "__main__":

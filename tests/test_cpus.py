@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from superoffload.cpus import (
     RankOnNode,
     allowed_cpus,
-    cpu_quota,
     cpus_near_gpu,
-    describe_cpus,
-    parse_cpulist,
     share_cpus,
     thread_limit,
     worker_cpus,
 )
+from superoffload.doctor.system import System
+from superoffload.doctor.threads import examine_threads
+from tests.fake_machine import GRACE, make_machine
 from tests.rank_tools import net, on_ranks, optimizer_of
 
 
@@ -88,20 +88,27 @@ def test_limits_of_the_environment(environment: dict[str, str], quota: float | N
     assert thread_limit(16, environment, quota) == expected
 
 
-def test_the_quota_of_a_cgroup(tmp_path: Path) -> None:
-    assert cpu_quota(tmp_path) is None
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert cpu_quota(tmp_path) is None
-    (tmp_path / "cpu.max").write_text("250000 100000\n")
-    assert cpu_quota(tmp_path) == 2.5
-
-
 def test_processors_next_to_a_gpu(tmp_path: Path) -> None:
-    (tmp_path / "0000:17:00.0").mkdir()
-    (tmp_path / "0000:17:00.0" / "local_cpulist").write_text("0-2,8\n")
-    assert cpus_near_gpu("0000:17:00.0", tmp_path) == (0, 1, 2, 8)
-    assert cpus_near_gpu("0000:99:00.0", tmp_path) == ()
-    assert parse_cpulist("\n") == []
+    system = make_machine(tmp_path, {"/sys/bus/pci/devices/0000:17:00.0/local_cpulist": "0-2,8\n"})
+    assert cpus_near_gpu("0000:17:00.0", system) == (0, 1, 2, 8)
+    assert cpus_near_gpu("0000:99:00.0", system) == ()
+
+
+def test_doctor_shows_a_ranks_threads(tmp_path: Path) -> None:
+    near = {
+        "/proc/driver/nvidia/gpus/0009:01:00.0/information": "Model: \t\t NVIDIA GH200 480GB\n",
+        "/sys/bus/pci/devices/0009:01:00.0/local_cpulist": "0-71\n",
+    }
+    system = make_machine(tmp_path, GRACE, near)
+    environment = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "16"}
+    found = examine_threads(system, environment)
+    assert found.facts["threads"] == 16 and found.facts["cpus"] == "18-33"
+    assert found.facts["environment"] == {"OMP_NUM_THREADS": "16"}
+    assert found.facts["near_gpus"] == {"0009:01:00.0": "0-71"}
+    assert any("the share of rank 1 of 4" in finding.text for finding in found.findings)
+    assert examine_threads(system, {}).facts["cpus"] == "0-71"
+    crowded = examine_threads(system, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "73"})
+    assert any(finding.remedy and "73 ranks" in finding.text for finding in crowded.findings)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no processor affinity")
@@ -110,7 +117,7 @@ def test_taskset_is_respected() -> None:
     try:
         os.sched_setaffinity(0, {min(before)})
         assert allowed_cpus() == worker_cpus(None) == [min(before)]
-        assert describe_cpus()["cpus_allowed"] == [min(before)]
+        assert examine_threads(System(), {}).facts["cpus"] == str(min(before))
     finally:
         os.sched_setaffinity(0, before)
 

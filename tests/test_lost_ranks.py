@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from superoffload.ranks.group import RankGroup
 from superoffload.ranks.launch import LocalRanks, Outcome
 from superoffload.ranks.session import RankSession
 from tests.rank_tools import BF16, Net, flat_mesh, net, optimizer_of, shard, tokens_of
@@ -72,13 +73,8 @@ def plant(how: str, model: Net, optimizer: Any) -> Any:
     if how == "killed in step":
         return mock.patch.object(optimizer._core, "apply", lambda verdict: die())
     if how == "killed in the exchange":
-        start = RankSession.start
-
-        def fatal(self: RankSession, sums: Any) -> None:
-            start(self, sums)
-            die()
-
-        return mock.patch.object(RankSession, "start", fatal)
+        # Right before its message goes out: the other rank waits for it.
+        return mock.patch.object(RankSession, "start", lambda session, sums: die())
     if how == "stalls":
         return mock.patch.object(optimizer, "_take_stock", lambda: time.sleep(4 * TIMEOUT))
     assert how == "raises"
@@ -158,3 +154,27 @@ def test_the_others_end_in_time_and_a_restart_continues(how: str, tmp_path: Path
     again, _ = run(tmp_path, "")
     assert [outcome.error for outcome in again] == ["", ""]
     assert [outcome.value for outcome in again] == uninterrupted
+
+
+class EndingStore:
+    """The roll call's store, in the process of rank 0: answers so many questions, then it is gone."""
+
+    def __init__(self, answers: int) -> None:
+        self.answers = answers
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def check(self, keys: list[str]) -> bool:
+        self.answers -= 1
+        if self.answers < 0:
+            raise RuntimeError("connection reset by peer")
+        return keys[0].endswith("/0")
+
+
+@pytest.mark.parametrize(("answers", "missing"), [(0, [0]), (1, [0]), (2, [2])])
+def test_a_first_rank_that_has_answered_and_ended_is_not_called_lost(answers: int, missing: list[int]) -> None:
+    group = RankGroup.__new__(RankGroup)
+    group.ranks, group.rank, group.timeout, group._calls = [0, 1, 2], 1, 5.0, 7
+    group._store = EndingStore(answers)  # type: ignore[assignment]
+    assert group._missing() == missing

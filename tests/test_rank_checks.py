@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from superoffload.ranks import packet as packets
 from superoffload.ranks.compare import odd_ranks
-from superoffload.ranks.packet import LIMIT, Packet
+from superoffload.ranks.group import FRAME, ROOM, Gather, RankGroup
+from superoffload.ranks.layout import local_of
+from superoffload.ranks.packet import MOST_CLASSES, Packet
 from tests.rank_faults import FAULTS
-from tests.rank_tools import BF16, flat_mesh, net, on_ranks, optimizer_of, replica_mesh, shard, tokens_of
+from tests.rank_tools import BF16, error_of, flat_mesh, net, on_ranks, optimizer_of, replica_mesh, shard, tokens_of
 
 
 def train_until_error(fault: str, step: int, rank: int, replicas: bool, check: Any, steps: int = 60) -> list[Any]:
@@ -130,7 +131,7 @@ def test_a_rank_that_raises_takes_the_step_of_all_with_it() -> None:
 
 def test_different_parameters_are_refused_at_construction() -> None:
     for message in on_ranks(2, different_models):
-        assert "RankError" in message and "made with different parameters" in message and "layers.1" in message
+        assert "RankError" in message and "were made differently" in message and "layers.1" in message
 
 
 def different_models() -> str:
@@ -140,6 +141,96 @@ def different_models() -> str:
             return ""
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def alone(what: str) -> list[Any]:
+    """Rank 1 does something that the others do not."""
+    model = shard(net(torch.float32), flat_mesh())
+    model.head.requires_grad_(False)
+    with optimizer_of(model) as optimizer:
+        optimizer.add_param_group({"params": list(model.head.parameters())})
+        for step in range(3):
+            optimizer.zero_grad()
+            model.head.requires_grad_(step == 2 and what == "train a frozen parameter")
+            model.loss(tokens_of(step, dist.get_rank())).backward()
+            before, message = optimizer.stats()["steps"], ""
+            try:
+                if step == 2 and dist.get_rank() == 1:
+                    if what == "load_state_dict":
+                        optimizer.load_state_dict(optimizer.state_dict())
+                    elif what == "add_param_group":
+                        extra = torch.nn.Parameter(local_of(model.frozen.weight).clone())
+                        optimizer.add_param_group({"params": [extra]})
+                    elif what == "skip step":
+                        optimizer._ranks.session.begin()  # type: ignore[union-attr]
+                elif step == 2 and what == "train a frozen parameter":
+                    for param in model.head.parameters():
+                        param.grad = None
+                optimizer.step()
+            except Exception as error:
+                message = f"{type(error).__name__}: {error}"
+        return [message, optimizer.stats()["steps"] == before]
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("load_state_dict", "rank 1: load_state_dict()"),
+        ("add_param_group", "rank 1: new parameters"),
+        ("train a frozen parameter", "; rank 1: new parameters"),
+        ("skip step", "rank 1: the verdict of step 4"),
+    ],
+)
+def test_calls_that_only_one_rank_makes_are_named_by_all(what: str, text: str) -> None:
+    first, second = on_ranks(2, alone, what)
+    assert first == second and first[1], "the same error, and nobody stepped"
+    assert "RankError: the ranks do different things: " in first[0] and text in first[0]
+
+
+def different_gradients() -> str:
+    """With the checks off the gradients must be those of the same parameters all the same."""
+    model = net(torch.float32)
+    with optimizer_of(model, rank_check="off", replicated="shard") as optimizer:
+        model.loss(tokens_of(0, 0)).backward()
+        if dist.get_rank() == 1:
+            model.head.weight.grad = None
+        return error_of(optimizer.step)
+
+
+def too_many_meshes() -> str:
+    """As if no set of replicas had room in the message."""
+
+    def make() -> None:
+        with optimizer_of(net(torch.float32)):
+            pass
+
+    with mock.patch("superoffload.ranks.session.MOST_CLASSES", 0):
+        return error_of(make)
+
+
+def test_more_sets_of_replicas_than_the_message_has_room_for_are_refused() -> None:
+    for message in on_ranks(2, too_many_meshes):
+        assert message.startswith("ArgumentError: params: 1 different sets of replicas on one rank, expected at most 0")
+
+
+def different_checks() -> str:
+    """Otherwise one rank would check everything while the other is in its next forward."""
+
+    def make() -> None:
+        with optimizer_of(net(torch.float32), rank_check={"full": 4} if dist.get_rank() else "light"):
+            pass
+
+    return error_of(make)
+
+
+def test_ranks_with_different_checks_are_refused_at_construction() -> None:
+    for message in on_ranks(2, different_checks):
+        assert "RankError: ranks have diverged: the optimizers" in message and "rank 1: rank_check is" in message
+
+
+def test_without_checks_the_ranks_must_have_the_same_gradients() -> None:
+    for message in on_ranks(2, different_gradients):
+        assert message.startswith("RankError") and "rank 1: head.weight is False, on rank 0 True" in message
 
 
 def early_stop() -> list[Any]:
@@ -189,12 +280,11 @@ def test_a_worker_failure_does_not_part_the_ranks() -> None:
 
 
 def test_the_packet_is_small_and_comes_back_as_it_was() -> None:
-    packet = Packet((1.5, float("nan")), flags=3, call=7, settings=2**32 - 1, bad=9, lr=1e-3, factor=-0.0)
+    packet = Packet((1.5, float("nan")), flags=3, settings=2**32 - 1, bad=9, factor=-0.0)
     data = packet.to_bytes()
-    assert len(data) <= LIMIT
+    assert len(data) <= ROOM < FRAME == 128
     assert repr(Packet.from_bytes(data)) == repr(packet)
-    with pytest.raises(Exception, match="sets of replicas"):
-        Packet((0.0,) * (packets.MOST_CLASSES + 1)).to_bytes()
+    assert len(Packet((0.0,) * MOST_CLASSES).to_bytes()) <= ROOM
 
 
 def test_the_minority_is_named() -> None:
@@ -206,18 +296,16 @@ def test_the_minority_is_named() -> None:
 
 def bytes_per_step() -> list[int]:
     """Bytes this rank sends through our group in each of ten steps."""
-    from superoffload.ranks.group import Exchange, RankGroup
-
     model = shard(net(torch.float32), flat_mesh())
     sent: list[int] = []
     counts: list[int] = []
-    init = Exchange.__init__
+    init = Gather.__init__
 
-    def counting(self: Exchange, group: RankGroup, what: str, mine: torch.Tensor) -> None:
+    def counting(self: Gather, group: RankGroup, what: str, mine: torch.Tensor) -> None:
         sent.append(mine.numel() * mine.element_size())
         init(self, group, what, mine)
 
-    with optimizer_of(model) as optimizer, mock.patch.object(Exchange, "__init__", counting):
+    with optimizer_of(model) as optimizer, mock.patch.object(Gather, "__init__", counting):
         for step in range(10):
             sent.clear()
             optimizer.zero_grad()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from superoffload import AdamW
 from superoffload.ranks.layout import local_of
@@ -33,6 +33,7 @@ class Case:
     replicas: bool = False
     tied: bool = False
     layers: int = 2
+    width: int = 13
     reshard: bool = True
     micro_batches: int = 1
     checkpointing: bool = False
@@ -42,11 +43,11 @@ class Case:
 
 
 def build(case: Case) -> Net:
-    model = net(case.dtype, tied=case.tied, layers=case.layers)
+    model = net(case.dtype, tied=case.tied, layers=case.layers, width=case.width)
     values = copy.deepcopy(model.state_dict())
     if case.meta:
         with torch.device("meta"):
-            model = Net(tied=case.tied, layers=case.layers).to(case.dtype)
+            model = Net(tied=case.tied, layers=case.layers, width=case.width).to(case.dtype)
         for name in ("frozen",):
             getattr(model, name).requires_grad_(False)
     if case.checkpointing:
@@ -132,9 +133,10 @@ def run_case(case: Case) -> dict[str, Any]:
             shapes = {tuple(optimizer.state[p]["master"].shape) == tuple(p.shape) for p in optimizer.state}
             found["state like parameters"] = shapes == {True}
             found["elements"] = sum(shard.numel for shard in optimizer._core.shards)
+            found["sizes"] = [shard.numel for shard in optimizer._core.shards]
         weights = wholes(model)
     if rank == 0 and case.dtype is torch.float32 and case.policy is None:
-        single = net(case.dtype, tied=case.tied, layers=case.layers)
+        single = net(case.dtype, tied=case.tied, layers=case.layers, width=case.width)
         group = dist.new_group([0], use_local_synchronization=True)
         with optimizer_of(single, speculation="never", process_group=group, state_dtype=case.state_dtype) as optimizer:
             train(single, optimizer, case, 0, world)
@@ -155,7 +157,7 @@ CASES = {
     "checkpointing": (2, Case(checkpointing=True)),
     "compiled": (2, Case(compiled=True, layers=1)),
     "meta": (2, Case(meta=True)),
-    "four ranks, empty shards": (4, Case(layers=1)),
+    "four ranks, uneven and empty shards": (4, Case(layers=1, width=5)),
     "replicas": (4, Case(replicas=True)),
     "replicas, bf16 state": (4, Case(replicas=True, state_dtype="bf16", dtype=torch.bfloat16, policy=BF16)),
 }
@@ -176,10 +178,16 @@ def test_speculation_changes_nothing(name: str) -> None:
     expects_reference = case.dtype is torch.float32 and case.policy is None
     assert results[0].get("compared", False) == expects_reference
     trained = sum(
-        p.numel() for p in net(case.dtype, tied=case.tied, layers=case.layers).parameters() if p.requires_grad
+        p.numel()
+        for p in net(case.dtype, tied=case.tied, layers=case.layers, width=case.width).parameters()
+        if p.requires_grad
     )
     # No rank holds state of what it does not own: all shards together are one model, or two replicas of it.
     assert sum(result["elements"] for result in results) == trained * (2 if case.replicas else 1)
+    if count > 1 and not case.replicas:
+        assert len({tuple(result["sizes"]) for result in results}) > 1, "uneven shards"
+    if case.width == 5:
+        assert 0 in results[-1]["sizes"], "empty shards"
     if case.replicas:
         half = count // 2
         assert [r["always"][0] for r in results[:half]] == [r["always"][0] for r in results[half:]]
@@ -294,6 +302,44 @@ def test_checkpoints_continue_bit_exactly() -> None:
     assert on_ranks(2, checkpoint) == [[True, True, True]] * 2
 
 
+def other_numbers_of_ranks() -> list[bool]:
+    """State of two ranks, loaded by one process as full tensors and from there by two ranks again, keeps its bits."""
+    model = shard(net(torch.float32), flat_mesh())
+    found = []
+    with optimizer_of(model) as optimizer:
+        for seed in range(3):
+            step(model, optimizer, seed)
+        before, saved = optimizer.state_digests(), optimizer.state_dict()
+        for values in saved["state"].values():
+            values.update({name: full(value) for name, value in values.items()})
+        weights = [full(param.detach()) for param in model.parameters()]
+        single = net(torch.float32)
+        with torch.no_grad():
+            for param, weight in zip(single.parameters(), weights, strict=True):
+                param.copy_(weight)
+        with optimizer_of(single, replicated="local") as alone:
+            alone.load_state_dict(saved)
+            masters = [alone.state[param]["master"] for param in single.parameters() if param.requires_grad]
+            sharded = [optimizer.state[param]["master"] for param in model.parameters() if param.requires_grad]
+            found.append(all(torch.equal(a, full(b)) for a, b in zip(masters, sharded, strict=True)))
+            step(model, optimizer, 3)
+            with torch.no_grad():
+                for param, weight in zip(model.parameters(), weights, strict=True):
+                    assert isinstance(param, DTensor)
+                    param.copy_(distribute_tensor(weight, param.device_mesh, param.placements))
+            optimizer.load_state_dict(alone.state_dict())
+        found.append(optimizer.state_digests() == before)
+    return found
+
+
+def full(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def test_checkpoints_fit_other_numbers_of_ranks() -> None:
+    assert on_ranks(2, other_numbers_of_ranks) == [[True, True]] * 2
+
+
 def bad_load() -> str:
     """One rank's checkpoint is damaged: no rank loads anything."""
     model = shard(net(torch.float32), flat_mesh())
@@ -320,7 +366,7 @@ def test_a_checkpoint_that_one_rank_cannot_load_is_loaded_by_none() -> None:
 
 
 def refused() -> str:
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Shard
 
     mesh = replica_mesh()
     param = nn.Parameter(distribute_tensor(torch.zeros(8, 8), mesh, [Shard(0), Shard(1)]))

@@ -23,9 +23,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--engine",
-        help="what trains on the ranks: single, fsdp2 or ddp (default: fsdp2 with --ranks, else single). The model, "
-        f"the batch and the trouble are fixed; of the other options only --steps (default {STEPS}), --seed, "
-        "--out and --json count",
+        help="what trains on the ranks: single, fsdp2, ddp or deepspeed (default: fsdp2 with --ranks, else single). "
+        "The model, the batch and the trouble are fixed; of the other options only --steps (default "
+        f"{STEPS}), --seed, --out and --json count",
     )
 
 
@@ -34,7 +34,7 @@ def is_wanted(args: argparse.Namespace) -> bool:
 
 
 def run(args: argparse.Namespace, steps: int | None) -> int:
-    from superoffload.convergence.engines import ENGINES
+    from superoffload.convergence.engines import check_engine
     from superoffload.convergence.setup import Setup
     from superoffload.convergence.suite import verify_ranks
     from superoffload.reporting.ranks_report import finish_ranks, ranks_summary
@@ -42,12 +42,13 @@ def run(args: argparse.Namespace, steps: int | None) -> int:
 
     engine = args.engine or "fsdp2"
     count = args.ranks if args.ranks is not None else 1 if engine == "single" else 2
-    if engine not in ENGINES:
-        raise ArgumentError(f"engine={engine}: expected one of {', '.join(ENGINES)}")
+    check_engine(engine)
     if not 1 <= count <= 64:
         raise ArgumentError(f"ranks={count}: expected 1 to 64 ranks on this machine")
     if engine == "single" and count != 1:
-        raise ArgumentError(f"engine=single with ranks={count}: one process is one rank; choose --engine fsdp2 or ddp")
+        raise ArgumentError(
+            f"engine=single with ranks={count}: one process is one rank; choose --engine fsdp2, ddp or deepspeed"
+        )
     setup = dataclasses.replace(Setup(), steps=steps or STEPS, seed=args.seed)
     least = max(setup.nan_step, setup.inf_step, *setup.late_clips)
     if setup.steps < least:

@@ -28,6 +28,10 @@ class Tolerance:
     weights: dict[str, Tensor]
     weight_spread: dict[str, float]
 
+    def allowed_losses(self) -> list[float]:
+        """Per step, how far a loss may be from ``losses``."""
+        return [_allowed(centre, spread) for centre, spread in zip(self.losses, self.loss_spread, strict=True)]
+
     def describe(self) -> dict[str, float]:
         return {
             "loss_at_the_end": SAFETY * self.loss_spread[-1] + FLOOR,
@@ -60,6 +64,10 @@ def _centre_and_spread(curves: Sequence[Sequence[float]]) -> tuple[list[float], 
     return centres, spreads
 
 
+def _allowed(centre: float, spread: float) -> float:
+    return SAFETY * spread + FLOOR * max(1.0, abs(centre) if math.isfinite(centre) else 1.0)
+
+
 def _distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp(min=1e-12))
 
@@ -72,7 +80,7 @@ def stray(curve: Curve, tolerance: Tolerance) -> list[str]:
         ("gradient norm", curve.norms, tolerance.norms, tolerance.norm_spread),
     ):
         for step, (value, centre, spread) in enumerate(zip(values, centres, spreads, strict=False), 1):
-            allowed = SAFETY * spread + FLOOR * max(1.0, abs(centre) if math.isfinite(centre) else 1.0)
+            allowed = _allowed(centre, spread)
             if math.isfinite(value) != math.isfinite(centre) or (
                 math.isfinite(centre) and abs(value - centre) > allowed
             ):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +37,9 @@ class Engine(Protocol):
 
     def digests(self) -> dict[str, str]:
         """Of this rank's state."""
+
+    def stats(self) -> dict[str, Any]:
+        """Of a superoffload optimizer."""
 
     def close(self) -> None: ...
 
@@ -110,6 +114,9 @@ class _Base:
     def digests(self) -> dict[str, str]:
         digests: dict[str, str] = self.optimizer.state_digests() if isinstance(self.optimizer, AdamW) else {}
         return digests
+
+    def stats(self) -> dict[str, Any]:
+        return self.optimizer.stats() if isinstance(self.optimizer, AdamW) else {}
 
     def close(self) -> None:
         if isinstance(self.optimizer, AdamW):
@@ -201,13 +208,27 @@ class ClippingAdamW(torch.optim.AdamW):
 
 
 # Name -> class, or "module:class" of one that is loaded when it is asked for.
-ENGINES: dict[str, type[Any] | str] = {"single": Single, "fsdp2": Fsdp2, "ddp": Ddp, "plain-fsdp2": PlainFsdp2}
+ENGINES: dict[str, type[Any] | str] = {
+    "single": Single,
+    "fsdp2": Fsdp2,
+    "ddp": Ddp,
+    "deepspeed": "superoffload.convergence.zero3:Zero3",
+    "plain-fsdp2": PlainFsdp2,
+}
+_NEEDS = {"deepspeed": "deepspeed==0.19.8"}
+
+
+def check_engine(name: str) -> None:
+    """ArgumentError if there is no such engine, or what it needs is not installed."""
+    if name not in ENGINES:
+        raise ArgumentError(f"engine={name}: expected one of {', '.join(ENGINES)}")
+    if name in _NEEDS and find_spec(name) is None:
+        raise ArgumentError(f"engine={name}: {name} is not installed; pip install {_NEEDS[name]}")
 
 
 def make_engine(name: str, setup: Setup, speculation: str) -> Engine:
-    entry = ENGINES.get(name)
-    if entry is None:
-        raise ArgumentError(f"engine={name!r}: expected one of {', '.join(ENGINES)}")
+    check_engine(name)
+    entry = ENGINES[name]
     if isinstance(entry, str):
         module, _, attribute = entry.partition(":")
         entry = getattr(import_module(module), attribute)

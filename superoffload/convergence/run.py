@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from superoffload.adamw import AdamW
 from superoffload.convergence.engines import Engine, make_engine, world
 from superoffload.convergence.setup import Setup
 from superoffload.training.batches import BatchSource
@@ -60,8 +59,7 @@ def run(setup: Setup, name: str, speculation: str, *, order: int = 0, around: Ar
                     curve.error = f"step {step}: {type(error).__name__}: {error}"
                     return curve
         curve.weights = engine.weights()
-        if isinstance(engine.optimizer, AdamW):
-            curve.stats = engine.optimizer.stats()
+        curve.stats = engine.stats()
     finally:
         engine.close()
     return curve

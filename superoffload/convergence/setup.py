@@ -30,9 +30,9 @@ class Setup:
     max_grad_norm: float = 1.0
     seed: int = 0
     bucket_numel: int = 4096
-    nan_step: int = 37
-    inf_step: int = 61
-    late_clips: tuple[int, ...] = (50, 51, 90)
+    nan_step: int = 17
+    inf_step: int = 29
+    late_clips: tuple[int, ...] = (23, 24, 41)
     digest_every: int = 10
     corpus_bytes: int = 1 << 20
     rank_check: str = "light"

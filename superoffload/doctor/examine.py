@@ -17,6 +17,7 @@ from superoffload.doctor.self_test import examine_undo
 from superoffload.doctor.software import examine_software
 from superoffload.doctor.superchip import examine_superchip
 from superoffload.doctor.system import System
+from superoffload.doctor.threads import examine_threads
 
 _WIDTH = 116
 _MARKS = {"ok": "ok     ", WARNING: "WARNING", PROBLEM: "PROBLEM"}
@@ -85,7 +86,8 @@ def diagnose(
     system = System() if system is None else system
     memory = examine_memory(system)
     superchip = examine_superchip(system)
-    examinations = [examine_cpu(system), examine_instruction_sets(), memory, examine_numa(system)]
+    processors = [examine_cpu(system), examine_threads(system), examine_instruction_sets()]
+    examinations = [*processors, memory, examine_numa(system)]
     if measure_bandwidth:
         usable = memory.facts["usable_bytes"]
         examinations.append(examine_bandwidth(system, real_cpus(), usable, superchip.facts["grace"]))

@@ -52,7 +52,7 @@ class FullCheck:
         return crc(shard.target()), state, shard.steps, int(not is_published(one))
 
     def _exchange(self, where: str, mine: NDArray[np.uint32]) -> dict[int, NDArray[np.uint32]]:
-        told = self._group.exchange(where, mine.tobytes()).wait()
+        told = self._group.exchange_bytes(where, mine.tobytes())
         return {rank: np.frombuffer(data, np.uint32) for rank, data in zip(self._group.ranks, told, strict=True)}
 
     def _bad_rounding(self, where: str, tables: dict[int, NDArray[np.uint32]]) -> str | None:

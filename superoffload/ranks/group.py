@@ -1,10 +1,18 @@
-"""The ranks that share a verdict: a gloo group of our own, exchanges with a time-out, and who is missing after one."""
+"""The ranks that share a verdict: a gloo group of our own, exchanges with a time-out, and who is missing after one.
+
+Every exchange begins with one message of the same length, which says what it is about. So ranks that are in different
+exchanges (one saves a checkpoint, the other steps) get an error that says so; gloo itself would mix up their data.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pickle
+import socket
+import struct
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,6 +27,9 @@ from superoffload.errors import ArgumentError, RankError
 
 DEFAULT_TIMEOUT = 60.0
 TIMEOUT_VARIABLE = "SUPEROFFLOAD_RANK_TIMEOUT"
+FRAME = 128  # bytes of the message that every exchange begins with
+_HEAD = struct.Struct("<IQ")  # a checksum of what the exchange is about, and how many bytes follow
+ROOM = FRAME - _HEAD.size  # is left for the payload of a small exchange, which is that message alone
 _ROLL_CALL = 0.2  # share of the time-out that is kept for finding out who is missing
 _POLL_SECONDS = 0.05
 
@@ -36,8 +47,8 @@ def rank_timeout(value: float | None) -> float:
     return check_number("rank_timeout", value, low=0.1)
 
 
-class Exchange:
-    """Bytes of every rank on their way, in the order of ranks."""
+class Gather:
+    """Equally long tensors of all ranks on their way, in the order of ranks."""
 
     def __init__(self, group: RankGroup, what: str, mine: Tensor) -> None:
         self._group, self._what = group, what
@@ -45,17 +56,34 @@ class Exchange:
         with group.naming_the_lost(what):
             self._work = dist.all_gather(self._parts, mine, group=group.gloo, async_op=True)
 
-    def tensors(self) -> list[Tensor]:
+    def wait(self) -> list[Tensor]:
         with self._group.naming_the_lost(self._what):
             self._work.wait(timedelta(seconds=self._group.patience))
         return self._parts
 
+
+class Exchange:
+    """The first message of every rank on its way. ``follows``: bytes that this rank will send next."""
+
+    def __init__(self, group: RankGroup, what: str, payload: bytes, follows: int = 0) -> None:
+        self._group, self._what = group, what
+        frame = _HEAD.pack(zlib.crc32(what.encode()), follows) + payload
+        assert len(frame) <= FRAME
+        self._gather = group.gather(what, torch.frombuffer(bytearray(frame.ljust(FRAME, b"\0")), dtype=torch.uint8))
+        self.follows: list[int] = []
+
     def wait(self) -> list[bytes]:
-        return [part.numpy().tobytes() for part in self.tensors()]
+        """What all ranks sent, filled up with zeros. RankError on all of them if they are in different exchanges."""
+        frames = [part.numpy().tobytes() for part in self._gather.wait()]
+        heads = [_HEAD.unpack_from(frame) for frame in frames]
+        if len({kind for kind, _ in heads}) > 1:
+            self._group.say_what_each_is_doing(self._what)
+        self.follows = [follows for _, follows in heads]
+        return [frame[_HEAD.size :] for frame in frames]
 
 
 class RankGroup:
-    """Ranks (global numbers, ascending) that exchange small messages. All of them must make it, in the same order."""
+    """Ranks (global numbers, ascending) that exchange messages. All of them must make it, in the same order."""
 
     def __init__(self, ranks: Sequence[int], timeout: float) -> None:
         self.ranks = list(ranks)
@@ -63,6 +91,7 @@ class RankGroup:
         self.timeout = timeout
         self.patience = timeout * (1.0 - _ROLL_CALL)
         self.failure: str | None = None
+        self.sessions = 0
         whole_world = len(self.ranks) == dist.get_world_size()
         self.gloo = dist.new_group(
             self.ranks,
@@ -71,6 +100,7 @@ class RankGroup:
             use_local_synchronization=not whole_world,
         )
         self._calls = 0
+        self._store: TCPStore | None = None
         self._store = self._open_store()
 
     @property
@@ -79,39 +109,63 @@ class RankGroup:
 
     def _open_store(self) -> TCPStore | None:
         """Where ranks say that they are alive once an exchange has failed. The first rank hosts it."""
-        host = os.environ.get("MASTER_ADDR", "localhost")
         store = None
         first = self.rank == self.ranks[0]
         if first:
             with contextlib.suppress(RuntimeError, OSError):
                 store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        (port, *_) = self.exchange_objects("the roll call", store.port if store else 0)
+        ((host, port), *_) = self.exchange_objects("the roll call", (_host_of(self.rank), store.port if store else 0))
         if not first and port:
             with contextlib.suppress(RuntimeError, OSError):
                 limit = timedelta(seconds=min(self.timeout, 5.0))
                 store = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
         return store
 
-    def exchange(self, what: str, payload: bytes) -> Exchange:
-        """Starts an exchange of equally long messages; ``what`` is for errors."""
-        self._raise_failure()
+    def gather(self, what: str, mine: Tensor) -> Gather:
+        if self.failure is not None:
+            raise RankError(f"{self.failure} (this happened before; the ranks cannot go on together)")
         self._calls += 1
-        return Exchange(self, what, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        return Gather(self, what, mine)
+
+    def exchange(self, what: str, payload: bytes) -> Exchange:
+        """Starts an exchange of at most ROOM bytes; ``what`` must be the same on all ranks, and is for errors too."""
+        return Exchange(self, what, payload)
+
+    def exchange_bytes(self, what: str, payload: bytes) -> list[bytes]:
+        """Of any length, also different ones."""
+        frame = Exchange(self, what, b"", len(payload))
+        frame.wait()
+        room = bytearray(payload.ljust(max(1, *frame.follows), b"\0"))
+        parts = self.gather(what, torch.frombuffer(room, dtype=torch.uint8)).wait()
+        return [part.numpy().tobytes()[:length] for part, length in zip(parts, frame.follows, strict=True)]
 
     def exchange_tensors(self, what: str, mine: Tensor) -> list[Tensor]:
         """A flat tensor of the same dtype and length from every rank."""
-        self._raise_failure()
-        self._calls += 1
-        return Exchange(self, what, mine).tensors()
+        frame = Exchange(self, what, b"", mine.numel() * mine.element_size())
+        frame.wait()
+        if len(set(frame.follows)) > 1:
+            lengths = ", ".join(f"rank {r}: {n} bytes" for r, n in zip(self.ranks, frame.follows, strict=True))
+            self._fail(f"{what}: not equally long on all ranks ({lengths}); all must have the same gradients")
+        return self.gather(what, mine).wait()
 
     def exchange_objects(self, what: str, value: Any) -> list[Any]:
         """Any picklable value of every rank; not for every step."""
-        self._raise_failure()
-        self._calls += 1
-        values: list[Any] = [None] * self.size
-        with self.naming_the_lost(what):
-            dist.all_gather_object(values, value, group=self.gloo)
-        return values
+        return [pickle.loads(data) for data in self.exchange_bytes(what, pickle.dumps(value))]
+
+    def say_what_each_is_doing(self, what: str) -> None:
+        """Raises on every rank; all of them must call it."""
+        text = bytearray(what.encode()[:FRAME].ljust(FRAME, b"\0"))
+        told = self.gather(what, torch.frombuffer(text, dtype=torch.uint8)).wait()
+        names = [part.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for part in told]
+        doing = "; ".join(f"rank {rank}: {name}" for rank, name in zip(self.ranks, names, strict=True))
+        self._fail(
+            f"the ranks do different things: {doing}. Every rank must make the same calls in the same order: step(), "
+            "add_param_group(), load_state_dict(), with spread state also state_dict(), for the same parameters"
+        )
+
+    def _fail(self, message: str) -> None:
+        self.failure = message
+        raise RankError(message)
 
     @contextlib.contextmanager
     def naming_the_lost(self, what: str) -> Iterator[None]:
@@ -139,13 +193,15 @@ class RankGroup:
             while missing and time.monotonic() < deadline:
                 missing = [rank for rank in missing if not self._store.check([f"{prefix}{rank}"])]
                 time.sleep(_POLL_SECONDS)
-        except RuntimeError:  # the store was in the first rank's process
-            return [self.ranks[0]]
+        except RuntimeError:  # the store was in the first rank's process, which has ended; before its answer, or after?
+            return [self.ranks[0]] if self.ranks[0] in missing else missing
         return missing
 
-    def _raise_failure(self) -> None:
-        if self.failure is not None:
-            raise RankError(f"{self.failure} (this happened before; the ranks cannot go on together)")
+
+def _host_of(rank: int) -> str:
+    """An address of this host for the other ranks: where everybody met already, if that was here."""
+    meeting = os.environ.get("MASTER_ADDR", "localhost")
+    return meeting if rank == 0 or meeting in ("localhost", "127.0.0.1", "::1") else socket.gethostname()
 
 
 _GROUPS: dict[tuple[Any, ...], tuple[Any, RankGroup]] = {}

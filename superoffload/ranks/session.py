@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from superoffload.errors import RankError
+from superoffload.errors import ArgumentError, RankError
 from superoffload.ranks.compare import bits_of, odd_ranks
 from superoffload.ranks.full_check import FullCheck
 from superoffload.ranks.group import Exchange, RankGroup
 from superoffload.ranks.held import Held, Probe, probe, units_of
-from superoffload.ranks.packet import FAILED, FOUND_INF, Packet
+from superoffload.ranks.packet import FAILED, FOUND_INF, MOST_CLASSES, Packet
 
 Gathered = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 
@@ -65,6 +65,8 @@ class RankSession:
         self._settings: Mapping[str, Any] = {}
         self._found_inf = False
         self._failure: str | None = None
+        group.sessions += 1
+        self._name = "" if group.sessions == 1 else f" of optimizer {group.sessions}"
         self._sums: dict[int, float] = {}
         self._told = True
         self._exchange: Exchange | None = None
@@ -72,15 +74,23 @@ class RankSession:
     # ---- layout -----------------------------------------------------------------------------------------------
 
     def add(self, held: Sequence[Held]) -> None:
-        """More parameters; all ranks must add the same ones."""
+        """More parameters, also those that train for the first time; all ranks must add the same ones."""
         self.held.extend(held)
         signatures = [one.signature() for one in self.held]
         layout = _Layout([tuple(one.holding.replicas) for one in self.held], [tuple(one.copies) for one in self.held])
-        told = self.group.exchange_objects("the parameters", (zlib.crc32(repr(signatures).encode()), layout))
-        if len({checksum for checksum, _ in told}) > 1:
-            detail = {f"parameter {i}": str(signature) for i, signature in enumerate(signatures)}
-            self._explain("the optimizers were made with different parameters", detail)
+        checksum = zlib.crc32(repr((self.check, signatures)).encode())
+        told = self.group.exchange_objects(f"new parameters{self._name}", (checksum, layout))
+        if len({theirs for theirs, _ in told}) > 1:
+            detail = {"rank_check": str(self.check)}
+            detail |= {f"parameter {i}": str(signature) for i, signature in enumerate(signatures)}
+            self._explain(f"the optimizers{self._name} were made differently", detail, in_step=False)
         self._layouts = [layout for _, layout in told]
+        most = max(len(layout.classes()) for layout in self._layouts)
+        if most > MOST_CLASSES:
+            raise ArgumentError(
+                f"params: {most} different sets of replicas on one rank, expected at most {MOST_CLASSES}; "
+                "use fewer meshes"
+            )
         self._units = units_of(self.held)
         # A probe of the units there were would not fit those there are now.
         self._probe = Probe(0, 0, 0)
@@ -95,7 +105,9 @@ class RankSession:
 
     def agree(self, what: str, error: Exception | None) -> None:
         """A load or the like that is done on all ranks or on none."""
-        told = self.group.exchange_objects(what, None if error is None else f"{type(error).__name__}: {error}")
+        told = self.group.exchange_objects(
+            f"{what}{self._name}", None if error is None else f"{type(error).__name__}: {error}"
+        )
         for rank, theirs in zip(self.group.ranks, told, strict=True):
             if theirs is not None and error is None:
                 raise RankError(f"{what}: rank {rank} failed, so nothing was changed on any: {theirs}")
@@ -116,7 +128,7 @@ class RankSession:
 
     def fail(self) -> None:
         """Tells the others that this rank raises instead of stepping, so that they need not wait to find out."""
-        if not self._told and self.group.failure is None:
+        if not self._told and self.group.failure is None and self._failure is None:  # those are known on all ranks
             self._told = True
             packet = replace(self._packet({}), flags=FAILED)
             with suppress(RankError):  # the error that brought us here is the one to tell
@@ -132,6 +144,9 @@ class RankSession:
         """All ranks' sums in the order in which every rank folds them; None if no rank has any gradient."""
         packets = self._take()
         self._raise_failed(packets)
+        if len({packet.gradients for packet in packets}) > 1:  # whatever the options: what comes next needs them alike
+            detail = {one.name: one.shard.index in self._sums for one in self.held}
+            self._explain("not the same parameters have a gradient", detail)
         if self.check.light or self.check.every:
             self._compare(packets)
         if not any(packet.gradients for packet in packets):
@@ -147,22 +162,34 @@ class RankSession:
 
     def ended(self, *, applied: bool, factor: float) -> None:
         """The step was applied or skipped; looks at what was published, and at everything where that is due."""
+        self.count(applied=applied, factor=factor)
+        self.look()
+        if self.full_check_is_due:
+            self.check_everything()
+
+    def count(self, *, applied: bool, factor: float) -> None:
+        """The step was applied or skipped, and what it publishes is not to be seen yet."""
         self._applied += applied
         self._skipped += not applied
         self._factor = factor
+
+    def look(self) -> None:
+        """At a part of what the last step has published; the next exchange tells the others. Not collective."""
+        if self.check.light or self.check.every:
+            self._probe = probe(self.held, self._units, self._call)
+
+    @property
+    def full_check_is_due(self) -> bool:
+        """Of the step that has just ended."""
         if not (self.check.light or self.check.every):
-            return
-        self._probe = probe(self.held, self._units, self._call)
-        if self._call <= self._full_until or (self.check.every and self._call % self.check.every == 0):
-            self.check_everything()
+            return False
+        return self._call <= self._full_until or bool(self.check.every and self._call % self.check.every == 0)
 
     def check_everything(self) -> None:
         """The full check, collectively: copies, rounding and what forward gathers, of every parameter."""
-        mine = self._layouts[self.group.ranks.index(self.group.rank)]
         found = FullCheck(self.group, self.held, self._gathered, [layout.replicas for layout in self._layouts]).run(
             self._where("the full check"), (self._applied, self._skipped, self._factor)
         )
-        assert len(mine.replicas) == len(self.held)
         if found is not None:
             self._diverged(found)
 
@@ -175,7 +202,6 @@ class RankSession:
         return Packet(
             sums=tuple(totals.values()),
             flags=FOUND_INF if self._found_inf else 0,
-            call=self._call,
             settings=zlib.crc32(repr(sorted(self._settings.items())).encode()),
             gradients=zlib.crc32(np.array(sorted(sums), np.uint32).tobytes()) if sums else 0,
             applied=self._applied & 0xFFFFFFFF,
@@ -183,7 +209,6 @@ class RankSession:
             unit=self._probe.unit,
             bad=self._probe.bad,
             copy=self._probe.copy,
-            lr=float(next((v for name, v in self._settings.items() if name.startswith("lr")), 0.0)),
             factor=self._factor,
         )
 
@@ -193,7 +218,7 @@ class RankSession:
         return [Packet.from_bytes(data) for data in exchange.wait()]
 
     def _where(self, what: str) -> str:
-        return f"{what} of step {self._call}"
+        return f"{what} of step {self._call}{self._name}"
 
     def _raise_failed(self, packets: Sequence[Packet]) -> None:
         failed = [rank for rank, packet in zip(self.group.ranks, packets, strict=True) if packet.flags & FAILED]
@@ -205,14 +230,8 @@ class RankSession:
 
     def _compare(self, packets: Sequence[Packet]) -> None:
         """Raises on every rank, with the same message, if any two of them disagree."""
-        if len({packet.call for packet in packets}) > 1:
-            detail = {"number of step() calls": self._call}
-            self._explain("the ranks are not in the same step", detail)
         if len({packet.settings for packet in packets}) > 1:
             self._explain("the ranks step with different settings", {k: repr(v) for k, v in self._settings.items()})
-        if len({packet.gradients for packet in packets}) > 1:
-            detail = {one.name: one.shard.index in self._sums for one in self.held}
-            self._explain("not the same parameters have a gradient", detail)
         if self._unequal_sums(packets):
             self._explain_gradients()
         outcomes = {(packet.applied, packet.skipped, bits_of(packet.factor)) for packet in packets}
@@ -270,16 +289,15 @@ class RankSession:
             names = ", ".join(self.held[index].name for index in unit)
             self._diverged(f"step {step}: copies of a parameter differ between ranks, one of: {names}")
 
-    def _explain(self, what: str, detail: Mapping[str, Any]) -> None:
+    def _explain(self, what: str, detail: Mapping[str, Any], *, in_step: bool = True) -> None:
         """Exchanges ``detail`` and raises with the first entry that differs."""
-        told = self.group.exchange_objects(self._where(what), dict(detail))
+        told = self.group.exchange_objects(self._where(what) if in_step else what, dict(detail))
+        where = f"step {self._call}: {what}" if in_step else what
         for name in dict.fromkeys(key for theirs in told for key in theirs):
             values = {r: theirs.get(name, "missing") for r, theirs in zip(self.group.ranks, told, strict=True)}
             for rank, first in odd_ranks(values):
-                self._diverged(
-                    f"step {self._call}: {what}: rank {rank}: {name} is {values[rank]}, on rank {first} {values[first]}"
-                )
-        self._diverged(f"step {self._call}: {what}")
+                self._diverged(f"{where}: rank {rank}: {name} is {values[rank]}, on rank {first} {values[first]}")
+        self._diverged(where)
 
     def _diverged(self, message: str) -> None:
         self._failure = f"ranks have diverged: {message}"

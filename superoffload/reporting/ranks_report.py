@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from superoffload.convergence.compare import Tolerance
 from superoffload.convergence.setup import Setup
 from superoffload.convergence.suite import Result
 from superoffload.reporting import style
@@ -16,7 +17,7 @@ from superoffload.reporting.run_folder import RunFolder, naming_write_errors
 from superoffload.reporting.summary import add_plot, common_summary, json_stats
 from superoffload.training.record import finite_or_none
 
-_COLOURS = (style.MUTED, style.BLUE, style.ORANGE, style.GREEN, style.RED)
+_COLOURS = (style.BLUE, style.ORANGE, style.GREEN, style.RED)
 
 
 def ranks_summary(
@@ -41,10 +42,11 @@ def ranks_summary(
 def finish_ranks(folder: RunFolder, summary: dict[str, Any], result: Result) -> str:
     """Writes summary, plot and page; returns the result as text."""
     folder.write_summary(summary)
-    if matplotlib_installed():
+    if matplotlib_installed() and result.tolerance is not None:
         title = f"{summary['engine']}, {summary['ranks']} ranks"
         with naming_write_errors(folder.plot_path):
-            plot_curves({f"{title}: {name}": curve.losses for name, curve in result.curves.items()}, folder.plot_path)
+            curves = {name: curve.losses for name, curve in result.curves.items()}
+            plot_curves(curves, result.tolerance, folder.plot_path, title)
     folder.write_report(_page(folder, summary).html())
     lines = [f"  {name:<26} loss {loss:.4f}" for name, loss in summary["loss_at_the_end"].items() if loss is not None]
     if summary["passed"]:
@@ -58,30 +60,49 @@ def finish_ranks(folder: RunFolder, summary: dict[str, Any], result: Result) -> 
     return "\n".join(lines)
 
 
-def plot_curves(curves: Mapping[str, Sequence[float]], path: Path) -> None:
-    """Loss over steps, smoothed, and the distance of every curve from the first one."""
+def plot_curves(curves: Mapping[str, Sequence[float]], tolerance: Tolerance, path: Path, title: str = "") -> None:
+    """Loss over steps, smoothed, and each curve's distance from one-process runs with what is allowed of it.
+
+    Names are "one process" or end in speculative, synchronous or "plain ..."; what stands before is the group.
+    """
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     with rc_context(style.MATPLOTLIB):
-        figure = Figure(figsize=(9.5, 6.4), layout="constrained")
+        figure = Figure(figsize=(9.5, 6.6), layout="constrained")
         FigureCanvasAgg(figure)
-        above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.6])
-        first = next(iter(curves.values()))
-        for index, (name, losses) in enumerate(curves.items()):
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+        groups: dict[str, str] = {}
+        for name, losses in curves.items():
             steps = range(1, len(losses) + 1)
-            dashes = (0, (4 + index, index)) if index else "-"
-            colour = _COLOURS[index % len(_COLOURS)]
-            above.plot(steps, smooth(losses), color=colour, linestyle=dashes, linewidth=1.5, label=name)
-            difference = [abs(a - b) for a, b in zip(losses, first, strict=False)]
-            if index:
-                below.plot(steps[: len(difference)], difference, color=colour, linewidth=0.9)
-        above.set_title("Loss (nats per byte), smoothed")
-        above.legend(loc="upper right", fontsize=7.5)
-        below.set_title("Distance from the first curve, each step")
+            looks = _looks(name, groups)
+            above.plot(steps, smooth(losses, 9), label=name, **looks)
+            distance = [abs(loss - centre) for loss, centre in zip(losses, tolerance.losses, strict=False)]
+            below.plot(steps[: len(distance)], distance, **{**looks, "linewidth": 0.6 * looks["linewidth"]})
+        allowed = tolerance.allowed_losses()
+        below.plot(range(1, len(allowed) + 1), allowed, color=style.INK, linewidth=0.9)
+        below.fill_between(range(1, len(allowed) + 1), allowed, color=style.GRID, zorder=0)
+        above.set_title("Loss (nats per byte), running median" + (f": {title}" if title else ""))
+        above.legend(loc="upper right")
+        below.set_title("Distance from the mean of six one-process runs in every step; grey: what is allowed")
+        below.set_yscale("log")
+        below.set_ylim(bottom=1e-5)
         below.set_xlabel("step")
         figure.savefig(path)
+
+
+def _looks(name: str, groups: dict[str, str]) -> dict[str, Any]:
+    """A colour per group; a wide pale line for the synchronous run, which the speculative one covers if it is equal."""
+    if name == "one process":
+        return {"color": style.INK, "linewidth": 1.2, "linestyle": (0, (1, 1.5)), "zorder": 4}
+    group, _, kind = name.rpartition("ranks, ")
+    colour = groups.setdefault(group, _COLOURS[len(groups) % len(_COLOURS)])
+    if kind.startswith("plain"):
+        return {"color": colour, "linewidth": 1.1, "linestyle": (0, (5, 2)), "zorder": 2}
+    if kind == "synchronous":
+        return {"color": colour, "linewidth": 5.0, "alpha": 0.3, "zorder": 1}
+    return {"color": colour, "linewidth": 1.4, "zorder": 3}
 
 
 def _page(folder: RunFolder, summary: dict[str, Any]) -> Page:
