@@ -117,7 +117,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
         root.mkdir()
         process = start(root, 400, None, bool(trial % 2))
         deadline = time.monotonic() + 60
-        while not (root / "step-2").exists() and time.monotonic() < deadline:
+        while not (root / "digests-4").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(moments.uniform(0.0, 0.3))
         os.kill(process.pid, signal.SIGKILL)
