@@ -169,8 +169,8 @@ def main() -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    data = pairs(200 + args.steps * args.batch)
-    held_out, data = data[:200], data[200:]
+    data = pairs(100 + args.steps * args.batch)
+    held_out, data = data[:100], data[100:]
     before = recall(model, collate, held_out)
     optimizer, losses = (by_trainer if args.trainer else plainly)(model, data, collate, args)
     after = recall(model, collate, held_out)
