@@ -87,11 +87,17 @@ def test_trainer(family: str, text: str, tmp_path: Path) -> None:
 
 
 @needs("transformers", "accelerate", "trl", "peft", "datasets")
-@pytest.mark.parametrize("options", [["--lora", "--family", "llama"]], ids=["lora"])
-def test_sft(options: list[str], text: str, tmp_path: Path) -> None:
-    output = run("sft.py", "--text", text, "--out", str(tmp_path), "--steps", "10", *options)
+def test_sft(text: str, tmp_path: Path) -> None:
+    output = run("sft.py", "--text", text, "--out", str(tmp_path), "--steps", "10")
     first, last = re.findall(r"loss ([\d.]+) -> ([\d.]+)", output)[0]
-    assert float(last) < float(first)
+    assert float(last) < 0.95 * float(first)
+
+
+@needs("transformers", "accelerate", "trl", "peft", "datasets")
+def test_sft_with_an_adapter(text: str, tmp_path: Path) -> None:
+    """On a model without knowledge there is little that two small matrices per layer could learn."""
+    output = run("sft.py", "--text", text, "--out", str(tmp_path), "--steps", "3", "--lora", "--family", "llama")
+    assert " 1280 parameters trained" in output
 
 
 FINETUNE = ["finetune.py", "--steps", "8", "--batch", "12"]

@@ -90,10 +90,10 @@ def check_what_is_left(root: Path) -> int:
 @compat("killed while it saves: the checkpoint before loads", "single")
 @pytest.mark.parametrize("background", [False, True])
 def test_killed_at_every_call_to_the_system(background: bool, tmp_path: Path) -> None:
-    """The first step makes 4 such calls beside those for tensors; the calls of three steps are all hit."""
+    """Some forty of them write a checkpoint; those killed are spread over the first ones."""
     newest = []
     children = []
-    for kill_at in range(2, 120, 13 if background else 9):
+    for kill_at in range(2, 220, 27 if background else 20):
         root = tmp_path / str(kill_at)
         root.mkdir()
         children.append((root, start(root, 4, kill_at, background)))
