@@ -97,7 +97,7 @@ def test_sft(text: str, tmp_path: Path) -> None:
 def test_sft_with_an_adapter(text: str, tmp_path: Path) -> None:
     """On a model without knowledge there is little that two small matrices per layer could learn."""
     output = run("sft.py", "--text", text, "--out", str(tmp_path), "--steps", "3", "--lora", "--family", "llama")
-    assert " 1280 parameters trained" in output
+    assert " 1792 parameters trained" in output
 
 
 FINETUNE = ["finetune.py", "--steps", "8", "--batch", "12"]
