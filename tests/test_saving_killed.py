@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from superoffload import AdamW, checkpoints
+from superoffload.ranks.launch import PRELOAD
 from tests.adamw_tools import batch, model_of
 from tests.compatibility import compat
 
@@ -64,7 +65,7 @@ def count_calls(kill_at: int) -> None:
 
 def start(root: Path, *arguments: Any) -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "superoffload.adamw"])
+    context.set_forkserver_preload(PRELOAD)
     process = context.Process(target=train_and_save, args=(str(root), *arguments), daemon=True)
     process.start()
     return process
