@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--max-grad-norm", type=float, default=25.0)
+    parser.add_argument("--max-grad-norm", type=float, default=19.0)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--speculation", default="adaptive")
     parser.add_argument("--trainer", action="store_true")

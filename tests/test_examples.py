@@ -114,7 +114,7 @@ def test_finetune_pretrained_weights(tmp_path: Path) -> None:
         run(*FINETUNE, "--out", str(folder), *options)
         summaries[name] = json.loads((folder / "summary.json").read_text())
     plain, trainer = summaries.values()
-    assert plain["buckets_committed"] > 10 * plain["buckets_replayed"] and plain["clip_rate"] <= 0.2
+    assert plain["buckets_committed"] > 3 * plain["buckets_replayed"] and plain["clip_rate"] <= 0.25
     assert trainer["losses"] == pytest.approx(plain["losses"], rel=1e-3)
     for one in (plain, trainer):
         assert one["recall"][1] > one["recall"][0]
