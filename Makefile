@@ -21,10 +21,11 @@ CPP_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 JOBS := $(shell getconf _NPROCESSORS_ONLN)
 NATIVE = $(MAKE) --no-print-directory -f csrc/tests/Makefile
 NATIVE_TESTS = $(NATIVE) -j$(JOBS)
+OLD_DEEPSPEED := build/deepspeed-0.18.0
 SVE_BYTES := 16 32 64
 emulated_cpu = -cpu max,sve-default-vector-length=$(1)
 TARGETS := demo test docs build lint types format native-test sanitize arm-test arm-python-test old-cpu-test grace \
-    fresh-clone-test clean
+    old-deepspeed-test fresh-clone-test clean
 
 .DEFAULT_GOAL := help
 .PHONY: help FORCE $(TARGETS)
@@ -60,8 +61,9 @@ $(VENV)/.demo-requirements: requirements/demo.txt $(VENV)/.created
 	$(PIP_INSTALL) -r $<
 	@touch $@
 
-$(VENV)/.test-requirements: requirements/test.txt $(VENV)/.demo-requirements
-	$(PIP_INSTALL) -r $<
+# Without isolation: DeepSpeed comes as sources, and is packed with the setuptools that is pinned.
+$(VENV)/.test-requirements: requirements/test.txt requirements/deepspeed.txt $(VENV)/.demo-requirements
+	DS_BUILD_OPS=0 $(PIP_INSTALL) --no-build-isolation -r $<
 	@touch $@
 
 $(VENV)/.docs-requirements: requirements/docs.txt $(VENV)/.demo-requirements
@@ -135,6 +137,17 @@ grace:
 # The same binary on a CPU without AVX: it must choose the scalar set and not meet an unknown instruction.
 old-cpu-test:
 	$(NATIVE_TESTS) check MACHINE=x86_64 EMULATOR=qemu-x86_64-static EMULATOR_FLAGS="-cpu Nehalem"
+
+# The oldest DeepSpeed that the adapter knows, in front of the newest one, which the tests have.
+old-deepspeed-test: $(OLD_DEEPSPEED)/.installed $(VENV)/.test-ready
+	PYTHONPATH=$(CURDIR)/$(OLD_DEEPSPEED) $(BIN)/python -m pytest $(addprefix tests/deepspeed/test_,$(OLD_DEEPSPEED_TESTS:=.py))
+
+OLD_DEEPSPEED_TESTS := switch against_stock checkpoints readers
+
+$(OLD_DEEPSPEED)/.installed: $(VENV)/.test-requirements
+	rm -rf $(@D)
+	DS_BUILD_OPS=0 $(PIP_INSTALL) --no-build-isolation --no-deps --target $(@D) deepspeed==$(OLD_DEEPSPEED:build/deepspeed-%=%)
+	@touch $@
 
 fresh-clone-test:
 	PYTHON=$(PYTHON) .ci/fresh-clone

@@ -219,7 +219,10 @@ def pinned(name: str) -> list[Requirement]:
     return [Requirement(line) for line in lines if line and not line.startswith("-r ")]
 
 
-@pytest.mark.parametrize("name", ["demo.txt", "docs.txt", "test.txt"])
+TESTS = ("demo.txt", "deepspeed.txt", "test.txt")  # what `make test` installs
+
+
+@pytest.mark.parametrize("name", ["deepspeed.txt", "demo.txt", "docs.txt", "test.txt"])
 def test_every_requirement_is_pinned_to_one_version(name: str) -> None:
     for requirement in pinned(name):
         assert [spec.operator for spec in requirement.specifier] == ["=="], str(requirement)
@@ -231,13 +234,13 @@ def test_pins_name_each_package_once_for_a_python(python: str) -> None:
     def applies(marker: Marker | None) -> bool:
         return marker is None or marker.evaluate({"python_version": python})
 
-    names = [each.name.lower() for file in ("demo.txt", "test.txt") for each in pinned(file) if applies(each.marker)]
+    names = [each.name.lower() for file in TESTS for each in pinned(file) if applies(each.marker)]
     assert len(names) == len(set(names))
     assert {"torch", "numpy", "pybind11", "setuptools", "matplotlib", "tqdm", "pytest", "hypothesis"} <= set(names)
 
 
 def test_pins_satisfy_the_package_and_its_extras() -> None:
-    pins = {each.name.lower(): each for file in ("demo.txt", "test.txt") for each in pinned(file)}
+    pins = {each.name.lower(): each for file in TESTS for each in pinned(file)}
     for requirement in (Requirement(line) for line in importlib.metadata.requires("superoffload") or []):
         pin = pins.get(requirement.name.lower())
         if pin is not None:

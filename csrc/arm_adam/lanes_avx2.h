@@ -23,14 +23,6 @@ struct Avx2Lanes {
     static F load(const float* p) { return _mm256_loadu_ps(p); }
     static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
     static void store_shadow(float* p, F x, bool past_cache) { past_cache ? _mm256_stream_ps(p, x) : store(p, x); }
-    static void copy_line(void* to, const void* from, bool past_cache) {
-        const auto* source = static_cast<const __m256i*>(from);
-        auto* target = static_cast<__m256i*>(to);
-        for (int half = 0; half < 2; ++half) {
-            const __m256i words = _mm256_loadu_si256(source + half);
-            past_cache ? _mm256_stream_si256(target + half, words) : _mm256_storeu_si256(target + half, words);
-        }
-    }
     static void fence() { _mm_sfence(); }
     static constexpr std::size_t kPrefetchAhead = 128;  // elements
 

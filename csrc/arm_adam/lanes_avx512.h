@@ -23,10 +23,6 @@ struct Avx512Lanes {
     static F load(const float* p) { return _mm512_loadu_ps(p); }
     static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
     static void store_shadow(float* p, F x, bool past_cache) { past_cache ? _mm512_stream_ps(p, x) : store(p, x); }
-    static void copy_line(void* to, const void* from, bool past_cache) {
-        const __m512i line = _mm512_loadu_si512(from);
-        past_cache ? _mm512_stream_si512(static_cast<__m512i*>(to), line) : _mm512_storeu_si512(to, line);
-    }
     static void fence() { _mm_sfence(); }
     static constexpr std::size_t kPrefetchAhead = 128;  // elements
 

@@ -35,7 +35,6 @@ struct ScalarLanes {
     static void store(float* p, F x) { *p = x; }
     // One element at a time fills no line: nothing is stored past the caches.
     static void store_shadow(float* p, F x, bool) { store(p, x); }
-    static void copy_line(void* to, const void* from, bool) { std::memcpy(to, from, 64); }
     static void fence() {}
     static constexpr std::size_t kPrefetchAhead = 0;
 

@@ -29,7 +29,6 @@ struct SveLanes {
     static void store(float* p, F x) { svst1_f32(all(), p, x); }
     // ARM's cores notice whole lines being written by themselves; there is nothing to ask for.
     static void store_shadow(float* p, F x, bool) { store(p, x); }
-    static void copy_line(void* to, const void* from, bool) { std::memcpy(to, from, 64); }
     static void fence() {}
     static constexpr std::size_t kPrefetchAhead = 0;
 

@@ -1,4 +1,8 @@
-"""The error of one step against the same step in double precision, ours and others', in units in the last place."""
+"""The error of one step against the same step in double precision, ours and others', in units in the last place.
+
+The unit is that of the largest term of a sum: where terms cancel, the last place of what remains says nothing about the
+arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class ErrorFigures:
-    """Of one array, in units in the last place of the exact result."""
+    """Of one array, in units in the last place of its largest term."""
 
     largest: float
     mean: float
@@ -69,11 +73,22 @@ def exact_step(inputs: StepInputs) -> dict[str, Float64]:
     return {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
 
-def errors(got: Mapping[str, Float32], exact: Mapping[str, Float64]) -> dict[str, ErrorFigures]:
-    """Largest and mean error of each array."""
+def units(inputs: StepInputs, exact: Mapping[str, Float64]) -> dict[str, Float64]:
+    """The last place of the larger of the exact result and the old value, which is a term of it."""
     result = {}
     for part in PARTS:
-        unit = np.spacing(np.abs(exact[part]).astype(np.float32)).astype(np.float64)
+        largest = np.maximum(np.abs(exact[part]), np.abs(getattr(inputs, part)))
+        result[part] = np.spacing(largest.astype(np.float32)).astype(np.float64)
+    return result
+
+
+def errors(inputs: StepInputs, got: Mapping[str, Float32]) -> dict[str, ErrorFigures]:
+    """Largest and mean error of each array that the step `got` left."""
+    exact = exact_step(inputs)
+    unit_of = units(inputs, exact)
+    result = {}
+    for part in PARTS:
+        unit = unit_of[part]
         error = np.abs(got[part].astype(np.float64) - exact[part]) / unit
         result[part] = ErrorFigures(float(error.max()), float(error.mean()))
     return result
@@ -122,12 +137,11 @@ def _optimizer_step(
 def accuracy_table(numel: int, deepspeed_class: Any | None = None) -> list[dict[str, Any]]:
     """One row per contestant and array."""
     inputs = training_like_inputs(numel, seed=0)
-    exact = exact_step(inputs)
     results = {"superoffload": our_step(inputs), "torch.optim.AdamW(fused=True)": torch_step(inputs)}
     if deepspeed_class is not None:
         results["DeepSpeedCPUAdam"] = deepspeed_step(inputs, deepspeed_class)
     return [
         {"name": name, "array": part, "largest_ulp": figures.largest, "mean_ulp": figures.mean}
         for name, result in results.items()
-        for part, figures in errors(result, exact).items()
+        for part, figures in errors(inputs, result).items()
     ]

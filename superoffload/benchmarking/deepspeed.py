@@ -1,4 +1,4 @@
-"""`superoffload bench deepspeed`: ZeRO-3 with stock CPU offload and with superoffload, steps taken in turn.
+"""Measures ZeRO-3 with stock CPU offload and with superoffload in the same processes, steps taken in turn.
 
 The optimizer part is the time of the training thread in ``partition_grads`` (where gradients go to host memory and are
 measured), in the optimizer's ``step()`` and, where parameters are delivered on demand, in waiting for them.
@@ -6,23 +6,20 @@ measured), in the optimizer's ``step()`` and, where parameters are delivered on 
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import socket
-import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from superoffload.errors import ArgumentError, SuperOffloadError
+from superoffload.errors import SuperOffloadError
 
 STOCK, EAGER, LATER = "stock", "superoffload", "superoffload, on demand"
-FASTER_OPTIMIZER = 1.4
 
 
 @dataclass(frozen=True)
@@ -30,121 +27,12 @@ class Workload:
     width: int
     layers: int
     tokens: int
-    rounds: int
-    steps: int
+    rounds: int  # turns of each contestant that are measured
+    steps: int  # per turn
     clip: float
     precision: str
     threads: int | None
     contestants: tuple[str, ...] = (STOCK, EAGER, LATER)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", default="1,2", help="numbers of ranks, each measured (default: %(default)s)")
-    parser.add_argument("--width", type=int, default=768, help="of the hidden layers (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=4, help="of 8 width^2 parameters each (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=256, help="per rank and step (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=6, help="turns of each contestant (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="per turn (default: %(default)s)")
-    parser.add_argument("--clip", default="off,0.05", help='thresholds of the norm, or "off" (default: %(default)s)')
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--threads", type=int, help="worker threads per rank (default: the rank's share of cores)")
-    parser.add_argument("--json", metavar="PATH", help="write the rows there")
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help=f"exit with 1 unless ours is never slower and its optimizer part {FASTER_OPTIMIZER} x faster",
-    )
-
-
-def run(args: argparse.Namespace) -> int:
-    try:
-        import deepspeed  # noqa: F401
-    except ModuleNotFoundError:
-        raise ArgumentError("bench deepspeed: deepspeed is not installed; pip install deepspeed==0.19.8") from None
-    from superoffload.benchmarking.facts import benchmark_machine_facts, commit
-
-    rows: list[dict[str, Any]] = []
-    machine = benchmark_machine_facts()
-    for ranks in _numbers("ranks", args.ranks):
-        for text in args.clip.split(","):
-            clip = 0.0 if text == "off" else float(text)
-            workload = Workload(
-                args.width, args.layers, args.tokens, args.rounds, args.steps, clip, args.precision, args.threads
-            )
-            found = _rows(workload, ranks, measure(workload, ranks))
-            for row in found:
-                print(_line(row), flush=True)
-            rows += found
-    result = {
-        "machine": machine,
-        "versions": {name: metadata.version(name) for name in ("torch", "numpy", "deepspeed")},
-        "commit": commit(),
-        "limit": None,
-        "rows": rows,
-        "not_measured": ["upstream SuperOffload, which needs a CUDA device"],
-    }
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=1)
-    return 0 if not args.check or holds(rows) else 1
-
-
-def _numbers(name: str, text: str) -> list[int]:
-    if not all(part.isdigit() and int(part) > 0 for part in text.split(",")):
-        raise ArgumentError(f"--{name} {text!r}: expected whole numbers of at least 1, such as 1,2")
-    return [int(part) for part in text.split(",")]
-
-
-def holds(rows: list[dict[str, Any]]) -> bool:
-    """Ours no slower than stock in any row, and its optimizer part faster by the factor that we promise."""
-    ours = [row for row in rows if row["name"] != STOCK]
-    return all(row["ratio"] <= 1.0 and row["optimizer_ratio"] * FASTER_OPTIMIZER <= 1.0 for row in ours)
-
-
-def _rows(workload: Workload, ranks: int, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    rows = []
-    stock = results[0][STOCK]
-    for name in workload.contestants:
-        mine = results[0][name]
-        step, part = statistics.median(mine["steps"]), statistics.median(mine["parts"])
-        rows.append(
-            {
-                "name": name,
-                "ranks": ranks,
-                "clip": workload.clip or None,
-                "precision": workload.precision,
-                "isa": mine["isa"],
-                "threads": mine["threads"],
-                "numel": mine["numel"],
-                "seconds_median": step,
-                "seconds_min": min(mine["steps"]),
-                "optimizer_seconds_median": part,
-                "optimizer_seconds_min": min(mine["parts"]),
-                "host_bytes": sum(result[name]["host_bytes"] for result in results),
-                "gpu_bytes": None,
-                "loss": mine["loss"],
-                "clip_rate": mine["clip_rate"],
-                "bytes_per_param": None,
-                "gb_per_s": None,
-                "of_limit": None,
-                "ratio_to": STOCK,
-                "ratio": step / statistics.median(stock["steps"]),
-                "optimizer_ratio": part / statistics.median(stock["parts"]),
-            }
-        )
-    return rows
-
-
-def _line(row: dict[str, Any]) -> str:
-    clip = "no clipping" if row["clip"] is None else f"clip {row['clip']:g}"
-    return (
-        f"{row['ranks']} ranks, {clip:12} {row['name']:24} step {1e3 * row['seconds_median']:7.1f} ms "
-        f"(x {row['ratio']:.2f})  optimizer {1e3 * row['optimizer_seconds_median']:7.1f} ms "
-        f"(x {row['optimizer_ratio']:.2f})  host {row['host_bytes'] / 2**20:6.0f} MiB  loss {row['loss']:.4f}"
-    )
-
-
-# ---- ranks
 
 
 def measure(workload: Workload, ranks: int, timeout: float = 900.0) -> list[dict[str, Any]]:
@@ -189,6 +77,8 @@ def _rank(pipe: Connection, workload: Workload, rank: int, ranks: int, port: int
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_WAIT_POLICY="PASSIVE", DEEPSPEED_LOG_LEVEL="error",
     )  # fmt: skip
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # DeepSpeed compiles its kernels with the ninja that was installed next to this Python.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     try:
         pipe.send((True, _measure_rank(workload, ranks)))
     except Exception as error:
@@ -231,8 +121,8 @@ class _Entrant:
         self.engine, *_ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=_config(name, workload)
         )
-        self.step_times: list[float] = []
-        self.part_times: list[float] = []
+        self.step_times: list[list[float]] = []  # by turn
+        self.part_times: list[list[float]] = []
         self.part = 0.0
         self.steps = 0
         self.loss = 0.0
@@ -262,6 +152,9 @@ class _Entrant:
     def turn(self, *, warm_up: bool) -> None:
         import torch
 
+        if not warm_up:
+            self.step_times.append([])
+            self.part_times.append([])
         for _ in range(self.workload.steps):
             generator = torch.Generator().manual_seed(self.steps * 100 + self.engine.global_rank)
             batch = torch.randn(self.workload.tokens, self.workload.width, generator=generator)
@@ -271,8 +164,8 @@ class _Entrant:
             self.engine.backward(loss)
             self.engine.step()
             if not warm_up:
-                self.step_times.append(time.perf_counter() - began)
-                self.part_times.append(self.part)
+                self.step_times[-1].append(time.perf_counter() - began)
+                self.part_times[-1].append(self.part)
             self.steps += 1
             self.loss = float(loss.detach())
         if warm_up:

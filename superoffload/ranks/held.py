@@ -50,13 +50,13 @@ def crc(tensor: Tensor, start: int = 0) -> int:
     if tensor.numel() == 0:
         return start
     # Of a copy: memory that NumPy has seen cannot be resized any more, as fully_shard does with gathered parameters.
-    copy = tensor.clone(memory_format=torch.contiguous_format)
+    copy = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
     return zlib.crc32(copy.view(torch.uint8).numpy().data, start)
 
 
 def is_published(held: Held, stride: int = 1, phase: int = 0) -> bool:
     """Whether the published part is round(master), in every ``stride``-th element from ``phase``."""
-    published = held.shard.target()[phase::stride]
+    published = held.shard.target()[phase::stride].to("cpu")
     expected = held.shard.master[phase::stride].to(published.dtype)
     word = WORD[published.dtype]
     return torch.equal(published.contiguous().view(word), expected.contiguous().view(word))

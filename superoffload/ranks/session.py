@@ -162,14 +162,28 @@ class RankSession:
 
     def ended(self, *, applied: bool, factor: float) -> None:
         """The step was applied or skipped; looks at what was published, and at everything where that is due."""
+        self.count(applied=applied, factor=factor)
+        self.look()
+        if self.full_check_is_due:
+            self.check_everything()
+
+    def count(self, *, applied: bool, factor: float) -> None:
+        """The step was applied or skipped, and what it publishes is not to be seen yet."""
         self._applied += applied
         self._skipped += not applied
         self._factor = factor
+
+    def look(self) -> None:
+        """At a part of what the last step has published; the next exchange tells the others. Not collective."""
+        if self.check.light or self.check.every:
+            self._probe = probe(self.held, self._units, self._call)
+
+    @property
+    def full_check_is_due(self) -> bool:
+        """Of the step that has just ended."""
         if not (self.check.light or self.check.every):
-            return
-        self._probe = probe(self.held, self._units, self._call)
-        if self._call <= self._full_until or (self.check.every and self._call % self.check.every == 0):
-            self.check_everything()
+            return False
+        return self._call <= self._full_until or bool(self.check.every and self._call % self.check.every == 0)
 
     def check_everything(self) -> None:
         """The full check, collectively: copies, rounding and what forward gathers, of every parameter."""

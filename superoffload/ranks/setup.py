@@ -60,12 +60,12 @@ def set_up_ranks(
 
     view = forward_view(model) if model is not None else None
     session = RankSession(group, RankCheck(*check), view)
-    mine = RankOnNode(socket.gethostname(), group.rank, tuple(allowed_cpus()), _near_gpu(params))
+    mine = RankOnNode(socket.gethostname(), group.rank, tuple(allowed_cpus()), near_gpu(params))
     cpus = share_cpus(group.exchange_objects("the processors of each rank", mine), group.rank)
     return RankSetup(session, holder(replicated, tuple(group.ranks), group.rank), cpus)
 
 
-def _near_gpu(params: Sequence[Tensor]) -> tuple[int, ...]:
+def near_gpu(params: Sequence[Tensor]) -> tuple[int, ...]:
     """The processors next to the GPU that the parameters are on, where that is known."""
     device = next((param.device for param in params if param.device.type == "cuda"), None)
     if device is None:

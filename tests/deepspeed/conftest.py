@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.deepspeed.ranks import Ranks
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+# What DeepSpeed compiles goes below build/, with the ninja that was installed next to this Python.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+if importlib.util.find_spec("deepspeed") is not None:
+    _BUILD = Path(__file__).resolve().parents[2] / "build" / "torch_extensions"
+    _VERSION = importlib.metadata.version("deepspeed")
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(_BUILD / f"deepspeed-{_VERSION}"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

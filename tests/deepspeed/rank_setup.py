@@ -18,4 +18,6 @@ def start() -> None:
     # DeepSpeed refuses fp16 on processors, where it is slow; the arithmetic is there, and loss scaling needs it.
     get_accelerator().is_fp16_supported = lambda: True
     torch.set_num_threads(1)
+    # Not DeepSpeed's own collectives over shared memory: they are compiled first, and ranks that wait in them spin.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", timeout=timedelta(seconds=60))

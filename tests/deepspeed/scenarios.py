@@ -86,6 +86,14 @@ SCENARIOS: dict[str, Scenario] = {
     "fp32": Scenario({"precision": "fp32", "clip": CLIP_SOME}),
     "fp16, static scale": Scenario({"precision": "fp16 128", "clip": CLIP_SOME}),
     "fp16, dynamic scale": Scenario({"precision": "fp16", "clip": CLIP_SOME}, poison=HUGE),
+    "fp16, scheduler": Scenario(
+        {
+            "precision": "fp16",
+            "clip": CLIP_SOME,
+            "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 8, "warmup_num_steps": 4}},
+        },
+        poison=HUGE,
+    ),
     "bf16, not finite": Scenario({"clip": CLIP_SOME}, poison=INF),
     "accumulation": Scenario({"clip": CLIP_SOME, "accumulation": 2}, micros=2),
     "accumulation in fp32": Scenario(

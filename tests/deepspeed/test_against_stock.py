@@ -31,6 +31,7 @@ def _check_rank(found: dict[str, Any], *, growing: bool) -> None:
         ours = found[way]["record"]
         assert ours["applied"] == stock["applied"], way
         assert ours["scales"] == stock["scales"], way
+        assert ours["lrs"] == stock["lrs"], way
         assert ours["norms"] == stock["norms"], way  # to the bit
         assert found[way]["away"] < TOLERANCE, way
         assert found[way]["digests"] == found["match, waiting"]["digests"], way
@@ -39,6 +40,7 @@ def _check_rank(found: dict[str, Any], *, growing: bool) -> None:
     for way in ("ours", "ours, waiting", "ours, later"):
         ours = found[way]["record"]
         assert ours["applied"] == stock["applied"], way
+        assert ours["lrs"] == stock["lrs"], way
         if not growing:  # DeepSpeed halves the norm where the loss scale grows
             assert ours["norms"] == pytest.approx(stock["norms"], rel=1e-6), way
         assert found[way]["digests"] == found["ours"]["digests"], way

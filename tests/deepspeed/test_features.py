@@ -73,6 +73,7 @@ MODELS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
     "zero.Init": _zero_init,
     "compile": lambda _: Small(),
 }
+EAGER_MODE = {"plain": lambda _: Small()}
 
 
 def train(name: str, way: str) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def train(name: str, way: str) -> dict[str, Any]:
     import superoffload.integrations.deepspeed as ours
 
     ours.enable()  # before zero.Init, which reads the config too
-    engine = make_engine(configuration, MODELS[name](configuration))
+    engine = make_engine(configuration, {**MODELS, **EAGER_MODE}[name](configuration))
     if name == "compile":
         engine.compile()
     result = run_steps(engine, range(STEPS), loss_of=plain)
@@ -98,6 +99,8 @@ def train(name: str, way: str) -> dict[str, Any]:
 def test_features(name: str, two_ranks: Ranks) -> None:
     ways = ["stock", "match", "match, waiting"] + (["ours", "ours, later"] if name == "reentrant checkpointing" else [])
     found = {way: two_ranks.run(train, name, way, timeout=200) for way in ways}
+    if name == "compile":
+        found["eager mode"] = two_ranks.run(train, "plain", "match", timeout=200)
     for rank in range(2):
         stock, ours = found["stock"][rank], found["match"][rank]
         # fp32 throughout: the two differ by rounding, which eight steps cannot blow up to a thousandth
@@ -109,6 +112,8 @@ def test_features(name: str, two_ranks: Ranks) -> None:
         assert ours["digests"] == found["match, waiting"][rank]["digests"]
         if "ours" in found:
             assert found["ours"][rank]["digests"] == found["ours, later"][rank]["digests"]
+        if name == "compile":
+            assert ours["losses"] == pytest.approx(found["eager mode"][rank]["losses"], rel=1e-3)
 
 
 def two_engines(options: dict[str, Any]) -> list[dict[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,12 @@ def test_bad_commands(command: list[str], words: str) -> None:
     assert words in found.stderr
 
 
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
 needs_trainer = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None,
     reason="needs transformers and accelerate, which are not installed",
@@ -91,3 +98,44 @@ def test_trainer_and_its_resume(tmp_path: Path) -> None:
     checkpoints[0].rename(tmp_path / "resumed" / "checkpoint-4")
     resumed = train(tmp_path / "resumed", text, 8, "--save-steps", "4", "--resume")
     assert resumed == straight
+
+
+ACCELERATE = """
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin
+from torch import nn
+
+plugin = DeepSpeedPlugin(hf_ds_config={
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "superoffload"}},
+})
+accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision="bf16")
+torch.manual_seed(1)
+model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+x = torch.randn(2, 16).bfloat16()
+losses = []
+for _ in range(20):
+    loss = (model(x) - x.roll(1, -1)).float().square().mean()
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(float(loss.detach()))
+assert losses[-1] < 0.5 * losses[0], losses
+print(type(model.optimizer).__name__, model.optimizer.stats()["steps"])
+"""
+
+
+@needs_trainer
+def test_accelerate(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ACCELERATE)
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    found = run(*RUN, sys.executable, str(script), timeout=200, ACCELERATE_USE_DEEPSPEED="true", **alone)
+    assert found.returncode == 0, found.stderr[-6000:]
+    assert found.stdout.split()[-2:] == ["SpeculativeStage3", "20"]

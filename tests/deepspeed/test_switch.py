@@ -13,7 +13,7 @@ import pytest
 
 from superoffload.errors import ArgumentError, StateError
 from superoffload.integrations.deepspeed.config import Options, load, read_options, rewrite, selects_us
-from superoffload.integrations.deepspeed.switch import check_version
+from superoffload.integrations.deepspeed.switch import NEWEST, OLDEST, check_version
 from tests.deepspeed.ranks import RankError, Ranks
 from tests.deepspeed.training import STOCK, Small, config, end, make_engine, run_steps
 
@@ -96,6 +96,14 @@ def test_known_versions(version: str) -> None:
 def test_unknown_versions(version: str) -> None:
     with pytest.raises(ArgumentError, match=r"expected 0\.18\.0 to 0\.19\.8"):
         check_version(version)
+
+
+def test_what_ci_runs() -> None:
+    """The newest and the oldest version that the adapter knows."""
+    root = Path(__file__).resolve().parents[2]
+    pins = (root / "requirements" / "deepspeed.txt").read_text()
+    assert f"deepspeed=={'.'.join(map(str, NEWEST))}\n" in pins
+    assert f"build/deepspeed-{'.'.join(map(str, OLDEST))}\n" in (root / "Makefile").read_text()
 
 
 def test_without_deepspeed() -> None:

@@ -179,7 +179,7 @@ def run_steps(
     one_step_call: bool = False,
 ) -> dict[str, Any]:
     """Trains and records what stock and ours must agree on. ``one_step_call``: unmanaged accumulation."""
-    record: dict[str, list[Any]] = {name: [] for name in ("losses", "norms", "applied", "scales")}
+    record: dict[str, list[Any]] = {name: [] for name in ("losses", "norms", "applied", "scales", "lrs")}
     for step in steps:
         for micro in range(micros):
             loss = loss_of(engine, step, micro)
@@ -193,6 +193,7 @@ def run_steps(
         record["norms"].append(float(engine.get_global_grad_norm() or 0.0))
         record["applied"].append(bool(engine.was_step_applied()))
         record["scales"].append(float(engine.optimizer.loss_scale))
+        record["lrs"].append([float(lr) for lr in engine.get_lr()])
     return record
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from superoffload.arguments import check_whole_number
+from superoffload.arguments import check_rank_check, check_whole_number
 from superoffload.errors import ArgumentError
 from superoffload.policy import MODES
 
@@ -32,6 +32,7 @@ class Options:
     bucket_numel: int | None = None
     threads: int | None = None
     match_stock: bool = False
+    rank_check: Any = "light"
 
     def __post_init__(self) -> None:
         _one_of("speculation", self.speculation, MODES)
@@ -40,6 +41,7 @@ class Options:
         check_whole_number(f'"{OPTIONS_KEY}": threads', self.threads)
         if not isinstance(self.match_stock, bool):
             raise ArgumentError(f'"{OPTIONS_KEY}": match_stock={self.match_stock!r}: expected true or false')
+        check_rank_check(self.rank_check)
 
 
 def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:

@@ -6,8 +6,11 @@ DeepSpeed keeps the functions that gather and partition a parameter on the param
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from torch import Tensor
 
 
 class Readers:
@@ -40,6 +43,19 @@ class Readers:
             if getattr(parameter, name, None) is wrapper:
                 setattr(parameter, name, original)
         self._undo.clear()
+
+
+@contextmanager
+def whole_parameter(parameter: Any) -> Iterator[Tensor]:
+    """What a forward reads of ``parameter``; gathered for that, where it is not there. Collective."""
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    if parameter.ds_status == ZeroParamStatus.AVAILABLE:
+        yield parameter.detach()
+        return
+    with deepspeed.zero.GatheredParameters([parameter]):
+        yield parameter.detach()
 
 
 def _gathering(parameter: Any, original: Callable[..., Any], before: Callable[[list[Any]], None]) -> Callable[..., Any]:

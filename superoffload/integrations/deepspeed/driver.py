@@ -20,11 +20,11 @@ from superoffload.verdict import Verdict
 
 @dataclass(eq=False)
 class Partition:
-    """One parameter's partition on this rank. ``shard`` None: the rank holds none of its elements."""
+    """One parameter's partition on this rank; its shard is empty where the rank holds none of its elements."""
 
     key: int
     sub_group: int
-    shard: Shard | None
+    shard: Shard
     gradient: Tensor  # its slice of the flat gradient buffer, without padding
     start: int  # of that slice
     arrivals: int = 0  # gradients since the last step
@@ -34,10 +34,13 @@ class Partition:
 
 @dataclass
 class Window:
-    """What ``close_window`` saw: the sum of squares of this rank's gradients, and whether there were any at all."""
+    """What ``close_window`` saw: the sum of squares of every shard with a gradient, by index; none if nothing came."""
 
-    sum_of_squares: float
-    empty: bool
+    sums: dict[int, float]
+
+    @property
+    def sum_of_squares(self) -> float:
+        return sum(self.sums.values())
 
 
 class PartitionDriver:
@@ -54,9 +57,9 @@ class PartitionDriver:
     ) -> None:
         self.partitions = {partition.key: partition for partition in partitions}
         self.steps = [0] * sub_groups
-        gradients = {p.shard.index: p.gradient for p in partitions if p.shard is not None}
+        gradients = {partition.shard.index: partition.gradient for partition in partitions}
         self.core = Core(PartitionLink(lambda shard: gradients[shard.index], pin=pin), options, hyper_of)
-        self.core.add_shards([p.shard for p in partitions if p.shard is not None])
+        self.core.add_shards([partition.shard for partition in partitions])
 
     # ---- gradients ------------------------------------------------------------------------------------------------
 
@@ -65,8 +68,6 @@ class PartitionDriver:
         partition = self.partitions[key]
         self.let_go(partition)
         partition.arrivals += 1
-        if partition.shard is None:
-            return partition
         incoming = incoming.view(-1)[: partition.shard.numel]
         if partition.arrivals == 1:
             partition.gradient.copy_(incoming, non_blocking=True)
@@ -81,13 +82,12 @@ class PartitionDriver:
 
     def let_go(self, partition: Partition) -> None:
         """Before the gradient is written: nothing may read it any more, and what was speculated with it is undone."""
-        if partition.shard is not None:
-            self.core.land(partition.shard)
-            self.core.retract(partition.shard)
+        self.core.land(partition.shard)
+        self.core.retract(partition.shard)
 
     def final(self, partition: Partition, *, unscale: float, max_grad_norm: float | None) -> None:
         """The partition's gradient is in host memory and most likely final: its bucket may be speculated."""
-        if partition.shard is None or self.core.has_gradient(partition.shard):
+        if self.core.has_gradient(partition.shard):
             return
         if not self.core.is_filling:
             self.core.expect(unscale=unscale, max_grad_norm=max_grad_norm)
@@ -96,10 +96,10 @@ class PartitionDriver:
     def close_window(self, trains: Callable[[int], bool]) -> Window:
         """Every gradient final. A parameter that nothing has used gets zeros, as in ZeRO-1 and 2; a frozen one none."""
         if not any(partition.arrivals for partition in self.partitions.values()):
-            return Window(0.0, empty=True)
+            return Window({})
         for partition in self.partitions.values():
             shard = partition.shard
-            if shard is None or self.core.has_gradient(shard):
+            if self.core.has_gradient(shard):
                 continue
             if partition.arrivals == 0:
                 if not trains(partition.key):
@@ -109,11 +109,8 @@ class PartitionDriver:
             self.core.arrive(shard, partition.gradient, in_backward=False)
         self.core.decide(unscale=1.0, max_grad_norm=None)
         self.core.settle()
-        total = 0.0
-        for shard in self.core.shards:
-            if self.core.has_gradient(shard):
-                total += shard.sum_of_squares()
-        return Window(total, empty=False)
+        present = filter(self.core.has_gradient, self.core.shards)
+        return Window({shard.index: shard.sum_of_squares() for shard in present})
 
     def _clear(self, partition: Partition) -> None:
         if partition.written:
@@ -148,8 +145,7 @@ class PartitionDriver:
         """One number of steps per sub-group, as checkpoints have it."""
         self.steps = list(steps)
         for partition in self.partitions.values():
-            if partition.shard is not None:
-                partition.shard.steps = self.steps[partition.sub_group]
+            partition.shard.steps = self.steps[partition.sub_group]
 
     # ---- readers and writers --------------------------------------------------------------------------------------
 
@@ -160,19 +156,17 @@ class PartitionDriver:
             return
         for key in keys:
             partition = self.partitions.get(key)
-            if partition is not None and partition.shard is not None:
+            if partition is not None:
                 self.core.land(partition.shard)
 
     def settle(self, key: int) -> None:
         """Master and moments of a parameter are those of the last step, and may be written."""
-        shard = self.partitions[key].shard
-        if shard is not None:
-            self.core.restore(shard)
+        self.core.restore(self.partitions[key].shard)
 
     def take_over(self, key: int) -> None:
         """Somebody wrote to the published partition: its master follows, where it is not that value's master."""
         partition = self.partitions.get(key)
-        if partition is None or partition.shard is None:
+        if partition is None:
             return
         self.settle(key)
         shard = partition.shard

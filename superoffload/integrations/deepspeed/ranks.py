@@ -1,46 +1,74 @@
-"""What ranks tell each other: which processors they may use, and this step's sums."""
+"""What ranks tell each other: which processors they may use, this step's sums, and what the rank checks compare."""
 
 from __future__ import annotations
 
-import math
-import os
 import socket
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from superoffload.cpus import allowed_cpus, worker_cpus
+from superoffload.bucket import Shard
+from superoffload.cpus import RankOnNode, allowed_cpus, share_cpus, worker_cpus
+from superoffload.integrations.deepspeed.delivery import whole_parameter
+from superoffload.ranks.group import rank_group, rank_timeout
+from superoffload.ranks.held import Held
+from superoffload.ranks.layout import Chunk, Holding
+from superoffload.ranks.session import RankCheck, RankSession
+from superoffload.ranks.setup import near_gpu
 
 
-def cpus_of_this_rank(threads: int | None, group: Any) -> list[int]:
-    """Ranks of one host that may use the same processors share them out; where each is bound already, it keeps its own.
+def cpus_of_this_rank(threads: int | None, published: Sequence[Tensor], group: Any) -> list[int]:
+    """One processor per worker thread; ranks of one host share out those that they may use. A collective of ``group``.
 
-    A collective of ``group``.
+    ``published``: tensors on the device of the parameters, near which the processors should be.
     """
-    if threads is not None:
-        return worker_cpus(threads)
-    allowed = allowed_cpus()
-    mine = (socket.gethostname(), os.environ.get("SLURM_JOB_ID"), tuple(allowed))
+    mine = RankOnNode(socket.gethostname(), dist.get_rank(), tuple(allowed_cpus()), near_gpu(published))
     all_ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(all_ranks, mine, group=group)
-    me = dist.get_rank(group)
-    rank, ranks = all_ranks[:me].count(mine), all_ranks.count(mine)
-    if ranks >= len(allowed):
-        return [allowed[rank % len(allowed)]]
-    return allowed[rank * len(allowed) // ranks : (rank + 1) * len(allowed) // ranks]
+    return worker_cpus(threads, share_cpus(all_ranks, mine.rank))
 
 
-def fold_over_ranks(value: float, failed: bool, group: Any, device: torch.device | str) -> tuple[float, list[int]]:
-    """The sum of one number of each rank, folded in rank order, so that it has the same bits on all of them; and the
-    ranks of the group that failed."""
-    mine = torch.tensor([value, float(failed)], dtype=torch.float64, device=device)
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, mine, group=group)
-    total = 0.0
-    failures = []
-    for rank, (number, flag) in enumerate(torch.stack(gathered).tolist()):
-        total += number
-        if flag:
-            failures.append(rank)
-    return total if math.isfinite(total) else math.inf, failures
+def open_session(
+    params: Sequence[Any], shards: Sequence[Shard], names: Sequence[str], check: tuple[bool, int], group: Any
+) -> RankSession | None:
+    """The verdict's exchange and the rank checks over the ranks of ``group``; None where this rank is alone.
+
+    ``params`` and their ``shards`` are in the order that all ranks have. Collective.
+    """
+    own_group = rank_group(group, rank_timeout(None))
+    if own_group is None:
+        return None
+    owners = dist.get_process_group_ranks(group)
+    held = [
+        Held(name, _whole(param), shard, _holding(param, owners, own_group.rank))
+        for param, shard, name in zip(params, shards, names, strict=True)
+    ]
+    by_whole = {id(param): one.param for param, one in zip(params, held, strict=True)}
+
+    def gathered() -> Iterator[tuple[Tensor, Tensor]]:
+        for param in params:
+            with whole_parameter(param) as full:
+                yield by_whole[id(param)], full
+
+    session = RankSession(own_group, RankCheck(*check), gathered)
+    session.add(held)
+    return session
+
+
+def _whole(param: Any) -> Tensor:
+    """Stands for a parameter that has no elements while it is partitioned."""
+    return torch.empty(param.ds_shape, dtype=param.dtype, device="meta")
+
+
+def _holding(param: Any, owners: Sequence[int], rank: int) -> Holding:
+    """ZeRO-3 cuts the flat parameter into equal parts, the last ones shorter or empty."""
+    size, numel = int(param.partition_numel()), int(param.ds_numel)
+    starts = [min(numel, i * size) for i in range(len(owners))]
+    chunks = tuple(
+        Chunk(owner, 0, start, min(size, numel - start)) for owner, start in zip(owners, starts, strict=True)
+    )
+    own = chunks[list(owners).index(rank)]
+    return Holding("ZeRO-3", (rank,), chunks, own, own.start, flat_chunks=True)

@@ -10,8 +10,9 @@ import atexit
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from deepspeed.runtime.zero import stage3 as stock
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 
+from superoffload.arguments import check_rank_check
 from superoffload.bucket import Shard
 from superoffload.core import CoreOptions
-from superoffload.errors import StateError, WorkerError
+from superoffload.errors import RankError, StateError, WorkerError
 from superoffload.integrations.deepspeed.config import load, read_options
 from superoffload.integrations.deepspeed.delivery import Readers
 from superoffload.integrations.deepspeed.driver import Partition, PartitionDriver, Window
@@ -34,9 +36,10 @@ from superoffload.integrations.deepspeed.features import (
     check_optimizer,
     hyper_of,
 )
-from superoffload.integrations.deepspeed.ranks import cpus_of_this_rank, fold_over_ranks
+from superoffload.integrations.deepspeed.ranks import cpus_of_this_rank, open_session
 from superoffload.interrupts import held_signals
 from superoffload.memory import host_zeros
+from superoffload.ranks.session import RankSession
 from superoffload.verdict import Verdict
 
 _OPEN: weakref.WeakSet[SpeculativeStage3] = weakref.WeakSet()
@@ -46,6 +49,17 @@ _OPEN: weakref.WeakSet[SpeculativeStage3] = weakref.WeakSet()
 def _close_all() -> None:
     for optimizer in list(_OPEN):
         optimizer.close()
+
+
+def _exchanged(session: RankSession, window: Window) -> Sequence[float]:
+    session.start(window.sums)
+    return session.finish() or []
+
+
+def _fold(sums: Sequence[float]) -> float:
+    """Of all ranks, in their order, so that it has the same bits on all of them."""
+    total = sum(sums)
+    return total if math.isfinite(total) else math.inf
 
 
 class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
@@ -62,13 +76,16 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         self._boundary_is_told = bool(config.get("managed_gradient_accumulation", True))
         self._driver: PartitionDriver | None = None
         self._readers: Readers | None = None
-        self._arriving: deque[tuple[Any, list[Partition]]] = deque()
+        self._arriving: deque[tuple[Any, list[tuple[Partition, int]]]] = deque()
         self._failure: WorkerError | None = None
+        self._session: RankSession | None = None
+        self._look_is_due = False
         super().__init__(module, init_optimizer, param_names, timers, ds_config, **kwargs)
         if self.torch_autocast_gradscaler is not None:
             raise StateError("torch_autocast with fp16: its loss scaler is not supported; use bf16, or fp16 without it")
         check_groups_alike(self._trained(), self.dp_process_group)
         self._driver = self._make_driver()
+        self._session = self._open_session(self._driver)
         self._readers = Readers(
             self.module.parameters(),
             before_gather=self._before_gather if self._delivers_later else None,
@@ -94,21 +111,20 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
             moments = {name: host_zeros(flat.numel(), torch.float32) for name in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[flat].update(step=self._step_value(0), **moments)
         partitions: list[Partition] = []
-        start = shards = 0
+        start = 0
         for sub_group, params in enumerate(self.fp16_groups):
             offset = 0
             for param in params:
                 size, numel = int(param.partition_numel()), self._numel_here(param)
                 gradient = self.grad_partitions_flat_buffer[start : start + numel]
-                shard = self._make_shard(param, shards, sub_group, offset, numel) if numel else None
+                shard = self._make_shard(param, len(partitions), sub_group, offset, numel)
                 partitions.append(Partition(param.ds_id, sub_group, shard, gradient, start))
-                shards += shard is not None
                 # Nobody steps the padding, which DeepSpeed leaves uninitialized: checkpoints would differ.
                 self.fp32_partitioned_groups_flat[sub_group].data[offset + numel : offset + size].zero_()
                 offset += size
                 start += size
         options = self.superoffload_options
-        cpus = cpus_of_this_rank(options.threads, self.dp_process_group)
+        cpus = cpus_of_this_rank(options.threads, self.fp16_partitioned_groups_flat, self.dp_process_group)
         reference = weakref.ref(self.optimizer)  # an engine that is let go of must not keep itself alive
         return PartitionDriver(
             partitions,
@@ -117,6 +133,12 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
             lambda group: hyper_of(reference(), group),
             pin=any(flat.device.type != "cpu" for flat in self.fp16_partitioned_groups_flat),
         )
+
+    def _open_session(self, driver: PartitionDriver) -> RankSession | None:
+        shards = [partition.shard for partition in driver.partitions.values()]
+        names = [shard.name for shard in shards]
+        check = check_rank_check(self.superoffload_options.rank_check)
+        return open_session(list(self._trained()), shards, names, check, self.dp_process_group)
 
     def _numel_here(self, param: Any) -> int:
         """Elements of ``param`` on this rank, without the padding of the last partition."""
@@ -164,6 +186,8 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         driver = self._opened()
         taken = []
         with held_signals():
+            with self._for_the_next_step():
+                self._look()
             for param, incoming in zip(params_to_release, grad_partitions, strict=True):
                 with self._for_the_next_step():
                     driver.let_go(driver.partitions[param.ds_id])
@@ -184,12 +208,13 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         return partition.arrivals >= partition.expected  # as many as last time
 
     def _pass_on(self, partitions: list[Partition]) -> None:
+        arrivals = [(partition, partition.arrivals) for partition in partitions]
         if self._on_cpu:
-            self._hand_over(partitions)
+            self._hand_over(arrivals)
             return
         event = get_accelerator().Event()
         event.record(get_accelerator().current_stream())
-        self._arriving.append((event, partitions))
+        self._arriving.append((event, arrivals))
         while self._arriving and self._arriving[0][0].query():
             self._hand_over(self._arriving.popleft()[1])
 
@@ -200,10 +225,12 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         while self._arriving:
             self._hand_over(self._arriving.popleft()[1])
 
-    def _hand_over(self, partitions: list[Partition]) -> None:
+    def _hand_over(self, arrivals: list[tuple[Partition, int]]) -> None:
+        """Not where another gradient has come since: its copy may still run."""
         driver = self._opened()
-        for partition in partitions:
-            driver.final(partition, unscale=1.0 / self.loss_scale, max_grad_norm=self.clip_grad or None)
+        for partition, arrival in arrivals:
+            if partition.arrivals == arrival:
+                driver.final(partition, unscale=1.0 / self.loss_scale, max_grad_norm=self.clip_grad or None)
 
     def _finalize_offload_gradient_accumulation(self) -> None:
         """The end of an unmanaged window: what has not gone to speculation yet goes at the start of ``step()``."""
@@ -232,6 +259,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
             self.timers(stock.OPTIMIZER_STEP_TIMER).stop()
             if not self.overflow:
                 self._post_step({stock.OPTIMIZER_STEP_TIMER})
+            self._check_ranks()
 
     @contextmanager
     def _for_the_next_step(self) -> Iterator[None]:
@@ -243,19 +271,34 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def _close_window(self) -> tuple[Window, Tensor]:
         """This rank's window, and the norm of the scaled gradients over all ranks, from fp64 sums."""
-        driver = self._opened()
+        driver, session = self._opened(), self._session
         frozen = {param.ds_id for param in self._trained() if not param.requires_grad}
-        window = Window(0.0, empty=True)
+        if session is not None:
+            session.begin()
+            session.agree_on(self._settings(), found_inf=False)
+        window = Window({})
         with self._for_the_next_step():
+            self._look()
             window = driver.close_window(lambda key: key not in frozen)
         failure, self._failure = self._failure, None
-        device = get_accelerator().current_device_name()
-        total, failed = fold_over_ranks(window.sum_of_squares, failure is not None, self.dp_process_group, device)
-        if failed:
+        try:
+            if failure is not None:
+                raise WorkerError(f"{failure}; no rank stepped")
+            total = _fold(list(window.sums.values()) if session is None else _exchanged(session, window))
+        except (WorkerError, RankError):
+            if session is not None:
+                session.fail()
             driver.abandon()
-            mine = f": {failure}" if failure is not None else ""
-            raise WorkerError(f"a worker thread failed on rank {failed}{mine}; no rank stepped")
+            raise
         return window, torch.tensor(math.sqrt(total), dtype=torch.float64)
+
+    def _settings(self) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        found: dict[str, Any] = {}
+        for index in range(len(self.optimizer.param_groups)):
+            for name, value in asdict(hyper_of(self.optimizer, index)).items():
+                found[f"{name} of group {index}"] = value
+        return {**found, "gradient_clipping": float(self.clip_grad), "loss scale": float(self.loss_scale)}
 
     def _step_window(self) -> None:
         driver = self._opened()
@@ -267,6 +310,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         if self.overflow:
             with self._for_the_next_step():
                 driver.step(Verdict(math.inf, 1.0, True, 1.0 / scale), later=False)
+            self._ended(applied=False, factor=1.0 / scale)
             self._update_scale(True)
             self._global_grad_norm: Any = float("inf")
             self._overflow_clean_up(scale)
@@ -275,12 +319,37 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         if self.superoffload_options.match_stock:
             scale = float(self.loss_scale)  # stock unscales with the scale of the next step
         self._global_grad_norm = (norm / scale).float()
-        if not window.empty:
+        if window.sums:
             coefficient, factor = self._clip(norm, scale)
             verdict = Verdict(float(self._global_grad_norm), coefficient, False, factor)
             with self._for_the_next_step():  # the step was completed all the same
                 driver.step(verdict, later=self._delivers_later)
+            self._ended(applied=True, factor=factor)
         self._show_steps()
+
+    # ---- rank checks ----------------------------------------------------------------------------------------------
+
+    def _ended(self, *, applied: bool, factor: float) -> None:
+        if self._session is not None:
+            self._session.count(applied=applied, factor=factor)
+            self._look_is_due = True
+
+    def _look(self) -> None:
+        """At a part of what the last step has published, before the next one begins or somebody writes."""
+        if self._look_is_due and self._session is not None:
+            self._look_is_due = False
+            self._opened().deliver()
+            self._session.look()
+
+    def _check_ranks(self) -> None:
+        """At the end of ``step()``. On demand, the look waits until forward has gathered what it needs."""
+        if self._session is None or not self._look_is_due:
+            return
+        if self._session.full_check_is_due:
+            self._look()
+            self._session.check_everything()
+        elif not self._delivers_later:
+            self._look()
 
     def _stock_norm(self, window: Window) -> Tensor:
         """DeepSpeed's own: per parameter, per sub-group, in fp32; infinite where it would skip the step."""
@@ -292,7 +361,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
                 return torch.tensor(math.inf)
         for param in self._trained():
             partition = driver.partitions[param.ds_id]
-            if partition.arrivals and partition.shard is not None:
+            if partition.arrivals and partition.shard.numel:
                 self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(partition.gradient)
         norms = torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in self._get_norm_groups()])
         if bool((~torch.isfinite(norms) | (norms < 0)).any()):
@@ -343,6 +412,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
     def _after_update(self, params: list[Any]) -> None:
         """``GatheredParameters(..., modifier_rank=...)`` wrote parameters: the masters follow."""
         if self._driver is not None:
+            self._look_is_due = False
             for param in params:
                 self._driver.take_over(param.ds_id)
 
@@ -390,6 +460,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def _get_fp32_opt_state_partition(self, param: Any, *args: Any, **kwargs: Any) -> Any:
         self._await_gradients()
+        self._look()
         self._opened().settle(param.ds_id)
         return super()._get_fp32_opt_state_partition(param, *args, **kwargs)
 
@@ -436,6 +507,9 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
             steps.append(int(loaded.get("step", 0)))
         self._opened().set_steps(steps)
         self._show_steps()
+        if self._session is not None:
+            self._session.loaded(max(steps))
+            self._look_is_due = False
 
     # ---- figures and the end --------------------------------------------------------------------------------------
 
@@ -455,6 +529,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
             self._readers.close()
             self._readers = None
         self._arriving.clear()
+        self._session, self._look_is_due = None, False
         _OPEN.discard(self)
         if driver is not None:
             driver.close()

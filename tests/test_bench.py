@@ -1,0 +1,86 @@
+"""The benchmarks run, on little, and write what they print."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from superoffload import kernels
+from superoffload.cli import EXIT_OK, EXIT_USAGE, main
+
+SMALL = ["--quiet", "--json", "out.json", "--plot", "out.png"]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def bench(*arguments: str) -> dict[str, Any]:
+    assert main(["bench", *arguments, *SMALL]) == EXIT_OK
+    assert Path("out.png").read_bytes().startswith(b"\x89PNG")
+    report: dict[str, Any] = json.loads(Path("out.json").read_text(encoding="utf-8"))
+    assert report["machine"]["kernel_isa"] == kernels.current_isa()
+    assert report["versions"]["torch"] and report["commit"] and report["command"][:2] == ["superoffload", "bench"]
+    return report
+
+
+def test_adam(capsys: pytest.CaptureFixture[str]) -> None:
+    report = bench("adam", "--quick", "--sizes", "1024", "70000", "--threads", "1", "--no-deepspeed")
+    printed = capsys.readouterr().out
+    names = {row["name"] for row in report["rows"]}
+    assert {"step", "journaled", "journaled, 2-byte codes", "undo", "replay", "publish", "limit of step"} <= names
+    assert {"torch fused step", "torch fused, same job"} <= names
+    assert {row["isa"] for row in report["rows"] if row["name"] == "step"} == set(kernels.available_isas())
+    assert {row["numel"] for row in report["rows"]} >= {1024, 70000}
+    for row in report["rows"]:
+        assert 0 < row["seconds_min"] <= row["seconds_median"]
+        assert row["name"] in printed
+    assert 1.0 < report["journal"]["journal_bytes_per_param"] < 2.6
+    assert {row["array"] for row in report["accuracy"]} == {"master", "exp_avg", "exp_avg_sq"}
+    assert "DeepSpeedCPUAdam" in printed and "DeepSpeedCPUAdam" not in names
+
+
+def test_journal(capsys: pytest.CaptureFixture[str]) -> None:
+    report = bench("journal", "--steps", "20", "--factors", "1", "10")
+    printed = capsys.readouterr().out
+    plain, clipped = report["rows"]
+    assert plain["buckets_replayed"] == 0 < clipped["buckets_replayed"]
+    for row in (plain, clipped):
+        assert row["name"] in printed
+        assert len(row["bytes_per_param"]) == 20
+        sizes = [size for size in row["bytes_per_param"][10:] if size is not None]
+        assert row["mean_after_step_10"] == pytest.approx(sum(sizes) / len(sizes))
+        assert 1.0 < row["mean_after_step_10"] < 3.1
+    assert clipped["mean_after_step_10"] > plain["mean_after_step_10"], "larger gradients change state by more"
+
+
+def test_state(capsys: pytest.CaptureFixture[str]) -> None:
+    report = bench("state", "--steps", "20", "--seeds", "1")
+    fp32, bf16 = report["rows"]
+    assert (fp32["state_dtype"], bf16["state_dtype"]) == ("fp32", "bf16")
+    assert fp32["losses"] != bf16["losses"], "it makes a difference"
+    assert report["differences"] == [bf16["held_out_loss"] - fp32["held_out_loss"]]
+    assert abs(report["mean_difference"]) < 0.5
+    assert "bf16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["adam", "--isas", "mmx"], "isas=mmx: not on this machine, which has "),
+        (["adam", "--threads", "0"], "expected numbers from 1 to "),
+        (["adam", "--numel", "12"], "expected at least 1024 elements"),
+        (["adam", "--numel", str(1 << 50)], "choose fewer"),
+        (["adam", "--quick", "--json", "no/such/folder/out.json"], "json"),
+        (["journal", "--steps", "5"], "steps=5: expected at least 20"),
+        (["journal", "--factors", "0.5"], "factors"),
+        (["state", "--seeds", "0"], "seeds"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *arguments]) == EXIT_USAGE
+    assert said in capsys.readouterr().err
