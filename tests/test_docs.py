@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -74,6 +75,8 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     }
     yield values
     optimizer.close()
+    if "superoffload.integrations.deepspeed" in sys.modules:
+        superoffload.integrations.deepspeed.disable()
     for name in ("optimizer", "exporter"):
         if hasattr(values.get(name), "close"):
             values[name].close()
@@ -83,6 +86,8 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 def test_code_of_the_page_runs(page: Path, names: dict[str, Any]) -> None:
     if "exporter" in page.read_text():
         pytest.importorskip("prometheus_client", reason="needs prometheus-client: pip install 'superoffload[metrics]'")
+    if "integrations.deepspeed" in page.read_text():
+        pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'superoffload[deepspeed]'")
     for number, block in enumerate(python_blocks(page), 1):
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)
 
@@ -95,15 +100,14 @@ def commands(page: Path) -> Iterator[list[str]]:
             yield shlex.split(part, comments=True)
 
 
-def subparsers() -> dict[str, argparse.ArgumentParser]:
-    parser = build_parser()
+def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     (action,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     return dict(action.choices)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_of_the_page_exist(page: Path) -> None:
-    known = subparsers()
+    known = subparsers(build_parser())
     for words in commands(page):
         if words[1] not in known and page.name in hooks.OPTIONAL:
             continue
@@ -115,8 +119,9 @@ def test_commands_of_the_page_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_options_named_in_the_text_exist(page: Path) -> None:
-    known = subparsers()
-    for name, options in re.findall(r"`superoffload (\w+)((?: [^`\n]+)?)`", page.read_text()):
+    commands = subparsers(build_parser())
+    known = {**commands, **{f"bench {name}": parser for name, parser in subparsers(commands["bench"]).items()}}
+    for name, options in re.findall(r"`superoffload (bench \w+|\w+)((?: [^`\n]+)?)`", page.read_text()):
         if name not in known and (page.name in hooks.OPTIONAL or name in ("bench", "run", "COMMAND")):
             continue
         for option in re.findall(r"--[\w-]+", options):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,12 +21,12 @@ def _axes(path: Path) -> Iterator[Any]:
     from matplotlib.figure import Figure
 
     with rc_context(style.MATPLOTLIB):
-        figure = Figure(figsize=(9.5, 3.8), layout="constrained")
+        figure = Figure(figsize=(11, 3.8), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots()
         yield axes
         axes.set_xlabel("step")
-        axes.legend(loc="upper right")
+        axes.figure.legend(loc="outside right upper")
         figure.savefig(path)
 
 
@@ -33,8 +34,8 @@ def plot_journal(report: dict[str, Any], path: Path) -> None:
     """Bytes per parameter over the steps, one line per spike factor."""
     with _axes(path) as axes:
         for row, colour in zip(report["rows"], _COLOURS, strict=False):
-            points = [(step, size) for step, size in enumerate(row["bytes_per_param"], 1) if size is not None]
-            axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.3, label=row["name"])
+            sizes = [math.nan if size is None else size for size in row["bytes_per_param"]]  # a gap: nothing speculated
+            axes.plot(range(1, len(sizes) + 1), sizes, ".-", ms=2.5, color=colour, linewidth=1, label=row["name"])
         axes.axhline(1.25, color=style.MUTED, linestyle=":", linewidth=1)
         axes.set_ylim(bottom=0)
         axes.set_title("Journal, bytes per parameter of the speculated buckets")
