@@ -62,7 +62,7 @@ $(VENV)/.demo-requirements: requirements/demo.txt $(VENV)/.created
 	@touch $@
 
 # Without isolation: DeepSpeed comes as sources, and is packed with the setuptools that is pinned.
-$(VENV)/.test-requirements: requirements/test.txt requirements/deepspeed.txt $(VENV)/.demo-requirements
+$(VENV)/.test-requirements: requirements/test.txt requirements/deepspeed.txt requirements/integrations.txt $(VENV)/.demo-requirements
 	DS_BUILD_OPS=0 $(PIP_INSTALL) --no-build-isolation -r $<
 	@touch $@
 

@@ -8,8 +8,9 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ from superoffload.cpus import worker_cpus
 from superoffload.errors import ArgumentError, RankError, StateError, SuperOffloadError, WorkerError
 from superoffload.interrupts import held_signals
 from superoffload.link import HostLink
+from superoffload.masters import read_masters
 from superoffload.memory import host_zeros
 from superoffload.ranks.held import Held
 from superoffload.ranks.layout import Holding, is_dtensor, like_parameter
@@ -49,18 +51,40 @@ from superoffload.tracked import Tracked
 from superoffload.verdict import Verdict
 
 if TYPE_CHECKING:
+    from superoffload.checkpoints.snapshot import Snapshot
     from superoffload.integrations.ddp import ReducedGradients
     from superoffload.ranks.session import RankSession
 
 __all__ = ["AdamW", "kernels"]
 
 _OPEN: weakref.WeakSet[AdamW] = weakref.WeakSet()
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _untraced(function: _Function) -> _Function:
+    """torch.compile goes round it, as round the bookkeeping of torch's own optimizers."""
+    untraced: _Function = getattr(torch, "_disable_dynamo", lambda same: same)(function)
+    return untraced
 
 
 @atexit.register
 def _close_all() -> None:
     for optimizer in list(_OPEN):
         optimizer.close()
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Arguments that are needed again where an optimizer starts anew on other parameters."""
+
+    speculation: str
+    bucket_numel: int | None
+    threads: int | None
+    replicated: str
+    check: tuple[bool, int]
+    process_group: Any
+    rank_timeout: float | None
+    model: weakref.ReferenceType[nn.Module] | None
 
 
 class AdamW(Optimizer):
@@ -138,6 +162,8 @@ class AdamW(Optimizer):
         replicated = check_replicated(replicated)
         check_whole_number("threads", threads)
         groups = as_groups(params)
+        if not any(group["params"] for group in groups):  # one empty group among others is common: nothing to decay
+            raise ArgumentError("params: only empty param groups; expected parameters to train")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_groups(groups, defaults)
         self._state_dtype = check_state_dtype(state_dtype)
@@ -150,18 +176,21 @@ class AdamW(Optimizer):
         self._last_verdict: Verdict | None = None
         self._unscale = 1.0  # of the last step; speculation expects it again
         self._pid = os.getpid()
-        self._names = qualified_names(model)
+        self._made_as = id(self)
         self._fresh: list[Held] = []
-        self._ranks = set_up_ranks(
-            [entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]],
-            model,
-            replicated=replicated,
-            check=check,
-            process_group=process_group,
-            timeout=rank_timeout,
+        self._has_masters = False  # other than the parameters' values
+        self._firsts: list[int] = []  # id of the first parameter of each group
+        self._given = _Given(
+            speculation,
+            bucket_numel,
+            threads,
+            replicated,
+            check,
+            process_group,
+            rank_timeout,
+            weakref.ref(model) if model is not None else None,
         )
-        cpus = worker_cpus(threads, self._ranks.cpus)
-        self._core = Core(HostLink(), CoreOptions(speculation, bucket_numel, cpus), _hyper_reader(self))
+        self._connect([entry[1] if isinstance(entry, tuple) else entry for g in groups for entry in g["params"]])
         self._reduced: ReducedGradients | None = None
         try:
             if trace is not None:
@@ -178,6 +207,22 @@ class AdamW(Optimizer):
         self._constructing = False
         _OPEN.add(self)
 
+    def _connect(self, params: Sequence[Tensor]) -> None:
+        """To the other ranks, where there are any, and to a new core."""
+        given = self._given
+        model = given.model() if given.model is not None else None
+        self._names = qualified_names(model)
+        self._ranks = set_up_ranks(
+            params,
+            model,
+            replicated=given.replicated,
+            check=given.check,
+            process_group=given.process_group,
+            timeout=given.rank_timeout,
+        )
+        options = CoreOptions(given.speculation, given.bucket_numel, worker_cpus(given.threads, self._ranks.cpus))
+        self._core = Core(HostLink(), options, _hyper_reader(self))
+
     # ---- param groups -----------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -189,6 +234,7 @@ class AdamW(Optimizer):
             check_groups([group], self.defaults, taken=[p for g in self.param_groups for p in g["params"]])
         with self._whole():
             super().add_param_group(group)
+            self._firsts.append(id(group["params"][0]) if group["params"] else 0)
             self._adopt(len(self.param_groups) - 1, [p for p in group["params"] if p.requires_grad])
             if not self._constructing:
                 self._announce()
@@ -326,6 +372,7 @@ class AdamW(Optimizer):
     def _refresh(self, tracked: Tracked) -> None:
         tracked.check_still_fits()
         self._core.restore(tracked.shard)  # or an undo would put back the old master
+        self._core.protect([tracked.shard])
         tracked.refresh_master()
 
     # ---- the step ---------------------------------------------------------------------------------------------
@@ -348,6 +395,7 @@ class AdamW(Optimizer):
             self._end_step()
         return loss
 
+    @_untraced
     def _end_step(self) -> None:
         session = self._ranks.session
         verdict = self._decide_alone() if session is None else self._decide_with(session)
@@ -397,12 +445,55 @@ class AdamW(Optimizer):
             check_group(group)
             unfrozen = [p for p in group["params"] if p.grad is not None and p not in self._tracked]
             if unfrozen:
+                self._refuse_replaced()
                 self._adopt(index, unfrozen)
         self._announce()
         self._unscale = self._take_scale()
         if self._reduced is not None:
             self._reduced.drain()
         self._collect()
+
+    @_untraced
+    def _follow_replaced(self) -> None:
+        """Accelerate puts sharded parameters into the groups when it prepares a model for FSDP2: starts anew on them.
+
+        Not once there is state that would be lost.
+        """
+        groups = [group["params"] for group in self.param_groups]
+        firsts = [id(params[0]) if params else 0 for params in groups]
+        if firsts == self._firsts:
+            return
+        params = [param for members in groups for param in members]
+        grouped = {id(param) for param in params}
+        if self._has_masters or any(t.shard.steps or id(param) in grouped for param, t in self._tracked.items()):
+            self._refuse_replaced()
+            return
+        with self._whole():
+            self._remove_hooks()
+            self._core.close()
+            self._tracked.clear()
+            self.state.clear()
+            self._fresh.clear()
+            self._connect(params)
+            self._firsts = firsts
+            for index, members in enumerate(groups):
+                self._adopt(index, [param for param in members if param.requires_grad])
+            self._announce()
+
+    def _refuse_replaced(self) -> None:
+        """A parameter that is new may have taken another one's place, whose state would be lost silently."""
+        grouped = {id(param) for group in self.param_groups for param in group["params"]}
+        gone = [tracked.shard.name for param, tracked in self._tracked.items() if id(param) not in grouped]
+        if gone:
+            raise StateError(
+                f"param_groups: {gone[0]} was taken out and others put in, after state was made for it; make a new "
+                "optimizer, from the parameters that are to be trained (with Accelerate: prepare before load_masters())"
+            )
+
+    def _remove_hooks(self) -> None:
+        for tracked in self._tracked.values():
+            if tracked.hook is not None:
+                tracked.hook.remove()
 
     def _foreign_inf(self) -> bool:
         """A GradScaler saw a NaN or an infinity before somebody replaced it."""
@@ -460,12 +551,23 @@ class AdamW(Optimizer):
             self._hook(tracked)  # frozen before, trains now
             if tracked.reduced is not None:
                 self._adopt_reduced(tracked)
-            if core.has_gradient(tracked.shard) and (tracked.grad_changed or tracked.param.grad is None):
+            if core.has_gradient(tracked.shard) and self._is_edited(tracked):
                 self._let_go(tracked)
             if tracked.written:
                 self._refresh(tracked)
             if tracked.param.grad is not None and not core.has_gradient(tracked.shard):
                 self._hand_over(tracked, in_backward=False)
+
+    def _is_edited(self, tracked: Tracked) -> bool:
+        """Whether ``p.grad`` is no longer what the core has.
+
+        Operations on lists of DTensors (torch._foreach_mul_, and so clip_grad_norm_) raise nobody's version, so there
+        the bits are compared.
+        """
+        grad = tracked.param.grad
+        if grad is None or tracked.grad_changed:
+            return True
+        return is_dtensor(grad) and not self._core.gradient_is(tracked.shard, tracked.holding.part(grad))
 
     def _adopt_reduced(self, tracked: Tracked) -> None:
         """From a reduction to what the user sees: the same bits, or somebody has edited ``p.grad`` since."""
@@ -549,6 +651,23 @@ class AdamW(Optimizer):
         with self._whole():
             self._core.quiesce()
 
+    def refresh_written(self) -> None:
+        """Takes over what version counters show was written to parameters, as every ``step()`` does."""
+        with self._whole():
+            for tracked in self._tracked.values():
+                if tracked.written:
+                    self._refresh(tracked)
+
+    def begin_snapshot(self, snapshot: Snapshot) -> None:
+        """From here on every shard is protected before it changes. For superoffload.checkpoints."""
+        self._core.snapshot = snapshot
+
+    def end_snapshot(self) -> None:
+        """Waits until an earlier snapshot was read."""
+        if self._core.snapshot is not None:
+            self._core.snapshot.wait()
+            self._core.snapshot = None
+
     def refresh_masters(self) -> None:
         """Takes over parameters that were written by others. Done by itself where version counters show the write;
         needed only after writes that they cannot show (through ``param.data`` or foreign memory)."""
@@ -556,6 +675,38 @@ class AdamW(Optimizer):
         with self._whole():
             for tracked in self._tracked.values():
                 self._refresh(tracked)
+
+    @torch.no_grad()
+    def load_masters(self, masters: Mapping[str, Tensor] | Sequence[Tensor]) -> None:
+        """Masters that keep the bits a model had before it was converted: float32 values by name, or in order.
+
+        The parameters must be their rounding, as after ``model.bfloat16()``. Names are those of the model given as
+        ``model=``, or of named parameters; names that are no parameters of the optimizer are left out of account.
+        """
+        self._check_usable()
+        session = self._ranks.session
+        params = [
+            (name, param)
+            for index in range(len(self.param_groups))
+            for param, name in self._names_of(index)
+            if param in self._tracked
+        ]
+        try:
+            values = read_masters(masters, params, self._part_of)
+        except ArgumentError as error:
+            if session is not None:
+                session.agree("load_masters()", error)
+            raise
+        if session is not None:
+            session.agree("load_masters()", None)
+        with self._whole():
+            self._abandon()
+            self.end_snapshot()
+            self._has_masters = True
+            for param, value in values:
+                tracked = self._tracked[param]
+                tracked.shard.master.copy_(value)
+                tracked.remember_value()
 
     def state_dict(self) -> StateDict:
         """``torch.optim.AdamW``'s layout plus ``master`` per parameter, as after the last finished step.
@@ -605,6 +756,7 @@ class AdamW(Optimizer):
             session.agree("load_state_dict()", None)
         with self._whole():
             self._abandon()
+            self.end_snapshot()
             states = iter(read.states)
             for index, group in enumerate(self.param_groups):
                 group.update(read.groups[index])
@@ -641,13 +793,12 @@ class AdamW(Optimizer):
             self._closed = True
             if self._core.timeline is not None:
                 self._core.timeline.close()
-            for tracked in self._tracked.values():
-                if tracked.hook is not None:
-                    tracked.hook.remove()
+            self._remove_hooks()
             _OPEN.discard(self)
 
     def __del__(self) -> None:
-        if hasattr(self, "_core"):
+        # Lightning wraps an optimizer in an object of a derived class that shares its attributes and goes before it.
+        if hasattr(self, "_core") and self._made_as == id(self):
             self.close()
 
     def __enter__(self) -> AdamW:
@@ -690,6 +841,8 @@ class AdamW(Optimizer):
             )
         if self._closed and not closed_too:
             raise StateError("the optimizer is closed; make a new one and load the state_dict() of this one")
+        if not self._closed:
+            self._follow_replaced()
 
 
 def _target(param: Tensor, holding: Holding) -> Callable[[], Tensor]:

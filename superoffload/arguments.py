@@ -128,10 +128,8 @@ def check_groups(groups: Iterable[dict[str, Any]], defaults: dict[str, Any], tak
     seen = {id(param) for param in taken}
     for g, group in enumerate(groups):
         check_group({**defaults, **group})
-        if not group["params"]:
-            raise ArgumentError(f"param_groups[{g}]: no parameters; expected at least one")
         named = [isinstance(entry, tuple) and len(entry) == 2 for entry in group["params"]]
-        if any(named) != all(named):
+        if len(set(named)) > 1:
             raise ArgumentError(f"param_groups[{g}]: some parameters with a name and some without; expected one kind")
         for i, entry in enumerate(group["params"]):
             name = f"parameter {entry[0]!r}" if named[i] else f"parameter {i} of param_groups[{g}]"

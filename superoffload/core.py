@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, overload
@@ -28,6 +28,7 @@ from superoffload.stats import Stats
 from superoffload.verdict import Verdict, decide
 
 if TYPE_CHECKING:
+    from superoffload.checkpoints.snapshot import Snapshot
     from superoffload.timeline import Timeline
 
 Operation = _native.Operation
@@ -85,6 +86,7 @@ class Core:
         self._journaled_numel = 0
         self._journaled_bytes = 0
         self.timeline: Timeline | None = None  # sets itself, and stands before link and pool, where a trace is wanted
+        self.snapshot: Snapshot | None = None  # state of an earlier moment that is still being read
         self._landing: dict[Bucket, None] = {}  # stepped by apply(later=True), not delivered yet; in forward order
 
     # ---- layout -----------------------------------------------------------------------------------------------
@@ -244,10 +246,18 @@ class Core:
     def _next_step_of(self, bucket: Bucket) -> int:
         return 1 + min(p.shard.steps for p, present in zip(bucket.pieces, bucket.present, strict=True) if present)
 
+    def protect(self, shards: Iterable[Shard]) -> None:
+        """Before masters or moments change: whoever reads an earlier state has them, or a copy, when it returns."""
+        if self.snapshot is not None:
+            self.snapshot.protect(shards)
+            if self.snapshot.over:
+                self.snapshot = None
+
     def _speculate(self, bucket: Bucket) -> None:
         width = choose_width(bucket, self._next_step_of(bucket))
         if width is None:
             return
+        self.protect(piece.shard for piece in bucket.pieces)
         bucket.width = width
         self._freeze(bucket, self._unscale)
         bucket.running = self.pool.submit(bucket.work, Operation.step_journaled, width, bucket.running)
@@ -459,6 +469,7 @@ class Core:
             bucket.move(BucketState.REPLAYED)
             self._stats.buckets_replayed += 1
             return
+        self.protect(piece.shard for piece in bucket.pieces)
         self._freeze(bucket, factor)
         bucket.running = self.pool.submit(bucket.work, Operation.step)
         bucket.move(BucketState.STEPPED)

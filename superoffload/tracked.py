@@ -12,7 +12,7 @@ from superoffload.arguments import check_parameter
 from superoffload.bucket import Shard
 from superoffload.checkpoint import ParamState
 from superoffload.errors import StateError
-from superoffload.ranks.layout import Holding, local_of, version_of
+from superoffload.ranks.layout import Holding, is_dtensor, local_of, version_of
 
 _WORD = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 UNKNOWN = (-1, -1)
@@ -29,6 +29,7 @@ class Tracked:
     early: bool = True  # the gradient is final when its hook runs (not where somebody reduces it over ranks later)
     version: tuple[int, int] = UNKNOWN
     address: int = 0
+    checksum: int = 0
     grad: Tensor | None = None  # the gradient that was handed to the core in this step
     grad_version: tuple[int, int] = UNKNOWN
     reduced: Tensor | None = None  # what a reduction gave and the core has; p.grad must turn out to be the same
@@ -40,11 +41,21 @@ class Tracked:
     def remember_value(self) -> None:
         self.version = version_of(self.param)
         self.address = local_of(self.param).data_ptr()
+        self.checksum = self._checksum()
 
     @property
     def written(self) -> bool:
         """Whether somebody else wrote to the parameter since we last looked."""
-        return version_of(self.param) != self.version or local_of(self.param).data_ptr() != self.address
+        if version_of(self.param) != self.version or local_of(self.param).data_ptr() != self.address:
+            return True
+        return self._checksum() != self.checksum
+
+    def _checksum(self) -> int:
+        """Of a DTensor's bits, since operations on lists of them (torch._foreach_mul_) raise nobody's version."""
+        if not is_dtensor(self.param):
+            return 0
+        local = local_of(self.param)
+        return int(local.reshape(-1).view(_WORD[local.dtype]).sum(dtype=torch.int64)) if local.numel() else 0
 
     @property
     def grad_changed(self) -> bool:

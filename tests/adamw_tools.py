@@ -36,7 +36,10 @@ class TorchAdamW(torch.optim.AdamW):
         if all(bool(torch.isfinite(p.grad).all()) for p in params if p.grad is not None):
             if self.max_grad_norm is not None:
                 torch.nn.utils.clip_grad_norm_(params, self.max_grad_norm)
-            super().step()
+            step: Any = torch.optim.AdamW.step
+            if getattr(step, "hooked", False):  # by another instance; step hooks are called around this method already
+                step = step.__wrapped__
+            step(self)
         return loss
 
     def accumulate(self) -> AbstractContextManager[None]:

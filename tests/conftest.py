@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason is not None:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def refusal(request: pytest.FixtureRequest) -> Any:
+    """Checks an error against the text that docs/compatibility.md quotes from the test's mark."""
+    from tests.compatibility import Refusal
+
+    return Refusal([mark.kwargs["refused"] for mark in request.node.iter_markers("compat") if mark.kwargs["refused"]])
 
 
 def pytest_sessionfinish() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from superoffload import AdamW
 from superoffload.ranks.launch import LocalRanks
@@ -83,6 +84,12 @@ def shard(model: Net, mesh: DeviceMesh, policy: Any = None, **options: Any) -> N
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     return model
+
+
+def wholes_of(model: nn.Module) -> list[Tensor]:
+    """Copies of all parameters, gathered."""
+    with torch.no_grad():
+        return [p.full_tensor() if isinstance(p, DTensor) else p.detach().clone() for p in model.parameters()]
 
 
 def flat_mesh() -> DeviceMesh:

@@ -24,6 +24,7 @@ from tests.adamw_tools import (
     train,
     weights,
 )
+from tests.compatibility import compat
 
 
 @contextmanager
@@ -115,6 +116,7 @@ def test_a_backward_that_records_a_graph() -> None:
 # ---- several backward passes --------------------------------------------------------------------------------------
 
 
+@compat("gradient accumulation", "single")
 @pytest.mark.parametrize("bucket_numel", [None, 1024])
 def test_a_second_backward_adds_up(bucket_numel: int | None) -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
@@ -129,6 +131,7 @@ def test_a_second_backward_adds_up(bucket_numel: int | None) -> None:
     assert stats["buckets_committed"] > 0, "as many passes as last time: the last one is taken for the boundary"
 
 
+@compat("gradient accumulation with accumulate()", "single")
 def test_accumulate() -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
         for step in range(4):
@@ -243,6 +246,7 @@ def test_gradients_dropped_without_a_step(zero: Callable[[nn.Module, Optimizer],
     assert stats["buckets_abandoned"] + stats["buckets_undone"] >= 2
 
 
+@compat("zero_grad(set_to_none=True or False)", "single")
 @pytest.mark.parametrize("zero", ZEROING)
 def test_gradients_dropped_between_backward_and_step(zero: Callable[[nn.Module, Optimizer], None]) -> None:
     """Gone: no step. Zero: a step with zeros, which moves by momentum."""
@@ -332,6 +336,8 @@ EDITS = [
 ]
 
 
+@compat("clip_grad_value_ by the user after backward", "single")
+@compat("gradients edited, replaced or removed before step()", "single")
 @pytest.mark.parametrize("edit", EDITS)
 def test_gradients_edited_after_backward(edit: Callable[[nn.Module], None]) -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
@@ -418,6 +424,7 @@ def test_an_exception_in_the_middle_of_backward(error: type[BaseException], then
 # ---- loss scaling -------------------------------------------------------------------------------------------------
 
 
+@compat("GradScaler", "single")
 @pytest.mark.parametrize("unscale_by_hand", [False, True])
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 def test_grad_scaler(unscale_by_hand: bool, max_grad_norm: float | None) -> None:

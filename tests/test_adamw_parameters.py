@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from superoffload import AdamW
 from superoffload.errors import StateError
 from tests.adamw_tools import DTYPES, Optimizer, batch, check_scenario, model_of, train, weights
+from tests.compatibility import compat
 
 
 def copy_values(model: nn.Module) -> None:
@@ -50,9 +51,15 @@ def initialize_again(model: nn.Module) -> None:
             nn.init.normal_(param, std=0.1)
 
 
-WRITES = [copy_values, clamp_values, write_an_element, load_weights, new_storage, initialize_again]
+def scale_all_at_once(model: nn.Module) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 0.5)
 
 
+WRITES = [scale_all_at_once, copy_values, clamp_values, write_an_element, load_weights, new_storage, initialize_again]
+
+
+@compat("parameters written by the user (load_state_dict, clamp, re-initialization)", "single")
 @pytest.mark.parametrize("in_flight", [False, True], ids=["between steps", "between backward and step"])
 @pytest.mark.parametrize("write", WRITES)
 def test_writes_are_kept(write: Callable[[nn.Module], None], in_flight: bool) -> None:

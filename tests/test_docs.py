@@ -142,6 +142,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         name, _, anchor = target.partition("#")
         linked = page.parent / name if name else page
         assert linked.exists(), f"{page.name} links to {target}"
+        assert linked.resolve().is_relative_to(ROOT / "docs"), f"{page.name}: {target} is not on the site"
         if anchor:
             assert anchor in anchors(linked), f"{page.name} links to {target}, and there is no such heading"
 

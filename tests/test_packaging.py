@@ -207,7 +207,9 @@ def test_metadata_says_what_a_user_relies_on() -> None:
     assert metadata["Requires-Python"] == ">=3.10"
     required = [Requirement(line) for line in importlib.metadata.requires("superoffload") or []]
     assert {each.name for each in required if each.marker is None} == {"torch", "numpy"}
-    assert set(metadata.get_all("Provides-Extra") or []) == {"deepspeed", "cuda12", "cuda13", "metrics", "demo", "dev"}
+    assert set(metadata.get_all("Provides-Extra") or []) == {
+        *("deepspeed", "transformers", "cuda12", "cuda13", "metrics", "demo", "dev")
+    }
     assert "Apache License" in (ROOT / "LICENSE").read_text()
 
 
@@ -219,10 +221,10 @@ def pinned(name: str) -> list[Requirement]:
     return [Requirement(line) for line in lines if line and not line.startswith("-r ")]
 
 
-TESTS = ("demo.txt", "deepspeed.txt", "test.txt")  # what `make test` installs
+TESTS = ("demo.txt", "deepspeed.txt", "integrations.txt", "test.txt")  # what `make test` installs
 
 
-@pytest.mark.parametrize("name", ["deepspeed.txt", "demo.txt", "docs.txt", "test.txt"])
+@pytest.mark.parametrize("name", ["deepspeed.txt", "demo.txt", "docs.txt", "integrations.txt", "test.txt"])
 def test_every_requirement_is_pinned_to_one_version(name: str) -> None:
     for requirement in pinned(name):
         assert [spec.operator for spec in requirement.specifier] == ["=="], str(requirement)

@@ -17,7 +17,8 @@ from typing import Any
 from superoffload.errors import SuperOffloadError
 
 # Loaded once, in the process that ranks are forked from, so that a rank starts in a fraction of a second.
-_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "superoffload.adamw"]
+# (torch's optimizers load torch._dynamo when they are made, which takes longer than all else.)
+PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "superoffload.checkpoints"]
 _GRACE = 5.0
 
 
@@ -36,7 +37,7 @@ class LocalRanks:
         self.count = count
         self._folder = tempfile.TemporaryDirectory(prefix="superoffload-ranks-")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context.set_forkserver_preload(PRELOAD)
         self._pipes: list[Any] = []
         self.processes: list[Any] = []
         store = str(Path(self._folder.name) / "store") if init else ""

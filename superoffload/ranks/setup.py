@@ -80,9 +80,12 @@ def near_gpu(params: Sequence[Tensor]) -> tuple[int, ...]:
 
 def qualified_names(model: nn.Module | None) -> dict[int, str]:
     """Names of a model's parameters by their id, without what wrappers put in between."""
-    names = {}
-    for name, param in model.named_parameters() if model is not None else ():
-        for wrapper in _WRAPPERS[1:]:
-            name = name.replace(wrapper, "")
-        names[id(param)] = name.removeprefix(_WRAPPERS[0])
-    return names
+    named = model.named_parameters() if model is not None else ()
+    return {id(param): plain_name(name) for name, param in named}
+
+
+def plain_name(name: str) -> str:
+    """``name`` without what wrappers put in between."""
+    for wrapper in _WRAPPERS[1:]:
+        name = name.replace(wrapper, "")
+    return name.removeprefix(_WRAPPERS[0])

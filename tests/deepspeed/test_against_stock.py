@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.compatibility import compat
 from tests.deepspeed.ranks import Ranks
 from tests.deepspeed.scenarios import SCENARIOS, WAYS, compare
 
@@ -46,6 +47,11 @@ def _check_rank(found: dict[str, Any], *, growing: bool) -> None:
         assert found[way]["digests"] == found["ours"]["digests"], way
 
 
+@compat(
+    "plain loss scaling: scaled loss, gradients divided before step()", "deepspeed", note="`loss_scale` in the JSON"
+)
+@compat("gradient accumulation", "deepspeed")
+@compat("gradient accumulation with accumulate()", "deepspeed", note="as `gradient_accumulation_steps`")
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_stock_and_ours_agree(name: str, two_ranks: Ranks) -> None:
     if not SETTLED and (SCENARIOS[name].poison or name == "unmanaged accumulation"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.compatibility import compat
 from tests.deepspeed.ranks import Ranks
 from tests.deepspeed.scenarios import CLIP_SOME, WAYS, Scenario, distance
 from tests.deepspeed.training import end, masters
@@ -53,6 +54,8 @@ def _outcome(engine: Any, way: str, record: dict[str, Any]) -> Any:
     return outcome
 
 
+@compat("save, kill, resume: the same losses and bits as a run never stopped", "deepspeed")
+@compat("a checkpoint in the middle of an accumulation window: that of the last finished step", "deepspeed")
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("way", ["ours", "ours, later"])
 def test_resume_is_bit_exact(scenario: str, way: str, two_ranks: Ranks, tmp_path: Path) -> None:
@@ -63,6 +66,7 @@ def test_resume_is_bit_exact(scenario: str, way: str, two_ranks: Ranks, tmp_path
         assert again == record
 
 
+@compat("state of torch.optim.AdamW taken over, and given back", "deepspeed", note="as stock ZeRO's checkpoints")
 @pytest.mark.parametrize(("first", "then"), [("stock", "match"), ("match", "stock")])
 def test_stock_and_ours_read_each_others(first: str, then: str, two_ranks: Ranks, tmp_path: Path) -> None:
     straight = two_ranks.run(train_and_save, "bf16", first, str(tmp_path), 4, 8)
@@ -113,6 +117,11 @@ def save_16_bit(folder: str, way: str) -> dict[str, Tensor]:
     return found
 
 
+@compat(
+    "the model exported as safetensors for from_pretrained",
+    "deepspeed",
+    note="as `save_16bit_model` and `zero_to_fp32`",
+)
 @pytest.mark.parametrize("way", ["ours", "ours, later"])
 def test_save_16bit_model(way: str, two_ranks: Ranks, tmp_path: Path) -> None:
     expected = two_ranks.run(save_16_bit, str(tmp_path), way)[0]
@@ -153,6 +162,7 @@ def moments_of(folder: str) -> dict[str, list[Tensor]]:
     return found
 
 
+@compat("saved by some ranks, loaded by another number of them", "deepspeed")
 def test_universal_checkpoint_on_another_number_of_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
     expected, _, _ = two_ranks.run(train_and_save, "bf16", "ours", str(tmp_path), 4, 4)[0]
     moments = two_ranks.run(moments_of, str(tmp_path))[0]

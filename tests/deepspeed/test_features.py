@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.compatibility import compat
 from tests.deepspeed.ranks import Ranks
 from tests.deepspeed.scenarios import WAYS
 from tests.deepspeed.training import Small, batch, config, end, make_engine, plain, run_steps
@@ -95,6 +96,8 @@ def train(name: str, way: str) -> dict[str, Any]:
     return result
 
 
+@compat("torch.compile of the model: as eager, and speculative = synchronous to the bit", "deepspeed")
+@compat("activation checkpointing", "deepspeed")
 @pytest.mark.parametrize("name", MODELS)
 def test_features(name: str, two_ranks: Ranks) -> None:
     ways = ["stock", "match", "match, waiting"] + (["ours", "ours, later"] if name == "reentrant checkpointing" else [])
@@ -147,6 +150,7 @@ def _seeded(seed: int) -> nn.Module:
     return Small()
 
 
+@compat("several optimizers on one model", "deepspeed", note="as several engines in one process")
 @pytest.mark.parametrize("delivery", ["eager", "on_demand"])
 def test_two_engines_in_one_process(delivery: str, two_ranks: Ranks) -> None:
     for actor, critic, actor_alone, critic_alone in two_ranks.run(

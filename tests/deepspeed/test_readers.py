@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.compatibility import compat
 from tests.deepspeed.ranks import Ranks
 from tests.deepspeed.scenarios import CLIP_SOME, Scenario
 from tests.deepspeed.training import OURS, end
@@ -170,6 +171,8 @@ def run_and_record(scenario: Scenario, engine: Any, before_step: Any) -> dict[st
     return run_steps(engine, range(6), loss_of=scenario.loss_of, before_step=before_step)
 
 
+@compat("gradients edited, replaced or removed before step()", "deepspeed", note="through `safe_set_full_grad`")
+@compat("zero_grad(set_to_none=True or False)", "deepspeed")
 @pytest.mark.parametrize(
     ("what", "dtype"),
     [
@@ -218,6 +221,11 @@ def write_published(options: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]
     return [value.clone() for value in before], [value.clone() for value in after], digests
 
 
+@compat(
+    "parameters written by the user (load_state_dict, clamp, re-initialization)",
+    "deepspeed",
+    note="through `GatheredParameters`",
+)
 def test_a_written_parameter_is_not_reverted(two_ranks: Ranks) -> None:
     eager = two_ranks.run(write_published, EAGER)
     later = two_ranks.run(write_published, LATER)

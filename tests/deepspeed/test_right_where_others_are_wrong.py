@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.compatibility import compat
 from tests.deepspeed.ranks import Ranks
 from tests.deepspeed.scenarios import CLIP_SOME, WAYS, Scenario, distance
 from tests.deepspeed.training import Recorded, end, masters, recorded_gradient
@@ -75,6 +76,7 @@ NAME = f"dots.{UNUSED}.weight"
 OURS = ("ours, later", "match")
 
 
+@compat("a step with some or no gradients", "deepspeed")
 def test_an_unused_parameter_is_not_stepped_with_an_old_gradient(two_ranks: Ranks) -> None:
     skips = {(2, 0): (UNUSED,), (3, 0): (UNUSED,)}
     expected = reference([[gradients_of(step, 0, skips.get((step, 0), ()))] for step in range(6)], 1, CLIP_SOME)
@@ -134,6 +136,7 @@ def growing_scale(way: str) -> list[float]:
     return [float(norm) for norm in record["norms"]]
 
 
+@compat("GradScaler", "deepspeed", note="as DeepSpeed's own loss scaler")
 def test_the_norm_at_growth_of_the_loss_scale(two_ranks: Ranks) -> None:
     stock = two_ranks.run(growing_scale, "stock")[0]
     assert two_ranks.run(growing_scale, "match")[0] == stock

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.compatibility import compat
+
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
     **os.environ,
@@ -85,6 +87,8 @@ def train(out: Path, text: Path, steps: int, *more: str, config: dict[str, objec
     return [entry["loss"] for entry in history if "loss" in entry]
 
 
+@compat("Hugging Face Trainer, and its resume", "deepspeed")
+@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "deepspeed", note="below Trainer")
 @needs_trainer
 def test_trainer_and_its_resume(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"

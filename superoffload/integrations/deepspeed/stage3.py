@@ -93,6 +93,8 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
             after_update=self._after_update,
         )
         _OPEN.add(self)
+        for param in self._trained():
+            param.superoffload_steps_it = True  # clipping.py asks
 
     # ---- construction ---------------------------------------------------------------------------------------------
 
@@ -251,6 +253,8 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         """DeepSpeed's order of events, with one verdict for all sub-groups."""
         if closure is not None:
             raise StateError("step(closure): closures are not supported, as in DeepSpeed; call engine.step()")
+        if self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks:
+            raise StateError("step hooks are not called under DeepSpeed; do around engine.step() what they do")
         with held_signals():
             self._await_gradients()
             self._pre_step()
@@ -538,6 +542,13 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         _OPEN.discard(self)
         if driver is not None:
             driver.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        """What torch.distributed.checkpoint tries with something that is no torch.optim.Optimizer."""
+        raise StateError("DeepSpeed's optimizer is no torch.optim.Optimizer; use engine.save_checkpoint()")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError("an optimizer with worker threads cannot be copied or pickled; use engine.save_checkpoint()")
 
     def destroy(self) -> None:
         """As DeepSpeed's, and ends what is ours."""

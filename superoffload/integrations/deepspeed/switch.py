@@ -47,6 +47,8 @@ def enable() -> None:
     _replace(config.DeepSpeedConfig, "__init__", _reading_our_device(config.DeepSpeedConfig.__init__))
     _replace(cpu_adam, "CPUAdamBuilder", lazy_adam.lazy_builder(cpu_adam.CPUAdamBuilder))
     _replace(upstream, "SuperOffloadOptimizer_Stage3", stage3.SpeculativeStage3)
+    for owner, name, replacement in import_module("superoffload.integrations.deepspeed.clipping").replacements():
+        _replace(owner, name, replacement)
 
 
 def disable() -> None:

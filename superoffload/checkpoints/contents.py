@@ -1,0 +1,151 @@
+"""What a checkpoint of a model and its optimizer consists of, by the parameters' names; the same for every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from superoffload.adamw import AdamW
+from superoffload.errors import ArgumentError
+from superoffload.ranks.layout import Holding, dtensor_holding, is_dtensor, whole_holding
+from superoffload.ranks.session import RankSession
+from superoffload.ranks.setup import plain_name
+from superoffload.tracked import Tracked
+
+MODEL, MASTER, EXP_AVG, EXP_AVG_SQ = "model.", "master.", "exp_avg.", "exp_avg_sq."
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor of ``shape``: ``length`` indices of dimension ``dim``, of the flat tensor if ``flat``."""
+
+    shape: tuple[int, ...]
+    dim: int
+    start: int
+    length: int
+    flat: bool
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        if self.flat or not self.shape:
+            return (self.length,) if self.flat else ()
+        return (*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :])
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "shape": list(self.shape)}
+
+
+def piece_of(tensor: Tensor, holding: Holding) -> Piece:
+    own = holding.own
+    return Piece(tuple(tensor.shape), own.dim, own.start, own.length, holding.flat_chunks)
+
+
+def holding_of(name: str, tensor: Tensor) -> Holding:
+    """Of a tensor without state: a DTensor's own layout, or all of it."""
+    return dtensor_holding(name, tensor) if is_dtensor(tensor) else whole_holding(tensor)
+
+
+@dataclass(frozen=True)
+class Named:
+    """The model's tensors and the optimizer's parameters by plain names.
+
+    ``aliases``: names of tensors that another name has already (tied weights). ``other``: entries of the model's
+    state_dict that are no tensors.
+    """
+
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str]
+    other: dict[str, Any]
+    groups: list[list[str]]
+    params: dict[str, Tensor]
+    session: RankSession | None
+
+    @property
+    def rank(self) -> int:
+        return self.session.group.rank if self.session is not None else 0
+
+    def writes(self, holding: Holding) -> bool:
+        """Of ranks that hold the same elements, the first writes them."""
+        return self.session is None or holding.replicas[0] == self.rank
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == self.ranks[0]
+
+    @property
+    def ranks(self) -> list[int]:
+        return self.session.group.ranks if self.session is not None else [0]
+
+
+def check_optimizer(optimizer: Any) -> None:
+    if not isinstance(optimizer, (AdamW, torch.optim.AdamW)):
+        deepspeed = "Stage3" in type(optimizer).__name__
+        remedy = "use engine.save_checkpoint()" if deepspeed else "of a wrapper, such as Accelerate's, its .optimizer"
+        raise ArgumentError(
+            f"optimizer: {type(optimizer).__name__}, expected superoffload.AdamW or torch.optim.AdamW; {remedy}"
+        )
+
+
+def name_everything(model: nn.Module, optimizer: Optimizer) -> Named:
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    other: dict[str, Any] = {}
+    first: dict[Any, str] = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        name = plain_name(key)
+        if not isinstance(value, Tensor):
+            other[name] = value
+        elif id(value) in first:
+            aliases[name] = first[id(value)]
+        else:
+            tensors[name] = value
+            first[id(value)] = name
+    names = {id(param): plain_name(name) for name, param in model.named_parameters()}
+    params: dict[str, Tensor] = {}
+    groups = []
+    for g, group in enumerate(optimizer.param_groups):
+        for i, param in enumerate(group["params"]):
+            if id(param) not in names:
+                raise ArgumentError(
+                    f"optimizer: parameter {i} of group {g} is none of model's; give the model it was made for"
+                )
+            params[names[id(param)]] = param
+        groups.append([names[id(param)] for param in group["params"]])
+    session = optimizer._ranks.session if isinstance(optimizer, AdamW) else None
+    return Named(tensors, aliases, other, groups, params, session)
+
+
+def stepped(optimizer: Optimizer, named: Named) -> Iterator[tuple[str, Tensor, Tracked]]:
+    """The parameters whose state is ours."""
+    assert isinstance(optimizer, AdamW)
+    for name, param in named.params.items():
+        if param in optimizer._tracked:
+            yield name, param, optimizer._tracked[param]
+
+
+def group_values(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def on_all_ranks(session: RankSession | None, what: str, work: Callable[[], Any]) -> Any:
+    """``work``, which changes nothing and may refuse; where one rank refuses, all of them raise."""
+    try:
+        result = work()
+    except ArgumentError as error:
+        if session is not None:
+            session.agree(what, error)
+        raise
+    if session is not None:
+        session.agree(what, None)
+    return result
+
+
+def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    if extra is not None and not isinstance(extra, Mapping):
+        raise ArgumentError(f"extra: {type(extra).__name__}, expected a dict, such as {{'scheduler': ...}}")
+    return dict(extra or {})

@@ -1,0 +1,114 @@
+"""Hugging Face ``Trainer`` and its subclasses (TRL's too): ``offload(trainer)`` before ``trainer.train()``.
+
+Trainer clips by hand between backward and ``step()``; here clipping is part of the optimizer's verdict, so that the
+step can be taken during backward. What the norm was is known after ``step()``, in time for Trainer's log.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from superoffload.adamw import AdamW
+from superoffload.errors import ArgumentError
+from superoffload.metrics import Monitor
+
+try:
+    from transformers import Trainer, TrainerCallback
+except ImportError as error:
+    raise ImportError(
+        "superoffload.integrations.transformers needs transformers >= 5 and accelerate: "
+        "pip install 'superoffload[transformers]'"
+    ) from error
+
+_ADAMW = ("adamw_torch", "adamw_torch_fused")
+_OURS_TO_SET = ("params", "model", "max_grad_norm")
+
+
+def offload(trainer: Trainer, *, metrics: bool = True, **options: Any) -> Offload:
+    """Makes ``trainer`` train with ``superoffload.AdamW``, set as its TrainingArguments say; returns its callback.
+
+    Arguments:
+        trainer: made, and not trained yet.
+        metrics: add what ``superoffload.Monitor`` measures to Trainer's training logs.
+        options: further arguments of ``superoffload.AdamW`` (speculation, threads, bucket_numel, ...).
+    """
+    _check(trainer, options)
+    args = trainer.args
+    given = {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+        "max_grad_norm": args.max_grad_norm or None,
+    }
+    callback = Offload(metrics)
+    trainer.optimizer_cls_and_kwargs = (AdamW, {**given, **options})
+    trainer._clip_grad_norm = callback.norm_to_come
+    trainer._get_grad_norm = callback.norm_to_come
+    trainer.callback_handler.callbacks.insert(0, callback)  # before those that report what is logged
+    return callback
+
+
+def _check(trainer: Any, options: dict[str, Any]) -> None:
+    if not isinstance(trainer, Trainer):
+        raise ArgumentError(f"trainer: {type(trainer).__name__}, expected a transformers.Trainer")
+    if not (hasattr(trainer, "_clip_grad_norm") and hasattr(trainer, "_get_grad_norm")):
+        raise ArgumentError("trainer: this transformers clips in a way that is not known here; expected version >= 5")
+    if trainer.optimizer is not None:
+        raise ArgumentError("trainer: it has an optimizer already; call offload() before train(), without optimizers=")
+    if trainer.is_deepspeed_enabled:
+        raise ArgumentError(
+            "trainer: it runs on DeepSpeed; use superoffload.integrations.deepspeed.enable() instead of offload()"
+        )
+    name = getattr(trainer.args.optim, "value", trainer.args.optim)
+    if name not in _ADAMW or trainer.args.optim_args:
+        raise ArgumentError(f"trainer: optim={name!r}, optim_args={trainer.args.optim_args!r}: expected {_ADAMW[0]!r}")
+    for option in _OURS_TO_SET:
+        if option in options:
+            raise ArgumentError(f"{option}: set by Trainer; max_grad_norm belongs into TrainingArguments")
+
+
+class Offload(TrainerCallback):
+    """Gives Trainer the norm that the verdict came from, and our metrics to its logs."""
+
+    def __init__(self, metrics: bool) -> None:
+        self._metrics = metrics
+        self._monitor: Monitor | None = None
+        self._values: dict[str, float] = {}
+        self._norm = torch.tensor(0.0)
+
+    def norm_to_come(self, model: nn.Module, *args: Any, **options: Any) -> Tensor:
+        """In place of Trainer's clipping: nothing is clipped here, and the norm is filled in by ``step()``."""
+        self._norm = torch.tensor(0.0)
+        return self._norm
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **more: Any) -> None:
+        ours = optimizer_of(optimizer)
+        self._monitor = Monitor(ours) if self._metrics else None
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **more: Any) -> None:
+        ours = optimizer_of(optimizer)
+        if ours.last_verdict is not None:
+            self._norm.fill_(ours.last_verdict.grad_norm)
+        if self._monitor is not None:
+            self._values = self._monitor.step()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:
+        if logs is not None and "loss" in logs:  # not those of an evaluation
+            logs.update(self._values)
+            state.log_history[-1].update(self._values)
+
+
+def optimizer_of(optimizer: Any) -> AdamW:
+    """Out of Accelerate's wrapper."""
+    while not isinstance(optimizer, AdamW):
+        inner = getattr(optimizer, "optimizer", None)
+        if inner is None:
+            raise ArgumentError(
+                f"trainer: trains with {type(optimizer).__name__}, expected superoffload.AdamW; something replaced the "
+                "optimizer after offload()"
+            )
+        optimizer = inner
+    return optimizer

@@ -1,0 +1,42 @@
+"""docs/compatibility.md says what the marks of the tests say, and no cell is empty."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.compatibility import COLUMNS, PAGE, ROOT, SECTIONS, Cell, Refusal, page
+
+
+def test_the_page_is_what_the_tests_say() -> None:
+    """In a process of its own: collecting tests here would disturb the run."""
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.compatibility", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=250
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_every_cell_of_the_page_has_a_text() -> None:
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and not line.startswith("| |")]
+    assert len(rows) == sum(map(len, SECTIONS.values()))
+    for row in rows:
+        cells = row.replace("\\|", "").split("|")[2:-1]
+        assert len(cells) == len(COLUMNS)
+        assert all(cell.strip().startswith(("works", "refused")) for cell in cells), row
+
+
+def test_cells_as_text() -> None:
+    cell = Cell(works=["tests/a.py::test_x", "tests/a.py::test_y"], notes=["slowly"])
+    assert cell.text() == "works, slowly (a.py: `test_x`, `test_y`)"
+    refused = Cell(works=["tests/a.py::test_x"], refused="use b | c")
+    table = {"row": dict.fromkeys(COLUMNS, refused)}
+    assert "refused: “use b \\| c”" in page(table, {"Section": ["row"]})
+
+
+def test_a_refusal_must_be_the_one_that_is_quoted() -> None:
+    with pytest.raises(AssertionError, match="the page quotes"), Refusal(["use b"])():
+        raise ValueError("use c")
+    with pytest.raises(AssertionError, match="needs a compat mark"), Refusal([])():
+        raise ValueError("use c")

@@ -1,0 +1,417 @@
+"""What people do around an optimizer and no other file covers, by ours in every mode and by torch.optim.AdamW."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler, swa_utils
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import checkpoint
+
+from superoffload import AdamW
+from superoffload.policy import MODES
+from tests.adamw_tools import Optimizer, TorchAdamW, assert_trained_alike, batch, check_scenario, model_of, train
+from tests.compatibility import Refusal, compat
+
+Scheduler = Callable[[Any], Any]
+
+
+def warmed_up(optimizer: Any) -> Any:
+    first = lr_scheduler.LinearLR(optimizer, total_iters=3)
+    return lr_scheduler.SequentialLR(optimizer, [first, lr_scheduler.ConstantLR(optimizer)], milestones=[3])
+
+
+SCHEDULERS: dict[str, Scheduler] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1.0 / (1 + step)),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 4], 0.5),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 3),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=4),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.8),
+    "SequentialLR": warmed_up,
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.5, threshold=10.0),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 1e-4, 1e-2, 2, cycle_momentum=True, base_momentum=0.8),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 1e-2, 10),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 8),
+    "SWALR": lambda o: swa_utils.SWALR(o, 1e-4, 3),
+}
+
+
+def test_every_scheduler_of_torch_is_here() -> None:
+    public = {
+        name
+        for name in lr_scheduler.__all__
+        if isinstance(getattr(lr_scheduler, name), type) and name not in ("LRScheduler", "_LRScheduler")
+    }
+    assert public <= set(SCHEDULERS)
+
+
+@compat("every scheduler of torch.optim.lr_scheduler", "single")
+@compat("lr changed between backward and step()", "single")
+@pytest.mark.parametrize("when", ["after step", "between backward and step"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_of_torch(name: str, when: str) -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        scheduler = SCHEDULERS[name](optimizer)
+        for seed in range(6):
+            optimizer.zero_grad()
+            loss = batch(model, seed)
+            loss.backward()
+            arguments = (1.0,) if name == "ReduceLROnPlateau" else ()
+            if when == "after step":
+                optimizer.step()
+            scheduler.step(*arguments)
+            if when != "after step":
+                optimizer.step()
+
+    check_scenario(scenario)
+
+
+@compat("plain loss scaling: scaled loss, gradients divided before step()", "single")
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+def test_loss_scaled_by_hand(max_grad_norm: float | None) -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        for seed in range(4):
+            optimizer.zero_grad()
+            (batch(model, seed) * 4096.0).backward()
+            for param in model.parameters():
+                assert param.grad is not None
+                param.grad.div_(4096.0)
+            optimizer.step()
+
+    check_scenario(scenario, max_grad_norm=max_grad_norm)
+
+
+@compat("autocast", "single")
+def test_autocast() -> None:
+    """The forward rounds to bfloat16, which makes of rounding errors in weights larger ones in gradients."""
+
+    def run(optimizer_of: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any]:
+        model = model_of()
+        optimizer = optimizer_of(model)
+        for seed in range(6):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = batch(model, seed)
+            loss.float().backward()
+            optimizer.step()
+        optimizer.close()
+        return model, optimizer
+
+    runs = [run(lambda m, mode=mode: AdamW(m.parameters(), speculation=mode, threads=1)) for mode in MODES]  # type: ignore[misc]
+    first, *others = (optimizer.state_digests() for _, optimizer in runs)
+    assert all(other == first for other in others)
+    theirs, _ = run(lambda m: TorchAdamW(m.parameters()))
+    for ours, other in zip(runs[0][0].parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(ours, other, rtol=0, atol=3e-4)  # a wrong step is off by 1e-3
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module, *, reentrant: bool) -> None:
+        super().__init__()
+        self.inner = inner
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.inner, x.requires_grad_(), use_reentrant=self.reentrant)
+        return found
+
+
+@compat("activation checkpointing", "single")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        train(Checkpointed(model, reentrant=reentrant), optimizer, range(5))
+
+    stats = check_scenario(scenario, max_grad_norm=100.0)
+    assert stats["buckets_speculated"] > 0
+
+
+@compat("EMA and SWA, averages swapped in", "single")
+@pytest.mark.parametrize("kind", ["ema", "swa"])
+def test_averaged_models(kind: str) -> None:
+    averages: list[nn.Module] = []
+
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        how = swa_utils.get_ema_multi_avg_fn(0.7) if kind == "ema" else None
+        averaged = swa_utils.AveragedModel(model, multi_avg_fn=how)
+        for round_ in range(3):
+            train(model, optimizer, range(3 * round_, 3 * round_ + 3))
+            averaged.update_parameters(model)
+        model.load_state_dict(averaged.module.state_dict())  # go on from the average
+        train(model, optimizer, range(20, 23))
+        averages.append(averaged.module)
+
+    check_scenario(scenario)
+    *ours, theirs = averages
+    for average in ours:
+        assert_trained_alike(average, theirs)
+
+
+def halve(optimizer: Any, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                param.grad.mul_(0.5)
+
+
+@compat("optimizer hooks (register_step_pre_hook and its kin)", "single")
+def test_optimizer_hooks() -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        calls: list[str] = []
+        optimizer.register_step_pre_hook(halve)
+        optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+        everywhere = register_optimizer_step_pre_hook(lambda *_: calls.append("global"))
+        try:
+            train(model, optimizer, range(4))
+        finally:
+            everywhere.remove()
+        assert calls == ["global", "post"] * 4
+
+    check_scenario(scenario, max_grad_norm=0.5)
+
+
+@compat("hooks of parameters that change or read gradients", "single")
+def test_hooks_of_parameters() -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        def late(param: Tensor) -> None:
+            assert param.grad is not None
+            param.grad.clamp_(-0.01, 0.01)  # ours has packed it already
+
+        for param in model.parameters():
+            param.register_hook(lambda gradient: 2.0 * gradient)
+            param.register_post_accumulate_grad_hook(late)
+        train(model, optimizer, range(4))
+
+    check_scenario(scenario, max_grad_norm=0.5)
+
+
+@compat("clip_grad_norm_ by the user after backward", "single")
+@pytest.mark.parametrize("also_ours", [None, 0.02])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_clipping_by_hand(foreach: bool, also_ours: float | None) -> None:
+    """Whether the clip changes a gradient or, the norm being small, multiplies it by 1."""
+
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        for seed in range(6):
+            optimizer.zero_grad()
+            batch(model, seed).backward()
+            limit = 0.05 if seed % 2 else 1e6
+            norm = nn.utils.clip_grad_norm_(model.parameters(), limit, foreach=foreach)
+            assert norm > 0.05
+            optimizer.step()
+
+    check_scenario(scenario, max_grad_norm=also_ours)
+
+
+@compat("clip_grad_norm_ by the user after backward", "single")
+def test_clipping_by_a_norm_that_was_computed_apart() -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        for seed in range(4):
+            optimizer.zero_grad()
+            batch(model, seed).backward()
+            params = list(model.parameters())
+            norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+            nn.utils.clip_grads_with_norm_(params, 0.1, norm)
+            optimizer.step()
+
+    check_scenario(scenario)
+
+
+def test_an_empty_param_group() -> None:
+    """As a LoRA run has, whose parameters all decay."""
+    runs = []
+    for kind in (AdamW, torch.optim.AdamW):
+        model = model_of()
+        params: Any = [{"params": list(model.parameters())}, {"params": [], "weight_decay": 0.0}]
+        optimizer: Any = kind(params)
+        train(model, optimizer, range(3))
+        assert kind is not AdamW or len(optimizer.state_dict()["param_groups"]) == 2
+        runs.append(model)
+        if kind is AdamW:
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.add_param_group({"params": []})
+            optimizer.close()
+    assert_trained_alike(*runs)
+    with pytest.raises(ValueError, match="only empty param groups"):
+        AdamW([{"params": []}])
+
+
+class Mixed(nn.Module):
+    """bfloat16 layers around a float32 norm and a float16 head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = nn.Linear(16, 48).bfloat16()
+        self.norm = nn.LayerNorm(48)
+        self.head = nn.Linear(48, 4).half()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(torch.tanh(self.body(x.bfloat16())).float())
+        found: Tensor = self.head(x.half()).float()
+        return found
+
+
+class Masters:
+    """torch.optim.AdamW over fp32 copies; gradients copied up, parameters rounded down: what we promise to equal."""
+
+    def __init__(self, params: list[nn.Parameter], masters: list[Tensor] | None = None, **options: Any) -> None:
+        self.params = params
+        self.masters = [m.detach().float().clone() for m in masters or params]
+        self.inner = torch.optim.AdamW(self.masters, **options)
+
+    def zero_grad(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for master, param in zip(self.masters, self.params, strict=True):
+            master.grad = None if param.grad is None else param.grad.float()
+        self.inner.step()
+        for master, param in zip(self.masters, self.params, strict=True):
+            param.copy_(master)
+
+
+def mixed_step(model: nn.Module, optimizer: Any, seed: int) -> None:
+    optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(8, 16, generator=generator), torch.randn(8, 4, generator=generator)
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+
+
+@compat("mixed float32, bfloat16 and float16 parameters", "single")
+def test_mixed_dtypes() -> None:
+    digests = []
+    for mode in MODES:
+        model = Mixed()
+        with AdamW(model.parameters(), speculation=mode, threads=1) as optimizer:
+            for seed in range(6):
+                mixed_step(model, optimizer, seed)
+            digests.append(optimizer.state_digests())
+            masters = [optimizer.state[p]["master"].clone() for p in model.parameters()]
+    assert digests[0] == digests[1] == digests[2]
+    theirs = Mixed()
+    reference = Masters(list(theirs.parameters()))
+    for seed in range(6):
+        mixed_step(theirs, reference, seed)
+    for ours, other in zip(masters, reference.masters, strict=True):
+        torch.testing.assert_close(ours, other, rtol=0, atol=1e-4)  # a wrong step is off by 1e-3
+
+
+def converted(keep: str) -> tuple[nn.Module, AdamW, list[Tensor]]:
+    """A model loaded as float32, converted to bfloat16, whose masters are the float32 values."""
+    model = model_of()
+    values = {name: param.detach().clone() for name, param in model.named_parameters()}
+    model.bfloat16()
+    if keep == "by name":
+        optimizer = AdamW(model.parameters(), model=model, threads=1)
+        optimizer.load_masters(values)
+    elif keep == "by names of the groups":
+        optimizer = AdamW(model.named_parameters(), threads=1)
+        optimizer.load_masters({f"module.{name}": value for name, value in values.items()})
+    else:
+        optimizer = AdamW(model.parameters(), threads=1)
+        optimizer.load_masters(list(values.values()))
+    return model, optimizer, list(values.values())
+
+
+@compat("a model loaded as float32 and converted to bfloat16; masters keep the float32 bits", "single")
+@pytest.mark.parametrize("keep", ["by name", "by names of the groups", "in order"])
+def test_masters_keep_the_float32_bits(keep: str) -> None:
+    model, optimizer, values = converted(keep)
+    published = [p.detach().clone() for p in model.parameters()]
+    with optimizer:
+        for param, value in zip(model.parameters(), values, strict=True):
+            assert torch.equal(optimizer.state[param]["master"], value)
+        assert any(not torch.equal(p.float(), v) for p, v in zip(published, values, strict=True))
+        theirs = copy.deepcopy(model)
+        reference = Masters(list(theirs.parameters()), values)
+        for seed in range(5):
+            for a_model, an_optimizer in ((model, optimizer), (theirs, reference)):
+                an_optimizer.zero_grad()
+                batch(a_model, seed).float().backward()
+                an_optimizer.step()
+        for param, other in zip(model.parameters(), reference.masters, strict=True):
+            torch.testing.assert_close(optimizer.state[param]["master"], other, rtol=0, atol=1e-4)
+
+
+def other_values(values: list[Tensor]) -> Any:
+    return [values[0] + 1.0, *values[1:]]
+
+
+def other_shape(values: list[Tensor]) -> Any:
+    return [values[0].t(), *values[1:]]
+
+
+def not_finite(values: list[Tensor]) -> Any:
+    return [values[0] * torch.inf, *values[1:]]
+
+
+BAD_MASTERS: dict[str, tuple[Callable[[list[Tensor]], Any], str]] = {
+    "other values": (other_values, "is not their rounding"),
+    "too few": (lambda values: values[1:], "5 tensors, expected 6"),
+    "a missing name": (lambda values: {"what": values[0]}, "no value for '0.weight'"),
+    "another shape": (other_shape, "expected a tensor of shape (48, 16)"),
+    "not finite": (not_finite, "NaN or infinite"),
+    "no tensors": (lambda values: 3, "expected a mapping of names to tensors"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MASTERS)
+def test_masters_that_do_not_fit_are_refused(name: str) -> None:
+    change, words = BAD_MASTERS[name]
+    model = model_of()
+    values = [p.detach().clone() for p in model.parameters()]
+    model.bfloat16()
+    with AdamW(model.parameters(), model=model, threads=1) as optimizer:
+        before = optimizer.state_digests()
+        with pytest.raises(ValueError) as caught:
+            optimizer.load_masters(change(values))
+        assert words in str(caught.value)
+        assert optimizer.state_digests() == before
+
+
+def test_a_compiled_step() -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        step = torch.compile(optimizer.step, backend="eager") if isinstance(optimizer, AdamW) else optimizer.step
+        for seed in range(3):
+            optimizer.zero_grad()
+            batch(model, seed).backward()
+            step()
+
+    check_scenario(scenario)
+
+
+@compat(
+    "non-contiguous parameters",
+    "single",
+    refused="is not contiguous; make it so with torch.nn.Parameter(param.detach().contiguous())",
+)
+def test_non_contiguous_parameters(refusal: Refusal) -> None:
+    param = nn.Parameter(torch.randn(48, 16).t())
+    with refusal():
+        AdamW([param])
+
+
+@compat(
+    "copy.deepcopy and pickle of the optimizer",
+    "single",
+    refused="an optimizer with worker threads cannot be copied or pickled; save its state_dict() instead",
+)
+def test_copies_of_the_optimizer(refusal: Refusal) -> None:
+    with AdamW(model_of().parameters(), threads=1) as optimizer, refusal():
+        copy.deepcopy(optimizer)
