@@ -1,6 +1,7 @@
-"""Loss curves of 1, 2 and 4 ranks: speculative, synchronous, and plain FSDP2 with torch.optim.AdamW.
+r"""Loss curves of 1, 2 and 4 ranks: speculative, synchronous, and plain FSDP2 with torch.optim.AdamW.
 
-    python benchmarks/rank_curves.py --out benchmarks/results/rank_curves.json --plot docs/images/ranks.png
+    python benchmarks/rank_curves.py --max-grad-norm 1 \
+        --out benchmarks/results/rank_curves.json --plot docs/images/ranks.png
 
 Runs `superoffload verify --engine fsdp2` for 2 and 4 ranks on this machine and keeps the curves; exits 0 only if both
 are verified.
@@ -26,10 +27,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--max-grad-norm", type=float, default=Setup().max_grad_norm)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/rank_curves.json"))
     parser.add_argument("--plot", type=Path, help="where to draw (default: next to --out)")
     args = parser.parse_args()
-    setup = dataclasses.replace(Setup(), steps=args.steps)
+    setup = dataclasses.replace(Setup(), steps=args.steps, max_grad_norm=args.max_grad_norm)
     curves: dict[str, list[float]] = {}
     rows: list[dict[str, Any]] = []
     tolerance: Tolerance | None = None

@@ -18,9 +18,8 @@ void grace_step(const Run& run, std::size_t begin, std::size_t end) {
     step_lanes<Lanes, LoopTypes>(run, begin, end);
 }
 
-void grace_step_journaled(const Run& run, std::size_t begin, std::size_t end, std::uint8_t* codes,
-                          BlockEscapes& escapes) {
-    journal_lanes<Lanes, LoopTypes, 1>(run, begin, {begin, end}, codes, escapes);
+void grace_step_journaled(const Run& run, std::size_t begin, std::size_t end, BlockEscapes& escapes) {
+    journal_lanes<Lanes, LoopTypes, 1>(run, begin, {begin, end}, escapes);
 }
 
 void grace_undo(const Run& run, std::size_t begin, std::size_t end) {

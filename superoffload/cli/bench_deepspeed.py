@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
             rows += found
     report = {
         "machine": machine,
-        "versions": version_facts(),
+        "versions": {**version_facts(), "deepspeed": metadata.version("deepspeed")},
         "commit": commit(),
         "command": args.command_line,
         "limit": None,

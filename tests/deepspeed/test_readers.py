@@ -16,6 +16,7 @@ from tests.deepspeed.training import OURS, end
 EAGER = {"speculation": "always"}
 LATER = {"speculation": "always", "delivery": "on_demand"}
 WAITING = {"speculation": "never"}
+WAITING_LATER = {**WAITING, "delivery": "on_demand"}  # every step is outstanding when step() returns
 
 
 def _params(engine: Any) -> list[Any]:
@@ -113,7 +114,7 @@ def read_after_steps(reader: str, options: dict[str, Any], zero: dict[str, Any])
 def test_readers_see_fresh_values(reader: str, threshold: int, two_ranks: Ranks) -> None:
     zero = {"stage3_param_persistence_threshold": threshold}
     eager = two_ranks.run(read_after_steps, reader, EAGER, zero)
-    later = two_ranks.run(read_after_steps, reader, LATER, zero)
+    later = two_ranks.run(read_after_steps, reader, WAITING_LATER, zero)
     for (expected, waited), (found, outstanding) in zip(eager, later, strict=True):
         assert not waited
         assert outstanding, "nothing was outstanding, so nothing was tested"

@@ -80,6 +80,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         self._failure: WorkerError | None = None
         self._session: RankSession | None = None
         self._look_is_due = False
+        self._later = False  # what the last step publishes may not be there yet
         super().__init__(module, init_optimizer, param_names, timers, ds_config, **kwargs)
         if self.torch_autocast_gradscaler is not None:
             raise StateError("torch_autocast with fp16: its loss scaler is not supported; use bf16, or fp16 without it")
@@ -308,6 +309,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         driver = self._opened()
         window, norm = self._close_window()
         scale = float(self.loss_scale)
+        unclipped, speculating, self._later = 1.0 / scale, driver.core.policy.wants(), False
         if self.superoffload_options.match_stock:
             norm = self._stock_norm(window)
         self.overflow = not math.isfinite(float(norm))
@@ -326,8 +328,11 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         if window.sums:
             coefficient, factor = self._clip(norm, scale)
             verdict = Verdict(float(self._global_grad_norm), coefficient, False, factor)
+            # Where backward has done the work, there is nothing to wait for later, and persistent parameters are
+            # gathered together. Not a question of what is done on this rank: all ranks must gather alike.
+            self._later = self._delivers_later and not (speculating and factor == unclipped)
             with self._for_the_next_step():  # the step was completed all the same
-                driver.step(verdict, later=self._delivers_later)
+                driver.step(verdict, later=self._later)
             self._ended(applied=True, factor=factor)
         self._show_steps()
 
@@ -352,7 +357,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         if self._session.full_check_is_due:
             self._look()
             self._session.check_everything()
-        elif not self._delivers_later:
+        elif not self._later:
             self._look()
 
     def _stock_norm(self, window: Window) -> Tensor:
@@ -392,9 +397,9 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
             self.optimizer.state[flat]["step"] = self._step_value(steps)
 
     def _post_step(self, timer_names: Any = ()) -> None:
-        """Persistent parameters are gathered by their next reader, where parameters are delivered on demand."""
+        """Persistent parameters are gathered by their next reader, where they may not be there yet."""
         persistent: Any = getattr(self, "persistent_parameters")  # noqa: B009
-        if self._delivers_later:
+        if self._later:
             self.persistent_parameters = []
         try:
             super()._post_step(timer_names)
