@@ -27,7 +27,7 @@ class Setup:
     micro_batches: int = 2
     lr: float = 2e-3
     warmup: int = 10
-    max_grad_norm: float = 2.0
+    max_grad_norm: float = 1.0
     seed: int = 0
     bucket_numel: int = 4096
     nan_step: int = 17
