@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -112,6 +113,8 @@ def read_after_steps(reader: str, options: dict[str, Any], zero: dict[str, Any])
     [*((reader, 0) for reader in READERS), ("gathered", 3000), ("16 bit", 3000), ("evaluated", 3000)],
 )
 def test_readers_see_fresh_values(reader: str, threshold: int, two_ranks: Ranks) -> None:
+    if reader == "moved" and version("deepspeed").startswith("0.18."):
+        pytest.skip("DeepSpeed before 0.19 moves state of its own FusedAdam only")
     zero = {"stage3_param_persistence_threshold": threshold}
     eager = two_ranks.run(read_after_steps, reader, EAGER, zero)
     later = two_ranks.run(read_after_steps, reader, WAITING_LATER, zero)
