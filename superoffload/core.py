@@ -417,14 +417,18 @@ class Core:
             buckets = [bucket for bucket, _ in self._places.get(shard.index, ()) if bucket in self._landing]
         if buckets:
             with self._caller_at_work():
-                self._deliver(buckets)
+                try:
+                    self._deliver(buckets)
+                finally:
+                    for bucket in buckets:
+                        if bucket not in self._landing:
+                            bucket.renew()
                 self._raise_failure()
 
     def _deliver(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:  # in forward order, each bucket as soon as it is done
             self._wait(bucket)
             self.link.deliver(bucket, _native.Completion.already_done())
-            bucket.renew()
             del self._landing[bucket]
 
     def settle(self) -> None:

@@ -62,11 +62,12 @@ SUPEROFFLOAD_INLINE typename L::F value_of(typename L::U word) {
     return L::from_bits(word);
 }
 
-// The estimate's word; in bf16 rounded to nearest even, like any conversion.
+// The estimate's word; in bf16 rounded to nearest even, like any conversion. There two-byte codes reach from a NaN to an
+// infinity, so that a NaN's sign, which processors choose differently, would decide whether a word has a code.
 template <typename L, ElementType type>
 SUPEROFFLOAD_INLINE typename L::U estimated_word(typename L::F estimate) {
-    const auto u = L::bits(estimate);
-    if constexpr (type != ElementType::bf16) return u;
+    if constexpr (type != ElementType::bf16) return L::bits(estimate);
+    const auto u = L::bits(L::canonical(estimate));
     const auto odd = L::and_u(L::template shr<16>(u), L::set_u(1));
     return L::template shr<16>(L::add_u(L::add_u(u, L::set_u(0x7fffu)), odd));
 }
