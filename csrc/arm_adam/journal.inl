@@ -62,8 +62,8 @@ SUPEROFFLOAD_INLINE typename L::F value_of(typename L::U word) {
     return L::from_bits(word);
 }
 
-// The estimate's word; in bf16 rounded to nearest even, like any conversion. There two-byte codes reach from a NaN to an
-// infinity, so that a NaN's sign, which processors choose differently, would decide whether a word has a code.
+// The estimate's word; in bf16 rounded to nearest even, like any conversion. There two-byte codes reach from a NaN to
+// an infinity, so that a NaN's sign, which processors choose differently, would decide whether a word has a code.
 template <typename L, ElementType type>
 SUPEROFFLOAD_INLINE typename L::U estimated_word(typename L::F estimate) {
     if constexpr (type != ElementType::bf16) return L::bits(estimate);
