@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -419,9 +421,10 @@ def test_lightning(refusal: Refusal, tmp_path: Path) -> None:
     from lightning.pytorch.demos.boring_classes import BoringModel
 
     options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "default_root_dir": str(tmp_path)}
-    trainer = lightning.Trainer(strategy="deepspeed_stage_3", accelerator="cpu", **options)
-    with refusal():
-        trainer.fit(BoringModel())
+    with mock.patch.dict(os.environ):  # Lightning says there which rank this is; later tests must not think so
+        trainer = lightning.Trainer(strategy="deepspeed_stage_3", accelerator="cpu", **options)
+        with refusal():
+            trainer.fit(BoringModel())
 
 
 def sft(folder: str, options: dict[str, Any]) -> tuple[Any, list[float]]:
