@@ -39,7 +39,7 @@ from superoffload.core import Core, CoreOptions
 from superoffload.cpus import worker_cpus
 from superoffload.errors import ArgumentError, RankError, StateError, SuperOffloadError, WorkerError
 from superoffload.interrupts import held_signals
-from superoffload.link import HostLink
+from superoffload.links import link_for
 from superoffload.masters import read_masters
 from superoffload.memory import host_zeros
 from superoffload.ranks.held import Held
@@ -221,7 +221,7 @@ class AdamW(Optimizer):
             timeout=given.rank_timeout,
         )
         options = CoreOptions(given.speculation, given.bucket_numel, worker_cpus(given.threads, self._ranks.cpus))
-        self._core = Core(HostLink(), options, _hyper_reader(self))
+        self._core = Core(link_for(params), options, _hyper_reader(self))
 
     # ---- param groups -----------------------------------------------------------------------------------------
 
