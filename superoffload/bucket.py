@@ -137,6 +137,7 @@ class Bucket:
         self.shadow: Tensor
         self.work: _native.BucketWork
         self.running: _native.Completion | None = None
+        self.delivery: _native.Completion | None = None  # the copy up that is under way
         # What the last step or speculation froze:
         self.frozen: GroupHyper | None = None
         self.factor = 1.0

@@ -78,7 +78,8 @@ class Core:
         self._order: list[int] = []  # arrivals of the first backward
         self._observed = False
         self._speculating = True  # for this step: no early stop so far
-        self._partial = 0.0  # sum of squares of what was packed in this step
+        self._partial = 0.0  # sum of squares of what has arrived in this step, as far as it was looked at
+        self._unsummed: dict[Bucket, _native.Completion] = {}  # packed in this step, not in _partial yet
         self._proves_clip = math.inf
         self._unscale = 1.0
         self._shared = False  # the verdict of this step is also that of other ranks
@@ -189,6 +190,7 @@ class Core:
             bucket.present[place] = False
             bucket.missing += 1
             bucket.squares = 0.0
+            self._unsummed.pop(bucket, None)
         self._partial = sum(bucket.squares for bucket in self.buckets)
         self._raise_failure()
 
@@ -208,17 +210,24 @@ class Core:
             ticket = self.link.pack(bucket, grads)
         bucket.running = self.link.arrived(ticket)
         bucket.move(BucketState.READY)
-        if not (self._speculating and bucket.running.done()):
-            return
-        for piece, present in zip(bucket.pieces, bucket.present, strict=True):
-            if present:
-                first = piece.start // BLOCK
-                sums = piece.shard.block_sums[first : first + -(-piece.numel // BLOCK)]
-                bucket.squares += float(np.sum(sums))
-        self._partial += bucket.squares
+        self._unsummed[bucket] = bucket.running
+
+    def _sum_what_arrived(self) -> None:
+        """For the early stop: the block sums of packed gradients that have reached host memory since the last look."""
+        for bucket, arrival in list(self._unsummed.items()):
+            if not arrival.done() or arrival.error:
+                continue
+            del self._unsummed[bucket]
+            for piece, present in zip(bucket.pieces, bucket.present, strict=True):
+                if present:
+                    first = piece.start // BLOCK
+                    sums = piece.shard.block_sums[first : first + -(-piece.numel // BLOCK)]
+                    bucket.squares += float(np.sum(sums))
+            self._partial += bucket.squares
 
     def _worth_speculating(self) -> bool:
         if self._speculating:
+            self._sum_what_arrived()
             # Early stop: a non-finite gradient, or the part of the norm that is known already proves a clip.
             self._speculating = self.policy.wants() and self._partial < self._proves_clip
         return self._speculating
@@ -404,6 +413,8 @@ class Core:
             self._count_step(verdict)
             if not (later and self._observed):  # the buckets of the first step make way for those in observed order
                 self._deliver(moving)
+            elif self.link.asynchronous:
+                self._send_up(moving)
             self._end_step(whole=True)
             self._raise_failure()
 
@@ -426,10 +437,31 @@ class Core:
                 self._raise_failure()
 
     def _deliver(self, buckets: Sequence[Bucket]) -> None:
-        for bucket in buckets:  # in forward order, each bucket as soon as it is done
+        self._send_up(buckets)
+        for bucket in buckets:
             self._wait(bucket)
-            self.link.deliver(bucket, _native.Completion.already_done())
+            self._wait_for_copy(bucket)
+            self.link.make_visible(bucket)
             del self._landing[bucket]
+
+    def _send_up(self, buckets: Sequence[Bucket]) -> None:
+        """In forward order, each bucket as soon as it is done; an asynchronous link waits for that itself."""
+        for bucket in buckets:
+            if bucket.delivery is not None:
+                continue
+            if not self.link.asynchronous:
+                self._wait(bucket)
+            after = bucket.running or _native.Completion.already_done()
+            bucket.delivery = self.link.deliver(bucket, after)
+
+    def _wait_for_copy(self, bucket: Bucket) -> None:
+        """Until the copy up of ``bucket`` can be waited for by a stream (or was made, on the host)."""
+        delivery, bucket.delivery = bucket.delivery, None
+        try:
+            if delivery is not None:
+                delivery.wait()
+        except RuntimeError as error:
+            self._failure = self._failure or WorkerError(str(error))
 
     def settle(self) -> None:
         """Waits for what was speculated. WorkerError: a worker failed, the step was abandoned, nothing has changed.
@@ -507,6 +539,7 @@ class Core:
                 bucket.renew()
         self._incoming.clear()
         self._partial = 0.0
+        self._unsummed.clear()
         self._speculating = True
         self._shared = False
         if whole and not self._observed and self._order:

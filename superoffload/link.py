@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +28,7 @@ class Link(Protocol):
 
     bytes_down: int
     bytes_up: int
+    asynchronous: bool  # deliver() returns before ``after`` is done, and reads the shadow by itself once it is
 
     def attach(self, bucket: Bucket) -> None:
         """Allocates the bucket's packed gradient and shadow (``bucket.padded`` elements each)."""
@@ -41,11 +43,20 @@ class Link(Protocol):
         """Done once the packed gradient is in host memory; worker threads wait on it without the GIL."""
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
-        """Makes the shadow of the bucket's present pieces the published parameters, once ``after`` is done."""
+        """Copies the shadow of the bucket's present pieces to the published parameters, once ``after`` is done.
+
+        ``after`` may have failed: an operation after the verdict is completed even so. What is returned is done once
+        the copy was made, or where streams order it: enqueued.
+        """
+
+    def make_visible(self, bucket: Bucket) -> None:
+        """On the training thread, once the delivery is done: what it enqueues from here on reads the new parameters."""
 
 
 class HostLink:
     """Gradients and parameters in host memory. Packing copies: later edits of ``p.grad`` cannot reach the journal."""
+
+    asynchronous = False
 
     def __init__(self) -> None:
         self.bytes_down = 0
@@ -75,7 +86,7 @@ class HostLink:
         return ticket.completion
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
-        after.wait()
+        wait_until_ended(after)
         targets, sources = [], []
         for piece, present in zip(bucket.pieces, bucket.present, strict=True):
             if present:
@@ -85,3 +96,12 @@ class HostLink:
         if targets:
             torch._foreach_copy_(targets, sources)  # in place: bumps the parameters' version counters
         return _native.Completion.already_done()
+
+    def make_visible(self, bucket: Bucket) -> None:
+        """It is since it was copied."""
+
+
+def wait_until_ended(operation: _native.Completion) -> None:
+    """Whether it failed is the core's business, which waits for it too."""
+    with suppress(RuntimeError):
+        operation.wait()

@@ -108,8 +108,9 @@ class Timeline:
     def submitted(self, work: _native.BucketWork, verb: str, completion: _native.Completion) -> None:
         self._pending.append(_Work(PROCESSORS, verb, self._bucket_of(work), completion=completion))
 
-    def delivered(self, bucket: Bucket, began: float) -> None:
-        self._pending.append(_Work(UP, "deliver", bucket, began, _native.now_seconds()))
+    def delivered(self, bucket: Bucket, began: float, completion: _native.Completion | None) -> None:
+        """``completion``: of a copy that still runs, and has its own times."""
+        self._pending.append(_Work(UP, "deliver", bucket, began, _native.now_seconds(), completion))
 
     def deciding(self) -> None:
         self._deciding = _native.now_seconds()
@@ -240,7 +241,7 @@ class _RecordingLink:
         began = _native.now_seconds()
         with _nvtx("superoffload deliver"):
             completion: _native.Completion = self._link.deliver(bucket, after)
-        self._timeline.delivered(bucket, began)
+        self._timeline.delivered(bucket, began, completion if self._link.asynchronous else None)
         return completion
 
     def __getattr__(self, name: str) -> Any:

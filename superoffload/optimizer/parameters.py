@@ -16,7 +16,7 @@ from superoffload.bucket import ALIGN, GroupHyper, Shard
 from superoffload.core import Core, CoreOptions
 from superoffload.cpus import worker_cpus
 from superoffload.errors import StateError
-from superoffload.link import HostLink
+from superoffload.links import link_for
 from superoffload.memory import host_zeros
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.untraced import untraced
@@ -68,7 +68,7 @@ class Parameters(Lifetime):
             timeout=given.rank_timeout,
         )
         options = CoreOptions(given.speculation, given.bucket_numel, worker_cpus(given.threads, self._ranks.cpus))
-        self._core = Core(HostLink(), options, _hyper_reader(self))
+        self._core = Core(link_for(params), options, _hyper_reader(self))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, at any time; a step in flight keeps its gradients."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket, Shard
-from superoffload.link import PackTicket
+from superoffload.link import PackTicket, wait_until_ended
 from superoffload.memory import host_empty
 
 
@@ -18,6 +18,8 @@ class PartitionLink:
 
     So whoever writes to the flat buffer must ``retract()`` the shard first. ``pin``: parameters are on a device.
     """
+
+    asynchronous = False
 
     def __init__(self, gradient_of: Callable[[Shard], Tensor], *, pin: bool) -> None:
         self.bytes_down = 0
@@ -54,7 +56,7 @@ class PartitionLink:
         return ticket.completion
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
-        after.wait()
+        wait_until_ended(after)
         targets, sources = [], []
         for piece, present in zip(bucket.pieces, bucket.present, strict=True):
             if present:
@@ -65,3 +67,6 @@ class PartitionLink:
             # From pinned memory to a device this waits for the copy, so the shadow may be written again.
             torch._foreach_copy_(targets, sources)
         return _native.Completion.already_done()
+
+    def make_visible(self, bucket: Bucket) -> None:
+        """It is since it was copied."""
