@@ -18,7 +18,7 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.bucket import BLOCK, Bucket, BucketState, GroupHyper, Shard
-from superoffload.errors import StateError
+from superoffload.errors import StateError, WorkerError
 from superoffload.link import Link
 from superoffload.pipeline.layout import JOURNAL_BYTES_PER_PARAM
 from superoffload.pipeline.options import CoreOptions
@@ -54,7 +54,8 @@ class Core(Settling):
 
     def __init__(self, link: Link, options: CoreOptions, hyper_of: Callable[[int], GroupHyper]) -> None:
         super().__init__(link, options, hyper_of)
-        self._incoming: dict[int, Tensor] = {}
+        self._incoming: dict[int, Tensor | None] = {}  # None: packed, and let go
+        self.packed: Callable[[Shard], None] = _nobody  # told when the link needs a shard's gradient no more
         self._speculating = True  # for this step: no early stop so far
         self._partial = 0.0  # sum of squares of what has arrived in this step, as far as it was looked at
         self._unsummed: dict[Bucket, _native.Completion] = {}  # packed in this step, not in _partial yet
@@ -111,15 +112,18 @@ class Core(Settling):
 
     def gradient_is(self, shard: Shard, gradient: Tensor) -> bool:
         """Whether the gradient that arrived has the bits of ``gradient``."""
-        word = torch.int32 if gradient.dtype is torch.float32 else torch.int16
         arrived = self._incoming[shard.index]
         for bucket, place in self._places.get(shard.index, ()):
             piece = bucket.pieces[place]
             theirs = gradient[piece.start : piece.start + piece.numel]
-            ours = arrived[piece.start : piece.start + piece.numel]
-            if bucket.state is not BucketState.FILLING:  # what arrived may have been overwritten since it was packed
+            if arrived is None or bucket.state is not BucketState.FILLING:
+                # What arrived may have been overwritten since it was packed, or is gone.
+                if bucket.arrival is not None:
+                    bucket.arrival.wait()
                 ours = bucket.gradient[piece.offset : piece.offset + piece.numel]
-            if not torch.equal(ours.contiguous().view(word), theirs.contiguous().view(word)):
+            else:
+                ours = arrived[piece.start : piece.start + piece.numel]
+            if not _equal_bits(ours, theirs):
                 return False
         return True
 
@@ -159,6 +163,17 @@ class Core(Settling):
         bucket.move(BucketState.READY)
         self._unsummed[bucket] = bucket.running
         self._stopwatch.packed(bucket.running)
+        if self.link.frees_gradients:
+            self._let_go_of(bucket)
+
+    def _let_go_of(self, bucket: Bucket) -> None:
+        """Gradients of which every part was packed: nobody reads them again, so their memory may go."""
+        for piece, present in zip(bucket.pieces, bucket.present, strict=True):
+            shard = piece.shard
+            filling = (other.state is BucketState.FILLING for other, _ in self._places[shard.index])
+            if present and self._incoming[shard.index] is not None and not any(filling):
+                self._incoming[shard.index] = None
+                self.packed(shard)
 
     def _sum_what_arrived(self) -> None:
         """For the early stop: the block sums of packed gradients that have reached host memory since the last look."""
@@ -312,12 +327,7 @@ class Core(Settling):
             if bucket.state is BucketState.FILLING and any(bucket.present):
                 self._pack(bucket)
         with self._caller_at_work():
-            for bucket in self.buckets:
-                if bucket.state is BucketState.READY:
-                    self._wait(bucket)  # for the packed gradient, and with it the sums
-                elif bucket.state is BucketState.SPECULATED and not _has_arrived(bucket):
-                    self._end_speculation(bucket)  # which has failed for the same reason
-            self._raise_worker_failure()
+            self._wait_for_arrivals()
             sums = {shard.index: shard.sum_of_squares() for shard in self.shards if shard.index in self._incoming}
         computed = self._stopwatch.computed(deciding, exposed)
         if computed is not None:
@@ -334,6 +344,21 @@ class Core(Settling):
             return None
         self._shared = True
         return decide(everybodys, unscale=unscale, max_grad_norm=max_grad_norm)
+
+    def _wait_for_arrivals(self) -> None:
+        """For the packed gradients, and with them the sums. If one is lost, the step is abandoned."""
+        for bucket in self.buckets:
+            if bucket.state is BucketState.READY:
+                self._wait(bucket)
+            elif bucket.state is BucketState.SPECULATED and bucket.arrival is not None:
+                try:
+                    bucket.arrival.wait()
+                except RuntimeError as error:
+                    self._failure = self._failure or WorkerError(str(error))
+        if self._failure is not None:
+            self._stats.buckets_abandoned += self._take_back(BucketState.ABANDONED)
+            self._end_step(whole=False)
+            self._raise_failure()
 
     def apply(self, verdict: Verdict, *, later: bool = False) -> None:
         """Commit, replay or step every bucket that has gradients, and deliver; or skip the step on found_inf.
@@ -504,7 +529,7 @@ class Core(Settling):
             for shard in self.shards:
                 if shard.numel == 0:  # nothing to digest, and without strides that a view needs
                     continue
-                digest.update(column(shard).contiguous().view(torch.uint8).numpy().data)
+                digest.update(column(shard).to("cpu").contiguous().view(torch.uint8).numpy().data)
             result[name] = digest.hexdigest()
         return result
 
@@ -516,22 +541,28 @@ class Core(Settling):
             self.abandon()
             self._raise_failure()
         finally:
-            self.pool.close()
+            self.end_threads()
+
+    def end_threads(self) -> None:
+        """Worker threads, then the link's: after that nothing writes to anybody's memory any more."""
+        self.pool.close()
+        self.link.close()
 
     def __del__(self) -> None:
         # Workers must have ended before the tensors that they write to are freed, in whatever order that happens.
         if hasattr(self, "pool"):
-            self.pool.close()
+            self.end_threads()
 
 
-def _has_arrived(bucket: Bucket) -> bool:
-    """Waits for the packed gradient. False: it never came."""
-    assert bucket.arrival is not None
-    try:
-        bucket.arrival.wait()
-    except RuntimeError:
-        return False
-    return True
+def _nobody(shard: Shard) -> None:
+    """Where gradients are kept, nobody need know that they were packed."""
+
+
+def _equal_bits(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether packed elements (in host memory, perhaps in a wider format) are those of a gradient anywhere."""
+    theirs = theirs.to("cpu", ours.dtype).contiguous()
+    word = torch.int32 if ours.dtype is torch.float32 else torch.int16
+    return torch.equal(ours.contiguous().view(word), theirs.view(word))
 
 
 def _same_bits(factor: float, other: float) -> bool:

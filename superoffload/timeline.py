@@ -109,10 +109,11 @@ class Timeline:
         self._pending.append(_Work(COMPUTE, name, None, began, ended))
         self._backward = ended
 
-    def packed(self, bucket: Bucket, began: float) -> None:
+    def packed(self, bucket: Bucket, began: float, arrival: _native.Completion | None) -> None:
+        """``arrival``: of a gradient that is still on its way, and has its own times."""
         if self._backward is None:
             self._backward = began
-        self._pending.append(_Work(DOWN, "pack", bucket, began, _native.now_seconds()))
+        self._pending.append(_Work(DOWN, "pack", bucket, began, _native.now_seconds(), arrival))
 
     def submitted(self, work: _native.BucketWork, verb: str, completion: _native.Completion) -> None:
         self._pending.append(_Work(PROCESSORS, verb, self._bucket_of(work), completion=completion))
@@ -253,7 +254,7 @@ class _RecordingLink:
         began = _native.now_seconds()
         with _nvtx("superoffload pack"):
             ticket: PackTicket = self._link.pack(bucket, grads)
-        self._timeline.packed(bucket, began)
+        self._timeline.packed(bucket, began, ticket.completion if self._link.asynchronous else None)
         return ticket
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:

@@ -52,6 +52,7 @@ class Layout:
     def _attach(self, buckets: Sequence[Bucket]) -> None:
         speculates = self.policy.mode != "never"
         past_cache = exceeds_caches(sum(shard.numel for shard in self.shards))
+        self.link.prepare(buckets, anew=not self.buckets)
         for bucket in buckets:
             self.link.attach(bucket)
             bucket.make_work(_journal_bytes(bucket) if speculates else 0, past_cache=past_cache)

@@ -9,21 +9,18 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket, Shard
-from superoffload.link import PackTicket, wait_until_ended
+from superoffload.link import PackTicket, SynchronousLink, wait_until_ended
 from superoffload.memory import host_empty
 
 
-class PartitionLink:
+class PartitionLink(SynchronousLink):
     """The packed gradient is the partition in the flat buffer itself: no copy, no second buffer.
 
     So whoever writes to the flat buffer must ``retract()`` the shard first. ``pin``: parameters are on a device.
     """
 
-    asynchronous = False
-
     def __init__(self, gradient_of: Callable[[Shard], Tensor], *, pin: bool) -> None:
-        self.bytes_down = 0
-        self.bytes_up = 0
+        super().__init__()
         self._gradient_of = gradient_of
         self._pin = pin
 
@@ -52,9 +49,6 @@ class PartitionLink:
             self.bytes_down += here.element_size() * piece.numel
         return PackTicket(bucket, _native.Completion.already_done())
 
-    def arrived(self, ticket: PackTicket) -> _native.Completion:
-        return ticket.completion
-
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
         wait_until_ended(after)
         targets, sources = [], []
@@ -67,6 +61,3 @@ class PartitionLink:
             # From pinned memory to a device this waits for the copy, so the shadow may be written again.
             torch._foreach_copy_(targets, sources)
         return _native.Completion.already_done()
-
-    def make_visible(self, bucket: Bucket) -> None:
-        """It is since it was copied."""
