@@ -15,7 +15,8 @@ MODES = ("adaptive", "always", "never")
 # Where no times are known, or the model computes with the processors that step buckets: a replay costs about 1.2
 # passes after the verdict where stepping costs 1, and a commit none. So speculating pays below a chance of 1 / 1.2.
 _REPLAY_COST = 1.2
-_PARTS = 16  # of the model that choices are made by
+_PARTS = 64  # at most, of the model that choices are made by
+_STRIDE = 4  # of them, when looking for the best share
 _MEMORY = 0.8
 
 Operation = _native.Operation
@@ -27,6 +28,7 @@ class Situation:
 
     numel: int
     waiting: int
+    buckets: int
     apart: bool  # the model computes elsewhere than on the processors that step buckets
     on_demand: bool  # parameters are delivered one by one, while forward runs
 
@@ -47,7 +49,7 @@ class Schedule:
         self._decided: bool | None = None  # whether the step in backward is speculated
         self._stopped_at = 1.0  # share of the elements that was speculated when a clip was proven, lately
         self._published = {False: 0.0, True: 0.0}  # share chosen last, where steps were speculated and where not
-        self._situation = Situation(0, 0, apart=False, on_demand=False)
+        self._situation = Situation(0, 0, 0, apart=False, on_demand=False)
 
     # ---- what the core asks -----------------------------------------------------------------------------------
 
@@ -69,12 +71,14 @@ class Schedule:
         wanted = self._speculating_pays()
         self._decided = wanted  # for the step that comes now
         likely = Kind(self._share(wanted), self._published[wanted], clips=self.chance > 0.5)
-        candidates = range(round(_PARTS * situation.waiting / situation.numel) + 1)
-        best = min(
-            (self._period_after(Kind(share, part / max(1, candidates[-1]), spoils), likely), part)
-            for part in candidates
-        )[1]
-        chosen = best / max(1, candidates[-1])
+        parts = max(1, round(self._parts * situation.waiting / situation.numel))
+
+        def seconds(part: int) -> float:
+            return self._period_after(Kind(share, part / parts, spoils), likely)
+
+        coarse: int = min(range(0, parts + 1, _STRIDE), key=seconds)
+        near = range(max(0, coarse - _STRIDE + 1), min(parts, coarse + _STRIDE - 1) + 1)
+        chosen: float = min((0, *near, parts), key=seconds) / parts
         self._published[share > 0] = chosen
         return chosen
 
@@ -118,7 +122,11 @@ class Schedule:
     def _best(self, speculated: float, *, clips: bool) -> float:
         """The period of such steps with the best share of them in two phases."""
         times = self._step_times()
-        return min(period(times, [Kind(speculated, part / 4, clips)], _PARTS) for part in range(5))
+        return min(period(times, (Kind(speculated, part / 4, clips),), self._parts) for part in range(5))
+
+    @property
+    def _parts(self) -> int:
+        return min(self._situation.buckets, _PARTS)
 
     def _share(self, speculates: bool) -> float:
         if not speculates:
@@ -128,22 +136,27 @@ class Schedule:
     def _period_after(self, this: Kind, likely: Kind) -> float:
         times = self._step_times()
         if (this.speculated > 0) == (likely.speculated > 0) and this.clips == likely.clips:
-            return period(times, [this], _PARTS)
-        return period(times, [this, likely], _PARTS)
+            return period(times, (this,), self._parts)
+        return period(times, (this, likely), self._parts)
 
     def _step_times(self) -> StepTimes:
         numel, times = self._situation.numel, self.times
         return StepTimes(
-            times.forward,
-            times.backward,
-            times.seconds(Operation.step, numel),
-            times.seconds(Operation.step_journaled, numel),
-            times.seconds(Operation.replay, numel),
-            times.seconds(Operation.publish, numel),
-            times.seconds(Operation.settle, numel),
+            _rounded(times.forward),
+            _rounded(times.backward),
+            _rounded(times.seconds(Operation.step, numel)),
+            _rounded(times.seconds(Operation.step_journaled, numel)),
+            _rounded(times.seconds(Operation.replay, numel)),
+            _rounded(times.seconds(Operation.publish, numel)),
+            _rounded(times.seconds(Operation.settle, numel)),
             self._situation.on_demand,
             withdraws=self._situation.apart,
         )
+
+
+def _rounded(seconds: float) -> float:
+    """To a hundredth of itself, so that what was worked out for a step is known for the next one like it."""
+    return float(f"{seconds:.3g}")
 
 
 class FixedSchedule(Schedule):

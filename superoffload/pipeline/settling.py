@@ -7,7 +7,7 @@ moments or that gradient settles first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from superoffload import _native
 from superoffload.bucket import Bucket, BucketState, GroupHyper, Shard
@@ -41,14 +41,16 @@ class Settling(Delivering):
 
         A worker that failed there has completed its bucket; the next call that ends or interrupts a step says so.
         """
-        if self._settling:
-            self._settle(list(self._settling) if shard is None else self._buckets_of(shard))
-
-    def _settle(self, buckets: Iterable[Bucket]) -> None:
+        if not (self._settling or self._landing):
+            return
+        buckets = self.buckets if shard is None else self._buckets_of(shard)
         unsettled = [bucket for bucket in buckets if bucket in self._settling]
-        if not unsettled:
+        stepped = [bucket for bucket in buckets if bucket in self._landing and bucket.running is not None]
+        if not (unsettled or stepped):
             return
         with self._caller_at_work():
+            for bucket in stepped:
+                self._wait(bucket)
             for bucket in unsettled:
                 self._wait_for_settle(bucket)
                 del self._settling[bucket]
