@@ -91,8 +91,7 @@ class Core(Settling):
             raise StateError(f"{shard.name}: a second gradient arrived without retract() in between")
         if in_backward:
             self._stopwatch.gradient()
-        self.land(shard)
-        self.settle(shard)
+        self._finish_before(shard)
         self._incoming[shard.index] = gradient
         if not self._observed and in_backward:
             self._order.append(shard.index)
@@ -146,8 +145,7 @@ class Core(Settling):
 
     def restore(self, shard: Shard) -> None:
         """Undoes what was speculated on ``shard``; its gradient stays where it is. Before its master is written."""
-        self.land(shard)
-        self.settle(shard)
+        self._finish_before(shard)
         for bucket in self._buckets_of(shard):
             self._undo_one(bucket)
         self._abandon_what_is_lost()
@@ -224,10 +222,15 @@ class Core(Settling):
         if self._speculating:
             self._sum_what_arrived()
             # Early stop: a non-finite gradient, or the part of the norm that is known already proves a clip.
-            self._speculating = self.policy.wants() and self._partial < self._proves_clip
+            self._speculating = self._partial < self._proves_clip
             if not self._speculating:
                 self._withdraw()
-        return self._speculating
+        return self._speculating and self.policy.wants(self._packed_share())
+
+    def _packed_share(self) -> float:
+        in_this_step = (BucketState.READY, BucketState.SPECULATED)
+        packed = sum(bucket.numel for bucket in self.buckets if bucket.state in in_this_step)
+        return packed / sum(bucket.numel for bucket in self.buckets)
 
     def _freeze(self, bucket: Bucket, factor: float) -> None:
         hyper = self._hyper_of(bucket.group)
@@ -310,8 +313,7 @@ class Core(Settling):
 
     def quiesce(self) -> None:
         """Masters and moments as after the last finished step; gradients that were packed stay packed."""
-        self.land()
-        self.settle()
+        self._finish_before()
         for bucket in self.buckets:
             self._undo_one(bucket)
         self._abandon_what_is_lost()
@@ -353,8 +355,7 @@ class Core(Settling):
         """
         deciding = self._clock()
         held_up = self._stopwatch.held_up_so_far
-        self.land()
-        self.settle()
+        self._finish_before()
         if self.timeline is not None:
             self.timeline.deciding()
         for bucket in self.buckets:
@@ -515,8 +516,7 @@ class Core(Settling):
         """Ends the step with nothing changed: the user never called ``step()``."""
         if not self._incoming:
             return
-        self.land()
-        self.settle()
+        self._finish_before()
         with self._caller_at_work():
             self._stats.buckets_abandoned += self._take_back(BucketState.ABANDONED)
             self._end_step(whole=False)
@@ -570,8 +570,7 @@ class Core(Settling):
     def close(self) -> None:
         """Takes back what was speculated and ends the worker threads."""
         try:
-            self.land()
-            self.settle()
+            self._finish_before()
             self.abandon()
             self._raise_failure()
         finally:

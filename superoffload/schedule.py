@@ -46,20 +46,23 @@ class Schedule:
         self.mode = mode
         self.times = MeasuredTimes()
         self._predictor = SpoilPredictor()
-        self._decided: bool | None = None  # whether the step in backward is speculated
+        self._decided: float | None = None  # the share of the step in backward that is speculated, as it arrives
         self._stopped_at = 1.0  # share of the elements that was speculated when a clip was proven, lately
         self._published = {False: 0.0, True: 0.0}  # share chosen last, where steps were speculated and where not
         self._situation = Situation(0, 0, 0, apart=False, on_demand=False)
 
     # ---- what the core asks -----------------------------------------------------------------------------------
 
-    def wants(self) -> bool:
-        """Whether buckets of the step that is now in backward should be speculated."""
+    def wants(self, packed: float = 0.0) -> bool:
+        """Whether the next bucket of the step that is now in backward should be speculated.
+
+        ``packed``: the share of the model whose gradients have been packed, with that bucket's.
+        """
         if self.mode != "adaptive":
             return self.mode == "always"
         if self._decided is None:
-            self._decided = self._speculating_pays()
-        return self._decided
+            self._decided = self._share_to_speculate()
+        return packed <= self._decided
 
     def publishes(self, situation: Situation) -> float:
         """Which share of the elements that wait for a verdict is to be published first and settled later."""
@@ -68,9 +71,8 @@ class Schedule:
             return 0.0
         spoils = self._spoiled
         share = 1.0 - situation.waiting / situation.numel
-        wanted = self._speculating_pays()
-        self._decided = wanted  # for the step that comes now
-        likely = Kind(self._share(wanted), self._published[wanted], clips=self.chance > 0.5)
+        self._decided = self._share_to_speculate()  # for the step that comes now
+        likely = Kind(self._likely_share(), self._published[self._decided > 0], clips=self.chance > 0.5)
         parts = max(1, round(self._parts * situation.waiting / situation.numel))
 
         def seconds(part: int) -> float:
@@ -112,12 +114,17 @@ class Schedule:
         """That the coming verdict clips or skips."""
         return self._predictor.chance
 
-    def _speculating_pays(self) -> bool:
+    def _share_to_speculate(self) -> float:
+        """All, nothing, or all but the last bucket: that begins when the verdict is there, and may hold forward up."""
         if not (self._situation.apart and self.times.known):
-            return self.chance * _REPLAY_COST < 1.0
-        waiting = self._best(0.0, clips=False)
-        good, bad = self._best(1.0, clips=False), self._best(self._stopped_at, clips=True)
-        return self.chance * bad + (1 - self.chance) * good <= waiting
+            return float(self.chance * _REPLAY_COST < 1.0)
+        shares = (1.0, 1.0 - 1.0 / self._parts, 0.0)
+
+        def expected(share: float) -> float:
+            good = self._best(share, clips=False)
+            return good + self.chance * (self._best(min(share, self._stopped_at), clips=True) - good)
+
+        return min(shares, key=expected)
 
     def _best(self, speculated: float, *, clips: bool) -> float:
         """The period of such steps with the best share of them in two phases."""
@@ -128,10 +135,9 @@ class Schedule:
     def _parts(self) -> int:
         return min(self._situation.buckets, _PARTS)
 
-    def _share(self, speculates: bool) -> float:
-        if not speculates:
-            return 0.0
-        return self._stopped_at if self.chance > 0.5 else 1.0
+    def _likely_share(self) -> float:
+        assert self._decided is not None
+        return min(self._decided, self._stopped_at) if self.chance > 0.5 else self._decided
 
     def _period_after(self, this: Kind, likely: Kind) -> float:
         times = self._step_times()

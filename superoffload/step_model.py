@@ -124,7 +124,7 @@ def _backward(times: StepTimes, kind: Kind, parts: int, progress: _Progress) -> 
             begins.append(max(processors, progress.now))
             processors = begins[-1] + times.journaled / parts
     for begin in begins:
-        if begin < progress.now or not times.withdraws:
+        if begin <= progress.now or not times.withdraws:  # the last gradient and the verdict come at the same moment
             progress.processors = begin + times.journaled / parts
             speculated += 1
     progress.processors = max(progress.processors, progress.now)

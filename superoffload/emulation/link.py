@@ -29,7 +29,7 @@ class VirtualLink(HostLink):
         self._seconds_down = seconds_down
         self._seconds_up = seconds_up
         self._down_until = 0.0
-        self._up_until = 0.0
+        self._last_up: VirtualCompletion | None = None
         self._lost: tuple[int, str] | None = None
         self.losses = 0  # that were asked for and have happened
 
@@ -65,13 +65,14 @@ class VirtualLink(HostLink):
         return message if left == 0 else ""
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
+        """In the order of the calls, which is that of forward: what is done already does not overtake what is needed
+        first."""
         done = VirtualCompletion(self._clock)
         pieces = [piece for piece, present in zip(bucket.pieces, bucket.present, strict=True) if present]
         size = sum(piece.numel for piece in pieces) * bucket.shadow.element_size()
 
         def begin() -> None:
-            began = max(self._clock.now, self._up_until)
-            self._up_until = began + self._seconds_up(size)
+            began = self._clock.now
 
             def end() -> None:
                 for piece in pieces:
@@ -81,7 +82,8 @@ class VirtualLink(HostLink):
                 done.times = (began, self._clock.now)
                 done.finish()
 
-            self._clock.at(self._up_until, end)
+            self._clock.at(began + self._seconds_up(size), end)
 
-        when_done(after, begin)
+        before, self._last_up = self._last_up, done
+        when_done(before, lambda: when_done(after, begin))
         return done

@@ -52,7 +52,7 @@ class _ByChance(Schedule):
         super().__init__("always")
         self._source = source
 
-    def wants(self) -> bool:
+    def wants(self, packed: float = 0.0) -> bool:
         return self._source.random() < 0.8
 
     def publishes(self, situation: Situation) -> float:

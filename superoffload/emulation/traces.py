@@ -63,13 +63,14 @@ class TraceResult:
 
 
 def run_trace(
-    name: str, workload: Workload, machine: Machine, steps: int, trace: list[bool] | None = None
+    name: str, workload: Workload, machine: Machine, steps: int, *, norm: float = 4.0, on_demand: bool = True
 ) -> TraceResult:
-    """``trace``: instead of the one of that name."""
-    trace = TRACES[name](steps) if trace is None else trace
+    """``norm``: in multiples of the threshold, where a step clips."""
+    trace = TRACES[name](steps)
 
     def seconds(schedule: Schedule) -> float:
-        return sum(EmulatedTraining(workload, machine, schedule).run(trace)[SETTLED_IN:])
+        training = EmulatedTraining(workload, machine, schedule, norm=norm, on_demand=on_demand)
+        return sum(training.run(trace)[SETTLED_IN:])
 
     fixed = {choice: seconds(make()) for choice, make in FIXED.items()}
-    return TraceResult(name, len(trace), seconds(Schedule("adaptive")), fixed)
+    return TraceResult(name, steps, seconds(Schedule("adaptive")), fixed)

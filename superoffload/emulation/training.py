@@ -19,7 +19,7 @@ from superoffload.emulation.machine import Machine, Workload
 from superoffload.emulation.virtual_pool import VirtualPool
 from superoffload.schedule import Schedule
 
-_CLIPPING = 0.25  # of the norm: where a step clips, the threshold; its reciprocal where it does not
+_NORM = 4.0  # times the threshold, where a step clips; its reciprocal where it does not
 _VARIETY = 8  # sets of gradients that take turns
 
 
@@ -27,11 +27,19 @@ class EmulatedTraining:
     """``step(clips)``: one step, in seconds of the virtual clock."""
 
     def __init__(
-        self, workload: Workload, machine: Machine, schedule: Schedule, *, on_demand: bool = True, seed: int = 0
+        self,
+        workload: Workload,
+        machine: Machine,
+        schedule: Schedule,
+        *,
+        on_demand: bool = True,
+        norm: float = _NORM,
+        seed: int = 0,
     ) -> None:
         self.clock = VirtualClock()
         self._workload = workload
         self._on_demand = on_demand
+        self._norm = norm
         scale = workload.parameters / (workload.layers * BLOCK)
         link = VirtualLink(
             self.clock,
@@ -66,10 +74,10 @@ class EmulatedTraining:
         )
 
     def step(self, clips: bool) -> float:
-        """Forward, backward and step; the norm is four times the threshold where it ``clips``, else a quarter."""
+        """Forward, backward and step; the norm is ``norm`` times the threshold where it ``clips``, else a quarter."""
         workload, core, clock = self._workload, self.core, self.clock
         gradients, norm = self._gradients[self._steps % _VARIETY]
-        max_grad_norm = norm * (_CLIPPING if clips else 1 / _CLIPPING)
+        max_grad_norm = norm / self._norm if clips else norm * _NORM
         for shard in core.shards:
             core.land(shard)
             clock.advance(workload.forward / workload.layers)

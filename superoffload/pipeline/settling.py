@@ -23,7 +23,7 @@ class Settling(Delivering):
     def __init__(self, link: Link, options: CoreOptions, hyper_of: Callable[[int], GroupHyper]) -> None:
         super().__init__(link, options, hyper_of)
         self._settling: dict[Bucket, _native.Completion] = {}  # in backward order
-        self._failed_settle: WorkerError | None = None
+        self._failed_before: WorkerError | None = None  # of a step that was completed: told by the next call
 
     @property
     def is_settling(self) -> bool:
@@ -58,17 +58,26 @@ class Settling(Delivering):
                 if bucket not in self._landing:
                     bucket.renew()
 
+    def _finish_before(self, shard: Shard | None = None) -> None:
+        """The step before is delivered and settled, as far as ``shard`` goes. Raises nothing: the caller has begun
+        something else, and tells at the end of it what had failed."""
+        try:
+            self.land(shard)
+        except WorkerError as error:
+            self._failed_before = self._failed_before or WorkerError(f"{error} (the step before was completed)")
+        self.settle(shard)
+
     def _wait_for_settle(self, bucket: Bucket) -> None:
         settled = self._settling[bucket]
         try:
             settled.wait()
         except RuntimeError as error:
-            self._failed_settle = self._failed_settle or WorkerError(f"{error} (the step before was completed)")
+            self._failed_before = self._failed_before or WorkerError(f"{error} (the step before was completed)")
             return
         if settled.began > 0:
             self.policy.worked(_native.Operation.settle, bucket.numel, settled.ended - settled.began)
 
     def _raise_failure(self) -> None:
         if self._failure is None:
-            self._failure, self._failed_settle = self._failed_settle, None
+            self._failure, self._failed_before = self._failed_before, None
         self._raise_worker_failure()
