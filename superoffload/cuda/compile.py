@@ -96,7 +96,7 @@ def _cached(compiler: Nvrtc, program: Program, options: Sequence[str], target: s
             f"kernels are compiled anew by every process: they cannot be kept in {folder} ({error}); "
             "XDG_CACHE_HOME names another place",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
     return cubin
 

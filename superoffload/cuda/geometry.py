@@ -40,7 +40,7 @@ def copy_pieces(pieces: Iterable[tuple[int, int, int]]) -> Pieces:
     return _numbered(list(pieces), COPY_PIECE, ("address", "offset", "numel"))
 
 
-def step_pieces(pieces: Iterable[tuple[int, int, int, int, int, int, int, bytes]]) -> Pieces:
+def step_pieces(pieces: Iterable[tuple[int | bytes, ...]]) -> Pieces:
     """From (master, exp_avg, exp_avg_sq, gradient, parameter, numel, first_index, scalars) of each piece."""
     names = ("master", "exp_avg", "exp_avg_sq", "gradient", "parameter", "numel", "first_index", "scalars")
     return _numbered(list(pieces), STEP_PIECE, names)
