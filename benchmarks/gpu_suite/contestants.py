@@ -47,18 +47,21 @@ class Entry:
     package: str | None = None
     needs_gpu: bool = False
 
-    def missing(self, device: str) -> str | None:
-        """Why it cannot take part here."""
+    def absent(self, device: str) -> str | None:
+        """Why it need not be tried here; loads nothing."""
         if self.needs_gpu and not device.startswith("cuda"):
             return "needs a GPU"
-        if self.package is None:
-            return None
-        if find_spec(self.package) is None:
+        if self.package is not None and find_spec(self.package) is None:
             return f"{self.package} is not installed"
+        return None
+
+    def import_error(self) -> str | None:
+        """Loads its package, and says what went wrong."""
         try:
-            import_module(self.package)
+            if self.package is not None:
+                import_module(self.package)
         except Exception as error:  # whatever goes wrong in somebody else's package
-            return f"{self.package} cannot be imported: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            return f"{self.package} cannot be imported: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return None
 
     def build(self, model: Transformer, row: TrainRow) -> Contestant:
@@ -102,7 +105,7 @@ class Plain:
 
 
 class AllOnDevice(Plain):
-    """fp32 masters and moments beside the bf16 parameters, clipped and stepped by torch: the same job, nothing moved."""
+    """fp32 masters and moments beside the bf16 parameters, stepped by torch: the same job, nothing moved."""
 
     def __init__(self, model: Transformer, row: TrainRow) -> None:
         super().__init__(model, row)

@@ -1,4 +1,4 @@
-"""What a measurement asks of the device: waiting for it, its memory, delays. A CPU answers too, so that all is tried."""
+"""What a measurement asks of the device: waiting for it, its memory, delays. A CPU answers too."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Device:
 
     def synchronize(self) -> None: ...
 
-    def cap(self, gib: float) -> None: ...
+    def cap(self, gib: float) -> None:
+        raise ArgumentError(f"capped_gib={gib:g}: only a GPU's memory can be capped; leave it out on the CPU")
 
     def start_of_peaks(self) -> None:
         """What follows counts; building the model does not."""
@@ -42,7 +43,7 @@ class Device:
             self._least_available = min(self._least_available, now)
 
     def memory(self) -> dict[str, int | None]:
-        """Peaks in bytes. Pinned memory is not in a process's resident size everywhere, so the machine's is told too."""
+        """Peaks in bytes. Pinned memory may be missing from the resident size, so the machine's loss is told too."""
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
         taken = None

@@ -54,7 +54,7 @@ TOY = Size(
     model=ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, mlp=128, sequence=32),
     tokens=(64,),
     micro_batch_tokens=32,
-    capped_tokens=(64,),
+    capped_tokens=(),  # the memory of a CPU is not capped
     capped_micro_batch_tokens=32,
     capped_gib=1.0,
     warm_up=1,
