@@ -34,6 +34,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only-races", action="store_true", help="nothing else")
     parser.add_argument("--everything", action="store_true", help="build, tests marked gpu, races, all rows")
     parser.add_argument("--retry", action="store_true", help="try again what failed or took too long before")
+    parser.add_argument("--json", metavar="PATH", help=f"write the merged results to this file too (DIR/{NAME})")
     parser.add_argument("--list", action="store_true", help="show the contestants and what is left to do, and end")
     return parser.parse_args(arguments)
 
@@ -54,8 +55,10 @@ def _run(args: argparse.Namespace) -> int:
     from benchmarks.gpu_suite.rows import all_jobs
     from benchmarks.gpu_suite.table import descriptions, table
     from benchmarks.gpu_suite.targets import all_targets
-    from superoffload.benchmarking.jobs import Results, run_jobs
+    from superoffload.benchmarking.jobs import LEFT, Results, run_jobs
+    from superoffload.reporting.run_folder import check_writable, write_json
 
+    check_writable(args.json, "json")
     jobs = all_jobs(_plan(args))
     results = Results(Path(args.out), NAME)
     if args.list:
@@ -70,12 +73,14 @@ def _run(args: argparse.Namespace) -> int:
         "left": [job.key for job in left],
         "targets": [target.as_json() for target in targets],
     })  # fmt: skip
+    if args.json:
+        write_json(args.json, report)
     print(table(report["rows"], targets))
     if args.toy:
         print("toy sizes: these figures show that it works, and nothing else")
     if left:
         print(f"{len(left)} of {len(jobs)} left; the same command goes on")
-        return 3
+        return LEFT
     return 1 if any(_is_wrong(row) for row in report["rows"]) else 0
 
 

@@ -86,7 +86,7 @@ def _timed(contestant: Contestant, row: TrainRow, device: Device) -> dict[str, A
         "seconds": seconds,
         "tokens": row.tokens,
         "tokens_per_second": row.tokens / median(seconds),
-        "losses": [round(float(loss), 6) for loss in losses],
+        "losses": [float(loss) for loss in losses],
         "final_loss": float(losses[-1]),
         **device.memory(),
         **contestant.facts(),

@@ -29,10 +29,11 @@ Row = dict[str, Any]
 Progress = Callable[[str], None]
 
 DONE, FAILED, TIMED_OUT, NOT_HERE = "done", "failed", "timed out", "not here"
+LEFT = 3  # exit status
 RESULT_PATH = "{result}"  # in a command: where it has to write its JSON
 
 _PR_SET_PDEATHSIG = 1
-_SHOWN_OUTPUT = 1200  # characters of what a failed job has said
+_KEPT_OUTPUT, _SHOWN_OUTPUT = 20_000, 1200  # characters of what a job has said: one that keeps it, one that failed
 _LEAST_SECONDS = 5.0  # a job that would have less is left to the next call
 
 
@@ -46,7 +47,8 @@ class Job:
     seconds: float = 180.0  # at most
     environment: Mapping[str, str] = field(default_factory=dict)
     absent: str | None = None  # why it cannot be measured here
-    keeps_output: bool = False  # the last of what it prints is part of the result (its tests, its build)
+    continues: bool = False  # exits with LEFT where it has more to do in another call
+    keeps_output: bool = False  # what it prints is part of the result: a table, what tests say
 
 
 class Results:
@@ -150,6 +152,9 @@ def _run(job: Job, results: Results, remaining: float) -> bool:
     status, output = _ended(command, {**os.environ, **job.environment}, results.folder / "output.txt", seconds)
     took = time.monotonic() - began
     kept = {"output": output} if job.keeps_output else {}
+    output = output[-_SHOWN_OUTPUT:]
+    if status == LEFT and job.continues:
+        return False
     if status is None:
         if seconds < job.seconds:
             return False
@@ -180,7 +185,7 @@ def _ended(command: Sequence[str], environment: Mapping[str, str], log: Path, se
             with suppress(ProcessLookupError):  # and whatever it has started: it has a process group of its own
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _SHOWN_OUTPUT))
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _KEPT_OUTPUT))
         return status, file.read().decode(errors="replace")
 
 
