@@ -125,6 +125,9 @@ class Bucket:
         self.group = first.group
         self.gradient_dtype = first.gradient_dtype
         self.published_dtype = first.published_dtype
+        # In host memory; a link may choose wider ones (superoffload/cuda/transfer.py):
+        self.packed_dtype = self.gradient_dtype
+        self.shadow_dtype = self.published_dtype
         self.numel = sum(piece.numel for piece in pieces)
         self.padded = _aligned(max(piece.offset + piece.numel for piece in pieces))
         self.state = BucketState.FILLING
@@ -137,6 +140,8 @@ class Bucket:
         self.shadow: Tensor
         self.work: _native.BucketWork
         self.running: _native.Completion | None = None
+        self.arrival: _native.Completion | None = None  # of the gradient that was packed last
+        self.delivery: _native.Completion | None = None  # the copy up that is under way
         # What the last step or speculation froze:
         self.frozen: GroupHyper | None = None
         self.factor = 1.0
@@ -170,7 +175,7 @@ class Bucket:
         ``past_cache``: a step over all buckets exceeds the caches (superoffload/memory.py).
         """
         runs = []
-        size = self.gradient_dtype.itemsize
+        size = self.packed_dtype.itemsize
         for i, piece in enumerate(self.pieces):
             shard = piece.shard
             if self.gradients is None:
@@ -185,8 +190,8 @@ class Bucket:
                     gradient=gradient,
                     shadow=self.shadow.data_ptr() + self.shadow.element_size() * piece.offset,
                     numel=piece.numel,
-                    gradient_type=ELEMENT_TYPES[self.gradient_dtype],
-                    shadow_type=ELEMENT_TYPES[self.published_dtype],
+                    gradient_type=ELEMENT_TYPES[self.packed_dtype],
+                    shadow_type=ELEMENT_TYPES[self.shadow_dtype],
                     state_type=ELEMENT_TYPES[shard.exp_avg.dtype],
                     first_index=piece.shard.offset + piece.start,
                     noise_stream=shard.noise_stream,

@@ -74,11 +74,13 @@ class Core:
         self._hyper_of = hyper_of
         self._places: dict[int, list[tuple[Bucket, int]]] = {}
         self._failure: WorkerError | None = None
-        self._incoming: dict[int, Tensor] = {}
+        self._incoming: dict[int, Tensor | None] = {}  # None: packed, and let go
+        self.packed: Callable[[Shard], None] = _nobody  # told when the link needs a shard's gradient no more
         self._order: list[int] = []  # arrivals of the first backward
         self._observed = False
         self._speculating = True  # for this step: no early stop so far
-        self._partial = 0.0  # sum of squares of what was packed in this step
+        self._partial = 0.0  # sum of squares of what has arrived in this step, as far as it was looked at
+        self._unsummed: dict[Bucket, _native.Completion] = {}  # packed in this step, not in _partial yet
         self._proves_clip = math.inf
         self._unscale = 1.0
         self._shared = False  # the verdict of this step is also that of other ranks
@@ -105,6 +107,7 @@ class Core:
     def _attach(self, buckets: Sequence[Bucket]) -> None:
         speculates = self.policy.mode != "never"
         past_cache = exceeds_caches(sum(shard.numel for shard in self.shards))
+        self.link.prepare(buckets, anew=not self.buckets)
         for bucket in buckets:
             self.link.attach(bucket)
             bucket.make_work(_journal_bytes(bucket) if speculates else 0, past_cache=past_cache)
@@ -164,15 +167,18 @@ class Core:
 
     def gradient_is(self, shard: Shard, gradient: Tensor) -> bool:
         """Whether the gradient that arrived has the bits of ``gradient``."""
-        word = torch.int32 if gradient.dtype is torch.float32 else torch.int16
         arrived = self._incoming[shard.index]
         for bucket, place in self._places.get(shard.index, ()):
             piece = bucket.pieces[place]
             theirs = gradient[piece.start : piece.start + piece.numel]
-            ours = arrived[piece.start : piece.start + piece.numel]
-            if bucket.state is not BucketState.FILLING:  # what arrived may have been overwritten since it was packed
+            if arrived is None or bucket.state is not BucketState.FILLING:
+                # What arrived may have been overwritten since it was packed, or is gone.
+                if bucket.arrival is not None:
+                    bucket.arrival.wait()
                 ours = bucket.gradient[piece.offset : piece.offset + piece.numel]
-            if not torch.equal(ours.contiguous().view(word), theirs.contiguous().view(word)):
+            else:
+                ours = arrived[piece.start : piece.start + piece.numel]
+            if not _equal_bits(ours, theirs):
                 return False
         return True
 
@@ -189,6 +195,7 @@ class Core:
             bucket.present[place] = False
             bucket.missing += 1
             bucket.squares = 0.0
+            self._unsummed.pop(bucket, None)
         self._partial = sum(bucket.squares for bucket in self.buckets)
         self._raise_failure()
 
@@ -206,19 +213,37 @@ class Core:
         ]
         with self._caller_at_work():
             ticket = self.link.pack(bucket, grads)
-        bucket.running = self.link.arrived(ticket)
+        bucket.running = bucket.arrival = self.link.arrived(ticket)
         bucket.move(BucketState.READY)
-        if not (self._speculating and bucket.running.done()):
-            return
+        self._unsummed[bucket] = bucket.running
+        if self.link.frees_gradients:
+            self._let_go_of(bucket)
+
+    def _let_go_of(self, bucket: Bucket) -> None:
+        """Gradients of which every part was packed: nobody reads them again, so their memory may go."""
         for piece, present in zip(bucket.pieces, bucket.present, strict=True):
-            if present:
-                first = piece.start // BLOCK
-                sums = piece.shard.block_sums[first : first + -(-piece.numel // BLOCK)]
-                bucket.squares += float(np.sum(sums))
-        self._partial += bucket.squares
+            shard = piece.shard
+            filling = (other.state is BucketState.FILLING for other, _ in self._places[shard.index])
+            if present and self._incoming[shard.index] is not None and not any(filling):
+                self._incoming[shard.index] = None
+                self.packed(shard)
+
+    def _sum_what_arrived(self) -> None:
+        """For the early stop: the block sums of packed gradients that have reached host memory since the last look."""
+        for bucket, arrival in list(self._unsummed.items()):
+            if not arrival.done() or arrival.error:
+                continue
+            del self._unsummed[bucket]
+            for piece, present in zip(bucket.pieces, bucket.present, strict=True):
+                if present:
+                    first = piece.start // BLOCK
+                    sums = piece.shard.block_sums[first : first + -(-piece.numel // BLOCK)]
+                    bucket.squares += float(np.sum(sums))
+            self._partial += bucket.squares
 
     def _worth_speculating(self) -> bool:
         if self._speculating:
+            self._sum_what_arrived()
             # Early stop: a non-finite gradient, or the part of the norm that is known already proves a clip.
             self._speculating = self.policy.wants() and self._partial < self._proves_clip
         return self._speculating
@@ -357,10 +382,7 @@ class Core:
             if bucket.state is BucketState.FILLING and any(bucket.present):
                 self._pack(bucket)
         with self._caller_at_work():
-            for bucket in self.buckets:
-                if bucket.state is BucketState.READY:
-                    self._wait(bucket)  # for the packed gradient, and with it the sums
-            self._raise_failure()
+            self._wait_for_arrivals()
             sums = {shard.index: shard.sum_of_squares() for shard in self.shards if shard.index in self._incoming}
         if exchange is None:
             return decide(sums.values(), unscale=unscale, max_grad_norm=max_grad_norm)
@@ -374,6 +396,21 @@ class Core:
             return None
         self._shared = True
         return decide(everybodys, unscale=unscale, max_grad_norm=max_grad_norm)
+
+    def _wait_for_arrivals(self) -> None:
+        """For the packed gradients, and with them the sums. If one is lost, the step is abandoned."""
+        for bucket in self.buckets:
+            if bucket.state is BucketState.READY:
+                self._wait(bucket)
+            elif bucket.state is BucketState.SPECULATED and bucket.arrival is not None:
+                try:
+                    bucket.arrival.wait()
+                except RuntimeError as error:
+                    self._failure = self._failure or WorkerError(str(error))
+        if self._failure is not None:
+            self._stats.buckets_abandoned += self._take_back(BucketState.ABANDONED)
+            self._end_step(whole=False)
+            self._raise_failure()
 
     def apply(self, verdict: Verdict, *, later: bool = False) -> None:
         """Commit, replay or step every bucket that has gradients, and deliver; or skip the step on found_inf.
@@ -404,6 +441,8 @@ class Core:
             self._count_step(verdict)
             if not (later and self._observed):  # the buckets of the first step make way for those in observed order
                 self._deliver(moving)
+            elif self.link.asynchronous:
+                self._send_up(moving)
             self._end_step(whole=True)
             self._raise_failure()
 
@@ -426,10 +465,31 @@ class Core:
                 self._raise_failure()
 
     def _deliver(self, buckets: Sequence[Bucket]) -> None:
-        for bucket in buckets:  # in forward order, each bucket as soon as it is done
+        self._send_up(buckets)
+        for bucket in buckets:
             self._wait(bucket)
-            self.link.deliver(bucket, _native.Completion.already_done())
+            self._wait_for_copy(bucket)
+            self.link.make_visible(bucket)
             del self._landing[bucket]
+
+    def _send_up(self, buckets: Sequence[Bucket]) -> None:
+        """In forward order, each bucket as soon as it is done; an asynchronous link waits for that itself."""
+        for bucket in buckets:
+            if bucket.delivery is not None:
+                continue
+            if not self.link.asynchronous:
+                self._wait(bucket)
+            after = bucket.running or _native.Completion.already_done()
+            bucket.delivery = self.link.deliver(bucket, after)
+
+    def _wait_for_copy(self, bucket: Bucket) -> None:
+        """Until the copy up of ``bucket`` can be waited for by a stream (or was made, on the host)."""
+        delivery, bucket.delivery = bucket.delivery, None
+        try:
+            if delivery is not None:
+                delivery.wait()
+        except RuntimeError as error:
+            self._failure = self._failure or WorkerError(str(error))
 
     def settle(self) -> None:
         """Waits for what was speculated. WorkerError: a worker failed, the step was abandoned, nothing has changed.
@@ -507,6 +567,7 @@ class Core:
                 bucket.renew()
         self._incoming.clear()
         self._partial = 0.0
+        self._unsummed.clear()
         self._speculating = True
         self._shared = False
         if whole and not self._observed and self._order:
@@ -548,7 +609,7 @@ class Core:
             for shard in self.shards:
                 if shard.numel == 0:  # nothing to digest, and without strides that a view needs
                     continue
-                digest.update(column(shard).contiguous().view(torch.uint8).numpy().data)
+                digest.update(column(shard).to("cpu").contiguous().view(torch.uint8).numpy().data)
             result[name] = digest.hexdigest()
         return result
 
@@ -558,16 +619,32 @@ class Core:
             self.land()
             self.abandon()
         finally:
-            self.pool.close()
+            self.end_threads()
+
+    def end_threads(self) -> None:
+        """Worker threads, then the link's: after that nothing writes to anybody's memory any more."""
+        self.pool.close()
+        self.link.close()
 
     def __del__(self) -> None:
         # Workers must have ended before the tensors that they write to are freed, in whatever order that happens.
         if hasattr(self, "pool"):
-            self.pool.close()
+            self.end_threads()
 
 
 def _journal_bytes(bucket: Bucket) -> int:
     return int(JOURNAL_BYTES_PER_PARAM * bucket.padded) + _JOURNAL_BYTES_PER_BUCKET
+
+
+def _nobody(shard: Shard) -> None:
+    """Where gradients are kept, nobody need know that they were packed."""
+
+
+def _equal_bits(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether packed elements (in host memory, perhaps in a wider format) are those of a gradient anywhere."""
+    theirs = theirs.to("cpu", ours.dtype).contiguous()
+    word = torch.int32 if ours.dtype is torch.float32 else torch.int16
+    return torch.equal(ours.contiguous().view(word), theirs.view(word))
 
 
 def _same_bits(factor: float, other: float) -> bool:

@@ -100,16 +100,18 @@ class Timeline:
         self._pending.append(_Work(COMPUTE, name, None, began, ended))
         self._backward = ended
 
-    def packed(self, bucket: Bucket, began: float) -> None:
+    def packed(self, bucket: Bucket, began: float, arrival: _native.Completion | None) -> None:
+        """``arrival``: of a gradient that is still on its way, and has its own times."""
         if self._backward is None:
             self._backward = began
-        self._pending.append(_Work(DOWN, "pack", bucket, began, _native.now_seconds()))
+        self._pending.append(_Work(DOWN, "pack", bucket, began, _native.now_seconds(), arrival))
 
     def submitted(self, work: _native.BucketWork, verb: str, completion: _native.Completion) -> None:
         self._pending.append(_Work(PROCESSORS, verb, self._bucket_of(work), completion=completion))
 
-    def delivered(self, bucket: Bucket, began: float) -> None:
-        self._pending.append(_Work(UP, "deliver", bucket, began, _native.now_seconds()))
+    def delivered(self, bucket: Bucket, began: float, completion: _native.Completion | None) -> None:
+        """``completion``: of a copy that still runs, and has its own times."""
+        self._pending.append(_Work(UP, "deliver", bucket, began, _native.now_seconds(), completion))
 
     def deciding(self) -> None:
         self._deciding = _native.now_seconds()
@@ -233,14 +235,14 @@ class _RecordingLink:
         began = _native.now_seconds()
         with _nvtx("superoffload pack"):
             ticket: PackTicket = self._link.pack(bucket, grads)
-        self._timeline.packed(bucket, began)
+        self._timeline.packed(bucket, began, ticket.completion if self._link.asynchronous else None)
         return ticket
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
         began = _native.now_seconds()
         with _nvtx("superoffload deliver"):
             completion: _native.Completion = self._link.deliver(bucket, after)
-        self._timeline.delivered(bucket, began)
+        self._timeline.delivered(bucket, began, completion if self._link.asynchronous else None)
         return completion
 
     def __getattr__(self, name: str) -> Any:

@@ -1,0 +1,193 @@
+"""Following gradients: from the hooks of backward to the core, and whatever users do to gradients and parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from superoffload.arguments import check_gradient
+from superoffload.bucket import Shard
+from superoffload.optimizer.parameters import Parameters
+from superoffload.ranks.layout import Holding, is_dtensor
+from superoffload.tracked import Tracked
+
+if TYPE_CHECKING:
+    from superoffload.integrations.ddp import ReducedGradients
+
+
+class Gradients(Parameters):
+    """Keeps the core's view of gradients and parameters that of the user."""
+
+    _max_grad_norm: float | None
+    _accumulating = False
+    _unscale = 1.0  # of the last step; speculation expects it again
+    _reduced: ReducedGradients | None = None
+
+    # ---- hooks ------------------------------------------------------------------------------------------------
+
+    def _track(self, param: Tensor, shard: Shard, holding: Holding) -> Tracked:
+        tracked = super()._track(param, shard, holding)
+        self._hook(tracked)
+        return tracked
+
+    def _hook(self, tracked: Tracked) -> None:
+        if tracked.hook is None and tracked.param.requires_grad and tracked.early:
+            tracked.hook = tracked.param.register_post_accumulate_grad_hook(_gradient_hook(self))
+
+    def _remove_hooks(self) -> None:
+        super()._remove_hooks()
+        for tracked in self._tracked.values():
+            if tracked.hook is not None:
+                tracked.hook.remove()
+
+    # ---- during backward --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backward inside this context is not the boundary: gradients add up and nothing is packed yet."""
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def _on_gradient(self, param: Tensor) -> None:
+        tracked = self._tracked.get(param)
+        if tracked is None or self._out_of_use():
+            return
+        with self._whole():
+            self._take_gradient(tracked)
+
+    def _take_gradient(self, tracked: Tracked) -> None:
+        core = self._core
+        if core.has_gradient(tracked.shard):  # a second backward before step(): undo, the sum is the gradient
+            self._let_go(tracked)
+        if self._accumulating or tracked.param.grad is None:  # None: another hook has taken it away
+            return
+        tracked.arrivals += 1
+        if tracked.arrivals < tracked.expected:
+            return
+        self._hand_over(tracked, in_backward=True)
+
+    def _hand_over(self, tracked: Tracked, *, in_backward: bool) -> None:
+        grad = tracked.param.grad
+        assert grad is not None
+        check_gradient(tracked.shard.name, tracked.param, grad)
+        if tracked.written:
+            self._refresh(tracked)
+        if not self._core.is_filling:
+            self._core.expect(unscale=self._unscale, max_grad_norm=self._max_grad_norm)
+        tracked.remember_grad(grad)
+        self._core.arrive(tracked.shard, tracked.holding.part(grad).contiguous(), in_backward=in_backward)
+
+    def _on_reduced(self, param: Tensor, gradient: Tensor) -> None:
+        """A reduction over ranks has ended during backward; what it gave becomes ``param.grad``."""
+        tracked = self._tracked.get(param)
+        if tracked is None or self._out_of_use():
+            return
+        with self._whole():
+            if self._core.has_gradient(tracked.shard):
+                self._let_go(tracked)
+            if tracked.written:
+                self._refresh(tracked)
+            if not self._core.is_filling:
+                self._core.expect(unscale=self._unscale, max_grad_norm=self._max_grad_norm)
+            tracked.reduced = gradient
+            self._core.arrive(tracked.shard, tracked.holding.part_of_whole(gradient.view(param.shape)))
+
+    def _refresh(self, tracked: Tracked) -> None:
+        tracked.check_still_fits()
+        self._core.restore(tracked.shard)  # or an undo would put back the old master
+        self._core.protect([tracked.shard])
+        tracked.refresh_master()
+
+    # ---- at the boundary --------------------------------------------------------------------------------------
+
+    def _let_go(self, tracked: Tracked) -> None:
+        tracked.grad = None
+        self._core.retract(tracked.shard)
+
+    def _collect(self) -> None:
+        """Makes the core's view of gradients and parameters that of the user, whatever happened since backward."""
+        core = self._core
+        for tracked in self._tracked.values():
+            self._hook(tracked)  # frozen before, trains now
+            if tracked.reduced is not None:
+                self._adopt_reduced(tracked)
+            if core.has_gradient(tracked.shard) and self._is_edited(tracked):
+                self._let_go(tracked)
+            if tracked.written:
+                self._refresh(tracked)
+            if tracked.param.grad is not None and not core.has_gradient(tracked.shard):
+                self._hand_over(tracked, in_backward=False)
+
+    def _is_edited(self, tracked: Tracked) -> bool:
+        """Whether ``p.grad`` is no longer what the core has.
+
+        Operations on lists of DTensors (torch._foreach_mul_, and so clip_grad_norm_) raise nobody's version, so there
+        the bits are compared.
+        """
+        grad = tracked.param.grad
+        if grad is None or tracked.grad_changed:
+            return True
+        return is_dtensor(grad) and not self._core.gradient_is(tracked.shard, tracked.holding.part(grad))
+
+    def _adopt_reduced(self, tracked: Tracked) -> None:
+        """From a reduction to what the user sees: the same bits, or somebody has edited ``p.grad`` since."""
+        tracked.reduced = None
+        grad = tracked.param.grad
+        if grad is not None and self._core.has_gradient(tracked.shard):
+            if self._core.gradient_is(tracked.shard, tracked.holding.part(grad)):
+                tracked.remember_grad(grad)
+            else:
+                self._let_go(tracked)
+
+    def _after_step(self) -> None:
+        moved = []
+        for tracked in self._tracked.values():
+            tracked.grad = tracked.reduced = None
+            tracked.expected = max(1, tracked.arrivals)
+            tracked.arrivals = 0
+            tracked.remember_value()
+            if tracked.shown_steps != tracked.shard.steps:
+                tracked.shown_steps = tracked.shard.steps
+                moved.append(tracked.step)
+        if moved:
+            torch._foreach_add_(moved, 1.0)
+
+    def _abandon(self) -> None:
+        if self._reduced is not None:
+            self._reduced.forget()
+        for tracked in self._tracked.values():
+            tracked.grad = tracked.reduced = None
+            tracked.arrivals = 0
+        self._core.abandon()
+
+
+def _gradient_hook(optimizer: Gradients) -> Callable[[Tensor], None]:
+    """Does not keep the optimizer alive: parameters often outlive it."""
+    reference = weakref.ref(optimizer)
+
+    def on_gradient(param: Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive._on_gradient(param)
+
+    return on_gradient
+
+
+def reduction_hook(optimizer: Gradients) -> Callable[[Tensor, Tensor], None]:
+    """Likewise, for gradients that a reduction over ranks hands over."""
+    reference = weakref.ref(optimizer)
+
+    def on_reduced(param: Tensor, gradient: Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive._on_reduced(param, gradient)
+
+    return on_reduced

@@ -1,0 +1,216 @@
+"""Param groups: from parameters to shards and the state that is made for them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from superoffload.arguments import as_groups, check_finite, check_group, check_groups, check_parameter
+from superoffload.bucket import ALIGN, GroupHyper, Shard
+from superoffload.core import Core, CoreOptions
+from superoffload.cpus import worker_cpus
+from superoffload.errors import StateError
+from superoffload.links import link_for
+from superoffload.memory import host_zeros
+from superoffload.optimizer.lifetime import Lifetime
+from superoffload.optimizer.untraced import untraced
+from superoffload.ranks.held import Held
+from superoffload.ranks.layout import Holding, like_parameter
+from superoffload.ranks.setup import qualified_names, set_up_ranks
+from superoffload.tracked import Tracked
+
+
+@dataclass(frozen=True)
+class Given:
+    """Arguments that are needed again where an optimizer starts anew on other parameters."""
+
+    speculation: str
+    bucket_numel: int | None
+    threads: int | None
+    replicated: str
+    check: tuple[bool, int]
+    process_group: Any
+    rank_timeout: float | None
+    model: weakref.ReferenceType[nn.Module] | None
+
+
+class Parameters(Lifetime):
+    """Which parameters there are, whose shards they are, and their state in host memory."""
+
+    _constructing = True
+    _has_masters = False  # other than the parameters' values
+
+    def _begin_with(self, given: Given, state_dtype: torch.dtype, seed: int) -> None:
+        self._given = given
+        self._state_dtype = state_dtype
+        self._seed = seed
+        self._tracked: dict[Tensor, Tracked] = {}
+        self._fresh: list[Held] = []
+        self._firsts: list[int] = []  # id of the first parameter of each group
+
+    def _connect(self, params: Sequence[Tensor]) -> None:
+        """To the other ranks, where there are any, and to a new core."""
+        given = self._given
+        model = given.model() if given.model is not None else None
+        self._names = qualified_names(model)
+        self._ranks = set_up_ranks(
+            params,
+            model,
+            replicated=given.replicated,
+            check=given.check,
+            process_group=given.process_group,
+            timeout=given.rank_timeout,
+        )
+        options = CoreOptions(given.speculation, given.bucket_numel, worker_cpus(given.threads, self._ranks.cpus))
+        self._core = Core(link_for(params), options, _hyper_reader(self))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch, at any time; a step in flight keeps its gradients."""
+        group = param_group
+        if not self._constructing:  # the constructor has checked all groups already
+            self._check_usable()
+            (group,) = as_groups([param_group])
+            check_groups([group], self.defaults, taken=[p for g in self.param_groups for p in g["params"]])
+        with self._whole():
+            super().add_param_group(group)
+            self._firsts.append(id(group["params"][0]) if group["params"] else 0)
+            self._adopt(len(self.param_groups) - 1, [p for p in group["params"] if p.requires_grad])
+            if not self._constructing:
+                self._announce()
+
+    def _announce(self) -> None:
+        """Tells the other ranks which parameters are new; they must have the same ones."""
+        fresh, self._fresh = self._fresh, []
+        if fresh and self._ranks.session is not None:
+            self._ranks.session.add(fresh)
+
+    def _adopt(self, group: int, params: Sequence[Tensor]) -> None:
+        """State for those parameters of a group that have none yet: frozen ones take no memory."""
+        wanted = {id(param) for param in params if param not in self._tracked}
+        fresh = {param: name for param, name in self._names_of(group) if id(param) in wanted}
+        for param, name in fresh.items():  # again: what was frozen may have changed since its group was made
+            check_parameter(name, param)
+            check_finite(name, param)
+        holdings = {param: self._ranks.holding_of(name, param) for param, name in fresh.items()}
+        sizes = [holding.part(param).numel() for param, holding in holdings.items()]
+        starts = list(accumulate((-(-size // ALIGN) * ALIGN for size in sizes), initial=0))
+        dtypes = (torch.float32, self._state_dtype, self._state_dtype)
+        slabs = [host_zeros(starts[-1], dtype) for dtype in dtypes]
+        shards: list[Shard] = []
+        for (param, name), start, numel in zip(fresh.items(), starts, sizes, strict=False):
+            master, exp_avg, exp_avg_sq = (slab[start : start + numel] for slab in slabs)
+            index = len(self._core.shards) + len(shards)
+            shard = Shard(
+                index=index,
+                name=name,
+                group=group,
+                numel=numel,
+                gradient_dtype=param.dtype,
+                published_dtype=param.dtype,
+                master=master,
+                exp_avg=exp_avg,
+                exp_avg_sq=exp_avg_sq,
+                target=_target(param, holdings[param]),
+                noise_stream=self._seed << 32 | index,
+                offset=holdings[param].start,
+            )
+            master.copy_(shard.target())
+            shards.append(shard)
+            self._track(param, shard, holdings[param])
+        if shards:
+            self._core.add_shards(shards)
+
+    def _track(self, param: Tensor, shard: Shard, holding: Holding) -> Tracked:
+        step = torch.zeros((), dtype=torch.float32)
+        tracked = Tracked(param, shard, step, holding, early=self._ranks.is_early(param))
+        tracked.remember_value()
+        self._tracked[param] = tracked
+        self.state[param] = {
+            "step": step,
+            "exp_avg": like_parameter(param, holding, shard.exp_avg),
+            "exp_avg_sq": like_parameter(param, holding, shard.exp_avg_sq),
+            "master": like_parameter(param, holding, shard.master),
+        }
+        self._fresh.append(Held(shard.name, param, shard, holding))
+        return tracked
+
+    def _names_of(self, group: int) -> Iterator[tuple[Tensor, str]]:
+        params = self.param_groups[group]["params"]
+        names = self.param_groups[group].get("param_names")
+        for i, param in enumerate(params):
+            name = str(names[i]) if names else f"param_groups[{group}]['params'][{i}]"
+            yield param, self._names.get(id(param), name)
+
+    def _hyper_of(self, group: int) -> GroupHyper:
+        values = self.param_groups[group]
+        check_group(values)  # they may have been changed since the last step
+        beta1, beta2 = values["betas"]
+        return GroupHyper(
+            float(values["lr"]), float(beta1), float(beta2), float(values["eps"]), float(values["weight_decay"])
+        )
+
+    # ---- parameters that others put in their place ------------------------------------------------------------
+
+    def _check_usable(self, *, closed_too: bool = False) -> None:
+        super()._check_usable(closed_too=closed_too)
+        if not self._closed:
+            self._follow_replaced()
+
+    @untraced
+    def _follow_replaced(self) -> None:
+        """Accelerate puts sharded parameters into the groups when it prepares a model for FSDP2: starts anew on them.
+
+        Not once there is state that would be lost.
+        """
+        groups = [group["params"] for group in self.param_groups]
+        firsts = [id(params[0]) if params else 0 for params in groups]
+        if firsts == self._firsts:
+            return
+        params = [param for members in groups for param in members]
+        grouped = {id(param) for param in params}
+        if self._has_masters or any(t.shard.steps or id(param) in grouped for param, t in self._tracked.items()):
+            self._refuse_replaced()
+            return
+        with self._whole():
+            self._remove_hooks()
+            self._core.close()
+            self._tracked.clear()
+            self.state.clear()
+            self._fresh.clear()
+            self._connect(params)
+            self._firsts = firsts
+            for index, members in enumerate(groups):
+                self._adopt(index, [param for param in members if param.requires_grad])
+            self._announce()
+
+    def _refuse_replaced(self) -> None:
+        """A parameter that is new may have taken another one's place, whose state would be lost silently."""
+        grouped = {id(param) for group in self.param_groups for param in group["params"]}
+        gone = [tracked.shard.name for param, tracked in self._tracked.items() if id(param) not in grouped]
+        if gone:
+            raise StateError(
+                f"param_groups: {gone[0]} was taken out and others put in, after state was made for it; make a new "
+                "optimizer, from the parameters that are to be trained (with Accelerate: prepare before load_masters())"
+            )
+
+
+def _target(param: Tensor, holding: Holding) -> Callable[[], Tensor]:
+    return lambda: holding.part(param)
+
+
+def _hyper_reader(optimizer: Parameters) -> Callable[[int], GroupHyper]:
+    """Does not keep the optimizer alive, so that it goes when its last user lets go of it."""
+    reference = weakref.ref(optimizer)
+
+    def hyper_of(group: int) -> GroupHyper:
+        alive = reference()
+        assert alive is not None, "the core is used by its optimizer only"
+        return alive._hyper_of(group)
+
+    return hyper_of
