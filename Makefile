@@ -151,7 +151,7 @@ old-cpu-test:
 old-deepspeed-test: $(OLD_DEEPSPEED)/.installed $(VENV)/.test-ready
 	PYTHONPATH=$(CURDIR)/$(OLD_DEEPSPEED) $(BIN)/python -m pytest $(addprefix tests/deepspeed/test_,$(OLD_DEEPSPEED_TESTS:=.py))
 
-OLD_DEEPSPEED_TESTS := switch against_stock checkpoints
+OLD_DEEPSPEED_TESTS := switch against_stock checkpoints readers
 
 $(OLD_DEEPSPEED)/.installed: $(VENV)/.test-requirements
 	rm -rf $(@D)

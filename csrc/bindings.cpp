@@ -126,7 +126,8 @@ void bind_runtime(py::module_& module) {
         .value("step_journaled", Operation::step_journaled)
         .value("undo", Operation::undo)
         .value("replay", Operation::replay)
-        .value("publish", Operation::publish);
+        .value("publish", Operation::publish)
+        .value("settle", Operation::settle);
     py::class_<superoffload::JournalUse>(module, "JournalUse")
         .def_readonly("bytes", &superoffload::JournalUse::bytes)
         .def_property_readonly("escapes",
@@ -161,6 +162,7 @@ void bind_runtime(py::module_& module) {
         .def(py::init(&WorkerPool::create), py::arg("cpus"), release)
         .def("submit", &WorkerPool::submit, py::arg("work"), py::arg("operation"), py::arg("width") = 1,
              py::arg("after") = nullptr, release)
+        .def("withdraw", &WorkerPool::withdraw, py::arg("done"), release)
         .def("close", &WorkerPool::close, release)
         .def("enter", &WorkerPool::enter)
         .def("leave", &WorkerPool::leave)
