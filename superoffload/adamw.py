@@ -28,6 +28,7 @@ from superoffload.errors import ArgumentError, StateError
 from superoffload.optimizer.gradients import reduction_hook
 from superoffload.optimizer.parameters import Given
 from superoffload.optimizer.saved_state import SavedState
+from superoffload.placement import check_placement
 from superoffload.timeline import Timeline, record
 from superoffload.verdict import Verdict
 
@@ -48,7 +49,9 @@ class AdamW(SavedState):
         speculation: "adaptive" (speculate while clips are rare), "always" or "never". Never changes a result.
         delivery: "eager".
         keep_grads: gradients stay in ``p.grad`` after they were packed; True on the CPU.
-        placement: None.
+        placement: which state stays on the accelerator, where it is stepped after the verdict with the same bits:
+            {"gpu_fraction": f}, the parameters whose gradients come last in backward, up to that part of all; "auto",
+            chosen after a few steps from measured times and free memory; None. docs/pipeline.md. Not on the CPU.
         bucket_numel: elements per bucket (None: a 32nd of the parameters, within 64 Ki and 32 Mi).
         threads: worker threads (None: one per core this process may use, shared with other ranks on the node).
         rank_check: "off", "light" (every step, one exchange of at most 128 bytes), "full" (every step, everything) or
@@ -101,7 +104,8 @@ class AdamW(SavedState):
         seed: int = 0,
     ) -> None:
         self._max_grad_norm = check_max_grad_norm(max_grad_norm)
-        refuse_unknown(delivery, placement)
+        refuse_unknown(delivery)
+        asked = check_placement(placement)
         if keep_grads is False:
             raise ArgumentError("keep_grads=False: gradients on the CPU are always kept; pass True or None")
         check_whole_number("bucket_numel", bucket_numel)
@@ -122,6 +126,7 @@ class AdamW(SavedState):
             process_group,
             rank_timeout,
             weakref.ref(model) if model is not None else None,
+            asked,
         )
         self._begin()
         self._begin_with(given, check_state_dtype(state_dtype), check_seed(seed))
@@ -173,6 +178,15 @@ class AdamW(SavedState):
     def timeline(self) -> Timeline | None:
         """What records the steps if ``trace`` was given; its ``span("forward")`` adds parts of the training loop."""
         return self._core.timeline
+
+    @property
+    def placement(self) -> dict[str, Any] | None:
+        """The part of the parameters whose state is to be on the accelerator, how many really are, and why so."""
+        placer = self._core.placer
+        if placer is None:
+            return None
+        found = self._core.stats()["params_on_device"]
+        return {"gpu_fraction": placer.fraction, "params_on_device": found, "why": placer.why}
 
     def stats(self) -> dict[str, float | int]:
         """Totals since construction; superoffload/stats.py explains each."""

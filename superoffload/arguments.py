@@ -169,12 +169,10 @@ def check_finite(name: str, param: Tensor) -> None:
         )
 
 
-def refuse_unknown(delivery: str, placement: Any) -> None:
+def refuse_unknown(delivery: str) -> None:
     """Options whose work is not in this version yet are refused rather than ignored."""
     if delivery != "eager":
         raise ArgumentError(f"delivery={delivery!r}: expected 'eager'; delivery on demand is not in this version")
-    if placement is not None:
-        raise ArgumentError(f"placement={placement!r}: expected None; state on the accelerator is not in this version")
 
 
 def check_rank_check(value: Any) -> tuple[bool, int]:
