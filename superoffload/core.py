@@ -20,7 +20,7 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.bucket import BLOCK, Bucket, BucketState, GroupHyper, Shard, lay_out
-from superoffload.errors import StateError, WorkerError
+from superoffload.errors import DeviceError, StateError, WorkerError
 from superoffload.link import Link
 from superoffload.memory import exceeds_caches
 from superoffload.policy import SpeculationPolicy, choose_width, learn_from_journal, learn_from_overflow
@@ -406,7 +406,7 @@ class Core:
                 try:
                     bucket.arrival.wait()
                 except RuntimeError as error:
-                    self._failure = self._failure or WorkerError(str(error))
+                    self._failure = self._failure or DeviceError(str(error))
         if self._failure is not None:
             self._stats.buckets_abandoned += self._take_back(BucketState.ABANDONED)
             self._end_step(whole=False)
@@ -468,8 +468,8 @@ class Core:
         self._send_up(buckets)
         for bucket in buckets:
             self._wait(bucket)
-            self._wait_for_copy(bucket)
-            self.link.make_visible(bucket)
+            if self._is_copied(bucket):
+                self.link.make_visible(bucket)
             del self._landing[bucket]
 
     def _send_up(self, buckets: Sequence[Bucket]) -> None:
@@ -482,14 +482,16 @@ class Core:
             after = bucket.running or _native.Completion.already_done()
             bucket.delivery = self.link.deliver(bucket, after)
 
-    def _wait_for_copy(self, bucket: Bucket) -> None:
-        """Until the copy up of ``bucket`` can be waited for by a stream (or was made, on the host)."""
+    def _is_copied(self, bucket: Bucket) -> bool:
+        """Waits until the copy up of ``bucket`` can be waited for by a stream (or was made, on the host)."""
         delivery, bucket.delivery = bucket.delivery, None
         try:
             if delivery is not None:
                 delivery.wait()
         except RuntimeError as error:
-            self._failure = self._failure or WorkerError(str(error))
+            self._failure = self._failure or DeviceError(str(error))
+            return False
+        return True
 
     def settle(self) -> None:
         """Waits for what was speculated. WorkerError: a worker failed, the step was abandoned, nothing has changed.

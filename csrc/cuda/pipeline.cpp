@@ -127,6 +127,11 @@ void Pipeline::check_open() const {
             "a CUDA device does not survive fork(): create the optimizer in the process that trains");
     }
     if (closing_since_.load() != 0) throw std::runtime_error("the optimizer is closed");
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!broken_.empty()) {
+        throw std::runtime_error("an earlier delivery of parameters has failed, save state_dict() and restart: " +
+                                 broken_);
+    }
 }
 
 void Pipeline::set_staging(const Staging& staging) {
@@ -451,6 +456,7 @@ void Pipeline::submit() {
             job.done->fail(error);
         }
         lock.lock();
+        if (!error.empty() && broken_.empty()) broken_ = error;
         jobs_.pop_front();
         changed_.notify_all();
     }

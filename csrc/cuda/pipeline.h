@@ -205,6 +205,7 @@ class Pipeline {
     std::condition_variable changed_;
     std::deque<Ticket> tickets_;
     std::deque<Job> jobs_;
+    std::string broken_;                    // why parameters on the device are not those of the last step
     std::atomic<double> closing_since_{0};  // 0: open
     std::mutex close_mutex_;
     bool idle_at_close_ = false;

@@ -16,7 +16,7 @@ from superoffload.bucket import ALIGN, GroupHyper, Shard
 from superoffload.core import Core, CoreOptions
 from superoffload.cpus import worker_cpus
 from superoffload.errors import StateError
-from superoffload.links import link_for
+from superoffload.links import keeps_gradients, link_for
 from superoffload.memory import host_zeros
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.untraced import untraced
@@ -38,6 +38,7 @@ class Given:
     process_group: Any
     rank_timeout: float | None
     model: weakref.ReferenceType[nn.Module] | None
+    keep_grads: bool | None
 
 
 class Parameters(Lifetime):
@@ -51,6 +52,7 @@ class Parameters(Lifetime):
         self._state_dtype = state_dtype
         self._seed = seed
         self._tracked: dict[Tensor, Tracked] = {}
+        self._of_shard: dict[int, Tracked] = {}
         self._fresh: list[Held] = []
         self._firsts: list[int] = []  # id of the first parameter of each group
 
@@ -68,7 +70,8 @@ class Parameters(Lifetime):
             timeout=given.rank_timeout,
         )
         options = CoreOptions(given.speculation, given.bucket_numel, worker_cpus(given.threads, self._ranks.cpus))
-        self._core = Core(link_for(params), options, _hyper_reader(self))
+        keep_grads = keeps_gradients(params, given.keep_grads, model)
+        self._core = Core(link_for(params, keep_grads=keep_grads), options, _hyper_reader(self))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, at any time; a step in flight keeps its gradients."""
@@ -130,7 +133,7 @@ class Parameters(Lifetime):
         step = torch.zeros((), dtype=torch.float32)
         tracked = Tracked(param, shard, step, holding, early=self._ranks.is_early(param))
         tracked.remember_value()
-        self._tracked[param] = tracked
+        self._tracked[param] = self._of_shard[shard.index] = tracked
         self.state[param] = {
             "step": step,
             "exp_avg": like_parameter(param, holding, shard.exp_avg),
@@ -181,6 +184,7 @@ class Parameters(Lifetime):
             self._remove_hooks()
             self._core.close()
             self._tracked.clear()
+            self._of_shard.clear()
             self.state.clear()
             self._fresh.clear()
             self._connect(params)
