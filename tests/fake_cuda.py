@@ -23,6 +23,7 @@ from superoffload import AdamW, _native
 from superoffload.bucket import Bucket
 from superoffload.cuda.link import CudaLink, CudaOptions
 from superoffload.link import PackTicket
+from tests.emulation import library_path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ROOT / "build" / "tests" / "libfakecuda.so"
@@ -53,6 +54,7 @@ class Fake:
 
     def __init__(self) -> None:
         self.library = str(build())
+        os.environ["FAKE_CUDA_KERNELS"] = str(library_path())  # read by the fake at the first launch
         self._functions = ctypes.CDLL(self.library)
         self._functions.fake_cuda_stream.restype = ctypes.c_void_p
         self._functions.fake_cuda_calls.restype = ctypes.c_long
@@ -161,13 +163,19 @@ class LateLink(CudaLink):
 
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
         fake, device = self.fake_device.fake, self.fake_device
+        late = []
         for piece, grad in zip(bucket.pieces, grads, strict=True):
             if grad is not None and piece.numel == grad.numel():  # of a part it would have to appear several times
-                values = grad.clone()
+                late.append((grad, grad.clone()))
+                device.kept.append(grad)  # the allocator of a device would know what is still to be written there
                 ctypes.memset(grad.data_ptr(), _GARBAGE, grad.numel() * grad.element_size())
-                fake.write(fake.current, grad, values)
+                fake.write(fake.current, *late[-1])
         device.released.clear()
         ticket = super().pack(bucket, grads)
+        if not self.frees_gradients:  # whose owner may do with them what he likes
+            for grad, values in late:
+                fake.write(fake.current, grad, garbage_like(grad))
+                fake.write(fake.current, grad, values)
         for grad in grads:
             if grad is not None and self.frees_gradients and grad.data_ptr() not in device.released:
                 device.overwrite(grad, fake.current)  # nobody told the allocator to wait
@@ -204,7 +212,6 @@ def on_fake_device(fake: Fake, **options: Any) -> Iterator[list[LateLink]]:
             for link in links:
                 link.close()
             fake.synchronize()
-            fake.reset()
 
 
 def synchronized(fake: Fake, scenario: Callable[[Any, AdamW], None]) -> Callable[[Any, AdamW], None]:

@@ -182,7 +182,7 @@ class Pipeline {
     bool signal(std::uint32_t sequence);
     void order(Stream later, Event event, const char* what) const;
     Function find(const char* kind, adam::ElementType from, adam::ElementType to) const;
-    void launch(Function function, std::uint64_t blocks, Stream stream, void** arguments, const char* what) const;
+    void launch(Function function, std::uint64_t grid, Stream stream, void** arguments, const char* what) const;
     bool streams_idle() const;
     bool out_of_time() const;
     bool forked() const;

@@ -1,1 +1,1 @@
-"""The CUDA link: what moves gradients down and parameters up where the model is on a CUDA device (docs/pipeline.md)."""
+"""What only an accelerator needs: kernels, the link, transfer policies. Nothing here is imported without one."""

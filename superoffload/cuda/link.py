@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket
 from superoffload.cuda.device import Device, TorchDevice
 from superoffload.cuda.pinned import ALIGN, LARGEST_REGISTRATION, PinnedArena, warn_unpinned
 from superoffload.cuda.transfer import NARROW, TransferPolicy
-from superoffload.errors import ArgumentError, DeviceError
+from superoffload.errors import ArgumentError, DeviceError, KernelsUnavailable
 from superoffload.link import PackTicket
 
 SLOTS = 2  # staging on the device: one is packed while the other is copied
@@ -270,11 +269,11 @@ def cuda_link(device: torch.device, *, keep_grads: bool | None) -> CudaLink:
 
 def kernels_for(capability: tuple[int, int]) -> bytes:
     """The compiled kernels; empty, with a warning, where nothing can compile them."""
-    compiler = importlib.import_module("superoffload.cuda.compile")
+    from superoffload.cuda.compile import compile_kernels
+
     try:
-        image: bytes = compiler.compile_kernels(f"sm_{capability[0]}{capability[1]}")
-        return image
-    except compiler.KernelsUnavailable as error:
+        return compile_kernels(f"sm_{capability[0]}{capability[1]}")
+    except KernelsUnavailable as error:
         warnings.warn(
             f"superoffload: {error}. Training goes on without them: gradients are copied one by one and summed on the "
             "CPU, with the same result",
