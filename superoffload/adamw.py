@@ -16,6 +16,7 @@ from superoffload import kernels  # obeys SUPEROFFLOAD_ISA
 from superoffload.arguments import (
     as_groups,
     check_groups,
+    check_keep_grads,
     check_max_grad_norm,
     check_rank_check,
     check_replicated,
@@ -42,13 +43,16 @@ class AdamW(SavedState):
     Regularization", 2019), with fp32 masters; docs/kernel.md has it operation by operation.
 
     Arguments:
-        params: parameters or param groups: float32, bfloat16 or float16, dense, contiguous, on the CPU.
+        params: parameters or param groups: float32, bfloat16 or float16, dense, contiguous, all on the CPU
+            or all on one CUDA device.
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; per group, changeable at any time.
         max_grad_norm: clip the global gradient norm to this (None: no clipping). Changeable between steps. Replaces
             ``torch.nn.utils.clip_grad_norm_``.
         speculation: "adaptive" (speculate while clips are rare), "always" or "never". Never changes a result.
         delivery: "eager".
-        keep_grads: gradients stay in ``p.grad`` after they were packed; True on the CPU.
+        keep_grads: gradients stay in ``p.grad`` after they were packed. None: on the CPU (always) and under
+            ``DistributedDataParallel``. Else they are freed as soon as they are packed, which saves their memory; code
+            that would then clip, edit or add to them gets an error (docs/pipeline.md).
         placement: which state stays on the accelerator, where it is stepped after the verdict with the same bits:
             {"gpu_fraction": f}, the parameters whose gradients come last in backward, up to that part of all; "auto",
             chosen after a few steps from measured times and free memory; None. docs/pipeline.md. Not on the CPU.
@@ -106,8 +110,7 @@ class AdamW(SavedState):
         self._max_grad_norm = check_max_grad_norm(max_grad_norm)
         refuse_unknown(delivery)
         asked = check_placement(placement)
-        if keep_grads is False:
-            raise ArgumentError("keep_grads=False: gradients on the CPU are always kept; pass True or None")
+        check_keep_grads(keep_grads)
         check_whole_number("bucket_numel", bucket_numel)
         check = check_rank_check(rank_check)
         replicated = check_replicated(replicated)
@@ -126,6 +129,7 @@ class AdamW(SavedState):
             process_group,
             rank_timeout,
             weakref.ref(model) if model is not None else None,
+            keep_grads,
             asked,
         )
         self._begin()
@@ -151,6 +155,9 @@ class AdamW(SavedState):
         if not self._out_of_use():
             with self._whole():
                 self._abandon()
+        for tracked in self._tracked.values():
+            if tracked.stand_in is not None and tracked.param.grad is tracked.stand_in:
+                tracked.param.grad = None  # it has no elements that could be set to zero
         super().zero_grad(set_to_none)
 
     @property

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.bucket import BLOCK, Bucket, BucketState, GroupHyper, Shard
-from superoffload.errors import StateError, WorkerError
+from superoffload.errors import DeviceError, StateError
 from superoffload.link import Link
 from superoffload.pipeline.layout import JOURNAL_BYTES_PER_PARAM
 from superoffload.pipeline.options import CoreOptions
@@ -358,7 +358,7 @@ class Core(Settling):
                 try:
                     bucket.arrival.wait()
                 except RuntimeError as error:
-                    self._failure = self._failure or WorkerError(str(error))
+                    self._failure = self._failure or DeviceError(str(error))
         if self._failure is not None:
             self._stats.buckets_abandoned += self._take_back(BucketState.ABANDONED)
             self._end_step(whole=False)

@@ -16,7 +16,7 @@ from superoffload.bucket import GroupHyper, Shard
 from superoffload.core import Core, CoreOptions
 from superoffload.cpus import worker_cpus
 from superoffload.errors import StateError
-from superoffload.links import link_for
+from superoffload.links import keeps_gradients, link_for
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.untraced import untraced
 from superoffload.placement import Asked, make_state, placer_for
@@ -38,7 +38,8 @@ class Given:
     process_group: Any
     rank_timeout: float | None
     model: weakref.ReferenceType[nn.Module] | None
-    placement: Asked = None
+    keep_grads: bool | None
+    placement: Asked
 
 
 class Parameters(Lifetime):
@@ -52,6 +53,7 @@ class Parameters(Lifetime):
         self._state_dtype = state_dtype
         self._seed = seed
         self._tracked: dict[Tensor, Tracked] = {}
+        self._of_shard: dict[int, Tracked] = {}
         self._fresh: list[Held] = []
         self._firsts: list[int] = []  # id of the first parameter of each group
         self._resident: set[int] = set()  # ids of parameters whose state begins on the accelerator
@@ -83,7 +85,8 @@ class Parameters(Lifetime):
         )
         cpus = worker_cpus(given.threads, self._ranks.cpus)
         options = CoreOptions(given.speculation, given.bucket_numel, cpus, two_phase=True)
-        link = link_for(params)
+        keep_grads = keeps_gradients(params, given.keep_grads, model)
+        link = link_for(params, keep_grads=keep_grads)
         try:
             placer = placer_for(given.placement, link, params)
         except BaseException:
@@ -156,7 +159,7 @@ class Parameters(Lifetime):
         step = torch.zeros((), dtype=torch.float32)
         tracked = Tracked(param, shard, step, holding, early=self._ranks.is_early(param))
         tracked.remember_value()
-        self._tracked[param] = tracked
+        self._tracked[param] = self._of_shard[shard.index] = tracked
         self._show_state(tracked)
         self._fresh.append(Held(shard.name, param, shard, holding))
         return tracked
@@ -171,9 +174,7 @@ class Parameters(Lifetime):
         }
 
     def _on_moved(self, shard: Shard) -> None:
-        for tracked in self._tracked.values():
-            if tracked.shard is shard:
-                self._show_state(tracked)
+        self._show_state(self._of_shard[shard.index])
 
     def _names_of(self, group: int) -> Iterator[tuple[Tensor, str]]:
         params = self.param_groups[group]["params"]
@@ -216,6 +217,7 @@ class Parameters(Lifetime):
             self._remove_hooks()
             self._core.close()
             self._tracked.clear()
+            self._of_shard.clear()
             self.state.clear()
             self._fresh.clear()
             self._connect(params)
