@@ -34,18 +34,28 @@ class BucketState(Enum):
     COMMITTED = "committed"
     REPLAYED = "replayed"
     STEPPED = "stepped"
+    PUBLISHED = "published"
+    SETTLED = "settled"
     SKIPPED = "skipped"
     ABANDONED = "abandoned"
 
 
 _ENDED = frozenset(
-    {BucketState.COMMITTED, BucketState.REPLAYED, BucketState.STEPPED, BucketState.SKIPPED, BucketState.ABANDONED}
+    {
+        BucketState.COMMITTED,
+        BucketState.REPLAYED,
+        BucketState.STEPPED,
+        BucketState.SETTLED,
+        BucketState.SKIPPED,
+        BucketState.ABANDONED,
+    }
 )
 _NEXT = {
     BucketState.FILLING: {BucketState.READY, BucketState.ABANDONED},
     BucketState.READY: {
         BucketState.SPECULATED,
         BucketState.STEPPED,
+        BucketState.PUBLISHED,
         BucketState.SKIPPED,
         BucketState.ABANDONED,
         BucketState.FILLING,
@@ -58,6 +68,7 @@ _NEXT = {
         BucketState.UNDONE,
     },
     BucketState.UNDONE: {BucketState.FILLING},
+    BucketState.PUBLISHED: {BucketState.SETTLED},
     **{state: {BucketState.FILLING} for state in _ENDED},
 }
 
@@ -139,8 +150,9 @@ class Bucket:
         self.gradients: list[Tensor] | None = None  # one per piece, where gradients stay where they arrive
         self.shadow: Tensor
         self.work: _native.BucketWork
+        self.arrival: _native.Completion | None = None  # of the packed gradient in host memory
         self.running: _native.Completion | None = None
-        self.arrival: _native.Completion | None = None  # of the gradient that was packed last
+        self.doing: _native.Operation | None = None  # None while ``running`` is the gradient on its way
         self.delivery: _native.Completion | None = None  # the copy up that is under way
         # What the last step or speculation froze:
         self.frozen: GroupHyper | None = None

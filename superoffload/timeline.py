@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from superoffload.core import Core
     from superoffload.link import PackTicket
+    from superoffload.pipeline.options import Pool
 
 COMPUTE, DOWN, PROCESSORS, UP, VERDICT = "compute", "pack and down", "processors", "up and deliver", "verdict"
 LANES = (COMPUTE, DOWN, PROCESSORS, UP, VERDICT)
@@ -34,6 +35,7 @@ _LANE_NUMBERS = {COMPUTE: 1, DOWN: 2, PROCESSORS: 10, UP: 30, VERDICT: 40}
 _COLOURS = {
     "committed": "good",
     "stepped": "thread_state_runnable",
+    "stepped two-phase": "rail_animation",
     "replayed": "bad",
     "undone": "yellow",
     "skipped": "terrible",
@@ -52,8 +54,15 @@ class _Work:
     ended: float = 0.0
     completion: _native.Completion | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
+    step: int = 0  # in which it was begun, known when that ends; so are the bucket's number and fate
+    number: int | None = None
+    fate: str | None = None
 
-    def settle(self) -> bool:
+    @property
+    def still_runs(self) -> bool:
+        return self.completion is not None and not self.completion.done()
+
+    def take_times(self) -> bool:
         """Takes the times over from the workers; False if it never ran."""
         if self.completion is not None:
             self.began, self.ended = self.completion.began, self.completion.ended
@@ -84,7 +93,7 @@ class Timeline:
         self._free: list[float] = []  # of the processors' rows: until when each is taken
         self._core = core
         core.link = _RecordingLink(core.link, self)
-        core.pool = _RecordingPool(core.pool, self)  # type: ignore[assignment]
+        core.pool = _RecordingPool(core.pool, self)
         core.timeline = self
         self._announce()
 
@@ -124,7 +133,7 @@ class Timeline:
         self._pending.append(_Work(VERDICT, name, None, began, _native.now_seconds(), arguments=arguments))
 
     def end_step(self, buckets: Sequence[Bucket]) -> None:
-        """Every bucket has its fate now; writes what happened since the last step."""
+        """Every bucket has its fate now; writes what happened since the last step and is over."""
         now = _native.now_seconds()
         self._step += 1
         if self._backward is not None:
@@ -134,16 +143,24 @@ class Timeline:
             self._pending.append(_Work(COMPUTE, "step()", None, self._deciding, now))
         fates = {id(bucket): _fate(bucket) for bucket in buckets}
         numbers = {id(bucket): number for number, bucket in enumerate(buckets)}
-        settled = [work for work in self._pending if work.settle()]
-        for work in sorted(settled, key=lambda work: work.began):
-            key = id(work.bucket)
-            self._write(self._event(work, numbers.get(key), fates.get(key)))
-        if self._file is not None:
-            self._file.flush()
-        self._pending.clear()
+        for work in self._pending:
+            if work.step == 0:
+                key = id(work.bucket)
+                work.step, work.number, work.fate = self._step, numbers.get(key), fates.get(key)
+        self._write_what_is_over()
         self._deciding = self._backward = self._verdict = None
 
+    def _write_what_is_over(self) -> None:
+        """Settles and copies up may go on behind the next forward; they are written at the end of the next step."""
+        over = [work for work in self._pending if work.step and not work.still_runs]
+        self._pending = [work for work in self._pending if work.still_runs or not work.step]
+        for work in sorted((work for work in over if work.take_times()), key=lambda work: work.began):
+            self._write(self._event(work))
+        if self._file is not None:
+            self._file.flush()
+
     def close(self) -> None:
+        self._write_what_is_over()
         if self._file is not None and os.getpid() == self._pid:  # a forked child leaves the parent's file alone
             self._file.write("\n]\n" if self._separator != "[\n" else "[]\n")
             self._file.close()
@@ -156,7 +173,7 @@ class Timeline:
             self._buckets = {id(bucket.work): bucket for bucket in self._core.buckets}
         return self._buckets.get(id(work))
 
-    def _event(self, work: _Work, number: int | None, fate: str | None) -> dict[str, Any]:
+    def _event(self, work: _Work) -> dict[str, Any]:
         lane = _LANE_NUMBERS[work.lane]
         if work.lane == PROCESSORS:
             lane += self._row(work)
@@ -168,12 +185,12 @@ class Timeline:
             "tid": lane,
             "ts": self._microseconds(work.began),
             "dur": round(1e6 * (work.ended - work.began), 3),
-            "args": {"step": self._step, **work.arguments},
+            "args": {"step": work.step, **work.arguments},
         }
-        if work.bucket is not None and number is not None:
-            event["args"].update(bucket=number, numel=work.bucket.numel, fate=fate)
-            event["name"] = f"bucket {number} {work.verb}: {fate}"
-            event["cname"] = _COLOURS.get(fate or "", "generic_work")
+        if work.bucket is not None and work.number is not None:
+            event["args"].update(bucket=work.number, numel=work.bucket.numel, fate=work.fate)
+            event["name"] = f"bucket {work.number} {work.verb}: {work.fate}"
+            event["cname"] = _COLOURS.get(work.fate or "", "generic_work")
         elif work.lane == VERDICT:
             event["cname"] = {"clip": "bad", "no clip": "good"}.get(work.verb, "terrible")
         return event
@@ -210,7 +227,9 @@ class Timeline:
 
 def _fate(bucket: Bucket) -> str:
     """A bucket that is still filling when a step ends was not part of it, or its gradient was taken back."""
-    return "undone" if bucket.state is BucketState.FILLING else bucket.state.value
+    if bucket.state is BucketState.FILLING:
+        return "undone"
+    return "stepped two-phase" if bucket.state is BucketState.PUBLISHED else bucket.state.value
 
 
 def record(path: str | os.PathLike[str], core: Core) -> Timeline:
@@ -252,7 +271,7 @@ class _RecordingLink:
 class _RecordingPool:
     """The core's worker threads, with the completions of what they do."""
 
-    def __init__(self, pool: _native.WorkerPool, timeline: Timeline) -> None:
+    def __init__(self, pool: Pool, timeline: Timeline) -> None:
         self._pool = pool
         self._timeline = timeline
 

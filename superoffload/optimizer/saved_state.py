@@ -44,6 +44,7 @@ class SavedState(Steps):
 
     def begin_snapshot(self, snapshot: Snapshot) -> None:
         """From here on every shard is protected before it changes. For superoffload.checkpoints."""
+        self._core.settle()
         self._core.snapshot = snapshot
 
     def end_snapshot(self) -> None:
@@ -85,6 +86,7 @@ class SavedState(Steps):
             session.agree("load_masters()", None)
         with self._whole():
             self._abandon()
+            self._core.quiesce()
             self.end_snapshot()
             self._has_masters = True
             for param, value in values:
@@ -140,6 +142,7 @@ class SavedState(Steps):
             session.agree("load_state_dict()", None)
         with self._whole():
             self._abandon()
+            self._core.quiesce()
             self.end_snapshot()
             states = iter(read.states)
             for index, group in enumerate(self.param_groups):

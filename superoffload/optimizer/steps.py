@@ -61,6 +61,8 @@ class Steps(Gradients):
             finally:  # this rank has stepped, also where others have been lost since
                 self._after_step()
         if session is not None:
+            if session.full_check_is_due:  # which reads masters and moments
+                self._core.settle()
             session.ended(applied=not verdict.found_inf, factor=verdict.gradient_factor)
         if failure is not None:
             raise failure
@@ -76,6 +78,7 @@ class Steps(Gradients):
 
     def _decide_with(self, session: RankSession) -> Verdict | None:
         """As all ranks do, or RankError on all of them, with the step abandoned."""
+        self._core.settle()  # every message has samples of masters
         session.begin()
         try:
             self._take_stock()

@@ -1,0 +1,63 @@
+"""Delivery: from the shadows to the model's parameters, by the end of the step or later, shard by shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from superoffload import _native
+from superoffload.bucket import Bucket, BucketState, GroupHyper, Shard
+from superoffload.errors import WorkerError
+from superoffload.link import Link
+from superoffload.pipeline.options import CoreOptions
+from superoffload.pipeline.waiting import Waiting
+
+
+class Delivering(Waiting):
+    """What a step has left to be delivered, and who waits for it."""
+
+    def __init__(self, link: Link, options: CoreOptions, hyper_of: Callable[[int], GroupHyper]) -> None:
+        super().__init__(link, options, hyper_of)
+        self._landing: dict[Bucket, None] = {}  # stepped by apply(later=True), not delivered yet; in forward order
+
+    def land(self, shard: Shard | None = None) -> None:
+        """Waits for and delivers what ``apply(later=True)`` left running: the buckets of ``shard``, or all of them."""
+        if not self._landing:
+            return
+        of_shard = self._landing if shard is None else self._buckets_of(shard)
+        buckets = [bucket for bucket in of_shard if bucket in self._landing]
+        if buckets:
+            with self._caller_at_work():
+                try:
+                    self._deliver(buckets)
+                finally:
+                    for bucket in buckets:
+                        if bucket not in self._landing and bucket.state is not BucketState.PUBLISHED:
+                            bucket.renew()
+                self._raise_worker_failure()
+
+    def _deliver(self, buckets: Sequence[Bucket]) -> None:
+        self._send_up(buckets)
+        for bucket in buckets:
+            self._wait(bucket)
+            self._wait_for_copy(bucket)
+            self.link.make_visible(bucket)
+            del self._landing[bucket]
+
+    def _send_up(self, buckets: Sequence[Bucket]) -> None:
+        """In forward order, each bucket as soon as it is done; an asynchronous link waits for that itself."""
+        for bucket in buckets:
+            if bucket.delivery is not None:
+                continue
+            if not self.link.asynchronous:
+                self._wait(bucket)
+            after = bucket.running or _native.Completion.already_done()
+            bucket.delivery = self.link.deliver(bucket, after)
+
+    def _wait_for_copy(self, bucket: Bucket) -> None:
+        """Until the copy up of ``bucket`` can be waited for by a stream (or was made, on the host)."""
+        delivery, bucket.delivery = bucket.delivery, None
+        try:
+            if delivery is not None:
+                delivery.wait()
+        except RuntimeError as error:
+            self._failure = self._failure or WorkerError(str(error))
