@@ -84,9 +84,17 @@ def backward(model: Model, step: int, *, poisoned: bool = False) -> Tensor:
 
 
 def train(
-    device: str, dtype: torch.dtype, *, before_step: Callable[[Any, Any], None] | None = None, **options: Any
+    device: str,
+    dtype: torch.dtype,
+    *,
+    before_step: Callable[[Any, Any], None] | None = None,
+    waits: bool = True,
+    **options: Any,
 ) -> Run:
-    """Clips at every second step, a NaN, two micro-batches, another learning rate."""
+    """Clips at every second step, a NaN, two micro-batches, another learning rate.
+
+    ``waits``: for the state after every step, to digest it; else only after the last.
+    """
     model, optimizer = make(device, dtype, **options)
     run = Run()
     try:
@@ -103,8 +111,11 @@ def train(
             optimizer.step()
             run.norms.append(optimizer.grad_norm)
             optimizer.zero_grad()
-            run.digests.append(optimizer.state_digests())
+            if waits:
+                run.digests.append(optimizer.state_digests())
         optimizer.synchronize()
+        if not waits:
+            run.digests.append(optimizer.state_digests())
         run.parameters = [param.detach().cpu().clone() for param in model.parameters()]
         run.stats = optimizer.stats()
     finally:
