@@ -16,6 +16,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
+import shutil
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Mapping
@@ -25,10 +27,12 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.errors import BaseError, CCompilerError, CompileError, OptionError
 
 ROOT = Path(__file__).resolve().parent
 MODULE = "superoffload._native"
+KERNEL_SOURCES = ("*.cu", "*.cuh", "options.txt")  # in csrc/cuda
 FAILURES = (BaseError, CCompilerError, OSError)  # what running a compiler raises; setuptools' errors share no base
 
 
@@ -86,9 +90,10 @@ def plan(machine: str, environment: Mapping[str, str] = os.environ) -> Plan:
     isas = chosen_isas(known, machine, environment)
     common = common + [f"-DSUPEROFFLOAD_BUILT_{name.upper()}=1" for name in isas]
     sources = {}
-    folders = ("arm_adam", "memory_limit", "runtime")
+    folders = ("arm_adam", "cuda", "memory_limit", "runtime")
     for path in [
         ROOT / "csrc/bindings.cpp",
+        ROOT / "csrc/cuda_bindings.cpp",
         *(path for name in folders for path in sorted(ROOT.glob(f"csrc/{name}/*.cpp"))),
     ]:
         isa = path.stem.removeprefix("isa_") if path.stem.startswith("isa_") else None
@@ -112,8 +117,9 @@ class BuildNative(build_ext):
             jobs = [pool.submit(self.compile_one, source, flags, folders) for source, flags in what.sources.items()]
             objects = [job.result() for job in jobs]
         output = self.get_ext_fullpath(ext.name)
+        dl = ["-ldl"] if sys.platform == "linux" else []  # a library of its own before glibc 2.34
         Path(output).parent.mkdir(parents=True, exist_ok=True)
-        self.compiler.link_shared_object(objects, output, extra_postargs=["-pthread"], target_lang="c++")
+        self.compiler.link_shared_object(objects, output, extra_postargs=["-pthread", *dl], target_lang="c++")
 
     def check_toolchain(self) -> None:
         """Fails early and in plain words: a missing compiler otherwise shows as a trace of the build tools."""
@@ -165,6 +171,23 @@ class BuildNative(build_ext):
         return str(target)
 
 
+class BuildPython(build_py):
+    """Puts the sources of the accelerator's kernels into the package: they are compiled where they run.
+
+    An editable installation finds them in csrc/cuda.
+    """
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        target = Path(self.build_lib, "superoffload", "cuda", "sources")
+        target.mkdir(parents=True, exist_ok=True)
+        for pattern in KERNEL_SOURCES:
+            for path in sorted((ROOT / "csrc" / "cuda").glob(pattern)):
+                shutil.copy(path, target)
+
+
 def is_current(target: Path, depends: Path) -> bool:
     """Whether `target` is newer than everything that the compiler read to make it."""
     if not (target.is_file() and depends.is_file()):
@@ -178,7 +201,7 @@ def is_current(target: Path, depends: Path) -> bool:
 def main() -> None:
     os.chdir(ROOT)  # sources are named relative to it
     extension = Extension(MODULE, sorted(plan(target_machine(), {}).sources), language="c++")
-    setup(ext_modules=[extension], cmdclass={"build_ext": BuildNative})
+    setup(ext_modules=[extension], cmdclass={"build_ext": BuildNative, "build_py": BuildPython})
 
 
 if __name__ == "__main__":

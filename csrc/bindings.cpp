@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "arm_adam/adam.h"
+#include "cuda_bindings.h"
 #include "memory_limit/traversal.h"
 #include "runtime/bucket_work.h"
 #include "runtime/completion.h"
@@ -49,6 +50,14 @@ superoffload::RunOfShard make_run(Address master, Address exp_avg, Address exp_a
 void freeze(BucketWork& work, double lr, double beta1, double beta2, double eps, double weight_decay,
             double gradient_factor, bool l2, const std::vector<std::uint64_t>& steps) {
     work.freeze({lr, beta1, beta2, eps, weight_decay, 0, gradient_factor, l2}, steps);
+}
+
+// The scalars of one step as the kernels read them, for kernels that are launched elsewhere.
+py::bytes freeze_scalars(double lr, double beta1, double beta2, double eps, double weight_decay, double gradient_factor,
+                         bool l2, std::uint64_t step, std::uint64_t noise_stream) {
+    const adam::Scalars frozen =
+        adam::freeze({lr, beta1, beta2, eps, weight_decay, step, gradient_factor, l2}, noise_stream);
+    return {reinterpret_cast<const char*>(&frozen), sizeof frozen};
 }
 
 // True once done, false when the time is up; a failure becomes a RuntimeError. Wakes up for signals such as Ctrl-C.
@@ -103,6 +112,9 @@ void bind_kernels(py::module_& module) {
         },
         py::arg("gradient"), py::arg("packed"), py::arg("type"), py::arg("numel"), py::arg("block_sums"),
         py::call_guard<py::gil_scoped_release>());
+    module.def("freeze_scalars", &freeze_scalars, py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
+               py::arg("weight_decay"), py::arg("gradient_factor"), py::arg("l2"), py::arg("step"),
+               py::arg("noise_stream") = 0);
     module.def(
         "fold_sums",
         [](Address block_sums, std::size_t count) { return adam::fold_sums(pointer<const double>(block_sums), count); },
@@ -191,4 +203,5 @@ PYBIND11_MODULE(_native, module) {
     bind_kernels(module);
     bind_runtime(module);
     bind_memory_limit(module);
+    bind_cuda(module);
 }

@@ -64,7 +64,7 @@ class Settling(Delivering):
         try:
             self.land(shard)
         except WorkerError as error:
-            self._failed_before = self._failed_before or WorkerError(f"{error} (the step before was completed)")
+            self._failed_before = self._failed_before or type(error)(f"{error} (the step before was completed)")
         self.settle(shard)
 
     def _wait_for_settle(self, bucket: Bucket) -> None:
