@@ -20,7 +20,7 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.bucket import BLOCK, Bucket, BucketState, GroupHyper, Shard, lay_out
-from superoffload.errors import StateError, WorkerError
+from superoffload.errors import StateError, SuperOffloadError, WorkerError
 from superoffload.link import Link
 from superoffload.memory import exceeds_caches
 from superoffload.policy import SpeculationPolicy, choose_width, learn_from_journal, learn_from_overflow
@@ -52,6 +52,16 @@ class SumExchange(Protocol):
         """Those of all ranks, the same on each, in the order to fold them; None if no rank has a gradient."""
 
 
+class LandingWatch(Protocol):
+    """Told of every delivery that ``apply(later=True)`` has left for later."""
+
+    def landing(self, buckets: Sequence[Bucket]) -> None:
+        """They are about to be delivered; pieces that it takes out of ``present`` are not."""
+
+    def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None:
+        """They were delivered. What it returns is raised once everything is in order."""
+
+
 @dataclass(frozen=True)
 class CoreOptions:
     """``bucket_numel`` None: a 32nd of the parameters, within 64 Ki and 32 Mi elements. ``cpus``: one per thread."""
@@ -73,7 +83,7 @@ class Core:
         self._bucket_numel = options.bucket_numel
         self._hyper_of = hyper_of
         self._places: dict[int, list[tuple[Bucket, int]]] = {}
-        self._failure: WorkerError | None = None
+        self._failure: SuperOffloadError | None = None
         self._incoming: dict[int, Tensor] = {}
         self._order: list[int] = []  # arrivals of the first backward
         self._observed = False
@@ -88,6 +98,7 @@ class Core:
         self.timeline: Timeline | None = None  # sets itself, and stands before link and pool, where a trace is wanted
         self.snapshot: Snapshot | None = None  # state of an earlier moment that is still being read
         self._landing: dict[Bucket, None] = {}  # stepped by apply(later=True), not delivered yet; in forward order
+        self.watch: LandingWatch | None = None
 
     # ---- layout -----------------------------------------------------------------------------------------------
 
@@ -407,23 +418,44 @@ class Core:
             self._end_step(whole=True)
             self._raise_failure()
 
-    def land(self, shard: Shard | None = None) -> None:
-        """Waits for and delivers what ``apply(later=True)`` left running: the buckets of ``shard``, or all of them."""
+    @property
+    def is_landing(self) -> bool:
+        """Whether anything that ``apply(later=True)`` has left is not delivered yet."""
+        return bool(self._landing)
+
+    def landing_shards(self) -> dict[int, Shard]:
+        """Those that are not delivered wholly yet, by index, in forward order."""
+        return {piece.shard.index: piece.shard for bucket in self._landing for piece in bucket.stepped_pieces()}
+
+    def land(self, shards: Shard | Iterable[Shard] | None = None) -> None:
+        """Waits for and delivers what ``apply(later=True)`` left running: the buckets of ``shards``, or all of them."""
         if not self._landing:
             return
-        if shard is None:
-            buckets = list(self._landing)
-        else:
-            buckets = [bucket for bucket, _ in self._places.get(shard.index, ()) if bucket in self._landing]
+        buckets = list(self._landing)
+        if shards is not None:
+            several = [shards] if isinstance(shards, Shard) else shards
+            wanted = {bucket for shard in several for bucket, _ in self._places.get(shard.index, ())}
+            buckets = [bucket for bucket in buckets if bucket in wanted]
         if buckets:
             with self._caller_at_work():
-                try:
-                    self._deliver(buckets)
-                finally:
-                    for bucket in buckets:
-                        if bucket not in self._landing:
-                            bucket.renew()
+                self._land(buckets)
                 self._raise_failure()
+
+    def _land(self, buckets: Sequence[Bucket]) -> None:
+        began = _native.now_seconds()
+        try:
+            if self.watch is not None:
+                self.watch.landing(buckets)
+            self._deliver(buckets)
+        finally:
+            landed = [bucket for bucket in buckets if bucket not in self._landing]
+            error = self.watch.landed(landed) if self.watch is not None else None
+            if error is not None:
+                error.__cause__, self._failure = self._failure, error
+            if self.timeline is not None:
+                self.timeline.landed(landed, began)
+            for bucket in landed:
+                bucket.renew()
 
     def _deliver(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:  # in forward order, each bucket as soon as it is done

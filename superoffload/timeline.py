@@ -52,6 +52,9 @@ class _Work:
     ended: float = 0.0
     completion: _native.Completion | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
+    step: int | None = None  # what it belongs to, once that is known: the step, the bucket's number and its fate
+    number: int | None = None
+    fate: str | None = None
 
     def settle(self) -> bool:
         """Takes the times over from the workers; False if it never ran."""
@@ -109,7 +112,16 @@ class Timeline:
         self._pending.append(_Work(PROCESSORS, verb, self._bucket_of(work), completion=completion))
 
     def delivered(self, bucket: Bucket, began: float) -> None:
-        self._pending.append(_Work(UP, "deliver", bucket, began, _native.now_seconds()))
+        work = _Work(UP, "deliver", bucket, began, _native.now_seconds())
+        if self._verdict is None:  # on demand, after the step has ended
+            work.step, work.number, work.fate = self._step, self._core.buckets.index(bucket), _fate(bucket)
+        self._pending.append(work)
+
+    def landed(self, buckets: Sequence[Bucket], began: float) -> None:
+        """The training thread has waited for buckets that were left for later, and delivered them."""
+        ended = _native.now_seconds()
+        verb = f"wait for {len(buckets)} buckets" if len(buckets) != 1 else "wait for a bucket"
+        self._pending.append(_Work(UP, verb, None, began, ended, arguments={"exposed": True}, step=self._step))
 
     def deciding(self) -> None:
         self._deciding = _native.now_seconds()
@@ -132,17 +144,27 @@ class Timeline:
             self._pending.append(_Work(COMPUTE, "step()", None, self._deciding, now))
         fates = {id(bucket): _fate(bucket) for bucket in buckets}
         numbers = {id(bucket): number for number, bucket in enumerate(buckets)}
-        settled = [work for work in self._pending if work.settle()]
-        for work in sorted(settled, key=lambda work: work.began):
-            key = id(work.bucket)
-            self._write(self._event(work, numbers.get(key), fates.get(key)))
+        for work in self._pending:
+            if work.step is None:
+                key = id(work.bucket)
+                work.step, work.number, work.fate = self._step, numbers.get(key), fates.get(key)
+        self._write_done()
+        self._deciding = self._backward = self._verdict = None
+
+    def _write_done(self) -> None:
+        """What is delivered on demand may still run when its step ends; it is written with the next one."""
+        running = [work for work in self._pending if work.completion is not None and not work.completion.done()]
+        still = {id(work) for work in running}
+        done = [work for work in self._pending if id(work) not in still and work.settle()]
+        for work in sorted(done, key=lambda work: work.began):
+            self._write(self._event(work))
         if self._file is not None:
             self._file.flush()
-        self._pending.clear()
-        self._deciding = self._backward = self._verdict = None
+        self._pending = running
 
     def close(self) -> None:
         if self._file is not None and os.getpid() == self._pid:  # a forked child leaves the parent's file alone
+            self._write_done()
             self._file.write("\n]\n" if self._separator != "[\n" else "[]\n")
             self._file.close()
             self._file = None
@@ -154,7 +176,7 @@ class Timeline:
             self._buckets = {id(bucket.work): bucket for bucket in self._core.buckets}
         return self._buckets.get(id(work))
 
-    def _event(self, work: _Work, number: int | None, fate: str | None) -> dict[str, Any]:
+    def _event(self, work: _Work) -> dict[str, Any]:
         lane = _LANE_NUMBERS[work.lane]
         if work.lane == PROCESSORS:
             lane += self._row(work)
@@ -166,12 +188,12 @@ class Timeline:
             "tid": lane,
             "ts": self._microseconds(work.began),
             "dur": round(1e6 * (work.ended - work.began), 3),
-            "args": {"step": self._step, **work.arguments},
+            "args": {"step": self._step if work.step is None else work.step, **work.arguments},
         }
-        if work.bucket is not None and number is not None:
-            event["args"].update(bucket=number, numel=work.bucket.numel, fate=fate)
-            event["name"] = f"bucket {number} {work.verb}: {fate}"
-            event["cname"] = _COLOURS.get(fate or "", "generic_work")
+        if work.bucket is not None and work.number is not None:
+            event["args"].update(bucket=work.number, numel=work.bucket.numel, fate=work.fate)
+            event["name"] = f"bucket {work.number} {work.verb}: {work.fate}"
+            event["cname"] = _COLOURS.get(work.fate or "", "generic_work")
         elif work.lane == VERDICT:
             event["cname"] = {"clip": "bad", "no clip": "good"}.get(work.verb, "terrible")
         return event

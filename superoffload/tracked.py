@@ -43,6 +43,16 @@ class Tracked:
         self.address = local_of(self.param).data_ptr()
         self.checksum = self._checksum()
 
+    def outdate(self) -> None:
+        """A new value is to be delivered later: graphs that still need the old one must not be used any more."""
+        if not is_dtensor(self.param):  # of a DTensor, graphs hold what was gathered of it
+            torch.autograd.graph.increment_version(self.param)
+            self.version = version_of(self.param)
+
+    def forget_value(self) -> None:
+        """Whatever the parameter has counts as written by somebody else."""
+        self.version = UNKNOWN
+
     @property
     def written(self) -> bool:
         """Whether somebody else wrote to the parameter since we last looked."""
@@ -98,4 +108,4 @@ class Tracked:
             shard.exp_avg.copy_(values.exp_avg)
             shard.exp_avg_sq.copy_(values.exp_avg_sq)
             shard.master.copy_(published if values.master is None else values.master)
-        self.version = UNKNOWN  # compare with the parameter at the next opportunity
+        self.forget_value()  # compare with the parameter at the next opportunity

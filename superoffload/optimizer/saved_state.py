@@ -38,6 +38,7 @@ class SavedState(Steps):
     def refresh_written(self) -> None:
         """Takes over what version counters show was written to parameters, as every ``step()`` does."""
         with self._whole():
+            self._core.land()
             for tracked in self._tracked.values():
                 if tracked.written:
                     self._refresh(tracked)
@@ -57,6 +58,7 @@ class SavedState(Steps):
         needed only after writes that they cannot show (through ``param.data`` or foreign memory)."""
         self._check_usable()
         with self._whole():
+            self._core.land()
             for tracked in self._tracked.values():
                 self._refresh(tracked)
 
@@ -85,6 +87,7 @@ class SavedState(Steps):
             session.agree("load_masters()", None)
         with self._whole():
             self._abandon()
+            self._core.land()
             self.end_snapshot()
             self._has_masters = True
             for param, value in values:
@@ -140,6 +143,7 @@ class SavedState(Steps):
             session.agree("load_state_dict()", None)
         with self._whole():
             self._abandon()
+            self._core.land()
             self.end_snapshot()
             states = iter(read.states)
             for index, group in enumerate(self.param_groups):
