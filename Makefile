@@ -17,14 +17,14 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 NATIVE_SOURCES := $(shell find csrc -path csrc/tests -prune -o -type f -print)
-CPP_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
+CPP_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 JOBS := $(shell getconf _NPROCESSORS_ONLN)
 NATIVE = $(MAKE) --no-print-directory -f csrc/tests/Makefile
 NATIVE_TESTS = $(NATIVE) -j$(JOBS)
 OLD_DEEPSPEED := build/deepspeed-0.18.0
 SVE_BYTES := 16 32 64
 emulated_cpu = -cpu max,sve-default-vector-length=$(1)
-TARGETS := demo test docs build lint types format native-test sanitize arm-test arm-python-test old-cpu-test grace \
+TARGETS := demo test docs build lint types format native-test sanitize arm-test arm-python-test old-cpu-test grace cuda-kernels \
     old-deepspeed-test fresh-clone-test clean
 
 .DEFAULT_GOAL := help
@@ -134,6 +134,15 @@ arm-python-test: $(VENV)/.demo-requirements
 grace:
 	$(PYTHON) benchmarks/grace/mca.py --require
 
+# The accelerator's kernels with nvcc, warnings and spilled registers being errors; needs no GPU.
+CUDA_ARCHS := 80 90 100
+cuda-kernels: $(CUDA_ARCHS:%=build/cuda/sm_%.cubin)
+
+build/cuda/sm_%.cubin: $(wildcard csrc/cuda/*.cu csrc/cuda/*.cuh csrc/cuda/options.txt)
+	@mkdir -p $(@D)
+	nvcc --cubin --gpu-architecture=sm_$* $(shell cat csrc/cuda/options.txt) --Werror all-warnings \
+	    --ptxas-options=--warning-as-error,--warn-on-spills,--warn-on-local-memory-usage csrc/cuda/kernels.cu -o $@
+
 # The same binary on a CPU without AVX: it must choose the scalar set and not meet an unknown instruction.
 old-cpu-test:
 	$(NATIVE_TESTS) check MACHINE=x86_64 EMULATOR=qemu-x86_64-static EMULATOR_FLAGS="-cpu Nehalem"
@@ -142,7 +151,7 @@ old-cpu-test:
 old-deepspeed-test: $(OLD_DEEPSPEED)/.installed $(VENV)/.test-ready
 	PYTHONPATH=$(CURDIR)/$(OLD_DEEPSPEED) $(BIN)/python -m pytest $(addprefix tests/deepspeed/test_,$(OLD_DEEPSPEED_TESTS:=.py))
 
-OLD_DEEPSPEED_TESTS := switch against_stock checkpoints
+OLD_DEEPSPEED_TESTS := switch against_stock checkpoints readers
 
 $(OLD_DEEPSPEED)/.installed: $(VENV)/.test-requirements
 	rm -rf $(@D)

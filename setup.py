@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
+import shutil
 import sysconfig
 import tempfile
 from collections.abc import Mapping
@@ -25,10 +26,12 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.errors import BaseError, CCompilerError, CompileError, OptionError
 
 ROOT = Path(__file__).resolve().parent
 MODULE = "superoffload._native"
+KERNEL_SOURCES = ("*.cu", "*.cuh", "options.txt")  # in csrc/cuda
 FAILURES = (BaseError, CCompilerError, OSError)  # what running a compiler raises; setuptools' errors share no base
 
 
@@ -165,6 +168,23 @@ class BuildNative(build_ext):
         return str(target)
 
 
+class BuildPython(build_py):
+    """Puts the sources of the accelerator's kernels into the package: they are compiled where they run.
+
+    An editable installation finds them in csrc/cuda.
+    """
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        target = Path(self.build_lib, "superoffload", "cuda", "sources")
+        target.mkdir(parents=True, exist_ok=True)
+        for pattern in KERNEL_SOURCES:
+            for path in sorted((ROOT / "csrc" / "cuda").glob(pattern)):
+                shutil.copy(path, target)
+
+
 def is_current(target: Path, depends: Path) -> bool:
     """Whether `target` is newer than everything that the compiler read to make it."""
     if not (target.is_file() and depends.is_file()):
@@ -178,7 +198,7 @@ def is_current(target: Path, depends: Path) -> bool:
 def main() -> None:
     os.chdir(ROOT)  # sources are named relative to it
     extension = Extension(MODULE, sorted(plan(target_machine(), {}).sources), language="c++")
-    setup(ext_modules=[extension], cmdclass={"build_ext": BuildNative})
+    setup(ext_modules=[extension], cmdclass={"build_ext": BuildNative, "build_py": BuildPython})
 
 
 if __name__ == "__main__":

@@ -51,6 +51,14 @@ void freeze(BucketWork& work, double lr, double beta1, double beta2, double eps,
     work.freeze({lr, beta1, beta2, eps, weight_decay, 0, gradient_factor, l2}, steps);
 }
 
+// The scalars of one step as the kernels read them, for kernels that are launched elsewhere.
+py::bytes freeze_scalars(double lr, double beta1, double beta2, double eps, double weight_decay, double gradient_factor,
+                         bool l2, std::uint64_t step, std::uint64_t noise_stream) {
+    const adam::Scalars frozen =
+        adam::freeze({lr, beta1, beta2, eps, weight_decay, step, gradient_factor, l2}, noise_stream);
+    return {reinterpret_cast<const char*>(&frozen), sizeof frozen};
+}
+
 // True once done, false when the time is up; a failure becomes a RuntimeError. Wakes up for signals such as Ctrl-C.
 bool wait(Completion& completion, double timeout_seconds) {
     const double until = superoffload::now_seconds() + timeout_seconds;
@@ -103,6 +111,9 @@ void bind_kernels(py::module_& module) {
         },
         py::arg("gradient"), py::arg("packed"), py::arg("type"), py::arg("numel"), py::arg("block_sums"),
         py::call_guard<py::gil_scoped_release>());
+    module.def("freeze_scalars", &freeze_scalars, py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
+               py::arg("weight_decay"), py::arg("gradient_factor"), py::arg("l2"), py::arg("step"),
+               py::arg("noise_stream") = 0);
     module.def(
         "fold_sums",
         [](Address block_sums, std::size_t count) { return adam::fold_sums(pointer<const double>(block_sums), count); },
@@ -115,7 +126,8 @@ void bind_runtime(py::module_& module) {
         .value("step_journaled", Operation::step_journaled)
         .value("undo", Operation::undo)
         .value("replay", Operation::replay)
-        .value("publish", Operation::publish);
+        .value("publish", Operation::publish)
+        .value("settle", Operation::settle);
     py::class_<superoffload::JournalUse>(module, "JournalUse")
         .def_readonly("bytes", &superoffload::JournalUse::bytes)
         .def_property_readonly("escapes",
@@ -150,6 +162,7 @@ void bind_runtime(py::module_& module) {
         .def(py::init(&WorkerPool::create), py::arg("cpus"), release)
         .def("submit", &WorkerPool::submit, py::arg("work"), py::arg("operation"), py::arg("width") = 1,
              py::arg("after") = nullptr, release)
+        .def("withdraw", &WorkerPool::withdraw, py::arg("done"), release)
         .def("close", &WorkerPool::close, release)
         .def("enter", &WorkerPool::enter)
         .def("leave", &WorkerPool::leave)

@@ -34,18 +34,28 @@ class BucketState(Enum):
     COMMITTED = "committed"
     REPLAYED = "replayed"
     STEPPED = "stepped"
+    PUBLISHED = "published"
+    SETTLED = "settled"
     SKIPPED = "skipped"
     ABANDONED = "abandoned"
 
 
 _ENDED = frozenset(
-    {BucketState.COMMITTED, BucketState.REPLAYED, BucketState.STEPPED, BucketState.SKIPPED, BucketState.ABANDONED}
+    {
+        BucketState.COMMITTED,
+        BucketState.REPLAYED,
+        BucketState.STEPPED,
+        BucketState.SETTLED,
+        BucketState.SKIPPED,
+        BucketState.ABANDONED,
+    }
 )
 _NEXT = {
     BucketState.FILLING: {BucketState.READY, BucketState.ABANDONED},
     BucketState.READY: {
         BucketState.SPECULATED,
         BucketState.STEPPED,
+        BucketState.PUBLISHED,
         BucketState.SKIPPED,
         BucketState.ABANDONED,
         BucketState.FILLING,
@@ -58,6 +68,7 @@ _NEXT = {
         BucketState.UNDONE,
     },
     BucketState.UNDONE: {BucketState.FILLING},
+    BucketState.PUBLISHED: {BucketState.SETTLED},
     **{state: {BucketState.FILLING} for state in _ENDED},
 }
 
@@ -125,6 +136,9 @@ class Bucket:
         self.group = first.group
         self.gradient_dtype = first.gradient_dtype
         self.published_dtype = first.published_dtype
+        # In host memory; a link may choose wider ones (superoffload/cuda/transfer.py):
+        self.packed_dtype = self.gradient_dtype
+        self.shadow_dtype = self.published_dtype
         self.numel = sum(piece.numel for piece in pieces)
         self.padded = _aligned(max(piece.offset + piece.numel for piece in pieces))
         self.state = BucketState.FILLING
@@ -136,7 +150,10 @@ class Bucket:
         self.gradients: list[Tensor] | None = None  # one per piece, where gradients stay where they arrive
         self.shadow: Tensor
         self.work: _native.BucketWork
+        self.arrival: _native.Completion | None = None  # of the packed gradient in host memory
         self.running: _native.Completion | None = None
+        self.doing: _native.Operation | None = None  # None while ``running`` is the gradient on its way
+        self.delivery: _native.Completion | None = None  # the copy up that is under way
         # What the last step or speculation froze:
         self.frozen: GroupHyper | None = None
         self.factor = 1.0
@@ -174,7 +191,7 @@ class Bucket:
         ``past_cache``: a step over all buckets exceeds the caches (superoffload/memory.py).
         """
         runs = []
-        size = self.gradient_dtype.itemsize
+        size = self.packed_dtype.itemsize
         for i, piece in enumerate(self.pieces):
             shard = piece.shard
             if self.gradients is None:
@@ -189,8 +206,8 @@ class Bucket:
                     gradient=gradient,
                     shadow=self.shadow.data_ptr() + self.shadow.element_size() * piece.offset,
                     numel=piece.numel,
-                    gradient_type=ELEMENT_TYPES[self.gradient_dtype],
-                    shadow_type=ELEMENT_TYPES[self.published_dtype],
+                    gradient_type=ELEMENT_TYPES[self.packed_dtype],
+                    shadow_type=ELEMENT_TYPES[self.shadow_dtype],
                     state_type=ELEMENT_TYPES[shard.exp_avg.dtype],
                     first_index=piece.shard.offset + piece.start,
                     noise_stream=shard.noise_stream,

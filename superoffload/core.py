@@ -2,16 +2,14 @@
 
 One step: ``arrive`` for every final gradient (buckets that become complete are packed and, where the policy wants
 it, stepped at once by the worker threads), then ``decide`` and ``apply``, or ``abandon``. Until ``apply`` delivers,
-nothing outside the core's own masters and moments has changed.
+nothing outside the core's own masters and moments has changed. The layers below are in superoffload/pipeline.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, overload
 
 import numpy as np
@@ -19,27 +17,26 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.bucket import BLOCK, Bucket, BucketState, GroupHyper, Shard, lay_out
-from superoffload.errors import StateError, SuperOffloadError, WorkerError
+from superoffload.bucket import BLOCK, Bucket, BucketState, GroupHyper, Shard
+from superoffload.errors import StateError, WorkerError
 from superoffload.link import Link
-from superoffload.memory import exceeds_caches
-from superoffload.policy import SpeculationPolicy, choose_width, learn_from_journal, learn_from_overflow
-from superoffload.stats import Stats
+from superoffload.pipeline.layout import JOURNAL_BYTES_PER_PARAM
+from superoffload.pipeline.options import CoreOptions
+from superoffload.pipeline.settling import Settling
+from superoffload.pipeline.stopwatch import Stopwatch
+from superoffload.policy import choose_width, learn_from_journal, learn_from_overflow
+from superoffload.schedule import Situation
 from superoffload.verdict import Verdict, decide
 
 if TYPE_CHECKING:
     from superoffload.checkpoints.snapshot import Snapshot
-    from superoffload.timeline import Timeline
+
+__all__ = ["JOURNAL_BYTES_PER_PARAM", "Core", "CoreOptions", "SumExchange"]
 
 Operation = _native.Operation
 
-# Reserved per parameter and speculating bucket. One-byte codes leave 1.5 bytes for escapes, two-byte codes 0.5; and
-# a little more, since the fewer parameters a bucket has the less they average out.
-JOURNAL_BYTES_PER_PARAM = 2.5
-_JOURNAL_BYTES_PER_BUCKET = 1024
 # beta ** step is 0 in double precision from here on, so that 1 - beta ** step, the bias correction, is 1.
 _CORRECTED_BY_ONE = 1 << 60
-_SMALLEST_BUCKET, _LARGEST_BUCKET, _BUCKETS = 1 << 16, 1 << 25, 32
 
 
 class SumExchange(Protocol):
@@ -52,87 +49,24 @@ class SumExchange(Protocol):
         """Those of all ranks, the same on each, in the order to fold them; None if no rank has a gradient."""
 
 
-class LandingWatch(Protocol):
-    """Told of every delivery that ``apply(later=True)`` has left for later."""
-
-    def landing(self, buckets: Sequence[Bucket]) -> None:
-        """They are about to be delivered; pieces that it takes out of ``present`` are not."""
-
-    def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None:
-        """They were delivered. What it returns is raised once everything is in order."""
-
-
-@dataclass(frozen=True)
-class CoreOptions:
-    """``bucket_numel`` None: a 32nd of the parameters, within 64 Ki and 32 Mi elements. ``cpus``: one per thread."""
-
-    speculation: str
-    bucket_numel: int | None
-    cpus: Sequence[int]
-
-
-class Core:
-    """Buckets, worker threads and the step. ``hyper_of(group)`` returns a group's current hyper-parameters."""
+class Core(Settling):
+    """The step. ``hyper_of(group)`` returns a group's current hyper-parameters."""
 
     def __init__(self, link: Link, options: CoreOptions, hyper_of: Callable[[int], GroupHyper]) -> None:
-        self.link = link
-        self.policy = SpeculationPolicy(options.speculation)
-        self.pool = _native.WorkerPool(list(options.cpus))
-        self.shards: list[Shard] = []
-        self.buckets: list[Bucket] = []
-        self._bucket_numel = options.bucket_numel
-        self._hyper_of = hyper_of
-        self._places: dict[int, list[tuple[Bucket, int]]] = {}
-        self._failure: SuperOffloadError | None = None
-        self._incoming: dict[int, Tensor] = {}
-        self._order: list[int] = []  # arrivals of the first backward
-        self._observed = False
+        super().__init__(link, options, hyper_of)
+        self._incoming: dict[int, Tensor | None] = {}  # None: packed, and let go
+        self.packed: Callable[[Shard], None] = _nobody  # told when the link needs a shard's gradient no more
         self._speculating = True  # for this step: no early stop so far
-        self._partial = 0.0  # sum of squares of what was packed in this step
+        self._partial = 0.0  # sum of squares of what has arrived in this step, as far as it was looked at
+        self._unsummed: dict[Bucket, _native.Completion] = {}  # packed in this step, not in _partial yet
         self._proves_clip = math.inf
         self._unscale = 1.0
         self._shared = False  # the verdict of this step is also that of other ranks
-        self._stats = Stats()
+        self._in_two_phases: set[Bucket] = set()  # chosen for this step
+        self._stopwatch = Stopwatch(options.clock)
         self._journaled_numel = 0
         self._journaled_bytes = 0
-        self.timeline: Timeline | None = None  # sets itself, and stands before link and pool, where a trace is wanted
         self.snapshot: Snapshot | None = None  # state of an earlier moment that is still being read
-        self._landing: dict[Bucket, None] = {}  # stepped by apply(later=True), not delivered yet; in forward order
-        self.watch: LandingWatch | None = None
-
-    # ---- layout -----------------------------------------------------------------------------------------------
-
-    def add_shards(self, shards: Sequence[Shard]) -> None:
-        """New shards, in registration order. Their buckets follow those there are, in reverse order."""
-        self.shards.extend(shards)
-        self._attach(lay_out(list(reversed(shards)), self._numel_per_bucket()))
-
-    def _numel_per_bucket(self) -> int:
-        if self._bucket_numel is not None:
-            return self._bucket_numel
-        total = sum(shard.numel for shard in self.shards)
-        return min(max(total // _BUCKETS, _SMALLEST_BUCKET), _LARGEST_BUCKET)
-
-    def _attach(self, buckets: Sequence[Bucket]) -> None:
-        speculates = self.policy.mode != "never"
-        past_cache = exceeds_caches(sum(shard.numel for shard in self.shards))
-        for bucket in buckets:
-            self.link.attach(bucket)
-            bucket.make_work(_journal_bytes(bucket) if speculates else 0, past_cache=past_cache)
-            for i, piece in enumerate(bucket.pieces):
-                self._places.setdefault(piece.shard.index, []).append((bucket, i))
-        self.buckets.extend(buckets)
-
-    def _follow_observed_order(self) -> None:
-        """Once, after the first step: buckets in the order in which gradients really arrive."""
-        before = [shard.index for shard in reversed(self.shards)]
-        seen = set(self._order)
-        order = self._order + [index for index in before if index not in seen]
-        self._observed = True
-        if order == before:
-            return
-        self.buckets, self._places = [], {}
-        self._attach(lay_out([self.shards[i] for i in order], self._numel_per_bucket()))
 
     # ---- during backward --------------------------------------------------------------------------------------
 
@@ -157,7 +91,10 @@ class Core:
         """``gradient`` (flat, contiguous, ``shard.gradient_dtype``) is final; its memory is read until packed."""
         if shard.index in self._incoming:
             raise StateError(f"{shard.name}: a second gradient arrived without retract() in between")
+        if in_backward:
+            self._stopwatch.gradient(self._stats.optimizer_seconds_exposed)
         self.land(shard)
+        self.settle(shard)
         self._incoming[shard.index] = gradient
         if not self._observed and in_backward:
             self._order.append(shard.index)
@@ -175,15 +112,18 @@ class Core:
 
     def gradient_is(self, shard: Shard, gradient: Tensor) -> bool:
         """Whether the gradient that arrived has the bits of ``gradient``."""
-        word = torch.int32 if gradient.dtype is torch.float32 else torch.int16
         arrived = self._incoming[shard.index]
         for bucket, place in self._places.get(shard.index, ()):
             piece = bucket.pieces[place]
             theirs = gradient[piece.start : piece.start + piece.numel]
-            ours = arrived[piece.start : piece.start + piece.numel]
-            if bucket.state is not BucketState.FILLING:  # what arrived may have been overwritten since it was packed
+            if arrived is None or bucket.state is not BucketState.FILLING:
+                # What arrived may have been overwritten since it was packed, or is gone.
+                if bucket.arrival is not None:
+                    bucket.arrival.wait()
                 ours = bucket.gradient[piece.offset : piece.offset + piece.numel]
-            if not torch.equal(ours.contiguous().view(word), theirs.contiguous().view(word)):
+            else:
+                ours = arrived[piece.start : piece.start + piece.numel]
+            if not _equal_bits(ours, theirs):
                 return False
         return True
 
@@ -200,15 +140,17 @@ class Core:
             bucket.present[place] = False
             bucket.missing += 1
             bucket.squares = 0.0
+            self._unsummed.pop(bucket, None)
         self._partial = sum(bucket.squares for bucket in self.buckets)
-        self._raise_failure()
+        self._raise_worker_failure()
 
     def restore(self, shard: Shard) -> None:
         """Undoes what was speculated on ``shard``; its gradient stays where it is. Before its master is written."""
         self.land(shard)
-        for bucket, _ in self._places.get(shard.index, ()):
+        self.settle(shard)
+        for bucket in self._buckets_of(shard):
             self._undo_one(bucket)
-        self._raise_failure()
+        self._raise_worker_failure()
 
     def _pack(self, bucket: Bucket) -> None:
         grads = [
@@ -217,21 +159,42 @@ class Core:
         ]
         with self._caller_at_work():
             ticket = self.link.pack(bucket, grads)
-        bucket.running = self.link.arrived(ticket)
+        bucket.arrival = bucket.running = self.link.arrived(ticket)
         bucket.move(BucketState.READY)
-        if not (self._speculating and bucket.running.done()):
-            return
+        self._unsummed[bucket] = bucket.running
+        self._stopwatch.packed(bucket.running)
+        if self.link.frees_gradients:
+            self._let_go_of(bucket)
+
+    def _let_go_of(self, bucket: Bucket) -> None:
+        """Gradients of which every part was packed: nobody reads them again, so their memory may go."""
         for piece, present in zip(bucket.pieces, bucket.present, strict=True):
-            if present:
-                first = piece.start // BLOCK
-                sums = piece.shard.block_sums[first : first + -(-piece.numel // BLOCK)]
-                bucket.squares += float(np.sum(sums))
-        self._partial += bucket.squares
+            shard = piece.shard
+            filling = (other.state is BucketState.FILLING for other, _ in self._places[shard.index])
+            if present and self._incoming[shard.index] is not None and not any(filling):
+                self._incoming[shard.index] = None
+                self.packed(shard)
+
+    def _sum_what_arrived(self) -> None:
+        """For the early stop: the block sums of packed gradients that have reached host memory since the last look."""
+        for bucket, arrival in list(self._unsummed.items()):
+            if not arrival.done() or arrival.error:
+                continue
+            del self._unsummed[bucket]
+            for piece, present in zip(bucket.pieces, bucket.present, strict=True):
+                if present:
+                    first = piece.start // BLOCK
+                    sums = piece.shard.block_sums[first : first + -(-piece.numel // BLOCK)]
+                    bucket.squares += float(np.sum(sums))
+            self._partial += bucket.squares
 
     def _worth_speculating(self) -> bool:
         if self._speculating:
+            self._sum_what_arrived()
             # Early stop: a non-finite gradient, or the part of the norm that is known already proves a clip.
             self._speculating = self.policy.wants() and self._partial < self._proves_clip
+            if not self._speculating:
+                self._withdraw()
         return self._speculating
 
     def _freeze(self, bucket: Bucket, factor: float) -> None:
@@ -271,31 +234,24 @@ class Core:
         self.protect(piece.shard for piece in bucket.pieces)
         bucket.width = width
         self._freeze(bucket, self._unscale)
-        bucket.running = self.pool.submit(bucket.work, Operation.step_journaled, width, bucket.running)
+        self._submit(bucket, Operation.step_journaled, width)
         bucket.move(BucketState.SPECULATED)
         self._stats.buckets_speculated += 1
 
-    # ---- settling what was speculated -------------------------------------------------------------------------
+    # ---- what becomes of what was speculated -------------------------------------------------------------------------
 
-    def _wait(self, bucket: Bucket) -> bool:
-        """For the operation that runs on ``bucket``. False: a worker failed (see ``_raise_failure``)."""
-        if bucket.running is None:
-            return True
-        try:
-            bucket.running.wait()
-        except RuntimeError as error:
-            bucket.running = None
-            self._failure = self._failure or WorkerError(str(error))
-            return False
-        bucket.running = None
-        return True
+    def _withdraw(self) -> None:
+        """Takes back what waits for a worker: it is not worth a journal any more. Not on the host, where the model
+        computes with the same processors, so that little waits when a verdict comes."""
+        if not self.link.asynchronous:
+            return
+        for bucket in reversed(self.buckets):
+            running = bucket.running
+            if bucket.state is BucketState.SPECULATED and running is not None and self.pool.withdraw(running):
+                bucket.running, bucket.doing = bucket.arrival, None
+                self._mark_undone(bucket)
 
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def _settle_speculation(self, bucket: Bucket) -> None:
+    def _end_speculation(self, bucket: Bucket) -> None:
         """Waits for a speculated step; one whose journal overflowed or that failed was undone by the workers."""
         if not self._wait(bucket):
             self._mark_undone(bucket)
@@ -314,15 +270,16 @@ class Core:
         """A speculated bucket becomes ready again, its packed gradient untouched."""
         if bucket.state is not BucketState.SPECULATED:
             return
-        self._settle_speculation(bucket)
+        self._end_speculation(bucket)
         if bucket.state is BucketState.SPECULATED:
-            bucket.running = self.pool.submit(bucket.work, Operation.undo)
+            self._submit(bucket, Operation.undo)
             self._wait(bucket)
             self._mark_undone(bucket)
 
     def quiesce(self) -> None:
         """Masters and moments as after the last finished step; gradients that were packed stay packed."""
         self.land()
+        self.settle()
         for bucket in self.buckets:
             self._undo_one(bucket)
         self._raise_failure()
@@ -332,9 +289,9 @@ class Core:
         undone = []
         for bucket in self.buckets:
             if bucket.state is BucketState.SPECULATED:
-                self._settle_speculation(bucket)
+                self._end_speculation(bucket)
             if bucket.state is BucketState.SPECULATED:
-                bucket.running = self.pool.submit(bucket.work, Operation.undo)
+                self._submit(bucket, Operation.undo)
                 undone.append(bucket)
         for bucket in undone:
             self._wait(bucket)
@@ -361,30 +318,47 @@ class Core:
 
         With ``exchange``: from those of all ranks; None if no rank has any.
         """
+        deciding, exposed = self._clock(), self._stats.optimizer_seconds_exposed
         self.land()
+        self.settle()
         if self.timeline is not None:
             self.timeline.deciding()
         for bucket in self.buckets:
             if bucket.state is BucketState.FILLING and any(bucket.present):
                 self._pack(bucket)
         with self._caller_at_work():
-            for bucket in self.buckets:
-                if bucket.state is BucketState.READY:
-                    self._wait(bucket)  # for the packed gradient, and with it the sums
-            self._raise_failure()
+            self._wait_for_arrivals()
             sums = {shard.index: shard.sum_of_squares() for shard in self.shards if shard.index in self._incoming}
+        computed = self._stopwatch.computed(deciding, exposed)
+        if computed is not None:
+            self.policy.computed(*computed)
         if exchange is None:
             return decide(sums.values(), unscale=unscale, max_grad_norm=max_grad_norm)
         with self._caller_at_work():
             exchange.start(sums)
             for bucket in self.buckets:  # the tail of the pipeline runs while the sums travel
-                if bucket.state is BucketState.SPECULATED:
-                    self._settle_speculation(bucket)
+                if bucket.state is BucketState.SPECULATED and not self.link.asynchronous:
+                    self._end_speculation(bucket)
             everybodys = exchange.finish()
         if everybodys is None:
             return None
         self._shared = True
         return decide(everybodys, unscale=unscale, max_grad_norm=max_grad_norm)
+
+    def _wait_for_arrivals(self) -> None:
+        """For the packed gradients, and with them the sums. If one is lost, the step is abandoned."""
+        for bucket in self.buckets:
+            if bucket.state is BucketState.READY:
+                self._wait(bucket)
+            elif bucket.state is BucketState.SPECULATED and bucket.arrival is not None:
+                try:
+                    bucket.arrival.wait()
+                except RuntimeError as error:
+                    self._failure = self._failure or WorkerError(str(error))
+        if self._failure is not None:
+            self._stats.buckets_abandoned += self._take_back(BucketState.ABANDONED)
+            self._end_step(whole=False)
+            self._raise_failure()
 
     def apply(self, verdict: Verdict, *, later: bool = False) -> None:
         """Commit, replay or step every bucket that has gradients, and deliver; or skip the step on found_inf.
@@ -401,77 +375,55 @@ class Core:
             self.policy.observe(verdict)
             if self.timeline is not None:
                 self.timeline.decided(verdict)
+            self._withdraw()
             if verdict.found_inf:
                 self._stats.buckets_skipped += self._take_back(BucketState.SKIPPED)
                 self._stats.skipped_steps += 1
                 self._end_step(whole=True)
                 self._raise_failure()
                 return
-            self._settle_all()
+            self._end_all_speculation()
             moving = [bucket for bucket in reversed(self.buckets) if bucket.state is not BucketState.FILLING]
+            later = later and self._observed  # the buckets of the first step make way for those in observed order
+            self._choose_two_phases(moving, on_demand=later)
             for bucket in moving:
                 self._finish(bucket, verdict.gradient_factor)
+            self._settle_behind()
             self._landing = dict.fromkeys(moving)
             self._count_step(verdict)
-            if not (later and self._observed):  # the buckets of the first step make way for those in observed order
+            if not later:
                 self._deliver(moving)
+            elif self.link.asynchronous:
+                self._send_up(moving)
             self._end_step(whole=True)
             self._raise_failure()
 
-    @property
-    def is_landing(self) -> bool:
-        """Whether anything that ``apply(later=True)`` has left is not delivered yet."""
-        return bool(self._landing)
-
-    def landing_shards(self) -> dict[int, Shard]:
-        """Those that are not delivered wholly yet, by index, in forward order."""
-        return {piece.shard.index: piece.shard for bucket in self._landing for piece in bucket.stepped_pieces()}
-
-    def land(self, shards: Shard | Iterable[Shard] | None = None) -> None:
-        """Waits for and delivers what ``apply(later=True)`` left running: the buckets of ``shards``, or all of them."""
-        if not self._landing:
+    def _choose_two_phases(self, moving: Sequence[Bucket], *, on_demand: bool) -> None:
+        """Which buckets that wait for the verdict are published now and settled later: the first in forward order."""
+        self._in_two_phases.clear()
+        numel = sum(bucket.numel for bucket in moving)
+        ready = [bucket for bucket in moving if bucket.state is BucketState.READY]
+        waiting = sum(bucket.numel for bucket in ready)
+        if not (self._may_settle_later and self._observed and numel):
             return
-        buckets = list(self._landing)
-        if shards is not None:
-            several = [shards] if isinstance(shards, Shard) else shards
-            wanted = {bucket for shard in several for bucket, _ in self._places.get(shard.index, ())}
-            buckets = [bucket for bucket in buckets if bucket in wanted]
-        if buckets:
-            with self._caller_at_work():
-                self._land(buckets)
-                self._raise_failure()
+        self.policy.speculated(1.0 - waiting / numel)
+        situation = Situation(numel, waiting, apart=self.link.asynchronous, on_demand=on_demand)
+        left = self.policy.publishes(situation) * waiting
+        for bucket in ready:
+            if left < bucket.numel / 2:
+                break
+            left -= bucket.numel
+            self._in_two_phases.add(bucket)
 
-    def _land(self, buckets: Sequence[Bucket]) -> None:
-        began = _native.now_seconds()
-        try:
-            if self.watch is not None:
-                self.watch.landing(buckets)
-            self._deliver(buckets)
-        finally:
-            landed = [bucket for bucket in buckets if bucket not in self._landing]
-            error = self.watch.landed(landed) if self.watch is not None else None
-            if error is not None:
-                error.__cause__, self._failure = self._failure, error
-            if self.timeline is not None:
-                self.timeline.landed(landed, began)
-            for bucket in landed:
-                bucket.renew()
-
-    def _deliver(self, buckets: Sequence[Bucket]) -> None:
-        for bucket in buckets:  # in forward order, each bucket as soon as it is done
-            self._wait(bucket)
-            self.link.deliver(bucket, _native.Completion.already_done())
-            del self._landing[bucket]
-
-    def settle(self) -> None:
+    def settle_speculation(self) -> None:
         """Waits for what was speculated. WorkerError: a worker failed, the step was abandoned, nothing has changed.
 
         For callers who tell other ranks before any of them acts on the verdict.
         """
         with self._caller_at_work():
-            self._settle_all()
+            self._end_all_speculation()
 
-    def _settle_all(self) -> None:
+    def _end_all_speculation(self) -> None:
         """Every speculated bucket done; if a worker failed, the whole step is abandoned before anything shows.
 
         Not when other ranks act on the same verdict: they cannot take the step back any more, so it is completed here
@@ -481,7 +433,7 @@ class Core:
         for bucket in self.buckets:
             if bucket.state is not BucketState.SPECULATED:
                 continue
-            self._settle_speculation(bucket)
+            self._end_speculation(bucket)
             if bucket.state is BucketState.SPECULATED:
                 use = bucket.work.journal_use()
                 learn_from_journal(bucket, bucket.width, use)
@@ -501,13 +453,18 @@ class Core:
                 self._stats.buckets_committed += 1
                 return
             self._freeze(bucket, factor)
-            bucket.running = self.pool.submit(bucket.work, Operation.replay)
+            self._submit(bucket, Operation.replay)
             bucket.move(BucketState.REPLAYED)
             self._stats.buckets_replayed += 1
             return
         self.protect(piece.shard for piece in bucket.pieces)
         self._freeze(bucket, factor)
-        bucket.running = self.pool.submit(bucket.work, Operation.step)
+        if bucket in self._in_two_phases:
+            self._submit(bucket, Operation.publish)
+            bucket.move(BucketState.PUBLISHED)
+            self._stats.buckets_two_phase += 1
+            return
+        self._submit(bucket, Operation.step)
         bucket.move(BucketState.STEPPED)
         self._stats.buckets_stepped += 1
 
@@ -525,6 +482,7 @@ class Core:
         if not self._incoming:
             return
         self.land()
+        self.settle()
         with self._caller_at_work():
             self._stats.buckets_abandoned += self._take_back(BucketState.ABANDONED)
             self._end_step(whole=False)
@@ -535,10 +493,12 @@ class Core:
         if self.timeline is not None:
             self.timeline.end_step(self.buckets)
         for bucket in self.buckets:
-            if bucket not in self._landing:
+            if bucket not in self._landing and bucket.state is not BucketState.PUBLISHED:
                 bucket.renew()
+        self._stopwatch.step_ended(self._stats.optimizer_seconds_exposed)
         self._incoming.clear()
         self._partial = 0.0
+        self._unsummed.clear()
         self._speculating = True
         self._shared = False
         if whole and not self._observed and self._order:
@@ -546,17 +506,6 @@ class Core:
         self._order.clear()
 
     # ---- figures, digests, the end ----------------------------------------------------------------------------
-
-    @contextmanager
-    def _caller_at_work(self) -> Iterator[None]:
-        """Time of the training thread spent here is optimizer time, and exposed."""
-        began = _native.now_seconds()
-        self.pool.enter()
-        try:
-            yield
-        finally:
-            self.pool.leave()
-            self._stats.optimizer_seconds_exposed += _native.now_seconds() - began
 
     def stats(self) -> dict[str, float | int]:
         """Totals since construction (superoffload/stats.py)."""
@@ -580,7 +529,7 @@ class Core:
             for shard in self.shards:
                 if shard.numel == 0:  # nothing to digest, and without strides that a view needs
                     continue
-                digest.update(column(shard).contiguous().view(torch.uint8).numpy().data)
+                digest.update(column(shard).to("cpu").contiguous().view(torch.uint8).numpy().data)
             result[name] = digest.hexdigest()
         return result
 
@@ -588,18 +537,32 @@ class Core:
         """Takes back what was speculated and ends the worker threads."""
         try:
             self.land()
+            self.settle()
             self.abandon()
+            self._raise_failure()
         finally:
-            self.pool.close()
+            self.end_threads()
+
+    def end_threads(self) -> None:
+        """Worker threads, then the link's: after that nothing writes to anybody's memory any more."""
+        self.pool.close()
+        self.link.close()
 
     def __del__(self) -> None:
         # Workers must have ended before the tensors that they write to are freed, in whatever order that happens.
         if hasattr(self, "pool"):
-            self.pool.close()
+            self.end_threads()
 
 
-def _journal_bytes(bucket: Bucket) -> int:
-    return int(JOURNAL_BYTES_PER_PARAM * bucket.padded) + _JOURNAL_BYTES_PER_BUCKET
+def _nobody(shard: Shard) -> None:
+    """Where gradients are kept, nobody need know that they were packed."""
+
+
+def _equal_bits(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether packed elements (in host memory, perhaps in a wider format) are those of a gradient anywhere."""
+    theirs = theirs.to("cpu", ours.dtype).contiguous()
+    word = torch.int32 if ours.dtype is torch.float32 else torch.int16
+    return torch.equal(ours.contiguous().view(word), theirs.view(word))
 
 
 def _same_bits(factor: float, other: float) -> bool:

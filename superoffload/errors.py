@@ -21,3 +21,7 @@ class WorkerError(SuperOffloadError):
 
 class RankError(SuperOffloadError):
     """Ranks were lost or have diverged; raised on every rank that still runs. The step was abandoned or had ended."""
+
+
+class KernelsUnavailable(SuperOffloadError):
+    """The accelerator's kernels cannot be compiled here; the message says what to install."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +28,11 @@ class Link(Protocol):
 
     bytes_down: int
     bytes_up: int
+    frees_gradients: bool  # nobody reads a gradient again once pack() has returned, so its owner may let it go
+    asynchronous: bool  # deliver() returns before ``after`` is done, and reads the shadow by itself once it is
+
+    def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
+        """Before these are attached. ``anew``: instead of all that were attached before, which are idle."""
 
     def attach(self, bucket: Bucket) -> None:
         """Allocates the bucket's packed gradient and shadow (``bucket.padded`` elements each)."""
@@ -41,15 +47,44 @@ class Link(Protocol):
         """Done once the packed gradient is in host memory; worker threads wait on it without the GIL."""
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
-        """Makes the shadow of the bucket's present pieces the published parameters, once ``after`` is done."""
+        """Copies the shadow of the bucket's present pieces to the published parameters, once ``after`` is done.
+
+        ``after`` may have failed: an operation after the verdict is completed even so. What is returned is done once
+        the copy was made, or where streams order it: enqueued.
+        """
+
+    def make_visible(self, bucket: Bucket) -> None:
+        """On the training thread, once the delivery is done: what it enqueues from here on reads the new parameters."""
+
+    def close(self) -> None:
+        """Ends what runs. The buckets' memory stays readable. Idempotent."""
 
 
-class HostLink:
-    """Gradients and parameters in host memory. Packing copies: later edits of ``p.grad`` cannot reach the journal."""
+class SynchronousLink:
+    """What links have in common that are done with a copy when the call returns."""
+
+    asynchronous = False
+    frees_gradients = False
 
     def __init__(self) -> None:
         self.bytes_down = 0
         self.bytes_up = 0
+
+    def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
+        """Every bucket has its own memory."""
+
+    def arrived(self, ticket: PackTicket) -> _native.Completion:
+        return ticket.completion
+
+    def make_visible(self, bucket: Bucket) -> None:
+        """It is since it was copied."""
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+class HostLink(SynchronousLink):
+    """Gradients and parameters in host memory. Packing copies: later edits of ``p.grad`` cannot reach the journal."""
 
     def attach(self, bucket: Bucket) -> None:
         bucket.gradient = host_empty(bucket.padded, bucket.gradient_dtype)
@@ -71,11 +106,8 @@ class HostLink:
             self.bytes_down += size * piece.numel
         return PackTicket(bucket, _native.Completion.already_done())
 
-    def arrived(self, ticket: PackTicket) -> _native.Completion:
-        return ticket.completion
-
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
-        after.wait()
+        wait_until_ended(after)
         targets, sources = [], []
         for piece, present in zip(bucket.pieces, bucket.present, strict=True):
             if present:
@@ -85,3 +117,9 @@ class HostLink:
         if targets:
             torch._foreach_copy_(targets, sources)  # in place: bumps the parameters' version counters
         return _native.Completion.already_done()
+
+
+def wait_until_ended(operation: _native.Completion) -> None:
+    """Whether it failed is the core's business, which waits for it too."""
+    with suppress(RuntimeError):
+        operation.wait()

@@ -50,7 +50,7 @@ def _read_master(name: str, param: Tensor, value: Any, part_of: Callable[[Tensor
     flat = part_of(param, value.detach()).to("cpu", torch.float32)
     if not bool(torch.isfinite(flat).all()):
         raise ArgumentError(f"masters: {name}: NaN or infinite values")
-    published = part_of(param, param.detach())
+    published = part_of(param, param.detach()).to("cpu")
     different = int((flat.to(param.dtype) != published).sum())
     if different:
         raise ArgumentError(

@@ -1,43 +1,13 @@
-"""Decisions that change speed but never results: whether to speculate, and how wide a bucket's journal codes are."""
+"""How wide a bucket's journal codes are, and when its journal is left out. Changes speed, never results."""
 
 from __future__ import annotations
 
 from superoffload import _native
 from superoffload.bucket import Bucket
-from superoffload.errors import ArgumentError
-from superoffload.verdict import Verdict
-
-MODES = ("adaptive", "always", "never")
-
-# A replay costs about 1.2 passes after the verdict where stepping costs 1; a commit costs none. So speculating pays
-# while the chance of a clip is below 1 / 1.2. Measured again by the schedule benchmark.
-_REPLAY_COST = 1.2
-_MEMORY = 0.8  # weight of the past in the clip rate's moving average
 
 ESCAPE_BYTES = 6  # an old word and its index
 _WIDE_STEP = 2  # exp_avg_sq changes by its own size: a quarter of the one-byte codes would not fit
 _LONGEST_HOLD = 16
-
-
-class SpeculationPolicy:
-    """Predicts from recent verdicts whether speculating pays."""
-
-    def __init__(self, mode: str) -> None:
-        if mode not in MODES:
-            raise ArgumentError(f"speculation={mode!r}: expected one of {', '.join(map(repr, MODES))}")
-        self.mode = mode
-        self.clip_chance = 0.0
-
-    def wants(self) -> bool:
-        """Whether buckets of the step that is now in backward should be speculated."""
-        if self.mode == "adaptive":
-            return self.clip_chance * _REPLAY_COST < 1.0
-        return self.mode == "always"
-
-    def observe(self, verdict: Verdict) -> None:
-        """Learns from a verdict. A skipped step undoes speculation just like a clip."""
-        spoiled = 1.0 if verdict.found_inf or verdict.clip_coefficient < 1.0 else 0.0
-        self.clip_chance = _MEMORY * self.clip_chance + (1 - _MEMORY) * spoiled
 
 
 def choose_width(bucket: Bucket, next_step: int) -> int | None:

@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass
 class Stats:
     """Counters are numbers of buckets or steps; times in seconds; sizes in bytes.
 
+    buckets_two_phase: published right after the verdict and settled behind the next forward. buckets_undone: also those
+    that the verdict found waiting for a worker, and took back before they began.
+
     Once every step has ended, buckets_speculated = buckets_committed + buckets_replayed + buckets_undone +
     buckets_skipped + buckets_abandoned.
     """

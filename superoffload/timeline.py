@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from superoffload.core import Core
     from superoffload.link import PackTicket
+    from superoffload.pipeline.options import Pool
 
 COMPUTE, DOWN, PROCESSORS, UP, VERDICT = "compute", "pack and down", "processors", "up and deliver", "verdict"
 LANES = (COMPUTE, DOWN, PROCESSORS, UP, VERDICT)
@@ -34,6 +35,7 @@ _LANE_NUMBERS = {COMPUTE: 1, DOWN: 2, PROCESSORS: 10, UP: 30, VERDICT: 40}
 _COLOURS = {
     "committed": "good",
     "stepped": "thread_state_runnable",
+    "stepped two-phase": "rail_animation",
     "replayed": "bad",
     "undone": "yellow",
     "skipped": "terrible",
@@ -52,11 +54,15 @@ class _Work:
     ended: float = 0.0
     completion: _native.Completion | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
-    step: int | None = None  # what it belongs to, once that is known: the step, the bucket's number and its fate
+    step: int = 0  # in which it was begun, known when that ends; so are the bucket's number and fate
     number: int | None = None
     fate: str | None = None
 
-    def settle(self) -> bool:
+    @property
+    def still_runs(self) -> bool:
+        return self.completion is not None and not self.completion.done()
+
+    def take_times(self) -> bool:
         """Takes the times over from the workers; False if it never ran."""
         if self.completion is not None:
             self.began, self.ended = self.completion.began, self.completion.ended
@@ -87,7 +93,7 @@ class Timeline:
         self._free: list[float] = []  # of the processors' rows: until when each is taken
         self._core = core
         core.link = _RecordingLink(core.link, self)
-        core.pool = _RecordingPool(core.pool, self)  # type: ignore[assignment]
+        core.pool = _RecordingPool(core.pool, self)
         core.timeline = self
         self._announce()
 
@@ -103,25 +109,26 @@ class Timeline:
         self._pending.append(_Work(COMPUTE, name, None, began, ended))
         self._backward = ended
 
-    def packed(self, bucket: Bucket, began: float) -> None:
+    def packed(self, bucket: Bucket, began: float, arrival: _native.Completion | None) -> None:
+        """``arrival``: of a gradient that is still on its way, and has its own times."""
         if self._backward is None:
             self._backward = began
-        self._pending.append(_Work(DOWN, "pack", bucket, began, _native.now_seconds()))
+        self._pending.append(_Work(DOWN, "pack", bucket, began, _native.now_seconds(), arrival))
 
     def submitted(self, work: _native.BucketWork, verb: str, completion: _native.Completion) -> None:
         self._pending.append(_Work(PROCESSORS, verb, self._bucket_of(work), completion=completion))
 
-    def delivered(self, bucket: Bucket, began: float) -> None:
-        work = _Work(UP, "deliver", bucket, began, _native.now_seconds())
-        if self._verdict is None:  # on demand, after the step has ended
+    def delivered(self, bucket: Bucket, began: float, completion: _native.Completion | None) -> None:
+        """``completion``: of a copy that still runs, and has its own times."""
+        work = _Work(UP, "deliver", bucket, began, _native.now_seconds(), completion)
+        if self._verdict is None:  # on demand, after its step has ended
             work.step, work.number, work.fate = self._step, self._core.buckets.index(bucket), _fate(bucket)
         self._pending.append(work)
 
     def landed(self, buckets: Sequence[Bucket], began: float) -> None:
         """The training thread has waited for buckets that were left for later, and delivered them."""
-        ended = _native.now_seconds()
         verb = f"wait for {len(buckets)} buckets" if len(buckets) != 1 else "wait for a bucket"
-        self._pending.append(_Work(UP, verb, None, began, ended, arguments={"exposed": True}, step=self._step))
+        self._pending.append(_Work(UP, verb, None, began, _native.now_seconds(), step=self._step))
 
     def deciding(self) -> None:
         self._deciding = _native.now_seconds()
@@ -134,7 +141,7 @@ class Timeline:
         self._pending.append(_Work(VERDICT, name, None, began, _native.now_seconds(), arguments=arguments))
 
     def end_step(self, buckets: Sequence[Bucket]) -> None:
-        """Every bucket has its fate now; writes what happened since the last step."""
+        """Every bucket has its fate now; writes what happened since the last step and is over."""
         now = _native.now_seconds()
         self._step += 1
         if self._backward is not None:
@@ -145,26 +152,24 @@ class Timeline:
         fates = {id(bucket): _fate(bucket) for bucket in buckets}
         numbers = {id(bucket): number for number, bucket in enumerate(buckets)}
         for work in self._pending:
-            if work.step is None:
+            if work.step == 0:
                 key = id(work.bucket)
                 work.step, work.number, work.fate = self._step, numbers.get(key), fates.get(key)
-        self._write_done()
+        self._write_what_is_over()
         self._deciding = self._backward = self._verdict = None
 
-    def _write_done(self) -> None:
-        """What is delivered on demand may still run when its step ends; it is written with the next one."""
-        running = [work for work in self._pending if work.completion is not None and not work.completion.done()]
-        still = {id(work) for work in running}
-        done = [work for work in self._pending if id(work) not in still and work.settle()]
-        for work in sorted(done, key=lambda work: work.began):
+    def _write_what_is_over(self) -> None:
+        """Settles and copies up may go on behind the next forward; they are written at the end of the next step."""
+        over = [work for work in self._pending if work.step and not work.still_runs]
+        self._pending = [work for work in self._pending if work.still_runs or not work.step]
+        for work in sorted((work for work in over if work.take_times()), key=lambda work: work.began):
             self._write(self._event(work))
         if self._file is not None:
             self._file.flush()
-        self._pending = running
 
     def close(self) -> None:
+        self._write_what_is_over()
         if self._file is not None and os.getpid() == self._pid:  # a forked child leaves the parent's file alone
-            self._write_done()
             self._file.write("\n]\n" if self._separator != "[\n" else "[]\n")
             self._file.close()
             self._file = None
@@ -188,7 +193,7 @@ class Timeline:
             "tid": lane,
             "ts": self._microseconds(work.began),
             "dur": round(1e6 * (work.ended - work.began), 3),
-            "args": {"step": self._step if work.step is None else work.step, **work.arguments},
+            "args": {"step": work.step, **work.arguments},
         }
         if work.bucket is not None and work.number is not None:
             event["args"].update(bucket=work.number, numel=work.bucket.numel, fate=work.fate)
@@ -230,7 +235,9 @@ class Timeline:
 
 def _fate(bucket: Bucket) -> str:
     """A bucket that is still filling when a step ends was not part of it, or its gradient was taken back."""
-    return "undone" if bucket.state is BucketState.FILLING else bucket.state.value
+    if bucket.state is BucketState.FILLING:
+        return "undone"
+    return "stepped two-phase" if bucket.state is BucketState.PUBLISHED else bucket.state.value
 
 
 def record(path: str | os.PathLike[str], core: Core) -> Timeline:
@@ -255,14 +262,14 @@ class _RecordingLink:
         began = _native.now_seconds()
         with _nvtx("superoffload pack"):
             ticket: PackTicket = self._link.pack(bucket, grads)
-        self._timeline.packed(bucket, began)
+        self._timeline.packed(bucket, began, ticket.completion if self._link.asynchronous else None)
         return ticket
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
         began = _native.now_seconds()
         with _nvtx("superoffload deliver"):
             completion: _native.Completion = self._link.deliver(bucket, after)
-        self._timeline.delivered(bucket, began)
+        self._timeline.delivered(bucket, began, completion if self._link.asynchronous else None)
         return completion
 
     def __getattr__(self, name: str) -> Any:
@@ -272,7 +279,7 @@ class _RecordingLink:
 class _RecordingPool:
     """The core's worker threads, with the completions of what they do."""
 
-    def __init__(self, pool: _native.WorkerPool, timeline: Timeline) -> None:
+    def __init__(self, pool: Pool, timeline: Timeline) -> None:
         self._pool = pool
         self._timeline = timeline
 

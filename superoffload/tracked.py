@@ -89,7 +89,7 @@ class Tracked:
 
     def refresh_master(self) -> None:
         """Takes over what somebody wrote to the parameter; elements that still are round(master) keep their master."""
-        master, published = self.shard.master, self.holding.part(self.param)
+        master, published = self.shard.master, self.holding.part(self.param).to("cpu")
         word = _WORD[published.dtype]
         same = published.view(word) == master.to(published.dtype).view(word)
         master.copy_(torch.where(same, master, published.to(torch.float32)))

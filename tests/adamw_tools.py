@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.policy import MODES
+from superoffload.schedule import MODES
 from tests.core_tools import COUNTERS
 
 torch.set_num_threads(1)  # of torch's own: these models are too small for more, and idle ones would spin

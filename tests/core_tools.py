@@ -16,6 +16,7 @@ from torch import Tensor
 from superoffload.bucket import GroupHyper, Shard
 from superoffload.core import Core, CoreOptions
 from superoffload.link import HostLink
+from superoffload.schedule import FixedSchedule, Schedule
 from superoffload.verdict import Verdict
 from tests.reference.adam import Verdict as ReferenceVerdict
 from tests.reference.convert import bits, narrow
@@ -60,7 +61,13 @@ class Settings:
     bucket_numel: int = 1024
     threads: int = 1
     seed: int = 0
+    published: float | None = None  # share of what is not speculated that goes in two phases; None: as the mode says
     hyper: GroupHyper = field(default_factory=lambda: GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1))
+
+    def schedule(self) -> Schedule | None:
+        if self.published is None:
+            return None
+        return FixedSchedule(speculates=self.mode == "always", published=self.published)
 
 
 class Rig:
@@ -72,7 +79,13 @@ class Rig:
         self.hypers = [settings.hyper for _ in settings.sizes]
         self.core = Core(
             HostLink(),
-            CoreOptions(settings.mode, settings.bucket_numel, [-1] * settings.threads),
+            CoreOptions(
+                settings.mode,
+                settings.bucket_numel,
+                [-1] * settings.threads,
+                two_phase=settings.published is not None,
+                schedule=settings.schedule(),
+            ),
             lambda group: self.hypers[group],
         )
         self.published: list[Tensor] = []
@@ -151,6 +164,7 @@ class Rig:
 
     def check(self) -> None:
         """State, published parameters and step counts are those of the reference."""
+        self.core.settle()
         for shard, published, parameter in zip(self.shards, self.published, self.reference.parameters, strict=True):
             assert_same_bits(f"{shard.name}: master", to_numpy(shard.master), parameter.master)
             assert_same_bits(f"{shard.name}: exp_avg", to_numpy(shard.exp_avg), parameter.exp_avg)
@@ -164,7 +178,7 @@ class Rig:
         assert not self.core.is_filling
 
     def check_published_unchanged(self) -> None:
-        """Whatever was speculated, readers still see the parameters of the last finished step."""
+        """Whatever was speculated or is not settled, readers see the parameters of the last finished step."""
         for published, parameter in zip(self.published, self.reference.parameters, strict=True):
             assert_same_bits("published parameter during backward", to_numpy(published), parameter.published)
 
@@ -178,7 +192,7 @@ def rig(settings: Settings, *, width: int | None = None, arena: float | None = N
         if arena is not None:
             per_param = (width or 2) + arena
             stack.enter_context(
-                mock.patch("superoffload.core._journal_bytes", lambda bucket: int(per_param * bucket.padded))
+                mock.patch("superoffload.pipeline.layout._journal_bytes", lambda bucket: int(per_param * bucket.padded))
             )
         made = Rig(settings)
         stack.callback(made.core.close)

@@ -11,7 +11,7 @@ from torch import nn
 
 from superoffload import AdamW
 from superoffload.errors import StateError
-from superoffload.policy import MODES
+from superoffload.schedule import MODES
 from tests.adamw_tools import (
     DTYPES,
     Optimizer,

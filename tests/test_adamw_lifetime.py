@@ -292,7 +292,7 @@ def interrupted_once(owner: object, name: str) -> Any:
     return mock.patch.object(owner, name, method)
 
 
-@pytest.mark.parametrize("method", ["_settle_all", "_finish", "_count_step", "_end_step", "decide", "expect"])
+@pytest.mark.parametrize("method", ["_end_all_speculation", "_finish", "_count_step", "_end_step", "decide", "expect"])
 def test_ctrl_c_in_step_comes_out_of_a_finished_step(method: str) -> None:
     with pair(bucket_numel=1024, max_grad_norm=1.0) as (model, optimizer, twin, plain):
         train(model, optimizer, range(3))

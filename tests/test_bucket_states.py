@@ -15,6 +15,7 @@ from superoffload.errors import StateError
 F, R, S, U = BucketState.FILLING, BucketState.READY, BucketState.SPECULATED, BucketState.UNDONE
 C, P, T = BucketState.COMMITTED, BucketState.REPLAYED, BucketState.STEPPED
 K, A = BucketState.SKIPPED, BucketState.ABANDONED
+PUB, SET = BucketState.PUBLISHED, BucketState.SETTLED
 
 # DESIGN's life of a bucket, written down a second time: everything else must be refused.
 ALLOWED = {
@@ -23,6 +24,8 @@ ALLOWED = {
     (R, F),  # it was not final after all
     (R, S),
     (R, T),  # not speculated
+    (R, PUB),  # nor stepped in one pass
+    (PUB, SET),
     (R, K),
     (R, A),
     (S, C),
@@ -31,7 +34,7 @@ ALLOWED = {
     (S, A),
     (S, U),
     (U, F),
-    *((ended, F) for ended in (C, P, T, K, A)),  # the next step
+    *((ended, F) for ended in (C, P, T, SET, K, A)),  # the next step
 }
 
 
@@ -59,10 +62,10 @@ def test_transitions(before: BucketState, after: BucketState) -> None:
 
 
 def test_a_bucket_has_ended_once_the_step_is_over_for_it() -> None:
-    assert {state for state in BucketState if bucket_in(state).ended} == {C, P, T, K, A}
+    assert {state for state in BucketState if bucket_in(state).ended} == {C, P, T, SET, K, A}
 
 
-@pytest.mark.parametrize("state", [F, C, P, T, K, A])
+@pytest.mark.parametrize("state", [F, C, P, T, SET, K, A])
 def test_renew_forgets_the_step(state: BucketState) -> None:
     bucket = bucket_in(state)
     bucket.present, bucket.missing, bucket.squares = [True], 0, 3.0
@@ -70,8 +73,8 @@ def test_renew_forgets_the_step(state: BucketState) -> None:
     assert (bucket.state, bucket.present, bucket.missing, bucket.squares) == (F, [False], 1, 0.0)
 
 
-@pytest.mark.parametrize("state", [S])
-def test_speculated_work_cannot_be_forgotten(state: BucketState) -> None:
+@pytest.mark.parametrize("state", [S, PUB])
+def test_speculated_or_unsettled_work_cannot_be_forgotten(state: BucketState) -> None:
     bucket = bucket_in(state)
     with pytest.raises(StateError):
         bucket.renew()

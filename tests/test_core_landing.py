@@ -131,7 +131,7 @@ def test_settle_reports_a_failed_speculation_before_the_verdict() -> None:
     for shard in flat.core.shards:
         flat.core.arrive(shard, flat.slices(flat.gradients)[shard.index])
     with pytest.raises(WorkerError, match="planted"):
-        flat.core.settle()
+        flat.core.settle_speculation()
     assert not flat.core.is_filling
     assert all(bucket.state is BucketState.FILLING for bucket in flat.core.buckets)
     assert flat.core.digests() == before

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from superoffload.bucket import BucketState, GroupHyper, Shard
 from superoffload.errors import StateError
-from superoffload.policy import MODES
+from superoffload.schedule import MODES
 from tests.core_tools import COUNTERS, Rig, Settings, assert_same_bits, rig, to_numpy
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -54,6 +54,7 @@ class Plan:
     written: int | None  # a shard whose parameter the user writes to
     look: str | None  # quiesce or digests in between
     ends: str
+    unsettled: bool = False  # nobody looks at masters and moments after the step
 
 
 NUMBERS = st.one_of(st.just(frozenset[int]()), st.frozensets(st.integers(0, 7), max_size=2))
@@ -74,6 +75,7 @@ PLANS = st.builds(
     written=st.one_of(st.none(), st.none(), st.integers(0, 7)),
     look=st.sampled_from([None, None, None, None, None, None, "quiesce", "digests"]),
     ends=st.sampled_from(["step", "step", "step", "abandon"]),
+    unsettled=st.booleans(),
 )
 # Most steps in a row like in training, so that something is there to commit and journals become cheap.
 PLAIN = Plan(
@@ -96,6 +98,8 @@ PLAIN = Plan(
 COMMON = [
     PLAIN,
     replace(PLAIN, order=1),
+    replace(PLAIN, unsettled=True),
+    replace(PLAIN, unsettled=True, decided=(1.0, 0.5)),
     replace(PLAIN, decided=(1.0, 0.5)),
     replace(PLAIN, poison=math.nan),
     replace(PLAIN, ends="abandon"),
@@ -114,6 +118,7 @@ SETTINGS = st.builds(
     mode=st.sampled_from(["always", "always", "adaptive", "never"]),
     bucket_numel=st.sampled_from([1, 1024, 2048, 1 << 20]),
     threads=st.integers(1, 3),
+    published=st.sampled_from([None, None, 0.5, 1.0, 1.0]),
     seed=st.integers(0, 1000),
     hyper=HYPERS,
 )
@@ -154,7 +159,10 @@ class Step:
         elif self.gradients:
             unscale, max_grad_norm = plan.decided
             rig.step_both(self.gradients, unscale=unscale, max_grad_norm=max_grad_norm)
-        rig.check()
+        if plan.unsettled:
+            rig.check_published_unchanged()
+        else:
+            rig.check()
 
     def backward(self) -> None:
         plan, shards = self.plan, self.rig.shards
@@ -209,7 +217,7 @@ def run_schedule(made: Rig, plans: list[Plan]) -> None:
 def note_what_happened(made: Rig) -> None:
     """For ``--hypothesis-show-statistics``: whether the schedules reach everything."""
     stats = made.core.stats()
-    for name in (*COUNTERS, "buckets_stepped", "journal_overflows"):
+    for name in (*COUNTERS, "buckets_stepped", "buckets_two_phase", "journal_overflows"):
         event(f"{name}: {'some' if stats[name] else 'none'}")
 
 
@@ -232,18 +240,27 @@ def test_any_schedule_with_little_room_for_escapes(
 
 
 @pytest.mark.parametrize(
-    ("mode", "gradient_dtype"),
-    [*(("always", dtype) for dtype in DTYPES), *((mode, torch.bfloat16) for mode in MODES[::2])],
+    ("mode", "gradient_dtype", "published"),
+    [
+        *(("always", dtype, None) for dtype in DTYPES),
+        *((mode, torch.bfloat16, None) for mode in MODES[::2]),
+        *(("never", dtype, 1.0) for dtype in DTYPES),
+        ("never", torch.bfloat16, 0.5),
+    ],
 )
-def test_several_chunks_on_several_threads(mode: str, gradient_dtype: torch.dtype) -> None:
+def test_several_chunks_on_several_threads(mode: str, gradient_dtype: torch.dtype, published: float | None) -> None:
     """Large enough that threads share a bucket: commits, a replay, an overflow, a skip, an undo."""
-    described = Settings([[100_000, 7], [66_000]], gradient_dtype, torch.bfloat16, mode, 1 << 17, threads=3)
+    described = Settings(
+        [[100_000, 7], [66_000]], gradient_dtype, torch.bfloat16, mode, 1 << 17, threads=3, published=published
+    )
     plans = [PLAIN, PLAIN, replace(PLAIN, decided=(1.0, 5.0)), replace(PLAIN, scale=1e3)]
     plans += [replace(PLAIN, poison=math.nan), replace(PLAIN, hyper=replace(HYPER, lr=1e-3))]
+    plans = [replace(plan, unsettled=True) for plan in plans] + plans
     with rig(described) as made:
         run_schedule(made, plans)
         stats = made.core.stats()
-        assert stats["skipped_steps"] == 1
+        assert (stats["buckets_two_phase"] > 0) == (published is not None)
+        assert stats["skipped_steps"] == 2
         assert (stats["buckets_speculated"] > 0) == (mode != "never")
 
 

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from superoffload import AdamW
 from superoffload.core import Core
 from superoffload.errors import ArgumentError, StateError, WorkerError
-from superoffload.policy import MODES
 from superoffload.readers import readers_of
+from superoffload.schedule import MODES
 from superoffload.timeline import UP, read_trace
 from tests.adamw_tools import batch, check_counters, model_of, weights
 

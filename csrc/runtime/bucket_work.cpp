@@ -109,6 +109,14 @@ void BucketWork::run_chunk(Operation operation, std::size_t chunk) {
                 adam::publish(run, range);
             }
             break;
+        case Operation::settle:
+            if (part.present) {  // likewise; nothing is written here that a publish of another chunk may be reading
+                adam::Run run = part.run;
+                run.frozen = part.next;
+                run.shadow = nullptr;
+                adam::step(run, range);
+            }
+            break;
     }
 }
 

@@ -1,4 +1,4 @@
-// What worker threads do with one bucket: its runs, cut into chunks, its journal, and the five operations.
+// What worker threads do with one bucket: its runs, cut into chunks, its journal, and the operations.
 #pragma once
 
 #include <atomic>
@@ -11,7 +11,8 @@
 
 namespace superoffload {
 
-enum class Operation : std::uint8_t { step, step_journaled, undo, replay, publish };
+// `settle` is a step that leaves the shadow alone, which `publish` has written.
+enum class Operation : std::uint8_t { step, step_journaled, undo, replay, publish, settle };
 
 // Elements per chunk: what a worker takes at a time. A multiple of adam::kBlock.
 constexpr std::size_t kChunk = 64 * adam::kBlock;
@@ -35,8 +36,8 @@ class BucketWork {
     BucketWork(const BucketWork&) = delete;
     BucketWork& operator=(const BucketWork&) = delete;
 
-    // Freezes what the next step, journaled step, replay or publish uses. steps[i] is the step number of run i, or 0
-    // for a run that has no gradient and is left as it is.
+    // Freezes what the next step, journaled step, replay, or publish and settle use. steps[i] is the step number of run
+    // i, or 0 for a run that has no gradient and is left as it is.
     void freeze(const adam::Hyper& hyper, const std::vector<std::uint64_t>& steps);
 
     // Called once before the chunks of an operation; width (1 or 2) matters for step_journaled only.

@@ -1,5 +1,6 @@
 #include "worker_pool.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 #include <pthread.h>
@@ -89,6 +90,20 @@ std::shared_ptr<Completion> WorkerPool::submit(std::shared_ptr<BucketWork> work,
     return done;
 }
 
+bool WorkerPool::withdraw(const std::shared_ptr<Completion>& done) {
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        const auto found =
+            std::find_if(queue_.begin(), queue_.end(), [&](const auto& task) { return task->done == done; });
+        if (found == queue_.end() || (*found)->undoing) return false;
+        std::size_t untouched = 0;  // a worker that looks at the task at this moment takes a chunk, or finds none
+        if (!(*found)->next.compare_exchange_strong(untouched, (*found)->work->chunks())) return false;
+        queue_.erase(found);
+    }
+    done->fail("withdrawn before it began");
+    return true;
+}
+
 void WorkerPool::close() {
     if (forked()) return;
     {
@@ -154,7 +169,8 @@ void WorkerPool::run_chunks(const std::shared_ptr<Task>& task) {
 }
 
 void WorkerPool::run_chunk(Task& task, std::size_t chunk) {
-    std::string error = task.after ? task.after->error() : std::string();
+    std::string error;
+    if (task.after && task.operation != Operation::settle) error = task.after->error();
     if (error.empty()) {
         if (fault_countdown_.load() >= 0 && fault_countdown_.fetch_sub(1) == 0) error = fault_message_;
         // Only a speculated step can be taken back. Anything after the verdict is completed even so, so that no

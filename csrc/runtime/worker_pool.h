@@ -30,9 +30,13 @@ class WorkerPool {
     // The operation starts once `after` is done (null: at once). Operations on one bucket must be submitted one
     // after the other's completion; different buckets run in the order of submission, their chunks overlapping.
     // A failed chunk fails the completion: a journaled step is then undone, any other operation is completed first.
+    // A failed `after` fails it likewise, except for settle: its publish has been completed and was reported.
     // Throws std::runtime_error after close() and in a forked child.
     std::shared_ptr<Completion> submit(std::shared_ptr<BucketWork> work, Operation operation, int width,
                                        std::shared_ptr<Completion> after);
+
+    // Takes an operation back of which nothing has run yet, and fails its completion. False: too late.
+    bool withdraw(const std::shared_ptr<Completion>& done);
 
     // Finishes what can be finished, fails what still waits for a completion, and joins the threads. Idempotent.
     void close();

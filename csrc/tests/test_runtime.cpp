@@ -142,6 +142,80 @@ TEST(publish_writes_the_shadow_only) {
     EXPECT(subject.same_shadow());
 }
 
+TEST(publish_and_settle_are_a_step) {
+    WorkerPool pool(unbound(3));
+    Subject subject({kSeveralChunks, 333});
+    for (std::uint64_t step = 1; step <= 3; ++step) {
+        subject.freeze(step, 0.5);
+        const auto published = pool.submit(subject.work, Operation::publish, 1, nullptr);
+        const auto settled = pool.submit(subject.work, Operation::settle, 1, published);
+        succeeds(settled);
+        succeeds(published);
+        subject.step_twin(step, 0.5);
+        EXPECT(subject.same());
+        EXPECT(subject.same_shadow());
+    }
+}
+
+TEST(settle_leaves_the_shadow_alone) {
+    WorkerPool pool(unbound(2));
+    Subject subject({5000});
+    subject.freeze(1);
+    does(pool, subject, Operation::settle);
+    EXPECT(subject.same_shadow());  // the twin has not stepped yet
+    subject.step_twin(1);
+    EXPECT(subject.same());
+    EXPECT(!subject.same_shadow());
+}
+
+TEST(a_settle_completes_behind_a_publish_that_failed) {
+    WorkerPool pool(unbound(2));
+    Subject subject({kSeveralChunks});
+    subject.freeze(1);
+    pool.inject_fault(1, "planted");
+    const auto published = pool.submit(subject.work, Operation::publish, 1, nullptr);
+    const auto settled = pool.submit(subject.work, Operation::settle, 1, published);
+    succeeds(settled);
+    EXPECT(!published->error().empty());
+    subject.step_twin(1);
+    EXPECT(subject.same());
+    EXPECT(subject.same_shadow());
+}
+
+TEST(what_has_not_begun_can_be_withdrawn) {
+    WorkerPool pool(unbound(2));
+    Subject subject({kSeveralChunks});
+    const auto arrived = std::make_shared<Completion>();
+    subject.freeze(1);
+    const auto speculated = pool.submit(subject.work, Operation::step_journaled, 1, arrived);
+    EXPECT(pool.withdraw(speculated));
+    EXPECT(speculated->done() && !speculated->error().empty());
+    EXPECT(!pool.withdraw(speculated));
+    arrived->finish();
+    EXPECT(subject.same());
+    does(pool, subject, Operation::step);
+    subject.step_twin(1);
+    EXPECT(subject.same());
+    EXPECT(!pool.withdraw(std::make_shared<Completion>()));
+}
+
+TEST(withdrawing_races_with_the_workers) {
+    WorkerPool pool(unbound(3));
+    Subject subject({3 * superoffload::kChunk});
+    for (std::uint64_t step = 1; step <= 200; ++step) {
+        subject.freeze(step);
+        const auto done = pool.submit(subject.work, Operation::step, 1, nullptr);
+        if (step % 3 != 0) std::this_thread::yield();
+        if (pool.withdraw(done)) {
+            EXPECT(subject.same());
+            continue;
+        }
+        succeeds(done);
+        subject.step_twin(step);
+        EXPECT(subject.same());
+    }
+}
+
 TEST(runs_without_a_gradient_are_left_alone) {
     WorkerPool pool(unbound(2));
     Subject subject({4000, 3000});

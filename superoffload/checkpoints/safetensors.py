@@ -76,7 +76,7 @@ class TensorFile:
         entry, start = self._places[name]
         at, digest = start + len(self.header), hashlib.sha256()
         for run in runs:
-            array: Any = run.to(entry.dtype).contiguous().view(torch.uint8).numpy()
+            array: Any = run.to("cpu", entry.dtype).contiguous().view(torch.uint8).numpy()
             data = memoryview(array)
             for first in range(0, len(data), _RUN):
                 part = data[first : first + _RUN]

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from superoffload.arguments import check_in_module
 from superoffload.bucket import Bucket, Shard
-from superoffload.core import LandingWatch
 from superoffload.errors import StateError, SuperOffloadError
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.module_hooks import ModuleHooks, Wait
 from superoffload.optimizer.saved_state import SavedState
 from superoffload.optimizer.untraced import untraced
+from superoffload.pipeline.delivering import LandingWatch
 from superoffload.ranks.layout import Holding
 from superoffload.tracked import Tracked
 from superoffload.undelivered import CheckReads
@@ -158,24 +158,26 @@ class Delivery(SavedState):
         super()._start_filling()
 
     def _conclude(self, session: RankSession, verdict: Verdict) -> None:
-        if not self._core.is_landing:
+        if not (self._core.is_landing or self._core.is_settling):
             super()._conclude(session, verdict)
             return
         session.count(applied=not verdict.found_inf, factor=verdict.gradient_factor)
         self._look_is_due = True
         if session.full_check_is_due:
             self._core.land()
+            self._core.settle()
             self._look()
             session.check_everything()
 
     def _look(self) -> None:
-        """The light rank check of a step whose parameters were delivered after it: before anything is stepped anew."""
+        """The light rank check of a step that was published or settled after it: before anything is stepped anew."""
         session = self._ranks.session
         if not self._look_is_due or session is None:
             return
         self._look_is_due = False
         self._core.land()
         for held in session.seen_next():
+            self._core.settle(held.shard)
             tracked = self._tracked[held.param]
             if tracked.written:
                 self._refresh(tracked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,7 +17,7 @@ from superoffload.bucket import ALIGN, GroupHyper, Shard
 from superoffload.core import Core, CoreOptions
 from superoffload.cpus import worker_cpus
 from superoffload.errors import StateError
-from superoffload.link import HostLink
+from superoffload.links import link_for
 from superoffload.memory import host_zeros
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.untraced import untraced
@@ -55,6 +56,18 @@ class Parameters(Lifetime):
         self._fresh: list[Held] = []
         self._firsts: list[int] = []  # id of the first parameter of each group
 
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """As in torch. The tensors are those that are stepped: after a two-phase step they follow a little later, so
+        read them anew from here, which waits for that, or after ``synchronize()``."""
+        if not self._out_of_use():
+            self._core.settle()
+        return self._state
+
+    @state.setter
+    def state(self, value: defaultdict[Tensor, Any]) -> None:
+        self._state = value
+
     def _connect(self, params: Sequence[Tensor]) -> None:
         """To the other ranks, where there are any, and to a new core."""
         given = self._given
@@ -68,8 +81,9 @@ class Parameters(Lifetime):
             process_group=given.process_group,
             timeout=given.rank_timeout,
         )
-        options = CoreOptions(given.speculation, given.bucket_numel, worker_cpus(given.threads, self._ranks.cpus))
-        self._core = Core(HostLink(), options, _hyper_reader(self))
+        cpus = worker_cpus(given.threads, self._ranks.cpus)
+        options = CoreOptions(given.speculation, given.bucket_numel, cpus, two_phase=True)
+        self._core = Core(link_for(params), options, _hyper_reader(self))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, at any time; a step in flight keeps its gradients."""

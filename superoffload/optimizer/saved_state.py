@@ -38,13 +38,13 @@ class SavedState(Steps):
     def refresh_written(self) -> None:
         """Takes over what version counters show was written to parameters, as every ``step()`` does."""
         with self._whole():
-            self._core.land()
             for tracked in self._tracked.values():
                 if tracked.written:
                     self._refresh(tracked)
 
     def begin_snapshot(self, snapshot: Snapshot) -> None:
         """From here on every shard is protected before it changes. For superoffload.checkpoints."""
+        self._core.settle()
         self._core.snapshot = snapshot
 
     def end_snapshot(self) -> None:
@@ -58,7 +58,6 @@ class SavedState(Steps):
         needed only after writes that they cannot show (through ``param.data`` or foreign memory)."""
         self._check_usable()
         with self._whole():
-            self._core.land()
             for tracked in self._tracked.values():
                 self._refresh(tracked)
 
@@ -87,7 +86,7 @@ class SavedState(Steps):
             session.agree("load_masters()", None)
         with self._whole():
             self._abandon()
-            self._core.land()
+            self._core.quiesce()
             self.end_snapshot()
             self._has_masters = True
             for param, value in values:
@@ -143,7 +142,7 @@ class SavedState(Steps):
             session.agree("load_state_dict()", None)
         with self._whole():
             self._abandon()
-            self._core.land()
+            self._core.quiesce()
             self.end_snapshot()
             states = iter(read.states)
             for index, group in enumerate(self.param_groups):

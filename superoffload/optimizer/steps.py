@@ -84,6 +84,7 @@ class Steps(Gradients):
 
     def _decide_with(self, session: RankSession) -> Verdict | None:
         """As all ranks do, or RankError on all of them, with the step abandoned."""
+        self._core.settle()  # every message has samples of masters
         session.begin()
         try:
             self._take_stock()

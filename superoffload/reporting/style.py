@@ -20,6 +20,7 @@ FATE_COLOURS = {
     "skipped": "#d9772b",
     "abandoned": "#8a949e",
     "stepped": "#4f9fb5",  # after the verdict, without speculation
+    "stepped two-phase": "#b5a14f",
 }
 
 MATPLOTLIB: dict[Any, Any] = {

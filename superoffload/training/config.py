@@ -16,7 +16,10 @@ STATE_DTYPES = ("fp32", "bf16")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the transformer. `mlp` is the inner width of SwiGLU; `sequence` bounds the rotary tables."""
+    """Sizes of the transformer. `mlp` is the inner width of SwiGLU; `sequence` bounds the rotary tables.
+
+    `vocabulary`: one token per byte value, unless a benchmark brings tokens of its own.
+    """
 
     layers: int = 3
     hidden: int = 256
@@ -25,9 +28,10 @@ class ModelConfig:
     mlp: int = 640
     sequence: int = 128
     tied: bool = False
+    vocabulary: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "kv_heads", "mlp", "sequence"):
+        for name in ("layers", "hidden", "heads", "kv_heads", "mlp", "sequence", "vocabulary"):
             _check_at_least(name, getattr(self, name), 1)
         if self.hidden % self.heads:
             raise ArgumentError(

@@ -21,8 +21,6 @@ from superoffload.training.config import ModelConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
-VOCABULARY = 256  # one token per byte value
-
 
 def native_bf16() -> bool:
     """Whether this CPU multiplies bf16 in hardware; a torch that cannot tell counts as no."""
@@ -125,7 +123,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Bytes in, next-byte logits out."""
+    """Tokens (bytes, unless the vocabulary is larger) in, logits of the next ones out."""
 
     cos: Tensor
     sin: Tensor
@@ -133,10 +131,10 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, compute: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.config, self.compute = config, compute
-        self.embedding = nn.Embedding(VOCABULARY, config.hidden)
+        self.embedding = nn.Embedding(config.vocabulary, config.hidden)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden)
-        self.head = Linear(config.hidden, VOCABULARY)
+        self.head = Linear(config.hidden, config.vocabulary)
         if config.tied:
             self.embedding.weight = self.head.weight
         cos, sin = rotary_tables(config.sequence, config.head_width)
@@ -163,7 +161,7 @@ class Transformer(nn.Module):
         return logits
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """Mean next-byte cross-entropy in nats over [batch, sequence + 1] tokens, taken in fp32."""
+        """Mean cross-entropy of the next token in nats over [batch, sequence + 1] tokens, taken in fp32."""
         logits = self(tokens[:, :-1])
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from superoffload.arguments import check_rank_check, check_whole_number
 from superoffload.errors import ArgumentError
-from superoffload.policy import MODES
+from superoffload.schedule import MODES
 
 DEVICE = "superoffload"
 OPTIONS_KEY = "superoffload"

@@ -6,11 +6,14 @@ DeepSpeed keeps the functions that gather and partition a parameter on the param
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+
+_WAITS_FOR_ALL = (0, 19, 8)
 
 
 class Readers:
@@ -24,9 +27,12 @@ class Readers:
         after_update: Callable[[list[Any]], None],
     ) -> None:
         self._undo: list[tuple[Any, str, Any, Any]] = []
+        waits_for_last = gathers_wait_for_the_last_only()
         for parameter in parameters:
             if not hasattr(parameter, "ds_id"):
                 continue
+            if waits_for_last:
+                self._wrap(parameter, "all_gather", _one_by_one(parameter, parameter.all_gather))
             if before_gather is not None:
                 self._wrap(parameter, "all_gather", _gathering(parameter, parameter.all_gather, before_gather))
                 coalesced = _gathering(parameter, parameter.all_gather_coalesced, before_gather)
@@ -39,10 +45,35 @@ class Readers:
 
     def close(self) -> None:
         """Leaves alone what somebody else has wrapped or replaced since."""
-        for parameter, name, original, wrapper in self._undo:
+        for parameter, name, original, wrapper in reversed(self._undo):
             if getattr(parameter, name, None) is wrapper:
                 setattr(parameter, name, original)
         self._undo.clear()
+
+
+def gathers_wait_for_the_last_only() -> bool:
+    """Whether a blocking gather of several parameters may return before all of them are there.
+
+    DeepSpeed before 0.19.8 waits for the last of its all-gathers. On a GPU the others ended before it; gloo ends them
+    in any order, and readers then meet undefined memory.
+    """
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    version = tuple(int(part) for part in re.findall(r"\d+", deepspeed.__version__)[:3])
+    return version < _WAITS_FOR_ALL and get_accelerator().device_name() == "cpu"
+
+
+def _one_by_one(parameter: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def gather(param_list: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
+        chosen = [parameter] if param_list is None else list(param_list)
+        if async_op or len(chosen) < 2:
+            return original(chosen, async_op=async_op, **kwargs)
+        for one in chosen:
+            original([one], async_op=False, **kwargs)
+        return None
+
+    return gather
 
 
 @contextmanager

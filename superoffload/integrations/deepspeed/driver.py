@@ -108,7 +108,7 @@ class PartitionDriver:
             self.core.land(shard)
             self.core.arrive(shard, partition.gradient, in_backward=False)
         self.core.decide(unscale=1.0, max_grad_norm=None)
-        self.core.settle()
+        self.core.settle_speculation()
         present = filter(self.core.has_gradient, self.core.shards)
         return Window({shard.index: shard.sum_of_squares() for shard in present})
 

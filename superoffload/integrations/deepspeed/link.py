@@ -9,19 +9,18 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket, Shard
-from superoffload.link import PackTicket
+from superoffload.link import PackTicket, SynchronousLink, wait_until_ended
 from superoffload.memory import host_empty
 
 
-class PartitionLink:
+class PartitionLink(SynchronousLink):
     """The packed gradient is the partition in the flat buffer itself: no copy, no second buffer.
 
     So whoever writes to the flat buffer must ``retract()`` the shard first. ``pin``: parameters are on a device.
     """
 
     def __init__(self, gradient_of: Callable[[Shard], Tensor], *, pin: bool) -> None:
-        self.bytes_down = 0
-        self.bytes_up = 0
+        super().__init__()
         self._gradient_of = gradient_of
         self._pin = pin
 
@@ -50,11 +49,8 @@ class PartitionLink:
             self.bytes_down += here.element_size() * piece.numel
         return PackTicket(bucket, _native.Completion.already_done())
 
-    def arrived(self, ticket: PackTicket) -> _native.Completion:
-        return ticket.completion
-
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
-        after.wait()
+        wait_until_ended(after)
         targets, sources = [], []
         for piece, present in zip(bucket.pieces, bucket.present, strict=True):
             if present:

@@ -1,0 +1,142 @@
+"""python -m benchmarks.gpu_suite: runs what has no result yet, writes one JSON, prints one table."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from superoffload.errors import ArgumentError
+
+NAME = "gpu_suite.json"
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_suite",
+        description="Training steps on one GPU: ours, everything on the GPU, and peers. A call ends within its time "
+        "limit, and the next one goes on where it ended. Exits with 0 once everything has been tried, 3 if something "
+        "is left for another call, 1 if the extension cannot be built, GPU tests fail, or delays change a bit.",
+    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="results; the same folder continues")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu with --toy (default: cuda)")
+    parser.add_argument("--toy", action="store_true", help="sizes at which nothing is learned, to try that all works")
+    parser.add_argument(
+        "--time-limit", type=float, default=540.0, metavar="SECONDS", help="of this call (default: 540)"
+    )
+    parser.add_argument("--row-limit", type=float, default=180.0, metavar="SECONDS", help="of one row (default: 180)")
+    parser.add_argument("--contestants", nargs="+", metavar="NAME", help="only these (default: all; see --list)")
+    parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="tokens per step (default: of the size)")
+    parser.add_argument("--races", action="store_true", help="random delays on every stream must not change a bit")
+    parser.add_argument("--only-races", action="store_true", help="nothing else")
+    parser.add_argument("--everything", action="store_true", help="build, tests marked gpu, races, all rows")
+    parser.add_argument("--retry", action="store_true", help="try again what failed or took too long before")
+    parser.add_argument("--json", metavar="PATH", help=f"write the merged results to this file too (DIR/{NAME})")
+    parser.add_argument("--list", action="store_true", help="show the contestants and what is left to do, and end")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    try:
+        return _run(args)
+    except ArgumentError as error:
+        print(f"gpu_suite: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    _check(args)
+    if args.everything and importlib.util.find_spec("superoffload._native") is None:
+        _build_first()
+    from benchmarks.gpu_suite.rows import all_jobs
+    from benchmarks.gpu_suite.table import descriptions, table
+    from benchmarks.gpu_suite.targets import all_targets
+    from superoffload.benchmarking.jobs import LEFT, Results, run_jobs
+    from superoffload.reporting.run_folder import check_writable, write_json
+
+    check_writable(args.json, "json")
+    jobs = all_jobs(_plan(args))
+    results = Results(Path(args.out), NAME)
+    if args.list:
+        print(descriptions())
+        print("\n".join(f"left: {job.key}" for job in jobs if results.row(job) is None))
+        return 0
+    left = run_jobs(jobs, results, args.time_limit, lambda text: print(text, flush=True), retry=args.retry)
+    report = results.merge(jobs, {"command": sys.argv, "left": [job.key for job in left]})
+    targets = all_targets(report["rows"])
+    report = results.merge(jobs, {
+        "command": sys.argv,
+        "left": [job.key for job in left],
+        "targets": [target.as_json() for target in targets],
+    })  # fmt: skip
+    if args.json:
+        write_json(args.json, report)
+    print(table(report["rows"], targets))
+    if args.toy:
+        print("toy sizes: these figures show that it works, and nothing else")
+    if left:
+        print(f"{len(left)} of {len(jobs)} left; the same command goes on")
+        return LEFT
+    return 1 if any(_is_wrong(row) for row in report["rows"]) else 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.device.startswith("cpu") and not args.toy:
+        raise ArgumentError("device=cpu: a billion parameters are too many for a try on the CPU; add --toy")
+    for name in ("time_limit", "row_limit"):
+        if not getattr(args, name) > 0:
+            raise ArgumentError(f"{name}={getattr(args, name)}: expected a positive number of seconds")
+    if args.device.startswith("cuda"):
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ArgumentError(
+                f"device={args.device}: torch sees no CUDA device; --device cpu --toy tries the same code paths"
+            )
+
+
+def _plan(args: argparse.Namespace) -> Any:
+    from benchmarks.gpu_suite.contestants import CONTESTANTS
+    from benchmarks.gpu_suite.rows import Plan
+    from benchmarks.gpu_suite.settings import FULL, TOY
+
+    chosen = tuple(args.contestants or CONTESTANTS)
+    unknown = [name for name in chosen if name not in CONTESTANTS]
+    if unknown:
+        raise ArgumentError(f"contestants={unknown[0]}: expected some of {', '.join(CONTESTANTS)}")
+    return Plan(
+        device=args.device,
+        size=TOY if args.toy else FULL,
+        toy=args.toy,
+        contestants=chosen,
+        tokens=tuple(args.tokens) if args.tokens else None,
+        rows=not args.only_races,
+        races=args.races or args.only_races or args.everything,
+        build=args.everything,
+        tests=args.everything,
+        row_seconds=min(args.row_limit, args.time_limit),
+    )
+
+
+def _build_first() -> None:
+    """Nothing of ours can be imported without the extension, not even what runs the jobs."""
+    import subprocess
+
+    print("building the extension", flush=True)
+    built = subprocess.run([sys.executable, "setup.py", "build_ext", "--inplace"], cwd=_ROOT, check=False)
+    if built.returncode:
+        raise ArgumentError(f"build: setup.py build_ext ended with {built.returncode}; see what it said above")
+
+
+def _is_wrong(row: dict[str, Any]) -> bool:
+    if row["settings"].get("what") == "races":
+        return bool(row["status"] == "done" and row["result"]["different_seeds"])
+    return row["key"] in ("build", "tests") and row["status"] != "done"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

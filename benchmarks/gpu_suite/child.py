@@ -1,0 +1,46 @@
+"""One measurement in a process of its own: python -m benchmarks.gpu_suite.child WHAT ARGUMENTS-AS-JSON RESULT-PATH."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+# Before torch is loaded: spinning threads would take the processors that others step on.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def run(what: str, values: dict[str, Any]) -> dict[str, Any]:
+    if what == "train":
+        from benchmarks.gpu_suite.settings import TrainRow
+        from benchmarks.gpu_suite.training import measure
+
+        return measure(TrainRow.from_json(values))
+    if what == "races":
+        from benchmarks.gpu_suite.races import run_races
+
+        return run_races(**values)
+    from benchmarks.gpu_suite import machine_rows
+
+    measurements: dict[str, Any] = {
+        "link": machine_rows.measure_link,
+        "pack": machine_rows.measure_pack,
+        "adam": machine_rows.measure_adam,
+    }
+    found: dict[str, Any] = measurements[what](**values)
+    return found
+
+
+def main() -> int:
+    what, values, path = sys.argv[1:]
+    found = run(what, json.loads(values))
+    Path(path).write_text(json.dumps(found), encoding="utf-8")
+    # Somebody else's threads and processes must not keep this one from ending.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""What a measurement asks of the device: waiting for it, its memory, delays. A CPU answers too."""
+
+from __future__ import annotations
+
+import random
+import resource
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_suite.settings import GIB
+from superoffload.benchmarking.facts import available_memory_bytes
+from superoffload.errors import ArgumentError
+
+_LONGEST_DELAY = 2e-3  # seconds
+_CYCLES_PER_SECOND = 1.5e9  # about; what counts is that delays differ
+
+
+class Device:
+    """The CPU: nothing runs behind the caller's back, and there is no memory of its own."""
+
+    kind = "cpu"
+
+    def __init__(self) -> None:
+        self.torch = torch.device("cpu")
+        self._available = available_memory_bytes()
+        self._least_available = self._available
+
+    def synchronize(self) -> None: ...
+
+    def cap(self, gib: float) -> None:
+        raise ArgumentError(f"capped_gib={gib:g}: only a GPU's memory can be capped; leave it out on the CPU")
+
+    def start_of_peaks(self) -> None:
+        """What follows counts; building the model does not."""
+
+    def sample(self) -> None:
+        """Looks at what is taken now: called between steps."""
+        now = available_memory_bytes()
+        if now is not None and self._least_available is not None:
+            self._least_available = min(self._least_available, now)
+
+    def memory(self) -> dict[str, int | None]:
+        """Peaks in bytes. Pinned memory may be missing from the resident size, so the machine's loss is told too."""
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+        taken = None
+        if self._available is not None and self._least_available is not None:
+            taken = self._available - self._least_available
+        return {
+            "host_peak_resident_bytes": resident * 1024,
+            "host_peak_resident_bytes_of_a_child": children * 1024,
+            "host_taken_bytes": taken,
+        }
+
+    def facts(self) -> dict[str, Any]:
+        return {"device": "cpu"}
+
+    def delay(self, generator: random.Random, stream: Any = None) -> None:
+        """Keeps ``stream`` (the current one where it is None) busy for a random while."""
+        time.sleep(generator.random() * _LONGEST_DELAY)
+
+
+class Cuda(Device):
+    """One GPU through torch. Peaks of torch's own allocator, and of everybody on the device."""
+
+    kind = "cuda"
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.torch = torch.device(name)
+        torch.cuda.set_device(self.torch)
+        torch.cuda.init()
+        self._used_before = self._used()
+        self._most_used = 0
+
+    def _used(self) -> int:
+        free, total = torch.cuda.mem_get_info(self.torch)
+        return int(total - free)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch)
+
+    def cap(self, gib: float) -> None:
+        total = torch.cuda.get_device_properties(self.torch).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / total), self.torch)
+
+    def start_of_peaks(self) -> None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.torch)
+        self._most_used = 0
+
+    def sample(self) -> None:
+        super().sample()
+        self._most_used = max(self._most_used, self._used() - self._used_before)
+
+    def memory(self) -> dict[str, int | None]:
+        return {
+            **super().memory(),
+            "gpu_peak_allocated_bytes": torch.cuda.max_memory_allocated(self.torch),
+            "gpu_peak_reserved_bytes": torch.cuda.max_memory_reserved(self.torch),
+            "gpu_used_bytes": self._most_used,
+        }
+
+    def facts(self) -> dict[str, Any]:
+        properties = torch.cuda.get_device_properties(self.torch)
+        return {"device": properties.name, "gpu_memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
+
+    def delay(self, generator: random.Random, stream: Any = None) -> None:
+        cycles = int(generator.random() * _LONGEST_DELAY * _CYCLES_PER_SECOND)
+        sleep: Any = torch.cuda._sleep
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            sleep(cycles)
+
+
+def open_device(name: str) -> Device:
+    kind = name.partition(":")[0]
+    if kind == "cpu":
+        return Device()
+    if kind != "cuda":
+        raise ArgumentError(f"device={name}: expected cpu, cuda or cuda:N")
+    if not torch.cuda.is_available():
+        raise ArgumentError(f"device={name}: torch sees no CUDA device; --device cpu --toy tries the same code paths")
+    return Cuda(name)

@@ -1,0 +1,119 @@
+"""What the machine itself can do: the link both ways and together, packing against copying, a CPU step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_suite.devices import Device, open_device
+from superoffload import kernels
+from superoffload.benchmarking.adam import AdamBenchmark, check_memory, run_adam
+from superoffload.benchmarking.facts import available_memory_bytes
+from superoffload.benchmarking.timing import Contestant, Rounds, interleave
+from superoffload.cpus import worker_cpus
+
+_ROUNDS = Rounds(5, 50, 3.0)
+
+
+def measure_link(device_name: str, numbytes: int) -> dict[str, Any]:
+    """GB/s of copies between pinned memory and the device: down, up, and both at once (each way)."""
+    device = open_device(device_name)
+    pinned = device.kind == "cuda"
+    host = [torch.empty(numbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+    there = [torch.empty(numbytes, dtype=torch.uint8, device=device.torch) for _ in range(2)]
+    streams: list[Any] = [torch.cuda.Stream() for _ in range(2)] if pinned else [None, None]
+
+    def down() -> None:
+        _copy(host[0], there[0], streams[0])
+
+    def up() -> None:
+        _copy(there[1], host[1], streams[1])
+
+    def both() -> None:
+        down()
+        up()
+
+    seconds = _seconds({"down": down, "up": up, "both": both}, device)
+    rates = {f"{name}_gb_per_s": numbytes / took / 1e9 for name, took in seconds.items()}
+    return {"bytes": numbytes, "pinned": pinned, **rates, **device.facts()}
+
+
+def _copy(target: Tensor, source: Tensor, stream: Any) -> None:
+    if stream is None:
+        target.copy_(source)
+        return
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+
+
+def _seconds(calls: dict[str, Callable[[], None]], device: Device) -> dict[str, float]:
+    """Median seconds of one call, in turn, the device waited for after the repeats of a sample."""
+
+    def contestant(name: str, call: Callable[[], None]) -> Contestant:
+        def seconds(repeats: int) -> float:
+            device.synchronize()
+            began = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            device.synchronize()
+            return (time.perf_counter() - began) / repeats
+
+        return Contestant(name, "", 0.0, seconds)
+
+    samples = interleave([contestant(name, call) for name, call in calls.items()], _ROUNDS)
+    return {one.contestant.name: one.median for one in samples.values()}
+
+
+def measure_pack(device_name: str, numbytes: int) -> dict[str, Any]:
+    """Packing bf16 gradients (a copy, sums of squares, a flag) against a plain copy of the same bytes."""
+    device = open_device(device_name)
+    numel = numbytes // 2
+    gradient = torch.randn(numel, device=device.torch).bfloat16()
+    packed = torch.empty_like(gradient)
+    calls: dict[str, Callable[[], None]] = {"copy": lambda: _copy(packed, gradient, None)}
+    ways, missing = _pack_ways(device, gradient, packed)
+    calls.update(ways)
+    seconds = _seconds(calls, device)
+    rates = {f"{name}_gb_per_s": 2 * numbytes / took / 1e9 for name, took in seconds.items()}
+    ratios = {f"{name}_of_copy": seconds["copy"] / took for name, took in seconds.items() if name != "copy"}
+    return {"bytes": numbytes, **rates, **ratios, "missing_ways": missing, **device.facts()}
+
+
+def _pack_ways(
+    device: Device, gradient: Tensor, packed: Tensor
+) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
+    if device.kind == "cpu":
+        return {"cpu kernel": _cpu_pack(gradient, packed)}, {}
+    return {}, {"CUDA kernel": "not in this version"}
+
+
+def _cpu_pack(gradient: Tensor, packed: Tensor) -> Callable[[], None]:
+    from superoffload import _native
+    from superoffload.bucket import BLOCK, ELEMENT_TYPES
+
+    sums = torch.zeros(-(-gradient.numel() // BLOCK), dtype=torch.float64)
+
+    def pack() -> None:
+        _native.pack(
+            gradient=gradient.data_ptr(),
+            packed=packed.data_ptr(),
+            type=ELEMENT_TYPES[gradient.dtype],
+            numel=gradient.numel(),
+            block_sums=sums.data_ptr(),
+        )
+
+    return pack
+
+
+def measure_adam(numel: int, seconds: float, with_deepspeed: bool) -> dict[str, Any]:
+    """`superoffload bench adam` with the best instruction set and the threads that the optimizer would use."""
+    check_memory(numel, available_memory_bytes())
+    threads = len(worker_cpus(None))
+    benchmark = AdamBenchmark(numel, (), (threads,), (kernels.available_isas()[-1],), seconds, with_deepspeed)
+    found = run_adam(benchmark, lambda text: print(text, flush=True))
+    step = next(row for row in found["rows"] if row["name"] == "step" and row["threads"] == threads)
+    return {"threads": threads, "step_seconds_per_param": step["seconds_median"] / numel, **found}

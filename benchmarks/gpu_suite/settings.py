@@ -1,0 +1,116 @@
+"""What is measured: the sizes of the model, how many tokens a step has, and everything else a row depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from superoffload.errors import ArgumentError
+from superoffload.training.config import ModelConfig
+
+LR, BETAS, EPS, WEIGHT_DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.1
+
+# Thresholds of the gradient norm that every step stays below, or exceeds: what a run really did is in its row.
+NEVER_CLIPS, ALWAYS_CLIPS = 1e6, 1e-3
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Size:
+    """``tokens``: per step, the most telling first. ``capped_gib``: GPU memory of the capped rows."""
+
+    model: ModelConfig
+    tokens: tuple[int, ...]
+    micro_batch_tokens: int
+    capped_tokens: tuple[int, ...]
+    capped_micro_batch_tokens: int
+    capped_gib: float
+    warm_up: int
+    blocks: int
+    steps: int  # per block
+    adam_numel: int
+    adam_seconds: float
+    copy_bytes: int
+
+
+# A billion parameters; everything on the GPU takes 20 bytes for each of them, so 20 GB without a single activation.
+FULL = Size(
+    model=ModelConfig(layers=16, hidden=2048, heads=32, kv_heads=8, mlp=8192, sequence=2048),
+    tokens=(8192, 4096, 2048, 16384, 1024, 32768, 65536),
+    micro_batch_tokens=4096,
+    capped_tokens=(8192, 32768),
+    capped_micro_batch_tokens=2048,
+    capped_gib=14.0,
+    warm_up=4,
+    blocks=4,
+    steps=3,
+    adam_numel=1 << 26,
+    adam_seconds=8.0,
+    copy_bytes=1 << 28,
+)
+TOY = Size(
+    model=ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, mlp=128, sequence=32),
+    tokens=(64,),
+    micro_batch_tokens=32,
+    capped_tokens=(),  # the memory of a CPU is not capped
+    capped_micro_batch_tokens=32,
+    capped_gib=1.0,
+    warm_up=1,
+    blocks=2,
+    steps=1,
+    adam_numel=1 << 14,
+    adam_seconds=0.1,
+    copy_bytes=1 << 20,
+)
+
+
+@dataclass(frozen=True)
+class TrainRow:
+    """One contestant at one setting; travels as JSON to the process that measures it."""
+
+    contestant: str
+    device: str
+    model: ModelConfig
+    micro_batches: int
+    batch: int
+    warm_up: int
+    blocks: int
+    steps: int
+    capped_gib: float | None = None
+    seed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.micro_batches * self.batch * self.model.sequence
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "tokens": self.tokens}
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> TrainRow:
+        fields = {name: value for name, value in values.items() if name != "tokens"}
+        return TrainRow(**{**fields, "model": ModelConfig(**values["model"])})
+
+
+def train_row(contestant: str, device: str, size: Size, tokens: int, capped: bool) -> TrainRow:
+    """``tokens`` per step as sequences of the model's length (shorter where they are fewer) and micro-batches."""
+    sequence = min(size.model.sequence, tokens)
+    largest = size.capped_micro_batch_tokens if capped else size.micro_batch_tokens
+    batch = max(1, min(largest, tokens) // sequence)
+    if tokens % (batch * sequence):
+        raise ArgumentError(f"tokens={tokens}: expected a multiple of {batch * sequence}, the tokens of a micro-batch")
+    model = ModelConfig(**{**asdict(size.model), "sequence": sequence})
+    return TrainRow(
+        contestant, device, model, tokens // (batch * sequence), batch, size.warm_up, size.blocks, size.steps,
+        size.capped_gib if capped else None,
+    )  # fmt: skip
+
+
+def parameters_of(model: ModelConfig) -> int:
+    """Without building it: the same for every row of a size, since sequences have no parameters."""
+    attention = model.hidden * (model.heads + 2 * model.kv_heads) * model.head_width + model.hidden**2
+    layer = attention + 3 * model.hidden * model.mlp + 2 * model.hidden
+    embeddings = model.vocabulary * model.hidden * (1 if model.tied else 2)
+    return model.layers * layer + embeddings + model.hidden

@@ -1,0 +1,70 @@
+// All kernels that run on an accelerator: one translation unit without system headers, for NVRTC as for nvcc.
+//
+//   pack_FROM_TO(const CopyPiece* pieces, unsigned count, void* packed, double* sums, unsigned* nonfinite)
+//       gradients -> packed gradient (device memory, or mapped host memory); sums[first_block + k]: of block k of the
+//       piece; *nonfinite becomes 1 if any element is not finite, and is otherwise left alone
+//   unpack_FROM_TO(const CopyPiece* pieces, unsigned count, const void* staged)
+//       staged parameters -> parameters
+//   step_GRADIENT_PUBLISHED(const StepPiece* pieces, unsigned count)
+//       one step of state in device memory; fp32 moments
+//   step_GRADIENT_PUBLISHED_noisy(...)
+//       the same with bf16 moments, rounded stochastically
+//
+// FROM, TO, GRADIENT, PUBLISHED: f32, bf16 or f16. pieces.cuh has the pieces and the launch geometry. Compile without
+// fused multiply-adds, approximations or flush-to-zero: options.txt.
+#include "elements.cuh"
+#include "pack.cuh"
+#include "pieces.cuh"
+#include "step.cuh"
+#include "unpack.cuh"
+
+#define SUPEROFFLOAD_PACK_KERNELS(X) \
+    X(f32, F32, f32, F32)            \
+    X(bf16, Bf16, bf16, Bf16)        \
+    X(f16, F16, f16, F16)            \
+    X(bf16, Bf16, f32, F32)          \
+    X(f16, F16, f32, F32)
+
+#define SUPEROFFLOAD_UNPACK_KERNELS(X) \
+    X(f32, F32, f32, F32)              \
+    X(bf16, Bf16, bf16, Bf16)          \
+    X(f16, F16, f16, F16)              \
+    X(f32, F32, bf16, Bf16)            \
+    X(f32, F32, f16, F16)
+
+#define SUPEROFFLOAD_STEP_KERNELS(X) \
+    X(f32, F32, f32, F32)            \
+    X(bf16, Bf16, bf16, Bf16)        \
+    X(f16, F16, f16, F16)            \
+    X(f32, F32, bf16, Bf16)          \
+    X(f32, F32, f16, F16)
+
+#define SUPEROFFLOAD_KERNEL extern "C" __global__ void __launch_bounds__(superoffload::cuda::kThreads)
+
+#define SUPEROFFLOAD_DEFINE_PACK(from, From, to, To)                                                                  \
+    SUPEROFFLOAD_KERNEL pack_##from##_##to(const superoffload::cuda::CopyPiece* pieces, unsigned count, void* packed, \
+                                           double* sums, unsigned* nonfinite) {                                       \
+        superoffload::cuda::pack<superoffload::cuda::From, superoffload::cuda::To>(pieces, count, packed, sums,       \
+                                                                                   nonfinite);                        \
+    }
+
+#define SUPEROFFLOAD_DEFINE_UNPACK(from, From, to, To)                                                       \
+    SUPEROFFLOAD_KERNEL unpack_##from##_##to(const superoffload::cuda::CopyPiece* pieces, unsigned count,    \
+                                             const void* staged) {                                           \
+        superoffload::cuda::unpack<superoffload::cuda::From, superoffload::cuda::To>(pieces, count, staged); \
+    }
+
+#define SUPEROFFLOAD_DEFINE_STEP(gradient, Gradient, published, Published)                                           \
+    SUPEROFFLOAD_KERNEL step_##gradient##_##published(const superoffload::cuda::StepPiece* pieces, unsigned count) { \
+        superoffload::cuda::step<superoffload::cuda::Gradient, superoffload::cuda::Published,                        \
+                                 superoffload::cuda::ExactMoments>(pieces, count);                                   \
+    }                                                                                                                \
+    SUPEROFFLOAD_KERNEL step_##gradient##_##published##_noisy(const superoffload::cuda::StepPiece* pieces,           \
+                                                              unsigned count) {                                      \
+        superoffload::cuda::step<superoffload::cuda::Gradient, superoffload::cuda::Published,                        \
+                                 superoffload::cuda::NoisyMoments>(pieces, count);                                   \
+    }
+
+SUPEROFFLOAD_PACK_KERNELS(SUPEROFFLOAD_DEFINE_PACK)
+SUPEROFFLOAD_UNPACK_KERNELS(SUPEROFFLOAD_DEFINE_UNPACK)
+SUPEROFFLOAD_STEP_KERNELS(SUPEROFFLOAD_DEFINE_STEP)

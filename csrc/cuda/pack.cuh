@@ -1,0 +1,112 @@
+// Gradients into the packed gradient, and the sum of squares of every block: the very bits of csrc/arm_adam/norm.inl,
+// where element i of a block goes to running sum i % 16 and the sums are folded by halves.
+//
+// A warp takes two blocks at a time. Both are staged in shared memory on their way, so that global accesses are dense;
+// then each lane adds up one column of 64 elements, in order. The products are exact in fp64, so that a fused
+// multiply-add rounds just as the processor's multiplication and addition do. What a block lacks is staged as zeros,
+// which change no sum.
+#pragma once
+
+#include "elements.cuh"
+#include "pieces.cuh"
+
+namespace superoffload {
+namespace cuda {
+
+constexpr unsigned kSums = 16;
+constexpr unsigned kBlocksPerWarp = kWarp / kSums;
+constexpr unsigned kBlocksPerGroup = kWarps * kBlocksPerWarp;  // what a CUDA block takes at a time
+constexpr unsigned kStride = kBlock + kSums;                   // the columns of a warp's two blocks meet no bank twice
+
+template <typename From, typename To>
+__device__ inline void stage_block(const Found<CopyPiece>& block, void* packed, typename From::Word* stage,
+                                   unsigned lane) {
+    using Source = typename From::Word;
+    using Target = typename To::Word;
+    constexpr unsigned width = Width<From, To>::words;
+    constexpr unsigned packets = kBlock / width / kWarp;  // per lane
+    const Source* source = static_cast<const Source*>(block.piece->parameter_or_gradient) + block.begin;
+    Target* target = static_cast<Target*>(packed) + block.piece->offset + block.begin;
+    if (block.numel == kBlock && is_aligned(source, width * sizeof(Source)) &&
+        is_aligned(target, width * sizeof(Target))) {
+        Packet<Source, width> loaded[packets];
+#pragma unroll
+        for (unsigned k = 0; k < packets; ++k) loaded[k].load(source + (k * kWarp + lane) * width);
+#pragma unroll
+        for (unsigned k = 0; k < packets; ++k) {
+            const unsigned i = (k * kWarp + lane) * width;
+            loaded[k].stage(stage + i);
+            PacketConversion<From, To, width>::convert(loaded[k]).store(target + i);
+        }
+        return;
+    }
+    for (unsigned i = lane; i < kBlock; i += kWarp) {
+        const bool exists = i < block.numel;
+        const Source word = exists ? source[i] : static_cast<Source>(0);
+        stage[i] = word;
+        if (exists) target[i] = Conversion<From, To>::convert(word);
+    }
+}
+
+template <typename From>
+__device__ inline double sum_column(const typename From::Word* column) {
+    double sum = 0;
+#pragma unroll 8
+    for (unsigned row = 0; row < kBlock / kSums; ++row) {
+        const double x = From::value(column[row * kSums]);
+        sum = __fma_rn(x, x, sum);
+    }
+    return sum;
+}
+
+template <unsigned half>
+__device__ inline void fold_halves(double* sums) {
+    if constexpr (half >= 1) {
+#pragma unroll
+        for (unsigned i = 0; i < half; ++i) sums[i] = __dadd_rn(sums[i], sums[i + half]);
+        fold_halves<half / 2>(sums);
+    }
+}
+
+// +inf where anything is not finite: a sum of squares of finite fp32 values cannot overflow fp64.
+__device__ inline double fold_columns(const double* columns) {
+    double sums[kSums];
+#pragma unroll
+    for (unsigned i = 0; i < kSums; ++i) sums[i] = columns[i];
+    fold_halves<kSums / 2>(sums);
+    return __dadd_rn(sums[0], -sums[0]) == 0 ? sums[0] : __longlong_as_double(0x7ff0000000000000ll);
+}
+
+template <typename From, typename To>
+__device__ inline void pack(const CopyPiece* pieces, unsigned count, void* packed, double* sums, unsigned* nonfinite) {
+    using Word = typename From::Word;
+    __shared__ uint4 staged[kBlocksPerGroup * kStride * sizeof(Word) / sizeof(uint4)];
+    __shared__ double columns[kThreads];
+    const unsigned warp = threadIdx.x / kWarp;
+    const unsigned lane = threadIdx.x % kWarp;
+    const unsigned mine = lane / kSums;  // which of the warp's blocks this lane adds up
+    const unsigned column = lane % kSums;
+    Word* stage = reinterpret_cast<Word*>(staged) + warp * kBlocksPerWarp * kStride;
+    const unsigned long long blocks = count_blocks(pieces, count);
+    const unsigned long long stride = static_cast<unsigned long long>(gridDim.x) * kBlocksPerGroup;
+    unsigned long long first = static_cast<unsigned long long>(blockIdx.x) * kBlocksPerGroup + warp * kBlocksPerWarp;
+    for (; first < blocks; first += stride) {
+#pragma unroll
+        for (unsigned k = 0; k < kBlocksPerWarp; ++k) {
+            if (first + k < blocks) {
+                stage_block<From, To>(find_block(pieces, count, first + k), packed, stage + k * kStride, lane);
+            }
+        }
+        __syncwarp();
+        if (first + mine < blocks) columns[threadIdx.x] = sum_column<From>(stage + mine * kStride + column);
+        __syncwarp();
+        if (column == 0 && first + mine < blocks) {
+            const double sum = fold_columns(columns + threadIdx.x);
+            sums[first + mine] = sum;
+            if (__dadd_rn(sum, -sum) != 0) *nonfinite = 1;
+        }
+    }
+}
+
+}  // namespace cuda
+}  // namespace superoffload

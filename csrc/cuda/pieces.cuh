@@ -1,0 +1,57 @@
+// Which elements a CUDA block works on. All kernels take a list of pieces: runs of consecutive elements, cut into
+// blocks of kBlock elements that are numbered through. Pieces are sorted by their first block; empty ones are allowed.
+//
+// Launch geometry: kThreads threads per CUDA block, and any grid: kernels stride over the blocks that are there.
+// superoffload/cuda/geometry.py says which grid is worth launching.
+#pragma once
+
+namespace superoffload {
+namespace cuda {
+
+constexpr unsigned kBlock = 1024;  // as in csrc/arm_adam/adam.h
+constexpr unsigned kThreads = 128;
+constexpr unsigned kWarp = 32;
+constexpr unsigned kWarps = kThreads / kWarp;
+
+// 32 bytes. `offset` counts elements in the packed gradient or the staged parameters.
+struct CopyPiece {
+    void* parameter_or_gradient;
+    unsigned long long offset;
+    unsigned long long numel;
+    unsigned long long first_block;
+};
+
+template <typename Piece>
+struct Found {
+    const Piece* piece;
+    unsigned long long begin;  // in elements of the piece
+    unsigned numel;
+};
+
+template <typename Piece>
+__device__ inline unsigned long long count_blocks(const Piece* pieces, unsigned count) {
+    if (count == 0) return 0;
+    const Piece& last = pieces[count - 1];
+    return last.first_block + (last.numel + kBlock - 1) / kBlock;
+}
+
+template <typename Piece>
+__device__ inline Found<Piece> find_block(const Piece* pieces, unsigned count, unsigned long long block) {
+    unsigned low = 0;
+    unsigned high = count;
+    while (high - low > 1) {
+        const unsigned middle = (low + high) / 2;
+        if (pieces[middle].first_block <= block) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    const Piece* piece = pieces + low;
+    const unsigned long long begin = (block - piece->first_block) * kBlock;
+    const unsigned long long rest = piece->numel - begin;
+    return {piece, begin, rest < kBlock ? static_cast<unsigned>(rest) : kBlock};
+}
+
+}  // namespace cuda
+}  // namespace superoffload

@@ -1,0 +1,144 @@
+// The step of parameters whose master and moments are in the accelerator's memory: operation by operation that of
+// csrc/arm_adam/arithmetic.inl, with intrinsics that the compiler neither fuses nor reorders, so the bits are the same.
+#pragma once
+
+#include "elements.cuh"
+#include "pieces.cuh"
+
+namespace superoffload {
+namespace cuda {
+
+// Field by field that of csrc/arm_adam/adam.h: what a step freezes.
+struct Scalars {
+    float gradient_factor;
+    float beta1, one_minus_beta1, inverse_beta1;
+    float beta2, one_minus_beta2, inverse_beta2;
+    float eps, step_size, inverse_sqrt_bias2;
+    float decay, inverse_decay, weight_decay;
+    bool l2;
+    unsigned noise_key;
+};
+
+// 120 bytes. `first_index`: of its first element in the whole parameter, modulo 2^32; keys the stochastic rounding.
+struct StepPiece {
+    unsigned* master;  // fp32, as words
+    void* exp_avg;
+    void* exp_avg_sq;
+    const void* gradient;
+    void* parameter;
+    unsigned long long numel;
+    unsigned long long first_block;
+    unsigned first_index;
+    Scalars scalars;
+};
+
+__device__ inline unsigned noise(unsigned key, unsigned index) {
+    unsigned x = index ^ key;
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    return x ^ (x >> 16);
+}
+
+// How moments are rounded before they are stored and before the direction is computed from them.
+struct ExactMoments {
+    using Format = F32;
+    __device__ static void round(const Scalars&, float&, float&, unsigned) {}
+};
+
+struct NoisyMoments {
+    using Format = Bf16;
+    __device__ static float round_one(float x, unsigned noise16) {
+        return __uint_as_float((F32::word(x) + noise16) & 0xffff0000u);
+    }
+    __device__ static void round(const Scalars& s, float& exp_avg, float& exp_avg_sq, unsigned index) {
+        const unsigned random = noise(s.noise_key, index);
+        exp_avg = round_one(exp_avg, random & 0xffffu);
+        exp_avg_sq = round_one(exp_avg_sq, random >> 16);
+    }
+};
+
+template <typename Moments>
+__device__ inline void step_element(const Scalars& s, float raw, float& master, float& exp_avg, float& exp_avg_sq,
+                                    unsigned index) {
+    float g = __fmul_rn(raw, s.gradient_factor);
+    if (s.l2) g = __fmaf_rn(s.weight_decay, master, g);
+    const float first = __fmul_rn(s.one_minus_beta1, g);
+    const float second = __fmul_rn(__fmul_rn(s.one_minus_beta2, g), g);
+    exp_avg = __fmaf_rn(s.beta1, exp_avg, first);
+    exp_avg_sq = __fmaf_rn(s.beta2, exp_avg_sq, second);
+    Moments::round(s, exp_avg, exp_avg_sq, index);
+    const float q = __fdiv_rn(exp_avg, __fmaf_rn(__fsqrt_rn(exp_avg_sq), s.inverse_sqrt_bias2, s.eps));
+    master = __fmaf_rn(-s.step_size, q, s.l2 ? master : __fmul_rn(master, s.decay));
+}
+
+// `width` elements at once, `repeats` times, `apart` elements from each other: all loads before the first use.
+template <typename Gradient, typename Published, typename Moments, unsigned width, unsigned repeats>
+__device__ inline void step_elements(const StepPiece& piece, unsigned long long begin, unsigned apart) {
+    using State = typename Moments::Format;
+    unsigned* const master = piece.master + begin;
+    auto* const exp_avg = static_cast<typename State::Word*>(piece.exp_avg) + begin;
+    auto* const exp_avg_sq = static_cast<typename State::Word*>(piece.exp_avg_sq) + begin;
+    const auto* const gradient = static_cast<const typename Gradient::Word*>(piece.gradient) + begin;
+    auto* const parameter = static_cast<typename Published::Word*>(piece.parameter) + begin;
+    Packet<unsigned, width> p[repeats];
+    Packet<typename State::Word, width> m[repeats];
+    Packet<typename State::Word, width> v[repeats];
+    Packet<typename Gradient::Word, width> g[repeats];
+#pragma unroll
+    for (unsigned k = 0; k < repeats; ++k) {
+        p[k].load(master + k * apart);
+        m[k].load(exp_avg + k * apart);
+        v[k].load(exp_avg_sq + k * apart);
+        g[k].load(gradient + k * apart);
+    }
+#pragma unroll
+    for (unsigned k = 0; k < repeats; ++k) {
+        Packet<unsigned, width> next_p;
+        Packet<typename State::Word, width> next_m;
+        Packet<typename State::Word, width> next_v;
+        Packet<typename Published::Word, width> published;
+#pragma unroll
+        for (unsigned w = 0; w < width; ++w) {
+            float next = F32::value(p[k].get(w));
+            float first = State::value(m[k].get(w));
+            float second = State::value(v[k].get(w));
+            const auto index = piece.first_index + static_cast<unsigned>(begin + k * apart + w);
+            step_element<Moments>(piece.scalars, Gradient::value(g[k].get(w)), next, first, second, index);
+            next_p.set(w, F32::word(next));
+            next_m.set(w, State::word(first));
+            next_v.set(w, State::word(second));
+            published.set(w, Published::word(next));
+        }
+        next_p.store(master + k * apart);
+        next_m.store(exp_avg + k * apart);
+        next_v.store(exp_avg_sq + k * apart);
+        published.store(parameter + k * apart);
+    }
+}
+
+template <typename Gradient, typename Published, typename Moments>
+__device__ inline void step(const StepPiece* pieces, unsigned count) {
+    constexpr unsigned width = 4;
+    constexpr unsigned repeats = kBlock / kThreads / width;
+    using State = typename Moments::Format;
+    const unsigned long long blocks = count_blocks(pieces, count);
+    for (unsigned long long block = blockIdx.x; block < blocks; block += gridDim.x) {
+        const Found<StepPiece> found = find_block(pieces, count, block);
+        const StepPiece piece = *found.piece;
+        if (found.numel == kBlock && is_aligned(piece.master, width * sizeof(unsigned)) &&
+            is_aligned(piece.exp_avg, width * sizeof(typename State::Word)) &&
+            is_aligned(piece.exp_avg_sq, width * sizeof(typename State::Word)) &&
+            is_aligned(piece.gradient, width * sizeof(typename Gradient::Word)) &&
+            is_aligned(piece.parameter, width * sizeof(typename Published::Word))) {
+            step_elements<Gradient, Published, Moments, width, repeats>(piece, found.begin + threadIdx.x * width,
+                                                                        kThreads * width);
+        } else {
+            for (unsigned i = threadIdx.x; i < found.numel; i += kThreads) {
+                step_elements<Gradient, Published, Moments, 1, 1>(piece, found.begin + i, 0);
+            }
+        }
+    }
+}
+
+}  // namespace cuda
+}  // namespace superoffload

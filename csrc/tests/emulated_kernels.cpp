@@ -1,0 +1,53 @@
+// csrc/cuda on this processor, behind one function that takes a kernel's name and what cuLaunchKernel takes.
+#include "cuda_shim.h"
+//
+#include "arm_adam/float_environment.h"
+#include "cuda/kernels.cu"
+
+namespace {
+
+struct Kernel {
+    const char* name;
+    void (*launch)(unsigned grid, unsigned block, void** arguments);
+};
+
+template <typename... Types, std::size_t... index>
+void call(void (*kernel)(Types...), void** arguments, std::index_sequence<index...>) {
+    kernel(*static_cast<std::remove_reference_t<Types>*>(arguments[index])...);
+}
+
+template <typename... Types>
+void launch(void (*kernel)(Types...), unsigned grid, unsigned block, void** arguments) {
+    shim::launch(grid, block, [=] { call(kernel, arguments, std::index_sequence_for<Types...>{}); });
+}
+
+#define ENTRY(name) \
+    {#name, [](unsigned grid, unsigned block, void** arguments) { launch(name, grid, block, arguments); }},
+#define PACK_ENTRY(from, From, to, To) ENTRY(pack_##from##_##to)
+#define UNPACK_ENTRY(from, From, to, To) ENTRY(unpack_##from##_##to)
+#define STEP_ENTRY(from, From, to, To) ENTRY(step_##from##_##to) ENTRY(step_##from##_##to##_noisy)
+
+const Kernel kKernels[] = {SUPEROFFLOAD_PACK_KERNELS(PACK_ENTRY) SUPEROFFLOAD_UNPACK_KERNELS(UNPACK_ENTRY)
+                               SUPEROFFLOAD_STEP_KERNELS(STEP_ENTRY)};
+
+}  // namespace
+
+// The name of kernel `index`; null behind the last one.
+extern "C" __attribute__((visibility("default"))) const char* emulated_kernel(unsigned index) {
+    return index < sizeof kKernels / sizeof *kKernels ? kKernels[index].name : nullptr;
+}
+
+// arguments[i] points to argument i. Returns when the kernel is done. An unknown name ends the process, as nothing
+// that was launched may go unnoticed.
+extern "C" __attribute__((visibility("default"))) void emulate_launch(const char* name, unsigned grid, unsigned block,
+                                                                      void** arguments) {
+    const superoffload::FloatEnvironment environment;
+    for (const Kernel& kernel : kKernels) {
+        if (std::strcmp(kernel.name, name) == 0) {
+            kernel.launch(grid, block, arguments);
+            return;
+        }
+    }
+    std::fprintf(stderr, "emulate_launch: no kernel is called %s\n", name);
+    std::abort();
+}

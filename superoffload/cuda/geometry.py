@@ -1,0 +1,68 @@
+"""What the kernels of csrc/cuda read, and how many of their blocks to launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from superoffload.bucket import BLOCK
+
+THREADS = 128  # per CUDA block, for every kernel
+BLOCKS_PER_CUDA_BLOCK = {"pack": 8, "unpack": 4, "step": 1}  # 1024-element blocks that a CUDA block takes at a time
+
+# struct CopyPiece of csrc/cuda/pieces.cuh. `address`: of the piece's gradient or parameter; `offset`: elements into the
+# packed gradient or the staged parameters.
+COPY_PIECE = np.dtype([("address", "<u8"), ("offset", "<u8"), ("numel", "<u8"), ("first_block", "<u8")])
+SCALARS_BYTES = 60
+# struct StepPiece of csrc/cuda/step.cuh; `scalars` as superoffload._native.freeze returns them.
+STEP_PIECE = np.dtype(
+    [
+        *((name, "<u8") for name in ("master", "exp_avg", "exp_avg_sq", "gradient", "parameter")),
+        ("numel", "<u8"),
+        ("first_block", "<u8"),
+        ("first_index", "<u4"),
+        ("scalars", f"V{SCALARS_BYTES}"),
+    ]
+)
+
+Pieces = npt.NDArray[np.void]
+
+
+def blocks_of(numel: int) -> int:
+    """1024-element blocks of a piece, the last one perhaps not full."""
+    return -(-numel // BLOCK)
+
+
+def copy_pieces(pieces: Iterable[tuple[int, int, int]]) -> Pieces:
+    """From (address, offset, numel) of each piece, in the order of their block sums."""
+    return _numbered(list(pieces), COPY_PIECE, ("address", "offset", "numel"))
+
+
+def step_pieces(pieces: Iterable[tuple[int | bytes, ...]]) -> Pieces:
+    """From (master, exp_avg, exp_avg_sq, gradient, parameter, numel, first_index, scalars) of each piece."""
+    names = ("master", "exp_avg", "exp_avg_sq", "gradient", "parameter", "numel", "first_index", "scalars")
+    return _numbered(list(pieces), STEP_PIECE, names)
+
+
+def _numbered(rows: Sequence[tuple[object, ...]], dtype: np.dtype[np.void], names: Sequence[str]) -> Pieces:
+    table = np.zeros(len(rows), dtype)
+    for i, row in enumerate(rows):
+        for name, value in zip(names, row, strict=True):
+            table[name][i] = value
+    blocks = [blocks_of(int(numel)) for numel in table["numel"]]
+    table["first_block"] = np.cumsum([0, *blocks], dtype=np.uint64)[: len(rows)]
+    return table
+
+
+def count_blocks(pieces: Pieces) -> int:
+    """Of all pieces together: the number of sums that a pack kernel writes."""
+    return sum(blocks_of(int(numel)) for numel in pieces["numel"])
+
+
+def grid_for(kernel: str, blocks: int, at_most: int | None = None) -> int:
+    """CUDA blocks for so many 1024-element blocks; kernels stride, so fewer do the same work on fewer processors."""
+    per_cuda_block = BLOCKS_PER_CUDA_BLOCK[kernel.partition("_")[0]]
+    grid = max(1, -(-blocks // per_cuda_block))
+    return grid if at_most is None else min(grid, max(1, at_most))

@@ -1,0 +1,99 @@
+"""Delivery: from the shadows to the model's parameters, by the end of the step or later, shard by shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from superoffload import _native
+from superoffload.bucket import Bucket, BucketState, GroupHyper, Shard
+from superoffload.errors import SuperOffloadError, WorkerError
+from superoffload.link import Link
+from superoffload.pipeline.options import CoreOptions
+from superoffload.pipeline.waiting import Waiting
+
+
+class LandingWatch(Protocol):
+    """Told of every delivery that ``apply(later=True)`` has left for later."""
+
+    def landing(self, buckets: Sequence[Bucket]) -> None:
+        """They are about to be delivered; pieces that it takes out of ``present`` are not."""
+
+    def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None:
+        """They were delivered. What it returns is raised once everything is in order."""
+
+
+class Delivering(Waiting):
+    """What a step has left to be delivered, and who waits for it."""
+
+    def __init__(self, link: Link, options: CoreOptions, hyper_of: Callable[[int], GroupHyper]) -> None:
+        super().__init__(link, options, hyper_of)
+        self._landing: dict[Bucket, None] = {}  # stepped by apply(later=True), not delivered yet; in forward order
+        self.watch: LandingWatch | None = None
+
+    @property
+    def is_landing(self) -> bool:
+        """Whether anything that ``apply(later=True)`` has left is not delivered yet."""
+        return bool(self._landing)
+
+    def landing_shards(self) -> dict[int, Shard]:
+        """Those that are not delivered wholly yet, by index, in forward order."""
+        return {piece.shard.index: piece.shard for bucket in self._landing for piece in bucket.stepped_pieces()}
+
+    def land(self, shards: Shard | Iterable[Shard] | None = None) -> None:
+        """Waits for and delivers what ``apply(later=True)`` left running: the buckets of ``shards``, or all of them."""
+        if not self._landing:
+            return
+        buckets = list(self._landing)
+        if shards is not None:
+            several = [shards] if isinstance(shards, Shard) else shards
+            wanted = {bucket for shard in several for bucket in self._buckets_of(shard)}
+            buckets = [bucket for bucket in buckets if bucket in wanted]
+        if buckets:
+            with self._caller_at_work():
+                self._land(buckets)
+                self._raise_worker_failure()
+
+    def _land(self, buckets: Sequence[Bucket]) -> None:
+        began = _native.now_seconds()
+        try:
+            if self.watch is not None:
+                self.watch.landing(buckets)
+            self._deliver(buckets)
+        finally:
+            landed = [bucket for bucket in buckets if bucket not in self._landing]
+            error = self.watch.landed(landed) if self.watch is not None else None
+            if error is not None:
+                error.__cause__, self._failure = self._failure, error
+            if self.timeline is not None:
+                self.timeline.landed(landed, began)
+            for bucket in landed:
+                if bucket.state is not BucketState.PUBLISHED:
+                    bucket.renew()
+
+    def _deliver(self, buckets: Sequence[Bucket]) -> None:
+        self._send_up(buckets)
+        for bucket in buckets:
+            self._wait(bucket)
+            self._wait_for_copy(bucket)
+            self.link.make_visible(bucket)
+            del self._landing[bucket]
+
+    def _send_up(self, buckets: Sequence[Bucket]) -> None:
+        """In forward order, each bucket as soon as it is done; an asynchronous link waits for that itself."""
+        for bucket in buckets:
+            if bucket.delivery is not None:
+                continue
+            if not self.link.asynchronous:
+                self._wait(bucket)
+            after = bucket.running or _native.Completion.already_done()
+            bucket.delivery = self.link.deliver(bucket, after)
+
+    def _wait_for_copy(self, bucket: Bucket) -> None:
+        """Until the copy up of ``bucket`` can be waited for by a stream (or was made, on the host)."""
+        delivery, bucket.delivery = bucket.delivery, None
+        try:
+            if delivery is not None:
+                delivery.wait()
+        except RuntimeError as error:
+            self._failure = self._failure or WorkerError(str(error))

@@ -1,0 +1,60 @@
+"""Handing work to the worker threads and waiting for it: whose failure it was, and how long it took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from superoffload import _native
+from superoffload.bucket import Bucket, GroupHyper
+from superoffload.errors import SuperOffloadError, WorkerError
+from superoffload.link import Link
+from superoffload.pipeline.layout import Layout
+from superoffload.pipeline.options import CoreOptions
+from superoffload.stats import Stats
+
+
+class Waiting(Layout):
+    """Failures of workers are collected, so that everything is put in order before one is raised."""
+
+    def __init__(self, link: Link, options: CoreOptions, hyper_of: Callable[[int], GroupHyper]) -> None:
+        super().__init__(link, options, hyper_of)
+        self._stats = Stats()
+        self._failure: SuperOffloadError | None = None
+
+    def _submit(self, bucket: Bucket, operation: _native.Operation, width: int = 1) -> None:
+        """Behind what runs on ``bucket``, if that is its gradient on the way."""
+        bucket.running = self.pool.submit(bucket.work, operation, width, bucket.running)
+        bucket.doing = operation
+
+    def _wait(self, bucket: Bucket) -> bool:
+        """For the operation that runs on ``bucket``. False: a worker failed (see ``_raise_worker_failure``)."""
+        running = bucket.running
+        if running is None:
+            return True
+        try:
+            running.wait()
+        except RuntimeError as error:
+            bucket.running = bucket.doing = None
+            self._failure = self._failure or WorkerError(str(error))
+            return False
+        if bucket.doing is not None and running.began > 0:
+            self.policy.worked(bucket.doing, bucket.numel, running.ended - running.began)
+        bucket.running = bucket.doing = None
+        return True
+
+    def _raise_worker_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    @contextmanager
+    def _caller_at_work(self) -> Iterator[None]:
+        """Time of the training thread spent here is optimizer time, and exposed."""
+        self.pool.enter()
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._stats.optimizer_seconds_exposed += self._clock() - began
+            self.pool.leave()

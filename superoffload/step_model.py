@@ -1,0 +1,154 @@
+"""How long a training step takes, from measured times: forward, backward and the processors beside each other.
+
+The model that the schedule chooses by. It divides the buckets into equal parts that become ready evenly over backward
+and are needed evenly over forward, and lets the processors do one operation after the other, as the core submits them:
+speculated steps during backward; after the verdict commits, replays, steps and publishes in forward order; then the
+settles in backward order, each of which holds its part's next gradient back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from superoffload import _native
+
+Operation = _native.Operation
+
+# Bytes that each operation moves per parameter with a bf16 gradient and shadow; where an operation was not timed yet,
+# its time is taken to be in proportion.
+BYTES = {
+    Operation.step: 28.0,
+    Operation.step_journaled: 29.2,
+    Operation.replay: 30.4,
+    Operation.publish: 16.0,
+    Operation.settle: 26.0,
+}
+_MEMORY = 0.8
+_OUTLIER = 3.0
+
+
+class MeasuredTimes:
+    """Fading averages of what was timed: seconds per element of each operation, seconds of forward and backward."""
+
+    def __init__(self) -> None:
+        self.per_element: dict[Operation, float] = {}
+        self.forward = 0.0
+        self.backward = 0.0
+
+    def worked(self, operation: Operation, numel: int, seconds: float) -> None:
+        if operation in BYTES and numel > 0:
+            new = seconds / numel
+            old = self.per_element.get(operation, new)
+            self.per_element[operation] = _MEMORY * old + (1 - _MEMORY) * new
+
+    def computed(self, forward: float, backward: float) -> None:
+        if self.backward == 0:
+            self.forward, self.backward = forward, backward
+            return
+        # A validation run or a checkpoint between two steps is not what the next ones will be like.
+        self.forward = _fade(self.forward, min(forward, _OUTLIER * self.forward))
+        self.backward = _fade(self.backward, min(backward, _OUTLIER * self.backward))
+
+    @property
+    def known(self) -> bool:
+        """Whether there is enough to choose by."""
+        return bool(self.per_element) and self.backward > 0
+
+    def seconds(self, operation: Operation, numel: int) -> float:
+        """Of ``numel`` elements; before it was timed, in proportion to what was."""
+        if operation in self.per_element:
+            return self.per_element[operation] * numel
+        return numel * min(seconds * BYTES[operation] / BYTES[other] for other, seconds in self.per_element.items())
+
+
+def _fade(old: float, new: float) -> float:
+    return _MEMORY * old + (1 - _MEMORY) * new
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of each for the whole model, and how a step runs."""
+
+    forward: float
+    backward: float
+    step: float
+    journaled: float
+    replay: float
+    publish: float
+    settle: float
+    on_demand: bool  # forward waits for each part by itself, not for all of them
+    withdraws: bool  # what the verdict finds waiting for a worker is not speculated any more
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One step: ``speculated``: the share of its parts that are speculated if there is time; ``published``: in two
+    phases, of those that are not, the share that comes first in forward order; ``clips``: what the verdict says."""
+
+    speculated: float
+    published: float
+    clips: bool
+
+
+@dataclass
+class _Progress:
+    now: float  # of the training thread
+    processors: float  # until when they are busy
+    settled: list[float]  # when each part, in backward order, can take its next gradient
+
+
+def period(times: StepTimes, kinds: Sequence[Kind], parts: int) -> float:
+    """Seconds that the steps ``kinds``, over and over again, take once they have settled in."""
+    progress = _Progress(0.0, 0.0, [0.0] * parts)
+    began = 0.0
+    for _ in range(3 if len(kinds) == 1 else 2):
+        began = progress.now
+        for kind in kinds:
+            speculated = _backward(times, kind, parts, progress)
+            published = _after_verdict(times, kind, parts, speculated, progress)
+            _settle(times, parts, published, progress)
+    return progress.now - began
+
+
+def _backward(times: StepTimes, kind: Kind, parts: int, progress: _Progress) -> int:
+    """Until the verdict; returns how many parts were speculated by then, or will be."""
+    wanted, speculated = round(kind.speculated * parts), 0
+    begins = []
+    processors = progress.processors
+    for part in range(parts):
+        progress.now = max(progress.now + times.backward / parts, progress.settled[part])
+        if part < wanted:
+            begins.append(max(processors, progress.now))
+            processors = begins[-1] + times.journaled / parts
+    for begin in begins:
+        if begin < progress.now or not times.withdraws:
+            progress.processors = begin + times.journaled / parts
+            speculated += 1
+    progress.processors = max(progress.processors, progress.now)
+    return speculated
+
+
+def _after_verdict(times: StepTimes, kind: Kind, parts: int, speculated: int, progress: _Progress) -> int:
+    """Until forward is over; returns how many parts were published, the first ones in forward order."""
+    waiting = parts - speculated
+    published = round(kind.published * waiting)
+    for part in range(parts):  # in forward order
+        if part < published:
+            progress.processors += times.publish / parts
+        elif part < waiting:
+            progress.processors += times.step / parts
+        elif kind.clips:
+            progress.processors += times.replay / parts
+        if times.on_demand:
+            progress.now = max(progress.now, progress.processors) + times.forward / parts
+    if not times.on_demand:
+        progress.now = max(progress.now, progress.processors) + times.forward
+    return published
+
+
+def _settle(times: StepTimes, parts: int, published: int, progress: _Progress) -> None:
+    progress.settled = [0.0] * parts
+    for part in range(parts - published, parts):  # in backward order
+        progress.processors += times.settle / parts
+        progress.settled[part] = progress.processors

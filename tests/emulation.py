@@ -1,0 +1,79 @@
+"""The kernels of csrc/cuda on this processor: built once, launched by name on NumPy arrays."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from torch import Tensor
+
+from superoffload.bucket import BLOCK
+from superoffload.cuda import geometry
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@cache
+def library_path() -> Path:
+    """The shared library that exports ``emulate_launch`` (csrc/tests/emulated_kernels.cpp)."""
+    if shutil.which("make") is None or shutil.which("g++") is None:
+        pytest.skip("needs make and g++ to build the emulated kernels")
+    shown = subprocess.run(
+        ["make", "--silent", "--no-print-directory", "-f", "csrc/tests/Makefile", "emulated"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert shown.returncode == 0, shown.stderr
+    return ROOT / shown.stdout.split()[-1]
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(library_path()))
+    library.emulated_kernel.restype = ctypes.c_char_p
+    return library
+
+
+def kernel_names() -> list[str]:
+    """Every kernel there is."""
+    names: list[str] = []
+    while (name := _library().emulated_kernel(len(names))) is not None:
+        names.append(name.decode())
+    return names
+
+
+def launch(kernel: str, pieces: geometry.Pieces, *addresses: int, grid: int | None = None) -> None:
+    """One kernel over ``pieces``; ``addresses``: what it takes behind them and their number."""
+    if grid is None:
+        grid = geometry.grid_for(kernel, geometry.count_blocks(pieces))
+    values = [ctypes.c_void_p(pieces.ctypes.data), ctypes.c_uint(len(pieces)), *map(ctypes.c_void_p, addresses)]
+    arguments = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+    _library().emulate_launch(kernel.encode(), ctypes.c_uint(grid), ctypes.c_uint(geometry.THREADS), arguments)
+
+
+def pack(
+    kernel: str, gradients: Sequence[npt.NDArray[Any]], offsets: Sequence[int], packed: npt.NDArray[Any]
+) -> tuple[npt.NDArray[np.float64], bool]:
+    """Block sums of all gradients one after the other, and the flag for anything that is not finite."""
+    pieces = geometry.copy_pieces(
+        (gradient.ctypes.data, offset, gradient.size) for gradient, offset in zip(gradients, offsets, strict=True)
+    )
+    sums = np.full(geometry.count_blocks(pieces), np.nan)
+    flag = np.zeros(1, np.uint32)
+    launch(kernel, pieces, packed.ctypes.data, sums.ctypes.data, flag.ctypes.data)
+    return sums, bool(flag[0])
+
+
+def blocks_of(gradient: npt.NDArray[Any] | Tensor) -> int:
+    numel = gradient.size if isinstance(gradient, np.ndarray) else gradient.numel()
+    return -(-numel // BLOCK)
