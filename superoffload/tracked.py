@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from superoffload.arguments import check_parameter
+from superoffload.bits import WORD, checksum
 from superoffload.bucket import Shard
 from superoffload.checkpoint import ParamState
 from superoffload.errors import StateError
 from superoffload.ranks.layout import Holding, is_dtensor, local_of, version_of
 
-_WORD = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 UNKNOWN = (-1, -1)
 
 
@@ -64,8 +64,7 @@ class Tracked:
         """Of a DTensor's bits, since operations on lists of them (torch._foreach_mul_) raise nobody's version."""
         if not is_dtensor(self.param):
             return 0
-        local = local_of(self.param)
-        return int(local.reshape(-1).view(_WORD[local.dtype]).sum(dtype=torch.int64)) if local.numel() else 0
+        return checksum(local_of(self.param).reshape(-1))
 
     @property
     def grad_changed(self) -> bool:
@@ -90,7 +89,7 @@ class Tracked:
     def refresh_master(self) -> None:
         """Takes over what somebody wrote to the parameter; elements that still are round(master) keep their master."""
         master, published = self.shard.master, self.holding.part(self.param).to("cpu")
-        word = _WORD[published.dtype]
+        word = WORD[published.dtype]
         same = published.view(word) == master.to(published.dtype).view(word)
         master.copy_(torch.where(same, master, published.to(torch.float32)))
         self.remember_value()

@@ -14,10 +14,14 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from superoffload import _native
+from superoffload.bucket import Bucket, BucketState
 from superoffload.convergence.compare import unequal
 from superoffload.convergence.run import Curve, run
 from superoffload.convergence.setup import Setup
 from superoffload.optimizer import module_hooks
+from superoffload.pipeline.settling import Settling
+from superoffload.schedule import Schedule
 from tests.rank_tools import BF16, error_of, flat_mesh, net, on_ranks, optimizer_of, tokens_of
 from tests.test_rank_checks import train_until_error
 from tests.test_ranks_fsdp2 import CLIPPED, POISONED, Case, build, poison
@@ -56,7 +60,7 @@ def model_of(demand: Demand) -> Any:
     return model
 
 
-def trained(demand: Demand, delivery: str, mode: str, *, checked: bool = False) -> Any:
+def trained(demand: Demand, delivery: str, mode: str, *, checked: bool = False, steps: int = STEPS) -> Any:
     """Digests and losses; ``checked``: every read of an undelivered parameter raises."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = model_of(demand)
@@ -65,7 +69,7 @@ def trained(demand: Demand, delivery: str, mode: str, *, checked: bool = False) 
     with optimizer_of(model, state_dtype=demand.case.state_dtype, **options) as optimizer:
         watching: AbstractContextManager[Any] = optimizer.check_reads() if checked else nullcontext()
         with watching:
-            for step in range(STEPS):
+            for step in range(steps):
                 optimizer.max_grad_norm = 50.0
                 optimizer.zero_grad()
                 if demand.unshards:
@@ -178,6 +182,30 @@ def ddp() -> bool:
 
 def test_ddp_has_the_bits_of_eager_delivery() -> None:
     assert on_ranks(2, ddp) == [True, True]
+
+
+def in_two_phases(delivery: str) -> bool:
+    """Every step publishes first and settles as late as can be; no check may look at masters before that."""
+    demand = Demand(rank_check="light")
+
+    def behind(core: Settling) -> None:
+        core._settling.update((b, _native.Completion()) for b in core.buckets if b.state is BucketState.PUBLISHED)
+
+    def settled(core: Settling, bucket: Bucket) -> None:
+        core.pool.submit(bucket.work, _native.Operation.settle, 1, bucket.running).wait()
+
+    with (
+        mock.patch.object(Schedule, "publishes", lambda schedule, situation: 1.0),
+        mock.patch.object(Settling, "_settle_behind", behind),
+        mock.patch.object(Settling, "_wait_for_settle", settled),
+    ):
+        published = trained(demand, delivery, "never", steps=8)
+    return bool(published == trained(demand, "eager", "always", steps=8))
+
+
+@pytest.mark.parametrize("delivery", ["eager", "on_demand"])
+def test_two_phases(delivery: str) -> None:
+    assert on_ranks(2, in_two_phases, delivery) == [True, True]
 
 
 # fault, rank check, the step it is found in at the latest, what the error says
