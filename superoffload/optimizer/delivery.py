@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from superoffload.arguments import check_in_module
-from superoffload.bucket import Bucket, Shard
+from superoffload.bucket import Bucket
 from superoffload.errors import StateError, SuperOffloadError
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.module_hooks import ModuleHooks, Wait
 from superoffload.optimizer.saved_state import SavedState
 from superoffload.optimizer.untraced import untraced
 from superoffload.pipeline.delivering import LandingWatch
-from superoffload.ranks.layout import Holding
 from superoffload.tracked import Tracked
 from superoffload.undelivered import CheckReads
 from superoffload.verdict import Verdict
@@ -45,7 +44,6 @@ class Delivery(SavedState):
     # ---- the module -------------------------------------------------------------------------------------------
 
     def _connect(self, params: Sequence[Tensor]) -> None:
-        self._of_shard: dict[int, Tracked] = {}
         super()._connect(params)
         module = self._given.model() if self._given.model is not None else None
         if self._on_demand and module is not None:
@@ -58,11 +56,6 @@ class Delivery(SavedState):
         if self._module_hooks is not None:
             self._module_hooks.remove()
             self._module_hooks = None
-
-    def _track(self, param: Tensor, shard: Shard, holding: Holding) -> Tracked:
-        tracked = super()._track(param, shard, holding)
-        self._of_shard[shard.index] = tracked
-        return tracked
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, at any time; a step in flight keeps its gradients."""
@@ -106,38 +99,41 @@ class Delivery(SavedState):
     # ---- what arrives -----------------------------------------------------------------------------------------
 
     def _before_landing(self, buckets: Sequence[Bucket]) -> None:
-        """Values that users wrote meanwhile are not overwritten: their pieces stay behind."""
+        """Values that users wrote meanwhile are not overwritten, where that can be helped: their pieces stay behind."""
         self._delivering = True
         self._overtaken: dict[int, Tracked] = {}
-        if getattr(self._core.link, "asynchronous", False):  # on their way since step()
-            return
-        for bucket in buckets:
-            for piece in bucket.stepped_pieces():
-                tracked = self._of_shard[piece.shard.index]
-                if piece.shard.index not in self._overtaken and tracked.written:
-                    self._overtaken[piece.shard.index] = tracked
-            bucket.present = [
-                present and piece.shard.index not in self._overtaken
-                for piece, present in zip(bucket.pieces, bucket.present, strict=True)
-            ]
+        for index in {piece.shard.index for bucket in buckets for piece in bucket.stepped_pieces()}:
+            if self._of_shard[index].written:
+                self._overtaken[index] = self._of_shard[index]
+        if self._overtaken and not self._core.link.asynchronous:  # else they are on their way since step()
+            for bucket in buckets:
+                bucket.present = [
+                    present and piece.shard.index not in self._overtaken
+                    for piece, present in zip(bucket.pieces, bucket.present, strict=True)
+                ]
 
     def _after_landing(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None:
         self._delivering = False
         for index in {piece.shard.index for bucket in buckets for piece in bucket.stepped_pieces()}:
             self._of_shard[index].remember_value()
-        error: SuperOffloadError | None = None
-        for tracked in self._overtaken.values():
-            tracked.forget_value()
-            try:
-                tracked.check_still_fits()
-                raise StateError(
-                    f"{tracked.shard.name}: written after step(), before the value of that step was delivered. What "
-                    "was written is kept and counts from the next step on; with delivery='on_demand' call "
-                    "synchronize() before parameters are written (docs/pipeline.md)"
-                )
-            except SuperOffloadError as misfit:
-                error = error or misfit
-        return error
+        errors = [self._overtaken_error(tracked) for tracked in self._overtaken.values()]
+        return errors[0] if errors else None
+
+    def _overtaken_error(self, tracked: Tracked) -> SuperOffloadError:
+        """Once; whatever the parameter has from now on is what its user wants."""
+        tracked.forget_value()
+        try:
+            tracked.check_still_fits()
+        except SuperOffloadError as misfit:
+            return misfit
+        fate = "is kept and counts from the next step on"
+        if self._core.link.asynchronous:
+            fate = "may have been overwritten by it"
+        return StateError(
+            f"{tracked.shard.name}: written after step(), before the value of that step was delivered. What was "
+            f"written {fate}; with delivery='on_demand' call synchronize() before parameters are written "
+            "(docs/pipeline.md)"
+        )
 
     # ---- the step ---------------------------------------------------------------------------------------------
 
