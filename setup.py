@@ -17,6 +17,7 @@ import hashlib
 import os
 import shlex
 import shutil
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Mapping
@@ -89,9 +90,10 @@ def plan(machine: str, environment: Mapping[str, str] = os.environ) -> Plan:
     isas = chosen_isas(known, machine, environment)
     common = common + [f"-DSUPEROFFLOAD_BUILT_{name.upper()}=1" for name in isas]
     sources = {}
-    folders = ("arm_adam", "memory_limit", "runtime")
+    folders = ("arm_adam", "cuda", "memory_limit", "runtime")
     for path in [
         ROOT / "csrc/bindings.cpp",
+        ROOT / "csrc/cuda_bindings.cpp",
         *(path for name in folders for path in sorted(ROOT.glob(f"csrc/{name}/*.cpp"))),
     ]:
         isa = path.stem.removeprefix("isa_") if path.stem.startswith("isa_") else None
@@ -115,8 +117,9 @@ class BuildNative(build_ext):
             jobs = [pool.submit(self.compile_one, source, flags, folders) for source, flags in what.sources.items()]
             objects = [job.result() for job in jobs]
         output = self.get_ext_fullpath(ext.name)
+        dl = ["-ldl"] if sys.platform == "linux" else []  # a library of its own before glibc 2.34
         Path(output).parent.mkdir(parents=True, exist_ok=True)
-        self.compiler.link_shared_object(objects, output, extra_postargs=["-pthread"], target_lang="c++")
+        self.compiler.link_shared_object(objects, output, extra_postargs=["-pthread", *dl], target_lang="c++")
 
     def check_toolchain(self) -> None:
         """Fails early and in plain words: a missing compiler otherwise shows as a trace of the build tools."""

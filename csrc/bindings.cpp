@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "arm_adam/adam.h"
+#include "cuda_bindings.h"
 #include "memory_limit/traversal.h"
 #include "runtime/bucket_work.h"
 #include "runtime/completion.h"
@@ -202,4 +203,5 @@ PYBIND11_MODULE(_native, module) {
     bind_kernels(module);
     bind_runtime(module);
     bind_memory_limit(module);
+    bind_cuda(module);
 }

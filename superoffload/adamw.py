@@ -16,6 +16,7 @@ from superoffload import kernels  # obeys SUPEROFFLOAD_ISA
 from superoffload.arguments import (
     as_groups,
     check_groups,
+    check_keep_grads,
     check_max_grad_norm,
     check_rank_check,
     check_replicated,
@@ -28,6 +29,7 @@ from superoffload.errors import ArgumentError, StateError
 from superoffload.optimizer.gradients import reduction_hook
 from superoffload.optimizer.parameters import Given
 from superoffload.optimizer.saved_state import SavedState
+from superoffload.placement import check_placement
 from superoffload.timeline import Timeline, record
 from superoffload.verdict import Verdict
 
@@ -41,14 +43,19 @@ class AdamW(SavedState):
     Regularization", 2019), with fp32 masters; docs/kernel.md has it operation by operation.
 
     Arguments:
-        params: parameters or param groups: float32, bfloat16 or float16, dense, contiguous, on the CPU.
+        params: parameters or param groups: float32, bfloat16 or float16, dense, contiguous, all on the CPU
+            or all on one CUDA device.
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; per group, changeable at any time.
         max_grad_norm: clip the global gradient norm to this (None: no clipping). Changeable between steps. Replaces
             ``torch.nn.utils.clip_grad_norm_``.
         speculation: "adaptive" (speculate while clips are rare), "always" or "never". Never changes a result.
         delivery: "eager".
-        keep_grads: gradients stay in ``p.grad`` after they were packed; True on the CPU.
-        placement: None.
+        keep_grads: gradients stay in ``p.grad`` after they were packed. None: on the CPU (always) and under
+            ``DistributedDataParallel``. Else they are freed as soon as they are packed, which saves their memory; code
+            that would then clip, edit or add to them gets an error (docs/pipeline.md).
+        placement: which state stays on the accelerator, where it is stepped after the verdict with the same bits:
+            {"gpu_fraction": f}, the parameters whose gradients come last in backward, up to that part of all; "auto",
+            chosen after a few steps from measured times and free memory; None. docs/pipeline.md. Not on the CPU.
         bucket_numel: elements per bucket (None: a 32nd of the parameters, within 64 Ki and 32 Mi).
         threads: worker threads (None: one per core this process may use, shared with other ranks on the node).
         rank_check: "off", "light" (every step, one exchange of at most 128 bytes), "full" (every step, everything) or
@@ -101,9 +108,9 @@ class AdamW(SavedState):
         seed: int = 0,
     ) -> None:
         self._max_grad_norm = check_max_grad_norm(max_grad_norm)
-        refuse_unknown(delivery, placement)
-        if keep_grads is False:
-            raise ArgumentError("keep_grads=False: gradients on the CPU are always kept; pass True or None")
+        refuse_unknown(delivery)
+        asked = check_placement(placement)
+        check_keep_grads(keep_grads)
         check_whole_number("bucket_numel", bucket_numel)
         check = check_rank_check(rank_check)
         replicated = check_replicated(replicated)
@@ -122,6 +129,8 @@ class AdamW(SavedState):
             process_group,
             rank_timeout,
             weakref.ref(model) if model is not None else None,
+            keep_grads,
+            asked,
         )
         self._begin()
         self._begin_with(given, check_state_dtype(state_dtype), check_seed(seed))
@@ -146,6 +155,9 @@ class AdamW(SavedState):
         if not self._out_of_use():
             with self._whole():
                 self._abandon()
+        for tracked in self._tracked.values():
+            if tracked.stand_in is not None and tracked.param.grad is tracked.stand_in:
+                tracked.param.grad = None  # it has no elements that could be set to zero
         super().zero_grad(set_to_none)
 
     @property
@@ -173,6 +185,15 @@ class AdamW(SavedState):
     def timeline(self) -> Timeline | None:
         """What records the steps if ``trace`` was given; its ``span("forward")`` adds parts of the training loop."""
         return self._core.timeline
+
+    @property
+    def placement(self) -> dict[str, Any] | None:
+        """The part of the parameters whose state is to be on the accelerator, how many really are, and why so."""
+        placer = self._core.placer
+        if placer is None:
+            return None
+        found = self._core.stats()["params_on_device"]
+        return {"gpu_fraction": placer.fraction, "params_on_device": found, "why": placer.why}
 
     def stats(self) -> dict[str, float | int]:
         """Totals since construction; superoffload/stats.py explains each."""

@@ -82,11 +82,8 @@ def check_parameter(name: str, param: Any) -> None:
     if param.device.type == "meta":
         raise ArgumentError(f"{name}: on the meta device; materialize the model before making the optimizer")
     param, whole = local_of(param), param
-    if param.device.type != "cpu":
-        raise ArgumentError(
-            f"{name}: on {param.device}; this version serves parameters on the CPU only (the CUDA link comes with the "
-            "pipeline). Move the model with model.cpu()"
-        )
+    if param.device.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"{name}: on {param.device}; expected the CPU or a CUDA device: move the model there")
     if not param.is_contiguous():
         raise ArgumentError(
             f"{name}: shape {tuple(param.shape)} with strides {param.stride()} is not contiguous; "
@@ -125,7 +122,9 @@ def _refuse_set(name: str, params: Any) -> None:
 
 def check_groups(groups: Iterable[dict[str, Any]], defaults: dict[str, Any], taken: Iterable[Tensor] = ()) -> None:
     """Groups of ``as_groups``: hyper-parameters, parameters, and that none is there twice or in ``taken``."""
+    taken = list(taken)
     seen = {id(param) for param in taken}
+    device = local_of(taken[0]).device if taken else None
     for g, group in enumerate(groups):
         check_group({**defaults, **group})
         named = [isinstance(entry, tuple) and len(entry) == 2 for entry in group["params"]]
@@ -138,7 +137,22 @@ def check_groups(groups: Iterable[dict[str, Any]], defaults: dict[str, Any], tak
             if id(param) in seen:
                 raise ArgumentError(f"{name}: given twice; a tied parameter belongs into one group, once")
             seen.add(id(param))
+            device = _same_device(name, local_of(param).device, device)
             check_finite(name, param)
+
+
+def _same_device(name: str, device: torch.device, others: torch.device | None) -> torch.device:
+    if others is not None and device != others:
+        raise ArgumentError(
+            f"{name}: on {device}, while parameters before it are on {others}; expected one device per optimizer: make "
+            "one optimizer for each, or move the model to one"
+        )
+    return device
+
+
+def check_keep_grads(value: Any) -> None:
+    if value is not None and not isinstance(value, bool):
+        raise ArgumentError(f"keep_grads={value!r}: expected True, False or None")
 
 
 def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
@@ -169,12 +183,10 @@ def check_finite(name: str, param: Tensor) -> None:
         )
 
 
-def refuse_unknown(delivery: str, placement: Any) -> None:
+def refuse_unknown(delivery: str) -> None:
     """Options whose work is not in this version yet are refused rather than ignored."""
     if delivery != "eager":
         raise ArgumentError(f"delivery={delivery!r}: expected 'eager'; delivery on demand is not in this version")
-    if placement is not None:
-        raise ArgumentError(f"placement={placement!r}: expected None; state on the accelerator is not in this version")
 
 
 def check_rank_check(value: Any) -> tuple[bool, int]:

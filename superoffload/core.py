@@ -18,12 +18,13 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.bucket import BLOCK, Bucket, BucketState, GroupHyper, Shard
-from superoffload.errors import StateError, WorkerError
+from superoffload.errors import DeviceError, StateError
 from superoffload.link import Link
 from superoffload.pipeline.layout import JOURNAL_BYTES_PER_PARAM
 from superoffload.pipeline.options import CoreOptions
 from superoffload.pipeline.settling import Settling
 from superoffload.pipeline.stopwatch import Stopwatch
+from superoffload.placement import Placer
 from superoffload.policy import choose_width, learn_from_journal, learn_from_overflow
 from superoffload.schedule import Situation
 from superoffload.verdict import Verdict, decide
@@ -204,7 +205,8 @@ class Core(Settling):
             piece.shard.steps + ahead if present else 0
             for piece, present in zip(bucket.pieces, bucket.present, strict=True)
         ]
-        bucket.work.freeze(
+        work = bucket.work if bucket.resident_work is None else bucket.resident_work
+        work.freeze(
             lr=hyper.lr,
             beta1=hyper.beta1,
             beta2=hyper.beta2,
@@ -228,6 +230,8 @@ class Core(Settling):
                 self.snapshot = None
 
     def _speculate(self, bucket: Bucket) -> None:
+        if bucket.resident:  # stepped on the accelerator, after the verdict
+            return
         width = choose_width(bucket, self._next_step_of(bucket))
         if width is None:
             return
@@ -354,7 +358,7 @@ class Core(Settling):
                 try:
                     bucket.arrival.wait()
                 except RuntimeError as error:
-                    self._failure = self._failure or WorkerError(str(error))
+                    self._failure = self._failure or DeviceError(str(error))
         if self._failure is not None:
             self._stats.buckets_abandoned += self._take_back(BucketState.ABANDONED)
             self._end_step(whole=False)
@@ -385,16 +389,17 @@ class Core(Settling):
             self._end_all_speculation()
             moving = [bucket for bucket in reversed(self.buckets) if bucket.state is not BucketState.FILLING]
             later = later and self._observed  # the buckets of the first step make way for those in observed order
-            self._choose_two_phases(moving, on_demand=later)
+            on_host = [bucket for bucket in moving if not bucket.resident]
+            self._choose_two_phases(on_host, on_demand=later)
             for bucket in moving:
                 self._finish(bucket, verdict.gradient_factor)
             self._settle_behind()
-            self._landing = dict.fromkeys(moving)
+            self._landing = dict.fromkeys(on_host)
             self._count_step(verdict)
             if not later:
-                self._deliver(moving)
+                self._deliver(on_host)
             elif self.link.asynchronous:
-                self._send_up(moving)
+                self._send_up(on_host)
             self._end_step(whole=True)
             self._raise_failure()
 
@@ -459,6 +464,12 @@ class Core(Settling):
             return
         self.protect(piece.shard for piece in bucket.pieces)
         self._freeze(bucket, factor)
+        if bucket.resident:
+            assert self.placer is not None
+            self.placer.residency.step(bucket)
+            bucket.move(BucketState.STEPPED)
+            self._stats.buckets_stepped += 1
+            return
         if bucket in self._in_two_phases:
             self._submit(bucket, Operation.publish)
             bucket.move(BucketState.PUBLISHED)
@@ -503,7 +514,21 @@ class Core(Settling):
         self._shared = False
         if whole and not self._observed and self._order:
             self._follow_observed_order()
+        elif whole and self._observed and self.placer is not None and self.placer.is_due():
+            self._place_by_measurement(self.placer)
         self._order.clear()
+
+    def _place_by_measurement(self, placer: Placer) -> None:
+        """placement="auto", once: after some steps it is known what the processors cannot hide."""
+        measured = self._measured()
+        if measured is None:
+            placer.wait_longer()
+            return
+        self.land()
+        self.settle()
+        placer.measure(measured)
+        if self._place():
+            self._lay_out_again()
 
     # ---- figures, digests, the end ----------------------------------------------------------------------------
 
@@ -512,6 +537,7 @@ class Core(Settling):
         self._stats.optimizer_seconds = self.pool.busy_seconds
         self._stats.bytes_down = self.link.bytes_down
         self._stats.bytes_up = self.link.bytes_up
+        self._stats.params_on_device = sum(shard.numel for shard in self.shards if shard.resident)
         return self._stats.as_dict()
 
     def digests(self) -> dict[str, str]:
@@ -559,8 +585,8 @@ def _nobody(shard: Shard) -> None:
 
 
 def _equal_bits(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether packed elements (in host memory, perhaps in a wider format) are those of a gradient anywhere."""
-    theirs = theirs.to("cpu", ours.dtype).contiguous()
+    """Whether packed elements (perhaps in a wider format) are those of a gradient anywhere."""
+    ours, theirs = ours.to("cpu"), theirs.to("cpu", ours.dtype).contiguous()
     word = torch.int32 if ours.dtype is torch.float32 else torch.int16
     return torch.equal(ours.contiguous().view(word), theirs.view(word))
 

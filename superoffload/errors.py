@@ -19,6 +19,10 @@ class WorkerError(SuperOffloadError):
     """A worker thread failed; its speculated work was undone."""
 
 
+class DeviceError(WorkerError):
+    """The accelerator or its driver failed. Masters and moments are those of the last finished step."""
+
+
 class RankError(SuperOffloadError):
     """Ranks were lost or have diverged; raised on every rank that still runs. The step was abandoned or had ended."""
 

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from superoffload.errors import ArgumentError
 from superoffload.link import HostLink, Link
+from superoffload.ranks.layout import local_of
 
 
-def link_for(params: Sequence[Tensor]) -> Link:
-    """The link for parameters on one device; which devices there are was checked (superoffload/arguments.py)."""
-    return HostLink()
+def keeps_gradients(params: Sequence[Tensor], asked: bool | None, model: nn.Module | None) -> bool | None:
+    """What ``keep_grads`` comes to for these parameters; None: as the link likes."""
+    reduced = isinstance(model, nn.parallel.DistributedDataParallel)
+    if asked is False and (reduced or local_of(params[0]).device.type == "cpu"):
+        where = "under DistributedDataParallel, which reuses their memory," if reduced else "on the CPU"
+        raise ArgumentError(f"keep_grads=False: gradients {where} are always kept; pass True or None")
+    return True if reduced else asked
+
+
+def link_for(params: Sequence[Tensor], *, keep_grads: bool | None) -> Link:
+    """The link for parameters that are all on one device (superoffload/arguments.py has checked that)."""
+    device = local_of(params[0]).device
+    if device.type == "cpu":
+        return HostLink()
+    from superoffload.cuda.link import cuda_link  # loads the driver
+
+    return cuda_link(device, keep_grads=keep_grads)

@@ -19,11 +19,11 @@ class PackedGradient(Tensor):
     """Shape, dtype and device of a parameter's gradient; made once per parameter."""
 
     of: str  # the name of the parameter
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, name: str, param: Tensor) -> PackedGradient:
-        made: PackedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: PackedGradient = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, dtype=param.dtype, device=param.device, requires_grad=False
         )
         made.of = name
@@ -33,11 +33,11 @@ class PackedGradient(Tensor):
         """All is done in ``__new__``, as for every tensor."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         found = next(_packed_in([args, kwargs or {}]))
         raise gradient_is_gone(found.of, f"{func} was called on it")
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PackedGradient({self.of!r}: packed and freed during backward)"
 
     @property

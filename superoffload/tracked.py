@@ -12,6 +12,7 @@ from superoffload.arguments import check_parameter
 from superoffload.bucket import Shard
 from superoffload.checkpoint import ParamState
 from superoffload.errors import StateError
+from superoffload.packed_gradient import PackedGradient
 from superoffload.ranks.layout import Holding, is_dtensor, local_of, version_of
 
 _WORD = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -33,10 +34,14 @@ class Tracked:
     grad: Tensor | None = None  # the gradient that was handed to the core in this step
     grad_version: tuple[int, int] = UNKNOWN
     reduced: Tensor | None = None  # what a reduction gave and the core has; p.grad must turn out to be the same
+    stand_in: PackedGradient | None = None  # what stands in p.grad once the gradient was packed and freed
     arrivals: int = 0  # backward passes that reached it since the last step
     expected: int = 1  # as many as in the step before
     shown_steps: int = 0
     hook: RemovableHandle | None = None  # None while it is frozen
+
+    def __post_init__(self) -> None:
+        self._device = local_of(self.param).device
 
     def remember_value(self) -> None:
         self.version = version_of(self.param)
@@ -70,6 +75,11 @@ class Tracked:
         """Raises where the parameter was converted or resized since the optimizer was made."""
         param, shard = self.param, self.shard
         check_parameter(shard.name, param)
+        device = local_of(param).device
+        if device != self._device:
+            raise StateError(
+                f"{shard.name}: was on {self._device}, now on {device}; make the optimizer after moving the model"
+            )
         numel = self.holding.part(param).numel()
         if param.dtype != shard.published_dtype or numel != shard.numel:
             raise StateError(
@@ -79,7 +89,8 @@ class Tracked:
 
     def refresh_master(self) -> None:
         """Takes over what somebody wrote to the parameter; elements that still are round(master) keep their master."""
-        master, published = self.shard.master, self.holding.part(self.param).to("cpu")
+        master = self.shard.master  # in host memory, or resident next to the parameter
+        published = self.holding.part(self.param).to(master.device)
         word = _WORD[published.dtype]
         same = published.view(word) == master.to(published.dtype).view(word)
         master.copy_(torch.where(same, master, published.to(torch.float32)))

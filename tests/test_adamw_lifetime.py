@@ -49,7 +49,6 @@ def test_threads_are_named_bound_and_end_with_close() -> None:
     before = set(worker_threads())
     allowed = sorted(os.sched_getaffinity(0))
     optimizer = AdamW(model_of().parameters(), threads=len(allowed) + 1)
-    threads = sorted(set(worker_threads()) - before)
     try:
         expected = {f"superoffload-{i}": {cpu} for i, cpu in enumerate(allowed)}
         expected[f"superoffload-{len(allowed)}"] = set(allowed)  # more threads than processors: not bound
@@ -58,7 +57,7 @@ def test_threads_are_named_bound_and_end_with_close() -> None:
         while masks != expected and time.monotonic() < until:
             masks = {
                 Path(f"/proc/self/task/{thread}/comm").read_text().strip(): os.sched_getaffinity(thread)
-                for thread in threads
+                for thread in set(worker_threads()) - before
             }
         assert masks == expected
     finally:

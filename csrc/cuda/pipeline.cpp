@@ -12,7 +12,10 @@ namespace superoffload::cuda {
 namespace {
 
 constexpr double kClosingSeconds = 5;  // to finish in, once closing has begun
-constexpr unsigned kThreads = 128;     // per CUDA block; csrc/cuda/*.cu are written for it
+// Launch geometry of csrc/cuda/*.cu (pieces.cuh): threads per CUDA block, and how many of our blocks one takes.
+constexpr unsigned kThreads = 128;
+constexpr std::uint64_t kBlocksPerPack = 8;
+constexpr std::uint64_t kBlocksPerUnpack = 4;
 constexpr std::size_t kAlign = 256;
 
 const char* name_of(adam::ElementType type) {
@@ -127,6 +130,11 @@ void Pipeline::check_open() const {
             "a CUDA device does not survive fork(): create the optimizer in the process that trains");
     }
     if (closing_since_.load() != 0) throw std::runtime_error("the optimizer is closed");
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!broken_.empty()) {
+        throw std::runtime_error("an earlier delivery of parameters has failed, save state_dict() and restart: " +
+                                 broken_);
+    }
 }
 
 void Pipeline::set_staging(const Staging& staging) {
@@ -177,11 +185,10 @@ void Pipeline::order(Stream later, Event event, const char* what) const {
     gpu_->driver().check(gpu_->driver().stream_wait_event(later, event, 0), what);
 }
 
-void Pipeline::launch(Function function, std::uint64_t blocks, Stream stream, void** arguments,
-                      const char* what) const {
+void Pipeline::launch(Function function, std::uint64_t grid, Stream stream, void** arguments, const char* what) const {
     const Driver& driver = gpu_->driver();
     driver.check(
-        driver.launch(function, static_cast<unsigned>(blocks), 1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr),
+        driver.launch(function, static_cast<unsigned>(grid), 1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr),
         what);
 }
 
@@ -283,7 +290,8 @@ std::uint64_t Pipeline::enqueue_pack(DeviceBucket& b, const std::vector<DeviceAd
     DeviceAddress nonfinite = b.spec_.device_scratch + scratch.nonfinite;
     DeviceAddress sums = b.sums_address_;
     void* arguments[] = {&device_table, &count, &target, &sums, &nonfinite};
-    launch(b.pack_, blocks, streams_.pack, arguments, "the pack kernel's launch");
+    launch(b.pack_, (blocks + kBlocksPerPack - 1) / kBlocksPerPack, streams_.pack, arguments,
+           "the pack kernel's launch");
     return blocks;
 }
 
@@ -451,6 +459,7 @@ void Pipeline::submit() {
             job.done->fail(error);
         }
         lock.lock();
+        if (!error.empty() && broken_.empty()) broken_ = error;
         jobs_.pop_front();
         changed_.notify_all();
     }
@@ -491,7 +500,8 @@ void Pipeline::enqueue_up(const Job& job) {
         driver.check(driver.copy_up(device_table, table, count * sizeof(CopyPiece), streams_.up),
                      "cuMemcpyHtoDAsync of the unpack kernel's table");
         void* arguments[] = {&device_table, &count, &staged};
-        launch(b.unpack_, blocks, streams_.up, arguments, "the unpack kernel's launch");
+        launch(b.unpack_, (blocks + kBlocksPerUnpack - 1) / kBlocksPerUnpack, streams_.up, arguments,
+               "the unpack kernel's launch");
     }
     driver.check(driver.event_record(b.delivered_.get(), streams_.up), "cuEventRecord on the up stream");
     b.was_delivered_.store(true);

@@ -182,7 +182,7 @@ class Pipeline {
     bool signal(std::uint32_t sequence);
     void order(Stream later, Event event, const char* what) const;
     Function find(const char* kind, adam::ElementType from, adam::ElementType to) const;
-    void launch(Function function, std::uint64_t blocks, Stream stream, void** arguments, const char* what) const;
+    void launch(Function function, std::uint64_t grid, Stream stream, void** arguments, const char* what) const;
     bool streams_idle() const;
     bool out_of_time() const;
     bool forked() const;
@@ -205,6 +205,7 @@ class Pipeline {
     std::condition_variable changed_;
     std::deque<Ticket> tickets_;
     std::deque<Job> jobs_;
+    std::string broken_;                    // why parameters on the device are not those of the last step
     std::atomic<double> closing_since_{0};  // 0: open
     std::mutex close_mutex_;
     bool idle_at_close_ = false;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from superoffload.arguments import check_gradient
 from superoffload.bucket import Shard
 from superoffload.optimizer.parameters import Parameters
+from superoffload.packed_gradient import PackedGradient, gradient_is_gone
 from superoffload.ranks.layout import Holding, is_dtensor
 from superoffload.tracked import Tracked
 
@@ -27,6 +28,10 @@ class Gradients(Parameters):
     _accumulating = False
     _unscale = 1.0  # of the last step; speculation expects it again
     _reduced: ReducedGradients | None = None
+
+    def _connect(self, params: Sequence[Tensor]) -> None:
+        super()._connect(params)
+        self._core.packed = _packed_hook(self)
 
     # ---- hooks ------------------------------------------------------------------------------------------------
 
@@ -77,6 +82,8 @@ class Gradients(Parameters):
     def _hand_over(self, tracked: Tracked, *, in_backward: bool) -> None:
         grad = tracked.param.grad
         assert grad is not None
+        if isinstance(grad, PackedGradient):
+            raise gradient_is_gone(tracked.shard.name, "the step it was packed for is over")
         check_gradient(tracked.shard.name, tracked.param, grad)
         if tracked.written:
             self._refresh(tracked)
@@ -84,6 +91,16 @@ class Gradients(Parameters):
             self._core.expect(unscale=self._unscale, max_grad_norm=self._max_grad_norm)
         tracked.remember_grad(grad)
         self._core.arrive(tracked.shard, tracked.holding.part(grad).contiguous(), in_backward=in_backward)
+
+    def _on_packed(self, shard: Shard) -> None:
+        """Nobody needs the gradient again: its memory goes, and something that says so stands in its place."""
+        tracked = self._of_shard[shard.index]
+        if tracked.grad is None:  # not ours to free: a reduction's
+            return
+        if tracked.stand_in is None:
+            tracked.stand_in = PackedGradient(shard.name, tracked.param)
+        tracked.param.grad = tracked.stand_in
+        tracked.remember_grad(tracked.stand_in)
 
     def _on_reduced(self, param: Tensor, gradient: Tensor) -> None:
         """A reduction over ranks has ended during backward; what it gave becomes ``param.grad``."""
@@ -167,6 +184,18 @@ class Gradients(Parameters):
             tracked.grad = tracked.reduced = None
             tracked.arrivals = 0
         self._core.abandon()
+
+
+def _packed_hook(optimizer: Gradients) -> Callable[[Shard], None]:
+    """Does not keep the optimizer alive; the core is used by it only."""
+    reference = weakref.ref(optimizer)
+
+    def on_packed(shard: Shard) -> None:
+        alive = reference()
+        if alive is not None:
+            alive._on_packed(shard)
+
+    return on_packed
 
 
 def _gradient_hook(optimizer: Gradients) -> Callable[[Tensor], None]:

@@ -50,7 +50,7 @@ class Lifetime(Optimizer):
         """Takes back what was speculated and ends the worker threads. The state stays readable."""
         try:
             if self._interrupted:
-                self._core.pool.close()
+                self._core.end_threads()
             elif not self._out_of_use():
                 with self._whole():
                     self._core.close()

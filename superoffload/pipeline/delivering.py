@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from superoffload import _native
 from superoffload.bucket import Bucket, BucketState, GroupHyper, Shard
-from superoffload.errors import WorkerError
+from superoffload.errors import DeviceError
 from superoffload.link import Link
 from superoffload.pipeline.options import CoreOptions
 from superoffload.pipeline.waiting import Waiting
@@ -39,8 +39,8 @@ class Delivering(Waiting):
         self._send_up(buckets)
         for bucket in buckets:
             self._wait(bucket)
-            self._wait_for_copy(bucket)
-            self.link.make_visible(bucket)
+            if self._is_copied(bucket):
+                self.link.make_visible(bucket)
             del self._landing[bucket]
 
     def _send_up(self, buckets: Sequence[Bucket]) -> None:
@@ -53,11 +53,13 @@ class Delivering(Waiting):
             after = bucket.running or _native.Completion.already_done()
             bucket.delivery = self.link.deliver(bucket, after)
 
-    def _wait_for_copy(self, bucket: Bucket) -> None:
-        """Until the copy up of ``bucket`` can be waited for by a stream (or was made, on the host)."""
+    def _is_copied(self, bucket: Bucket) -> bool:
+        """Waits until the copy up of ``bucket`` can be waited for by a stream (or was made, on the host)."""
         delivery, bucket.delivery = bucket.delivery, None
         try:
             if delivery is not None:
                 delivery.wait()
         except RuntimeError as error:
-            self._failure = self._failure or WorkerError(str(error))
+            self._failure = self._failure or DeviceError(str(error))
+            return False
+        return True

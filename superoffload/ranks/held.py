@@ -56,8 +56,9 @@ def crc(tensor: Tensor, start: int = 0) -> int:
 
 def is_published(held: Held, stride: int = 1, phase: int = 0) -> bool:
     """Whether the published part is round(master), in every ``stride``-th element from ``phase``."""
-    published = held.shard.target()[phase::stride].to("cpu")
-    expected = held.shard.master[phase::stride].to(published.dtype)
+    master = held.shard.master[phase::stride]
+    published = held.shard.target()[phase::stride].to(master.device)
+    expected = master.to(published.dtype)
     word = WORD[published.dtype]
     return torch.equal(published.contiguous().view(word), expected.contiguous().view(word))
 

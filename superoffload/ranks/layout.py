@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
@@ -158,8 +158,13 @@ def like_parameter(param: Tensor, holding: Holding, state: Tensor) -> Tensor:
     if not is_dtensor(param):
         return state if holding.flat_chunks else state.view(param.shape)
     dtensor = sys.modules["torch.distributed.tensor"].DTensor
+    local = state.view(local_of(param).shape)
+    if param.device_mesh.device_type != state.device.type:  # from_local would move the state to the mesh's device
+        meta = param._spec.tensor_meta._replace(dtype=state.dtype)
+        there: Tensor = dtensor(local, replace(param._spec, tensor_meta=meta), requires_grad=False)
+        return there
     whole: Tensor = dtensor.from_local(
-        state.view(local_of(param).shape),
+        local,
         param.device_mesh,
         param.placements,
         run_check=False,

@@ -1,0 +1,123 @@
+// The Python face of csrc/cuda/: addresses and stream handles in, as in bindings.cpp.
+#include "cuda_bindings.h"
+
+#include <pybind11/stl.h>
+
+#include "arm_adam/adam.h"
+#include "cuda/driver.h"
+#include "cuda/pinned.h"
+#include "cuda/pipeline.h"
+
+namespace py = pybind11;
+namespace adam = superoffload::adam;
+namespace cuda = superoffload::cuda;
+using superoffload::Completion;
+
+namespace {
+
+using Address = std::uintptr_t;
+
+template <typename T>
+T pointer(Address address) {
+    return reinterpret_cast<T>(address);  // NOLINT: addresses are what crosses this border
+}
+
+std::shared_ptr<cuda::Gpu> open_gpu(const std::string& library, int ordinal) {
+    return std::make_shared<cuda::Gpu>(cuda::Driver::load(library), ordinal);
+}
+
+std::shared_ptr<cuda::PinnedMemory> make_pinned(std::shared_ptr<cuda::Gpu> gpu, std::size_t bytes, int node,
+                                                bool strict, unsigned threads, std::size_t chunk) {
+    const cuda::PinnedRequest request{bytes, node, strict, threads, chunk};
+    const py::gil_scoped_release release;
+    return std::make_shared<cuda::PinnedMemory>(std::move(gpu), request);
+}
+
+std::shared_ptr<cuda::Pipeline> make_pipeline(std::shared_ptr<cuda::Gpu> gpu, Address pack, Address down, Address up,
+                                              Address flag, const py::bytes& image, double timeout_seconds) {
+    const std::string code = image;
+    const cuda::Streams streams{pointer<cuda::Stream>(pack), pointer<cuda::Stream>(down), pointer<cuda::Stream>(up)};
+    const py::gil_scoped_release release;
+    return cuda::Pipeline::create(std::move(gpu), streams, pointer<void*>(flag), code, timeout_seconds);
+}
+
+std::shared_ptr<cuda::DeviceBucket> make_bucket(
+    cuda::Pipeline& pipeline, const std::vector<std::tuple<std::uint64_t, std::uint64_t, Address>>& pieces,
+    adam::ElementType gradient_type, adam::ElementType packed_type, adam::ElementType shadow_type,
+    adam::ElementType published_type, Address packed, Address shadow, Address scratch,
+    cuda::DeviceAddress device_scratch, bool direct) {
+    cuda::BucketSpec spec;
+    for (const auto& [offset, numel, block_sums] : pieces) {
+        spec.pieces.push_back({offset, numel, pointer<double*>(block_sums)});
+    }
+    spec.gradient_type = gradient_type;
+    spec.packed_type = packed_type;
+    spec.shadow_type = shadow_type;
+    spec.published_type = published_type;
+    spec.packed = pointer<void*>(packed);
+    spec.shadow = pointer<void*>(shadow);
+    spec.scratch = pointer<void*>(scratch);
+    spec.device_scratch = device_scratch;
+    spec.direct = direct;
+    const py::gil_scoped_release release;
+    return pipeline.make_bucket(spec);
+}
+
+}  // namespace
+
+void bind_cuda(py::module_& module) {
+    const auto release = py::call_guard<py::gil_scoped_release>();
+    py::register_exception<cuda::DriverError>(module, "DriverError", PyExc_RuntimeError);
+    module.def("cuda_scratch_bytes", &cuda::scratch_bytes, py::arg("numels"));
+    py::class_<cuda::Gpu, std::shared_ptr<cuda::Gpu>>(module, "CudaGpu")
+        .def(py::init(&open_gpu), py::arg("library"), py::arg("ordinal"), release)
+        .def_property_readonly("pci_bus_id", &cuda::Gpu::pci_bus_id)
+        .def_property_readonly("compute_capability", &cuda::Gpu::compute_capability);
+    py::class_<cuda::PinnedMemory, std::shared_ptr<cuda::PinnedMemory>>(module, "PinnedMemory", py::buffer_protocol())
+        .def(py::init(&make_pinned), py::arg("gpu"), py::arg("bytes"), py::arg("node") = -1, py::arg("strict") = false,
+             py::arg("threads") = 1, py::arg("chunk") = std::size_t{1} << 36)
+        .def_buffer([](cuda::PinnedMemory& memory) {
+            return py::buffer_info(static_cast<std::uint8_t*>(memory.data()), static_cast<py::ssize_t>(memory.bytes()));
+        })
+        .def("unpin", &cuda::PinnedMemory::unpin, release)
+        .def("leak", &cuda::PinnedMemory::leak)
+        .def_property_readonly("chunk", &cuda::PinnedMemory::chunk)
+        .def_property_readonly("pinned", &cuda::PinnedMemory::pinned)
+        .def_property_readonly("refusal", &cuda::PinnedMemory::refusal);
+    py::class_<cuda::DeviceBucket, std::shared_ptr<cuda::DeviceBucket>>(module, "DeviceBucket");
+    py::class_<cuda::Pipeline, std::shared_ptr<cuda::Pipeline>>(module, "CudaPipeline")
+        .def(py::init(&make_pipeline), py::arg("gpu"), py::arg("pack"), py::arg("down"), py::arg("up"), py::arg("flag"),
+             py::arg("image"), py::arg("timeout_seconds"))
+        .def_property_readonly("has_kernels", &cuda::Pipeline::has_kernels)
+        .def_property_readonly("uses_flag", &cuda::Pipeline::uses_flag)
+        .def(
+            "set_staging",
+            [](cuda::Pipeline& pipeline, cuda::DeviceAddress down, std::uint64_t slot_bytes, unsigned slots,
+               cuda::DeviceAddress up) { pipeline.set_staging({down, slot_bytes, slots, up}); },
+            py::arg("down"), py::arg("slot_bytes"), py::arg("slots"), py::arg("up"), release)
+        .def("make_bucket", &make_bucket, py::arg("pieces"), py::arg("gradient_type"), py::arg("packed_type"),
+             py::arg("shadow_type"), py::arg("published_type"), py::arg("packed"), py::arg("shadow"),
+             py::arg("scratch"), py::arg("device_scratch"), py::arg("direct"))
+        .def(
+            "pack",
+            [](cuda::Pipeline& pipeline, const std::shared_ptr<cuda::DeviceBucket>& bucket, Address current,
+               const std::vector<cuda::DeviceAddress>& addresses,
+               bool keep) { return pipeline.pack(bucket, pointer<cuda::Stream>(current), addresses, keep); },
+            py::arg("bucket"), py::arg("current"), py::arg("addresses"), py::arg("keep"), release)
+        .def(
+            "deliver",
+            [](cuda::Pipeline& pipeline, const std::shared_ptr<cuda::DeviceBucket>& bucket,
+               const std::shared_ptr<Completion>& after, Address current,
+               const std::vector<cuda::DeviceAddress>& addresses) {
+                return pipeline.deliver(bucket, after, pointer<cuda::Stream>(current), addresses);
+            },
+            py::arg("bucket"), py::arg("after"), py::arg("current"), py::arg("addresses"), release)
+        .def(
+            "make_visible",
+            [](cuda::Pipeline& pipeline, const std::shared_ptr<cuda::DeviceBucket>& bucket, Address current) {
+                pipeline.make_visible(bucket, pointer<cuda::Stream>(current));
+            },
+            py::arg("bucket"), py::arg("current"), release)
+        .def("drain", &cuda::Pipeline::drain, py::arg("timeout_seconds"), release)
+        .def("close", &cuda::Pipeline::close, release);
+}

@@ -1,0 +1,6 @@
+// Adds what csrc/cuda/ has to the extension module.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+void bind_cuda(pybind11::module_& module);

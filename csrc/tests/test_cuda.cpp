@@ -1,0 +1,332 @@
+// The pipeline of csrc/cuda over the fake driver: the same bits as without a device, errors that end in bounded time.
+// Also what runs under ThreadSanitizer and AddressSanitizer. FAKE_CUDA names the fake's library.
+#include <dlfcn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cuda/driver.h"
+#include "cuda/pinned.h"
+#include "cuda/pipeline.h"
+#include "harness.h"
+#include "runtime/worker_pool.h"
+
+using namespace superoffload;
+using cuda::BucketSpec;
+using cuda::DeviceAddress;
+using cuda::DeviceBucket;
+using cuda::Gpu;
+using cuda::PinnedMemory;
+using cuda::PinnedRequest;
+using cuda::Pipeline;
+using cuda::Stream;
+
+namespace {
+
+const char* library() {
+    const char* const named = std::getenv("FAKE_CUDA");
+    if (named == nullptr) {
+        std::puts("FAKE_CUDA: the fake driver's library is expected there");
+        std::exit(EXIT_FAILURE);
+    }
+    return named;
+}
+
+// A function of the fake that is there for tests.
+template <typename F>
+F* fake(const char* name) {
+    static void* const handle = dlopen(library(), RTLD_NOW | RTLD_LOCAL);
+    return reinterpret_cast<F*>(dlsym(handle, name));
+}
+
+void reset() { fake<void()>("fake_cuda_reset")(); }
+void delays(std::uint64_t seed, double microseconds) {
+    fake<void(std::uint64_t, double)>("fake_cuda_delays")(seed, microseconds);
+}
+void fail(const char* symbol, int calls, int result) {
+    fake<void(const char*, int, int)>("fake_cuda_fail")(symbol, calls, result);
+}
+void break_device(int result) { fake<void(int)>("fake_cuda_break")(result); }
+Stream new_stream() { return fake<Stream()>("fake_cuda_stream")(); }
+void synchronize(Stream stream) { fake<void(Stream)>("fake_cuda_synchronize")(stream); }
+
+DeviceAddress address(const void* memory) { return reinterpret_cast<DeviceAddress>(memory); }
+
+constexpr std::uint64_t kPadded = 4096;
+
+// One bucket of two pieces with its whole life: gradients and parameters "on the device", state on the host.
+struct Rig {
+    Rig(const std::shared_ptr<Gpu>& gpu, Pipeline& pipeline) : pinned(gpu, {1 << 20}), scratch_on_device(1 << 16) {
+        const std::vector<std::uint64_t> numels = {1500, 2000};
+        const std::uint64_t offsets[] = {0, 1536};
+        auto* const memory = static_cast<char*>(pinned.data());
+        packed = reinterpret_cast<float*>(memory);
+        shadow = reinterpret_cast<float*>(memory + 4 * kPadded);
+        BucketSpec spec;
+        std::vector<RunOfShard> runs;
+        std::vector<RunOfShard> plain_runs;
+        for (std::size_t i = 0; i < 2; ++i) {
+            gradients.emplace_back(numels[i]);
+            parameters.emplace_back(numels[i]);
+            sums.emplace_back((numels[i] + adam::kBlock - 1) / adam::kBlock);
+            spec.pieces.push_back({offsets[i], numels[i], sums[i].data()});
+            runs.push_back(run_of(packed + offsets[i], shadow + offsets[i], numels[i]));
+            plain.emplace_back(numels[i]);
+            plain_runs.push_back(run_of(gradients[i].data(), plain[i].data(), numels[i]));
+        }
+        spec.packed = packed;
+        spec.shadow = shadow;
+        spec.scratch = memory + 8 * kPadded;
+        spec.device_scratch = address(scratch_on_device.data());
+        bucket = pipeline.make_bucket(spec);
+        work = std::make_shared<BucketWork>(runs, 8 * kPadded);
+        plain_work = std::make_shared<BucketWork>(plain_runs, 0);
+    }
+
+    RunOfShard run_of(const float* gradient, float* target, std::uint64_t numel) {
+        adam::Run run{};
+        for (float** state :
+             {&run.master, reinterpret_cast<float**>(&run.exp_avg), reinterpret_cast<float**>(&run.exp_avg_sq)}) {
+            states.push_back(std::make_unique<std::vector<float>>(numel, 0.0f));
+            *state = states.back()->data();
+        }
+        run.gradient = gradient;
+        run.shadow = target;
+        run.numel = numel;
+        run.gradient_type = run.shadow_type = adam::ElementType::f32;
+        return {run, 0};
+    }
+
+    void fill(std::mt19937& random) {
+        std::normal_distribution<float> normal;
+        for (std::vector<float>& gradient : gradients) {
+            for (float& x : gradient) x = normal(random);
+        }
+    }
+    std::vector<DeviceAddress> of(const std::vector<std::vector<float>>& tensors) const {
+        return {address(tensors[0].data()), address(tensors[1].data())};
+    }
+
+    PinnedMemory pinned;
+    std::vector<char> scratch_on_device;
+    float* packed;
+    float* shadow;
+    std::vector<std::vector<float>> gradients;
+    std::vector<std::vector<float>> parameters;
+    std::vector<std::vector<float>> plain;  // parameters of the same steps without a device
+    std::vector<std::vector<double>> sums;
+    std::vector<std::unique_ptr<std::vector<float>>> states;
+    std::shared_ptr<DeviceBucket> bucket;
+    std::shared_ptr<BucketWork> work;
+    std::shared_ptr<BucketWork> plain_work;
+};
+
+struct Device {
+    explicit Device(const std::string& image = "kernels", double timeout = 60)
+        : gpu(std::make_shared<Gpu>(cuda::Driver::load(library()), 0)),
+          current(new_stream()),
+          flag(gpu, {4096}),
+          staging(2 * 4 * kPadded),
+          pipeline(Pipeline::create(gpu, {new_stream(), new_stream(), new_stream()}, flag.data(), image, timeout)) {
+        pipeline->set_staging({address(staging.data()), 4 * kPadded, 2, 0});
+    }
+
+    std::shared_ptr<Gpu> gpu;
+    Stream current;
+    PinnedMemory flag;
+    std::vector<char> staging;
+    std::shared_ptr<Pipeline> pipeline;
+};
+
+void step_all(Device& device, const std::string& where) {
+    std::vector<std::unique_ptr<Rig>> rigs;
+    for (int i = 0; i < 5; ++i) rigs.push_back(std::make_unique<Rig>(device.gpu, *device.pipeline));
+    const auto pool = WorkerPool::create({-1, -1});
+    std::mt19937 random(7);
+    for (std::uint64_t step = 1; step <= 6; ++step) {
+        std::vector<std::shared_ptr<Completion>> delivered;
+        for (const auto& rig : rigs) rig->fill(random);
+        for (const auto& rig : rigs) {
+            const adam::Hyper hyper{1e-2, 0.9, 0.99, 1e-8, 0.1, 0, 1.0, false};
+            rig->work->freeze(hyper, {step, step});
+            rig->plain_work->freeze(hyper, {step, step});
+            const auto arrival = device.pipeline->pack(rig->bucket, device.current, rig->of(rig->gradients), false);
+            const auto done = pool->submit(rig->work, Operation::step, 1, arrival);
+            delivered.push_back(device.pipeline->deliver(rig->bucket, done, device.current, rig->of(rig->parameters)));
+        }
+        for (std::size_t i = 0; i < rigs.size(); ++i) {
+            EXPECT_FOR(delivered[i]->wait(60) && delivered[i]->error().empty(), where + delivered[i]->error());
+            device.pipeline->make_visible(rigs[i]->bucket, device.current);
+        }
+        synchronize(device.current);
+        for (const auto& rig : rigs) {
+            rig->plain_work->run_all(Operation::step, 1);
+            for (std::size_t p = 0; p < 2; ++p) {
+                EXPECT_FOR(rig->parameters[p] == rig->plain[p], where);
+                std::vector<double> expected(rig->sums[p].size());
+                adam::sum_of_squares(rig->gradients[p].data(), adam::ElementType::f32, rig->gradients[p].size(),
+                                     expected.data());
+                EXPECT_FOR(rig->sums[p] == expected, where + ": block sums");
+            }
+        }
+    }
+    pool->close();
+    EXPECT(device.pipeline->close());
+}
+
+}  // namespace
+
+TEST(steps_over_a_device_have_the_bits_of_steps_without_one) {
+    for (std::uint64_t seed = 0; seed < 3; ++seed) {
+        reset();
+        delays(seed, 500);
+        Device device;
+        step_all(device, "seed " + std::to_string(seed));
+    }
+}
+
+TEST(without_kernels_gradients_are_copied_as_they_are) {
+    reset();
+    delays(1, 300);
+    Device device("");
+    step_all(device, "no kernels");
+}
+
+TEST(without_flags_events_are_asked) {
+    reset();
+    fake<void(int)>("fake_cuda_write_values")(0);
+    Device device;
+    step_all(device, "no flags");
+    EXPECT(!device.pipeline->uses_flag());
+}
+
+TEST(a_failed_call_is_an_error_and_the_next_one_works) {
+    reset();
+    Device device;
+    Rig rig(device.gpu, *device.pipeline);
+    std::mt19937 random(1);
+    rig.fill(random);
+    for (const char* const symbol : {"cuEventRecord", "cuStreamWaitEvent", "cuMemcpyHtoDAsync_v2", "cuLaunchKernel",
+                                     "cuMemcpyDtoHAsync_v2", "cuStreamWriteValue32_v2"}) {
+        fail(symbol, 0, 2);
+        bool thrown = false;
+        try {
+            device.pipeline->pack(rig.bucket, device.current, rig.of(rig.gradients), false);
+        } catch (const cuda::DriverError& error) {
+            thrown = error.result == 2 && std::string(error.what()).find("out of memory") != std::string::npos;
+        }
+        EXPECT_FOR(thrown, symbol);
+        const auto arrival = device.pipeline->pack(rig.bucket, device.current, rig.of(rig.gradients), false);
+        EXPECT_FOR(arrival->wait(60) && arrival->error().empty(), symbol);
+        EXPECT_FOR(std::equal(rig.gradients[1].begin(), rig.gradients[1].end(), rig.packed + 1536), symbol);
+    }
+}
+
+TEST(a_device_that_fails_ends_every_wait) {
+    reset();
+    Device device;
+    Rig rig(device.gpu, *device.pipeline);
+    fake<void(Stream, double)>("fake_cuda_sleep")(device.current, 50000);
+    const auto arrival = device.pipeline->pack(rig.bucket, device.current, rig.of(rig.gradients), false);
+    break_device(719);
+    EXPECT(arrival->wait(30));
+    EXPECT(arrival->error().find("CUDA_ERROR_LAUNCH_FAILED") != std::string::npos);
+    device.pipeline->close();
+    reset();
+}
+
+TEST(a_device_that_hangs_is_an_error_after_the_timeout) {
+    reset();
+    Device device("kernels", 0.2);
+    Rig rig(device.gpu, *device.pipeline);
+    fake<void(Stream, double)>("fake_cuda_sleep")(device.current, 1.5e6);
+    const auto arrival = device.pipeline->pack(rig.bucket, device.current, rig.of(rig.gradients), false);
+    EXPECT(arrival->wait(30));
+    EXPECT(arrival->error().find("SUPEROFFLOAD_DEVICE_TIMEOUT") != std::string::npos);
+    EXPECT(device.pipeline->close());  // by then the device has come back
+}
+
+TEST(a_delivery_whose_step_never_ran_is_not_made) {
+    reset();
+    Device device;
+    Rig rig(device.gpu, *device.pipeline);
+    const auto never = std::make_shared<Completion>();
+    never->fail("closed before it ran");
+    const auto delivered = device.pipeline->deliver(rig.bucket, never, device.current, rig.of(rig.parameters));
+    EXPECT(delivered->wait(30));
+    EXPECT(delivered->error() == "closed before it ran");
+    bool refused = false;
+    try {
+        device.pipeline->pack(rig.bucket, device.current, rig.of(rig.gradients), false);
+    } catch (const std::runtime_error&) {
+        refused = true;  // parameters are not those of the last step
+    }
+    EXPECT(refused);
+}
+
+TEST(closing_with_work_in_flight_finishes_it) {
+    reset();
+    Device device;
+    Rig rig(device.gpu, *device.pipeline);
+    fake<void(Stream, double)>("fake_cuda_sleep")(device.current, 100000);
+    const auto arrival = device.pipeline->pack(rig.bucket, device.current, rig.of(rig.gradients), false);
+    EXPECT(device.pipeline->close());
+    EXPECT(arrival->done() && arrival->error().empty());
+}
+
+TEST(a_forked_child_ends_cleanly) {
+    reset();
+    Device device;
+    Rig rig(device.gpu, *device.pipeline);
+    const pid_t child = fork();
+    if (child == 0) {
+        bool refused = false;
+        try {
+            device.pipeline->pack(rig.bucket, device.current, rig.of(rig.gradients), false);
+        } catch (const std::runtime_error&) {
+            refused = true;
+        }
+        device.pipeline.reset();
+        _exit(refused ? 0 : 1);
+    }
+    int status = -1;
+    EXPECT(waitpid(child, &status, 0) == child && status == 0);
+}
+
+TEST(memory_is_registered_in_chunks_and_released) {
+    reset();
+    const auto gpu = std::make_shared<Gpu>(cuda::Driver::load(library()), 0);
+    const auto registered = fake<std::size_t()>("fake_cuda_registered_bytes");
+    const std::size_t before = registered();
+    {
+        PinnedMemory memory(gpu, {1 << 20, -1, false, 3, 1 << 18});
+        EXPECT(memory.pinned() && registered() == before + (1 << 20));
+        EXPECT(fake<long(const char*)>("fake_cuda_calls")("cuMemHostRegister_v2") == 4);
+        memory.unpin();
+        EXPECT(registered() == before);
+        static_cast<char*>(memory.data())[(1 << 20) - 1] = 1;
+    }
+    fake<void(std::size_t)>("fake_cuda_registrable")(1 << 17);
+    PinnedMemory refused(gpu, {1 << 20});
+    EXPECT(!refused.pinned() && refused.refusal().find("CUDA_ERROR_OUT_OF_MEMORY") != std::string::npos);
+    static_cast<char*>(refused.data())[0] = 1;
+    reset();
+}
+
+TEST(a_missing_driver_is_an_error) {
+    bool thrown = false;
+    try {
+        cuda::Driver::load("libno-such-driver.so");
+    } catch (const cuda::DriverError& error) {
+        thrown = std::string(error.what()).find("install the NVIDIA driver") != std::string::npos;
+    }
+    EXPECT(thrown);
+}
+
+int main(int count, char** arguments) { return harness::run_all(count > 1 ? arguments[1] : nullptr); }

@@ -1,0 +1,294 @@
+"""The link between a CUDA device and host memory. What is here runs once per bucket and step; the rest is native."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from superoffload import _native
+from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket
+from superoffload.cuda.device import Device, TorchDevice
+from superoffload.cuda.pinned import ALIGN, LARGEST_REGISTRATION, PinnedArena, warn_unpinned
+from superoffload.cuda.transfer import NARROW, TransferPolicy
+from superoffload.errors import ArgumentError, DeviceError, KernelsUnavailable
+from superoffload.link import PackTicket
+
+SLOTS = 2  # staging on the device: one is packed while the other is copied
+LIBRARY_VARIABLE = "SUPEROFFLOAD_LIBCUDA"
+TIMEOUT_VARIABLE = "SUPEROFFLOAD_DEVICE_TIMEOUT"
+_FLAG_BYTES = 4096
+_LEAKED: list[object] = []  # memory that a device was still using when its link was closed
+
+
+@dataclass(frozen=True)
+class CudaOptions:
+    """``keep_grads``: see ``superoffload.AdamW``. ``image``: compiled kernels; empty: copies, summed on the CPU."""
+
+    keep_grads: bool = False
+    policy: TransferPolicy = NARROW
+    image: bytes = b""
+    timeout_seconds: float = 600.0
+    chunk: int = LARGEST_REGISTRATION
+    library: str = "libcuda.so.1"
+
+
+class CudaLink:
+    """Gradients and parameters on a device, everything else in host memory."""
+
+    asynchronous = True
+
+    def __init__(self, device: Device, options: CudaOptions) -> None:
+        self.bytes_down = 0
+        self.bytes_up = 0
+        self.frees_gradients = not options.keep_grads
+        self.policy = options.policy
+        self._options = options
+        self._device = device
+        self._pid = os.getpid()
+        self._closed = False
+        self._buckets: dict[Bucket, _native.DeviceBucket] = {}
+        self._targets: dict[Bucket, list[Tensor]] = {}
+        self._arenas: list[PinnedArena] = []
+        self._on_device: list[Tensor] = []  # scratch of every arena's buckets
+        self._staging: list[Tensor] = []
+        self._scratch_used = 0
+        with _translated("starting the device"):
+            self._gpu = _native.CudaGpu(options.library, device.ordinal)
+            self._flag = PinnedArena(self._gpu, _FLAG_BYTES)
+            flag = self._flag.take(1, torch.int32)
+            self._pack_stream, self._down_stream, self._up_stream = (device.make_stream() for _ in range(3))
+            self._pipeline = _native.CudaPipeline(
+                self._gpu,
+                pack=self._pack_stream,
+                down=self._down_stream,
+                up=self._up_stream,
+                flag=flag.data_ptr() if self._flag.pinned else 0,
+                image=options.image,
+                timeout_seconds=options.timeout_seconds,
+            )
+
+    @property
+    def pinned(self) -> bool:
+        """Whether all host memory could be pinned."""
+        return self._flag.pinned and all(arena.pinned for arena in self._arenas)
+
+    # ---- memory -----------------------------------------------------------------------------------------------
+
+    def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
+        for bucket in buckets:
+            bucket.packed_dtype = self.policy.packed_dtype(bucket.gradient_dtype)
+            bucket.shadow_dtype = self.policy.shadow_dtype(bucket.published_dtype)
+        with _translated("reserving memory"):
+            if anew:
+                self._start_anew()
+            self._reserve_host(sum(map(_host_bytes, buckets)))
+            self._on_device.append(self._device.empty(sum(map(_scratch_bytes, buckets)) + ALIGN))
+            self._scratch_used = 0
+            self._reserve_staging([*self._buckets, *buckets])
+
+    def _start_anew(self) -> None:
+        """Nothing of the buckets so far is needed any more."""
+        if self._buckets and not self._pipeline.drain(self._options.timeout_seconds):
+            raise DeviceError(f"the device did not finish its copies within {self._options.timeout_seconds} s")
+        self._buckets.clear()
+        self._targets.clear()
+        self._on_device.clear()
+
+    def _reserve_host(self, nbytes: int) -> None:
+        if not self._buckets and self._arenas and self._arenas[0].nbytes >= nbytes:
+            (arena,) = self._arenas[:1]
+            arena.reset()
+            self._close_arenas(self._arenas[1:], idle=True)
+            self._arenas = [arena]
+            return
+        if not self._buckets:
+            self._close_arenas(self._arenas, idle=True)
+            self._arenas = []
+        # Buckets in the order of the first backward may need a little more, for gaps between their pieces.
+        arena = PinnedArena(self._gpu, nbytes + (nbytes >> 6) + (1 << 16), chunk=self._options.chunk)
+        warn_unpinned(arena)
+        if self.policy.direct and not arena.pinned:
+            raise ArgumentError(
+                f"transfer policy 'direct': the pack kernel cannot reach memory that is not pinned ({arena.refusal}); "
+                "choose 'narrow'"
+            )
+        self._arenas.append(arena)
+
+    def _reserve_staging(self, buckets: Sequence[Bucket]) -> None:
+        if not self._pipeline.has_kernels:
+            return
+        down = max((_nbytes(b.padded, b.packed_dtype) for b in buckets), default=0) if not self.policy.direct else 0
+        up = max((_nbytes(b.padded, b.shadow_dtype) for b in buckets if b.shadow_dtype != b.published_dtype), default=0)
+        if self._staging and self._staging[0].numel() >= SLOTS * down and self._staging[1].numel() >= up:
+            return
+        if not self._pipeline.drain(self._options.timeout_seconds):
+            raise DeviceError(f"the device did not finish its copies within {self._options.timeout_seconds} s")
+        self._staging = [self._device.empty(SLOTS * down), self._device.empty(up)]
+        for_packing, for_casts = (memory.data_ptr() for memory in self._staging)
+        self._pipeline.set_staging(down=for_packing, slot_bytes=down, slots=SLOTS if down else 0, up=for_casts)
+
+    def attach(self, bucket: Bucket) -> None:
+        arena = self._arenas[-1]
+        with _translated("reserving memory"):
+            bucket.gradient = arena.take(bucket.padded, bucket.packed_dtype)
+            bucket.shadow = arena.take(bucket.padded, bucket.shadow_dtype)
+            nbytes = _scratch_bytes(bucket)
+            scratch = arena.take(nbytes, torch.uint8)
+            on_device = _aligned(self._on_device[-1].data_ptr()) + self._scratch_used
+            self._scratch_used += nbytes
+            self._buckets[bucket] = self._pipeline.make_bucket(
+                pieces=[
+                    (piece.offset, piece.numel, piece.shard.block_sums.ctypes.data + 8 * (piece.start // BLOCK))
+                    for piece in bucket.pieces
+                ],
+                gradient_type=ELEMENT_TYPES[bucket.gradient_dtype],
+                packed_type=ELEMENT_TYPES[bucket.packed_dtype],
+                shadow_type=ELEMENT_TYPES[bucket.shadow_dtype],
+                published_type=ELEMENT_TYPES[bucket.published_dtype],
+                packed=bucket.gradient.data_ptr(),
+                shadow=bucket.shadow.data_ptr(),
+                scratch=scratch.data_ptr(),
+                device_scratch=on_device,
+                direct=self.policy.direct,
+            )
+
+    # ---- a step -----------------------------------------------------------------------------------------------
+
+    def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
+        size = bucket.gradient_dtype.itemsize
+        addresses = [0] * len(grads)
+        for i, (piece, grad) in enumerate(zip(bucket.pieces, grads, strict=True)):
+            if grad is not None:
+                addresses[i] = grad.data_ptr() + size * piece.start
+                self.bytes_down += bucket.packed_dtype.itemsize * piece.numel
+        try:
+            with _translated(f"packing {bucket.pieces[0].shard.name}"):
+                arrival = self._pipeline.pack(
+                    self._buckets[bucket],
+                    current=self._device.current_stream(),
+                    addresses=addresses,
+                    keep=not self.frees_gradients,
+                )
+        finally:  # the kernel may run although something after it has failed
+            if self.frees_gradients:
+                self._device.release([grad for grad in grads if grad is not None], self._pack_stream)
+        return PackTicket(bucket, arrival)
+
+    def arrived(self, ticket: PackTicket) -> _native.Completion:
+        return ticket.completion
+
+    def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
+        size = bucket.published_dtype.itemsize
+        addresses = [0] * len(bucket.pieces)
+        targets = []
+        for i, (piece, present) in enumerate(zip(bucket.pieces, bucket.present, strict=True)):
+            if present:
+                target = piece.shard.target()
+                targets.append(target)
+                addresses[i] = target.data_ptr() + size * piece.start
+                self.bytes_up += bucket.shadow_dtype.itemsize * piece.numel
+        self._targets[bucket] = targets  # so that their memory stays until the copy is ordered
+        with _translated(f"delivering {bucket.pieces[0].shard.name}"):
+            return self._pipeline.deliver(
+                self._buckets[bucket], after=after, current=self._device.current_stream(), addresses=addresses
+            )
+
+    def make_visible(self, bucket: Bucket) -> None:
+        with _translated(f"delivering {bucket.pieces[0].shard.name}"):
+            self._pipeline.make_visible(self._buckets[bucket], current=self._device.current_stream())
+        targets = self._targets.pop(bucket, [])
+        if targets:
+            torch.autograd.graph.increment_version(targets)
+
+    # ---- the end ----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        if self._closed or self._pid != os.getpid():
+            return
+        self._closed = True
+        idle = self._pipeline.close()
+        if not idle:
+            _LEAKED.extend([*self._on_device, *self._staging, *self._targets.values()])
+        self._close_arenas([*self._arenas, self._flag], idle=idle)
+        self._on_device.clear()
+        self._staging.clear()
+        self._targets.clear()
+
+    def _close_arenas(self, arenas: Sequence[PinnedArena], *, idle: bool) -> None:
+        for arena in arenas:
+            arena.close(idle=idle)
+
+
+def _nbytes(numel: int, dtype: torch.dtype) -> int:
+    return numel * dtype.itemsize
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def _scratch_bytes(bucket: Bucket) -> int:
+    return _native.cuda_scratch_bytes([piece.numel for piece in bucket.pieces])
+
+
+def _host_bytes(bucket: Bucket) -> int:
+    packed, shadow = _nbytes(bucket.padded, bucket.packed_dtype), _nbytes(bucket.padded, bucket.shadow_dtype)
+    return _aligned(packed) + _aligned(shadow) + _aligned(_scratch_bytes(bucket))
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """The native side's errors as ours."""
+    try:
+        yield
+    except DeviceError:
+        raise
+    except RuntimeError as error:
+        raise DeviceError(f"{what}: {error}") from error
+
+
+# ---- for the optimizer ----------------------------------------------------------------------------------------------
+
+
+def cuda_link(device: torch.device, *, keep_grads: bool | None) -> CudaLink:
+    """The link for parameters on ``device``, with what this process' environment says."""
+    options = CudaOptions(
+        keep_grads=bool(keep_grads),
+        image=kernels_for(torch.cuda.get_device_capability(device)),
+        timeout_seconds=_timeout(),
+        library=os.environ.get(LIBRARY_VARIABLE, CudaOptions.library),
+    )
+    return CudaLink(TorchDevice(device), options)
+
+
+def kernels_for(capability: tuple[int, int]) -> bytes:
+    """The compiled kernels; empty, with a warning, where nothing can compile them."""
+    from superoffload.cuda.compile import compile_kernels
+
+    try:
+        return compile_kernels(f"sm_{capability[0]}{capability[1]}")
+    except KernelsUnavailable as error:
+        warnings.warn(
+            f"superoffload: {error}. Training goes on without them: gradients are copied one by one and summed on the "
+            "CPU, with the same result",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return b""
+
+
+def _timeout() -> float:
+    text = os.environ.get(TIMEOUT_VARIABLE, "")
+    try:
+        seconds = float(text) if text else CudaOptions.timeout_seconds
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise ArgumentError(f"{TIMEOUT_VARIABLE}={text!r}: expected a number of seconds above 0")
+    return seconds

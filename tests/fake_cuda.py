@@ -1,0 +1,228 @@
+"""A CudaLink over the fake driver (csrc/tests/fake_cuda.cpp) under CPU tensors: whole optimizers, without a GPU.
+
+What a device does late, the fake does late: a gradient is written by an operation on the current stream, parameters are
+read by one, freed gradients are overwritten as soon as the allocator may use their memory again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from superoffload import AdamW, _native
+from superoffload.bucket import Bucket
+from superoffload.cuda.link import CudaLink, CudaOptions
+from superoffload.link import PackTicket
+from tests.emulation import library_path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = ROOT / "build" / "tests" / "libfakecuda.so"
+_SOURCES = [
+    "csrc/tests/fake_cuda.cpp",
+    *(f"csrc/{name}" for name in ("cuda/driver.h", "cuda/pipeline.h", "arm_adam/lanes_scalar.h")),
+]
+_FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread"]
+_GARBAGE = 0x7F  # a byte; of these every format makes large values
+
+IMAGE = b"kernels"  # the fake knows its kernels by name
+
+
+def build() -> Path:
+    """Compiles the fake where it is not there yet."""
+    made = max((ROOT / source).stat().st_mtime for source in _SOURCES)
+    if not LIBRARY.exists() or LIBRARY.stat().st_mtime < made:
+        LIBRARY.parent.mkdir(parents=True, exist_ok=True)
+        fresh = LIBRARY.with_suffix(f".{os.getpid()}")
+        command = [os.environ.get("CXX", "g++"), *_FLAGS, "-Icsrc", _SOURCES[0], "-o", str(fresh), "-ldl"]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=240)
+        fresh.replace(LIBRARY)
+    return LIBRARY
+
+
+class Fake:
+    """The fake's own functions, and one current stream."""
+
+    def __init__(self) -> None:
+        self.library = str(build())
+        os.environ["FAKE_CUDA_KERNELS"] = str(library_path())  # read by the fake at the first launch
+        self._functions = ctypes.CDLL(self.library)
+        self._functions.fake_cuda_stream.restype = ctypes.c_void_p
+        self._functions.fake_cuda_calls.restype = ctypes.c_long
+        self._functions.fake_cuda_mismatches.restype = ctypes.c_long
+        self._functions.fake_cuda_registered_bytes.restype = ctypes.c_size_t
+        self.current = self.make_stream()
+
+    def make_stream(self) -> int:
+        return int(self._functions.fake_cuda_stream())
+
+    def reset(self) -> None:
+        self._functions.fake_cuda_reset()
+
+    def delays(self, seed: int, microseconds: float) -> None:
+        self._functions.fake_cuda_delays(ctypes.c_uint64(seed), ctypes.c_double(microseconds))
+
+    def fail(self, symbol: str, result: int, calls: int = 0) -> None:
+        self._functions.fake_cuda_fail(symbol.encode(), calls, result)
+
+    def breaks(self, result: int) -> None:
+        self._functions.fake_cuda_break(result)
+
+    def writes_values(self, supported: bool) -> None:
+        self._functions.fake_cuda_write_values(int(supported))
+
+    def registrable(self, nbytes: int) -> None:
+        self._functions.fake_cuda_registrable(ctypes.c_size_t(nbytes))
+
+    def drop_waits(self, later: int, earlier: int) -> None:
+        self._functions.fake_cuda_drop_waits(ctypes.c_void_p(later), ctypes.c_void_p(earlier))
+
+    def synchronize(self, stream: int | None = None) -> None:
+        self._functions.fake_cuda_synchronize(ctypes.c_void_p(stream or self.current))
+
+    def sleep(self, microseconds: float) -> None:
+        self._functions.fake_cuda_sleep(ctypes.c_void_p(self.current), ctypes.c_double(microseconds))
+
+    def write(self, stream: int, target: Tensor, source: Tensor) -> None:
+        self._functions.fake_cuda_write(
+            ctypes.c_void_p(stream),
+            ctypes.c_void_p(target.data_ptr()),
+            ctypes.c_void_p(source.data_ptr()),
+            _size(target),
+        )
+
+    def read(self, stream: int, tensor: Tensor) -> None:
+        self._functions.fake_cuda_read(ctypes.c_void_p(stream), ctypes.c_void_p(tensor.data_ptr()), _size(tensor))
+
+    def calls(self, symbol: str) -> int:
+        return int(self._functions.fake_cuda_calls(symbol.encode()))
+
+    def registered_bytes(self) -> int:
+        return int(self._functions.fake_cuda_registered_bytes())
+
+    @property
+    def mismatches(self) -> int:
+        return int(self._functions.fake_cuda_mismatches())
+
+
+def _size(tensor: Tensor) -> ctypes.c_size_t:
+    return ctypes.c_size_t(tensor.numel() * tensor.element_size())
+
+
+class FakeDevice:
+    """superoffload.cuda.device.Device over the fake."""
+
+    ordinal = 0
+
+    def __init__(self, fake: Fake) -> None:
+        self.fake = fake
+        self.streams: list[int] = []
+        self.released: set[int] = set()
+        self.kept: list[Tensor] = []
+
+    def current_stream(self) -> int:
+        return self.fake.current
+
+    def make_stream(self) -> int:
+        self.streams.append(self.fake.make_stream())
+        return self.streams[-1]
+
+    def empty(self, nbytes: int) -> Tensor:
+        return torch.full((nbytes,), _GARBAGE, dtype=torch.uint8)
+
+    def release(self, gradients: Sequence[Tensor], stream: int) -> None:
+        for gradient in gradients:
+            self.released.add(gradient.data_ptr())
+            self.overwrite(gradient, stream)
+
+    def overwrite(self, tensor: Tensor, stream: int) -> None:
+        """As the next owner of the memory does. Its real owner lets go of it now, so we keep it for that long."""
+        self.kept.append(tensor)
+        self.fake.write(stream, tensor, garbage_like(tensor))
+
+
+def garbage_like(tensor: Tensor) -> Tensor:
+    return torch.full((tensor.numel() * tensor.element_size(),), _GARBAGE, dtype=torch.uint8)
+
+
+class LateLink(CudaLink):
+    """Gradients appear late, and parameters are read late, on the current stream: as a GPU runs behind the program."""
+
+    def __init__(self, device: FakeDevice, options: CudaOptions) -> None:
+        super().__init__(device, options)
+        self.fake_device = device
+
+    def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
+        fake, device = self.fake_device.fake, self.fake_device
+        late = []
+        for piece, grad in zip(bucket.pieces, grads, strict=True):
+            if grad is not None and piece.numel == grad.numel():  # of a part it would have to appear several times
+                late.append((grad, grad.clone()))
+                device.kept.append(grad)  # the allocator of a device would know what is still to be written there
+                ctypes.memset(grad.data_ptr(), _GARBAGE, grad.numel() * grad.element_size())
+                fake.write(fake.current, *late[-1])
+        device.released.clear()
+        ticket = super().pack(bucket, grads)
+        if not self.frees_gradients:  # whose owner may do with them what he likes
+            for grad, values in late:
+                fake.write(fake.current, grad, garbage_like(grad))
+                fake.write(fake.current, grad, values)
+        for grad in grads:
+            if grad is not None and self.frees_gradients and grad.data_ptr() not in device.released:
+                device.overwrite(grad, fake.current)  # nobody told the allocator to wait
+        return ticket
+
+    def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
+        fake = self.fake_device.fake
+        for piece, present in zip(bucket.pieces, bucket.present, strict=True):
+            if present:
+                fake.read(fake.current, piece.shard.target())
+        return super().deliver(bucket, after)
+
+    @property
+    def roles(self) -> dict[str, int]:
+        """The streams by name."""
+        pack, down, up = self.fake_device.streams[:3]
+        return {"current": self.fake_device.fake.current, "pack": pack, "down": down, "up": up}
+
+
+@contextmanager
+def on_fake_device(fake: Fake, **options: Any) -> Iterator[list[LateLink]]:
+    """AdamW made inside gets a CudaLink; yields the links."""
+    links: list[LateLink] = []
+
+    def link_for(params: Sequence[Tensor], *, keep_grads: bool | None) -> LateLink:
+        given = CudaOptions(keep_grads=bool(keep_grads), image=IMAGE, timeout_seconds=60.0, library=fake.library)
+        links.append(LateLink(FakeDevice(fake), replace(given, **options)))
+        return links[-1]
+
+    with mock.patch("superoffload.optimizer.parameters.link_for", link_for):
+        try:
+            yield links
+        finally:
+            for link in links:
+                link.close()
+            fake.synchronize()
+
+
+def synchronized(fake: Fake, scenario: Callable[[Any, AdamW], None]) -> Callable[[Any, AdamW], None]:
+    """What the program reads of parameters it reads after the current stream."""
+
+    def run(model: Any, optimizer: AdamW) -> None:
+        handle = model.register_forward_pre_hook(lambda *_: fake.synchronize())
+        try:
+            scenario(model, optimizer)
+        finally:
+            handle.remove()
+            fake.synchronize()
+
+    return run
