@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
+from superoffload.bits import same_bits
 from superoffload.bucket import BLOCK, Bucket, BucketState, GroupHyper, Shard
 from superoffload.errors import DeviceError, StateError
 from superoffload.link import Link
@@ -124,7 +125,9 @@ class Core(Settling):
                 ours = bucket.gradient[piece.offset : piece.offset + piece.numel]
             else:
                 ours = arrived[piece.start : piece.start + piece.numel]
-            if not _equal_bits(ours, theirs):
+            if not same_bits(
+                ours.to("cpu"), theirs.to("cpu", ours.dtype)
+            ):  # packed in host memory, perhaps in a wider format
                 return False
         return True
 
@@ -582,13 +585,6 @@ class Core(Settling):
 
 def _nobody(shard: Shard) -> None:
     """Where gradients are kept, nobody need know that they were packed."""
-
-
-def _equal_bits(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether packed elements (perhaps in a wider format) are those of a gradient anywhere."""
-    ours, theirs = ours.to("cpu"), theirs.to("cpu", ours.dtype).contiguous()
-    word = torch.int32 if ours.dtype is torch.float32 else torch.int16
-    return torch.equal(ours.contiguous().view(word), theirs.view(word))
 
 
 def _same_bits(factor: float, other: float) -> bool:
