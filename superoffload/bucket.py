@@ -191,6 +191,7 @@ class Bucket:
         self.present = [False] * len(self.pieces)
         self.missing = len(self.pieces)
         self.squares = 0.0
+        self.arrival = None
 
     def make_work(self, journal_bytes: int, *, past_cache: bool = False) -> None:
         """The native description; ``gradient`` and ``shadow`` must be allocated (``padded`` elements each).
