@@ -139,7 +139,7 @@ def _gpu(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
 def _is_wrong(row: dict[str, Any]) -> bool:
     if row["settings"].get("what") == "races":
         return bool(row["status"] == "done" and row["result"]["different_seeds"])
-    return row["key"] == "tests" and row["status"] != "done"
+    return bool(row["key"] == "tests" and row["status"] != "done")
 
 
 if __name__ == "__main__":
