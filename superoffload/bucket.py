@@ -180,6 +180,10 @@ class Bucket:
     def ended(self) -> bool:
         return self.state in _ENDED
 
+    def stepped_pieces(self) -> list[Piece]:
+        """Those that have a gradient in this step."""
+        return [piece for piece, present in zip(self.pieces, self.present, strict=True) if present]
+
     def renew(self) -> None:
         """Ready for the next step's gradients."""
         if self.state is not BucketState.FILLING:
@@ -187,6 +191,7 @@ class Bucket:
         self.present = [False] * len(self.pieces)
         self.missing = len(self.pieces)
         self.squares = 0.0
+        self.arrival = None
 
     def make_work(self, journal_bytes: int, *, past_cache: bool = False) -> None:
         """The native description; ``gradient`` and ``shadow`` must be allocated (``padded`` elements each).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 @dataclass
@@ -39,4 +39,4 @@ class Stats:
     def as_dict(self) -> dict[str, float | int]:
         """A plain dictionary, with ``clip_rate`` = clipped steps / decided steps."""
         decided = self.steps + self.skipped_steps
-        return {**asdict(self), "clip_rate": self.clipped_steps / decided if decided else 0.0}
+        return {**vars(self), "clip_rate": self.clipped_steps / decided if decided else 0.0}
