@@ -180,6 +180,10 @@ class Bucket:
     def ended(self) -> bool:
         return self.state in _ENDED
 
+    def stepped_pieces(self) -> list[Piece]:
+        """Those that have a gradient in this step."""
+        return [piece for piece, present in zip(self.pieces, self.present, strict=True) if present]
+
     def renew(self) -> None:
         """Ready for the next step's gradients."""
         if self.state is not BucketState.FILLING:

@@ -101,7 +101,7 @@ def placer_for(asked: Asked, link: Link, params: Sequence[Tensor]) -> Placer | N
     residency: Residency | None = getattr(link, "residency", None)
     if residency is not None:
         return Placer(asked, residency)
-    if all(param.device.type == "cpu" for param in params):
+    if _on_cpu(params):
         raise ArgumentError(
             f"placement={_shown(asked)}: there is no accelerator, the parameters are on the CPU; pass None, or move "
             "the model to the accelerator before making the optimizer"
@@ -110,6 +110,10 @@ def placer_for(asked: Asked, link: Link, params: Sequence[Tensor]) -> Placer | N
         f"placement={_shown(asked)}: state on the accelerator is stepped by kernels, which could not be compiled (see "
         "the warning before this); install superoffload[cuda], or pass placement=None"
     )
+
+
+def _on_cpu(params: Sequence[Tensor]) -> bool:
+    return all(param.device.type == "cpu" for param in params)
 
 
 def _shown(asked: Asked) -> str:

@@ -122,6 +122,7 @@ class FakeDevice:
     """superoffload.cuda.device.Device over the fake."""
 
     ordinal = 0
+    torch_device = torch.device("cpu")
 
     def __init__(self, fake: Fake) -> None:
         self.fake = fake
@@ -138,6 +139,9 @@ class FakeDevice:
 
     def empty(self, nbytes: int) -> Tensor:
         return torch.full((nbytes,), _GARBAGE, dtype=torch.uint8)
+
+    def free_bytes(self) -> int:
+        return 1 << 30
 
     def release(self, gradients: Sequence[Tensor], stream: int) -> None:
         for gradient in gradients:

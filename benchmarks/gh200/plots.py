@@ -62,6 +62,7 @@ def _draw_lines(
             axes.plot(hidden, values, dash, color=colour, linewidth=0.7)
     if not axes.lines:
         axes.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axes.transAxes, color=style.MUTED)
+        axes.set_axis_off()
     axes.set_xlabel("hidden size")
     axes.set_xticks(sorted({settings["model"]["hidden"] for settings, _ in results}))
     axes.set_ylim(bottom=0)

@@ -75,7 +75,7 @@ _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 def step_kernel(bucket: Bucket) -> str:
     """The kernel that steps a resident bucket."""
     noisy = "_noisy" if bucket.pieces[0].shard.exp_avg.dtype is torch.bfloat16 else ""
-    return f"step_{_NAMES[bucket.gradient.dtype]}_{_NAMES[bucket.published_dtype]}{noisy}"
+    return f"step_{_NAMES[bucket.gradient_dtype]}_{_NAMES[bucket.published_dtype]}{noisy}"
 
 
 def step_table(bucket: Bucket, scalars: Sequence[bytes | None]) -> Pieces:

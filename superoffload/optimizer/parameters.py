@@ -31,6 +31,7 @@ class Given:
     """Arguments that are needed again where an optimizer starts anew on other parameters."""
 
     speculation: str
+    delivery: str
     bucket_numel: int | None
     threads: int | None
     replicated: str

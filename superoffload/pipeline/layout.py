@@ -57,7 +57,7 @@ class Layout:
     def _attach(self, buckets: Sequence[Bucket]) -> None:
         speculates = self.policy.mode != "never"
         past_cache = exceeds_caches(sum(shard.numel for shard in self.shards))
-        self.link.prepare([bucket for bucket in buckets if not bucket.resident], anew=not self.buckets)
+        self.link.prepare(buckets, anew=not self.buckets)
         for bucket in buckets:
             if bucket.resident:
                 self._attach_resident(bucket)

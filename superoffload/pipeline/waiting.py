@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from superoffload import _native
 from superoffload.bucket import Bucket, GroupHyper
-from superoffload.errors import WorkerError
+from superoffload.errors import SuperOffloadError, WorkerError
 from superoffload.link import Link
 from superoffload.pipeline.layout import Layout
 from superoffload.pipeline.options import CoreOptions
@@ -21,7 +21,7 @@ class Waiting(Layout):
     def __init__(self, link: Link, options: CoreOptions, hyper_of: Callable[[int], GroupHyper]) -> None:
         super().__init__(link, options, hyper_of)
         self._stats = Stats()
-        self._failure: WorkerError | None = None
+        self._failure: SuperOffloadError | None = None
         self._stopwatch = Stopwatch(options.clock)
 
     def _submit(self, bucket: Bucket, operation: _native.Operation, width: int = 1) -> None:
