@@ -16,13 +16,15 @@ from superoffload.emulation.training import EmulatedTraining
 from superoffload.schedule import FixedSchedule, Schedule
 from superoffload.step_model import BYTES
 
+PARTS = ("model", "traces", "wall-clock")
+
 Row = dict[str, Any]
 Tell = Callable[[str], None]
 
 FLOPS = 400e12
 _WARM, _COUNTED = 16, 8  # virtual steps
-_TRACE_STEPS = 300
-_LONG_TRACE_STEPS = 1500  # of the one that changes after 1000
+_TRACE_STEPS = 200
+_LONG_TRACE_STEPS = 1200  # of the one that changes after 1000
 _TRACE_LAYERS = 16
 
 CONTESTANTS: dict[str, tuple[Callable[[], Schedule], bool]] = {  # schedule, and whether delivery is on demand
@@ -36,8 +38,9 @@ CONTESTANTS: dict[str, tuple[Callable[[], Schedule], bool]] = {  # schedule, and
 
 @dataclass(frozen=True)
 class ScheduleBenchmark:
-    """``numel`` 0: nothing beside real work."""
+    """``parts``: some of ``PARTS``."""
 
+    parts: Sequence[str]
     parameters: float
     tokens: Sequence[int]
     trace_steps: int
@@ -49,9 +52,13 @@ class ScheduleBenchmark:
 
 def run_schedule(settings: ScheduleBenchmark, tell: Tell) -> dict[str, Any]:
     """Rows of the model, of the traces and of this machine."""
-    rows = model_rows(settings, tell) + trace_rows(settings, tell)
+    rows: list[Row] = []
+    if "model" in settings.parts:
+        rows += model_rows(settings, tell)
+    if "traces" in settings.parts:
+        rows += trace_rows(settings, tell)
     limit: dict[str, Any] = {"model": {**_machine_facts(GRACE), "flops": FLOPS}}
-    if settings.numel:
+    if "wall-clock" in settings.parts:
         wall, facts = wall_clock_rows(settings, tell)
         rows += wall
         limit["wall_clock"] = facts

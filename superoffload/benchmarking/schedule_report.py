@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,9 @@ def _part(rows: Sequence[Row], part: str) -> list[Row]:
 
 def tables(report: dict[str, Any]) -> str:
     """All of them, for the terminal."""
-    parts = [_model_table(_part(report["rows"], "model")), _trace_table(_part(report["rows"], "trace"))]
-    wall = _part(report["rows"], "wall clock")
-    if wall:
-        parts.append(_wall_table(wall))
-    return "\n\n".join(parts)
+    drawn = (("model", _model_table), ("trace", _trace_table), ("wall clock", _wall_table))
+    found = ((table, _part(report["rows"], part)) for part, table in drawn)
+    return "\n\n".join(table(rows) for table, rows in found if rows)
 
 
 def _model_table(rows: Sequence[Row]) -> str:
@@ -91,22 +89,29 @@ def _wall_table(rows: Sequence[Row]) -> str:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """The model's table as lines, the traces, and this machine as bars."""
+    """The model's table as lines, the traces, and this machine as bars; what was not measured is left out."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = report["rows"]
-    wall = _part(rows, "wall clock")
+    model, traces, wall = (_part(report["rows"], part) for part in ("model", "trace", "wall clock"))
+    draws: list[Callable[[Any], None]] = []
+    if model:
+        draws += [lambda axes: _draw_model(axes, model, False), lambda axes: _draw_model(axes, model, True)]
+    if traces:
+        draws.append(lambda axes: _draw_traces(axes, traces))
+    if wall:
+        draws.append(lambda axes: _draw_wall(axes, wall))
+    columns = 2 if len(draws) > 1 else 1
+    lines = -(-len(draws) // columns)
     with rc_context(style.MATPLOTLIB):
-        figure = Figure(figsize=(11, 7.2 if wall else 3.8), layout="constrained")
+        figure = Figure(figsize=(5.5 * columns, 3.6 * lines), layout="constrained")
         FigureCanvasAgg(figure)
-        grid = figure.subplots(2 if wall else 1, 2, squeeze=False)
-        for axes, clips in zip(grid[0], (False, True), strict=True):
-            _draw_model(axes, _part(rows, "model"), clips)
-        if wall:
-            _draw_traces(grid[1][0], _part(rows, "trace"))
-            _draw_wall(grid[1][1], wall)
+        grid = figure.subplots(lines, columns, squeeze=False).flatten()
+        for axes, draw in zip(grid, draws, strict=False):
+            draw(axes)
+        for axes in grid[len(draws) :]:
+            axes.set_axis_off()
         figure.savefig(path)
 
 

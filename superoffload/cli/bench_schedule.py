@@ -11,6 +11,7 @@ from superoffload.cli.options import add_option
 from superoffload.errors import ArgumentError
 
 _TOKENS = (2048, 4096, 6144, 8192, 12288)
+_PARTS = ("model", "traces", "wall-clock")
 _NUMEL, _QUICK = 1 << 25, 1 << 20
 
 
@@ -24,8 +25,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     add_option(parser, "--parameters", type=float, default=7e9, help="of the model in virtual time")
     parser.add_argument("--tokens", type=int, nargs="+", metavar="N", default=_TOKENS, help="per step, in virtual time")
-    add_option(parser, "--trace-steps", type=int, default=300, help="of each sequence of verdicts")
-    add_option(parser, "--numel", type=int, default=_NUMEL, help="parameters beside real work; 0: none of that")
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS, help="some of it (default: all)")
+    add_option(parser, "--trace-steps", type=int, default=200, help="of each sequence of verdicts")
+    add_option(parser, "--numel", type=int, default=_NUMEL, help="parameters beside real work")
     add_option(parser, "--threads", type=int, default=1, help="worker threads beside real work")
     add_option(parser, "--rounds", type=int, default=7, help="turns of each contestant")
     add_option(parser, "--steps", type=int, default=6, help="per turn")
@@ -80,12 +82,21 @@ def _settings(args: argparse.Namespace) -> Any:
         raise ArgumentError(f"tokens={min(args.tokens)}: expected positive numbers")
     if args.trace_steps < 40:
         raise ArgumentError(f"trace_steps={args.trace_steps}: expected at least 40, since the first 20 are not counted")
-    if args.numel != 0 and args.numel < 1 << 16:
-        raise ArgumentError(f"numel={args.numel}: expected 0, or at least {1 << 16}")
+    if args.numel < 1 << 16:
+        raise ArgumentError(f"numel={args.numel}: expected at least {1 << 16}")
     for name in ("rounds", "steps"):
         if getattr(args, name) < 1:
             raise ArgumentError(f"{name}={getattr(args, name)}: expected at least 1")
     cpus = worker_cpus(args.threads)
     if args.quick:
-        return ScheduleBenchmark(args.parameters, args.tokens[:2], 60, min(args.numel, _QUICK), cpus, 1, 2)
-    return ScheduleBenchmark(args.parameters, args.tokens, args.trace_steps, args.numel, cpus, args.rounds, args.steps)
+        return ScheduleBenchmark(args.parts, args.parameters, args.tokens[:2], 60, min(args.numel, _QUICK), cpus, 1, 2)
+    return ScheduleBenchmark(
+        args.parts,
+        args.parameters,
+        args.tokens,
+        args.trace_steps,
+        args.numel,
+        cpus,
+        args.rounds,
+        args.steps,
+    )
