@@ -120,7 +120,8 @@ def _draw_model(axes: Any, rows: Sequence[Row], clips: bool) -> None:
     tokens = list(dict.fromkeys(row["tokens"] for row in rows))
     for name in names:
         ratios = {row["tokens"]: row["ratio"] for row in rows if row["contestant"] == name and row["clips"] is clips}
-        line = {"linewidth": 2.2, "zorder": 3} if name == "adaptive" else {"linewidth": 1.3, "linestyle": "--"}
+        adaptive = name == "adaptive"
+        line = {"linewidth": 2.2, "linestyle": "-", "zorder": 3} if adaptive else {"linewidth": 1.3, "linestyle": "--"}
         axes.plot(tokens, [ratios[count] for count in tokens], "o", ms=3.5, color=_COLOURS[name], label=name, **line)
     axes.axhline(1.0, color=style.INK, linewidth=0.8)
     axes.set_xticks(tokens, [f"{count / 1024:g} k" for count in tokens])
@@ -137,15 +138,15 @@ def _draw_traces(axes: Any, rows: Sequence[Row]) -> None:
     shades = (style.PALE_BLUE, style.BLUE, style.GREEN, style.ORANGE, style.MUTED)
     for number, (count, colour) in enumerate(zip(tokens, shades, strict=False)):
         ratios = {row["trace"]: row["ratio"] for row in rows if row["tokens"] == count}
-        places = [index + (number - (len(tokens) - 1) / 2) * 0.15 for index in range(len(traces))]
-        axes.barh(places, [ratios[trace] - 1 for trace in traces], 0.14, left=1, color=colour, label=f"{count} tokens")
+        places = [index + (number - (len(tokens) - 1) / 2) * 0.16 for index in range(len(traces))]
+        axes.barh(places, [ratios[trace] - 1 for trace in traces], 0.15, left=1, color=colour, label=str(count))
     axes.axvline(1.0, color=style.INK, linewidth=0.8)
     axes.axvline(1.03, color=style.RED, linewidth=0.8, linestyle=":")
     axes.set_yticks(range(len(traces)), traces)
     axes.invert_yaxis()
     axes.set_xlim(right=1.04)
     axes.set_title("Adaptive over the best fixed choice (dotted: 3 % slower)")
-    axes.legend(loc="upper left", fontsize=7)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), title="tokens per step")
 
 
 def _draw_wall(axes: Any, rows: Sequence[Row]) -> None:
