@@ -129,8 +129,9 @@ class Core(Settling):
 
     def retract(self, shard: Shard) -> None:
         """The gradient of ``shard`` was not final after all, or is gone: undo what was done with it."""
-        if self._incoming.pop(shard.index, None) is None:
+        if shard.index not in self._incoming:
             return
+        del self._incoming[shard.index]
         if not self._observed and shard.index in self._order:
             self._order.remove(shard.index)
         for bucket, place in self._places.get(shard.index, ()):

@@ -93,6 +93,7 @@ class DeviceBucket {
     OwnedEvent delivered_;  // up stream: the parameters are new
     std::atomic<bool> was_delivered_{false};
     std::shared_ptr<Completion> arrival_;  // of the last pack
+    bool half_packed_ = false;             // a pack has failed, but some of it may be under way
 };
 
 struct Staging {
@@ -184,6 +185,7 @@ class Pipeline {
     Function find(const char* kind, adam::ElementType from, adam::ElementType to) const;
     void launch(Function function, std::uint64_t grid, Stream stream, void** arguments, const char* what) const;
     bool streams_idle() const;
+    bool await_idle_streams(double until) const;
     bool out_of_time() const;
     bool forked() const;
     void check_open() const;
