@@ -45,7 +45,7 @@ std::shared_ptr<cuda::DeviceBucket> make_bucket(
     cuda::Pipeline& pipeline, const std::vector<std::tuple<std::uint64_t, std::uint64_t, Address>>& pieces,
     adam::ElementType gradient_type, adam::ElementType packed_type, adam::ElementType shadow_type,
     adam::ElementType published_type, Address packed, Address shadow, Address scratch,
-    cuda::DeviceAddress device_scratch, bool direct) {
+    cuda::DeviceAddress device_scratch, bool direct, cuda::DeviceAddress resident, const std::string& step_kernel) {
     cuda::BucketSpec spec;
     for (const auto& [offset, numel, block_sums] : pieces) {
         spec.pieces.push_back({offset, numel, pointer<double*>(block_sums)});
@@ -59,6 +59,8 @@ std::shared_ptr<cuda::DeviceBucket> make_bucket(
     spec.scratch = pointer<void*>(scratch);
     spec.device_scratch = device_scratch;
     spec.direct = direct;
+    spec.resident = resident;
+    spec.step_kernel = step_kernel;
     const py::gil_scoped_release release;
     return pipeline.make_bucket(spec);
 }
@@ -97,7 +99,8 @@ void bind_cuda(py::module_& module) {
             py::arg("down"), py::arg("slot_bytes"), py::arg("slots"), py::arg("up"), release)
         .def("make_bucket", &make_bucket, py::arg("pieces"), py::arg("gradient_type"), py::arg("packed_type"),
              py::arg("shadow_type"), py::arg("published_type"), py::arg("packed"), py::arg("shadow"),
-             py::arg("scratch"), py::arg("device_scratch"), py::arg("direct"))
+             py::arg("scratch"), py::arg("device_scratch"), py::arg("direct"), py::arg("resident") = 0,
+             py::arg("step_kernel") = "")
         .def(
             "pack",
             [](cuda::Pipeline& pipeline, const std::shared_ptr<cuda::DeviceBucket>& bucket, Address current,
@@ -118,6 +121,17 @@ void bind_cuda(py::module_& module) {
                 pipeline.make_visible(bucket, pointer<cuda::Stream>(current));
             },
             py::arg("bucket"), py::arg("current"), release)
+        .def(
+            "step",
+            [](cuda::Pipeline& pipeline, const std::shared_ptr<cuda::DeviceBucket>& bucket, Address current,
+               const py::bytes& table, unsigned count, std::uint64_t blocks, cuda::DeviceAddress device_table) {
+                std::string contents = table;
+                const py::gil_scoped_release released;
+                pipeline.step(bucket, pointer<cuda::Stream>(current), std::move(contents), count, blocks, device_table);
+            },
+            py::arg("bucket"), py::arg("current"), py::arg("table"), py::arg("count"), py::arg("blocks"),
+            py::arg("device_table"))
+        .def("has_stepped", &cuda::Pipeline::has_stepped, py::arg("bucket"), release)
         .def("drain", &cuda::Pipeline::drain, py::arg("timeout_seconds"), release)
         .def("close", &cuda::Pipeline::close, release);
 }

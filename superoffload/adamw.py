@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from superoffload import kernels  # obeys SUPEROFFLOAD_ISA
 from superoffload.arguments import (
     as_groups,
+    check_delivery,
     check_groups,
+    check_in_module,
     check_keep_grads,
     check_max_grad_norm,
     check_rank_check,
@@ -23,19 +25,19 @@ from superoffload.arguments import (
     check_seed,
     check_state_dtype,
     check_whole_number,
-    refuse_unknown,
 )
 from superoffload.errors import ArgumentError, StateError
+from superoffload.optimizer.delivery import Delivery
 from superoffload.optimizer.gradients import reduction_hook
 from superoffload.optimizer.parameters import Given
-from superoffload.optimizer.saved_state import SavedState
+from superoffload.placement import check_placement
 from superoffload.timeline import Timeline, record
 from superoffload.verdict import Verdict
 
 __all__ = ["AdamW", "kernels"]
 
 
-class AdamW(SavedState):
+class AdamW(Delivery):
     """AdamW with offloaded state, speculation and exact clipping.
 
     The arithmetic is that of ``torch.optim.AdamW`` in fp32 (Loshchilov and Hutter, "Decoupled Weight Decay
@@ -48,17 +50,23 @@ class AdamW(SavedState):
         max_grad_norm: clip the global gradient norm to this (None: no clipping). Changeable between steps. Replaces
             ``torch.nn.utils.clip_grad_norm_``.
         speculation: "adaptive" (speculate while clips are rare), "always" or "never". Never changes a result.
-        delivery: "eager".
+        delivery: "eager": parameters have their new values when ``step()`` returns. "on_demand" (needs ``module``):
+            ``step()`` returns at once, and forward passes and ``state_dict()`` of the module wait for the parameters
+            that they read; call ``synchronize()`` before anything else reads or writes parameters, and find what does
+            with ``check_reads()``. docs/pipeline.md.
         keep_grads: gradients stay in ``p.grad`` after they were packed. None: on the CPU (always) and under
             ``DistributedDataParallel``. Else they are freed as soon as they are packed, which saves their memory; code
             that would then clip, edit or add to them gets an error (docs/pipeline.md).
-        placement: None.
+        placement: which state stays on the accelerator, where it is stepped after the verdict with the same bits:
+            {"gpu_fraction": f}, the parameters whose gradients come last in backward, up to that part of all; "auto",
+            chosen after a few steps from measured times and free memory; None. docs/pipeline.md. Not on the CPU.
         bucket_numel: elements per bucket (None: a 32nd of the parameters, within 64 Ki and 32 Mi).
         threads: worker threads (None: one per core this process may use, shared with other ranks on the node).
         rank_check: "off", "light" (every step, one exchange of at most 128 bytes), "full" (every step, everything) or
             {"full": N}: light, and everything every N steps. Unless it is "off", everything is checked in the first
             three steps and after a load. docs/ranks.md. No effect in a single process.
         trace: write a timeline of every step to this file (docs/timeline.md); None: none is recorded.
+        module: whose forward passes wait for parameters that are delivered on demand. Also all that ``model`` is.
         model: whose parameters these are: gives errors their qualified names, and lets a full check see what forward
             gathers (``fully_shard``); a ``DistributedDataParallel`` gets our communication hook, without which its
             gradients cannot be stepped during backward.
@@ -97,6 +105,7 @@ class AdamW(SavedState):
         threads: int | None = None,
         rank_check: str | Mapping[str, int] = "light",
         trace: Any = None,
+        module: nn.Module | None = None,
         model: nn.Module | None = None,
         replicated: str | None = None,
         process_group: Any = None,
@@ -105,19 +114,24 @@ class AdamW(SavedState):
         seed: int = 0,
     ) -> None:
         self._max_grad_norm = check_max_grad_norm(max_grad_norm)
-        refuse_unknown(delivery, placement)
+        asked = check_placement(placement)
         check_keep_grads(keep_grads)
         check_whole_number("bucket_numel", bucket_numel)
         check = check_rank_check(rank_check)
         replicated = check_replicated(replicated)
+        check_delivery(delivery, module, model, replicated)
+        model = module if module is not None else model
         check_whole_number("threads", threads)
         groups = as_groups(params)
         if not any(group["params"] for group in groups):  # one empty group among others is common: nothing to decay
             raise ArgumentError("params: only empty param groups; expected parameters to train")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_groups(groups, defaults)
+        if delivery == "on_demand" and model is not None:
+            check_in_module(model, [param for group in groups for param in group["params"]])
         given = Given(
             speculation,
+            delivery,
             bucket_numel,
             threads,
             replicated,
@@ -126,6 +140,7 @@ class AdamW(SavedState):
             rank_timeout,
             weakref.ref(model) if model is not None else None,
             keep_grads,
+            asked,
         )
         self._begin()
         self._begin_with(given, check_state_dtype(state_dtype), check_seed(seed))
@@ -180,6 +195,15 @@ class AdamW(SavedState):
     def timeline(self) -> Timeline | None:
         """What records the steps if ``trace`` was given; its ``span("forward")`` adds parts of the training loop."""
         return self._core.timeline
+
+    @property
+    def placement(self) -> dict[str, Any] | None:
+        """The part of the parameters whose state is to be on the accelerator, how many really are, and why so."""
+        placer = self._core.placer
+        if placer is None:
+            return None
+        found = self._core.stats()["params_on_device"]
+        return {"gpu_fraction": placer.fraction, "params_on_device": found, "why": placer.why}
 
     def stats(self) -> dict[str, float | int]:
         """Totals since construction; superoffload/stats.py explains each."""

@@ -8,7 +8,7 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from superoffload.bucket import ELEMENT_TYPES
@@ -183,12 +183,35 @@ def check_finite(name: str, param: Tensor) -> None:
         )
 
 
-def refuse_unknown(delivery: str, placement: Any) -> None:
-    """Options whose work is not in this version yet are refused rather than ignored."""
-    if delivery != "eager":
-        raise ArgumentError(f"delivery={delivery!r}: expected 'eager'; delivery on demand is not in this version")
-    if placement is not None:
-        raise ArgumentError(f"placement={placement!r}: expected None; state on the accelerator is not in this version")
+def check_delivery(delivery: Any, module: Any, model: Any, replicated: str) -> None:
+    """How parameters get their new values, and the module whose forward waits for them on demand."""
+    if delivery not in ("eager", "on_demand"):
+        raise ArgumentError(f"delivery={delivery!r}: expected 'eager' or 'on_demand'")
+    for name, given in (("module", module), ("model", model)):
+        if given is not None and not isinstance(given, nn.Module):
+            raise ArgumentError(f"{name}: {type(given).__name__}, expected the torch.nn.Module that is trained")
+    if module is not None and model is not None and module is not model:
+        raise ArgumentError("module and model are not the same; pass one of them, the module whose forward is called")
+    if delivery == "on_demand" and module is None and model is None:
+        raise ArgumentError("delivery='on_demand' needs the module whose forward passes wait: pass module=")
+    if delivery == "on_demand" and replicated == "shard":
+        raise ArgumentError(
+            "delivery='on_demand' with replicated='shard': the ranks' parts are gathered in step(), so nothing could "
+            "be delivered later; pass delivery='eager', or replicated='replicate'"
+        )
+
+
+def check_in_module(module: nn.Module, params: Iterable[Any]) -> None:
+    """Parameters that no forward of the module reads would never be waited for."""
+    known = {id(param) for param in module.parameters()}
+    for i, param in enumerate([params] if isinstance(params, Tensor) else params):
+        tensor = param[1] if isinstance(param, tuple) else param
+        if id(tensor) not in known:
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ArgumentError(
+                f"params: number {i} ({shape}) is no parameter of module, so nothing waits for it; pass the module "
+                "that has all of them, or delivery='eager'"
+            )
 
 
 def check_rank_check(value: Any) -> tuple[bool, int]:

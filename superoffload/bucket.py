@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.errors import StateError
+
+if TYPE_CHECKING:
+    from superoffload.placement import ResidentWork
 
 BLOCK: int = _native.BLOCK
 ALIGN = 64  # elements: runs start at whole cache lines in every buffer
@@ -107,6 +111,7 @@ class Shard:
     noise_stream: int = 0
     offset: int = 0  # of its first element in the whole parameter, so that the noise does not depend on the sharding
     steps: int = 0
+    resident: bool = False  # master and moments are on the accelerator (superoffload/placement.py)
     block_sums: NDArray[np.float64] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -134,6 +139,7 @@ class Bucket:
         first = pieces[0].shard
         self.pieces = list(pieces)
         self.group = first.group
+        self.resident = first.resident
         self.gradient_dtype = first.gradient_dtype
         self.published_dtype = first.published_dtype
         # In host memory; a link may choose wider ones (superoffload/cuda/transfer.py):
@@ -149,7 +155,8 @@ class Bucket:
         self.gradient: Tensor
         self.gradients: list[Tensor] | None = None  # one per piece, where gradients stay where they arrive
         self.shadow: Tensor
-        self.work: _native.BucketWork
+        self.work: _native.BucketWork  # of a resident bucket: nothing
+        self.resident_work: ResidentWork | None = None
         self.arrival: _native.Completion | None = None  # of the packed gradient in host memory
         self.running: _native.Completion | None = None
         self.doing: _native.Operation | None = None  # None while ``running`` is the gradient on its way
@@ -173,6 +180,10 @@ class Bucket:
     def ended(self) -> bool:
         return self.state in _ENDED
 
+    def stepped_pieces(self) -> list[Piece]:
+        """Those that have a gradient in this step."""
+        return [piece for piece, present in zip(self.pieces, self.present, strict=True) if present]
+
     def renew(self) -> None:
         """Ready for the next step's gradients."""
         if self.state is not BucketState.FILLING:
@@ -180,6 +191,7 @@ class Bucket:
         self.present = [False] * len(self.pieces)
         self.missing = len(self.pieces)
         self.squares = 0.0
+        self.arrival = None
 
     def make_work(self, journal_bytes: int, *, past_cache: bool = False) -> None:
         """The native description; ``gradient`` and ``shadow`` must be allocated (``padded`` elements each).
@@ -220,14 +232,14 @@ def _aligned(numel: int) -> int:
 def lay_out(shards: Sequence[Shard], bucket_numel: int) -> list[Bucket]:
     """Buckets of about ``bucket_numel`` elements over ``shards``, which are given in the order of backward.
 
-    A bucket holds shards of one group and one pair of dtypes; a shard larger than a bucket is cut at multiples of
-    the norm's block. Buckets come in the order in which backward completes them.
+    A bucket holds shards of one group, one pair of dtypes and one place of their state; a shard larger than a bucket
+    is cut at multiples of the norm's block. Buckets come in the order in which backward completes them.
     """
     step = max(BLOCK, bucket_numel // BLOCK * BLOCK)
-    open_pieces: dict[tuple[int, torch.dtype, torch.dtype], list[Piece]] = {}
+    open_pieces: dict[tuple[int, torch.dtype, torch.dtype, bool], list[Piece]] = {}
     buckets: list[Bucket] = []
     for shard in shards:
-        key = (shard.group, shard.gradient_dtype, shard.published_dtype)
+        key = (shard.group, shard.gradient_dtype, shard.published_dtype, shard.resident)
         start = 0
         while start < shard.numel:
             pieces = open_pieces.setdefault(key, [])

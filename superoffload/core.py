@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
+from superoffload.bits import same_bits
 from superoffload.bucket import BLOCK, Bucket, BucketState, GroupHyper, Shard
 from superoffload.errors import DeviceError, StateError
 from superoffload.link import Link
 from superoffload.pipeline.layout import JOURNAL_BYTES_PER_PARAM
 from superoffload.pipeline.options import CoreOptions
 from superoffload.pipeline.settling import Settling
-from superoffload.pipeline.stopwatch import Stopwatch
+from superoffload.placement import Placer
 from superoffload.policy import choose_width, learn_from_journal, learn_from_overflow
 from superoffload.schedule import Situation
 from superoffload.verdict import Verdict, decide
@@ -63,7 +64,6 @@ class Core(Settling):
         self._unscale = 1.0
         self._shared = False  # the verdict of this step is also that of other ranks
         self._in_two_phases: set[Bucket] = set()  # chosen for this step
-        self._stopwatch = Stopwatch(options.clock)
         self._journaled_numel = 0
         self._journaled_bytes = 0
         self.snapshot: Snapshot | None = None  # state of an earlier moment that is still being read
@@ -92,9 +92,8 @@ class Core(Settling):
         if shard.index in self._incoming:
             raise StateError(f"{shard.name}: a second gradient arrived without retract() in between")
         if in_backward:
-            self._stopwatch.gradient(self._stats.optimizer_seconds_exposed)
-        self.land(shard)
-        self.settle(shard)
+            self._stopwatch.gradient()
+        self._finish_before(shard)
         self._incoming[shard.index] = gradient
         if not self._observed and in_backward:
             self._order.append(shard.index)
@@ -123,7 +122,9 @@ class Core(Settling):
                 ours = bucket.gradient[piece.offset : piece.offset + piece.numel]
             else:
                 ours = arrived[piece.start : piece.start + piece.numel]
-            if not _equal_bits(ours, theirs):
+            if not same_bits(
+                ours.to("cpu"), theirs.to("cpu", ours.dtype)
+            ):  # packed in host memory, perhaps in a wider format
                 return False
         return True
 
@@ -143,17 +144,27 @@ class Core(Settling):
             bucket.squares = 0.0
             self._unsummed.pop(bucket, None)
         self._partial = sum(bucket.squares for bucket in self.buckets)
+        self._abandon_what_is_lost()
         self._raise_worker_failure()
 
     def restore(self, shard: Shard) -> None:
         """Undoes what was speculated on ``shard``; its gradient stays where it is. Before its master is written."""
-        self.land(shard)
-        self.settle(shard)
+        self._finish_before(shard)
         for bucket in self._buckets_of(shard):
             self._undo_one(bucket)
+        self._abandon_what_is_lost()
         self._raise_worker_failure()
 
+    def _abandon_what_is_lost(self) -> None:
+        """A packed gradient that never reached host memory cannot be had again: its step ends with nothing changed."""
+        if any(
+            bucket.arrival is not None and bucket.arrival.error and self._counts_on(bucket) for bucket in self.buckets
+        ):
+            self._stats.buckets_abandoned += self._take_back(BucketState.ABANDONED)
+            self._end_step(whole=False)
+
     def _pack(self, bucket: Bucket) -> None:
+        self._keep_what_was_packed(bucket)
         grads = [
             self._incoming[piece.shard.index] if present else None
             for piece, present in zip(bucket.pieces, bucket.present, strict=True)
@@ -166,6 +177,28 @@ class Core(Settling):
         self._stopwatch.packed(bucket.running)
         if self.link.frees_gradients:
             self._let_go_of(bucket)
+
+    def _keep_what_was_packed(self, bucket: Bucket) -> None:
+        """Gradients that were let go, of a bucket that is packed again: their part of the packed one must have come."""
+        if bucket.arrival is None or not self._counts_on(bucket):
+            return
+        try:
+            with self._caller_at_work():
+                bucket.arrival.wait()
+        except RuntimeError as error:
+            self._stats.buckets_abandoned += self._take_back(BucketState.ABANDONED)
+            self._end_step(whole=False)
+            self._failure = None
+            raise DeviceError(str(error)) from error
+
+    def _counts_on(self, bucket: Bucket) -> bool:
+        """Whether (part of) the packed gradient of ``bucket`` is all that there is of some gradient of this step."""
+        if bucket.state is BucketState.READY:
+            return True
+        pieces = zip(bucket.pieces, bucket.present, strict=True)
+        return bucket.state is BucketState.FILLING and any(
+            present and self._incoming[piece.shard.index] is None for piece, present in pieces
+        )
 
     def _let_go_of(self, bucket: Bucket) -> None:
         """Gradients of which every part was packed: nobody reads them again, so their memory may go."""
@@ -193,10 +226,15 @@ class Core(Settling):
         if self._speculating:
             self._sum_what_arrived()
             # Early stop: a non-finite gradient, or the part of the norm that is known already proves a clip.
-            self._speculating = self.policy.wants() and self._partial < self._proves_clip
+            self._speculating = self._partial < self._proves_clip
             if not self._speculating:
                 self._withdraw()
-        return self._speculating
+        return self._speculating and self.policy.wants(self._packed_share())
+
+    def _packed_share(self) -> float:
+        in_this_step = (BucketState.READY, BucketState.SPECULATED)
+        packed = sum(bucket.numel for bucket in self.buckets if bucket.state in in_this_step)
+        return packed / sum(bucket.numel for bucket in self.buckets)
 
     def _freeze(self, bucket: Bucket, factor: float) -> None:
         hyper = self._hyper_of(bucket.group)
@@ -205,7 +243,8 @@ class Core(Settling):
             piece.shard.steps + ahead if present else 0
             for piece, present in zip(bucket.pieces, bucket.present, strict=True)
         ]
-        bucket.work.freeze(
+        work = bucket.work if bucket.resident_work is None else bucket.resident_work
+        work.freeze(
             lr=hyper.lr,
             beta1=hyper.beta1,
             beta2=hyper.beta2,
@@ -229,6 +268,8 @@ class Core(Settling):
                 self.snapshot = None
 
     def _speculate(self, bucket: Bucket) -> None:
+        if bucket.resident:  # stepped on the accelerator, after the verdict
+            return
         width = choose_width(bucket, self._next_step_of(bucket))
         if width is None:
             return
@@ -279,10 +320,10 @@ class Core(Settling):
 
     def quiesce(self) -> None:
         """Masters and moments as after the last finished step; gradients that were packed stay packed."""
-        self.land()
-        self.settle()
+        self._finish_before()
         for bucket in self.buckets:
             self._undo_one(bucket)
+        self._abandon_what_is_lost()
         self._raise_failure()
 
     def _take_back(self, state: BucketState) -> int:
@@ -319,9 +360,9 @@ class Core(Settling):
 
         With ``exchange``: from those of all ranks; None if no rank has any.
         """
-        deciding, exposed = self._clock(), self._stats.optimizer_seconds_exposed
-        self.land()
-        self.settle()
+        deciding = self._clock()
+        held_up = self._stopwatch.held_up_so_far
+        self._finish_before()
         if self.timeline is not None:
             self.timeline.deciding()
         for bucket in self.buckets:
@@ -330,7 +371,7 @@ class Core(Settling):
         with self._caller_at_work():
             self._wait_for_arrivals()
             sums = {shard.index: shard.sum_of_squares() for shard in self.shards if shard.index in self._incoming}
-        computed = self._stopwatch.computed(deciding, exposed)
+        computed = self._stopwatch.computed(deciding, held_up)
         if computed is not None:
             self.policy.computed(*computed)
         if exchange is None:
@@ -386,16 +427,17 @@ class Core(Settling):
             self._end_all_speculation()
             moving = [bucket for bucket in reversed(self.buckets) if bucket.state is not BucketState.FILLING]
             later = later and self._observed  # the buckets of the first step make way for those in observed order
-            self._choose_two_phases(moving, on_demand=later)
+            on_host = [bucket for bucket in moving if not bucket.resident]
+            self._choose_two_phases(on_host, on_demand=later)
             for bucket in moving:
                 self._finish(bucket, verdict.gradient_factor)
             self._settle_behind()
-            self._landing = dict.fromkeys(moving)
+            self._landing = dict.fromkeys(on_host)
             self._count_step(verdict)
             if not later:
-                self._deliver(moving)
+                self._deliver(on_host)
             elif self.link.asynchronous:
-                self._send_up(moving)
+                self._send_up(on_host)
             self._end_step(whole=True)
             self._raise_failure()
 
@@ -408,7 +450,7 @@ class Core(Settling):
         if not (self._may_settle_later and self._observed and numel):
             return
         self.policy.speculated(1.0 - waiting / numel)
-        situation = Situation(numel, waiting, apart=self.link.asynchronous, on_demand=on_demand)
+        situation = Situation(numel, waiting, len(moving), apart=self.link.asynchronous, on_demand=on_demand)
         left = self.policy.publishes(situation) * waiting
         for bucket in ready:
             if left < bucket.numel / 2:
@@ -460,6 +502,12 @@ class Core(Settling):
             return
         self.protect(piece.shard for piece in bucket.pieces)
         self._freeze(bucket, factor)
+        if bucket.resident:
+            assert self.placer is not None
+            self.placer.residency.step(bucket)
+            bucket.move(BucketState.STEPPED)
+            self._stats.buckets_stepped += 1
+            return
         if bucket in self._in_two_phases:
             self._submit(bucket, Operation.publish)
             bucket.move(BucketState.PUBLISHED)
@@ -482,8 +530,7 @@ class Core(Settling):
         """Ends the step with nothing changed: the user never called ``step()``."""
         if not self._incoming:
             return
-        self.land()
-        self.settle()
+        self._finish_before()
         with self._caller_at_work():
             self._stats.buckets_abandoned += self._take_back(BucketState.ABANDONED)
             self._end_step(whole=False)
@@ -496,7 +543,7 @@ class Core(Settling):
         for bucket in self.buckets:
             if bucket not in self._landing and bucket.state is not BucketState.PUBLISHED:
                 bucket.renew()
-        self._stopwatch.step_ended(self._stats.optimizer_seconds_exposed)
+        self._stopwatch.step_ended()
         self._incoming.clear()
         self._partial = 0.0
         self._unsummed.clear()
@@ -504,7 +551,21 @@ class Core(Settling):
         self._shared = False
         if whole and not self._observed and self._order:
             self._follow_observed_order()
+        elif whole and self._observed and self.placer is not None and self.placer.is_due():
+            self._place_by_measurement(self.placer)
         self._order.clear()
+
+    def _place_by_measurement(self, placer: Placer) -> None:
+        """placement="auto", once: after some steps it is known what the processors cannot hide."""
+        measured = self._measured()
+        if measured is None:
+            placer.wait_longer()
+            return
+        self.land()
+        self.settle()
+        placer.measure(measured)
+        if self._place():
+            self._lay_out_again()
 
     # ---- figures, digests, the end ----------------------------------------------------------------------------
 
@@ -513,6 +574,7 @@ class Core(Settling):
         self._stats.optimizer_seconds = self.pool.busy_seconds
         self._stats.bytes_down = self.link.bytes_down
         self._stats.bytes_up = self.link.bytes_up
+        self._stats.params_on_device = sum(shard.numel for shard in self.shards if shard.resident)
         return self._stats.as_dict()
 
     def digests(self) -> dict[str, str]:
@@ -537,8 +599,7 @@ class Core(Settling):
     def close(self) -> None:
         """Takes back what was speculated and ends the worker threads."""
         try:
-            self.land()
-            self.settle()
+            self._finish_before()
             self.abandon()
             self._raise_failure()
         finally:
@@ -557,13 +618,6 @@ class Core(Settling):
 
 def _nobody(shard: Shard) -> None:
     """Where gradients are kept, nobody need know that they were packed."""
-
-
-def _equal_bits(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether packed elements (in host memory, perhaps in a wider format) are those of a gradient anywhere."""
-    theirs = theirs.to("cpu", ours.dtype).contiguous()
-    word = torch.int32 if ours.dtype is torch.float32 else torch.int16
-    return torch.equal(ours.contiguous().view(word), theirs.view(word))
 
 
 def _same_bits(factor: float, other: float) -> bool:

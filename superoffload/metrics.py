@@ -34,7 +34,7 @@ TOTALS: Mapping[str, tuple[str, str]] = {
     "buckets_skipped": ("buckets", "speculated and taken back because the step was skipped"),
     "buckets_abandoned": ("buckets", "speculated and taken back because step() was never called"),
     "buckets_stepped": ("buckets", "stepped after the verdict, in one pass"),
-    "buckets_two_phase": ("buckets", "stepped in two phases; 0 in this version"),
+    "buckets_two_phase": ("buckets", "published after the verdict and settled behind the next forward and backward"),
     "journal_overflows": ("buckets", "undone at once because their journal was full; among buckets_undone"),
     "optimizer_seconds": ("seconds", "in which at least one worker thread was at work"),
     "optimizer_seconds_exposed": ("seconds", "in which the training thread waited for the optimizer or worked for it"),
@@ -42,6 +42,7 @@ TOTALS: Mapping[str, tuple[str, str]] = {
     "bytes_up": ("bytes", "of parameters delivered"),
     "journal_bytes": ("bytes", "written into journals of steps that ended"),
     "journal_bytes_per_param": ("bytes", "of the buckets speculated in the last step that speculated"),
+    "params_on_device": ("parameters", "whose state is on the accelerator now (placement)"),
     "clip_rate": ("share", "clipped steps / decided steps"),
 }
 # What Monitor.step() adds: of the step since the call before.

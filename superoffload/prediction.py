@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 _DEPTH = 4  # verdicts that are looked back at: enough for patterns with a period of up to five steps
-_MEMORY = 0.95  # of what was seen in a context each time it comes up again
-_FRESH_MEMORY = 0.8  # of the rate regardless of context, so that the end of a long run of clips is noticed
-_PRIOR = 1.0  # how many verdicts a shorter context's opinion is worth
+_MEMORY = 0.97  # of what was seen in a context each time it comes up again
+_PRIOR = 3.0  # how many verdicts a shorter context's opinion is worth
 
 
 class SpoilPredictor:
     """A mixture of Markov contexts: the longer one counts more, the more often it was seen.
 
     A pattern such as "every other step clips" is known after a few repetitions; where verdicts are independent, every
-    context tends to their rate.
+    context tends to their rate; the end of a long run of clips is noticed at once, since no context that begins with
+    what comes then has seen anything else.
     """
 
     def __init__(self) -> None:
@@ -23,9 +23,8 @@ class SpoilPredictor:
         """The verdict of a step clipped or skipped it, or did not."""
         for length in range(len(self._last) + 1):
             context = self._last[len(self._last) - length :]
-            memory = _MEMORY if length else _FRESH_MEMORY
             count, total = self._seen.get(context, (0.0, 0.0))
-            self._seen[context] = (memory * count + spoiled, memory * total + 1.0)
+            self._seen[context] = (_MEMORY * count + spoiled, _MEMORY * total + 1.0)
         self._last = (*self._last, spoiled)[-_DEPTH:]
 
     @property

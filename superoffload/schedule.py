@@ -15,7 +15,8 @@ MODES = ("adaptive", "always", "never")
 # Where no times are known, or the model computes with the processors that step buckets: a replay costs about 1.2
 # passes after the verdict where stepping costs 1, and a commit none. So speculating pays below a chance of 1 / 1.2.
 _REPLAY_COST = 1.2
-_PARTS = 16  # of the model that choices are made by
+_PARTS = 64  # at most, of the model that choices are made by
+_STRIDE = 4  # of them, when looking for the best share
 _MEMORY = 0.8
 
 Operation = _native.Operation
@@ -27,6 +28,7 @@ class Situation:
 
     numel: int
     waiting: int
+    buckets: int
     apart: bool  # the model computes elsewhere than on the processors that step buckets
     on_demand: bool  # parameters are delivered one by one, while forward runs
 
@@ -44,20 +46,23 @@ class Schedule:
         self.mode = mode
         self.times = MeasuredTimes()
         self._predictor = SpoilPredictor()
-        self._decided: bool | None = None  # whether the step in backward is speculated
+        self._decided: float | None = None  # the share of the step in backward that is speculated, as it arrives
         self._stopped_at = 1.0  # share of the elements that was speculated when a clip was proven, lately
         self._published = {False: 0.0, True: 0.0}  # share chosen last, where steps were speculated and where not
-        self._situation = Situation(0, 0, apart=False, on_demand=False)
+        self._situation = Situation(0, 0, 0, apart=False, on_demand=False)
 
     # ---- what the core asks -----------------------------------------------------------------------------------
 
-    def wants(self) -> bool:
-        """Whether buckets of the step that is now in backward should be speculated."""
+    def wants(self, packed: float = 0.0) -> bool:
+        """Whether the next bucket of the step that is now in backward should be speculated.
+
+        ``packed``: the share of the model whose gradients have been packed, with that bucket's.
+        """
         if self.mode != "adaptive":
             return self.mode == "always"
         if self._decided is None:
-            self._decided = self._speculating_pays()
-        return self._decided
+            self._decided = self._share_to_speculate()
+        return packed <= self._decided
 
     def publishes(self, situation: Situation) -> float:
         """Which share of the elements that wait for a verdict is to be published first and settled later."""
@@ -66,15 +71,16 @@ class Schedule:
             return 0.0
         spoils = self._spoiled
         share = 1.0 - situation.waiting / situation.numel
-        wanted = self._speculating_pays()
-        self._decided = wanted  # for the step that comes now
-        likely = Kind(self._share(wanted), self._published[wanted], clips=self.chance > 0.5)
-        candidates = range(round(_PARTS * situation.waiting / situation.numel) + 1)
-        best = min(
-            (self._period_after(Kind(share, part / max(1, candidates[-1]), spoils), likely), part)
-            for part in candidates
-        )[1]
-        chosen = best / max(1, candidates[-1])
+        self._decided = self._share_to_speculate()  # for the step that comes now
+        likely = Kind(self._likely_share(), self._published[self._decided > 0], clips=self.chance > 0.5)
+        parts = max(1, round(self._parts * situation.waiting / situation.numel))
+
+        def seconds(part: int) -> float:
+            return self._period_after(Kind(share, part / parts, spoils), likely)
+
+        coarse: int = min(range(0, parts + 1, _STRIDE), key=seconds)
+        near = range(max(0, coarse - _STRIDE + 1), min(parts, coarse + _STRIDE - 1) + 1)
+        chosen: float = min((0, *near, parts), key=seconds) / parts
         self._published[share > 0] = chosen
         return chosen
 
@@ -108,42 +114,55 @@ class Schedule:
         """That the coming verdict clips or skips."""
         return self._predictor.chance
 
-    def _speculating_pays(self) -> bool:
+    def _share_to_speculate(self) -> float:
+        """All, nothing, or all but the last bucket: that begins when the verdict is there, and may hold forward up."""
         if not (self._situation.apart and self.times.known):
-            return self.chance * _REPLAY_COST < 1.0
-        waiting = self._best(0.0, clips=False)
-        good, bad = self._best(1.0, clips=False), self._best(self._stopped_at, clips=True)
-        return self.chance * bad + (1 - self.chance) * good <= waiting
+            return float(self.chance * _REPLAY_COST < 1.0)
+        shares = (1.0, 1.0 - 1.0 / self._parts, 0.0)
+
+        def expected(share: float) -> float:
+            good = self._best(share, clips=False)
+            return good + self.chance * (self._best(min(share, self._stopped_at), clips=True) - good)
+
+        return min(shares, key=expected)
 
     def _best(self, speculated: float, *, clips: bool) -> float:
         """The period of such steps with the best share of them in two phases."""
         times = self._step_times()
-        return min(period(times, [Kind(speculated, part / 4, clips)], _PARTS) for part in range(5))
+        return min(period(times, (Kind(speculated, part / 4, clips),), self._parts) for part in range(5))
 
-    def _share(self, speculates: bool) -> float:
-        if not speculates:
-            return 0.0
-        return self._stopped_at if self.chance > 0.5 else 1.0
+    @property
+    def _parts(self) -> int:
+        return min(self._situation.buckets, _PARTS)
+
+    def _likely_share(self) -> float:
+        assert self._decided is not None
+        return min(self._decided, self._stopped_at) if self.chance > 0.5 else self._decided
 
     def _period_after(self, this: Kind, likely: Kind) -> float:
         times = self._step_times()
         if (this.speculated > 0) == (likely.speculated > 0) and this.clips == likely.clips:
-            return period(times, [this], _PARTS)
-        return period(times, [this, likely], _PARTS)
+            return period(times, (this,), self._parts)
+        return period(times, (this, likely), self._parts)
 
     def _step_times(self) -> StepTimes:
         numel, times = self._situation.numel, self.times
         return StepTimes(
-            times.forward,
-            times.backward,
-            times.seconds(Operation.step, numel),
-            times.seconds(Operation.step_journaled, numel),
-            times.seconds(Operation.replay, numel),
-            times.seconds(Operation.publish, numel),
-            times.seconds(Operation.settle, numel),
+            _rounded(times.forward),
+            _rounded(times.backward),
+            _rounded(times.seconds(Operation.step, numel)),
+            _rounded(times.seconds(Operation.step_journaled, numel)),
+            _rounded(times.seconds(Operation.replay, numel)),
+            _rounded(times.seconds(Operation.publish, numel)),
+            _rounded(times.seconds(Operation.settle, numel)),
             self._situation.on_demand,
             withdraws=self._situation.apart,
         )
+
+
+def _rounded(seconds: float) -> float:
+    """To a hundredth of itself, so that what was worked out for a step is known for the next one like it."""
+    return float(f"{seconds:.3g}")
 
 
 class FixedSchedule(Schedule):

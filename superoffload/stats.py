@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 @dataclass
@@ -30,6 +30,7 @@ class Stats:
     journal_overflows: int = 0
     optimizer_seconds: float = 0.0
     optimizer_seconds_exposed: float = 0.0
+    params_on_device: int = 0  # whose state is on the accelerator now, not since construction (placement)
     bytes_down: int = 0
     bytes_up: int = 0
     journal_bytes: int = 0
@@ -38,4 +39,4 @@ class Stats:
     def as_dict(self) -> dict[str, float | int]:
         """A plain dictionary, with ``clip_rate`` = clipped steps / decided steps."""
         decided = self.steps + self.skipped_steps
-        return {**asdict(self), "clip_rate": self.clipped_steps / decided if decided else 0.0}
+        return {**vars(self), "clip_rate": self.clipped_steps / decided if decided else 0.0}

@@ -8,8 +8,10 @@ settles in backward order, each of which holds its part's next gradient back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
 from dataclasses import dataclass
+from functools import lru_cache
+from statistics import median
 
 from superoffload import _native
 
@@ -25,16 +27,15 @@ BYTES = {
     Operation.settle: 26.0,
 }
 _MEMORY = 0.8
-_OUTLIER = 3.0
+_STEPS = 5
 
 
 class MeasuredTimes:
-    """Fading averages of what was timed: seconds per element of each operation, seconds of forward and backward."""
+    """What was timed lately: seconds per element of each operation, seconds of forward and backward."""
 
     def __init__(self) -> None:
         self.per_element: dict[Operation, float] = {}
-        self.forward = 0.0
-        self.backward = 0.0
+        self._computed: deque[tuple[float, float]] = deque(maxlen=_STEPS)
 
     def worked(self, operation: Operation, numel: int, seconds: float) -> None:
         if operation in BYTES and numel > 0:
@@ -43,27 +44,27 @@ class MeasuredTimes:
             self.per_element[operation] = _MEMORY * old + (1 - _MEMORY) * new
 
     def computed(self, forward: float, backward: float) -> None:
-        if self.backward == 0:
-            self.forward, self.backward = forward, backward
-            return
-        # A validation run or a checkpoint between two steps is not what the next ones will be like.
-        self.forward = _fade(self.forward, min(forward, _OUTLIER * self.forward))
-        self.backward = _fade(self.backward, min(backward, _OUTLIER * self.backward))
+        self._computed.append((forward, backward))
+
+    @property
+    def forward(self) -> float:
+        """The median of the last steps: a validation run or a checkpoint in between is not what the next are like."""
+        return median(forward for forward, _ in self._computed)
+
+    @property
+    def backward(self) -> float:
+        return median(backward for _, backward in self._computed)
 
     @property
     def known(self) -> bool:
         """Whether there is enough to choose by."""
-        return bool(self.per_element) and self.backward > 0
+        return bool(self.per_element) and bool(self._computed)
 
     def seconds(self, operation: Operation, numel: int) -> float:
         """Of ``numel`` elements; before it was timed, in proportion to what was."""
         if operation in self.per_element:
             return self.per_element[operation] * numel
         return numel * min(seconds * BYTES[operation] / BYTES[other] for other, seconds in self.per_element.items())
-
-
-def _fade(old: float, new: float) -> float:
-    return _MEMORY * old + (1 - _MEMORY) * new
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ class _Progress:
     settled: list[float]  # when each part, in backward order, can take its next gradient
 
 
-def period(times: StepTimes, kinds: Sequence[Kind], parts: int) -> float:
+@lru_cache(maxsize=4096)
+def period(times: StepTimes, kinds: tuple[Kind, ...], parts: int) -> float:
     """Seconds that the steps ``kinds``, over and over again, take once they have settled in."""
     progress = _Progress(0.0, 0.0, [0.0] * parts)
     began = 0.0
@@ -122,7 +124,7 @@ def _backward(times: StepTimes, kind: Kind, parts: int, progress: _Progress) -> 
             begins.append(max(processors, progress.now))
             processors = begins[-1] + times.journaled / parts
     for begin in begins:
-        if begin < progress.now or not times.withdraws:
+        if begin <= progress.now or not times.withdraws:  # the last gradient and the verdict come at the same moment
             progress.processors = begin + times.journaled / parts
             speculated += 1
     progress.processors = max(progress.processors, progress.now)

@@ -120,7 +120,15 @@ class Timeline:
 
     def delivered(self, bucket: Bucket, began: float, completion: _native.Completion | None) -> None:
         """``completion``: of a copy that still runs, and has its own times."""
-        self._pending.append(_Work(UP, "deliver", bucket, began, _native.now_seconds(), completion))
+        work = _Work(UP, "deliver", bucket, began, _native.now_seconds(), completion)
+        if self._verdict is None:  # on demand, after its step has ended
+            work.step, work.number, work.fate = self._step, self._core.buckets.index(bucket), _fate(bucket)
+        self._pending.append(work)
+
+    def landed(self, buckets: Sequence[Bucket], began: float) -> None:
+        """The training thread has waited for buckets that were left for later, and delivered them."""
+        verb = f"wait for {len(buckets)} buckets" if len(buckets) != 1 else "wait for a bucket"
+        self._pending.append(_Work(UP, verb, None, began, _native.now_seconds(), step=self._step))
 
     def deciding(self) -> None:
         self._deciding = _native.now_seconds()

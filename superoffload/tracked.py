@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from superoffload.arguments import check_parameter
+from superoffload.bits import WORD, checksum
 from superoffload.bucket import Shard
 from superoffload.checkpoint import ParamState
 from superoffload.errors import StateError
 from superoffload.packed_gradient import PackedGradient
 from superoffload.ranks.layout import Holding, is_dtensor, local_of, version_of
 
-_WORD = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 UNKNOWN = (-1, -1)
 
 
@@ -48,6 +48,16 @@ class Tracked:
         self.address = local_of(self.param).data_ptr()
         self.checksum = self._checksum()
 
+    def outdate(self) -> None:
+        """A new value is to be delivered later: graphs that still need the old one must not be used any more."""
+        if not is_dtensor(self.param):  # of a DTensor, graphs hold what was gathered of it
+            torch.autograd.graph.increment_version(self.param)
+            self.version = version_of(self.param)
+
+    def forget_value(self) -> None:
+        """Whatever the parameter has counts as written by somebody else."""
+        self.version = UNKNOWN
+
     @property
     def written(self) -> bool:
         """Whether somebody else wrote to the parameter since we last looked."""
@@ -59,8 +69,7 @@ class Tracked:
         """Of a DTensor's bits, since operations on lists of them (torch._foreach_mul_) raise nobody's version."""
         if not is_dtensor(self.param):
             return 0
-        local = local_of(self.param)
-        return int(local.reshape(-1).view(_WORD[local.dtype]).sum(dtype=torch.int64)) if local.numel() else 0
+        return checksum(local_of(self.param).reshape(-1))
 
     @property
     def grad_changed(self) -> bool:
@@ -89,8 +98,9 @@ class Tracked:
 
     def refresh_master(self) -> None:
         """Takes over what somebody wrote to the parameter; elements that still are round(master) keep their master."""
-        master, published = self.shard.master, self.holding.part(self.param).to("cpu")
-        word = _WORD[published.dtype]
+        master = self.shard.master  # in host memory, or resident next to the parameter
+        published = self.holding.part(self.param).to(master.device)
+        word = WORD[published.dtype]
         same = published.view(word) == master.to(published.dtype).view(word)
         master.copy_(torch.where(same, master, published.to(torch.float32)))
         self.remember_value()
@@ -108,4 +118,4 @@ class Tracked:
             shard.exp_avg.copy_(values.exp_avg)
             shard.exp_avg_sq.copy_(values.exp_avg_sq)
             shard.master.copy_(published if values.master is None else values.master)
-        self.version = UNKNOWN  # compare with the parameter at the next opportunity
+        self.forget_value()  # compare with the parameter at the next opportunity

@@ -122,6 +122,7 @@ class FakeDevice:
     """superoffload.cuda.device.Device over the fake."""
 
     ordinal = 0
+    torch_device = torch.device("cpu")
 
     def __init__(self, fake: Fake) -> None:
         self.fake = fake
@@ -138,6 +139,9 @@ class FakeDevice:
 
     def empty(self, nbytes: int) -> Tensor:
         return torch.full((nbytes,), _GARBAGE, dtype=torch.uint8)
+
+    def free_bytes(self) -> int:
+        return 1 << 30
 
     def release(self, gradients: Sequence[Tensor], stream: int) -> None:
         self.released.update((gradient.data_ptr(), stream) for gradient in gradients)
@@ -161,6 +165,8 @@ class LateLink(CudaLink):
 
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
         fake, device = self.fake_device.fake, self.fake_device
+        if not self.frees_gradients:
+            fake.synchronize()  # we read them here, perhaps for the second time, as no program would
         late = []
         for piece, grad in zip(bucket.pieces, grads, strict=True):
             if grad is not None and piece.numel == grad.numel():  # of a part it would have to appear several times

@@ -63,21 +63,21 @@ def drop_clip(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
     core = optimizer._core
     apply = core.apply
 
-    def unclipped(verdict: Verdict) -> None:
+    def unclipped(verdict: Verdict, **options: bool) -> None:
         if dist.get_rank() == rank and step_of(optimizer) >= step:
             verdict = verdict._replace(gradient_factor=optimizer._unscale)
-        apply(verdict)
+        apply(verdict, **options)
 
     # What the session is told is what was done.
     session = optimizer._ranks.session
-    ended: Callable[..., None] = session.ended if session is not None else lambda **_: None
+    count: Callable[..., None] = session.count if session is not None else lambda **_: None
 
     def told(*, applied: bool, factor: float) -> None:
         if dist.get_rank() == rank and step_of(optimizer) >= step:
             factor = optimizer._unscale
-        ended(applied=applied, factor=factor)
+        count(applied=applied, factor=factor)
 
-    with mock.patch.object(core, "apply", unclipped), mock.patch.object(session, "ended", told):
+    with mock.patch.object(core, "apply", unclipped), mock.patch.object(session, "count", told):
         yield
 
 
@@ -87,8 +87,8 @@ def swap_shards(optimizer: AdamW, step: int, rank: int, name: str = "layers.0.0.
     core = optimizer._core
     apply = core.apply
 
-    def swapped(verdict: Verdict) -> None:
-        apply(verdict)
+    def swapped(verdict: Verdict, **options: bool) -> None:
+        apply(verdict, **options)
         me, other = dist.get_rank(), {rank: 0, 0: rank}.get(dist.get_rank())
         if step_of(optimizer) == step and other is not None:
             mine = next(shard for shard in core.shards if shard.name == name).target()

@@ -409,14 +409,14 @@ def test_after_a_spike_wider_codes_are_tried_then_the_bucket_is_left_out_for_a_w
 def test_adaptive_stops_speculating_while_every_step_clips_and_starts_again() -> None:
     with rig(replace(TWO, mode="adaptive")) as made:
         seen = []
-        for max_grad_norm in [1.0] * 12 + [None] * 2:
+        for max_grad_norm in [1.0] * 12 + [None] * 6:
             before = made.core.stats()["buckets_speculated"]
             made.step_both(backward(made), max_grad_norm=max_grad_norm)
             made.check()
             seen.append(made.core.stats()["buckets_speculated"] - before)
         assert seen[0] == 2
         assert seen[11] == 0
-        assert seen[13] == 2
+        assert seen[-1] == 2
 
 
 def test_never_speculates_nothing_and_keeps_no_journal() -> None:

@@ -118,7 +118,8 @@ def scalars_of(case: Case) -> bytes:
 def test_step_gives_the_bits_of_the_reference(types: tuple[str, str], l2: bool) -> None:
     """All cases in one launch: every length, both kinds of values, all hyper-parameters."""
     spans = [case for case in span_cases(types[0], types[1], l2) if case.number % 3 == 0 or case.length >= 1000]
-    memory, rows = [], []
+    memory = []
+    rows: list[tuple[int | bytes, ...]] = []
     for case in spans:
         start = case.start if case.number % 2 else 0
         state = [Guarded(values.copy(), start) for values in case.old]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -172,6 +173,46 @@ def test_the_early_stop_sees_gradients_that_arrive_late(fake: Fake) -> None:
     expected, _ = run_on_host(lambda model, optimizer: train(model, optimizer), max_grad_norm=1e-3)
     digests, _ = run_on_fake(fake, train, max_grad_norm=1e-3)
     assert digests == expected
+
+
+# ---- delivery on demand ---------------------------------------------------------------------------------------------
+
+
+def on_demand(synchronize: Callable[[], None], delivery: str, mode: str) -> dict[str, str]:
+    """Every module reads its parameters behind the current stream, as of the moment its forward begins."""
+    model = deep_model(torch.bfloat16)
+    options: dict[str, Any] = {"speculation": mode, "threads": 2, "bucket_numel": 1024, "max_grad_norm": 0.5}
+    with AdamW(model.parameters(), delivery=delivery, module=model, **options) as optimizer:
+        for module in model.modules():
+            module.register_forward_pre_hook(lambda *_: synchronize())
+        for seed in range(6):
+            optimizer.zero_grad()
+            batch(model, seed).backward()
+            optimizer.step()
+            assert optimizer._core.is_landing == (delivery == "on_demand" and seed > 0)
+        digests = optimizer.state_digests()
+        synchronize()
+        return {**digests, **optimizer.state_digests()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_delivery_on_demand(fake: Fake, mode: str) -> None:
+    expected = on_demand(lambda: None, "eager", mode)
+    fake.delays(5, LATE)
+    with on_fake_device(fake):
+        assert on_demand(fake.synchronize, "on_demand", mode) == expected
+    assert fake.mismatches == 0
+
+
+def test_delivery_on_demand_needs_the_wait_in_forward(fake: Fake) -> None:
+    expected = on_demand(lambda: None, "eager", "never")
+    for seed in range(6):
+        fake.delays(seed, LATE)
+        with on_fake_device(fake) as links, mock.patch.object(LateLink, "make_visible", lambda link, bucket: None):
+            if on_demand(fake.synchronize, "on_demand", "never") != expected:
+                return
+            assert links
+    pytest.fail("forward never read an old parameter")
 
 
 # ---- a wait that is missing is noticed ------------------------------------------------------------------------------

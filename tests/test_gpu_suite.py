@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import math
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,12 @@ from benchmarks.gpu_suite import races, rows, targets
 from benchmarks.gpu_suite.__main__ import NAME, main
 from benchmarks.gpu_suite.contestants import ALL_ON_DEVICE, BARE, CONTESTANTS, OURS, OURS_CLIPPED, OURS_SYNCHRONOUS
 from benchmarks.gpu_suite.devices import Device
+from benchmarks.gpu_suite.pack_kernel import PackKernel
 from benchmarks.gpu_suite.settings import FULL, TOY, TrainRow, parameters_of, train_row
 from benchmarks.gpu_suite.table import table
 from benchmarks.gpu_suite.training import build
 from superoffload.benchmarking.jobs import LEFT, Job, check_keys
+from superoffload.cuda import fallback, geometry
 from superoffload.errors import ArgumentError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +40,7 @@ def suite(out: Path, *contestants: str) -> list[str]:
 
 
 def test_rows_at_toy_size_go_on_after_a_kill(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    arguments = suite(tmp_path, BARE, OURS, GPU_PEER)
+    arguments = suite(tmp_path, OURS, GPU_PEER)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, "-m", "benchmarks.gpu_suite", *arguments], cwd=ROOT, env=environment)
     first = tmp_path / "rows" / "link.json"
@@ -192,6 +197,31 @@ def test_what_was_not_measured_is_said_to_be_so() -> None:
 def test_times_of_a_cpu_meet_no_target() -> None:
     verdicts = judge(result_row(ALL_ON_DEVICE, 0.1), result_row(OURS, 0.1, device="cpu"))
     assert verdicts["ours, iteration over the bound"] == ("not measured", pytest.approx(0.5))
+
+
+# ---- packing --------------------------------------------------------------------------------------------------------
+
+
+def test_the_pack_kernel_is_launched_as_it_wants_to_be() -> None:
+    """Through the emulation of the kernels on this processor."""
+    from tests import emulation
+
+    library = ctypes.CDLL(str(emulation.library_path()))
+
+    def launch(name: str, grid: int, arguments: Sequence[Any]) -> None:
+        values = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
+        library.emulate_launch(name.encode(), grid, geometry.THREADS, values)
+
+    gradient = torch.randn(5000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    packed = torch.empty_like(gradient)
+    kernel = PackKernel(gradient, packed, launch)
+    kernel()
+    expected = torch.empty_like(gradient)
+    assert torch.equal(kernel.sums, fallback.pack(gradient, expected)) and torch.equal(packed, gradient)
+    assert int(kernel.nonfinite) == 0
+    gradient[4321] = math.inf
+    kernel()
+    assert int(kernel.nonfinite) == 1
 
 
 # ---- races ----------------------------------------------------------------------------------------------------------

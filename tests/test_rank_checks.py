@@ -19,11 +19,13 @@ from tests.rank_faults import FAULTS
 from tests.rank_tools import BF16, error_of, flat_mesh, net, on_ranks, optimizer_of, replica_mesh, shard, tokens_of
 
 
-def train_until_error(fault: str, step: int, rank: int, replicas: bool, check: Any, steps: int = 60) -> list[Any]:
+def train_until_error(
+    fault: str, step: int, rank: int, replicas: bool, check: Any, steps: int = 60, delivery: str = "eager"
+) -> list[Any]:
     """[the number of the step whose step() raised, the message]; [steps, ""] if none did."""
     model: Any = shard(net(torch.bfloat16), replica_mesh() if replicas else flat_mesh(), BF16)
     with (
-        optimizer_of(model, max_grad_norm=0.5, rank_check=check) as optimizer,
+        optimizer_of(model, max_grad_norm=0.5, rank_check=check, delivery=delivery) as optimizer,
         FAULTS[fault](optimizer, step, rank),
     ):
         for number in range(1, steps + 1):

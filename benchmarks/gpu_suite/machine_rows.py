@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_suite.devices import Device, open_device
+from benchmarks.gpu_suite.pack_kernel import DriverKernels, PackKernel
 from superoffload import kernels
 from superoffload.benchmarking.adam import AdamBenchmark, check_memory, run_adam
 from superoffload.benchmarking.facts import available_memory_bytes
 from superoffload.benchmarking.timing import Contestant, Rounds, interleave
 from superoffload.cpus import worker_cpus
+from superoffload.cuda import fallback
+from superoffload.errors import SuperOffloadError
 
 _ROUNDS = Rounds(5, 50, 3.0)
 
@@ -86,9 +89,19 @@ def measure_pack(device_name: str, numbytes: int) -> dict[str, Any]:
 def _pack_ways(
     device: Device, gradient: Tensor, packed: Tensor
 ) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
+    """Every way there is here, and why the others are missing."""
+    ways: dict[str, Callable[[], None]] = {"torch fallback": lambda: _fallback_pack(gradient, packed)}
     if device.kind == "cpu":
-        return {"cpu kernel": _cpu_pack(gradient, packed)}, {}
-    return {}, {"CUDA kernel": "not in this version"}
+        return {**ways, "cpu kernel": _cpu_pack(gradient, packed)}, {"CUDA kernel": "needs a GPU"}
+    try:
+        kernels_here = DriverKernels(device.torch)
+    except SuperOffloadError as error:
+        return ways, {"CUDA kernel": str(error)}
+    return {**ways, "CUDA kernel": PackKernel(gradient, packed, kernels_here.launch)}, {}
+
+
+def _fallback_pack(gradient: Tensor, packed: Tensor) -> None:
+    fallback.pack(gradient, packed)
 
 
 def _cpu_pack(gradient: Tensor, packed: Tensor) -> Callable[[], None]:

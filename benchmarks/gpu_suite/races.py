@@ -147,6 +147,7 @@ class Delays:
         self._device, self._random = device, random.Random(seed)
         self._chance = 1 / 3 if seed is not None else 0.0  # so that most orders can come about
         self._link = optimizer._core.link
+        self._streams = [None, *streams_of(self._link, device)]  # None: the current one
         self._undo: list[Callable[[], None]] = []
         for module in model.blocks:
             self._undo += [
@@ -174,7 +175,7 @@ class Delays:
             self._device.delay(self._random)
 
     def _everywhere(self) -> None:
-        for stream in (None, *streams_of(self._link)):
+        for stream in self._streams:
             if self._random.random() < self._chance:
                 self._device.delay(self._random, stream)
 
@@ -183,10 +184,12 @@ class Delays:
             undo()
 
 
-def streams_of(link: Any) -> list[Any]:
+def streams_of(link: Any, device: Device) -> list[Any]:
     """The link's own streams as torch sees them; a host link has none."""
-    handles = getattr(link, "stream_handles", ())
-    return [torch.cuda.ExternalStream(handle) for handle in handles]
+    if device.kind == "cpu":
+        return []
+    handles = [getattr(link, f"_{name}_stream") for name in ("pack", "down", "up")]
+    return [torch.cuda.ExternalStream(handle, device=device.torch) for handle in handles]
 
 
 def _on_ranks(device: str, variant: Variant, seeds: Sequence[int], ranks: int, steps: int) -> list[str]:

@@ -84,7 +84,7 @@ OwnedEvent::~OwnedEvent() {
 }
 
 DeviceBucket::DeviceBucket(const std::shared_ptr<Gpu>& gpu, BucketSpec spec)
-    : spec_(std::move(spec)), ready_(gpu), packed_(gpu), arrived_(gpu), readers_(gpu), delivered_(gpu) {
+    : spec_(std::move(spec)), ready_(gpu), packed_(gpu), arrived_(gpu), readers_(gpu), delivered_(gpu), stepped_(gpu) {
     for (const PieceSpec& piece : spec_.pieces) {
         blocks_.push_back(blocks_of(piece.numel));
         all_blocks_ += blocks_.back();
@@ -156,7 +156,10 @@ std::shared_ptr<DeviceBucket> Pipeline::make_bucket(const BucketSpec& spec) {
         return bucket;
     }
     bucket->pack_ = find("pack", spec.gradient_type, spec.packed_type);
-    if (spec.shadow_type != spec.published_type)
+    if (spec.resident != 0) {
+        bucket->packed_address_ = spec.resident;
+        bucket->step_ = find(spec.step_kernel);
+    } else if (spec.shadow_type != spec.published_type)
         bucket->unpack_ = find("unpack", spec.shadow_type, spec.published_type);
     const Scratch scratch(spec.pieces.size(), bucket->all_blocks_);
     bucket->sums_address_ = spec.device_scratch + scratch.sums;
@@ -172,7 +175,10 @@ std::shared_ptr<DeviceBucket> Pipeline::make_bucket(const BucketSpec& spec) {
 }
 
 Function Pipeline::find(const char* kind, adam::ElementType from, adam::ElementType to) const {
-    const std::string name = std::string(kind) + "_" + name_of(from) + "_" + name_of(to);
+    return find(std::string(kind) + "_" + name_of(from) + "_" + name_of(to));
+}
+
+Function Pipeline::find(const std::string& name) const {
     Function function = nullptr;
     const Driver& driver = gpu_->driver();
     driver.check(driver.module_get_function(&function, module_, name.c_str()), ("the kernel " + name).c_str());
@@ -236,7 +242,7 @@ Pipeline::Ticket Pipeline::enqueue_down(const std::shared_ptr<DeviceBucket>& buc
         order(streams_.pack, b.delivered_.get(), "the pack stream's wait for the last delivery");
     Slot* slot = nullptr;
     DeviceAddress target = b.packed_address_;
-    if (b.pack_ != nullptr && !b.spec_.direct) {
+    if (b.pack_ != nullptr && !b.spec_.direct && b.spec_.resident == 0) {
         if (slots_.empty()) throw std::runtime_error("no staging memory was given");
         target = staging_.down + next_slot_ * staging_.slot_bytes;
         slot = slots_[next_slot_].get();
@@ -246,12 +252,14 @@ Pipeline::Ticket Pipeline::enqueue_down(const std::shared_ptr<DeviceBucket>& buc
     driver.check(driver.event_record(b.packed_.get(), streams_.pack), "cuEventRecord on the pack stream");
     if (keep) order(current, b.packed_.get(), "the current stream's wait for the pack kernel");
     order(streams_.down, b.packed_.get(), "the down stream's wait for the pack kernel");
-    if (slot != nullptr) {
-        copy_pieces_down(b, addresses, target);
+    if (slot != nullptr) copy_pieces_down(b, addresses, target);
+    if (slot != nullptr || b.spec_.resident != 0) {
         const Scratch scratch(b.spec_.pieces.size(), b.all_blocks_);
         driver.check(driver.copy_down(static_cast<char*>(b.spec_.scratch) + scratch.sums, b.sums_address_, 8 * blocks,
                                       streams_.down),
                      "cuMemcpyDtoHAsync of block sums");
+    }
+    if (slot != nullptr) {
         driver.check(driver.event_record(slot->copied.get(), streams_.down), "cuEventRecord on the down stream");
         slot->used = true;
     }
@@ -533,6 +541,30 @@ bool Pipeline::await_idle_streams(double until) const {
         std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
     return idle;
+}
+
+void Pipeline::step(const std::shared_ptr<DeviceBucket>& bucket, Stream current, std::string table, unsigned count,
+                    std::uint64_t blocks, DeviceAddress device_table) {
+    check_open();
+    DeviceBucket& b = *bucket;
+    if (b.step_ == nullptr) throw std::invalid_argument("this bucket is not resident");
+    const Gpu::Current here(*gpu_);
+    const Driver& driver = gpu_->driver();
+    b.step_table_ = std::move(table);  // the copy before was over when this step's gradient arrived
+    order(current, b.packed_.get(), "the current stream's wait for a packed gradient");
+    driver.check(driver.copy_up(device_table, b.step_table_.data(), b.step_table_.size(), current),
+                 "cuMemcpyHtoDAsync of the step kernel's table");
+    void* arguments[] = {&device_table, &count};
+    launch(b.step_, blocks, current, arguments, "the step kernel's launch");
+    driver.check(driver.event_record(b.stepped_.get(), current), "cuEventRecord on the current stream");
+}
+
+bool Pipeline::has_stepped(const std::shared_ptr<DeviceBucket>& bucket) {
+    const Gpu::Current here(*gpu_);
+    const Result result = gpu_->driver().event_query(bucket->stepped_.get());
+    if (result == kNotReady) return false;
+    gpu_->driver().check(result, "waiting for a step on the device");
+    return true;
 }
 
 bool Pipeline::drain(double timeout_seconds) {

@@ -52,6 +52,8 @@ struct BucketSpec {
     void* scratch = nullptr;           // scratch_bytes() of host memory, for tables and block sums
     DeviceAddress device_scratch = 0;  // as many on the device
     bool direct = false;               // the pack kernel stores into host memory, which then must be pinned
+    DeviceAddress resident = 0;        // of a packed gradient that stays on the device: only its sums go down
+    std::string step_kernel;           // what steps it there
 };
 
 std::size_t scratch_bytes(const std::vector<std::uint64_t>& numels);
@@ -84,6 +86,8 @@ class DeviceBucket {
     std::uint64_t all_blocks_ = 0;
     Function pack_ = nullptr;           // null: no kernels
     Function unpack_ = nullptr;         // null: copied straight into the parameters
+    Function step_ = nullptr;           // of a resident bucket
+    std::string step_table_;            // what it reads; kept until it has been copied
     DeviceAddress packed_address_ = 0;  // of host memory, as kernels see it (direct)
     DeviceAddress sums_address_ = 0;
     OwnedEvent ready_;      // current stream: the gradients are written
@@ -91,6 +95,7 @@ class DeviceBucket {
     OwnedEvent arrived_;    // down stream: they are in host memory
     OwnedEvent readers_;    // current stream: whatever reads the old parameters was enqueued before
     OwnedEvent delivered_;  // up stream: the parameters are new
+    OwnedEvent stepped_;    // current stream: a resident bucket's table is read, and all that its step reads
     std::atomic<bool> was_delivered_{false};
     std::shared_ptr<Completion> arrival_;  // of the last pack
     bool half_packed_ = false;             // a pack has failed, but some of it may be under way
@@ -141,6 +146,13 @@ class Pipeline {
     // What is enqueued on `current` from here on reads what the last delivery copied.
     void make_visible(const std::shared_ptr<DeviceBucket>& bucket, Stream current);
 
+    // Steps a resident bucket whose gradient has arrived, and writes its parameters, in the order of `current`.
+    // `table`: `count` structs StepPiece of csrc/cuda/step.cuh with `blocks` blocks, copied to `device_table` before.
+    void step(const std::shared_ptr<DeviceBucket>& bucket, Stream current, std::string table, unsigned count,
+              std::uint64_t blocks, DeviceAddress device_table);
+    // Whether the last step of a resident bucket is over, so that its memory may go.
+    bool has_stepped(const std::shared_ptr<DeviceBucket>& bucket);
+
     // True once nothing is under way; false when the time is up.
     bool drain(double timeout_seconds);
     // Ends the threads within about 5 seconds. False: the device is still at work on our memory. Idempotent.
@@ -183,6 +195,7 @@ class Pipeline {
     bool signal(std::uint32_t sequence);
     void order(Stream later, Event event, const char* what) const;
     Function find(const char* kind, adam::ElementType from, adam::ElementType to) const;
+    Function find(const std::string& name) const;
     void launch(Function function, std::uint64_t grid, Stream stream, void** arguments, const char* what) const;
     bool streams_idle() const;
     bool await_idle_streams(double until) const;

@@ -48,6 +48,7 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     absent: str | None = None  # why it cannot be measured here
     continues: bool = False  # exits with LEFT where it has more to do in another call
+    accepts: tuple[int, ...] = (0,)  # exit statuses with which there is a result
     keeps_output: bool = False  # what it prints is part of the result: a table, what tests say
 
 
@@ -161,7 +162,7 @@ def _run(job: Job, results: Results, remaining: float) -> bool:
         results.add(job, TIMED_OUT, took, error=f"not ended within {job.seconds:g} s", output=output)
         return True
     found = _read(scratch)
-    if status != 0 or (found is None and RESULT_PATH in job.command):
+    if status not in job.accepts or (found is None and RESULT_PATH in job.command):
         why = f"exit status {status}" if status else "it wrote no result"
         results.add(job, FAILED, took, error=f"{why}: {_last_line(output)}", output=output)
     else:

@@ -2,7 +2,7 @@
 
 The differences between whole steps drown in noise, so the checks' own work is timed inside the step too: comparing the
 other ranks' packets, and the probe of what was published. The exchange itself is the verdict's; it is there without
-checks as well, and is shown apart.
+checks as well, and is shown apart. So is noticing what users did to DTensors: reading gradients and parameters again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from superoffload.training.config import ModelConfig
 
 OFF, LIGHT, FULL = "off", "light", "full"
 CONTESTANTS = (OFF, LIGHT, FULL)
+PARTS = ("step", "check", "exchange", "notice")
 PROMISE = 0.01  # of a step, for light
 _WARM_UP = 4  # the first three steps are checked in full, whatever the option
 
@@ -41,7 +42,7 @@ def run_ranks(workload: Workload, ranks: int) -> list[dict[str, Any]]:
         measured = local.run(measure_rank, workload, limit=550.0)
     rows: list[dict[str, Any]] = []
     for name in CONTESTANTS:
-        times = {part: _slowest([rank[name][part] for rank in measured]) for part in ("step", "check", "exchange")}
+        times = {part: _slowest([rank[name][part] for rank in measured]) for part in PARTS}
         base = rows[0]["seconds_median"] if rows else statistics.median(times["step"])
         rows.append(_row(name, ranks, workload, measured[0], times, base))
     return rows
@@ -69,6 +70,8 @@ def _row(
         "check_seconds_max": max(times["check"]),
         "exchange_seconds_median": statistics.median(times["exchange"]),
         "of_step": check / step,
+        "notice_seconds_median": statistics.median(times["notice"]),
+        "notice_of_step": statistics.median(times["notice"]) / step,
         "bytes_per_param": None,
         "gb_per_s": None,
         "of_limit": None,
@@ -107,12 +110,16 @@ class _Entrant:
         )
         self.workload = workload
         self.engine = make_engine("fsdp2", setup, "always")
-        self.times: dict[str, list[float]] = {"step": [], "check": [], "exchange": []}
-        self._now = {"check": 0.0, "exchange": 0.0}
+        self.times: dict[str, list[float]] = {part: [] for part in PARTS}
+        self._now = dict.fromkeys(PARTS[1:], 0.0)
         self._step = 0
         session = self.engine.optimizer._ranks.session
         for method, part in (("_compare", "check"), ("ended", "check"), ("start", "exchange"), ("_take", "exchange")):
             setattr(session, method, self._timed(getattr(session, method), part))
+        core = self.engine.optimizer._core
+        core.gradient_is = self._timed(core.gradient_is, "notice")
+        for tracked in self.engine.optimizer._tracked.values():
+            tracked._checksum = self._timed(tracked._checksum, "notice")
 
     def _timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:

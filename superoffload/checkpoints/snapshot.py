@@ -25,7 +25,14 @@ class ShardState:
         return sum(t.numel() * t.element_size() for t in (self.master, self.exp_avg, self.exp_avg_sq))
 
     def copy(self) -> ShardState:
-        return ShardState(self.master.clone(), self.exp_avg.clone(), self.exp_avg_sq.clone())
+        """In host memory."""
+        return ShardState(*(t.to("cpu", copy=True) for t in (self.master, self.exp_avg, self.exp_avg_sq)))
+
+
+def _state_of(shard: Shard) -> ShardState:
+    """Of a resident shard a copy: other threads' reads are not ordered with the device's steps."""
+    state = ShardState(shard.master, shard.exp_avg, shard.exp_avg_sq)
+    return state.copy() if shard.resident else state
 
 
 class Snapshot:
@@ -35,8 +42,9 @@ class Snapshot:
     """
 
     def __init__(self, shards: Sequence[Shard], memory: int) -> None:
-        self._states = {s.index: ShardState(s.master, s.exp_avg, s.exp_avg_sq) for s in shards}
+        self._states = {s.index: _state_of(s) for s in shards}
         self._waiting = deque(shard.index for shard in shards)  # not read yet
+        self._apart = {shard.index for shard in shards if shard.resident}  # copied already
         self._copied: set[int] = set()
         self._urgent: deque[int] = deque()
         self._free = memory
@@ -55,7 +63,7 @@ class Snapshot:
 
     def _protect(self, index: int) -> None:
         state = self._states.get(index)
-        if state is None or index in self._copied:
+        if state is None or index in self._copied or index in self._apart:
             return
         if index in self._waiting and state.nbytes <= self._free:
             self._states[index] = state.copy()

@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
         print(
             f"rank_check={row['name']:5}  step {1e3 * row['seconds_median']:8.1f} ms (x {row['ratio']:.3f})  "
             f"checks {1e3 * row['check_seconds_median']:7.3f} ms ({row['of_step']:6.2%} of the step)  "
-            f"exchange {1e3 * row['exchange_seconds_median']:7.3f} ms"
+            f"exchange {1e3 * row['exchange_seconds_median']:7.3f} ms  "
+            f"noticing edits {1e3 * row['notice_seconds_median']:7.3f} ms ({row['notice_of_step']:6.2%})"
         )
     if args.json:
         facts = {"machine": machine, "versions": version_facts(), "commit": commit(), "command": args.command_line}

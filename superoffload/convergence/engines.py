@@ -76,7 +76,8 @@ class _Base:
             bucket_numel=setup.bucket_numel,
             threads=1,
             rank_check=setup.rank_check,
-            model=self.model,
+            delivery=setup.delivery,
+            module=self.model,
         )
 
     def backward(self, micro_batches: Sequence[Tensor], scale: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from superoffload.errors import ArgumentError
 from superoffload.training.config import ModelConfig
@@ -35,7 +36,8 @@ class Setup:
     late_clips: tuple[int, ...] = (23, 24, 41)
     digest_every: int = 10
     corpus_bytes: int = 1 << 20
-    rank_check: str = "light"
+    rank_check: Any = "light"
+    delivery: str = "eager"
 
     def rows(self, rank: int, world: int) -> slice:
         """Of the global batch, those of one rank."""

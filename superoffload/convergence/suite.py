@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from superoffload.convergence.compare import FEWEST_RUNS, Tolerance, stray, tolerance_of, unequal
@@ -12,6 +12,7 @@ from superoffload.convergence.setup import Setup
 from superoffload.ranks.launch import LocalRanks
 
 Say = Callable[[str], None]
+_ON_DEMAND_STEPS = 48
 
 
 @dataclass
@@ -46,6 +47,13 @@ def distributed_run(setup: Setup, engine: str, speculation: str) -> Curve:
     return run(setup, engine, speculation)
 
 
+def delivered_unlike(setup: Setup, engine: str, ranks: LocalRanks) -> list[str]:
+    """Differences between speculation with delivery on demand and synchronous steps with eager delivery."""
+    short = replace(setup, steps=min(setup.steps, _ON_DEMAND_STEPS))
+    eager = ranks.run(distributed_run, short, engine, "never")
+    return unequal(ranks.run(distributed_run, replace(short, delivery="on_demand"), engine, "always"), eager)
+
+
 def verify_ranks(setup: Setup, engine: str, count: int, say: Say = print) -> Result:
     """Starts ``count`` ranks on this machine and compares."""
     result = Result()
@@ -68,6 +76,8 @@ def verify_ranks(setup: Setup, engine: str, count: int, say: Say = print) -> Res
             say(f"plain FSDP2 with torch.optim.AdamW: loss {plain[0].losses[-1:]}")
             result.curves["plain FSDP2, torch AdamW"] = plain[0]
             result.problems += [f"plain FSDP2: {problem}" for problem in stray(plain[0], result.tolerance)]
+            result.problems += [f"on demand: {problem}" for problem in delivered_unlike(setup, engine, ranks)]
+            say("delivery on demand: compared with eager delivery")
     stats = result.curves["speculative"].stats
     for fate in ("speculated", "committed", "replayed"):
         if stats and not stats[f"buckets_{fate}"]:

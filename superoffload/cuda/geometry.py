@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from superoffload.bucket import BLOCK
+from superoffload.bucket import BLOCK, Bucket
 
 THREADS = 128  # per CUDA block, for every kernel
 BLOCKS_PER_CUDA_BLOCK = {"pack": 8, "unpack": 4, "step": 1}  # 1024-element blocks that a CUDA block takes at a time
@@ -66,3 +67,29 @@ def grid_for(kernel: str, blocks: int, at_most: int | None = None) -> int:
     per_cuda_block = BLOCKS_PER_CUDA_BLOCK[kernel.partition("_")[0]]
     grid = max(1, -(-blocks // per_cuda_block))
     return grid if at_most is None else min(grid, max(1, at_most))
+
+
+_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+def step_kernel(bucket: Bucket) -> str:
+    """The kernel that steps a resident bucket."""
+    noisy = "_noisy" if bucket.pieces[0].shard.exp_avg.dtype is torch.bfloat16 else ""
+    return f"step_{_NAMES[bucket.gradient_dtype]}_{_NAMES[bucket.published_dtype]}{noisy}"
+
+
+def step_table(bucket: Bucket, scalars: Sequence[bytes | None]) -> Pieces:
+    """What it reads: the pieces that have scalars, at the addresses of their state, gradient and parameter."""
+    rows: list[tuple[int | bytes, ...]] = []
+    for piece, frozen in zip(bucket.pieces, scalars, strict=True):
+        if frozen is None:
+            continue
+        shard = piece.shard
+        starts = (
+            *((tensor, piece.start) for tensor in (shard.master, shard.exp_avg, shard.exp_avg_sq)),
+            (bucket.gradient, piece.offset),
+            (shard.target(), piece.start),
+        )
+        addresses = (tensor.data_ptr() + tensor.element_size() * start for tensor, start in starts)
+        rows.append((*addresses, piece.numel, (shard.offset + piece.start) % 2**32, frozen))
+    return step_pieces(rows)

@@ -15,6 +15,7 @@ from superoffload import _native
 from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket
 from superoffload.cuda.device import Device, TorchDevice
 from superoffload.cuda.pinned import ALIGN, LARGEST_REGISTRATION, PinnedArena, warn_unpinned
+from superoffload.cuda.residency import CudaResidency
 from superoffload.cuda.transfer import NARROW, TransferPolicy
 from superoffload.errors import ArgumentError, DeviceError, KernelsUnavailable
 from superoffload.link import PackTicket
@@ -23,6 +24,7 @@ SLOTS = 2  # staging on the device: one is packed while the other is copied
 LIBRARY_VARIABLE = "SUPEROFFLOAD_LIBCUDA"
 TIMEOUT_VARIABLE = "SUPEROFFLOAD_DEVICE_TIMEOUT"
 _FLAG_BYTES = 4096
+_STEPS_SECONDS = 1.0  # for steps on the device, once closing has begun
 _LEAKED: list[object] = []  # memory that a device was still using when its link was closed
 
 
@@ -72,6 +74,12 @@ class CudaLink:
                 image=options.image,
                 timeout_seconds=options.timeout_seconds,
             )
+        self._residency = CudaResidency(device, self._pipeline, self._attach_resident)
+
+    @property
+    def residency(self) -> CudaResidency | None:
+        """What keeps state on the device (superoffload/placement.py); None without kernels."""
+        return self._residency if self._pipeline.has_kernels else None
 
     @property
     def pinned(self) -> bool:
@@ -81,7 +89,7 @@ class CudaLink:
     # ---- memory -----------------------------------------------------------------------------------------------
 
     def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
-        for bucket in buckets:
+        for bucket in (bucket for bucket in buckets if not bucket.resident):
             bucket.packed_dtype = self.policy.packed_dtype(bucket.gradient_dtype)
             bucket.shadow_dtype = self.policy.shadow_dtype(bucket.published_dtype)
         with _translated("reserving memory"):
@@ -90,11 +98,12 @@ class CudaLink:
             self._reserve_host(sum(map(_host_bytes, buckets)))
             self._on_device.append(self._device.empty(sum(map(_scratch_bytes, buckets)) + ALIGN))
             self._scratch_used = 0
-            self._reserve_staging([*self._buckets, *buckets])
+            self._reserve_staging([bucket for bucket in [*self._buckets, *buckets] if not bucket.resident])
 
     def _start_anew(self) -> None:
         """Nothing of the buckets so far is needed any more."""
-        if self._buckets and not self._pipeline.drain(self._options.timeout_seconds):
+        timeout = self._options.timeout_seconds
+        if self._buckets and not (self._pipeline.drain(timeout) and self._residency.drain(timeout)):
             raise DeviceError(f"the device did not finish its copies within {self._options.timeout_seconds} s")
         self._buckets.clear()
         self._targets.clear()
@@ -138,8 +147,17 @@ class CudaLink:
         with _translated("reserving memory"):
             bucket.gradient = arena.take(bucket.padded, bucket.packed_dtype)
             bucket.shadow = arena.take(bucket.padded, bucket.shadow_dtype)
-            nbytes = _scratch_bytes(bucket)
-            scratch = arena.take(nbytes, torch.uint8)
+        self._attach_native(bucket, packed=bucket.gradient.data_ptr(), shadow=bucket.shadow.data_ptr())
+
+    def _attach_resident(self, bucket: Bucket, packed: int, step_kernel: str) -> _native.DeviceBucket:
+        return self._attach_native(bucket, resident=packed, step_kernel=step_kernel)
+
+    def _attach_native(
+        self, bucket: Bucket, *, packed: int = 0, shadow: int = 0, resident: int = 0, step_kernel: str = ""
+    ) -> _native.DeviceBucket:
+        nbytes = _scratch_bytes(bucket)
+        with _translated("reserving memory"):
+            scratch = self._arenas[-1].take(nbytes, torch.uint8)
             on_device = _aligned(self._on_device[-1].data_ptr()) + self._scratch_used
             self._scratch_used += nbytes
             self._buckets[bucket] = self._pipeline.make_bucket(
@@ -151,12 +169,15 @@ class CudaLink:
                 packed_type=ELEMENT_TYPES[bucket.packed_dtype],
                 shadow_type=ELEMENT_TYPES[bucket.shadow_dtype],
                 published_type=ELEMENT_TYPES[bucket.published_dtype],
-                packed=bucket.gradient.data_ptr(),
-                shadow=bucket.shadow.data_ptr(),
+                packed=packed,
+                shadow=shadow,
                 scratch=scratch.data_ptr(),
                 device_scratch=on_device,
-                direct=self.policy.direct,
+                direct=self.policy.direct and not resident,
+                resident=resident,
+                step_kernel=step_kernel,
             )
+        return self._buckets[bucket]
 
     # ---- a step -----------------------------------------------------------------------------------------------
 
@@ -166,7 +187,8 @@ class CudaLink:
         for i, (piece, grad) in enumerate(zip(bucket.pieces, grads, strict=True)):
             if grad is not None:
                 addresses[i] = grad.data_ptr() + size * piece.start
-                self.bytes_down += bucket.packed_dtype.itemsize * piece.numel
+                if not bucket.resident:
+                    self.bytes_down += bucket.packed_dtype.itemsize * piece.numel
         try:
             with _translated(f"packing {bucket.pieces[0].shard.name}"):
                 arrival = self._pipeline.pack(
@@ -212,13 +234,20 @@ class CudaLink:
         if self._closed or self._pid != os.getpid():
             return
         self._closed = True
-        idle = self._pipeline.close()
+        stepped = self._drain_steps()
+        idle = self._pipeline.close() and stepped
         if not idle:
-            _LEAKED.extend([*self._on_device, *self._staging, *self._targets.values()])
+            _LEAKED.extend([*self._on_device, *self._staging, *self._targets.values(), self._residency])
         self._close_arenas([*self._arenas, self._flag], idle=idle)
         self._on_device.clear()
         self._staging.clear()
         self._targets.clear()
+
+    def _drain_steps(self) -> bool:
+        try:
+            return self._residency.drain(_STEPS_SECONDS)
+        except RuntimeError:  # the device has failed; whoever used it has been told
+            return False
 
     def _close_arenas(self, arenas: Sequence[PinnedArena], *, idle: bool) -> None:
         for arena in arenas:
@@ -238,6 +267,8 @@ def _scratch_bytes(bucket: Bucket) -> int:
 
 
 def _host_bytes(bucket: Bucket) -> int:
+    if bucket.resident:
+        return _aligned(_scratch_bytes(bucket))
     packed, shadow = _nbytes(bucket.padded, bucket.packed_dtype), _nbytes(bucket.padded, bucket.shadow_dtype)
     return _aligned(packed) + _aligned(shadow) + _aligned(_scratch_bytes(bucket))
 

@@ -1,8 +1,10 @@
-"""``torch.distributed.fsdp.fully_shard``: what a forward would gather. All else that FSDP2 needs is in its DTensors."""
+"""``torch.distributed.fsdp.fully_shard``: what a forward gathers, and when. All else is in its DTensors."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -39,6 +41,45 @@ def forward_view(model: nn.Module) -> Callable[[], Iterator[tuple[Tensor, Tensor
                 module.reshard()
 
     return gathered
+
+
+def is_sharded_module(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on it; without loading what does that."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ()))
+
+
+def gathered_with(module: nn.Module) -> list[nn.Module] | None:
+    """The sharded modules that are all-gathered when ``module``'s forward begins: itself, those of its group
+    (``fully_shard([a, b])``), and those it was told to prefetch. None: this version of torch does not show it.
+    """
+    sharded: Any = module
+    try:
+        state = sharded._get_fsdp_state()
+        states = [state, *state._states_to_forward_prefetch, *state._states_to_backward_prefetch]
+        return [member for one in states for member in one._modules]
+    except AttributeError:
+        return None
+
+
+class UnshardHook:
+    """Calls ``before`` when somebody calls ``module.unshard()``, which gathers without a forward."""
+
+    def __init__(self, module: nn.Module, before: Callable[[], None]) -> None:
+        original: Any = module.unshard
+
+        def unshard(*args: Any, **kwargs: Any) -> Any:
+            before()
+            return original(*args, **kwargs)
+
+        self._module = module
+        self._wrapper = unshard
+        object.__setattr__(module, "unshard", unshard)
+
+    def remove(self) -> None:
+        """Leaves alone what somebody else has put in its place since."""
+        if vars(self._module).get("unshard") is self._wrapper:
+            object.__delattr__(self._module, "unshard")
 
 
 def _places(module: nn.Module, kind: type) -> Iterator[_Place]:

@@ -88,9 +88,13 @@ class Gradients(Parameters):
         if tracked.written:
             self._refresh(tracked)
         if not self._core.is_filling:
-            self._core.expect(unscale=self._unscale, max_grad_norm=self._max_grad_norm)
+            self._start_filling()
         tracked.remember_grad(grad)
         self._core.arrive(tracked.shard, tracked.holding.part(grad).contiguous(), in_backward=in_backward)
+
+    def _start_filling(self) -> None:
+        """The first gradient of a step is here."""
+        self._core.expect(unscale=self._unscale, max_grad_norm=self._max_grad_norm)
 
     def _on_packed(self, shard: Shard) -> None:
         """Nobody needs the gradient again: its memory goes, and something that says so stands in its place."""
@@ -113,7 +117,7 @@ class Gradients(Parameters):
             if tracked.written:
                 self._refresh(tracked)
             if not self._core.is_filling:
-                self._core.expect(unscale=self._unscale, max_grad_norm=self._max_grad_norm)
+                self._start_filling()
             tracked.reduced = gradient
             self._core.arrive(tracked.shard, tracked.holding.part_of_whole(gradient.view(param.shape)))
 
@@ -166,11 +170,15 @@ class Gradients(Parameters):
 
     def _after_step(self) -> None:
         moved = []
+        landing = self._core.landing_shards()
         for tracked in self._tracked.values():
             tracked.grad = tracked.reduced = None
             tracked.expected = max(1, tracked.arrivals)
             tracked.arrivals = 0
-            tracked.remember_value()
+            if tracked.shard.index in landing:
+                tracked.outdate()
+            else:
+                tracked.remember_value()
             if tracked.shown_steps != tracked.shard.steps:
                 tracked.shown_steps = tracked.shard.steps
                 moved.append(tracked.step)

@@ -6,23 +6,22 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from superoffload.arguments import as_groups, check_finite, check_group, check_groups, check_parameter
-from superoffload.bucket import ALIGN, GroupHyper, Shard
+from superoffload.bucket import GroupHyper, Shard
 from superoffload.core import Core, CoreOptions
 from superoffload.cpus import worker_cpus
 from superoffload.errors import StateError
 from superoffload.links import keeps_gradients, link_for
-from superoffload.memory import host_zeros
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.untraced import untraced
+from superoffload.placement import Asked, make_state, placer_for
 from superoffload.ranks.held import Held
-from superoffload.ranks.layout import Holding, like_parameter
+from superoffload.ranks.layout import Holding, like_parameter, local_of
 from superoffload.ranks.setup import qualified_names, set_up_ranks
 from superoffload.tracked import Tracked
 
@@ -32,6 +31,7 @@ class Given:
     """Arguments that are needed again where an optimizer starts anew on other parameters."""
 
     speculation: str
+    delivery: str
     bucket_numel: int | None
     threads: int | None
     replicated: str
@@ -40,6 +40,7 @@ class Given:
     rank_timeout: float | None
     model: weakref.ReferenceType[nn.Module] | None
     keep_grads: bool | None
+    placement: Asked
 
 
 class Parameters(Lifetime):
@@ -56,6 +57,7 @@ class Parameters(Lifetime):
         self._of_shard: dict[int, Tracked] = {}
         self._fresh: list[Held] = []
         self._firsts: list[int] = []  # id of the first parameter of each group
+        self._resident: set[int] = set()  # ids of parameters whose state begins on the accelerator
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -85,7 +87,17 @@ class Parameters(Lifetime):
         cpus = worker_cpus(given.threads, self._ranks.cpus)
         options = CoreOptions(given.speculation, given.bucket_numel, cpus, two_phase=True)
         keep_grads = keeps_gradients(params, given.keep_grads, model)
-        self._core = Core(link_for(params, keep_grads=keep_grads), options, _hyper_reader(self))
+        link = link_for(params, keep_grads=keep_grads)
+        try:
+            placer = placer_for(given.placement, link, params)
+        except BaseException:
+            link.close()
+            raise
+        sizes = [(id(param), local_of(param).numel()) for param in params if param.requires_grad]
+        self._resident = placer.choose_first(sizes) if placer is not None else set()
+        self._core = Core(link, options, _hyper_reader(self))
+        self._core.placer = placer
+        self._core.moved = _moved_hook(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, at any time; a step in flight keeps its gradients."""
@@ -116,18 +128,18 @@ class Parameters(Lifetime):
             check_finite(name, param)
         holdings = {param: self._ranks.holding_of(name, param) for param, name in fresh.items()}
         sizes = [holding.part(param).numel() for param, holding in holdings.items()]
-        starts = list(accumulate((-(-size // ALIGN) * ALIGN for size in sizes), initial=0))
+        resident = [id(param) in self._resident for param in fresh]
         dtypes = (torch.float32, self._state_dtype, self._state_dtype)
-        slabs = [host_zeros(starts[-1], dtype) for dtype in dtypes]
+        states = make_state(sizes, dtypes, resident, self._core.placer)
         shards: list[Shard] = []
-        for (param, name), start, numel in zip(fresh.items(), starts, sizes, strict=False):
-            master, exp_avg, exp_avg_sq = (slab[start : start + numel] for slab in slabs)
+        for i, (param, name) in enumerate(fresh.items()):
+            master, exp_avg, exp_avg_sq = states[i]
             index = len(self._core.shards) + len(shards)
             shard = Shard(
                 index=index,
                 name=name,
                 group=group,
-                numel=numel,
+                numel=sizes[i],
                 gradient_dtype=param.dtype,
                 published_dtype=param.dtype,
                 master=master,
@@ -136,6 +148,7 @@ class Parameters(Lifetime):
                 target=_target(param, holdings[param]),
                 noise_stream=self._seed << 32 | index,
                 offset=holdings[param].start,
+                resident=resident[i],
             )
             master.copy_(shard.target())
             shards.append(shard)
@@ -148,14 +161,21 @@ class Parameters(Lifetime):
         tracked = Tracked(param, shard, step, holding, early=self._ranks.is_early(param))
         tracked.remember_value()
         self._tracked[param] = self._of_shard[shard.index] = tracked
-        self.state[param] = {
-            "step": step,
+        self._show_state(tracked)
+        self._fresh.append(Held(shard.name, param, shard, holding))
+        return tracked
+
+    def _show_state(self, tracked: Tracked) -> None:
+        param, holding, shard = tracked.param, tracked.holding, tracked.shard
+        self._state[param] = {
+            "step": tracked.step,
             "exp_avg": like_parameter(param, holding, shard.exp_avg),
             "exp_avg_sq": like_parameter(param, holding, shard.exp_avg_sq),
             "master": like_parameter(param, holding, shard.master),
         }
-        self._fresh.append(Held(shard.name, param, shard, holding))
-        return tracked
+
+    def _on_moved(self, shard: Shard) -> None:
+        self._show_state(self._of_shard[shard.index])
 
     def _names_of(self, group: int) -> Iterator[tuple[Tensor, str]]:
         params = self.param_groups[group]["params"]
@@ -220,6 +240,18 @@ class Parameters(Lifetime):
 
 def _target(param: Tensor, holding: Holding) -> Callable[[], Tensor]:
     return lambda: holding.part(param)
+
+
+def _moved_hook(optimizer: Parameters) -> Callable[[Shard], None]:
+    """Does not keep the optimizer alive either."""
+    reference = weakref.ref(optimizer)
+
+    def on_moved(shard: Shard) -> None:
+        alive = reference()
+        if alive is not None:
+            alive._on_moved(shard)
+
+    return on_moved
 
 
 def _hyper_reader(optimizer: Parameters) -> Callable[[int], GroupHyper]:

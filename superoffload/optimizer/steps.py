@@ -32,7 +32,8 @@ class Steps(Gradients):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Decides the verdict and commits, replays or skips; parameters have their new values when it returns."""
+        """Decides the verdict and commits, replays or skips. Parameters have their new values when it returns; with
+        delivery="on_demand", when the module's forward reads them."""
         self._check_usable()
         loss = None
         if closure is not None:
@@ -51,7 +52,7 @@ class Steps(Gradients):
         self._last_verdict = verdict
         failure: WorkerError | None = None
         try:
-            self._core.apply(verdict)
+            self._apply(verdict)
         except WorkerError as error:  # with the step done, or abandoned where no other rank acts on it
             failure = error
         finally:
@@ -61,11 +62,16 @@ class Steps(Gradients):
             finally:  # this rank has stepped, also where others have been lost since
                 self._after_step()
         if session is not None:
-            if session.full_check_is_due:  # which reads masters and moments
-                self._core.settle()
-            session.ended(applied=not verdict.found_inf, factor=verdict.gradient_factor)
+            self._conclude(session, verdict)
         if failure is not None:
             raise failure
+
+    def _apply(self, verdict: Verdict) -> None:
+        self._core.apply(verdict)
+
+    def _conclude(self, session: RankSession, verdict: Verdict) -> None:
+        """What was done is compared with what the other ranks did."""
+        session.ended(applied=not verdict.found_inf, factor=verdict.gradient_factor)
 
     def _decide_alone(self) -> Verdict | None:
         self._take_stock()

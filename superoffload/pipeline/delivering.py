@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from superoffload import _native
 from superoffload.bucket import Bucket, BucketState, GroupHyper, Shard
-from superoffload.errors import DeviceError
+from superoffload.errors import DeviceError, SuperOffloadError
 from superoffload.link import Link
 from superoffload.pipeline.options import CoreOptions
 from superoffload.pipeline.waiting import Waiting
+
+
+class LandingWatch(Protocol):
+    """Told of every delivery that ``apply(later=True)`` has left for later."""
+
+    def landing(self, buckets: Sequence[Bucket]) -> None:
+        """They are about to be delivered; pieces that it takes out of ``present`` are not."""
+
+    def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None:
+        """They were delivered. What it returns is raised once everything is in order."""
 
 
 class Delivering(Waiting):
@@ -18,22 +29,47 @@ class Delivering(Waiting):
     def __init__(self, link: Link, options: CoreOptions, hyper_of: Callable[[int], GroupHyper]) -> None:
         super().__init__(link, options, hyper_of)
         self._landing: dict[Bucket, None] = {}  # stepped by apply(later=True), not delivered yet; in forward order
+        self.watch: LandingWatch | None = None
 
-    def land(self, shard: Shard | None = None) -> None:
-        """Waits for and delivers what ``apply(later=True)`` left running: the buckets of ``shard``, or all of them."""
+    @property
+    def is_landing(self) -> bool:
+        """Whether anything that ``apply(later=True)`` has left is not delivered yet."""
+        return bool(self._landing)
+
+    def landing_shards(self) -> dict[int, Shard]:
+        """Those that are not delivered wholly yet, by index, in forward order."""
+        return {piece.shard.index: piece.shard for bucket in self._landing for piece in bucket.stepped_pieces()}
+
+    def land(self, shards: Shard | Iterable[Shard] | None = None) -> None:
+        """Waits for and delivers what ``apply(later=True)`` left running: the buckets of ``shards``, or all of them."""
         if not self._landing:
             return
-        of_shard = self._landing if shard is None else self._buckets_of(shard)
-        buckets = [bucket for bucket in of_shard if bucket in self._landing]
+        buckets = list(self._landing)
+        if shards is not None:
+            several = [shards] if isinstance(shards, Shard) else shards
+            wanted = {bucket for shard in several for bucket in self._buckets_of(shard)}
+            buckets = [bucket for bucket in buckets if bucket in wanted]
         if buckets:
             with self._caller_at_work():
-                try:
-                    self._deliver(buckets)
-                finally:
-                    for bucket in buckets:
-                        if bucket not in self._landing and bucket.state is not BucketState.PUBLISHED:
-                            bucket.renew()
+                self._land(buckets)
                 self._raise_worker_failure()
+
+    def _land(self, buckets: Sequence[Bucket]) -> None:
+        began = _native.now_seconds()
+        try:
+            if self.watch is not None:
+                self.watch.landing(buckets)
+            self._deliver(buckets)
+        finally:
+            landed = [bucket for bucket in buckets if bucket not in self._landing]
+            error = self.watch.landed(landed) if self.watch is not None else None
+            if error is not None:
+                error.__cause__, self._failure = self._failure, error
+            if self.timeline is not None:
+                self.timeline.landed(landed, began)
+            for bucket in landed:
+                if bucket.state is not BucketState.PUBLISHED:
+                    bucket.renew()
 
     def _deliver(self, buckets: Sequence[Bucket]) -> None:
         self._send_up(buckets)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from superoffload import _native
 from superoffload.bucket import Bucket, GroupHyper, Shard, lay_out
 from superoffload.link import Link
 from superoffload.memory import exceeds_caches
 from superoffload.pipeline.options import CoreOptions
+from superoffload.placement import Measured, Placer, ResidentWork, move_state
 
 if TYPE_CHECKING:
     from superoffload.timeline import Timeline
@@ -36,7 +38,10 @@ class Layout:
         self._hyper_of = hyper_of
         self._places: dict[int, list[tuple[Bucket, int]]] = {}
         self._order: list[int] = []  # arrivals of the first backward
+        self._backward: list[int] = []  # what followed from them
         self._observed = False
+        self.placer: Placer | None = None  # sets which shards are resident, where some shall be
+        self.moved: Callable[[Shard], None] = nobody  # told when the state of a shard is other tensors than before
 
     def add_shards(self, shards: Sequence[Shard]) -> None:
         """New shards, in registration order. Their buckets follow those there are, in reverse order."""
@@ -54,11 +59,20 @@ class Layout:
         past_cache = exceeds_caches(sum(shard.numel for shard in self.shards))
         self.link.prepare(buckets, anew=not self.buckets)
         for bucket in buckets:
-            self.link.attach(bucket)
-            bucket.make_work(_journal_bytes(bucket) if speculates else 0, past_cache=past_cache)
+            if bucket.resident:
+                self._attach_resident(bucket)
+            else:
+                self.link.attach(bucket)
+                bucket.make_work(_journal_bytes(bucket) if speculates else 0, past_cache=past_cache)
             for i, piece in enumerate(bucket.pieces):
                 self._places.setdefault(piece.shard.index, []).append((bucket, i))
         self.buckets.extend(buckets)
+
+    def _attach_resident(self, bucket: Bucket) -> None:
+        assert self.placer is not None
+        self.placer.residency.attach(bucket)
+        bucket.work = _native.BucketWork([], 0)
+        bucket.resident_work = ResidentWork(bucket)
 
     def _buckets_of(self, shard: Shard) -> list[Bucket]:
         return [bucket for bucket, _ in self._places.get(shard.index, ())]
@@ -67,12 +81,51 @@ class Layout:
         """Once, after the first step: buckets in the order in which gradients really arrive."""
         before = [shard.index for shard in reversed(self.shards)]
         seen = set(self._order)
-        order = self._order + [index for index in before if index not in seen]
+        self._backward = self._order + [index for index in before if index not in seen]
         self._observed = True
-        if order == before:
-            return
+        if self._place() or self._backward != before:
+            self._lay_out_again()
+
+    def _lay_out_again(self) -> None:
+        known = set(self._backward)
+        order = self._backward + [shard.index for shard in reversed(self.shards) if shard.index not in known]
         self.buckets, self._places = [], {}
         self._attach(lay_out([self.shards[i] for i in order], self._numel_per_bucket()))
+
+    # ---- which state is on the accelerator --------------------------------------------------------------------
+
+    def _place(self) -> bool:
+        """Moves state to where the placer wants it, between steps; buckets must then be laid out again."""
+        if self.placer is None:
+            return False
+        wanted = self.placer.choose([self.shards[i] for i in self._backward])
+        moving = [shard for shard in self.shards if shard.resident != (shard.index in wanted)]
+        for shard in moving:
+            move_state(shard, None if shard.resident else self.placer.residency.device)
+            self.moved(shard)
+        return bool(moving)
+
+    def _measured(self) -> Measured | None:
+        """What "auto" chooses by; None where nothing could be timed so far."""
+        assert self.placer is not None
+        times = self.policy.times
+        numel = sum(shard.numel for shard in self.shards)
+        if not times.known or numel == 0:
+            return None
+        state = sum(shard.numel * (4 + 2 * shard.exp_avg.element_size()) for shard in self.shards)
+        gradients = sum(shard.numel * shard.gradient_dtype.itemsize for shard in self.shards)
+        return Measured(
+            backward=times.backward,
+            optimizer=times.seconds(_native.Operation.step, numel),
+            free_bytes=self.placer.residency.free_bytes(),
+            numel=numel,
+            bytes_per_param=(state + gradients) / numel,
+            buckets=len(self.buckets),
+        )
+
+
+def nobody(shard: Shard) -> None:
+    """Where nobody wants to know."""
 
 
 def _journal_bytes(bucket: Bucket) -> int:

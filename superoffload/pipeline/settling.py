@@ -7,7 +7,7 @@ moments or that gradient settles first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from superoffload import _native
 from superoffload.bucket import Bucket, BucketState, GroupHyper, Shard
@@ -23,7 +23,7 @@ class Settling(Delivering):
     def __init__(self, link: Link, options: CoreOptions, hyper_of: Callable[[int], GroupHyper]) -> None:
         super().__init__(link, options, hyper_of)
         self._settling: dict[Bucket, _native.Completion] = {}  # in backward order
-        self._failed_settle: WorkerError | None = None
+        self._failed_before: WorkerError | None = None  # of a step that was completed: told by the next call
 
     @property
     def is_settling(self) -> bool:
@@ -41,14 +41,16 @@ class Settling(Delivering):
 
         A worker that failed there has completed its bucket; the next call that ends or interrupts a step says so.
         """
-        if self._settling:
-            self._settle(list(self._settling) if shard is None else self._buckets_of(shard))
-
-    def _settle(self, buckets: Iterable[Bucket]) -> None:
+        if not (self._settling or self._landing):
+            return
+        buckets = self.buckets if shard is None else self._buckets_of(shard)
         unsettled = [bucket for bucket in buckets if bucket in self._settling]
-        if not unsettled:
+        stepped = [bucket for bucket in buckets if bucket in self._landing and bucket.running is not None]
+        if not (unsettled or stepped):
             return
         with self._caller_at_work():
+            for bucket in stepped:
+                self._wait(bucket)
             for bucket in unsettled:
                 self._wait_for_settle(bucket)
                 del self._settling[bucket]
@@ -56,17 +58,26 @@ class Settling(Delivering):
                 if bucket not in self._landing:
                     bucket.renew()
 
+    def _finish_before(self, shard: Shard | None = None) -> None:
+        """The step before is delivered and settled, as far as ``shard`` goes. Raises nothing: the caller has begun
+        something else, and tells at the end of it what had failed."""
+        try:
+            self.land(shard)
+        except WorkerError as error:
+            self._failed_before = self._failed_before or type(error)(f"{error} (the step before was completed)")
+        self.settle(shard)
+
     def _wait_for_settle(self, bucket: Bucket) -> None:
         settled = self._settling[bucket]
         try:
             settled.wait()
         except RuntimeError as error:
-            self._failed_settle = self._failed_settle or WorkerError(f"{error} (the step before was completed)")
+            self._failed_before = self._failed_before or WorkerError(f"{error} (the step before was completed)")
             return
         if settled.began > 0:
             self.policy.worked(_native.Operation.settle, bucket.numel, settled.ended - settled.began)
 
     def _raise_failure(self) -> None:
         if self._failure is None:
-            self._failure, self._failed_settle = self._failed_settle, None
+            self._failure, self._failed_before = self._failed_before, None
         self._raise_worker_failure()

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 
 from superoffload import _native
 from superoffload.bucket import Bucket, GroupHyper
-from superoffload.errors import WorkerError
+from superoffload.errors import SuperOffloadError, WorkerError
 from superoffload.link import Link
 from superoffload.pipeline.layout import Layout
 from superoffload.pipeline.options import CoreOptions
+from superoffload.pipeline.stopwatch import Stopwatch
 from superoffload.stats import Stats
 
 
@@ -20,7 +21,8 @@ class Waiting(Layout):
     def __init__(self, link: Link, options: CoreOptions, hyper_of: Callable[[int], GroupHyper]) -> None:
         super().__init__(link, options, hyper_of)
         self._stats = Stats()
-        self._failure: WorkerError | None = None
+        self._failure: SuperOffloadError | None = None
+        self._stopwatch = Stopwatch(options.clock)
 
     def _submit(self, bucket: Bucket, operation: _native.Operation, width: int = 1) -> None:
         """Behind what runs on ``bucket``, if that is its gradient on the way."""
@@ -56,5 +58,7 @@ class Waiting(Layout):
         try:
             yield
         finally:
-            self._stats.optimizer_seconds_exposed += self._clock() - began
+            ended = self._clock()
+            self._stats.optimizer_seconds_exposed += ended - began
+            self._stopwatch.held_up(began, ended)
             self.pool.leave()

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from superoffload.bits import same_bits
 from superoffload.bucket import Shard
 from superoffload.ranks.layout import Holding, local_of
 
-WORD = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 _UNITS = 32
 _SAMPLE = 1 << 16  # elements that a light check reads of a shard, spread over it
 
@@ -56,10 +56,9 @@ def crc(tensor: Tensor, start: int = 0) -> int:
 
 def is_published(held: Held, stride: int = 1, phase: int = 0) -> bool:
     """Whether the published part is round(master), in every ``stride``-th element from ``phase``."""
-    published = held.shard.target()[phase::stride].to("cpu")
-    expected = held.shard.master[phase::stride].to(published.dtype)
-    word = WORD[published.dtype]
-    return torch.equal(published.contiguous().view(word), expected.contiguous().view(word))
+    master = held.shard.master[phase::stride]
+    published = held.shard.target()[phase::stride].to(master.device)
+    return same_bits(published, master.to(published.dtype))
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ class RankSession:
         self._applied = self._skipped = 0
         self._factor = 0.0
         self._probe = Probe(0, 0, 0)
+        self._turn = 0  # whose unit is looked at next
         self._full_until = _FIRST_STEPS
         self._settings: Mapping[str, Any] = {}
         self._found_inf = False
@@ -172,11 +173,18 @@ class RankSession:
         self._applied += applied
         self._skipped += not applied
         self._factor = factor
+        self._turn = self._call
+
+    def seen_next(self) -> list[Held]:
+        """The parameters that ``look()`` will look at."""
+        if not (self.check.light or self.check.every) or not self._units:
+            return []
+        return [self.held[index] for index in self._units[self._turn % len(self._units)]]
 
     def look(self) -> None:
         """At a part of what the last step has published; the next exchange tells the others. Not collective."""
         if self.check.light or self.check.every:
-            self._probe = probe(self.held, self._units, self._call)
+            self._probe = probe(self.held, self._units, self._turn)
 
     @property
     def full_check_is_due(self) -> bool:

@@ -1,0 +1,155 @@
+"""python -m benchmarks.gh200: everything a Superchip's owner measures, in one command that can be continued."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from superoffload.errors import ArgumentError
+
+NAME = "gh200.json"
+PARTS = ("machine", "transfer", "schedule", "published")
+_ROOT = Path(__file__).resolve().parents[2]
+_RUN_SECONDS, _TOY_SECONDS = 5400.0, 300.0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gh200",
+        description="Bandwidths, Adam on every number of cores, transfer policies, schedule, and the setting of the "
+        "published evaluation on one to four GPUs. Exits with 0 once all has been tried, 3 if something is left.",
+    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="results; the same folder continues")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu with --toy (default: cuda)")
+    parser.add_argument("--toy", action="store_true", help="sizes at which nothing is learned, to try that all works")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", metavar="N", help="GPUs (default: 1, 2, 4, as many as there are)"
+    )
+    parser.add_argument("--hidden", type=int, nargs="+", metavar="N", help="hidden sizes (default: 2048 to 5120)")
+    parser.add_argument("--engines", nargs="+", metavar="NAME", help="of the published setting (default: all)")
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"only these of {', '.join(PARTS)}")
+    parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="SECONDS", help="of this call")
+    parser.add_argument("--retry", action="store_true", help="try again what failed or took too long before")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    try:
+        return _run(args)
+    except ArgumentError as error:
+        print(f"gh200: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    import torch
+
+    from benchmarks.gh200.report import text, write_page
+    from superoffload.benchmarking.jobs import DONE, LEFT, NOT_HERE, Results, run_jobs
+
+    if args.device == "cpu" and not args.toy:
+        raise ArgumentError("device=cpu: the published models are too large for a try on the CPU; add --toy")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if args.device == "cuda" and gpus == 0:
+        raise ArgumentError("device=cuda: torch sees no CUDA device; --device cpu --toy tries the same code paths")
+    folder = Path(args.out)
+    jobs = all_jobs(args, folder, gpus)
+    results = Results(folder, NAME)
+    left = run_jobs(jobs, results, args.time_limit, lambda line: print(line, flush=True), retry=args.retry)
+    names = [job.key for job in left]
+    report = results.merge(jobs, {"command": sys.argv, "left": names})
+    page = write_page(report, folder, names)
+    print("\n".join(text(report["rows"])))
+    if args.toy:
+        print("toy sizes: these figures show that it works, and nothing else")
+    print(page)
+    if left:
+        print(f"{len(left)} of {len(jobs)} left; the same command goes on")
+        return LEFT
+    return 1 if any(row["status"] not in (DONE, NOT_HERE) for row in report["rows"]) else 0
+
+
+def all_jobs(args: argparse.Namespace, folder: Path, gpus: int) -> list[Any]:
+    from superoffload.benchmarking.everything import all_jobs as benchmarks
+    from superoffload.cli.bench import BENCHMARKS
+
+    parts = args.only or PARTS
+    jobs: list[Any] = []
+    if "machine" in parts:
+        jobs += _machine(args, folder)
+    named = [name for name in ("transfer", "schedule") if name in parts and name in BENCHMARKS]
+    jobs += benchmarks(named, folder, quick=args.toy, cuda=gpus > 0)
+    if "published" in parts:
+        jobs += _published(args, gpus)
+    return jobs
+
+
+def _machine(args: argparse.Namespace, folder: Path) -> list[Any]:
+    """What doctor finds, the link, packing, and Adam on every number of processors."""
+    from benchmarks.gpu_suite.rows import child
+    from benchmarks.gpu_suite.settings import FULL, TOY
+    from superoffload.benchmarking.jobs import RESULT_PATH, Job
+    from superoffload.cpus import allowed_cpus
+
+    seconds = _TOY_SECONDS if args.toy else _RUN_SECONDS
+    copy = {"device_name": args.device, "numbytes": (TOY if args.toy else FULL).copy_bytes}
+    ours = [sys.executable, "-m", "superoffload"]
+    quick = ["--numel", "16384", "--sizes", "--seconds", "0.1"] if args.toy else ["--seconds", "10"]
+    threads = [str(count) for count in range(1, len(allowed_cpus()) + 1)]
+    adam = [*ours, "bench", "adam", "--quiet", *quick, "--threads", *threads, "--json", RESULT_PATH]
+    doctor = [*ours, "doctor", *(["--no-bandwidth"] if args.toy else []), "--json", RESULT_PATH]
+    settings = {"what": "machine", "threads": threads, "quick": quick}
+    return [
+        Job("doctor", doctor, {"what": "machine"}, seconds, accepts=(0, 1), keeps_output=True),
+        Job("link", child("link", copy), {"what": "machine", **copy}, seconds),
+        Job("pack", child("pack", copy), {"what": "machine", **copy}, seconds),
+        Job("adam on every number of cores", adam, settings, seconds, keeps_output=True),
+    ]
+
+
+def _published(args: argparse.Namespace, gpus: int) -> list[Any]:
+    """The smallest model on one GPU first, ours before the others."""
+    from benchmarks.gh200.engines import ENGINES, engines_for
+    from benchmarks.gh200.setting import PUBLISHED_SIZES, TOY_SIZES, published_run, toy_run
+    from superoffload.benchmarking.jobs import Job
+
+    unknown = [name for name in args.engines or () if name not in ENGINES]
+    if unknown:
+        raise ArgumentError(f"engines={unknown[0]}: expected some of {', '.join(ENGINES)}")
+    counts = args.ranks or [count for count in (1, 2, 4) if count <= max(gpus, 2 if args.toy else 1)]
+    make, sizes = (toy_run, TOY_SIZES) if args.toy else (published_run, PUBLISHED_SIZES)
+    jobs = []
+    for hidden in args.hidden or sizes:
+        for ranks in counts:
+            for name in engines_for(args.engines):
+                run = make(name, args.device, ranks, hidden)
+                absent = ENGINES[name].absent(args.device)
+                if args.device == "cuda" and ranks > gpus:
+                    absent = f"needs {ranks} GPUs, and there are {gpus}"
+                settings = {"what": "published", "run": run.as_json()}
+                seconds = _TOY_SECONDS if args.toy else _RUN_SECONDS
+                key = f"hidden {hidden}, {ranks} rank{'s' if ranks > 1 else ''}, {name}"
+                jobs.append(Job(key, torchrun(run.as_json(), ranks), settings, seconds, _environment(), absent))
+    return jobs
+
+
+def torchrun(run: dict[str, Any], ranks: int) -> list[str]:
+    from superoffload.benchmarking.jobs import RESULT_PATH
+
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*launcher, "-m", "benchmarks.gh200.published", json.dumps(run), RESULT_PATH]
+
+
+def _environment() -> dict[str, str]:
+    """Ranks find this folder wherever the command was started."""
+    before = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(_ROOT), before]) if before else str(_ROOT)}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

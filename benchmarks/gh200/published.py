@@ -1,0 +1,129 @@
+"""One run of the published setting; torchrun starts it on every rank: ... -m benchmarks.gh200.published RUN RESULT."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+# Before torch is loaded: spinning threads would take the processors that others step on.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.gh200.engines import ENGINES, Engine, local_device
+from benchmarks.gh200.setting import SAMPLES, SETTLED_FROM, Run
+from superoffload.benchmarking.facts import available_memory_bytes
+from superoffload.training.corpus import load_corpus
+
+_TEXT_BYTES = 32 << 20
+
+
+def train(run: Run) -> dict[str, Any]:
+    """On every rank of the process group; the same result on each."""
+    device = local_device(run.device)
+    memory = Memory(device)
+    batches = Batches(run, device)
+    try:
+        engine = ENGINES[run.engine].make(run, device)
+        return {**_trained(run, engine, batches, memory, device), **engine.close()}
+    except torch.cuda.OutOfMemoryError as error:
+        return {"out_of_memory": str(error).splitlines()[0][:300]}
+
+
+def _trained(run: Run, engine: Engine, batches: Batches, memory: Memory, device: torch.device) -> dict[str, Any]:
+    losses: list[Tensor] = []
+    settled = min(SETTLED_FROM - 1, run.steps - 1)  # steps before the clock starts
+    every = max(1, run.steps // SAMPLES)
+    began = time.perf_counter()
+    for step in range(run.steps):
+        if step == settled:
+            _wait_for(device)
+            began = time.perf_counter()
+        losses.append(engine.step(batches.next(), run.learning_rate(step)))
+        if step % every == 0:
+            memory.sample()
+    _wait_for(device)
+    seconds = (time.perf_counter() - began) / (run.steps - settled)
+    mean = torch.stack(losses).float()
+    dist.all_reduce(mean)
+    curve = (mean / run.ranks).tolist()
+    return {
+        "seconds_per_step": seconds,
+        "tokens_per_second": run.tokens_per_step / seconds,
+        "losses": [loss if math.isfinite(loss) else None for loss in curve],
+        **memory.facts(),
+    }
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Batches:
+    """Windows of text, two bytes a token, each rank its own."""
+
+    def __init__(self, run: Run, device: torch.device) -> None:
+        corpus = load_corpus(None, 2 * run.model.sequence, _TEXT_BYTES).train.long()
+        self._tokens = ((corpus[:-1] << 8) + corpus[1:]) % run.model.vocabulary
+        self._offsets = 2 * torch.arange(run.model.sequence + 1)
+        self._batch, self._device = run.batch, device
+        self._generator = torch.Generator().manual_seed(1000 * run.seed + dist.get_rank())
+
+    def next(self) -> Tensor:
+        last = self._tokens.numel() - int(self._offsets[-1])
+        starts = torch.randint(0, last, (self._batch, 1), generator=self._generator)
+        return self._tokens[starts + self._offsets].to(self._device, non_blocking=True)
+
+
+class Memory:
+    """Peak and average of what the device has given away, and of what the machine has lost, from samples."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._available = available_memory_bytes() or 0
+        self._gpu: list[int] = []
+        self._host: list[int] = []
+
+    def sample(self) -> None:
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            self._gpu.append(total - free)
+        now = available_memory_bytes()
+        if now is not None:
+            self._host.append(max(0, self._available - now))
+
+    def facts(self) -> dict[str, Any]:
+        """Host memory is that of all ranks on this machine."""
+        found = {**_peak_and_average("gpu", self._gpu), **_peak_and_average("host", self._host)}
+        if self._device.type == "cuda":
+            found["gpu_peak_allocated_bytes"] = torch.cuda.max_memory_allocated(self._device)
+        return found
+
+
+def _peak_and_average(name: str, samples: list[int]) -> dict[str, int | None]:
+    average = sum(samples) // len(samples) if samples else None
+    return {f"{name}_peak_bytes": max(samples, default=None), f"{name}_average_bytes": average}
+
+
+def main() -> None:
+    run, path = Run.from_json(json.loads(sys.argv[1])), sys.argv[2]
+    device = local_device(run.device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    found = train(run)
+    if dist.get_rank() == 0:
+        Path(path).write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # threads and processes of the engines must not keep this one from ending
+
+
+if __name__ == "__main__":
+    main()

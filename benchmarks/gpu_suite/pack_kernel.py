@@ -1,0 +1,72 @@
+"""Our pack kernel alone, launched through the driver: what the link enqueues per bucket, without the rest."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from superoffload.cuda import geometry
+from superoffload.cuda.compile import compile_kernels
+from superoffload.errors import SuperOffloadError
+
+# Enqueues a kernel by its name: (name, grid, arguments as ctypes values).
+Launch = Callable[[str, int, Sequence[Any]], None]
+
+
+class DriverKernels:
+    """The compiled kernels in the context that torch uses."""
+
+    def __init__(self, device: torch.device) -> None:
+        major, minor = torch.cuda.get_device_capability(device)
+        cubin = compile_kernels(f"sm_{major}{minor}")
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._module = ctypes.c_void_p()
+        self._functions: dict[str, ctypes.c_void_p] = {}
+        self._call("cuModuleLoadData", ctypes.byref(self._module), ctypes.c_char_p(cubin))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        result = getattr(self._driver, name)(*arguments)
+        if result != 0:
+            raise SuperOffloadError(
+                f"{name}: the CUDA driver answered {result}; nvidia-smi shows the state of the device"
+            )
+
+    def launch(self, name: str, grid: int, arguments: Sequence[Any]) -> None:
+        if name not in self._functions:
+            function = ctypes.c_void_p()
+            self._call("cuModuleGetFunction", ctypes.byref(function), self._module, name.encode())
+            self._functions[name] = function
+        values = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        threads = geometry.THREADS
+        self._call("cuLaunchKernel", self._functions[name], grid, 1, 1, threads, 1, 1, 0, stream, values, None)
+
+
+class PackKernel:
+    """Packs one flat gradient; ``sums`` and ``nonfinite`` are as the kernel leaves them."""
+
+    def __init__(self, gradient: Tensor, packed: Tensor, launch: Launch) -> None:
+        pieces = geometry.copy_pieces([(gradient.data_ptr(), 0, gradient.numel())])
+        blocks = geometry.count_blocks(pieces)
+        device = gradient.device
+        self.sums = torch.zeros(blocks, dtype=torch.float64, device=device)
+        self.nonfinite = torch.zeros(1, dtype=torch.int32, device=device)
+        self._pieces = torch.from_numpy(pieces.view(np.uint8)).to(device)
+        self._kept = gradient, packed
+        self._launch, self._grid = launch, geometry.grid_for(self.name, blocks)
+        addresses = (packed.data_ptr(), self.sums.data_ptr(), self.nonfinite.data_ptr())
+        self._arguments = [
+            ctypes.c_void_p(self._pieces.data_ptr()),
+            ctypes.c_uint(len(pieces)),
+            *map(ctypes.c_void_p, addresses),
+        ]
+
+    name = "pack_bf16_bf16"
+
+    def __call__(self) -> None:
+        self._launch(self.name, self._grid, self._arguments)

@@ -1,0 +1,118 @@
+"""Virtual time: events in order, and completions that move the clock on when somebody waits for them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+from superoffload import _native
+
+Action = Callable[[], None]
+
+
+class StalledError(AssertionError):
+    """Somebody waits for what nothing will ever finish: in real time this would hang."""
+
+
+class VirtualClock:
+    """Seconds that pass only when somebody waits. Events of one moment happen in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Action]] = []
+        self._made = 0
+
+    def at(self, when: float, action: Action) -> None:
+        """``action`` at that moment, or now if it has passed."""
+        self._made += 1
+        heapq.heappush(self._events, (max(when, self.now), self._made, action))
+
+    def advance(self, seconds: float) -> None:
+        """Whoever computes for this long; everything that happens meanwhile happens."""
+        until = self.now + seconds
+        while self._events and self._events[0][0] <= until:
+            self._next()
+        self.now = until
+
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            if not self._events:
+                raise StalledError(f"at {self.now:.9f} s somebody waits for what nothing will ever finish")
+            self._next()
+
+    def run_dry(self) -> None:
+        """Until nothing is left to happen."""
+        while self._events:
+            self._next()
+
+    def _next(self) -> None:
+        self.now, _, action = heapq.heappop(self._events)
+        action()
+
+    def seconds(self) -> float:
+        """For ``CoreOptions.clock``."""
+        return self.now
+
+
+class VirtualCompletion(_native.Completion):
+    """Like the native one, on a virtual clock: waiting for it is what makes time pass."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__()
+        self._clock = clock
+        self._done = False
+        self._error = ""
+        self._then: list[Action] = []
+        self.times = (0.0, 0.0)
+
+    def done(self) -> bool:
+        return self._done
+
+    def wait(self, timeout_seconds: float = -1.0) -> bool:
+        self._clock.wait_until(self.done)
+        if self._error:
+            raise RuntimeError(self._error)
+        return True
+
+    def finish(self) -> None:
+        self._end("")
+
+    def fail(self, error: str) -> None:
+        self._end(error)
+
+    def _end(self, error: str) -> None:
+        if self._done:
+            return
+        self._done, self._error = True, error
+        actions, self._then = self._then, []
+        for action in actions:
+            action()
+
+    def then(self, action: Action) -> None:
+        """Calls ``action`` once this is done."""
+        if self._done:
+            action()
+        else:
+            self._then.append(action)
+
+    @property
+    def error(self) -> str:
+        return self._error
+
+    @property
+    def began(self) -> float:
+        return self.times[0]
+
+    @property
+    def ended(self) -> float:
+        return self.times[1]
+
+
+def when_done(completion: _native.Completion | None, action: Action) -> None:
+    """Calls ``action`` once it is done; native completions must be done already: nothing virtual could finish them."""
+    if isinstance(completion, VirtualCompletion):
+        completion.then(action)
+        return
+    if completion is not None and not completion.done():
+        raise StalledError("a native completion that is not done, under a virtual clock")
+    action()

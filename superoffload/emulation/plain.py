@@ -1,0 +1,89 @@
+"""The plain model that simulations are compared with: no buckets, no threads, no link, no speculation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from superoffload import _native
+from superoffload.bucket import ELEMENT_TYPES, GroupHyper, Shard
+from superoffload.verdict import Verdict, decide
+
+_WORDS = {4: torch.int32, 2: torch.int16}
+
+
+def words(tensor: Tensor) -> Tensor:
+    """The bits, so that comparing them tells zeros and NaNs apart."""
+    return tensor.view(_WORDS[tensor.element_size()])
+
+
+class PlainShard:
+    """The state of one shard, copied from where a simulation begins, and one step on all of it at once."""
+
+    def __init__(self, shard: Shard, published: Tensor) -> None:
+        self.master, self.exp_avg, self.exp_avg_sq = (
+            tensor.clone() for tensor in (shard.master, shard.exp_avg, shard.exp_avg_sq)
+        )
+        self.published = published.clone()
+        self.group = shard.group
+        self.steps = 0
+        self._packed = torch.zeros(shard.numel, dtype=shard.gradient_dtype)
+        self._sums = shard.block_sums.copy()
+        self._type = ELEMENT_TYPES[shard.gradient_dtype]
+        run = _native.Run(
+            master=self.master.data_ptr(),
+            exp_avg=self.exp_avg.data_ptr(),
+            exp_avg_sq=self.exp_avg_sq.data_ptr(),
+            gradient=self._packed.data_ptr(),
+            shadow=self.published.data_ptr(),
+            numel=shard.numel,
+            gradient_type=self._type,
+            shadow_type=ELEMENT_TYPES[shard.published_dtype],
+            noise_stream=shard.noise_stream,
+        )
+        self._work = _native.BucketWork([run], 0)
+
+    def pack(self, gradient: Tensor) -> float:
+        _native.pack(gradient.data_ptr(), self._packed.data_ptr(), self._type, gradient.numel(), self._sums.ctypes.data)
+        return _native.fold_sums(self._sums.ctypes.data, len(self._sums))
+
+    def step(self, hyper: GroupHyper, factor: float) -> None:
+        self.steps += 1
+        self._work.freeze(
+            hyper.lr,
+            hyper.beta1,
+            hyper.beta2,
+            hyper.eps,
+            hyper.weight_decay,
+            factor,
+            hyper.l2,
+            [self.steps],
+        )
+        self._work.run_all(_native.Operation.step)
+
+    def write(self, value: Tensor) -> None:
+        """What the optimizer does when a user has written to the parameter."""
+        self.master.copy_(value)
+        self.published.copy_(value)
+
+
+class PlainModel:
+    """Every shard, and the step as it is defined."""
+
+    def __init__(self, shards: Sequence[Shard], hyper_of: Callable[[int], GroupHyper]) -> None:
+        self.shards = [PlainShard(shard, shard.target()) for shard in shards]
+        self._hyper_of = hyper_of
+
+    def decide(self, gradients: Mapping[int, Tensor], unscale: float, max_grad_norm: float | None) -> Verdict:
+        sums = [self.shards[index].pack(gradients[index]) for index in sorted(gradients)]
+        return decide(sums, unscale=unscale, max_grad_norm=max_grad_norm)
+
+    def apply(self, gradients: Mapping[int, Tensor], verdict: Verdict) -> None:
+        """All of it or, where anything is not finite, nothing."""
+        if verdict.found_inf:
+            return
+        for index in gradients:
+            shard = self.shards[index]
+            shard.step(self._hyper_of(shard.group), verdict.gradient_factor)

@@ -1,0 +1,395 @@
+"""One seed, one schedule: a few steps of a small model in virtual time, in which everything happens that can happen.
+
+Gradients arrive in any order, late, twice or not at all; they are taken back, poisoned or lost on the link; verdicts
+clip, skip or commit; hyper-parameters change and parameters are written to; somebody looks at the state, takes a
+snapshot, abandons a step or lets a worker fail. Buckets are speculated, stepped in one pass or in two phases, and
+delivered at once or on demand, as chance or the real schedule has it. After every step the promises are checked against
+a plain model; what was wrong names the seed.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from superoffload.bucket import GroupHyper, Shard
+from superoffload.core import Core, CoreOptions
+from superoffload.emulation.clock import VirtualClock
+from superoffload.emulation.link import VirtualLink
+from superoffload.emulation.plain import PlainModel, PlainShard, words
+from superoffload.emulation.virtual_pool import VirtualPool
+from superoffload.errors import WorkerError
+from superoffload.schedule import Schedule, Situation
+from superoffload.verdict import Verdict
+
+_SIZES = (0, 1, 5, 64, 300, 700, 1024, 1025, 1500, 2100)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HYPERS = (
+    GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1),
+    GroupHyper(1e-3, 0.9, 0.999, 1e-8, 0.0),
+    GroupHyper(0.3, 0.0, 0.95, 1e-3, 0.1),
+    GroupHyper(0.0, 0.5, 0.0, 1e-8, 0.1, l2=True),
+)
+_CLIPS = (None, 1e4, 30.0, 10.0, 1.0, 1e-3)
+_UNSCALES = (1.0, 1.0, 1.0, 1.0, 0.5, 2.0**-16)
+_STATE = ("master", "exp_avg", "exp_avg_sq")
+_COUNTED = ("committed", "replayed", "undone", "skipped", "abandoned")
+
+
+class BrokenPromiseError(AssertionError):
+    """Something that must never happen has happened."""
+
+
+class _ByChance(Schedule):
+    """Any choice that the real schedule could make, and some that it would not."""
+
+    def __init__(self, source: random.Random) -> None:
+        super().__init__("always")
+        self._source = source
+
+    def wants(self, packed: float = 0.0) -> bool:
+        return self._source.random() < 0.8
+
+    def publishes(self, situation: Situation) -> float:
+        return self._source.choice((0.0, 0.3, 0.5, 1.0, 1.0))
+
+
+class _Snapshot:
+    """Somebody who still reads the state of an earlier moment: it may change once ``protect`` was asked."""
+
+    over = False
+
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        self._then = {shard.index: [getattr(shard, name).clone() for name in _STATE] for shard in shards}
+
+    def protect(self, shards: Iterable[Shard]) -> None:
+        for shard in shards:
+            then = self._then.pop(shard.index, None)
+            if then is not None:
+                self._compare(shard, then)
+
+    def finish(self, shards: Iterable[Shard]) -> None:
+        """What nobody asked about has not changed."""
+        self.protect(shards)
+
+    @staticmethod
+    def _compare(shard: Shard, then: list[Tensor]) -> None:
+        for name, old in zip(_STATE, then, strict=True):
+            if not torch.equal(words(getattr(shard, name)), words(old)):
+                raise BrokenPromiseError(f"{shard.name}: {name} changed before a snapshot's reader was asked")
+
+
+class Simulation:
+    """``run()`` does all of it and raises what went wrong; ``log`` says what was done, the last things last."""
+
+    def __init__(self, seed: int, steps: int = 3) -> None:
+        self.seed = seed
+        self.chance = random.Random(seed)
+        self._numbers = np.random.default_rng(seed)
+        self._steps = steps
+        self.log: list[str] = []
+        self.clock = VirtualClock()
+        self.errors = 0
+        self._hypers = [self.chance.choice(_HYPERS) for _ in range(2)]
+        self.pool = VirtualPool(
+            self.clock, lambda operation, numel: self._delay(), at_once=lambda: self.chance.random() < 0.5
+        )
+        self.link = VirtualLink(self.clock, lambda size: self._delay(), lambda size: self._delay())
+        self.core = Core(self.link, self._options(), lambda group: self._hypers[group])
+        self._add_shards()
+        self.plain = PlainModel(self.core.shards, lambda group: self._hypers[group])
+        self._gradients: dict[int, Tensor] = {}
+        self._snapshot: _Snapshot | None = None
+        self._undelivered: dict[int, Tensor] = {}  # what readers may still see of a parameter
+
+    # ---- the world --------------------------------------------------------------------------------------------
+
+    def _options(self) -> CoreOptions:
+        kind = self.chance.random()
+        schedule = _ByChance(self.chance) if kind < 0.6 else Schedule("adaptive" if kind < 0.9 else "never")
+        return CoreOptions(
+            schedule.mode,
+            self.chance.choice((1024, 1024, 2048)),
+            [-1],
+            two_phase=True,
+            schedule=schedule,
+            clock=self.clock.seconds,
+            pool=self.pool,
+        )
+
+    def _delay(self) -> float:
+        return self.chance.choice((0.0, 1.0, 1.0, 5.0)) * self.chance.random()
+
+    def _add_shards(self) -> None:
+        gradient_dtype, published_dtype = self.chance.choice(_DTYPES), self.chance.choice(_DTYPES)
+        groups = self.chance.randint(1, 2)
+        shards = []
+        for index in range(self.chance.randint(1, 5)):
+            numel = self.chance.choice(_SIZES)
+            published = self._random(numel, published_dtype)
+            shards.append(
+                Shard(
+                    index=index,
+                    name=f"shard {index}",
+                    group=index % groups,
+                    numel=numel,
+                    gradient_dtype=gradient_dtype,
+                    published_dtype=published_dtype,
+                    master=published.float().clone(),
+                    exp_avg=torch.zeros(numel),
+                    exp_avg_sq=torch.zeros(numel),
+                    target=lambda published=published: published,  # type: ignore[misc]
+                )
+            )
+        self.core.add_shards(shards)
+
+    def _random(self, numel: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        return torch.from_numpy(self._numbers.standard_normal(numel, np.float32)).mul_(scale).to(dtype)
+
+    def _happens(self, probability: float) -> bool:
+        return self.chance.random() < probability
+
+    def _any_shard(self) -> Shard:
+        return self.chance.choice(self.core.shards)
+
+    def _call(self, what: str, call: Callable[[], object]) -> bool:
+        """False: a worker failure came out of it."""
+        self.log.append(f"{self.clock.now:8.3f} {what}")
+        try:
+            call()
+        except WorkerError as error:
+            self.errors += 1
+            self.log.append(f"{self.clock.now:8.3f}   {error}")
+            if self._gradients and not self.core.is_filling:
+                self._gradients = {}  # the step was abandoned
+            return False
+        return True
+
+    # ---- one schedule -----------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        try:
+            for _ in range(self._steps):
+                self._forward()
+                self._step()
+            self._end()
+        except Exception as error:
+            steps = "" if self._steps == 3 else f" --steps {self._steps}"
+            raise BrokenPromiseError(
+                f"seed {self.seed}: {type(error).__name__}: {error}\nrepeat it with: python -m "
+                f"superoffload.emulation.simulate --seed {self.seed}{steps}\nwhat was done:\n  "
+                + "\n  ".join(self.log[-40:])
+            ) from error
+
+    def _forward(self) -> None:
+        """Readers on demand, and whatever else happens between two steps."""
+        for shard in self.core.shards:
+            if self._happens(0.5):
+                self.clock.advance(self._delay())
+            if self._happens(0.5):
+                self._call(f"land {shard.index}", lambda shard=shard: self.core.land(shard))  # type: ignore[misc]
+                self._undelivered.pop(shard.index, None)
+            self._check_published(shard)
+        self._meanwhile(0.15)
+
+    def _step(self) -> None:
+        self._gradients = {}
+        self._expected = self.chance.choice(_UNSCALES), self.chance.choice(_CLIPS)
+        self.core.expect(unscale=self._expected[0], max_grad_norm=self._expected[1])
+        if self._happens(0.12):
+            self.pool.inject_fault(self.chance.randint(0, 12), "planted")
+        if self._happens(0.03):
+            self.link.lose(self.chance.randint(0, 3), "the copy was lost")
+        self._backward()
+        self._meanwhile(0.15)
+        for shard in self.core.shards:
+            self._check_published(shard)
+        if self._happens(0.08):
+            self._call("abandon", self.core.abandon)
+            self._gradients = {}
+        if self._gradients:
+            self._boundary()
+        self._check()
+
+    def _backward(self) -> None:
+        order = list(reversed(self.core.shards))
+        if self._happens(0.3):
+            self.chance.shuffle(order)
+        poisoned = self.chance.choice(order) if self._happens(0.1) else None
+        scale = self.chance.choice((1.0, 1.0, 1.0, 1e-3, 100.0))
+        for shard in order:
+            if self._happens(0.08):
+                continue
+            self.clock.advance(self._delay() if self._happens(0.7) else 0.0)
+            errors = self.errors
+            self._arrive(shard, scale, poisoned is shard, in_backward=not self._happens(0.1))
+            if self.errors > errors and not self._gradients:
+                return  # what the caller of backward gets to see
+            if self._happens(0.1):
+                again = self.chance.choice(sorted(self._gradients))
+                self._retract(self.core.shards[again])
+                if self._happens(0.7):
+                    self._arrive(self.core.shards[again], scale, False, in_backward=True)
+            self._meanwhile(0.04)
+
+    def _arrive(self, shard: Shard, scale: float, poisoned: bool, *, in_backward: bool) -> None:
+        gradient = self._random(shard.numel, shard.gradient_dtype, scale)
+        if poisoned and shard.numel:
+            gradient[self.chance.randrange(shard.numel)] = self.chance.choice((math.nan, math.inf, -math.inf))
+        theirs = gradient.clone()
+
+        def arrive() -> None:
+            self.core.arrive(shard, theirs, in_backward=in_backward)
+
+        self._gradients[shard.index] = gradient
+        if not self._call(f"arrive {shard.index}", arrive):
+            if not self._gradients:
+                return
+            if not self.core.has_gradient(shard):  # it was refused for what had failed before
+                self._call(f"arrive {shard.index} again", arrive)
+        self._undelivered.pop(shard.index, None)
+        if all(bucket.missing == 0 for bucket in self.core.buckets if self._is_in(shard, bucket)):
+            theirs.fill_(7.0)  # packed: the memory is somebody else's now
+
+    @staticmethod
+    def _is_in(shard: Shard, bucket: object) -> bool:
+        return any(piece.shard is shard for piece in bucket.pieces)  # type: ignore[attr-defined]
+
+    def _retract(self, shard: Shard) -> None:
+        self._call(f"retract {shard.index}", lambda: self.core.retract(shard))
+        self._gradients.pop(shard.index, None)
+
+    def _boundary(self) -> None:
+        core, plain, gradients = self.core, self.plain, dict(self._gradients)
+        unscale, max_grad_norm = self._expected if self._happens(0.8) else (0.25, self.chance.choice(_CLIPS))
+        expected = plain.decide(gradients, unscale, max_grad_norm)
+        found: list[Verdict] = []
+        if not self._call(
+            f"decide, clipping at {max_grad_norm}",
+            lambda: found.append(core.decide(unscale=unscale, max_grad_norm=max_grad_norm)),
+        ):
+            return  # a gradient was lost: abandoned
+        self._undelivered.clear()
+        self._must(repr(found[0]) == repr(expected), f"verdict {found[0]}, expected {expected}")
+        before = core.stats()
+        old = {shard.index: shard.target().clone() for shard in core.shards}
+        later = self._happens(0.5)
+        self._call(f"apply {expected} later={later}", lambda: core.apply(expected, later=later))
+        after = core.stats()
+        if after["steps"] + after["skipped_steps"] == before["steps"] + before["skipped_steps"]:
+            self._must(self.errors > 0, "a step went missing")
+            return
+        plain.apply(gradients, expected)
+        if later and not expected.found_inf:
+            self._undelivered = {index: old[index] for index in gradients}
+
+    # ---- what else may happen at any time ---------------------------------------------------------------------
+
+    def _meanwhile(self, probability: float) -> None:
+        if not self._happens(probability):
+            return
+        action = self.chance.choice((self._look, self._look, self._write, self._new_hyper, self._snap, self._settle))
+        action()
+
+    def _look(self) -> None:
+        """Somebody wants the state of the last finished step."""
+        if self._call("quiesce", self.core.quiesce):
+            self._undelivered.clear()
+            for shard, plain in zip(self.core.shards, self.plain.shards, strict=True):
+                self._compare(shard, plain)
+
+    def _settle(self) -> None:
+        shard = self._any_shard()
+        self._call(f"settle {shard.index}", lambda: self.core.settle(shard))
+
+    def _write(self) -> None:
+        """A user writes to a parameter: what is in flight for it is taken back first."""
+        shard = self._any_shard()
+        self._call(f"write {shard.index}", lambda: self.core.restore(shard))
+        self._undelivered.pop(shard.index, None)
+        plain = self.plain.shards[shard.index]
+        self._compare(shard, plain)
+        value = self._random(shard.numel, shard.published_dtype)
+        self.core.protect([shard])
+        shard.master.copy_(value)
+        shard.target().copy_(value)
+        plain.write(value)
+
+    def _new_hyper(self) -> None:
+        group = self.chance.randrange(2)
+        self._hypers[group] = self.chance.choice(_HYPERS)
+        self.log.append(f"{self.clock.now:8.3f} new hyper-parameters for group {group}")
+
+    def _snap(self) -> None:
+        if not self._call("snapshot", self.core.quiesce):
+            return
+        self._undelivered.clear()
+        if self._snapshot is not None:
+            self._snapshot.finish(self.core.shards)
+        self._snapshot = _Snapshot(self.core.shards)
+        self.core.snapshot = self._snapshot  # type: ignore[assignment]
+
+    # ---- the promises -----------------------------------------------------------------------------------------
+
+    def _must(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            raise BrokenPromiseError(otherwise)
+
+    def _check(self) -> None:
+        """After a step: everything where nobody minds the waiting, else what can be seen without."""
+        core = self.core
+        self._must(not core.is_filling, "a step left gradients behind")
+        if self._happens(0.5):
+            self._call("settle", core.settle)
+            for shard, plain in zip(core.shards, self.plain.shards, strict=True):
+                self._compare(shard, plain, published=False)
+        for shard, plain in zip(core.shards, self.plain.shards, strict=True):
+            self._must(shard.steps == plain.steps, f"{shard.name}: {shard.steps} steps, expected {plain.steps}")
+            self._check_published(shard)
+        stats = core.stats()
+        ended = sum(stats[f"buckets_{fate}"] for fate in _COUNTED)
+        self._must(stats["buckets_speculated"] == ended, f"speculated buckets without an end: {stats}")
+        self._must(
+            stats["optimizer_seconds_exposed"] <= stats["optimizer_seconds"] + 1e-9, "more exposed than there is"
+        )
+
+    def _check_published(self, shard: Shard) -> None:
+        """Only ``apply`` changes a parameter; on demand, its readers see the old value until they ask."""
+        seen, plain = shard.target(), self.plain.shards[shard.index]
+        if torch.equal(words(seen), words(plain.published)):
+            return
+        old = self._undelivered.get(shard.index)
+        if old is None or not self._is_between(seen, old, plain.published):
+            raise BrokenPromiseError(f"{shard.name}: a parameter is neither the old one nor the new one")
+
+    @staticmethod
+    def _is_between(seen: Tensor, old: Tensor, new: Tensor) -> bool:
+        """A shard in several buckets is delivered bucket by bucket."""
+        return bool(((words(seen) == words(old)) | (words(seen) == words(new))).all())
+
+    def _compare(self, shard: Shard, plain: PlainShard, *, published: bool = True) -> None:
+        for name in _STATE:
+            if not torch.equal(words(getattr(shard, name)), words(getattr(plain, name))):
+                raise BrokenPromiseError(f"{shard.name}: {name} is not that of the plain model")
+        if published and not torch.equal(words(shard.target()), words(plain.published)):
+            raise BrokenPromiseError(f"{shard.name}: the published parameter is not that of the plain model")
+
+    def _end(self) -> None:
+        """Everybody has gone home: nothing runs, every failure was told once, the state is that of the last step."""
+        self.pool.cancel_fault()
+        while not self._call("quiesce", self.core.quiesce):
+            self._must(self.errors < 100, "a failure is raised again and again")
+        self._call("close", self.core.close)
+        self.clock.run_dry()
+        if self._snapshot is not None:
+            self._snapshot.finish(self.core.shards)
+        for shard, plain in zip(self.core.shards, self.plain.shards, strict=True):
+            self._compare(shard, plain)
+        # A lost copy of a gradient that was taken back is no failure; lost ones that were needed change the bits.
+        least, most = self.pool.faults, self.pool.faults + self.link.losses
+        self._must(min(least, 1) <= self.errors <= most, f"{least} to {most} failures were told {self.errors} times")

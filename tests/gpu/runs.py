@@ -1,0 +1,123 @@
+"""Training with gradients that are given, bit for bit, so that runs on any device can be compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from superoffload import AdamW
+
+NUMELS = (3 * 1024 + 17, 33, 4096, 5, 2048 + 1, 1)
+STEPS = 9
+NAN_STEP, ACCUMULATED_STEP, LR_STEP = 4, 6, 7
+
+
+class Weighted(nn.Module):
+    """One parameter whose gradient is the weight it is given: the loss is their product, summed."""
+
+    def __init__(self, numel: int, seed: int) -> None:
+        super().__init__()
+        values = 0.1 * torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+        self.weight = nn.Parameter(values)
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        return (self.weight.float() * gradient.float()).sum()
+
+
+class Model(nn.Module):
+    """Several of them, read in order."""
+
+    def __init__(self, dtype: torch.dtype, device: str) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Weighted(numel, seed) for seed, numel in enumerate(NUMELS))
+        self.to(device=device, dtype=dtype)
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        parts = [part(gradient) for part, gradient in zip(self.parts, gradients, strict=True)]
+        return torch.stack(parts).sum()
+
+
+def gradients_of(step: int, dtype: torch.dtype, device: str, *, poisoned: bool = False) -> list[Tensor]:
+    """Those of a step: representable in ``dtype``, so that they arrive as they are."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    found = [(0.01 * torch.randn(numel, generator=generator)).to(dtype) for numel in NUMELS]
+    if poisoned:
+        found[2][7] = math.nan
+    return [gradient.to(device) for gradient in found]
+
+
+@dataclass
+class Run:
+    """What a run left behind, step by step; ``losses`` show what forward read and are compared on one device only."""
+
+    digests: list[dict[str, str]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    parameters: list[Tensor] = field(default_factory=list)
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    def bits(self) -> tuple[list[dict[str, str]], list[float]]:
+        return self.digests, self.norms
+
+
+def make(device: str, dtype: torch.dtype, **options: Any) -> tuple[Model, Any]:
+    """A model and its optimizer: several buckets, two worker threads."""
+    model = Model(dtype, device)
+    if options.get("delivery") == "on_demand":
+        options["module"] = model
+    optimizer = AdamW(
+        model.parameters(), lr=1e-2, **{"bucket_numel": 2048, "threads": 2, "max_grad_norm": 1e6, **options}
+    )
+    return model, optimizer
+
+
+def backward(model: Model, step: int, *, poisoned: bool = False) -> Tensor:
+    param = next(model.parameters())
+    loss: Tensor = model(gradients_of(step, param.dtype, str(param.device), poisoned=poisoned))
+    loss.backward()
+    return loss.detach()
+
+
+def train(
+    device: str,
+    dtype: torch.dtype,
+    *,
+    before_step: Callable[[Any, Any], None] | None = None,
+    waits: bool = True,
+    **options: Any,
+) -> Run:
+    """Clips at every second step, a NaN, two micro-batches, another learning rate.
+
+    ``waits``: for the state after every step, to digest it; else only after the last.
+    """
+    model, optimizer = make(device, dtype, **options)
+    run = Run()
+    try:
+        for step in range(STEPS):
+            optimizer.max_grad_norm = 0.05 if step % 2 else 1e6
+            if step == LR_STEP:
+                optimizer.param_groups[0]["lr"] = 3e-3
+            if step == ACCUMULATED_STEP:
+                with optimizer.accumulate():
+                    backward(model, 100 + step)
+            run.losses.append(float(backward(model, step, poisoned=step == NAN_STEP)))
+            if before_step is not None:
+                before_step(model, optimizer)
+            optimizer.step()
+            run.norms.append(optimizer.grad_norm)
+            optimizer.zero_grad()
+            if waits:
+                run.digests.append(optimizer.state_digests())
+        optimizer.synchronize()
+        if not waits:
+            run.digests.append(optimizer.state_digests())
+        run.parameters = [param.detach().cpu().clone() for param in model.parameters()]
+        run.stats = optimizer.stats()
+    finally:
+        optimizer.close()
+    return run

@@ -1,0 +1,317 @@
+"""AdamW on CUDA parameters: the bits of a CPU run of the same gradients, whatever is speculated, delayed or goes wrong.
+
+Everything that a CPU can show runs there as well: the reference has to hold before a GPU is compared with it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.gpu_suite.races import run_races
+from superoffload import AdamW
+from superoffload.errors import ArgumentError, StateError, WorkerError
+from tests.gpu.runs import NAN_STEP, STEPS, Model, Run, backward, make, train
+
+ROOT = Path(__file__).resolve().parents[2]
+MODES = ("always", "never", "adaptive")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+devices = pytest.mark.parametrize("device", DEVICES)
+gpu = pytest.mark.gpu
+on_demand = pytest.mark.skipif(
+    "module" not in inspect.signature(AdamW.__init__).parameters, reason="delivery on demand is not in this version"
+)
+
+
+@cache
+def reference(dtype: torch.dtype) -> Run:
+    """Synchronous, eager, on the CPU."""
+    return train("cpu", dtype, speculation="never")
+
+
+# ---- the same bits --------------------------------------------------------------------------------------------------
+
+
+@devices
+@pytest.mark.parametrize("speculation", MODES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_are_those_of_the_synchronous_cpu_run(device: str, speculation: str, dtype: torch.dtype) -> None:
+    run, expected = train(device, dtype, speculation=speculation), reference(dtype)
+    assert run.norms == expected.norms
+    assert run.digests == expected.digests
+    assert all(torch.equal(one, other) for one, other in zip(run.parameters, expected.parameters, strict=True))
+    assert run.losses == pytest.approx(expected.losses, rel=1e-3, abs=1e-4, nan_ok=True)
+    assert run.stats["skipped_steps"] == 1 and run.stats["steps"] == STEPS - 1
+    assert run.stats["clipped_steps"] == STEPS // 2 and run.digests[NAN_STEP] == run.digests[NAN_STEP - 1]
+    assert (run.stats["buckets_speculated"] > 0) == (speculation != "never")
+
+
+@on_demand
+@devices
+@pytest.mark.parametrize("speculation", MODES)
+def test_delivery_on_demand_changes_no_bit(device: str, speculation: str) -> None:
+    run = train(device, torch.bfloat16, speculation=speculation, delivery="on_demand", waits=False)
+    eager = train(device, torch.bfloat16, speculation="never")
+    assert (run.digests[-1], run.norms) == (eager.digests[-1], eager.norms)
+    assert run.digests[-1] == reference(torch.bfloat16).digests[-1]
+    assert repr(run.losses) == repr(eager.losses), "every forward has read the new parameters"
+
+
+@devices
+def test_kept_gradients_may_be_edited(device: str) -> None:
+    """Clipping by hand is seen, undone and stepped anew."""
+
+    def halve(model: Any, optimizer: Any) -> None:
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.mul_(0.5)
+
+    run = train(device, torch.float32, speculation="always", keep_grads=True, before_step=halve)
+    expected = train("cpu", torch.float32, speculation="never", before_step=halve)
+    assert run.bits() == expected.bits() != reference(torch.float32).bits()
+
+
+@devices
+@pytest.mark.parametrize("delivery", ["eager", pytest.param("on_demand", marks=on_demand)])
+def test_random_delays_change_no_bit(device: str, delivery: str) -> None:
+    assert run_races(device, "always", delivery, seeds=[1, 2, 3], steps=6)["different_seeds"] == []
+
+
+@gpu
+def test_gradients_are_freed_once_they_are_packed() -> None:
+    """Else a step would need another copy of the parameters on the GPU."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16))).to("cuda", torch.bfloat16)
+    optimizer = AdamW(model.parameters(), bucket_numel=1 << 20)
+    batch = torch.randn(8, 1024, device="cuda", dtype=torch.bfloat16)
+    peaks = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(batch).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    optimizer.close()
+    assert peaks[-1] < 8 * 2 * 1024 * 1024, "less than half of the gradients at a time"
+
+
+@gpu
+def test_editing_freed_gradients_is_an_error_that_says_what_to_do() -> None:
+    model, optimizer = make("cuda", torch.bfloat16)
+    backward(model, 0)
+    with pytest.raises(StateError, match="max_grad_norm"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.close()
+
+
+@gpu
+def test_parameters_are_visible_on_other_streams() -> None:
+    """Eager delivery: what waits for the stream of step() reads new parameters."""
+    model, optimizer = make("cuda", torch.bfloat16, speculation="always")
+    stream = torch.cuda.Stream()
+    for step in range(3):
+        backward(model, step)
+        sleep: Any = torch.cuda._sleep
+        sleep(10_000_000)
+        optimizer.step()
+        optimizer.zero_grad()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            seen = [param.detach().clone() for param in model.parameters()]
+        stream.synchronize()
+        masters = [optimizer.state[param]["master"] for param in model.parameters()]
+        for value, master in zip(seen, masters, strict=True):
+            assert torch.equal(value.cpu(), master.to(torch.bfloat16).view_as(value.cpu()))
+    optimizer.close()
+
+
+# ---- faults ---------------------------------------------------------------------------------------------------------
+
+
+class NoMemory:
+    """The link's pack() fails at its n-th call with what a link makes of a driver without memory."""
+
+    def __init__(self, link: Any, at: int) -> None:
+        self.link, self.left, self.pack = link, at, link.pack
+        link.pack = self
+
+    def __call__(self, *args: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise WorkerError("packing: out of memory (planted)")
+        return self.pack(*args)
+
+    def remove(self) -> None:
+        del self.link.pack
+
+
+@devices
+@pytest.mark.parametrize("at", [0, 2])
+def test_out_of_memory_while_packing_leaves_the_last_step(device: str, at: int) -> None:
+    model, optimizer = make(device, torch.bfloat16, speculation="always")
+    backward(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = optimizer.state_digests()
+    planted = NoMemory(optimizer._core.link, at)
+    with pytest.raises(WorkerError, match="planted"):
+        backward(model, 1)
+    planted.remove()
+    optimizer.zero_grad()
+    assert optimizer.state_digests() == before
+    backward(model, 1)
+    optimizer.step()
+    undisturbed, other = make("cpu", torch.bfloat16, speculation="never")
+    for step in (0, 1):
+        other.zero_grad()
+        backward(undisturbed, step)
+        other.step()
+    assert optimizer.state_digests() == other.state_digests()
+    optimizer.close()
+    other.close()
+
+
+@gpu
+def test_a_full_gpu_is_survived() -> None:
+    """All of the memory taken between two steps: the step works, or fails with nothing changed, and then works."""
+    model, optimizer = make("cuda", torch.bfloat16, speculation="always")
+    backward(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.synchronize()
+    before = optimizer.state_digests()
+    taken: list[torch.Tensor] = []
+    for size in (1 << 30, 1 << 26, 1 << 22, 1 << 20, 1 << 12):
+        try:
+            while len(taken) < 4000:
+                taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.cuda.OutOfMemoryError:
+            continue
+    try:
+        backward(model, 1)
+    except torch.cuda.OutOfMemoryError:
+        optimizer.zero_grad()
+        assert optimizer.state_digests() == before
+    taken.clear()
+    torch.cuda.empty_cache()
+    optimizer.zero_grad()
+    backward(model, 1)
+    optimizer.step()
+    assert optimizer.state_digests() != before
+    optimizer.close()
+
+
+@gpu
+def test_memory_that_cannot_be_pinned_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clear warning, and copies that do not overlap."""
+    pinned: Any = import_module("superoffload.cuda.pinned")
+    make_arena = pinned.PinnedArena.__init__
+
+    def refused(self: Any, *args: Any, **kwargs: Any) -> None:
+        make_arena(self, *args, **kwargs)
+        self._memory.unpin()
+
+    monkeypatch.setattr(pinned.PinnedArena, "__init__", refused)
+    with pytest.warns(RuntimeWarning, match="refused to pin"):
+        run = train("cuda", torch.bfloat16, speculation="always")
+    assert run.bits() == reference(torch.bfloat16).bits()
+
+
+@gpu
+def test_parameters_on_several_devices_are_refused() -> None:
+    params = [nn.Parameter(torch.zeros(8, device="cuda")), nn.Parameter(torch.zeros(8))]
+    with pytest.raises(ArgumentError, match=r"params'\]\[1\]: on cpu, while parameters before it are on cuda"):
+        AdamW(params)
+
+
+@devices
+def test_a_model_that_was_converted_is_refused(device: str) -> None:
+    model, optimizer = make(device, torch.float32)
+    backward(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = optimizer.state_digests()
+    model.to(torch.bfloat16)
+    with pytest.raises((ArgumentError, StateError)):
+        backward(model, 1)
+        optimizer.step()
+    optimizer.close()
+    masters = {name: digest for name, digest in before.items() if name != "published"}
+    assert masters.items() <= optimizer.state_digests().items()
+
+
+@gpu
+def test_a_model_that_was_moved_is_refused() -> None:
+    model, optimizer = make("cuda", torch.float32)
+    backward(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    model.to("cpu")
+    with pytest.raises((ArgumentError, StateError)):
+        backward(model, 1)
+        optimizer.step()
+    optimizer.close()
+
+
+EXITS = {
+    "after backward": "",
+    "after a step that was not waited for": "optimizer.step()",
+    "by an exception": "raise KeyboardInterrupt",
+    "closed in flight": "optimizer.close()",
+}
+
+
+@pytest.mark.parametrize(
+    ("device", "ending"), [("cpu", "after backward"), *(pytest.param("cuda", ending, marks=gpu) for ending in EXITS)]
+)
+def test_exit_with_work_in_flight_is_clean(device: str, ending: str) -> None:
+    script = textwrap.dedent(
+        f"""
+        import time
+        from tests.gpu.runs import backward, make
+        import torch
+        model, optimizer = make({device!r}, torch.bfloat16, speculation="always")
+        backward(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        backward(model, 1)
+        print(time.time(), flush=True)
+        {EXITS[ending]}
+        """
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    after = time.time() - float(ended.stdout.split()[0])
+    interrupted = "raise" in EXITS[ending]
+    assert interrupted or ended.returncode == 0, ended.stderr
+    assert ("KeyboardInterrupt" in ended.stderr) == interrupted
+    assert "Fatal" not in ended.stderr and "terminate called" not in ended.stderr
+    assert after < 60, "it did not hang"
+
+
+def test_the_model_of_these_tests_gets_the_gradients_it_is_given() -> None:
+    from tests.gpu.runs import gradients_of
+
+    for dtype in DTYPES:
+        model = Model(dtype, "cpu")
+        backward(model, 3)
+        for param, gradient in zip(model.parameters(), gradients_of(3, dtype, "cpu"), strict=True):
+            assert param.grad is not None and torch.equal(param.grad, gradient)

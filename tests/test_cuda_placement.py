@@ -1,0 +1,140 @@
+"""State on a device, over the fake driver: the bits of the host link, however late the device is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from superoffload import AdamW
+from superoffload.bucket import Shard
+from superoffload.cuda.transfer import DIRECT, NARROW, WIDE, TransferPolicy
+from superoffload.errors import KernelsUnavailable, StateError
+from superoffload.placement import move_state
+from superoffload.schedule import MODES
+from tests.adamw_tools import DTYPES, batch, model_of
+from tests.fake_cuda import Fake, on_fake_device
+from tests.test_cuda_link import LATE, deep_model, run_on_host
+
+HALF = {"gpu_fraction": 0.5}
+
+
+@pytest.fixture(scope="module")
+def fake() -> Fake:
+    return Fake()
+
+
+@pytest.fixture(autouse=True)
+def _as_new(fake: Fake) -> Iterator[None]:
+    """Python reads a real device's memory behind the current stream; the fake's it must wait for itself."""
+
+    def move(shard: Shard, device: torch.device | None) -> None:
+        fake.synchronize()
+        move_state(shard, device)
+
+    fake.reset()
+    with mock.patch("superoffload.pipeline.layout.move_state", move):
+        yield
+    fake.synchronize()
+    fake.reset()
+
+
+def steps(model: nn.Module, optimizer: AdamW, seeds: range = range(6)) -> None:
+    for seed in seeds:
+        optimizer.zero_grad()
+        batch(model, seed, scale=0.01 if seed == 2 else 1.0).backward()
+        if seed == 4:
+            optimizer.zero_grad()
+            batch(model, 40, scale=float("inf")).backward()
+        optimizer.step()
+
+
+def run_on_fake(
+    fake: Fake, dtype: torch.dtype, placement: Any, *, link: dict[str, Any] | None = None, **options: Any
+) -> tuple[dict[str, str], dict[str, float | int]]:
+    with on_fake_device(fake, **(link or {})):
+        model = model_of(dtype)
+        model.register_forward_pre_hook(lambda *_: fake.synchronize())
+        options = {"speculation": "always", "threads": 2, "bucket_numel": 1024, "placement": placement, **options}
+        with AdamW(model.parameters(), **options) as optimizer:
+            steps(model, optimizer)
+            fake.synchronize()
+            return optimizer.state_digests(), optimizer.stats()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_of_the_host_link(fake: Fake, dtype: torch.dtype, mode: str) -> None:
+    expected, on_host = run_on_host(steps, dtype, speculation=mode, max_grad_norm=0.5)
+    for seed, placement in enumerate((HALF, {"gpu_fraction": 1.0}, "auto")):
+        fake.delays(seed, LATE)
+        digests, stats = run_on_fake(fake, dtype, placement, speculation=mode, max_grad_norm=0.5)
+        assert digests == expected, placement
+        if placement != "auto":
+            assert stats["params_on_device"] > 0
+            assert stats["bytes_down"] < on_host["bytes_down"]
+            assert stats["bytes_up"] < on_host["bytes_up"]
+    assert fake.mismatches == 0
+
+
+@pytest.mark.parametrize("policy", [NARROW, WIDE, DIRECT], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("options", [{}, {"keep_grads": True}, {"state_dtype": "bf16", "seed": 3}], ids=str)
+def test_with_every_transfer_policy(fake: Fake, policy: TransferPolicy, options: dict[str, Any]) -> None:
+    expected, _ = run_on_host(steps, torch.bfloat16, max_grad_norm=0.5, **options)
+    fake.delays(7, LATE)
+    digests, _ = run_on_fake(fake, torch.bfloat16, HALF, link={"policy": policy}, max_grad_norm=0.5, **options)
+    assert digests == expected
+
+
+@pytest.mark.parametrize(("later", "earlier"), [("pack", "current"), ("current", "pack")])
+def test_a_missing_wait_changes_the_result(fake: Fake, later: str, earlier: str) -> None:
+    """The pack kernel waits for the gradients, and for the step before, which read what it writes; a step for it."""
+
+    def run(seed: int | None) -> dict[str, str]:
+        with on_fake_device(fake) as links:
+            model = deep_model(torch.bfloat16)
+            model.register_forward_pre_hook(lambda *_: fake.synchronize())
+            options: dict[str, Any] = {"placement": {"gpu_fraction": 1.0}, "max_grad_norm": 0.5, "threads": 1}
+            with AdamW(model.parameters(), bucket_numel=1024, **options) as optimizer:
+                if seed is not None:
+                    fake.delays(seed, LATE)
+                    fake.drop_waits(links[0].roles[later], links[0].roles[earlier])
+                for step in range(4):
+                    optimizer.zero_grad()
+                    batch(model, step).backward()
+                    optimizer.step()
+                for stream in links[0].roles.values():
+                    fake.synchronize(stream)
+                return optimizer.state_digests()
+
+    expected = run(None)
+    # A step waits for its gradient's arrival on the host too, so that there the other wait is never the only one.
+    differs = any(run(seed) != expected for seed in range(6))
+    assert differs == (later == "pack")
+
+
+def test_a_launch_that_fails_says_so(fake: Fake) -> None:
+    with on_fake_device(fake):
+        model = model_of(torch.float32)
+        with AdamW(model.parameters(), placement={"gpu_fraction": 1.0}, threads=1) as optimizer:
+            batch(model, 0).backward()
+            fake.synchronize()
+            fake.fail("cuLaunchKernel", 719, 0)
+            with pytest.raises(StateError, match=r"its step on the device could not be launched.*load the last"):
+                optimizer.step()
+            fake.reset()
+            assert optimizer.stats()["steps"] == 0
+
+
+def test_without_kernels_it_is_refused(fake: Fake) -> None:
+    model = model_of(torch.float32)
+    with (
+        on_fake_device(fake, image=b""),
+        mock.patch("superoffload.placement._on_cpu", lambda params: False),
+        pytest.raises(KernelsUnavailable, match=r"placement=\{'gpu_fraction': 0.5\}: .*install superoffload\[cuda\]"),
+    ):
+        AdamW(model.parameters(), placement=HALF)

@@ -1,0 +1,151 @@
+"""Virtual time, and the simulator: ten thousand schedules keep every promise, and planted bugs do not get past it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from superoffload import _native
+from superoffload.bucket import BucketState
+from superoffload.core import Core
+from superoffload.emulation.clock import StalledError, VirtualClock, VirtualCompletion, when_done
+from superoffload.emulation.link import VirtualLink
+from superoffload.emulation.simulate import simulate
+from superoffload.emulation.simulation import BrokenPromiseError
+from superoffload.pipeline.settling import Settling
+
+SCHEDULES = 10_000
+
+
+def quiet(text: str) -> None:
+    """Nobody watches."""
+
+
+# ---- the clock ----------------------------------------------------------------------------------------------------
+
+
+def test_events_happen_in_order_while_somebody_waits() -> None:
+    clock, seen = VirtualClock(), []
+    clock.at(2.0, lambda: seen.append("two"))
+    clock.at(1.0, lambda: seen.append("one"))
+    clock.at(1.0, lambda: seen.append("one, made later"))
+    clock.advance(1.5)
+    assert (seen, clock.now) == (["one", "one, made later"], 1.5)
+    clock.run_dry()
+    assert (seen[-1], clock.now) == ("two", 2.0)
+
+
+def test_waiting_moves_the_clock_on_to_the_completion() -> None:
+    clock = VirtualClock()
+    completion = VirtualCompletion(clock)
+    clock.at(3.0, completion.finish)
+    assert not completion.done()
+    assert completion.wait()
+    assert clock.now == 3.0
+    failed = VirtualCompletion(clock)
+    failed.fail("planted")
+    with pytest.raises(RuntimeError, match="planted"):
+        failed.wait()
+
+
+def test_what_nothing_will_finish_is_an_error_and_no_hang() -> None:
+    clock = VirtualClock()
+    with pytest.raises(StalledError, match="nothing will ever finish"):
+        VirtualCompletion(clock).wait()
+    with pytest.raises(StalledError, match="native completion"):
+        when_done(_native.Completion(), lambda: None)
+
+
+# ---- the simulator ------------------------------------------------------------------------------------------------
+
+
+def test_ten_thousand_schedules() -> None:
+    """In as many processes as this one may use; a failure prints its seed and how to repeat it."""
+    processes = min(2, len(os.sched_getaffinity(0)))
+    share = SCHEDULES // processes
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "superoffload.emulation.simulate", "--count", str(share), "--seed"]
+    running = [
+        subprocess.Popen(
+            [*command, str(number * share)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        for number in range(processes)
+    ]
+    for process in running:
+        output, _ = process.communicate(timeout=400)
+        assert process.returncode == 0, output
+        assert f"{share} schedules" in output
+        counts = {word: int(count) for word, count in (part.split() for part in output.splitlines()[-1].split(", "))}
+        assert min(counts.values()) > share // 100, "something hardly ever happened"
+
+
+def no_op(self: Any, *rest: Any, **named: Any) -> None:
+    """In the place of something that matters."""
+
+
+def forgets_to_wait_for_a_settle(self: Any, bucket: Any) -> None:
+    """Says that it is settled without looking."""
+
+
+def commits_whatever_the_verdict(core: Core, bucket: Any, factor: float) -> None:
+    if bucket.state is BucketState.SPECULATED:
+        bucket.move(BucketState.COMMITTED)
+        core._stats.buckets_committed += 1
+        return
+    _FINISH(core, bucket, factor)
+
+
+def delivers_before_the_step(link: VirtualLink, bucket: Any, after: Any) -> Any:
+    return _DELIVER(link, bucket, _native.Completion.already_done())
+
+
+def says_no_failure(core: Core) -> None:
+    core._failure = core._failed_before = None
+
+
+def withdraws_too_much(core: Core) -> None:
+    """Takes for waiting what has begun."""
+    for bucket in core.buckets:
+        if bucket.state is BucketState.SPECULATED:
+            bucket.running, bucket.doing = bucket.arrival, None
+            core._mark_undone(bucket)
+
+
+_FINISH, _DELIVER = Core._finish, VirtualLink.deliver
+
+BUGS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "a gradient is packed over one that is not settled": (Settling, "_wait_for_settle", forgets_to_wait_for_a_settle),
+    "a snapshot is not asked": (Core, "protect", no_op),
+    "speculation is committed after a clip": (Core, "_finish", commits_whatever_the_verdict),
+    "parameters are delivered before they are stepped": (VirtualLink, "deliver", delivers_before_the_step),
+    "a failure is swallowed": (Core, "_raise_worker_failure", says_no_failure),
+    "what was packed lately is not waited for": (Core, "_wait_for_arrivals", no_op),
+    "an early stop leaves work behind": (Core, "_withdraw", withdraws_too_much),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_found(bug: str) -> None:
+    owner, name, instead = BUGS[bug]
+    with mock.patch.object(owner, name, instead), pytest.raises(BrokenPromiseError, match=r"--seed \d+"):
+        simulate(range(600), 3, quiet)
+
+
+def test_a_failure_is_repeated_by_its_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.object(Core, "_finish", commits_whatever_the_verdict):
+        with pytest.raises(BrokenPromiseError) as first:
+            simulate(range(100), 3, quiet)
+        seed = int(str(first.value).partition("--seed ")[2].split()[0])
+        with pytest.raises(BrokenPromiseError) as second:
+            simulate(range(seed, seed + 1), 3, quiet)
+    assert str(first.value) == str(second.value)

@@ -1,0 +1,188 @@
+"""What the schedule goes by, and that its choices are never much slower than the best fixed one, in virtual time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from superoffload.emulation.machine import GRACE, Machine, Workload
+from superoffload.emulation.traces import TRACES, run_trace
+from superoffload.emulation.training import EmulatedTraining
+from superoffload.errors import ArgumentError
+from superoffload.prediction import SpoilPredictor
+from superoffload.schedule import FixedSchedule, Schedule
+from superoffload.step_model import BYTES, Kind, MeasuredTimes, Operation, StepTimes, period
+
+PARAMETERS, FLOPS = 7e9, 400e12
+# A small server: slow memory, PCIe, and what it costs to hand work to threads and to start a copy.
+SERVER = Machine(memory=55e9, down=25e9, up=25e9, latency=1e-5, overhead=2e-5)
+
+
+# ---- predicting verdicts ------------------------------------------------------------------------------------------
+
+
+def predicted(verdicts: list[bool], after: int) -> tuple[int, int]:
+    """How many of the verdicts after the first ``after`` were expected to be what they were, and how many there are."""
+    predictor, right = SpoilPredictor(), 0
+    for number, spoiled in enumerate(verdicts):
+        right += number >= after and (predictor.chance > 0.5) == spoiled
+        predictor.observe(spoiled)
+    return right, len(verdicts) - after
+
+
+@pytest.mark.parametrize("pattern", [[False], [True], [True, False], [True, True, False], [False] * 4 + [True]])
+def test_patterns_are_learnt_within_twenty_steps(pattern: list[bool]) -> None:
+    right, of = predicted((pattern * 60)[:60], 20)
+    assert right == of
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_the_rate_of_independent_verdicts_is_estimated(rate: float) -> None:
+    source, predictor, chances = random.Random(3), SpoilPredictor(), []
+    for _ in range(400):
+        predictor.observe(source.random() < rate)
+        chances.append(predictor.chance)
+    assert abs(sum(chances[50:]) / len(chances[50:]) - rate) < 0.08
+
+
+def test_the_end_of_a_long_run_is_noticed_soon() -> None:
+    predictor = SpoilPredictor()
+    for _ in range(1000):
+        predictor.observe(True)
+    chances = []
+    for _ in range(8):
+        predictor.observe(False)
+        chances.append(predictor.chance)
+    assert chances[0] > 0.5
+    assert chances[4] < 0.5
+    assert chances[7] < 0.3
+
+
+def test_nothing_seen_is_no_reason_not_to_speculate() -> None:
+    assert SpoilPredictor().chance == 0.0
+    assert Schedule("adaptive").wants()
+
+
+# ---- the model of a step ------------------------------------------------------------------------------------------
+
+
+def times(forward: float, backward: float, step: float = 1.0, *, on_demand: bool = True) -> StepTimes:
+    journaled, replay, publish, settle = (step * BYTES[operation] / 28 for operation in tuple(BYTES)[1:])
+    return StepTimes(forward, backward, step, journaled, replay, publish, settle, on_demand, withdraws=True)
+
+
+def test_one_pass_adds_itself_to_backward() -> None:
+    assert period(times(1.0, 2.0, on_demand=False), (Kind(0.0, 0.0, True),), 64) == pytest.approx(1 + 2 + 1)
+    on_demand = period(times(1.0, 2.0), (Kind(0.0, 0.0, True),), 64)
+    assert on_demand == pytest.approx(3 + 1 / 64), "forward goes on beside the pass, one part behind it"
+
+
+def test_two_phases_hide_behind_a_long_forward_and_cost_bytes_where_there_is_none() -> None:
+    assert period(times(2.0, 4.0), (Kind(0.0, 1.0, True),), 64) == pytest.approx(6, rel=0.01)
+    assert period(times(0.01, 0.01), (Kind(0.0, 1.0, True),), 64) == pytest.approx((16 + 26) / 28, rel=0.02)
+
+
+def test_speculation_hides_behind_backward_and_is_replayed_after_a_clip() -> None:
+    assert period(times(1.0, 2.0), (Kind(1.0, 0.0, False),), 64) == pytest.approx(3, rel=0.02)
+    assert period(times(1.0, 2.0), (Kind(1.0, 0.0, True),), 64) > 3 + 30.4 / 28 - 1
+
+
+def test_a_settle_holds_the_next_gradient_back() -> None:
+    short = times(0.0, 0.1)
+    assert period(short, (Kind(0.0, 1.0, True),), 8) >= (16 + 26) / 28 * 0.99
+
+
+def test_times_that_were_not_measured_yet_are_in_proportion() -> None:
+    measured = MeasuredTimes()
+    before = measured.known
+    measured.worked(Operation.step, 1000, 28.0)
+    measured.computed(1.0, 2.0)
+    assert (before, measured.known) == (False, True)
+    assert measured.seconds(Operation.publish, 1000) == pytest.approx(16.0)
+    measured.worked(Operation.publish, 1000, 20.0)
+    assert measured.seconds(Operation.publish, 1000) == pytest.approx(20.0)
+
+
+def test_one_long_pause_between_steps_changes_nothing() -> None:
+    measured = MeasuredTimes()
+    for forward in (1.0, 1.0, 500.0, 1.0):
+        measured.computed(forward, 2.0)
+    assert measured.forward == 1.0
+
+
+# ---- choosing -----------------------------------------------------------------------------------------------------
+
+
+def test_modes() -> None:
+    with pytest.raises(ArgumentError, match="speculation='sometimes'"):
+        Schedule("sometimes")
+    assert Schedule("always").wants()
+    assert not Schedule("never").wants()
+
+
+def test_always_and_never_publish_nothing_in_two_phases() -> None:
+    workload = Workload.of_tokens(PARAMETERS, 8192, FLOPS, layers=4)
+    for mode in ("always", "never"):
+        training = EmulatedTraining(workload, GRACE, Schedule(mode))
+        training.run([True] * 6)
+        assert training.core.stats()["buckets_two_phase"] == 0
+
+
+@pytest.mark.parametrize("tokens", [2048, 4096, 6144, 8192, 12288])
+def test_the_model_of_a_superchip_is_reached(tokens: int) -> None:
+    """Iteration time over the bound, real core and schedule: at most the figures of the design's model."""
+    speculate = {2048: 1.07, 4096: 1.23, 6144: 1.06, 8192: 1.01, 12288: 1.01}
+    clipping = {2048: 1.31, 4096: 1.50, 6144: 1.09, 8192: 1.01, 12288: 1.00}
+    workload = Workload.of_tokens(PARAMETERS, tokens, FLOPS)
+    for clips, expected in ((False, speculate), (True, clipping)):
+        seconds = EmulatedTraining(workload, GRACE, Schedule("adaptive")).run([clips] * 14)
+        ratio = sum(seconds[-4:]) / 4 / workload.bound(GRACE)
+        assert round(ratio, 2) <= expected[tokens], f"clips: {clips}"
+
+
+SETTINGS = [
+    pytest.param(4096, GRACE, 4.0, True, id="bound by processors"),
+    pytest.param(8192, GRACE, 1.05, True, id="bound by compute, clips proven late"),
+    pytest.param(8192, GRACE, 1.05, False, id="eager"),
+    pytest.param(8192, SERVER, 1.05, True, id="slow memory"),
+]
+
+
+@pytest.mark.parametrize("name", [name for name in TRACES if "1000" not in name])
+@pytest.mark.parametrize(("tokens", "machine", "norm", "on_demand"), SETTINGS)
+def test_adaptive_is_never_much_slower_than_the_best_fixed_choice(
+    name: str, tokens: int, machine: Machine, norm: float, on_demand: bool
+) -> None:
+    workload = Workload.of_tokens(PARAMETERS, tokens, FLOPS, layers=8)
+    result = run_trace(name, workload, machine, 70, norm=norm, on_demand=on_demand)
+    assert result.ratio <= 1.03, result
+
+
+def test_adaptive_over_a_change_of_habits() -> None:
+    workload = Workload.of_tokens(PARAMETERS, 8192, FLOPS, layers=4)
+    result = run_trace("clips until step 1000", workload, GRACE, 1200)
+    assert result.ratio <= 1.03, result
+
+
+def test_virtual_time_is_repeatable() -> None:
+    workload = Workload.of_tokens(PARAMETERS, 4096, FLOPS, layers=4)
+    runs = [EmulatedTraining(workload, GRACE, Schedule("adaptive")).run(TRACES["random 50 %"](20)) for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+def test_every_schedule_has_the_same_bits() -> None:
+    workload = Workload.of_tokens(PARAMETERS, 4096, FLOPS, layers=4)
+    digests = []
+    for schedule in (
+        Schedule("never"),
+        Schedule("always"),
+        Schedule("adaptive"),
+        FixedSchedule(speculates=True, published=0.5),
+    ):
+        training = EmulatedTraining(workload, GRACE, schedule)
+        for clips in TRACES["random 50 %"](12):
+            training.step(clips)
+        digests.append(training.core.digests())
+        training.core.close()
+    assert all(digest == digests[0] for digest in digests)
