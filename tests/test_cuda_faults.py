@@ -19,7 +19,9 @@ from torch import nn
 
 from superoffload import AdamW
 from superoffload.arguments import _same_device
-from superoffload.cuda.link import LIBRARY_VARIABLE, CudaOptions
+from superoffload.cuda.link import CudaOptions
+from superoffload.cuda.start import LIBRARY_VARIABLE
+from superoffload.cuda.transfer import DIRECT, NARROW, WIDE, TransferPolicy
 from superoffload.errors import ArgumentError, DeviceError, StateError, WorkerError
 from superoffload.packed_gradient import PackedGradient
 from tests.adamw_tools import batch, model_of, train
@@ -145,10 +147,14 @@ def test_a_worker_that_throws(fake: Fake) -> None:
         assert optimizer.state_digests() == host_digests(range(3))
 
 
-def test_pinned_memory_refused(fake: Fake) -> None:
+@pytest.mark.parametrize("policy", [NARROW, WIDE, DIRECT], ids=lambda policy: policy.name)
+def test_pinned_memory_refused(fake: Fake, policy: TransferPolicy) -> None:
     """It goes on with ordinary memory, and says so once per piece of memory."""
     fake.registrable(4096)
-    with pytest.warns(RuntimeWarning, match=r"refused to pin .*memlock"), training(fake) as (model, optimizer):
+    with (
+        pytest.warns(RuntimeWarning, match=r"refused to pin .*memlock"),
+        training(fake, link={"policy": policy}) as (model, optimizer),
+    ):
         fake.delays(1, 1000)
         train(model, optimizer, range(2, 5))
         fake.synchronize()
@@ -187,7 +193,7 @@ def test_no_driver() -> None:
 
 
 def test_a_bad_timeout_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from superoffload.cuda.link import TIMEOUT_VARIABLE, _timeout
+    from superoffload.cuda.start import TIMEOUT_VARIABLE, _timeout
 
     monkeypatch.setenv(TIMEOUT_VARIABLE, "soon")
     with pytest.raises(ArgumentError, match=f"{TIMEOUT_VARIABLE}='soon'"):
@@ -320,7 +326,7 @@ def test_a_gradient_that_is_taken_away_is_not_stepped(fake: Fake) -> None:
         next(model.parameters()).grad = None
         optimizer.step()
 
-    model = model_of(torch.bfloat16)
+    model: nn.Module = model_of(torch.bfloat16)
     with AdamW(model.parameters(), threads=2, bucket_numel=1024) as on_host:
         train(model, on_host, range(2))
         without_first(model, on_host)
@@ -352,7 +358,7 @@ def test_accumulated_gradients(fake: Fake) -> None:
         batch(model, 11).backward()
         optimizer.step()
 
-    model = model_of(torch.bfloat16)
+    model: nn.Module = model_of(torch.bfloat16)
     with AdamW(model.parameters(), threads=2, bucket_numel=1024) as on_host:
         train(model, on_host, range(2))
         window(model, on_host)
@@ -371,7 +377,7 @@ def test_kept_gradients_may_be_edited(fake: Fake) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         optimizer.step()
 
-    model = model_of(torch.bfloat16)
+    model: nn.Module = model_of(torch.bfloat16)
     with AdamW(model.parameters(), threads=2, bucket_numel=1024) as on_host:
         train(model, on_host, range(2))
         edited(model, on_host)
@@ -445,7 +451,7 @@ def test_a_parameter_written_between_steps_is_kept(fake: Fake) -> None:
                 parameter.clamp_(-0.1, 0.1)
         train(model, optimizer, range(2, 4))
 
-    model = model_of(torch.bfloat16)
+    model: nn.Module = model_of(torch.bfloat16)
     with AdamW(model.parameters(), threads=2, bucket_numel=1024) as on_host:
         train(model, on_host, range(2))
         clamped(model, on_host)
