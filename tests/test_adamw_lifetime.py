@@ -207,11 +207,12 @@ def run_python(script: str, timeout: float = 60) -> subprocess.CompletedProcess[
 IN_FLIGHT = """
 import atexit, sys, time
 began = []
-atexit.register(lambda: print(time.monotonic() - began[0]))  # registered first, so it runs last
+atexit.register(lambda: print(time.monotonic() - began[0], optimizer.state_digests() == before))  # first in, last out
 import torch
 from superoffload import AdamW
 param = torch.nn.Parameter(torch.ones(8_000_000))
 optimizer = AdamW([param], speculation="always", bucket_numel=1 << 18)
+before = optimizer.state_digests()
 param.sum().backward()
 assert optimizer.stats()["buckets_speculated"] > 0
 began.append(time.monotonic())
@@ -222,7 +223,9 @@ began.append(time.monotonic())
 def test_leaving_with_work_in_flight(ending: str, code: int) -> None:
     done = run_python(IN_FLIGHT + ending)
     assert done.returncode == code
-    assert float(done.stdout) < 5
+    seconds, as_after_the_last_step = done.stdout.split()
+    assert float(seconds) < 5
+    assert as_after_the_last_step == "True"
 
 
 FORK = """
@@ -264,13 +267,25 @@ for ending in ENDINGS:
     print(exit_code(child), flush=True)
 optimizer.step()
 print(int(optimizer.state[param]["step"]))
+twin = torch.nn.Parameter(torch.ones(1000))
+plain = AdamW([twin], speculation="never")
+twin.square().sum().backward()
+plain.step()
+print(optimizer.state_digests() == plain.state_digests())
 """
 
 
 @on_linux
 def test_a_forked_child_gets_an_error_and_the_parent_goes_on() -> None:
     endings = ["os._exit(7)", "pass", "optimizer.close()", "del optimizer"]
-    assert run_python(FORK.replace("ENDINGS", str(endings)), timeout=300).stdout.split() == ["7", "7", "7", "7", "1"]
+    assert run_python(FORK.replace("ENDINGS", str(endings)), timeout=300).stdout.split() == [
+        "7",
+        "7",
+        "7",
+        "7",
+        "1",
+        "True",
+    ]
 
 
 # ---- interrupts ---------------------------------------------------------------------------------------------------

@@ -118,6 +118,24 @@ def test_trainer(family: str, tmp_path: Path) -> None:
     assert ours[-1]["loss"] < ours[0]["loss"]
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen", "gpt-oss"])
+def test_delivery_on_demand(family: str, tmp_path: Path) -> None:
+    """Evaluations and checkpoints on the way included; nothing reads a parameter too early."""
+    digests, losses = [], []
+    for delivery in ("eager", "on_demand"):
+        trainer = trainer_of(tmp_path, model_of(family), None, eval_steps=4, save_strategy="steps", save_steps=5)
+        trainer.args.eval_strategy = "steps"
+        trainer.eval_dataset = torch.utils.data.Subset(Counting(), range(8))
+        from superoffload.integrations.transformers import offload
+
+        offload(trainer, speculation="never", threads=1, delivery=delivery)
+        trainer.train()
+        losses.append([entry.get("eval_loss", entry.get("loss")) for entry in trainer.state.log_history])
+        digests.append(end(trainer))
+    assert digests[0] == digests[1]
+    assert losses[0] == losses[1] and len(losses[0]) > 12
+
+
 def test_metrics_appear_in_the_logs(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, model_of(), "always", max_grad_norm=1e6)
     seen: list[dict[str, float]] = []

@@ -24,7 +24,7 @@ except ImportError as error:
     ) from error
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
-_OURS_TO_SET = ("params", "model", "max_grad_norm")
+_OURS_TO_SET = ("params", "model", "module", "max_grad_norm")
 
 
 def offload(trainer: Trainer, *, metrics: bool = True, **options: Any) -> Offload:
@@ -33,16 +33,19 @@ def offload(trainer: Trainer, *, metrics: bool = True, **options: Any) -> Offloa
     Arguments:
         trainer: made, and not trained yet.
         metrics: add what ``superoffload.Monitor`` measures to Trainer's training logs.
-        options: further arguments of ``superoffload.AdamW`` (speculation, threads, bucket_numel, ...).
+        options: further arguments of ``superoffload.AdamW`` (speculation, threads, bucket_numel, ...). With
+            delivery="on_demand", callbacks that read parameters call ``synchronize()`` of the optimizer first.
     """
     _check(trainer, options)
     args = trainer.args
-    given = {
+    given: dict[str, Any] = {
         "lr": args.learning_rate,
         "betas": (args.adam_beta1, args.adam_beta2),
         "eps": args.adam_epsilon,
         "max_grad_norm": args.max_grad_norm or None,
     }
+    if options.get("delivery") == "on_demand":
+        given["module"] = trainer.model
     callback = Offload(metrics)
     trainer.optimizer_cls_and_kwargs = (AdamW, {**given, **options})
     trainer._clip_grad_norm = callback.norm_to_come

@@ -85,7 +85,7 @@ class Gradients(Parameters):
         if isinstance(grad, PackedGradient):
             raise gradient_is_gone(tracked.shard.name, "the step it was packed for is over")
         check_gradient(tracked.shard.name, tracked.param, grad)
-        if tracked.written:
+        if tracked.plainly_written:  # of other writes step() takes back what is speculated now
             self._refresh(tracked)
         if not self._core.is_filling:
             self._start_filling()
