@@ -13,9 +13,9 @@ from superoffload.cli import main
 from superoffload.cuda.link import CudaOptions
 from superoffload.cuda.measure import Rates, choose, worth_measuring
 from superoffload.cuda.pinned import free_bytes, node_of, place
-from superoffload.cuda.start import POLICY_VARIABLE, open_link
+from superoffload.cuda.start import LIBRARY_VARIABLE, POLICY_VARIABLE, cuda_link, kernels_for, open_link
 from superoffload.cuda.transfer import DIRECT, NARROW, WIDE, TransferPolicy, policy_named
-from superoffload.errors import ArgumentError
+from superoffload.errors import ArgumentError, KernelsUnavailable
 from tests.fake_cuda import IMAGE, Fake, FakeDevice
 
 CPUS = (-1,)
@@ -142,3 +142,35 @@ def test_what_is_chosen_at_the_start_is_what_was_measured(fake: Fake, monkeypatc
     assert link.policy is WIDE and list(seen[0]) == ["narrow", "wide", "direct"]
     link.close()
     assert fake.registered_bytes() == before, "trials give their memory back"
+
+
+# ---- from a torch device to a link ----------------------------------------------------------------------------------
+
+
+def test_a_link_for_a_torch_device(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything between parameters on a device and the link, but the device itself."""
+    asked: list[str] = []
+
+    def compile_for(arch: str) -> bytes:
+        asked.append(arch)
+        return IMAGE
+
+    monkeypatch.setenv(LIBRARY_VARIABLE, fake.library)
+    monkeypatch.setenv(POLICY_VARIABLE, "direct")
+    monkeypatch.setattr("superoffload.cuda.start.TorchDevice", lambda device: FakeDevice(fake))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("superoffload.cuda.compile.compile_kernels", compile_for)
+    link = cuda_link(torch.device("cuda", 0), keep_grads=True, dtypes=[torch.bfloat16], cpus=CPUS)
+    assert asked == ["sm_90"]
+    assert link.policy is DIRECT and not link.frees_gradients and link.pinned
+    link.close()
+    assert cuda_link(torch.device("cuda", 0), keep_grads=None, dtypes=[torch.bfloat16], cpus=CPUS).frees_gradients
+
+
+def test_missing_kernels_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unavailable(arch: str) -> bytes:
+        raise KernelsUnavailable(f"no kernels for {arch}: install something")
+
+    monkeypatch.setattr("superoffload.cuda.compile.compile_kernels", unavailable)
+    with pytest.warns(RuntimeWarning, match=r"no kernels for sm_80: install something.*with the same result"):
+        assert kernels_for((8, 0)) == b""
