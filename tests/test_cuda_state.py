@@ -14,7 +14,7 @@ from superoffload.ranks.layout import dtensor_holding, is_dtensor, like_paramete
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A process group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.distributed_c10d.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
