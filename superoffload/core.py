@@ -19,7 +19,7 @@ from torch import Tensor
 from superoffload import _native
 from superoffload.bits import same_bits
 from superoffload.bucket import BLOCK, Bucket, BucketState, GroupHyper, Shard
-from superoffload.errors import DeviceError, StateError
+from superoffload.errors import DeviceError, StateError, TornStep
 from superoffload.link import Link
 from superoffload.pipeline.layout import JOURNAL_BYTES_PER_PARAM
 from superoffload.pipeline.options import CoreOptions
@@ -429,7 +429,8 @@ class Core(Settling):
             later = later and self._observed  # the buckets of the first step make way for those in observed order
             on_host = [bucket for bucket in moving if not bucket.resident]
             self._choose_two_phases(on_host, on_demand=later)
-            for bucket in moving:
+            self._step_resident([bucket for bucket in moving if bucket.resident], verdict.gradient_factor)
+            for bucket in on_host:
                 self._finish(bucket, verdict.gradient_factor)
             self._settle_behind()
             self._landing = dict.fromkeys(on_host)
@@ -502,12 +503,6 @@ class Core(Settling):
             return
         self.protect(piece.shard for piece in bucket.pieces)
         self._freeze(bucket, factor)
-        if bucket.resident:
-            assert self.placer is not None
-            self.placer.residency.step(bucket)
-            bucket.move(BucketState.STEPPED)
-            self._stats.buckets_stepped += 1
-            return
         if bucket in self._in_two_phases:
             self._submit(bucket, Operation.publish)
             bucket.move(BucketState.PUBLISHED)
@@ -516,6 +511,26 @@ class Core(Settling):
         self._submit(bucket, Operation.step)
         bucket.move(BucketState.STEPPED)
         self._stats.buckets_stepped += 1
+
+    def _step_resident(self, buckets: Sequence[Bucket], factor: float) -> None:
+        """First of all: if the device refuses the first of them, nothing has changed and the step is abandoned."""
+        for number, bucket in enumerate(buckets):
+            assert self.placer is not None
+            self.protect(piece.shard for piece in bucket.pieces)
+            self._freeze(bucket, factor)
+            try:
+                self.placer.residency.step(bucket)
+            except DeviceError as error:
+                if number or self._shared:
+                    raise TornStep(
+                        f"{error}; some parameters are of this step and some of the one before, make a new optimizer "
+                        "and load the last checkpoint"
+                    ) from error
+                self._stats.buckets_abandoned += self._take_back(BucketState.ABANDONED)
+                self._end_step(whole=False)
+                raise
+            bucket.move(BucketState.STEPPED)
+            self._stats.buckets_stepped += 1
 
     def _count_step(self, verdict: Verdict) -> None:
         for index in self._incoming:

@@ -23,6 +23,13 @@ class DeviceError(WorkerError):
     """The accelerator or its driver failed. Masters and moments are those of the last finished step."""
 
 
+class TornStep(RuntimeError):
+    """The accelerator failed in the middle of a step on it: nothing can be put in order, so the optimizer is unusable.
+
+    No SuperOffloadError: after one of those the state is that of a finished step.
+    """
+
+
 class RankError(SuperOffloadError):
     """Ranks were lost or have diverged; raised on every rank that still runs. The step was abandoned or had ended."""
 

@@ -13,7 +13,7 @@ from torch import nn
 from superoffload import AdamW
 from superoffload.bucket import Shard
 from superoffload.cuda.transfer import DIRECT, NARROW, WIDE, TransferPolicy
-from superoffload.errors import KernelsUnavailable, StateError
+from superoffload.errors import DeviceError, KernelsUnavailable, StateError, TornStep
 from superoffload.placement import move_state
 from superoffload.schedule import MODES
 from tests.adamw_tools import DTYPES, batch, model_of
@@ -117,17 +117,54 @@ def test_a_missing_wait_changes_the_result(fake: Fake, later: str, earlier: str)
     assert differs == (later == "pack")
 
 
-def test_a_launch_that_fails_says_so(fake: Fake) -> None:
+def _failing(fake: Fake, launches: int) -> tuple[AdamW, nn.Module]:
+    """After two steps and a backward; the device refuses launches from now on, after so many."""
+    model = deep_model(torch.float32)
+    model.register_forward_pre_hook(lambda *_: fake.synchronize())
+    optimizer = AdamW(model.parameters(), placement={"gpu_fraction": 1.0}, threads=1, bucket_numel=1024)
+    _three_steps(model, optimizer, fake, launches)
+    return optimizer, model
+
+
+def _three_steps(model: nn.Module, optimizer: AdamW, fake: Fake | None = None, launches: int = 0) -> None:
+    for seed in range(3):
+        optimizer.zero_grad()
+        batch(model, seed).backward()
+        if seed < 2 or fake is None:
+            optimizer.step()
+    if fake is not None:
+        fake.synchronize()
+        fake.fail("cuLaunchKernel", 2, launches)
+
+
+def test_a_refused_launch_abandons_the_step(fake: Fake) -> None:
     with on_fake_device(fake):
-        model = model_of(torch.float32)
-        with AdamW(model.parameters(), placement={"gpu_fraction": 1.0}, threads=1) as optimizer:
-            batch(model, 0).backward()
-            fake.synchronize()
-            fake.fail("cuLaunchKernel", 719, 0)
-            with pytest.raises(StateError, match=r"its step on the device could not be launched.*load the last"):
+        optimizer, model = _failing(fake, 0)
+        with optimizer:
+            with pytest.raises(DeviceError, match="its step on the device could not be launched"):
                 optimizer.step()
             fake.reset()
-            assert optimizer.stats()["steps"] == 0
+            assert optimizer.stats()["steps"] == 2
+            optimizer.zero_grad()
+            batch(model, 2).backward()
+            optimizer.step()
+            fake.synchronize()
+            found = optimizer.state_digests()
+    model = deep_model(torch.float32)
+    with AdamW(model.parameters(), threads=1) as expected:
+        _three_steps(model, expected)
+        assert found == expected.state_digests()
+
+
+def test_a_device_that_fails_in_the_middle_leaves_the_optimizer_unusable(fake: Fake) -> None:
+    with on_fake_device(fake):
+        optimizer, _ = _failing(fake, 3)
+        with pytest.raises(TornStep, match="make a new optimizer and load the last checkpoint"):
+            optimizer.step()
+        fake.reset()
+        with pytest.raises(StateError, match="cannot be trusted"):
+            optimizer.step()
+        optimizer.close()
 
 
 def test_without_kernels_it_is_refused(fake: Fake) -> None:

@@ -13,7 +13,7 @@ from superoffload import _native
 from superoffload.bucket import Bucket
 from superoffload.cuda import geometry
 from superoffload.cuda.device import Device
-from superoffload.errors import StateError
+from superoffload.errors import DeviceError
 
 _ALIGN = 256
 
@@ -78,10 +78,7 @@ class CudaResidency:
                 device_table=memory.table.data_ptr(),
             )
         except RuntimeError as error:
-            raise StateError(
-                f"{present[0].name}: its step on the device could not be launched, so some parameters are those of the "
-                f"step before ({error}); load the last checkpoint"
-            ) from error
+            raise DeviceError(f"{present[0].name}: its step on the device could not be launched: {error}") from error
         torch.autograd.graph.increment_version([shard.target() for shard in present])
 
     def free_bytes(self) -> int:
