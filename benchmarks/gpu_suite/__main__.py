@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.gpu_suite",
         description="Training steps on one GPU: ours, everything on the GPU, and peers. A call ends within its time "
         "limit, and the next one goes on where it ended. Exits with 0 once everything has been tried, 3 if something "
-        "is left for another call, 1 if the extension cannot be built, GPU tests fail, or delays change a bit.",
+        "is left for another call, 1 if GPU tests fail or delays change a bit.",
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="results; the same folder continues")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu with --toy (default: cuda)")
@@ -50,8 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     _check(args)
-    if args.everything and importlib.util.find_spec("superoffload._native") is None:
-        _build_first()
+    began = time.monotonic()
+    if args.everything:
+        _build()
     from benchmarks.gpu_suite.rows import all_jobs
     from benchmarks.gpu_suite.table import descriptions, table
     from benchmarks.gpu_suite.targets import all_targets
@@ -65,14 +67,12 @@ def _run(args: argparse.Namespace) -> int:
         print(descriptions())
         print("\n".join(f"left: {job.key}" for job in jobs if results.row(job) is None))
         return 0
-    left = run_jobs(jobs, results, args.time_limit, lambda text: print(text, flush=True), retry=args.retry)
-    report = results.merge(jobs, {"command": sys.argv, "left": [job.key for job in left]})
-    targets = all_targets(report["rows"])
-    report = results.merge(jobs, {
-        "command": sys.argv,
-        "left": [job.key for job in left],
-        "targets": [target.as_json() for target in targets],
-    })  # fmt: skip
+    remaining = args.time_limit - (time.monotonic() - began)
+    left = run_jobs(jobs, results, remaining, lambda text: print(text, flush=True), retry=args.retry)
+    rows = results.rows(jobs)
+    targets = all_targets(rows)
+    found = {"gpu": _gpu(rows), "left": [job.key for job in left], "targets": [target.as_json() for target in targets]}
+    report = results.merge(jobs, {"command": sys.argv, **found})
     if args.json:
         write_json(args.json, report)
     print(table(report["rows"], targets))
@@ -116,26 +116,30 @@ def _plan(args: argparse.Namespace) -> Any:
         tokens=tuple(args.tokens) if args.tokens else None,
         rows=not args.only_races,
         races=args.races or args.only_races or args.everything,
-        build=args.everything,
         tests=args.everything,
         row_seconds=min(args.row_limit, args.time_limit),
     )
 
 
-def _build_first() -> None:
-    """Nothing of ours can be imported without the extension, not even what runs the jobs."""
-    import subprocess
-
+def _build() -> None:
+    """The extension, as far as it is not up to date; without it nothing of ours can be imported."""
     print("building the extension", flush=True)
-    built = subprocess.run([sys.executable, "setup.py", "build_ext", "--inplace"], cwd=_ROOT, check=False)
+    built = subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=_ROOT, check=False)
     if built.returncode:
         raise ArgumentError(f"build: setup.py build_ext ended with {built.returncode}; see what it said above")
+
+
+def _gpu(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Name, memory and CUDA version, from the first row that knows them; None on a CPU."""
+    results = (row["result"] for row in rows if row.get("result"))
+    names = ("device", "gpu_memory_bytes", "cuda")
+    return next(({name: found[name] for name in names} for found in results if "gpu_memory_bytes" in found), None)
 
 
 def _is_wrong(row: dict[str, Any]) -> bool:
     if row["settings"].get("what") == "races":
         return bool(row["status"] == "done" and row["result"]["different_seeds"])
-    return row["key"] in ("build", "tests") and row["status"] != "done"
+    return bool(row["key"] == "tests" and row["status"] != "done")
 
 
 if __name__ == "__main__":

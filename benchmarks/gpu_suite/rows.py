@@ -30,7 +30,6 @@ class Plan:
     tokens: tuple[int, ...] | None = None
     rows: bool = True
     races: bool = False
-    build: bool = False
     tests: bool = False
     row_seconds: float = 180.0
 
@@ -41,8 +40,6 @@ class Plan:
 
 def all_jobs(plan: Plan) -> list[Job]:
     jobs: list[Job] = []
-    if plan.build:
-        jobs.append(_build())
     if plan.rows:
         jobs += _machine_jobs(plan)
         jobs += _train_jobs(plan, plan.all_tokens[:1], capped=False)
@@ -59,11 +56,6 @@ def all_jobs(plan: Plan) -> list[Job]:
 
 def child(what: str, values: dict[str, Any]) -> list[str]:
     return [sys.executable, "-m", "benchmarks.gpu_suite.child", what, json.dumps(values), RESULT_PATH]
-
-
-def _build() -> Job:
-    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
-    return Job("build", command, {}, seconds=400.0, keeps_output=True)
 
 
 def _tests() -> Job:

@@ -8,17 +8,14 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:?"where to put the results: benchmarks/gpu_suite/run.sh OUT [WHEELS] [OPTIONS]"}
+python=${PYTHON:-python3}
 shift
 began=$SECONDS
 if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then
     wheels=$1
     shift
     site=${TMPDIR:-/tmp}/superoffload-suite-site
-    python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site" "$wheels"/*.whl
+    "$python" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site" "$wheels"/*.whl
     export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
 fi
-if ! python3 -c 'import superoffload._native' 2>/dev/null; then
-    python3 setup.py -q build_ext --inplace
-fi
-limit=$((540 - (SECONDS - began)))
-exec python3 -m benchmarks.gpu_suite --everything --out "$out" --time-limit "$limit" "$@"
+exec "$python" -m benchmarks.gpu_suite --everything --out "$out" --time-limit $((540 - (SECONDS - began))) "$@"

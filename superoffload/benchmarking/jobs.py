@@ -88,16 +88,19 @@ class Results:
         self._path(job.key).unlink(missing_ok=True)
         self._earlier.pop(job.key, None)
 
+    def rows(self, jobs: Iterable[Job]) -> list[Row]:
+        """What has been found so far, in the order of ``jobs``."""
+        return [row for job in jobs if (row := self.row(job)) is not None]
+
     def merge(self, jobs: Iterable[Job], extra: Mapping[str, Any]) -> dict[str, Any]:
         """One report of everything found so far, in the order of ``jobs``; written whole or not at all."""
-        rows = [row for job in jobs if (row := self.row(job)) is not None]
         report = {
             "machine": benchmark_machine_facts(),
             "versions": version_facts(),
             "commit": self._commit,
             "limit": None,
             **extra,
-            "rows": rows,
+            "rows": self.rows(jobs),
         }
         _write(self.merged, report)
         return report

@@ -5,7 +5,6 @@ Everything that a CPU can show runs there as well: the reference has to hold bef
 
 from __future__ import annotations
 
-import inspect
 import os
 import subprocess
 import sys
@@ -31,9 +30,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 devices = pytest.mark.parametrize("device", DEVICES)
 gpu = pytest.mark.gpu
-on_demand = pytest.mark.skipif(
-    "module" not in inspect.signature(AdamW.__init__).parameters, reason="delivery on demand is not in this version"
-)
 
 
 @cache
@@ -59,7 +55,6 @@ def test_bits_are_those_of_the_synchronous_cpu_run(device: str, speculation: str
     assert (run.stats["buckets_speculated"] > 0) == (speculation != "never")
 
 
-@on_demand
 @devices
 @pytest.mark.parametrize("speculation", MODES)
 def test_delivery_on_demand_changes_no_bit(device: str, speculation: str) -> None:
@@ -85,7 +80,7 @@ def test_kept_gradients_may_be_edited(device: str) -> None:
 
 
 @devices
-@pytest.mark.parametrize("delivery", ["eager", pytest.param("on_demand", marks=on_demand)])
+@pytest.mark.parametrize("delivery", ["eager", "on_demand"])
 def test_random_delays_change_no_bit(device: str, delivery: str) -> None:
     assert run_races(device, "always", delivery, seeds=[1, 2, 3], steps=6)["different_seeds"] == []
 
