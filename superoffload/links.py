@@ -25,6 +25,6 @@ def link_for(params: Sequence[Tensor], *, keep_grads: bool | None) -> Link:
     device = local_of(params[0]).device
     if device.type == "cpu":
         return HostLink()
-    from superoffload.cuda.link import cuda_link  # loads the driver
+    from superoffload.cuda.start import cuda_link  # loads the driver
 
-    return cuda_link(device, keep_grads=keep_grads)
+    return cuda_link(device, keep_grads=keep_grads, dtypes=[param.dtype for param in params])

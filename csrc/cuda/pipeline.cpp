@@ -211,7 +211,12 @@ std::shared_ptr<Completion> Pipeline::pack(const std::shared_ptr<DeviceBucket>& 
     const bool nothing = std::all_of(addresses.begin(), addresses.end(), [](DeviceAddress a) { return a == 0; });
     if (nothing) return bucket->arrival_ ? bucket->arrival_ : Completion::already_done();
     const Gpu::Current here(*gpu_);
+    if (bucket->half_packed_ && !await_idle_streams(now_seconds() + timeout_seconds_)) {
+        throw std::runtime_error("what was enqueued before an error has not ended in time");
+    }
+    bucket->half_packed_ = true;
     Ticket ticket = enqueue_down(bucket, current, addresses, keep, others);
+    bucket->half_packed_ = false;
     ticket.done = std::make_shared<Completion>();
     ticket.since = now_seconds();
     ticket.done->began.store(ticket.since);
@@ -536,6 +541,14 @@ bool Pipeline::streams_idle() const {
     return true;
 }
 
+bool Pipeline::await_idle_streams(double until) const {
+    bool idle = streams_idle();
+    for (; !idle && now_seconds() < until; idle = streams_idle()) {
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+    return idle;
+}
+
 void Pipeline::step(const std::shared_ptr<DeviceBucket>& bucket, Stream current, std::string table, unsigned count,
                     std::uint64_t blocks, DeviceAddress device_table) {
     check_open();
@@ -569,10 +582,7 @@ bool Pipeline::drain(double timeout_seconds) {
         if (!idle) return false;
     }
     if (!gpu_->try_push()) return true;  // the driver is shutting down: nothing runs any more
-    bool idle = streams_idle();
-    for (; !idle && now_seconds() < until; idle = streams_idle()) {
-        std::this_thread::sleep_for(std::chrono::microseconds(50));
-    }
+    const bool idle = await_idle_streams(until);
     Context before = nullptr;
     gpu_->driver().context_pop(&before);
     return idle;

@@ -98,6 +98,7 @@ class DeviceBucket {
     OwnedEvent stepped_;    // current stream: a resident bucket's table is read, and all that its step reads
     std::atomic<bool> was_delivered_{false};
     std::shared_ptr<Completion> arrival_;  // of the last pack
+    bool half_packed_ = false;             // a pack has failed, but some of it may be under way
 };
 
 struct Staging {
@@ -199,6 +200,7 @@ class Pipeline {
     Function find(const std::string& name) const;
     void launch(Function function, std::uint64_t grid, Stream stream, void** arguments, const char* what) const;
     bool streams_idle() const;
+    bool await_idle_streams(double until) const;
     bool out_of_time() const;
     bool forked() const;
     void check_open() const;

@@ -92,7 +92,8 @@ struct CUevent_st {
 struct CUstream_st {
     CUstream_st() : thread([this] { run(); }) { thread.detach(); }
 
-    void enqueue(std::function<void()> operation);
+    // `always`: also on a device that has failed, so that streams become idle there too.
+    void enqueue(std::function<void()> operation, bool always = false);
     bool idle() {
         const std::lock_guard<std::mutex> lock(mutex);
         return queue.empty();
@@ -105,7 +106,12 @@ struct CUstream_st {
 
     std::mutex mutex;
     std::condition_variable changed;
-    std::deque<std::pair<double, std::function<void()>>> queue;  // the front one is running
+    struct Operation {
+        double delay;
+        bool always;
+        std::function<void()> run;
+    };
+    std::deque<Operation> queue;  // the front one is running
     std::thread thread;
 };
 
@@ -268,11 +274,11 @@ void run_kernel(const std::string& name, unsigned grid, unsigned block, void** a
 
 }  // namespace
 
-void CUstream_st::enqueue(std::function<void()> operation) {
+void CUstream_st::enqueue(std::function<void()> operation, bool always) {
     const double delay = draw_delay();
     {
         const std::lock_guard<std::mutex> lock(mutex);
-        queue.emplace_back(delay, std::move(operation));
+        queue.push_back({delay, always, std::move(operation)});
     }
     changed.notify_all();
 }
@@ -281,10 +287,10 @@ void CUstream_st::run() {
     std::unique_lock<std::mutex> lock(mutex);
     for (;;) {
         changed.wait(lock, [this] { return !queue.empty(); });
-        const auto [delay, operation] = queue.front();
+        const Operation operation = queue.front();
         lock.unlock();
-        if (delay > 0) std::this_thread::sleep_for(std::chrono::duration<double>(delay));
-        if (world().broken.load() == kSuccess) operation();
+        if (operation.delay > 0) std::this_thread::sleep_for(std::chrono::duration<double>(operation.delay));
+        if (operation.always || world().broken.load() == kSuccess) operation.run();
         lock.lock();
         queue.pop_front();
         changed.notify_all();
@@ -391,7 +397,7 @@ EXPORT Result cuStreamWaitEvent(CUstream_st* stream, CUevent_st* event, unsigned
         const std::lock_guard<std::mutex> lock(w.mutex);
         if (w.dropped.count({stream, on}) != 0) return kSuccess;
     }
-    if (recording) stream_of(stream)->enqueue([recording] { recording->wait(); });
+    if (recording) stream_of(stream)->enqueue([recording] { recording->wait(); }, true);
     return kSuccess;
 }
 
@@ -423,7 +429,7 @@ EXPORT Result cuEventRecord(CUevent_st* event, CUstream_st* stream) {
         event->last = recording;
         event->recorded_on = stream;
     }
-    stream_of(stream)->enqueue([recording] { recording->reach(); });
+    stream_of(stream)->enqueue([recording] { recording->reach(); }, true);
     return kSuccess;
 }
 
