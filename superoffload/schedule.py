@@ -62,7 +62,7 @@ class Schedule:
             return self.mode == "always"
         if self._decided is None:
             self._decided = self._share_to_speculate()
-        return packed <= self._decided
+        return self._decided > 0 and packed <= self._decided
 
     def publishes(self, situation: Situation) -> float:
         """Which share of the elements that wait for a verdict is to be published first and settled later."""

@@ -27,6 +27,7 @@ from superoffload.readers import readers_of
 from superoffload.schedule import MODES
 from superoffload.timeline import UP, read_trace
 from tests.adamw_tools import batch, check_counters, model_of, weights
+from tests.compatibility import compat
 
 STEPS = 6
 
@@ -256,6 +257,7 @@ LOOPS = [
 ]
 
 
+@compat("delivery on demand: the bits of eager delivery", "single")
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_loops(loop: Loop) -> None:
     compare(loop)

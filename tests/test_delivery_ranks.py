@@ -22,6 +22,7 @@ from superoffload.convergence.setup import Setup
 from superoffload.optimizer import module_hooks
 from superoffload.pipeline.settling import Settling
 from superoffload.schedule import Schedule
+from tests.compatibility import compat
 from tests.rank_tools import BF16, error_of, flat_mesh, net, on_ranks, optimizer_of, tokens_of
 from tests.test_rank_checks import train_until_error
 from tests.test_ranks_fsdp2 import CLIPPED, POISONED, Case, build, poison
@@ -116,6 +117,7 @@ CASES = {
 }
 
 
+@compat("delivery on demand: the bits of eager delivery", "fsdp2")
 @pytest.mark.parametrize("name", CASES)
 def test_fsdp2_has_the_bits_of_eager_delivery(name: str) -> None:
     count, demand = CASES[name]
