@@ -103,6 +103,7 @@ class Core(Settling):
                 bucket.move(BucketState.FILLING)
             bucket.present[place] = True
             bucket.missing -= 1
+            self.link.received(bucket)
         for bucket, _ in places:
             if bucket.missing == 0:
                 self._pack(bucket)

@@ -53,6 +53,7 @@ class CudaLink:
         self._closed = False
         self._buckets: dict[Bucket, _native.DeviceBucket] = {}
         self._targets: dict[Bucket, list[Tensor]] = {}
+        self._written_on: dict[Bucket, set[int]] = {}  # streams that gradients came from since the last pack
         self._arenas: list[PinnedArena] = []
         self._on_device: list[Tensor] = []  # scratch of every arena's buckets
         self._staging: list[Tensor] = []
@@ -105,6 +106,7 @@ class CudaLink:
             raise DeviceError(f"the device did not finish its copies within {self._options.timeout_seconds} s")
         self._buckets.clear()
         self._targets.clear()
+        self._written_on.clear()
         self._on_device.clear()
 
     def _reserve_host(self, nbytes: int) -> None:
@@ -176,6 +178,9 @@ class CudaLink:
 
     # ---- a step -----------------------------------------------------------------------------------------------
 
+    def received(self, bucket: Bucket) -> None:
+        self._written_on.setdefault(bucket, set()).add(self._device.current_stream())
+
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
         size = bucket.gradient_dtype.itemsize
         addresses = [0] * len(grads)
@@ -184,13 +189,15 @@ class CudaLink:
                 addresses[i] = grad.data_ptr() + size * piece.start
                 if not bucket.resident:
                     self.bytes_down += bucket.packed_dtype.itemsize * piece.numel
+        current = self._device.current_stream()
         try:
             with _translated(f"packing {bucket.pieces[0].shard.name}"):
                 arrival = self._pipeline.pack(
                     self._buckets[bucket],
-                    current=self._device.current_stream(),
+                    current=current,
                     addresses=addresses,
                     keep=not self.frees_gradients,
+                    others=sorted(self._written_on.pop(bucket, set()) - {current}),
                 )
         finally:  # the kernel may run although something after it has failed
             if self.frees_gradients:
