@@ -128,7 +128,7 @@ def _draw_model(axes: Any, rows: Sequence[Row], clips: bool) -> None:
     axes.set_xlabel("tokens per step")
     axes.set_ylim(bottom=0.9)
     verdict = "clips at every step" if clips else "never clips"
-    axes.set_title(f"Step over the bound, virtual time: {verdict}")
+    axes.set_title(f"Step over the bound: {verdict}")
     axes.legend()
 
 
@@ -159,6 +159,6 @@ def _draw_wall(axes: Any, rows: Sequence[Row]) -> None:
         axes.bar_label(bars, fmt="%.2f", fontsize=8)
     axes.axhline(1.0, color=style.INK, linewidth=0.8)
     axes.set_xticks(range(len(names)), names)
-    axes.set_title("Step over the bound, this machine's processors")
+    axes.set_title("Step over the bound, on this machine")
     axes.legend(loc="upper right")
     axes.set_ylim(0, max(row["of_bound"] for row in rows) * 1.25)
