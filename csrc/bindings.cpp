@@ -160,7 +160,7 @@ void bind_runtime(py::module_& module) {
         .def_property_readonly("ended", [](const Completion& completion) { return completion.ended.load(); });
     const auto release = py::call_guard<py::gil_scoped_release>();
     py::class_<WorkerPool, std::shared_ptr<WorkerPool>>(module, "WorkerPool")
-        .def(py::init(&WorkerPool::create), py::arg("cpus"), release)
+        .def(py::init(&WorkerPool::create), py::arg("cpus"))  // short: starts threads
         .def("submit", &WorkerPool::submit, py::arg("work"), py::arg("operation"), py::arg("width") = 1,
              py::arg("after") = nullptr, release)
         .def("withdraw", &WorkerPool::withdraw, py::arg("done"), release)

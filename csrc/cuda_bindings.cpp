@@ -22,7 +22,10 @@ T pointer(Address address) {
     return reinterpret_cast<T>(address);  // NOLINT: addresses are what crosses this border
 }
 
+// Where the interpreter's lock is released, it is so inside of the function: pybind11 registers what a constructor has
+// made, in tables that the lock guards, before a call guard would take it again.
 std::shared_ptr<cuda::Gpu> open_gpu(const std::string& library, int ordinal) {
+    const py::gil_scoped_release release;
     return std::make_shared<cuda::Gpu>(cuda::Driver::load(library), ordinal);
 }
 
@@ -72,7 +75,7 @@ void bind_cuda(py::module_& module) {
     py::register_exception<cuda::DriverError>(module, "DriverError", PyExc_RuntimeError);
     module.def("cuda_scratch_bytes", &cuda::scratch_bytes, py::arg("numels"));
     py::class_<cuda::Gpu, std::shared_ptr<cuda::Gpu>>(module, "CudaGpu")
-        .def(py::init(&open_gpu), py::arg("library"), py::arg("ordinal"), release)
+        .def(py::init(&open_gpu), py::arg("library"), py::arg("ordinal"))
         .def_property_readonly("pci_bus_id", &cuda::Gpu::pci_bus_id)
         .def_property_readonly("compute_capability", &cuda::Gpu::compute_capability);
     py::class_<cuda::PinnedMemory, std::shared_ptr<cuda::PinnedMemory>>(module, "PinnedMemory", py::buffer_protocol())
@@ -104,9 +107,13 @@ void bind_cuda(py::module_& module) {
         .def(
             "pack",
             [](cuda::Pipeline& pipeline, const std::shared_ptr<cuda::DeviceBucket>& bucket, Address current,
-               const std::vector<cuda::DeviceAddress>& addresses,
-               bool keep) { return pipeline.pack(bucket, pointer<cuda::Stream>(current), addresses, keep); },
-            py::arg("bucket"), py::arg("current"), py::arg("addresses"), py::arg("keep"), release)
+               const std::vector<cuda::DeviceAddress>& addresses, bool keep, const std::vector<Address>& others) {
+                std::vector<cuda::Stream> streams;
+                for (const Address other : others) streams.push_back(pointer<cuda::Stream>(other));
+                return pipeline.pack(bucket, pointer<cuda::Stream>(current), addresses, keep, streams);
+            },
+            py::arg("bucket"), py::arg("current"), py::arg("addresses"), py::arg("keep"),
+            py::arg("others") = std::vector<Address>(), release)
         .def(
             "deliver",
             [](cuda::Pipeline& pipeline, const std::shared_ptr<cuda::DeviceBucket>& bucket,

@@ -49,7 +49,8 @@ class AdamW(Delivery):
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; per group, changeable at any time.
         max_grad_norm: clip the global gradient norm to this (None: no clipping). Changeable between steps. Replaces
             ``torch.nn.utils.clip_grad_norm_``.
-        speculation: "adaptive" (speculate while clips are rare), "always" or "never". Never changes a result.
+        speculation: "adaptive" (chooses by prediction and measured times), "always" or "never": docs/pipeline.md. Never
+            changes a result.
         delivery: "eager": parameters have their new values when ``step()`` returns. "on_demand" (needs ``module``):
             ``step()`` returns at once, and forward passes and ``state_dict()`` of the module wait for the parameters
             that they read; call ``synchronize()`` before anything else reads or writes parameters, and find what does

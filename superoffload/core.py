@@ -20,7 +20,7 @@ from superoffload import _native
 from superoffload.bits import same_bits
 from superoffload.bucket import BLOCK, Bucket, BucketState, GroupHyper, Shard
 from superoffload.errors import DeviceError, StateError, TornStep
-from superoffload.link import Link
+from superoffload.link import Link, wait_until_ended
 from superoffload.pipeline.layout import JOURNAL_BYTES_PER_PARAM
 from superoffload.pipeline.options import CoreOptions
 from superoffload.pipeline.settling import Settling
@@ -103,6 +103,7 @@ class Core(Settling):
                 bucket.move(BucketState.FILLING)
             bucket.present[place] = True
             bucket.missing -= 1
+            self.link.received(bucket)
         for bucket, _ in places:
             if bucket.missing == 0:
                 self._pack(bucket)
@@ -118,7 +119,7 @@ class Core(Settling):
             if arrived is None or bucket.state is not BucketState.FILLING:
                 # What arrived may have been overwritten since it was packed, or is gone.
                 if bucket.arrival is not None:
-                    bucket.arrival.wait()
+                    wait_until_ended(bucket.arrival)  # if it was lost, decide() says so
                 ours = bucket.gradient[piece.offset : piece.offset + piece.numel]
             else:
                 ours = arrived[piece.start : piece.start + piece.numel]

@@ -37,6 +37,10 @@ class Link(Protocol):
     def attach(self, bucket: Bucket) -> None:
         """Allocates the bucket's packed gradient and shadow (``bucket.padded`` elements each)."""
 
+    def received(self, bucket: Bucket) -> None:
+        """A gradient for ``bucket`` is final behind what the calling thread has enqueued; its pack() may be called
+        from another stream."""
+
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
         """Packs one flat gradient per piece of the bucket (None: no gradient this step) with its block sums.
 
@@ -72,6 +76,9 @@ class SynchronousLink:
 
     def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
         """Every bucket has its own memory."""
+
+    def received(self, bucket: Bucket) -> None:
+        """It is in host memory."""
 
     def arrived(self, ticket: PackTicket) -> _native.Completion:
         return ticket.completion

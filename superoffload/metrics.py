@@ -129,7 +129,8 @@ class Monitor:
     def _of_step(self, stats: Mapping[str, float | int], seconds: float, verdict: Verdict | None) -> dict[str, float]:
         grown = {name: stats[name] - self._before[name] for name in stats}
         exposed = grown["optimizer_seconds_exposed"]
-        buckets = grown["buckets_speculated"] - grown["buckets_undone"] + grown["buckets_stepped"]
+        waited = grown["buckets_stepped"] + grown["buckets_two_phase"]
+        buckets = grown["buckets_speculated"] - grown["buckets_undone"] + waited
         values = {
             "step_seconds": seconds,
             "step_optimizer_seconds_hidden": max(0.0, grown["optimizer_seconds"] - exposed),

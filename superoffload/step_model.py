@@ -9,7 +9,7 @@ settles in backward order, each of which holds its part's next gradient back.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from statistics import median
 
@@ -26,29 +26,35 @@ BYTES = {
     Operation.publish: 16.0,
     Operation.settle: 26.0,
 }
-_MEMORY = 0.8
-_STEPS = 5
+_STEPS = 5  # whose forward and backward count
+_SAMPLES = 32  # of an operation that count
+_STALE = 64  # steps after which a time is no longer believed
 
 
 class MeasuredTimes:
-    """What was timed lately: seconds per element of each operation, seconds of forward and backward."""
+    """What was timed lately: seconds per element of each operation, seconds of forward and backward.
+
+    Medians, since a validation run or a checkpoint in between is not what the next step will be like. The first step is
+    left out: it touches most memory for the first time.
+    """
 
     def __init__(self) -> None:
-        self.per_element: dict[Operation, float] = {}
+        self._worked: dict[Operation, deque[float]] = {}
+        self._seen: dict[Operation, int] = {}  # in which step last
         self._computed: deque[tuple[float, float]] = deque(maxlen=_STEPS)
+        self._step = 0
 
     def worked(self, operation: Operation, numel: int, seconds: float) -> None:
-        if operation in BYTES and numel > 0:
-            new = seconds / numel
-            old = self.per_element.get(operation, new)
-            self.per_element[operation] = _MEMORY * old + (1 - _MEMORY) * new
+        if operation in BYTES and numel > 0 and self._computed:
+            self._worked.setdefault(operation, deque(maxlen=_SAMPLES)).append(seconds / numel)
+            self._seen[operation] = self._step
 
     def computed(self, forward: float, backward: float) -> None:
         self._computed.append((forward, backward))
+        self._step += 1
 
     @property
     def forward(self) -> float:
-        """The median of the last steps: a validation run or a checkpoint in between is not what the next are like."""
         return median(forward for forward, _ in self._computed)
 
     @property
@@ -58,13 +64,17 @@ class MeasuredTimes:
     @property
     def known(self) -> bool:
         """Whether there is enough to choose by."""
-        return bool(self.per_element) and bool(self._computed)
+        return bool(self._worked)
 
     def seconds(self, operation: Operation, numel: int) -> float:
-        """Of ``numel`` elements; before it was timed, in proportion to what was."""
-        if operation in self.per_element:
-            return self.per_element[operation] * numel
-        return numel * min(seconds * BYTES[operation] / BYTES[other] for other, seconds in self.per_element.items())
+        """Of ``numel`` elements; where it was not timed lately, in proportion to what was."""
+        if self._is_fresh(operation):
+            return median(self._worked[operation]) * numel
+        others = [other for other in self._worked if self._is_fresh(other)] or list(self._worked)
+        return numel * min(median(self._worked[other]) * BYTES[operation] / BYTES[other] for other in others)
+
+    def _is_fresh(self, operation: Operation) -> bool:
+        return operation in self._seen and self._step - self._seen[operation] < _STALE
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,13 @@ class StepTimes:
     settle: float
     on_demand: bool  # forward waits for each part by itself, not for all of them
     withdraws: bool  # what the verdict finds waiting for a worker is not speculated any more
+
+    def is_like(self, other: StepTimes, tolerance: float) -> bool:
+        """Whether no time differs by more than this share of itself."""
+        if (self.on_demand, self.withdraws) != (other.on_demand, other.withdraws):
+            return False
+        pairs = ((getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+        return all(abs(mine - theirs) <= tolerance * max(mine, theirs) for mine, theirs in pairs)
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,7 @@ SECTIONS: dict[str, list[str]] = {
         "gradient accumulation with accumulate()",
         "zero_grad(set_to_none=True or False)",
         "a step with some or no gradients",
+        "delivery on demand: the bits of eager delivery",
         "clip_grad_norm_ by the user after backward",
         "clip_grad_value_ by the user after backward",
         "gradients edited, replaced or removed before step()",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +19,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from superoffload import AdamW, _native
+from superoffload import _native
 from superoffload.bucket import Bucket
 from superoffload.cuda.link import CudaLink, CudaOptions
-from superoffload.link import PackTicket
+from superoffload.link import HostLink, PackTicket
 from tests.emulation import library_path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -127,7 +127,7 @@ class FakeDevice:
     def __init__(self, fake: Fake) -> None:
         self.fake = fake
         self.streams: list[int] = []
-        self.released: set[int] = set()
+        self.released: dict[int, int] = {}  # address of a gradient -> stream that still reads it
         self.kept: list[Tensor] = []
 
     def current_stream(self) -> int:
@@ -144,9 +144,7 @@ class FakeDevice:
         return 1 << 30
 
     def release(self, gradients: Sequence[Tensor], stream: int) -> None:
-        for gradient in gradients:
-            self.released.add(gradient.data_ptr())
-            self.overwrite(gradient, stream)
+        self.released.update((gradient.data_ptr(), stream) for gradient in gradients)
 
     def overwrite(self, tensor: Tensor, stream: int) -> None:
         """As the next owner of the memory does. Its real owner lets go of it now, so we keep it for that long."""
@@ -167,6 +165,8 @@ class LateLink(CudaLink):
 
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
         fake, device = self.fake_device.fake, self.fake_device
+        if not self.frees_gradients:
+            fake.synchronize()  # we read them here, perhaps for the second time, as no program would
         late = []
         for piece, grad in zip(bucket.pieces, grads, strict=True):
             if grad is not None and piece.numel == grad.numel():  # of a part it would have to appear several times
@@ -181,8 +181,8 @@ class LateLink(CudaLink):
                 fake.write(fake.current, grad, garbage_like(grad))
                 fake.write(fake.current, grad, values)
         for grad in grads:
-            if grad is not None and self.frees_gradients and grad.data_ptr() not in device.released:
-                device.overwrite(grad, fake.current)  # nobody told the allocator to wait
+            if grad is not None and self.frees_gradients:  # at once, where nobody told the allocator to wait
+                device.overwrite(grad, device.released.get(grad.data_ptr(), fake.current))
         return ticket
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
@@ -200,11 +200,18 @@ class LateLink(CudaLink):
 
 
 @contextmanager
+def on_host() -> Iterator[None]:
+    """Likewise, the host link, also inside of ``on_fake_device``."""
+    with mock.patch("superoffload.optimizer.parameters.link_for", lambda params, **_: HostLink()):
+        yield
+
+
+@contextmanager
 def on_fake_device(fake: Fake, **options: Any) -> Iterator[list[LateLink]]:
     """AdamW made inside gets a CudaLink; yields the links."""
     links: list[LateLink] = []
 
-    def link_for(params: Sequence[Tensor], *, keep_grads: bool | None) -> LateLink:
+    def link_for(params: Sequence[Tensor], *, keep_grads: bool | None, cpus: Sequence[int]) -> LateLink:
         given = CudaOptions(keep_grads=bool(keep_grads), image=IMAGE, timeout_seconds=60.0, library=fake.library)
         links.append(LateLink(FakeDevice(fake), replace(given, **options)))
         return links[-1]
@@ -215,18 +222,5 @@ def on_fake_device(fake: Fake, **options: Any) -> Iterator[list[LateLink]]:
         finally:
             for link in links:
                 link.close()
-            fake.synchronize()
-
-
-def synchronized(fake: Fake, scenario: Callable[[Any, AdamW], None]) -> Callable[[Any, AdamW], None]:
-    """What the program reads of parameters it reads after the current stream."""
-
-    def run(model: Any, optimizer: AdamW) -> None:
-        handle = model.register_forward_pre_hook(lambda *_: fake.synchronize())
-        try:
-            scenario(model, optimizer)
-        finally:
-            handle.remove()
-            fake.synchronize()
-
-    return run
+                for stream in link.roles.values():
+                    fake.synchronize(stream)  # what a broken device has left, before memory goes that it is about

@@ -68,6 +68,29 @@ def test_state(capsys: pytest.CaptureFixture[str]) -> None:
     assert "bf16" in capsys.readouterr().out
 
 
+def test_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    report = bench("schedule", "--quick", "--tokens", "8192")
+    printed = capsys.readouterr().out
+    parts = {part: [row for row in report["rows"] if row["part"] == part] for part in ("model", "trace", "wall clock")}
+    ratios = {(row["contestant"], row["clips"]): row["ratio"] for row in parts["model"]}
+    assert ratios["another system, synchronous", True] == pytest.approx(1.78, abs=0.01)
+    assert ratios["another system, in backward", False] == pytest.approx(1.01, abs=0.01)
+    assert ratios["one pass", True] == pytest.approx(1.22, abs=0.01)
+    assert 1 <= ratios["adaptive", True] <= ratios["two-phase", True] + 0.005
+    assert len(parts["trace"]) == 7
+    assert all(row["ratio"] <= 1.03 for row in parts["trace"])
+    assert {row["contestant"] for row in parts["wall clock"]} == {
+        "synchronous",
+        "one pass",
+        "speculate",
+        "two-phase",
+        "adaptive",
+    }
+    for row in report["rows"]:
+        assert 0 < row["seconds_min"] <= row["seconds_median"]
+    assert all(row["trace"] in printed for row in parts["trace"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -79,6 +102,11 @@ def test_state(capsys: pytest.CaptureFixture[str]) -> None:
         (["journal", "--steps", "5"], "steps=5: expected at least 20"),
         (["journal", "--factors", "0.5"], "factors"),
         (["state", "--seeds", "0"], "seeds"),
+        (["schedule", "--parameters", "12"], "parameters=12: expected from 1e6 to 1e13"),
+        (["schedule", "--tokens", "0"], "tokens=0: expected positive numbers"),
+        (["schedule", "--trace-steps", "30"], "trace_steps=30: expected at least 40"),
+        (["schedule", "--numel", "5"], "numel=5: expected at least 65536"),
+        (["schedule", "--rounds", "0"], "rounds=0: expected at least 1"),
     ],
 )
 def test_bad_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

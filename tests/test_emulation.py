@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -16,9 +17,12 @@ from superoffload.bucket import BucketState
 from superoffload.core import Core
 from superoffload.emulation.clock import StalledError, VirtualClock, VirtualCompletion, when_done
 from superoffload.emulation.link import VirtualLink
+from superoffload.emulation.machine import Machine, Workload
+from superoffload.emulation.paced import PacedTraining
 from superoffload.emulation.simulate import simulate
 from superoffload.emulation.simulation import BrokenPromiseError
 from superoffload.pipeline.settling import Settling
+from superoffload.schedule import FixedSchedule, Schedule
 
 SCHEDULES = 10_000
 
@@ -149,3 +153,39 @@ def test_a_failure_is_repeated_by_its_seed(capsys: pytest.CaptureFixture[str]) -
         with pytest.raises(BrokenPromiseError) as second:
             simulate(range(seed, seed + 1), 3, quiet)
     assert str(first.value) == str(second.value)
+
+
+# ---- beside real work ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_in_wall_clock_time_every_schedule_has_the_same_bits(clips: bool) -> None:
+    workload = Workload(1 << 16, forward=4e-3, backward=8e-3, layers=4)
+    machine = Machine(memory=0.0, down=1e9, up=1e9)
+    digests = []
+    for schedule, on_demand in (
+        (Schedule("never"), False),
+        (Schedule("always"), True),
+        (Schedule("adaptive"), True),
+        (FixedSchedule(speculates=False, published=1.0), True),
+        (FixedSchedule(speculates=True, published=0.5), False),
+    ):
+        training = PacedTraining(workload, machine, schedule, [-1, -1], on_demand=on_demand)
+        try:
+            for _ in range(4):
+                assert training.step(clips) > 0.9 * (workload.forward + workload.backward)
+            training.rest()
+            digests.append(training.core.digests())
+        finally:
+            training.close()
+    assert all(digest == digests[0] for digest in digests)
+
+
+def test_an_emulated_link_ends_with_its_core() -> None:
+    before = threading.active_count()
+    workload = Workload(1 << 13, forward=1e-3, backward=1e-3, layers=2)
+    training = PacedTraining(workload, Machine(0.0, 1e9, 1e9), Schedule("never"), [-1], on_demand=True)
+    training.step(clips=False)
+    training.close()
+    training.close()
+    assert threading.active_count() <= before

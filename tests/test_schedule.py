@@ -7,7 +7,7 @@ import random
 import pytest
 
 from superoffload.emulation.machine import GRACE, Machine, Workload
-from superoffload.emulation.traces import TRACES, run_trace
+from superoffload.emulation.traces import SLOWEST, TRACES, run_trace
 from superoffload.emulation.training import EmulatedTraining
 from superoffload.errors import ArgumentError
 from superoffload.prediction import SpoilPredictor
@@ -93,15 +93,20 @@ def test_a_settle_holds_the_next_gradient_back() -> None:
     assert period(short, (Kind(0.0, 1.0, True),), 8) >= (16 + 26) / 28 * 0.99
 
 
-def test_times_that_were_not_measured_yet_are_in_proportion() -> None:
+def test_times_that_were_not_measured_lately_are_in_proportion() -> None:
     measured = MeasuredTimes()
+    measured.worked(Operation.step, 1000, 500.0)  # the first step touches memory for the first time
     before = measured.known
-    measured.worked(Operation.step, 1000, 28.0)
     measured.computed(1.0, 2.0)
+    measured.worked(Operation.step, 1000, 28.0)
     assert (before, measured.known) == (False, True)
     assert measured.seconds(Operation.publish, 1000) == pytest.approx(16.0)
     measured.worked(Operation.publish, 1000, 20.0)
     assert measured.seconds(Operation.publish, 1000) == pytest.approx(20.0)
+    for _ in range(70):
+        measured.computed(1.0, 2.0)
+        measured.worked(Operation.step, 1000, 14.0)
+    assert measured.seconds(Operation.publish, 1000) == pytest.approx(8.0), "a time of long ago"
 
 
 def test_one_long_pause_between_steps_changes_nothing() -> None:
@@ -156,13 +161,13 @@ def test_adaptive_is_never_much_slower_than_the_best_fixed_choice(
 ) -> None:
     workload = Workload.of_tokens(PARAMETERS, tokens, FLOPS, layers=8)
     result = run_trace(name, workload, machine, 70, norm=norm, on_demand=on_demand)
-    assert result.ratio <= 1.03, result
+    assert result.ratio <= SLOWEST, result
 
 
 def test_adaptive_over_a_change_of_habits() -> None:
     workload = Workload.of_tokens(PARAMETERS, 8192, FLOPS, layers=4)
     result = run_trace("clips until step 1000", workload, GRACE, 1200)
-    assert result.ratio <= 1.03, result
+    assert result.ratio <= SLOWEST, result
 
 
 def test_virtual_time_is_repeatable() -> None:

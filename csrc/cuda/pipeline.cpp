@@ -199,7 +199,8 @@ void Pipeline::launch(Function function, std::uint64_t grid, Stream stream, void
 }
 
 std::shared_ptr<Completion> Pipeline::pack(const std::shared_ptr<DeviceBucket>& bucket, Stream current,
-                                           const std::vector<DeviceAddress>& addresses, bool keep) {
+                                           const std::vector<DeviceAddress>& addresses, bool keep,
+                                           const std::vector<Stream>& others) {
     check_open();
     if (addresses.size() != bucket->spec_.pieces.size()) throw std::invalid_argument("one address per piece");
     const std::lock_guard<std::mutex> one_at_a_time(enqueue_mutex_);
@@ -210,7 +211,12 @@ std::shared_ptr<Completion> Pipeline::pack(const std::shared_ptr<DeviceBucket>& 
     const bool nothing = std::all_of(addresses.begin(), addresses.end(), [](DeviceAddress a) { return a == 0; });
     if (nothing) return bucket->arrival_ ? bucket->arrival_ : Completion::already_done();
     const Gpu::Current here(*gpu_);
-    Ticket ticket = enqueue_down(bucket, current, addresses, keep);
+    if (bucket->half_packed_ && !await_idle_streams(now_seconds() + timeout_seconds_)) {
+        throw std::runtime_error("what was enqueued before an error has not ended in time");
+    }
+    bucket->half_packed_ = true;
+    Ticket ticket = enqueue_down(bucket, current, addresses, keep, others);
+    bucket->half_packed_ = false;
     ticket.done = std::make_shared<Completion>();
     ticket.since = now_seconds();
     ticket.done->began.store(ticket.since);
@@ -225,11 +231,16 @@ std::shared_ptr<Completion> Pipeline::pack(const std::shared_ptr<DeviceBucket>& 
 }
 
 Pipeline::Ticket Pipeline::enqueue_down(const std::shared_ptr<DeviceBucket>& bucket, Stream current,
-                                        const std::vector<DeviceAddress>& addresses, bool keep) {
+                                        const std::vector<DeviceAddress>& addresses, bool keep,
+                                        const std::vector<Stream>& others) {
     const Driver& driver = gpu_->driver();
     DeviceBucket& b = *bucket;
     Ticket ticket{};
     ticket.bucket = bucket;
+    for (Stream other : others) {  // a wait is for what was recorded by then, so one event does for all
+        driver.check(driver.event_record(b.ready_.get(), other), "cuEventRecord on a stream of gradients");
+        order(streams_.pack, b.ready_.get(), "the pack stream's wait for gradients of another stream");
+    }
     driver.check(driver.event_record(b.ready_.get(), current), "cuEventRecord on the current stream");
     order(streams_.pack, b.ready_.get(), "the pack stream's wait for the gradients");
     // The workers write the shadow once the gradient has arrived: the last copy out of it must be over by then.
@@ -530,6 +541,14 @@ bool Pipeline::streams_idle() const {
     return true;
 }
 
+bool Pipeline::await_idle_streams(double until) const {
+    bool idle = streams_idle();
+    for (; !idle && now_seconds() < until; idle = streams_idle()) {
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+    return idle;
+}
+
 void Pipeline::step(const std::shared_ptr<DeviceBucket>& bucket, Stream current, std::string table, unsigned count,
                     std::uint64_t blocks, DeviceAddress device_table) {
     check_open();
@@ -563,10 +582,7 @@ bool Pipeline::drain(double timeout_seconds) {
         if (!idle) return false;
     }
     if (!gpu_->try_push()) return true;  // the driver is shutting down: nothing runs any more
-    bool idle = streams_idle();
-    for (; !idle && now_seconds() < until; idle = streams_idle()) {
-        std::this_thread::sleep_for(std::chrono::microseconds(50));
-    }
+    const bool idle = await_idle_streams(until);
     Context before = nullptr;
     gpu_->driver().context_pop(&before);
     return idle;

@@ -98,6 +98,7 @@ class DeviceBucket {
     OwnedEvent stepped_;    // current stream: a resident bucket's table is read, and all that its step reads
     std::atomic<bool> was_delivered_{false};
     std::shared_ptr<Completion> arrival_;  // of the last pack
+    bool half_packed_ = false;             // a pack has failed, but some of it may be under way
 };
 
 struct Staging {
@@ -135,9 +136,11 @@ class Pipeline {
 
     // Packs the gradients at `addresses`, one per piece (0: this piece is left as it is). Done once packed gradient and
     // block sums are in host memory. `keep`: the gradients may be written again on `current`, which then waits until
-    // they are read; else whoever frees their memory must respect the pack stream.
+    // they are read; else whoever frees their memory must respect the pack stream. `others`: streams besides `current`
+    // that gradients were written on.
     std::shared_ptr<Completion> pack(const std::shared_ptr<DeviceBucket>& bucket, Stream current,
-                                     const std::vector<DeviceAddress>& addresses, bool keep);
+                                     const std::vector<DeviceAddress>& addresses, bool keep,
+                                     const std::vector<Stream>& others = {});
     // Copies the shadow to the parameters at `addresses` (0: not this piece) once `after` has ended and what was
     // enqueued on `current` so far has run. Done once the copy is enqueued.
     std::shared_ptr<Completion> deliver(const std::shared_ptr<DeviceBucket>& bucket, std::shared_ptr<Completion> after,
@@ -186,7 +189,7 @@ class Pipeline {
     std::string await_step(const Job& job) const;
     void enqueue_up(const Job& job);
     Ticket enqueue_down(const std::shared_ptr<DeviceBucket>& bucket, Stream current,
-                        const std::vector<DeviceAddress>& addresses, bool keep);
+                        const std::vector<DeviceAddress>& addresses, bool keep, const std::vector<Stream>& others);
     std::uint64_t enqueue_pack(DeviceBucket& bucket, const std::vector<DeviceAddress>& addresses, Ticket& ticket,
                                Slot* slot, DeviceAddress target);
     void copy_pieces_down(const DeviceBucket& bucket, const std::vector<DeviceAddress>& addresses,
@@ -197,6 +200,7 @@ class Pipeline {
     Function find(const std::string& name) const;
     void launch(Function function, std::uint64_t grid, Stream stream, void** arguments, const char* what) const;
     bool streams_idle() const;
+    bool await_idle_streams(double until) const;
     bool out_of_time() const;
     bool forked() const;
     void check_open() const;

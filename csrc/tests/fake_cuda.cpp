@@ -2,7 +2,7 @@
 // enqueued in order, after random delays, and an event is what the documentation says it is, so that a wait that is
 // missing shows as wrong bits. Strict where a real driver would fail or corrupt memory silently: calls without a
 // current context, mapped pointers and asynchronous copies of memory that was not registered, copies across
-// registrations.
+// registrations; handles that are gone, flags and kernels that do not exist, words for flags that are not mapped.
 //
 // fake_cuda_* functions let tests set delays, inject errors, and put work of their own on streams. Kernels: those of
 // the library named in FAKE_CUDA_KERNELS (emulate_launch), or plain loops of the same meaning.
@@ -48,6 +48,7 @@ enum : Result {
     kInvalidHandle = 400,
     kNotFound = 500,
     kNotReady = 600,
+    kAlreadyRegistered = 712,
     kNotRegistered = 713,
     kNotSupported = 801,
 };
@@ -92,7 +93,8 @@ struct CUevent_st {
 struct CUstream_st {
     CUstream_st() : thread([this] { run(); }) { thread.detach(); }
 
-    void enqueue(std::function<void()> operation);
+    // `always`: also on a device that has failed, so that streams become idle there too.
+    void enqueue(std::function<void()> operation, bool always = false);
     bool idle() {
         const std::lock_guard<std::mutex> lock(mutex);
         return queue.empty();
@@ -105,7 +107,12 @@ struct CUstream_st {
 
     std::mutex mutex;
     std::condition_variable changed;
-    std::deque<std::pair<double, std::function<void()>>> queue;  // the front one is running
+    struct Operation {
+        double delay;
+        bool always;
+        std::function<void()> run;
+    };
+    std::deque<Operation> queue;  // the front one is running
     std::thread thread;
 };
 
@@ -127,6 +134,7 @@ struct World {
     CUctx_st context;
     CUmod_st module;
     std::set<CUfunc_st*> functions;
+    std::set<CUevent_st*> events;
     CUstream_st* legacy = nullptr;
 };
 
@@ -150,6 +158,12 @@ Result enter(const char* symbol, bool needs_context = true) {
     }
     if (needs_context && (contexts.empty() || contexts.back() == nullptr)) return kInvalidContext;
     return w.broken.load();
+}
+
+bool is_event(CUevent_st* event) {
+    World& w = world();
+    const std::lock_guard<std::mutex> lock(w.mutex);
+    return w.events.count(event) != 0;
 }
 
 #define ENTER(symbol) \
@@ -268,11 +282,11 @@ void run_kernel(const std::string& name, unsigned grid, unsigned block, void** a
 
 }  // namespace
 
-void CUstream_st::enqueue(std::function<void()> operation) {
+void CUstream_st::enqueue(std::function<void()> operation, bool always) {
     const double delay = draw_delay();
     {
         const std::lock_guard<std::mutex> lock(mutex);
-        queue.emplace_back(delay, std::move(operation));
+        queue.push_back({delay, always, std::move(operation)});
     }
     changed.notify_all();
 }
@@ -281,10 +295,10 @@ void CUstream_st::run() {
     std::unique_lock<std::mutex> lock(mutex);
     for (;;) {
         changed.wait(lock, [this] { return !queue.empty(); });
-        const auto [delay, operation] = queue.front();
+        const Operation operation = queue.front();
         lock.unlock();
-        if (delay > 0) std::this_thread::sleep_for(std::chrono::duration<double>(delay));
-        if (world().broken.load() == kSuccess) operation();
+        if (operation.delay > 0) std::this_thread::sleep_for(std::chrono::duration<double>(operation.delay));
+        if (operation.always || world().broken.load() == kSuccess) operation.run();
         lock.lock();
         queue.pop_front();
         changed.notify_all();
@@ -348,6 +362,7 @@ EXPORT Result cuCtxSetCurrent(CUctx_st* context) {
 }
 
 EXPORT Result cuCtxPushCurrent_v2(CUctx_st* context) {
+    if (context != &world().context) return kInvalidContext;
     contexts.push_back(context);
     return kSuccess;
 }
@@ -364,8 +379,9 @@ EXPORT Result cuThreadExchangeStreamCaptureMode(int* mode) {
     return kSuccess;
 }
 
-EXPORT Result cuStreamCreate(CUstream_st** stream, unsigned) {
+EXPORT Result cuStreamCreate(CUstream_st** stream, unsigned flags) {
     ENTER("cuStreamCreate");
+    if (flags > 1) return kInvalidValue;
     *stream = new CUstream_st;
     return kSuccess;
 }
@@ -377,8 +393,10 @@ EXPORT Result cuStreamQuery(CUstream_st* stream) {
     return stream_of(stream)->idle() ? kSuccess : kNotReady;
 }
 
-EXPORT Result cuStreamWaitEvent(CUstream_st* stream, CUevent_st* event, unsigned) {
+EXPORT Result cuStreamWaitEvent(CUstream_st* stream, CUevent_st* event, unsigned flags) {
     ENTER("cuStreamWaitEvent");
+    if (flags != 0) return kInvalidValue;
+    if (!is_event(event)) return kInvalidHandle;
     std::shared_ptr<Recording> recording;
     CUstream_st* on = nullptr;
     {
@@ -391,50 +409,68 @@ EXPORT Result cuStreamWaitEvent(CUstream_st* stream, CUevent_st* event, unsigned
         const std::lock_guard<std::mutex> lock(w.mutex);
         if (w.dropped.count({stream, on}) != 0) return kSuccess;
     }
-    if (recording) stream_of(stream)->enqueue([recording] { recording->wait(); });
+    if (recording) stream_of(stream)->enqueue([recording] { recording->wait(); }, true);
     return kSuccess;
 }
 
-EXPORT Result cuStreamWriteValue32_v2(CUstream_st* stream, DeviceAddress address, std::uint32_t value, unsigned) {
+EXPORT Result cuStreamWriteValue32_v2(CUstream_st* stream, DeviceAddress address, std::uint32_t value, unsigned flags) {
     ENTER("cuStreamWriteValue32_v2");
     if (!world().writes_values.load()) return kNotSupported;
+    bool any = false;
+    if (flags > 1 || address % 4 != 0 || !in_registration(reinterpret_cast<void*>(address), 4, &any)) {
+        return kInvalidValue;
+    }
     auto* const word = reinterpret_cast<std::atomic<std::uint32_t>*>(address);
     stream_of(stream)->enqueue([word, value] { word->store(value, std::memory_order_release); });
     return kSuccess;
 }
 
-EXPORT Result cuEventCreate(CUevent_st** event, unsigned) {
+EXPORT Result cuEventCreate(CUevent_st** event, unsigned flags) {
     ENTER("cuEventCreate");
+    if (flags > 3) return kInvalidValue;
     *event = new CUevent_st;
+    World& w = world();
+    const std::lock_guard<std::mutex> lock(w.mutex);
+    w.events.insert(*event);
     return kSuccess;
 }
 
 EXPORT Result cuEventDestroy_v2(CUevent_st* event) {
     ENTER("cuEventDestroy_v2");
+    {
+        World& w = world();
+        const std::lock_guard<std::mutex> lock(w.mutex);
+        if (w.events.erase(event) == 0) return kInvalidHandle;
+    }
     delete event;
     return kSuccess;
 }
 
 EXPORT Result cuEventRecord(CUevent_st* event, CUstream_st* stream) {
     ENTER("cuEventRecord");
+    if (!is_event(event)) return kInvalidHandle;
     auto recording = std::make_shared<Recording>();
     {
         const std::lock_guard<std::mutex> lock(event->mutex);
         event->last = recording;
         event->recorded_on = stream;
     }
-    stream_of(stream)->enqueue([recording] { recording->reach(); });
+    stream_of(stream)->enqueue([recording] { recording->reach(); }, true);
     return kSuccess;
 }
 
 EXPORT Result cuEventQuery(CUevent_st* event) {
     ENTER("cuEventQuery");
+    if (!is_event(event)) return kInvalidHandle;
     const std::lock_guard<std::mutex> lock(event->mutex);
     return event->last == nullptr || event->last->is_reached() ? kSuccess : kNotReady;
 }
 
-EXPORT Result cuMemHostRegister_v2(void* memory, std::size_t bytes, unsigned) {
+EXPORT Result cuMemHostRegister_v2(void* memory, std::size_t bytes, unsigned flags) {
     ENTER("cuMemHostRegister_v2");
+    if (memory == nullptr || bytes == 0 || flags > 15) return kInvalidValue;
+    bool any = false;
+    if (in_registration(memory, bytes, &any) || any) return kAlreadyRegistered;
     World& w = world();
     const std::lock_guard<std::mutex> lock(w.mutex);
     if (bytes > w.registrable) return kOutOfMemory;
@@ -443,13 +479,15 @@ EXPORT Result cuMemHostRegister_v2(void* memory, std::size_t bytes, unsigned) {
 }
 
 EXPORT Result cuMemHostUnregister(void* memory) {
+    if (contexts.empty() || contexts.back() == nullptr) return kInvalidContext;
     World& w = world();
     const std::lock_guard<std::mutex> lock(w.mutex);
     return w.registered.erase(static_cast<char*>(memory)) == 1 ? kSuccess : kNotRegistered;
 }
 
-EXPORT Result cuMemHostGetDevicePointer_v2(DeviceAddress* address, void* memory, unsigned) {
+EXPORT Result cuMemHostGetDevicePointer_v2(DeviceAddress* address, void* memory, unsigned flags) {
     ENTER("cuMemHostGetDevicePointer_v2");
+    if (flags != 0) return kInvalidValue;
     bool any = false;
     if (!in_registration(memory, 1, &any)) return kNotRegistered;
     *address = reinterpret_cast<DeviceAddress>(memory);
@@ -459,6 +497,7 @@ EXPORT Result cuMemHostGetDevicePointer_v2(DeviceAddress* address, void* memory,
 // With ordinary host memory a real driver returns from a copy down once it is made, and from one up once the host
 // memory may be written again.
 static Result copy(void* target, const void* source, std::size_t bytes, const void* host, CUstream_st* stream) {
+    if (bytes > 0 && (target == nullptr || source == nullptr)) return kInvalidValue;
     bool crosses = false;
     const bool registered = in_registration(host, bytes, &crosses);
     if (crosses) return kInvalidValue;
@@ -485,12 +524,29 @@ EXPORT Result cuModuleLoadData(CUmod_st** module, const void*) {
 
 EXPORT Result cuModuleUnload(CUmod_st*) { return enter("cuModuleUnload"); }
 
+// As csrc/cuda/kernels.cu defines them.
+static const std::set<std::string>& kernel_names() {
+    static const std::set<std::string> names = [] {
+        std::set<std::string> made;
+        for (const char* same : {"f32_f32", "bf16_bf16", "f16_f16"}) {
+            for (const char* kind : {"pack_", "unpack_", "step_"}) made.insert(std::string(kind) + same);
+        }
+        for (const char* type : {"bf16", "f16"}) {
+            made.insert(std::string("pack_") + type + "_f32");
+            made.insert(std::string("unpack_f32_") + type);
+            made.insert(std::string("step_f32_") + type);
+        }
+        for (const std::string& name : std::set<std::string>(made)) {
+            if (name.rfind("step_", 0) == 0) made.insert(name + "_noisy");
+        }
+        return made;
+    }();
+    return names;
+}
+
 EXPORT Result cuModuleGetFunction(CUfunc_st** function, CUmod_st*, const char* name) {
     ENTER("cuModuleGetFunction");
-    if (std::strncmp(name, "pack_", 5) != 0 && std::strncmp(name, "unpack_", 7) != 0 &&
-        std::strncmp(name, "step_", 5) != 0) {
-        return kNotFound;
-    }
+    if (kernel_names().count(name) == 0) return kNotFound;
     World& w = world();
     const std::lock_guard<std::mutex> lock(w.mutex);
     *function = new CUfunc_st{name};
@@ -502,7 +558,12 @@ EXPORT Result cuModuleGetFunction(CUfunc_st** function, CUmod_st*, const char* n
 EXPORT Result cuLaunchKernel(CUfunc_st* function, unsigned grid, unsigned, unsigned, unsigned block, unsigned, unsigned,
                              unsigned, CUstream_st* stream, void** parameters, void**) {
     ENTER("cuLaunchKernel");
-    if (grid == 0 || block == 0 || block > 1024) return kInvalidValue;
+    if (grid == 0 || grid > 0x7fffffffu || block == 0 || block > 1024) return kInvalidValue;
+    {
+        World& w = world();
+        const std::lock_guard<std::mutex> lock(w.mutex);
+        if (w.functions.count(function) == 0) return kInvalidHandle;
+    }
     const std::string name = function->name;
     const std::size_t count = name[0] == 'p' ? 5 : name[0] == 'u' ? 3 : 2;
     std::vector<std::uint64_t> values(count, 0);

@@ -133,7 +133,8 @@ struct Device {
           current(new_stream()),
           flag(gpu, {4096}),
           staging(2 * 4 * kPadded),
-          pipeline(Pipeline::create(gpu, {new_stream(), new_stream(), new_stream()}, flag.data(), image, timeout)) {
+          streams({new_stream(), new_stream(), new_stream()}),
+          pipeline(Pipeline::create(gpu, streams, flag.data(), image, timeout)) {
         pipeline->set_staging({address(staging.data()), 4 * kPadded, 2, 0});
     }
 
@@ -141,7 +142,13 @@ struct Device {
     Stream current;
     PinnedMemory flag;
     std::vector<char> staging;
+    cuda::Streams streams;
     std::shared_ptr<Pipeline> pipeline;
+
+    // What a broken device has left, before memory goes that it is about.
+    void settle() const {
+        for (Stream stream : {current, streams.pack, streams.down, streams.up}) synchronize(stream);
+    }
 };
 
 void step_all(Device& device, const std::string& where) {
@@ -238,6 +245,7 @@ TEST(a_device_that_fails_ends_every_wait) {
     EXPECT(arrival->wait(30));
     EXPECT(arrival->error().find("CUDA_ERROR_LAUNCH_FAILED") != std::string::npos);
     device.pipeline->close();
+    device.settle();
     reset();
 }
 

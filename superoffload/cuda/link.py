@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,16 +12,14 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket
-from superoffload.cuda.device import Device, TorchDevice
+from superoffload.cuda.device import Device
 from superoffload.cuda.pinned import ALIGN, LARGEST_REGISTRATION, PinnedArena, warn_unpinned
 from superoffload.cuda.residency import CudaResidency
 from superoffload.cuda.transfer import NARROW, TransferPolicy
-from superoffload.errors import ArgumentError, DeviceError, KernelsUnavailable
+from superoffload.errors import DeviceError
 from superoffload.link import PackTicket
 
 SLOTS = 2  # staging on the device: one is packed while the other is copied
-LIBRARY_VARIABLE = "SUPEROFFLOAD_LIBCUDA"
-TIMEOUT_VARIABLE = "SUPEROFFLOAD_DEVICE_TIMEOUT"
 _FLAG_BYTES = 4096
 _STEPS_SECONDS = 1.0  # for steps on the device, once closing has begun
 _LEAKED: list[object] = []  # memory that a device was still using when its link was closed
@@ -56,6 +53,7 @@ class CudaLink:
         self._closed = False
         self._buckets: dict[Bucket, _native.DeviceBucket] = {}
         self._targets: dict[Bucket, list[Tensor]] = {}
+        self._written_on: dict[Bucket, set[int]] = {}  # streams that gradients came from since the last pack
         self._arenas: list[PinnedArena] = []
         self._on_device: list[Tensor] = []  # scratch of every arena's buckets
         self._staging: list[Tensor] = []
@@ -64,13 +62,14 @@ class CudaLink:
             self._gpu = _native.CudaGpu(options.library, device.ordinal)
             self._flag = PinnedArena(self._gpu, _FLAG_BYTES)
             flag = self._flag.take(1, torch.int32)
+            self.can_pin = self._flag.pinned  # at least a little
             self._pack_stream, self._down_stream, self._up_stream = (device.make_stream() for _ in range(3))
             self._pipeline = _native.CudaPipeline(
                 self._gpu,
                 pack=self._pack_stream,
                 down=self._down_stream,
                 up=self._up_stream,
-                flag=flag.data_ptr() if self._flag.pinned else 0,
+                flag=flag.data_ptr() if self.can_pin else 0,
                 image=options.image,
                 timeout_seconds=options.timeout_seconds,
             )
@@ -84,7 +83,7 @@ class CudaLink:
     @property
     def pinned(self) -> bool:
         """Whether all host memory could be pinned."""
-        return self._flag.pinned and all(arena.pinned for arena in self._arenas)
+        return self.can_pin and all(arena.pinned for arena in self._arenas)
 
     # ---- memory -----------------------------------------------------------------------------------------------
 
@@ -107,6 +106,7 @@ class CudaLink:
             raise DeviceError(f"the device did not finish its copies within {self._options.timeout_seconds} s")
         self._buckets.clear()
         self._targets.clear()
+        self._written_on.clear()
         self._on_device.clear()
 
     def _reserve_host(self, nbytes: int) -> None:
@@ -123,10 +123,7 @@ class CudaLink:
         arena = PinnedArena(self._gpu, nbytes + (nbytes >> 6) + (1 << 16), chunk=self._options.chunk)
         warn_unpinned(arena)
         if self.policy.direct and not arena.pinned:
-            raise ArgumentError(
-                f"transfer policy 'direct': the pack kernel cannot reach memory that is not pinned ({arena.refusal}); "
-                "choose 'narrow'"
-            )
+            self.policy = NARROW  # the same formats; but kernels cannot reach memory that is not pinned
         self._arenas.append(arena)
 
     def _reserve_staging(self, buckets: Sequence[Bucket]) -> None:
@@ -181,6 +178,9 @@ class CudaLink:
 
     # ---- a step -----------------------------------------------------------------------------------------------
 
+    def received(self, bucket: Bucket) -> None:
+        self._written_on.setdefault(bucket, set()).add(self._device.current_stream())
+
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
         size = bucket.gradient_dtype.itemsize
         addresses = [0] * len(grads)
@@ -189,13 +189,15 @@ class CudaLink:
                 addresses[i] = grad.data_ptr() + size * piece.start
                 if not bucket.resident:
                     self.bytes_down += bucket.packed_dtype.itemsize * piece.numel
+        current = self._device.current_stream()
         try:
             with _translated(f"packing {bucket.pieces[0].shard.name}"):
                 arrival = self._pipeline.pack(
                     self._buckets[bucket],
-                    current=self._device.current_stream(),
+                    current=current,
                     addresses=addresses,
                     keep=not self.frees_gradients,
+                    others=sorted(self._written_on.pop(bucket, set()) - {current}),
                 )
         finally:  # the kernel may run although something after it has failed
             if self.frees_gradients:
@@ -227,6 +229,11 @@ class CudaLink:
         targets = self._targets.pop(bucket, [])
         if targets:
             torch.autograd.graph.increment_version(targets)
+
+    def drain(self, timeout_seconds: float) -> None:
+        """Returns once nothing is under way."""
+        if not self._pipeline.drain(timeout_seconds):
+            raise DeviceError(f"the device did not finish its copies within {timeout_seconds:g} s")
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
@@ -282,44 +289,3 @@ def _translated(what: str) -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise DeviceError(f"{what}: {error}") from error
-
-
-# ---- for the optimizer ----------------------------------------------------------------------------------------------
-
-
-def cuda_link(device: torch.device, *, keep_grads: bool | None) -> CudaLink:
-    """The link for parameters on ``device``, with what this process' environment says."""
-    options = CudaOptions(
-        keep_grads=bool(keep_grads),
-        image=kernels_for(torch.cuda.get_device_capability(device)),
-        timeout_seconds=_timeout(),
-        library=os.environ.get(LIBRARY_VARIABLE, CudaOptions.library),
-    )
-    return CudaLink(TorchDevice(device), options)
-
-
-def kernels_for(capability: tuple[int, int]) -> bytes:
-    """The compiled kernels; empty, with a warning, where nothing can compile them."""
-    from superoffload.cuda.compile import compile_kernels
-
-    try:
-        return compile_kernels(f"sm_{capability[0]}{capability[1]}")
-    except KernelsUnavailable as error:
-        warnings.warn(
-            f"superoffload: {error}. Training goes on without them: gradients are copied one by one and summed on the "
-            "CPU, with the same result",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return b""
-
-
-def _timeout() -> float:
-    text = os.environ.get(TIMEOUT_VARIABLE, "")
-    try:
-        seconds = float(text) if text else CudaOptions.timeout_seconds
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < float("inf"):
-        raise ArgumentError(f"{TIMEOUT_VARIABLE}={text!r}: expected a number of seconds above 0")
-    return seconds

@@ -11,6 +11,7 @@ from superoffload.emulation.training import EmulatedTraining
 from superoffload.schedule import FixedSchedule, Schedule
 
 SETTLED_IN = 20  # steps that are not counted: the schedule learns
+SLOWEST = 1.03  # what adaptive may take of the best fixed choice
 
 
 def _random(chance: float) -> Callable[[int], list[bool]]:

@@ -5,7 +5,8 @@ inspects the annotations of hooks, so this file must not postpone their evaluati
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class ReducedGradients:
         self._deliver = deliver
         self._waiting: deque[tuple[torch.futures.Future[Tensor], Sequence[Tensor]]] = deque()
         self._group = model.process_group
+        self._stream: torch.cuda.Stream | None = None
         try:
             model.register_comm_hook(None, self._hook)
         except RuntimeError as error:
@@ -48,10 +50,23 @@ class ReducedGradients:
         """Hands over what has been reduced by now."""
         while self._waiting and self._waiting[0][0].done():
             future, params = self._waiting.popleft()
-            reduced, at = future.value(), 0
-            for param in params:
-                self._deliver(param, reduced.view(-1)[at : at + param.numel()])
-                at += param.numel()
+            with self._beside_backward(params[0]):
+                reduced, at = future.wait(), 0
+                for param in params:
+                    self._deliver(param, reduced.view(-1)[at : at + param.numel()])
+                    at += param.numel()
+
+    @contextmanager
+    def _beside_backward(self, param: Tensor) -> Iterator[None]:
+        """On a GPU a reduction is "done" once it is enqueued, and waiting for it makes the current stream wait: one of
+        our own, or backward would stand still for the reduction."""
+        if not param.is_cuda:
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(param.device)
+        with torch.cuda.stream(self._stream):
+            yield
 
     def forget(self) -> None:
         """A backward whose gradients are given up."""

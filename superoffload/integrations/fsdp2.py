@@ -6,9 +6,10 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from superoffload.ranks.layout import is_dtensor
+from superoffload.ranks.layout import is_dtensor, local_of
 
 _Place = tuple[nn.Module, str, Tensor]
 
@@ -41,6 +42,16 @@ def forward_view(model: nn.Module) -> Callable[[], Iterator[tuple[Tensor, Tensor
                 module.reshard()
 
     return gathered
+
+
+def await_offload(param: Tensor) -> None:
+    """In a hook of ``param``: returns once its gradient is in host memory, where ``CPUOffloadPolicy`` copies it there.
+
+    Before torch 2.13 hooks run while the copy is under way, on the stream that is current then.
+    """
+    mesh: Any = getattr(param, "device_mesh", None)
+    if mesh is not None and mesh.device_type != "cpu" and local_of(param).device.type == "cpu":
+        torch.get_device_module(mesh.device_type).current_stream().synchronize()
 
 
 def is_sharded_module(module: nn.Module) -> bool:

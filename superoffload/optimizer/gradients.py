@@ -12,6 +12,7 @@ from torch import Tensor
 
 from superoffload.arguments import check_gradient
 from superoffload.bucket import Shard
+from superoffload.integrations.fsdp2 import await_offload
 from superoffload.optimizer.parameters import Parameters
 from superoffload.packed_gradient import PackedGradient, gradient_is_gone
 from superoffload.ranks.layout import Holding, is_dtensor
@@ -77,6 +78,7 @@ class Gradients(Parameters):
         tracked.arrivals += 1
         if tracked.arrivals < tracked.expected:
             return
+        await_offload(tracked.param)
         self._hand_over(tracked, in_backward=True)
 
     def _hand_over(self, tracked: Tracked, *, in_backward: bool) -> None:

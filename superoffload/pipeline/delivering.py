@@ -75,8 +75,7 @@ class Delivering(Waiting):
         self._send_up(buckets)
         for bucket in buckets:
             self._wait(bucket)
-            if self._is_copied(bucket):
-                self.link.make_visible(bucket)
+            self._end_delivery(bucket)
             del self._landing[bucket]
 
     def _send_up(self, buckets: Sequence[Bucket]) -> None:
@@ -87,15 +86,18 @@ class Delivering(Waiting):
             if not self.link.asynchronous:
                 self._wait(bucket)
             after = bucket.running or _native.Completion.already_done()
-            bucket.delivery = self.link.deliver(bucket, after)
+            try:
+                bucket.delivery = self.link.deliver(bucket, after)
+            except DeviceError as error:  # raised once all the others have been seen to, too
+                bucket.delivery = _native.Completion()
+                bucket.delivery.fail(str(error))
 
-    def _is_copied(self, bucket: Bucket) -> bool:
-        """Waits until the copy up of ``bucket`` can be waited for by a stream (or was made, on the host)."""
+    def _end_delivery(self, bucket: Bucket) -> None:
+        """Waits until streams can wait for the copy (or, on the host, until it was made), and lets them."""
         delivery, bucket.delivery = bucket.delivery, None
         try:
             if delivery is not None:
                 delivery.wait()
+            self.link.make_visible(bucket)
         except RuntimeError as error:
             self._failure = self._failure or DeviceError(str(error))
-            return False
-        return True

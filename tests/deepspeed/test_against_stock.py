@@ -50,6 +50,7 @@ def _check_rank(found: dict[str, Any], *, growing: bool) -> None:
 @compat(
     "plain loss scaling: scaled loss, gradients divided before step()", "deepspeed", note="`loss_scale` in the JSON"
 )
+@compat("delivery on demand: the bits of eager delivery", "deepspeed")
 @compat("gradient accumulation", "deepspeed")
 @compat("gradient accumulation with accumulate()", "deepspeed", note="as `gradient_accumulation_steps`")
 @pytest.mark.parametrize("name", SCENARIOS)
