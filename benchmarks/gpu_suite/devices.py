@@ -70,7 +70,8 @@ class Cuda(Device):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.torch = torch.device(name)
+        index = torch.device(name).index
+        self.torch = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         torch.cuda.set_device(self.torch)
         torch.cuda.init()
         self._used_before = self._used()

@@ -4,7 +4,7 @@
   Both directions run at once, so a transfer each way counts as long as the slower of the two.
 * The exposed optimizer time (iteration minus forward and backward alone) is at most a third of the best peer's.
 * GPU memory is at most that of the leanest peer plus 5 %.
-* The state after our runs is bit-for-bit that of our synchronous run.
+* The state after our runs is bit-for-bit that of our synchronous run (on a CPU; on a GPU the races show it).
 * Random delays change no bit.
 """
 
@@ -155,14 +155,14 @@ def _memory(found: Found, setting: tuple[int, bool]) -> Target:
 
 
 def _same_bits(found: Found, setting: tuple[int, bool]) -> Target:
-    """Of masters and moments; holds where the device computes the same gradients in each run."""
+    """Of masters, moments and parameters."""
     title = f"{_name(setting)}: {OURS} and {OURS_SYNCHRONOUS}, parts of the state that differ"
     results = found.train(setting)
     if OURS not in results or OURS_SYNCHRONOUS not in results:
         return Target(title, NOT_MEASURED, why=f"missing: {OURS} or {OURS_SYNCHRONOUS}")
     ours, synchronous = results[OURS], results[OURS_SYNCHRONOUS]
-    if ours["losses"][0] != synchronous["losses"][0]:
-        return Target(title, NOT_MEASURED, why="the device computed different losses before the first step")
+    if "digests" not in ours or "digests" not in synchronous:
+        return Target(title, NOT_MEASURED, why="gradients differ from run to run on a GPU; the races compare bits")
     different = [part for part, digest in ours["digests"].items() if synchronous["digests"][part] != digest]
     return _judged(title, float(len(different)), 0.0)
 

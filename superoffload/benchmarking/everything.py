@@ -148,7 +148,18 @@ def _of_suite(result: Row) -> str:
     return ", ".join(f"{verdicts.count(verdict)} targets {verdict}" for verdict in dict.fromkeys(verdicts))
 
 
-_HEADLINES = {"adam": _of_adam, "journal": _of_journal, "state": _of_state, "ranks": _of_ranks, GPU_SUITE: _of_suite}
+def _of_transfer(result: Row) -> str:
+    return f"chosen: {result['chosen']}"
+
+
+_HEADLINES = {
+    "adam": _of_adam,
+    "journal": _of_journal,
+    "state": _of_state,
+    "ranks": _of_ranks,
+    "transfer": _of_transfer,
+    GPU_SUITE: _of_suite,
+}
 
 
 def page(report: Mapping[str, Any], folder: Path, left: Sequence[str]) -> str:

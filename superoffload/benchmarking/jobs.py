@@ -167,7 +167,8 @@ def _run(job: Job, results: Results, remaining: float) -> bool:
     found = _read(scratch)
     if status not in job.accepts or (found is None and RESULT_PATH in job.command):
         why = f"exit status {status}" if status else "it wrote no result"
-        results.add(job, FAILED, took, error=f"{why}: {_last_line(output)}", output=output)
+        partly = {"result": found} if found is not None else {}  # a check that did not hold still has its figures
+        results.add(job, FAILED, took, error=f"{why}: {_last_line(output)}", output=output, **partly)
     else:
         results.add(job, DONE, took, result=found, **kept)
     scratch.unlink(missing_ok=True)
