@@ -17,6 +17,7 @@ MODES = ("adaptive", "always", "never")
 _REPLAY_COST = 1.2
 _PARTS = 64  # at most, of the model that choices are made by
 _STRIDE = 4  # of them, when looking for the best share
+_LIKE = 0.03  # times that differ by less are not worth choosing anew
 _MEMORY = 0.8
 
 Operation = _native.Operation
@@ -50,6 +51,7 @@ class Schedule:
         self._stopped_at = 1.0  # share of the elements that was speculated when a clip was proven, lately
         self._published = {False: 0.0, True: 0.0}  # share chosen last, where steps were speculated and where not
         self._situation = Situation(0, 0, 0, apart=False, on_demand=False)
+        self._times: StepTimes | None = None  # that the last choices were made by
 
     # ---- what the core asks -----------------------------------------------------------------------------------
 
@@ -70,10 +72,10 @@ class Schedule:
         if self.mode != "adaptive" or not (situation.apart and self.times.known and situation.waiting):
             return 0.0
         spoils = self._spoiled
-        share = 1.0 - situation.waiting / situation.numel
+        parts = max(1, round(self._parts * situation.waiting / situation.numel))
+        share = 1.0 - parts / self._parts
         self._decided = self._share_to_speculate()  # for the step that comes now
         likely = Kind(self._likely_share(), self._published[self._decided > 0], clips=self.chance > 0.5)
-        parts = max(1, round(self._parts * situation.waiting / situation.numel))
 
         def seconds(part: int) -> float:
             return self._period_after(Kind(share, part / parts, spoils), likely)
@@ -146,23 +148,22 @@ class Schedule:
         return period(times, (this, likely), self._parts)
 
     def _step_times(self) -> StepTimes:
+        """Those of the step before while nothing has changed much: what was worked out for them is known."""
         numel, times = self._situation.numel, self.times
-        return StepTimes(
-            _rounded(times.forward),
-            _rounded(times.backward),
-            _rounded(times.seconds(Operation.step, numel)),
-            _rounded(times.seconds(Operation.step_journaled, numel)),
-            _rounded(times.seconds(Operation.replay, numel)),
-            _rounded(times.seconds(Operation.publish, numel)),
-            _rounded(times.seconds(Operation.settle, numel)),
+        now = StepTimes(
+            times.forward,
+            times.backward,
+            times.seconds(Operation.step, numel),
+            times.seconds(Operation.step_journaled, numel),
+            times.seconds(Operation.replay, numel),
+            times.seconds(Operation.publish, numel),
+            times.seconds(Operation.settle, numel),
             self._situation.on_demand,
             withdraws=self._situation.apart,
         )
-
-
-def _rounded(seconds: float) -> float:
-    """To a hundredth of itself, so that what was worked out for a step is known for the next one like it."""
-    return float(f"{seconds:.3g}")
+        if self._times is None or not self._times.is_like(now, _LIKE):
+            self._times = now
+        return self._times
 
 
 class FixedSchedule(Schedule):

@@ -9,7 +9,7 @@ settles in backward order, each of which holds its part's next gradient back.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from statistics import median
 
@@ -90,6 +90,13 @@ class StepTimes:
     settle: float
     on_demand: bool  # forward waits for each part by itself, not for all of them
     withdraws: bool  # what the verdict finds waiting for a worker is not speculated any more
+
+    def is_like(self, other: StepTimes, tolerance: float) -> bool:
+        """Whether no time differs by more than this share of itself."""
+        if (self.on_demand, self.withdraws) != (other.on_demand, other.withdraws):
+            return False
+        pairs = ((getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+        return all(abs(mine - theirs) <= tolerance * max(mine, theirs) for mine, theirs in pairs)
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,7 @@ class LateLink(CudaLink):
 @contextmanager
 def on_host() -> Iterator[None]:
     """Likewise, the host link, also inside of ``on_fake_device``."""
-    with mock.patch("superoffload.optimizer.parameters.link_for", lambda params, keep_grads: HostLink()):
+    with mock.patch("superoffload.optimizer.parameters.link_for", lambda params, **_: HostLink()):
         yield
 
 
@@ -211,7 +211,7 @@ def on_fake_device(fake: Fake, **options: Any) -> Iterator[list[LateLink]]:
     """AdamW made inside gets a CudaLink; yields the links."""
     links: list[LateLink] = []
 
-    def link_for(params: Sequence[Tensor], *, keep_grads: bool | None) -> LateLink:
+    def link_for(params: Sequence[Tensor], *, keep_grads: bool | None, cpus: Sequence[int]) -> LateLink:
         given = CudaOptions(keep_grads=bool(keep_grads), image=IMAGE, timeout_seconds=60.0, library=fake.library)
         links.append(LateLink(FakeDevice(fake), replace(given, **options)))
         return links[-1]

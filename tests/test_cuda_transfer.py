@@ -13,10 +13,12 @@ from superoffload.cli import main
 from superoffload.cuda.link import CudaOptions
 from superoffload.cuda.measure import Rates, choose, worth_measuring
 from superoffload.cuda.pinned import free_bytes, node_of, place
-from superoffload.cuda.start import POLICY_VARIABLE, open_link
-from superoffload.cuda.transfer import DIRECT, NARROW, WIDE, policy_named
-from superoffload.errors import ArgumentError
+from superoffload.cuda.start import LIBRARY_VARIABLE, POLICY_VARIABLE, cuda_link, kernels_for, open_link
+from superoffload.cuda.transfer import DIRECT, NARROW, WIDE, TransferPolicy, policy_named
+from superoffload.errors import ArgumentError, KernelsUnavailable
 from tests.fake_cuda import IMAGE, Fake, FakeDevice
+
+CPUS = (-1,)
 
 
 @pytest.fixture(scope="module")
@@ -65,22 +67,22 @@ def test_the_environment_names_a_policy(fake: Fake, monkeypatch: pytest.MonkeyPa
     device = FakeDevice(fake)
     for policy in (NARROW, WIDE, DIRECT):
         monkeypatch.setenv(POLICY_VARIABLE, policy.name)
-        link = open_link(device, options_of(fake), [torch.bfloat16])
+        link = open_link(device, options_of(fake), [torch.bfloat16], CPUS)
         assert link.policy is policy
         link.close()
     monkeypatch.setenv(POLICY_VARIABLE, "narrowest")
     with pytest.raises(ArgumentError, match=r"SUPEROFFLOAD_TRANSFER='narrowest': expected 'auto', 'narrow'"):
-        open_link(device, options_of(fake), [torch.bfloat16])
+        open_link(device, options_of(fake), [torch.bfloat16], CPUS)
     monkeypatch.setenv(POLICY_VARIABLE, "wide")
     with pytest.raises(ArgumentError, match="needs kernels"):
-        open_link(device, replace(options_of(fake), image=b""), [torch.bfloat16])
+        open_link(device, replace(options_of(fake), image=b""), [torch.bfloat16], CPUS)
     with pytest.raises(ArgumentError, match="argument='x'"):
         policy_named("x", "argument")
 
 
 def test_a_link_without_kernels_needs_no_measurement(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(POLICY_VARIABLE, raising=False)
-    link = open_link(FakeDevice(fake), replace(options_of(fake), image=b""), [torch.bfloat16])
+    link = open_link(FakeDevice(fake), replace(options_of(fake), image=b""), [torch.bfloat16], CPUS)
     assert link.policy is NARROW
     link.close()
 
@@ -123,3 +125,52 @@ def test_no_allocation_crosses_a_chunk() -> None:
     assert place(100, 100, 1024) == 256
     assert place(900, 100, 1024) == 1024, "from 896 on it would end behind 1024"
     assert place(1024, 1024, 1024) == 1024
+
+
+def test_what_is_chosen_at_the_start_is_what_was_measured(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(POLICY_VARIABLE, raising=False)
+    monkeypatch.setattr("superoffload.cuda.start._TRIAL_NUMEL", 3000)
+    seen: list[dict[str, Rates]] = []
+
+    def chosen(rates: dict[str, Rates]) -> TransferPolicy:
+        seen.append(rates)
+        return WIDE
+
+    monkeypatch.setattr("superoffload.cuda.start.choose", chosen)
+    before = fake.registered_bytes()
+    link = open_link(FakeDevice(fake), options_of(fake), [torch.bfloat16, torch.float32], CPUS)
+    assert link.policy is WIDE and list(seen[0]) == ["narrow", "wide", "direct"]
+    link.close()
+    assert fake.registered_bytes() == before, "trials give their memory back"
+
+
+# ---- from a torch device to a link ----------------------------------------------------------------------------------
+
+
+def test_a_link_for_a_torch_device(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything between parameters on a device and the link, but the device itself."""
+    asked: list[str] = []
+
+    def compile_for(arch: str) -> bytes:
+        asked.append(arch)
+        return IMAGE
+
+    monkeypatch.setenv(LIBRARY_VARIABLE, fake.library)
+    monkeypatch.setenv(POLICY_VARIABLE, "direct")
+    monkeypatch.setattr("superoffload.cuda.start.TorchDevice", lambda device: FakeDevice(fake))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("superoffload.cuda.compile.compile_kernels", compile_for)
+    link = cuda_link(torch.device("cuda", 0), keep_grads=True, dtypes=[torch.bfloat16], cpus=CPUS)
+    assert asked == ["sm_90"]
+    assert link.policy is DIRECT and not link.frees_gradients and link.pinned
+    link.close()
+    assert cuda_link(torch.device("cuda", 0), keep_grads=None, dtypes=[torch.bfloat16], cpus=CPUS).frees_gradients
+
+
+def test_missing_kernels_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unavailable(arch: str) -> bytes:
+        raise KernelsUnavailable(f"no kernels for {arch}: install something")
+
+    monkeypatch.setattr("superoffload.cuda.compile.compile_kernels", unavailable)
+    with pytest.warns(RuntimeWarning, match=r"no kernels for sm_80: install something.*with the same result"):
+        assert kernels_for((8, 0)) == b""

@@ -48,10 +48,10 @@ class Block(nn.Module):
 class Odd(nn.Module):
     """Ends that are tied, a list of parameters, attention that reads its child, a layer that half of the steps use."""
 
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self, width: int = 8, blocks: int = 3) -> None:
         super().__init__()
         self.embedding = nn.Embedding(13, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.sometimes = nn.Linear(width, width)
         self.frozen = nn.Linear(width, width).requires_grad_(False)
         self.head = nn.Linear(width, 13, bias=False)
@@ -69,9 +69,9 @@ class Odd(nn.Module):
         return logits
 
 
-def odd(dtype: torch.dtype = torch.float32) -> Odd:
+def odd(dtype: torch.dtype = torch.float32, blocks: int = 3) -> Odd:
     torch.manual_seed(0)
-    return Odd().to(dtype)
+    return Odd(blocks=blocks).to(dtype)
 
 
 def loss_of(model: nn.Module, seed: int) -> Tensor:
@@ -349,7 +349,7 @@ def test_compiled(how: str) -> None:
 
     def run(at_once: bool) -> tuple[list[float], dict[str, str]]:
         torch._dynamo.reset()
-        model = odd()
+        model = odd(blocks=1)
         run: Any = model
         if how in ("blocks before", "whole blocks"):
             for i, block in enumerate(model.blocks):
@@ -693,8 +693,7 @@ def quietly(error):
     sys.stderr = open(os.devnull, "w")
     raise error
 
-for ending in (lambda: None, lambda: sys.exit(3), lambda: quietly(ValueError()), lambda: quietly(KeyboardInterrupt()),
-               forking):
+for ending in (lambda: sys.exit(3), lambda: quietly(ValueError()), lambda: quietly(KeyboardInterrupt()), forking):
     child = os.fork()
     if child == 0:
         in_flight()
@@ -706,14 +705,14 @@ for ending in (lambda: None, lambda: sys.exit(3), lambda: quietly(ValueError()),
 
 
 def test_processes_with_pending_work_end() -> None:
-    """At their end, by sys.exit, by an error, by Ctrl-C; a forked child is told what it lacks, its parent goes on."""
+    """By sys.exit, by an error, by Ctrl-C, at their end; a forked child is told what it lacks, its parent goes on."""
     done = subprocess.run(
         [sys.executable, "-c", LEAVING],
         capture_output=True, text=True, timeout=200, env={**os.environ, "PYTHONPATH": os.getcwd()}, check=False,
     )  # fmt: skip
     assert not done.stderr, done.stderr
     codes = done.stdout.split()
-    assert codes[::2] == ["0", "3", "1", str(-signal.SIGINT), "0"]
+    assert codes[::2] == ["3", "1", str(-signal.SIGINT), "0"]
     assert set(codes[1::2]) == {"True"}
 
 

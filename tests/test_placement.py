@@ -163,6 +163,24 @@ def test_state_follows_where_the_observed_order_differs() -> None:
     same_state(optimizer, expected)
 
 
+@pytest.mark.parametrize("placement", [HALF, "auto"], ids=str)
+def test_delivery_on_demand_changes_nothing(placement: Any, tmp_path: Path) -> None:
+    """What is stepped on the accelerator is there when step() returns; forward waits for the rest. Also when traced."""
+    results = []
+    for where in (None, placement):
+        with accelerator():
+            model = Model(torch.bfloat16)
+            options: dict[str, Any] = {"placement": where, "max_grad_norm": 0.05, "bucket_numel": 1024, "threads": 1}
+            on_demand: dict[str, Any] = {} if where is None else {"delivery": "on_demand", "module": model}
+            trace = tmp_path / f"trace-{where is None}.json"
+            optimizer = superoffload.AdamW(model.named_parameters(), lr=1e-2, trace=trace, **options, **on_demand)
+        train(model, optimizer, range(9))
+        results.append(optimizer.state_digests())
+        optimizer.close()
+        assert trace.stat().st_size > 1000
+    assert results[0] == results[1]
+
+
 def test_state_dict_goes_both_ways(dtype: torch.dtype) -> None:
     expected_model, expected = make(dtype, None)
     train(expected_model, expected, range(6))

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import torch
 
-from superoffload.cpus import allowed_cpus
 from superoffload.cuda.device import Device, TorchDevice
 from superoffload.cuda.link import CudaLink, CudaOptions
 from superoffload.cuda.measure import choose, measure_policies, worth_measuring
@@ -22,10 +21,12 @@ POLICY_VARIABLE = "SUPEROFFLOAD_TRANSFER"
 _TRIAL_NUMEL = 1 << 22  # of the measurement at the start: a fraction of a second
 
 
-def cuda_link(device: torch.device, *, keep_grads: bool | None, dtypes: Sequence[torch.dtype]) -> CudaLink:
+def cuda_link(
+    device: torch.device, *, keep_grads: bool | None, dtypes: Sequence[torch.dtype], cpus: Sequence[int]
+) -> CudaLink:
     """The link for parameters of these dtypes on ``device``, with what this process' environment says."""
     opened = TorchDevice(device)
-    return open_link(opened, options_for(opened, keep_grads=keep_grads), dtypes, device)
+    return open_link(opened, options_for(opened, keep_grads=keep_grads), dtypes, cpus, device)
 
 
 def options_for(device: TorchDevice, *, keep_grads: bool | None) -> CudaOptions:
@@ -38,11 +39,18 @@ def options_for(device: TorchDevice, *, keep_grads: bool | None) -> CudaOptions:
 
 
 def open_link(
-    device: Device, options: CudaOptions, dtypes: Sequence[torch.dtype], where: torch.device | None = None
+    device: Device,
+    options: CudaOptions,
+    dtypes: Sequence[torch.dtype],
+    cpus: Sequence[int],
+    where: torch.device | None = None,
 ) -> CudaLink:
     """With the policy that is named in the environment, or the one that is fastest here."""
     named = os.environ.get(POLICY_VARIABLE, "auto")
-    policy = _measured(device, options, dtypes, where) if named == "auto" else policy_named(named, POLICY_VARIABLE)
+    if named == "auto":
+        policy = _measured(device, options, dtypes, cpus, where)
+    else:
+        policy = policy_named(named, POLICY_VARIABLE)
     if not policy.fits(kernels=bool(options.image), pinned=True):
         raise ArgumentError(
             f"{POLICY_VARIABLE}={named!r}: needs kernels on the device, which are missing; use 'narrow'"
@@ -51,7 +59,11 @@ def open_link(
 
 
 def _measured(
-    device: Device, options: CudaOptions, dtypes: Sequence[torch.dtype], where: torch.device | None
+    device: Device,
+    options: CudaOptions,
+    dtypes: Sequence[torch.dtype],
+    cpus: Sequence[int],
+    where: torch.device | None,
 ) -> TransferPolicy:
     trial = CudaLink(device, options)
     trial.close()
@@ -64,7 +76,7 @@ def _measured(
         policies,
         dtype=smallest,
         numel=_TRIAL_NUMEL,
-        cpus=allowed_cpus(),
+        cpus=cpus,
         device=where,
     )
     return choose(rates)

@@ -87,7 +87,7 @@ class Parameters(Lifetime):
         cpus = worker_cpus(given.threads, self._ranks.cpus)
         options = CoreOptions(given.speculation, given.bucket_numel, cpus, two_phase=True)
         keep_grads = keeps_gradients(params, given.keep_grads, model)
-        link = link_for(params, keep_grads=keep_grads)
+        link = link_for(params, keep_grads=keep_grads, cpus=cpus)
         try:
             placer = placer_for(given.placement, link, params)
         except BaseException:
