@@ -102,9 +102,12 @@ class Delivery(SavedState):
         """Values that users wrote meanwhile are not overwritten, where that can be helped: their pieces stay behind."""
         self._delivering = True
         self._overtaken: dict[int, Tracked] = {}
+        # Bits tell nothing where the new ones are on their way, nor may a stream read them that does not wait for them.
+        under_way = self._core.link.asynchronous
         for index in {piece.shard.index for bucket in buckets for piece in bucket.stepped_pieces()}:
-            if self._of_shard[index].written:
-                self._overtaken[index] = self._of_shard[index]
+            tracked = self._of_shard[index]
+            if tracked.plainly_written if under_way else tracked.written:
+                self._overtaken[index] = tracked
         if self._overtaken and not self._core.link.asynchronous:  # else they are on their way since step()
             for bucket in buckets:
                 bucket.present = [
