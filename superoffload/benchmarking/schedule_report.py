@@ -158,7 +158,7 @@ def _draw_wall(axes: Any, rows: Sequence[Row]) -> None:
         bars = axes.bar(places, [values[name] for name in names], 0.36, color=colour, label=label)
         axes.bar_label(bars, fmt="%.2f", fontsize=8)
     axes.axhline(1.0, color=style.INK, linewidth=0.8)
-    axes.set_xticks(range(len(names)), names)
+    axes.set_xticks(range(len(names)), names, fontsize=8)
     axes.set_title("Step over the bound, on this machine")
     axes.legend(loc="upper right")
     axes.set_ylim(0, max(row["of_bound"] for row in rows) * 1.25)
