@@ -73,7 +73,7 @@ def test_gradients_of_several_streams_are_all_waited_for(fake: Fake) -> None:
         param.register_post_accumulate_grad_hook(written_late)
     made: list[CudaLink] = []
 
-    def link_for(params: Sequence[Tensor], *, keep_grads: bool | None) -> CudaLink:
+    def link_for(params: Sequence[Tensor], **given: Any) -> CudaLink:
         made.append(CudaLink(device, CudaOptions(image=IMAGE, timeout_seconds=60.0, library=fake.library)))
         return made[-1]
 
