@@ -167,22 +167,26 @@ class LateLink(CudaLink):
         fake, device = self.fake_device.fake, self.fake_device
         if not self.frees_gradients:
             fake.synchronize()  # we read them here, perhaps for the second time, as no program would
+        parts = [
+            (grad, grad[piece.start : piece.start + piece.numel])  # a gradient may span buckets
+            for piece, grad in zip(bucket.pieces, grads, strict=True)
+            if grad is not None
+        ]
         late = []
-        for piece, grad in zip(bucket.pieces, grads, strict=True):
-            if grad is not None and piece.numel == grad.numel():  # of a part it would have to appear several times
-                late.append((grad, grad.clone()))
-                device.kept.append(grad)  # the allocator of a device would know what is still to be written there
-                ctypes.memset(grad.data_ptr(), _GARBAGE, grad.numel() * grad.element_size())
-                fake.write(fake.current, *late[-1])
+        for grad, part in parts:
+            late.append((part, part.clone()))
+            device.kept.append(grad)  # the allocator of a device would know what is still to be written there
+            ctypes.memset(part.data_ptr(), _GARBAGE, part.numel() * part.element_size())
+            fake.write(fake.current, *late[-1])
         device.released.clear()
         ticket = super().pack(bucket, grads)
         if not self.frees_gradients:  # whose owner may do with them what he likes
-            for grad, values in late:
-                fake.write(fake.current, grad, garbage_like(grad))
-                fake.write(fake.current, grad, values)
-        for grad in grads:
-            if grad is not None and self.frees_gradients:  # at once, where nobody told the allocator to wait
-                device.overwrite(grad, device.released.get(grad.data_ptr(), fake.current))
+            for part, values in late:
+                fake.write(fake.current, part, garbage_like(part))
+                fake.write(fake.current, part, values)
+        for grad, part in parts:
+            if self.frees_gradients:  # at once, where nobody told the allocator to wait
+                device.overwrite(part, device.released.get(grad.data_ptr(), fake.current))
         return ticket
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:

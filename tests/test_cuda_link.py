@@ -61,6 +61,12 @@ def deep_model(dtype: torch.dtype) -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 32), *layers, nn.Linear(32, 4)).to(dtype)
 
 
+def wide_model(dtype: torch.dtype) -> nn.Sequential:
+    """Each of its larger gradients spans four buckets."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 16), nn.Linear(16, 4)).to(dtype)
+
+
 def _run(
     train: Train,
     dtype: torch.dtype,
@@ -253,3 +259,16 @@ def _differs_without(fake: Fake, later: str, earlier: str, **options: Any) -> bo
 )
 def test_a_missing_wait_changes_the_result(fake: Fake, later: str, earlier: str, options: dict[str, Any]) -> None:
     assert _differs_without(fake, later, earlier, **options)
+
+
+@pytest.mark.parametrize("policy", [NARROW, WIDE, DIRECT], ids=["narrow", "wide", "direct"])
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_that_span_buckets_are_freed_when_all_of_them_was_packed(
+    mode: str, policy: TransferPolicy, fake: Fake
+) -> None:
+    options: dict[str, Any] = {"speculation": mode, "max_grad_norm": 0.5}
+    expected = _run(steps, torch.bfloat16, options, lambda: None, wide_model)
+    fake.delays(7, LATE)
+    with on_fake_device(fake, policy=policy):
+        found = _run(steps, torch.bfloat16, options, fake.synchronize, wide_model)
+    assert found[0] == expected[0]
