@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from typing import Any
 
 import pytest
 
 # Before torch is loaded: its OpenMP threads would otherwise spin on the cores that worker threads need.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A shell starts programs in the background with Ctrl-C ignored; the tests that send it would wait for nothing.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 try:  # the kernel tests also run where only NumPy is installed
     from hypothesis import HealthCheck, settings
