@@ -163,7 +163,11 @@ def test_endpoint_serves_what_the_monitor_saw(optimizer: superoffload.AdamW) -> 
         assert shown['superoffload_skipped_steps_total{rank="2"}'] == 1
         for name in (*TOTALS, *PER_STEP):
             if PREFIX + name in values:
-                total = "" if name in PER_STEP or name in ("clip_rate", "journal_bytes_per_param") else "_total"
+                total = (
+                    ""
+                    if name in PER_STEP or name in ("clip_rate", "journal_bytes_per_param", "params_on_device")
+                    else "_total"
+                )
                 assert shown[f'superoffload_{name}{total}{{rank="2"}}'] == pytest.approx(values[PREFIX + name]), name
         with pytest.raises(ArgumentError, match="cannot listen there"):
             PrometheusExporter(port=exporter.port)
