@@ -472,13 +472,15 @@ void Pipeline::submit() {
             }
         }
         job.done->ended.store(now_seconds());
+        lock.lock();
+        if (!error.empty() && broken_.empty()) broken_ = error;  // before anybody is told, who might pack at once
+        lock.unlock();
         if (error.empty()) {
             job.done->finish();
         } else {
             job.done->fail(error);
         }
         lock.lock();
-        if (!error.empty() && broken_.empty()) broken_ = error;
         jobs_.pop_front();
         changed_.notify_all();
     }
