@@ -223,9 +223,31 @@ began.append(time.monotonic())
 def test_leaving_with_work_in_flight(ending: str, code: int) -> None:
     done = run_python(IN_FLIGHT + ending)
     assert done.returncode == code
+    assert "Exception ignored" not in done.stderr
     seconds, as_after_the_last_step = done.stdout.split()
     assert float(seconds) < 5
     assert as_after_the_last_step == "True"
+
+
+OF_A_MODULE = """
+import superoffload, torch
+model = torch.nn.Linear(4, 4)
+optimizer = superoffload.AdamW(model.parameters(), max_grad_norm=1.0)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_ends_quietly(tmp_path: Path) -> None:
+    """Its optimizer is a global of a module, and goes when ours have gone."""
+    script = tmp_path / "script.py"
+    script.write_text(OF_A_MODULE)
+    assert run_python(f"import runpy; runpy.run_path({str(script)!r})").returncode == 0
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 FORK = """

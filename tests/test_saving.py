@@ -367,7 +367,10 @@ def test_latest_passes_over_what_is_not_whole(saved: Path, tmp_path: Path) -> No
     truncate(copy_of(saved, tmp_path / "step-20") / TENSORS)
     truncate(copy_of(saved, tmp_path / "step-30") / "manifest.json")
     assert checkpoints.latest(tmp_path) == tmp_path / "step-10"
-    assert checkpoints.latest(tmp_path / "nowhere") is None
+    nowhere = checkpoints.latest(tmp_path / "nowhere")
+    assert nowhere is None
+    with pytest.raises(ArgumentError, match=r"latest\(\) gives None"):
+        checkpoints.load(nowhere, torch.nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
 class Evil:

@@ -40,6 +40,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer 
     compared with the manifest's checksums. ArgumentError names the file or the parameter that does not fit; then
     nothing was changed, on any rank. ``optimizer`` None: the weights alone.
     """
+    if folder is None:
+        raise ArgumentError("folder=None: expected a checkpoint's folder; latest() gives None where there is none yet")
     if optimizer is not None:
         check_optimizer(optimizer)
     named = name_everything(model, optimizer if optimizer is not None else _nobody(model))

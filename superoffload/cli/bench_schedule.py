@@ -21,7 +21,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="speculating, one pass, two phases, adaptive",
         description="Drives the real core and schedule with an emulated accelerator: in virtual time with the figures "
         "of a Superchip, over named sequences of verdicts, and in wall-clock time beside real work of this machine's "
-        "processors. Exits with 1 if adaptive is more than 3 %% slower than the best fixed choice on any sequence.",
+        "processors. Exits with 1 if adaptive is more than 3 % slower than the best fixed choice on any sequence.",
     )
     add_option(parser, "--parameters", type=float, default=7e9, help="of the model in virtual time")
     parser.add_argument("--tokens", type=int, nargs="+", metavar="N", default=_TOKENS, help="per step, in virtual time")

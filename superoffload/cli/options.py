@@ -86,7 +86,7 @@ def _add_training_options(parser: argparse.ArgumentParser, defaults: TrainingCon
 
 def _add_machine_options(parser: argparse.ArgumentParser, defaults: TrainingConfig) -> None:
     group = parser.add_argument_group("machine")
-    add_option(group, "--device", default="cpu", help="cpu; CUDA comes with the pipeline")
+    add_option(group, "--device", default="cpu", help="cpu: the one that this command trains on")
     add_option(group, "--bucket-numel", type=int, default=defaults.bucket_numel, help="parameters per bucket")
     group.add_argument("--threads", type=int, help="worker threads of the optimizer (default: its own choice)")
     group.add_argument("--torch-threads", type=int, help="threads of torch itself (default: torch's choice)")
@@ -104,8 +104,8 @@ def config_from(args: argparse.Namespace, defaults: TrainingConfig) -> TrainingC
     """The checked configuration; raises ArgumentError for what cannot be."""
     if args.device != "cpu":
         raise ArgumentError(
-            f"device={args.device}: expected cpu; parameters on a GPU need the CUDA link, which comes with the "
-            f"pipeline and is not part of this version"
+            f"device={args.device}: expected cpu, the one device that this command trains on; superoffload.AdamW takes "
+            f"parameters on a GPU in a training loop of your own"
         )
     model = {name: getattr(args, name) for name in ("layers", "hidden", "heads", "kv_heads", "mlp", "sequence", "tied")}
     shared = (

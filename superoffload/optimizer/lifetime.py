@@ -63,7 +63,8 @@ class Lifetime(Optimizer):
 
     def __del__(self) -> None:
         # Lightning wraps an optimizer in an object of a derived class that shares its attributes and goes before it.
-        if hasattr(self, "_core") and self._made_as == id(self):
+        # One that is closed is left alone: when the process ends, what close() uses may be gone.
+        if hasattr(self, "_core") and self._made_as == id(self) and not self._closed:
             self.close()
 
     def __enter__(self) -> Self:

@@ -12,8 +12,8 @@ from superoffload.plan.settings import Choice, all_choices, configuration, evalu
 from superoffload.plan.step_time import ZERO3_SECONDS_PER_LAYER
 
 NOT_YET = (
-    "In this version superoffload serves parameters on the CPU; the CUDA link is not there yet, so its GPU rows are "
-    "what the model expects, not what was measured."
+    "The CUDA link of this version has not been run on a GPU yet, so GPU rows are what the model expects, not what was "
+    "measured."
 )
 
 
