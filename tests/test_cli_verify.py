@@ -175,7 +175,7 @@ def test_run_that_speculates_nothing_to_compare_with_is_caught(
     [
         (["--steps", "5"], "the default events need 24 steps"),
         (["--inject", "nan@"], "inject=nan@"),
-        (["--device", "cuda:0"], "CUDA link"),
+        (["--device", "cuda:0"], "device=cuda:0: expected cpu"),
     ],
 )
 def test_bad_input_is_refused(
