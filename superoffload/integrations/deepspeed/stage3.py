@@ -28,7 +28,7 @@ from superoffload.bucket import Shard
 from superoffload.core import CoreOptions
 from superoffload.errors import RankError, StateError, WorkerError
 from superoffload.integrations.deepspeed.config import load, read_options
-from superoffload.integrations.deepspeed.delivery import Readers
+from superoffload.integrations.deepspeed.delivery import Readers, gather_together
 from superoffload.integrations.deepspeed.driver import Partition, PartitionDriver, Window
 from superoffload.integrations.deepspeed.features import (
     check_arguments,
@@ -401,6 +401,8 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         persistent: Any = getattr(self, "persistent_parameters")  # noqa: B009
         if self._later:
             self.persistent_parameters = []
+        else:
+            gather_together(persistent)
         try:
             super()._post_step(timer_names)
         finally:
