@@ -61,6 +61,14 @@ def share_cpus(ranks: Sequence[RankOnNode], me: int) -> list[int]:
     return sorted(given[me])
 
 
+def is_crowded(ranks: Sequence[RankOnNode]) -> bool:
+    """Whether some host has more ranks than processors: nothing runs beside a training thread there."""
+    hosts: dict[str, list[RankOnNode]] = {}
+    for rank in ranks:
+        hosts.setdefault(rank.host, []).append(rank)
+    return any(len(here) > len({cpu for rank in here for cpu in rank.cpus}) for here in hosts.values())
+
+
 def _runs(wanted: Mapping[int, Sequence[RankOnNode]]) -> list[list[int]]:
     """Processors that the same ranks may use and prefer, in ascending order; the most constrained ones first."""
     groups: dict[tuple[tuple[int, bool], ...], list[int]] = {}

@@ -15,6 +15,7 @@ from superoffload.cpus import (
     RankOnNode,
     allowed_cpus,
     cpus_near_gpu,
+    is_crowded,
     share_cpus,
     thread_limit,
     worker_cpus,
@@ -57,6 +58,14 @@ def test_more_ranks_than_processors() -> None:
     assert shares([RankOnNode("a", rank, (0, 1)) for rank in range(3)]) == [[0], [1], [0]]
     assert shares([RankOnNode("a", rank, (0, 1)) for rank in range(5)]) == [[0], [1], [0], [1], [0]]
     assert shares([RankOnNode("a", 0, (0,)), RankOnNode("a", 1, (0,)), RankOnNode("a", 2, (0, 1))]) == [[0], [0], [1]]
+
+
+def test_crowded_is_a_host_with_more_ranks_than_processors() -> None:
+    def ranks(host: str, count: int) -> list[RankOnNode]:
+        return [RankOnNode(host, rank, (0, 1)) for rank in range(count)]
+
+    assert not is_crowded(ranks("a", 2) + ranks("b", 2))
+    assert is_crowded(ranks("a", 2) + ranks("b", 3))
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sets(st.integers(0, 12), min_size=1), st.sets(st.integers(0, 12)))

@@ -125,6 +125,22 @@ def test_readers_see_fresh_values(reader: str, threshold: int, two_ranks: Ranks)
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+def is_left_for_later(crowded: bool) -> bool:
+    """Whether a step leaves anything, where there are (not) more ranks than processors."""
+    from unittest.mock import patch
+
+    from superoffload.integrations.deepspeed import ranks
+
+    with patch.object(ranks, "is_crowded", lambda everyone: crowded):
+        _, outstanding = read_after_steps("gathered", WAITING_LATER, {})
+    return outstanding
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_nothing_is_left_for_later_where_it_would_be_in_the_way(crowded: bool, two_ranks: Ranks) -> None:
+    assert two_ranks.run(is_left_for_later, crowded) == [not crowded] * 2
+
+
 def collectives_after_a_step(options: dict[str, Any]) -> tuple[int, int]:
     """How many gathers the end of a step takes, and for how many persistent parameters."""
     from unittest.mock import patch
