@@ -270,6 +270,7 @@ class Core(Arriving):
         self._stats.optimizer_seconds = self.pool.busy_seconds
         self._stats.bytes_down = self.link.bytes_down
         self._stats.bytes_up = self.link.bytes_up
+        self._stats.pinned_bytes = self.link.pinned_bytes
         self._stats.params_on_device = sum(shard.numel for shard in self.shards if shard.resident)
         return self._stats.as_dict()
 

@@ -39,21 +39,25 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 @on_linux
-def test_threads_are_named_bound_and_end_with_close() -> None:
+def test_threads_are_named_bound_give_way_and_end_with_close() -> None:
     before = set(worker_threads())
     allowed = sorted(os.sched_getaffinity(0))
     optimizer = AdamW(model_of().parameters(), threads=len(allowed) + 1)
     try:
-        expected = {f"superoffload-{i}": {cpu} for i, cpu in enumerate(allowed)}
-        expected[f"superoffload-{len(allowed)}"] = set(allowed)  # more threads than processors: not bound
-        masks: dict[str, set[int]] = {}
+        expected = {f"superoffload-{i}": ({cpu}, os.SCHED_BATCH) for i, cpu in enumerate(allowed)}
+        # More threads than processors: not bound.
+        expected[f"superoffload-{len(allowed)}"] = (set(allowed), os.SCHED_BATCH)
+        found: dict[str, tuple[set[int], int]] = {}
         until = time.monotonic() + 60  # they name and bind themselves as they start
-        while masks != expected and time.monotonic() < until:
-            masks = {
-                Path(f"/proc/self/task/{thread}/comm").read_text().strip(): os.sched_getaffinity(thread)
+        while found != expected and time.monotonic() < until:
+            found = {
+                Path(f"/proc/self/task/{thread}/comm").read_text().strip(): (
+                    os.sched_getaffinity(thread),
+                    os.sched_getscheduler(thread),
+                )
                 for thread in set(worker_threads()) - before
             }
-        assert masks == expected
+        assert found == expected
     finally:
         optimizer.close()
     assert set(worker_threads()) == before
