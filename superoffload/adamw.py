@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,11 @@ from superoffload.optimizer.gradients import reduction_hook
 from superoffload.optimizer.parameters import Given
 from superoffload.placement import check_placement
 from superoffload.timeline import Timeline, record
+from superoffload.unknown_arguments import refuse_unknown
 from superoffload.verdict import Verdict
+
+if TYPE_CHECKING:
+    from typing_extensions import Never
 
 __all__ = ["AdamW", "kernels"]
 
@@ -86,7 +90,8 @@ class AdamW(Delivery):
     Writes to parameters and gradients are noticed by their version counters. Those that go through ``.data`` leave
     no trace there: call ``refresh_masters()`` after such a write to a parameter, and edit ``p.grad`` itself.
 
-    Raises ArgumentError (a ValueError) for bad arguments before anything is changed.
+    Raises ArgumentError (a ValueError) for bad arguments before anything is changed; for a keyword argument that does
+    not exist it is a TypeError too, and names the one that was meant.
     """
 
     def __init__(
@@ -113,7 +118,9 @@ class AdamW(Delivery):
         rank_timeout: float | None = None,
         state_dtype: str | torch.dtype = "fp32",
         seed: int = 0,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown(AdamW, unknown)
         self._max_grad_norm = check_max_grad_norm(max_grad_norm)
         asked = check_placement(placement)
         check_keep_grads(keep_grads)
@@ -130,19 +137,9 @@ class AdamW(Delivery):
         check_groups(groups, defaults)
         if delivery == "on_demand" and model is not None:
             check_in_module(model, [param for group in groups for param in group["params"]])
-        given = Given(
-            speculation,
-            delivery,
-            bucket_numel,
-            threads,
-            replicated,
-            check,
-            process_group,
-            rank_timeout,
-            weakref.ref(model) if model is not None else None,
-            keep_grads,
-            asked,
-        )
+        about_ranks = (replicated, check, process_group, rank_timeout)
+        reference = weakref.ref(model) if model is not None else None
+        given = Given(speculation, delivery, bucket_numel, threads, *about_ranks, reference, keep_grads, asked)
         self._begin()
         self._begin_with(given, check_state_dtype(state_dtype), check_seed(seed))
         self._connect([entry[1] if isinstance(entry, tuple) else entry for g in groups for entry in g["params"]])
@@ -151,15 +148,19 @@ class AdamW(Delivery):
                 record(trace, self._core)
             super().__init__(groups, defaults)
             self._announce()
-            if self._ranks.session is not None and model is not None:
-                from superoffload.integrations.ddp import reduced_gradients
-
-                self._reduced = reduced_gradients(model, reduction_hook(self))
+            self._follow_reductions(model)
         except BaseException:
             self.close()
             raise
         self._constructing = False
         self._open()
+
+    def _follow_reductions(self, model: nn.Module | None) -> None:
+        """Among ranks, gradients of a ``DistributedDataParallel`` are final once it has reduced them."""
+        if self._ranks.session is not None and model is not None:
+            from superoffload.integrations.ddp import reduced_gradients
+
+            self._reduced = reduced_gradients(model, reduction_hook(self))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. Without a ``step()`` since backward, the step is abandoned: nothing has changed."""

@@ -21,7 +21,7 @@ from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.untraced import untraced
 from superoffload.placement import Asked, make_state, placer_for
 from superoffload.ranks.held import Held
-from superoffload.ranks.layout import Holding, like_parameter, local_of
+from superoffload.ranks.layout import Holding, like_parameter
 from superoffload.ranks.setup import qualified_names, set_up_ranks
 from superoffload.tracked import Tracked
 
@@ -87,17 +87,23 @@ class Parameters(Lifetime):
         cpus = worker_cpus(given.threads, self._ranks.cpus)
         options = CoreOptions(given.speculation, given.bucket_numel, cpus, two_phase=True)
         keep_grads = keeps_gradients(params, given.keep_grads, model)
+        sizes = self._sizes(params) if given.placement is not None else []
         link = link_for(params, keep_grads=keep_grads, cpus=cpus)
         try:
             placer = placer_for(given.placement, link, params)
         except BaseException:
             link.close()
             raise
-        sizes = [(id(param), local_of(param).numel()) for param in params if param.requires_grad]
         self._resident = placer.choose_first(sizes) if placer is not None else set()
         self._core = Core(link, options, _hyper_reader(self))
         self._core.placer = placer
         self._core.moved = _moved_hook(self)
+
+    def _sizes(self, params: Sequence[Tensor]) -> list[tuple[int, int]]:
+        """(id, elements that this rank has the state of) of all that trains."""
+        trained = [param for param in params if param.requires_grad]
+        named = [(self._names.get(id(param), "params"), param) for param in trained]
+        return [(id(param), self._ranks.holding_of(name, param).part(param).numel()) for name, param in named]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, at any time; a step in flight keeps its gradients."""
