@@ -88,10 +88,10 @@ def test_the_claim_of_the_design_holds(report: dict[str, Any]) -> None:
             assert row["gb_per_s_per_core"] * 18 > 450, row["isa"]
 
 
-def test_replay_is_undo_and_step(report: dict[str, Any]) -> None:
+def test_replay_in_one_pass_is_no_slower_than_undo_and_step(report: dict[str, Any]) -> None:
     for isa in ("sve", "neon"):
         cycles = {row["name"]: row["cycles_per_param"] for row in report["rows"] if row["isa"] == isa}
-        assert cycles["replay"] == pytest.approx(cycles["undo"] + cycles["step"])
+        assert cycles["undo"] < cycles["replay"] < 1.05 * (cycles["undo"] + cycles["step"])
 
 
 def test_even_if_every_vector_escapes_the_step_is_within_the_budget(report: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ def test_the_hot_loop_is_cut_out_without_its_rare_branch(mca: ModuleType) -> Non
     usual, worst = mca.loop_bodies(ASSEMBLY, "step")
     assert [line.split()[0] for line in usual] == ["fsqrt", "nots", "b.ne", "add", "cmp", "b.lo"]
     assert [line.split()[0] for line in worst[:5]] == ["fsqrt", "nots", "b.ne", "compact", "str"]
-    assert mca.count_vectors(usual) == mca.count_vectors(worst) == 1
+    assert mca.count_square_roots(usual) == mca.count_square_roots(worst) == 1
 
 
 def test_an_access_that_moves_its_pointer_becomes_two(mca: ModuleType) -> None:

@@ -22,8 +22,13 @@ void grace_step_journaled(const Run& run, std::size_t begin, std::size_t end, Bl
     journal_lanes<Lanes, LoopTypes, 1>(run, begin, {begin, end}, escapes);
 }
 
-void grace_undo(const Run& run, std::size_t begin, std::size_t end) {
-    undo_lanes<Lanes, LoopTypes, 1>(run, begin, end);
+void grace_undo(const Run& run, std::size_t begin, std::size_t end, EscapeCursor& escapes) {
+    undo_lanes<Lanes, LoopTypes, 1>(run, begin, {begin, end}, escapes);
+}
+
+void grace_replay(const Run& run, const Scalars& again, std::size_t begin, std::size_t end, EscapeCursor& escapes) {
+    if (run.shadow == nullptr) __builtin_unreachable();
+    replay_lanes<Lanes, LoopTypes, 1>(run, again, begin, {begin, end}, escapes);
 }
 
 void grace_publish(const Run& run, std::size_t begin, std::size_t end) {

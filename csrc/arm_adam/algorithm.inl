@@ -47,43 +47,46 @@ SUPEROFFLOAD_INLINE bool stores_past_cache(const Run& run) {
     return run.past_cache && reinterpret_cast<std::uintptr_t>(run.shadow) % kLine == 0;
 }
 
+// The step of one vector, in place: canonical values, as they are stored.
+template <typename L, typename T>
+SUPEROFFLOAD_INLINE void step_vector(const Scalars& s, std::uint32_t index, typename L::F gradient, typename L::F& p,
+                                     typename L::F& m, typename L::F& v) {
+    const auto g = effective_gradient<L, T::l2>(s, gradient, p);
+    next_moments<L, T::state>(s, m, v, first_increment<L>(s, g), second_increment<L>(s, g), index);
+    p = next_master<L, T::l2>(s, p, direction<L>(s, m, v));
+    make_canonical<L>(m, v, p);
+}
+
 // Every loop works on a copy of the run that no store can alias, so that its fields stay in registers.
 
 template <typename L, typename T>
 SUPEROFFLOAD_INLINE void step_lanes(const Run& shared, std::size_t begin, std::size_t end) {
     const Run run = shared;
-    const Scalars& s = run.frozen;
     const bool past_cache = stores_past_cache(run);
     for (std::size_t i = begin; i < end; i += L::width()) {
         prefetch<L, T>(run, i);
-        const auto p = L::load(run.master + i);
-        const auto g = effective_gradient<L, T::l2>(s, load_element<L, T::gradient>(run.gradient, i), p);
+        auto p = L::load(run.master + i);
         auto m = load_element<L, T::state>(run.exp_avg, i);
         auto v = load_element<L, T::state>(run.exp_avg_sq, i);
-        next_moments<L, T::state>(s, m, v, first_increment<L>(s, g), second_increment<L>(s, g), run.index_of(i));
-        auto next = next_master<L, T::l2>(s, p, direction<L>(s, m, v));
-        make_canonical<L>(m, v, next);
+        step_vector<L, T>(run.frozen, run.index_of(i), load_element<L, T::gradient>(run.gradient, i), p, m, v);
         store_element<L, T::state>(run.exp_avg, i, m);
         store_element<L, T::state>(run.exp_avg_sq, i, v);
-        L::store(run.master + i, next);
-        if (run.shadow != nullptr) store_shadow<L, T::shadow>(run.shadow, i, next, past_cache);
+        L::store(run.master + i, p);
+        if (run.shadow != nullptr) store_shadow<L, T::shadow>(run.shadow, i, p, past_cache);
     }
 }
 
 template <typename L, typename T>
 SUPEROFFLOAD_INLINE void publish_lanes(const Run& shared, std::size_t begin, std::size_t end) {
     const Run run = shared;
-    const Scalars& s = run.frozen;
     const bool past_cache = stores_past_cache(run);
     for (std::size_t i = begin; i < end; i += L::width()) {
         prefetch<L, T>(run, i);
-        const auto p = L::load(run.master + i);
-        const auto g = effective_gradient<L, T::l2>(s, load_element<L, T::gradient>(run.gradient, i), p);
+        auto p = L::load(run.master + i);
         auto m = load_element<L, T::state>(run.exp_avg, i);
         auto v = load_element<L, T::state>(run.exp_avg_sq, i);
-        next_moments<L, T::state>(s, m, v, first_increment<L>(s, g), second_increment<L>(s, g), run.index_of(i));
-        const auto next = L::canonical(next_master<L, T::l2>(s, p, direction<L>(s, m, v)));
-        store_shadow<L, T::shadow>(run.shadow, i, next, past_cache);
+        step_vector<L, T>(run.frozen, run.index_of(i), load_element<L, T::gradient>(run.gradient, i), p, m, v);
+        store_shadow<L, T::shadow>(run.shadow, i, p, past_cache);
     }
 }
 
@@ -121,57 +124,59 @@ SUPEROFFLOAD_INLINE void journal_lanes(const Run& shared, std::size_t block, Ran
     }
 }
 
-// AdamW: all three components at once. The gradient does not depend on the master.
+// The old words of one vector from the new ones, in place. An L2 penalty puts the old master into the gradient: the
+// master is restored first.
 template <typename L, typename T, int width>
-SUPEROFFLOAD_INLINE void undo_lanes(const Run& shared, std::size_t begin, std::size_t end) {
-    const Run run = shared;
+SUPEROFFLOAD_INLINE void undo_vector(const Run& run, std::size_t i, std::size_t block, EscapeCursor& escapes,
+                                     typename L::F& p, typename L::F& m, typename L::F& v) {
     const Scalars& s = run.frozen;
-    for (std::size_t i = begin; i < end; i += L::width()) {
-        prefetch<L, T>(run, i);
-        const auto p = L::load(run.master + i);
-        const auto m = load_element<L, T::state>(run.exp_avg, i);
-        const auto v = load_element<L, T::state>(run.exp_avg_sq, i);
-        const auto g = effective_gradient<L, false>(s, load_element<L, T::gradient>(run.gradient, i), p);
-        const auto codes = load_codes<L, width>(run.journal.codes, i);
-        const auto est_m = estimate_exp_avg<L>(s, m, first_increment<L>(s, g));
-        const auto est_v = estimate_exp_avg_sq<L>(s, v, second_increment<L>(s, g));
-        const auto est_p = estimate_master<L, false>(s, p, direction<L>(s, m, v));
-        store_element<L, T::state>(run.exp_avg, i, decode<L, width, 0, T::state>(codes, est_m));
-        store_element<L, T::state>(run.exp_avg_sq, i, decode<L, width, 1, T::state>(codes, est_v));
-        L::store(run.master + i, decode<L, width, 2, ElementType::f32>(codes, est_p));
-    }
-}
-
-// Adam with an L2 penalty: the gradient contains the old master, so the master is restored (and its escapes patched)
-// before the moments.
-template <typename L, typename T, int width>
-SUPEROFFLOAD_INLINE void undo_master_lanes(const Run& shared, std::size_t begin, std::size_t end) {
-    const Run run = shared;
-    const Scalars& s = run.frozen;
-    for (std::size_t i = begin; i < end; i += L::width()) {
-        const auto m = load_element<L, T::state>(run.exp_avg, i);
-        const auto v = load_element<L, T::state>(run.exp_avg_sq, i);
-        const auto estimate = estimate_master<L, true>(s, L::load(run.master + i), direction<L>(s, m, v));
-        const auto codes = load_codes<L, width>(run.journal.codes, i);
-        L::store(run.master + i, decode<L, width, 2, ElementType::f32>(codes, estimate));
+    const auto codes = load_codes<L, width>(run.journal.codes, i);
+    p = decode<L, width, 2, ElementType::f32>(codes, estimate_master<L, T::l2>(s, p, direction<L>(s, m, v)));
+    const bool escaped = escapes.reaches(i - block + L::width());
+    if (__builtin_expect(escaped, 0)) p = escapes.patch<L, 2, ElementType::f32>(p, i - block);
+    const auto g = effective_gradient<L, T::l2>(s, load_element<L, T::gradient>(run.gradient, i), p);
+    m = decode<L, width, 0, T::state>(codes, estimate_exp_avg<L>(s, m, first_increment<L>(s, g)));
+    v = decode<L, width, 1, T::state>(codes, estimate_exp_avg_sq<L>(s, v, second_increment<L>(s, g)));
+    if (__builtin_expect(escaped, 0)) {
+        m = escapes.patch<L, 0, T::state>(m, i - block);
+        v = escapes.patch<L, 1, T::state>(v, i - block);
+        escapes.advance();
     }
 }
 
 template <typename L, typename T, int width>
-SUPEROFFLOAD_INLINE void undo_moment_lanes(const Run& shared, std::size_t begin, std::size_t end) {
+SUPEROFFLOAD_INLINE void undo_lanes(const Run& shared, std::size_t block, Range range, EscapeCursor& escapes) {
     const Run run = shared;
-    const Scalars& s = run.frozen;
-    for (std::size_t i = begin; i < end; i += L::width()) {
+    for (std::size_t i = range.begin; i < range.end; i += L::width()) {
         prefetch<L, T>(run, i);
-        const auto p = L::load(run.master + i);
-        const auto m = load_element<L, T::state>(run.exp_avg, i);
-        const auto v = load_element<L, T::state>(run.exp_avg_sq, i);
-        const auto g = effective_gradient<L, true>(s, load_element<L, T::gradient>(run.gradient, i), p);
-        const auto codes = load_codes<L, width>(run.journal.codes, i);
-        const auto est_m = estimate_exp_avg<L>(s, m, first_increment<L>(s, g));
-        const auto est_v = estimate_exp_avg_sq<L>(s, v, second_increment<L>(s, g));
-        store_element<L, T::state>(run.exp_avg, i, decode<L, width, 0, T::state>(codes, est_m));
-        store_element<L, T::state>(run.exp_avg_sq, i, decode<L, width, 1, T::state>(codes, est_v));
+        auto p = L::load(run.master + i);
+        auto m = load_element<L, T::state>(run.exp_avg, i);
+        auto v = load_element<L, T::state>(run.exp_avg_sq, i);
+        undo_vector<L, T, width>(run, i, block, escapes, p, m, v);
+        store_element<L, T::state>(run.exp_avg, i, m);
+        store_element<L, T::state>(run.exp_avg_sq, i, v);
+        L::store(run.master + i, p);
+    }
+}
+
+// Undo and step while the words are in registers.
+template <typename L, typename T, int width>
+SUPEROFFLOAD_INLINE void replay_lanes(const Run& shared, const Scalars& scalars, std::size_t block, Range range,
+                                      EscapeCursor& escapes) {
+    const Run run = shared;
+    const Scalars again = scalars;
+    const bool past_cache = stores_past_cache(run);
+    for (std::size_t i = range.begin; i < range.end; i += L::width()) {
+        prefetch<L, T>(run, i);
+        auto p = L::load(run.master + i);
+        auto m = load_element<L, T::state>(run.exp_avg, i);
+        auto v = load_element<L, T::state>(run.exp_avg_sq, i);
+        undo_vector<L, T, width>(run, i, block, escapes, p, m, v);
+        step_vector<L, T>(again, run.index_of(i), load_element<L, T::gradient>(run.gradient, i), p, m, v);
+        store_element<L, T::state>(run.exp_avg, i, m);
+        store_element<L, T::state>(run.exp_avg_sq, i, v);
+        L::store(run.master + i, p);
+        if (run.shadow != nullptr) store_shadow<L, T::shadow>(run.shadow, i, p, past_cache);
     }
 }
 
@@ -185,30 +190,25 @@ SUPEROFFLOAD_INLINE Range block_at(std::size_t begin, std::size_t end) {
     return {begin, begin + kBlock < end ? begin + kBlock : end};
 }
 
-template <typename T>
-SUPEROFFLOAD_INLINE void* element_at(void* state, std::size_t i) {
-    return static_cast<char*>(state) + i * element_size(T::state);
+template <typename L, typename T>
+inline void step_range(const Run& run, Range range) {
+    const std::size_t middle = vector_end<L>(range.begin, range.end);
+    step_lanes<L, T>(run, range.begin, middle);
+    step_lanes<ScalarLanes, T>(run, middle, range.end);
 }
 
 template <typename L, typename T, int width>
-inline void undo_block(const Run& run, Range block, const EscapeView& escapes) {
-    const std::size_t begin = block.begin, middle = vector_end<L>(block.begin, block.end), end = block.end;
-    const auto patch_master = [&] {
-        patch<ElementType::f32>(run.master + begin, escapes.old[2], escapes.index[2], escapes.count[2]);
-    };
-    if constexpr (T::l2) {
-        undo_master_lanes<L, T, width>(run, begin, middle);
-        undo_master_lanes<ScalarLanes, T, width>(run, middle, end);
-        patch_master();
-        undo_moment_lanes<L, T, width>(run, begin, middle);
-        undo_moment_lanes<ScalarLanes, T, width>(run, middle, end);
-    } else {
-        undo_lanes<L, T, width>(run, begin, middle);
-        undo_lanes<ScalarLanes, T, width>(run, middle, end);
-        patch_master();
-    }
-    patch<T::state>(element_at<T>(run.exp_avg, begin), escapes.old[0], escapes.index[0], escapes.count[0]);
-    patch<T::state>(element_at<T>(run.exp_avg_sq, begin), escapes.old[1], escapes.index[1], escapes.count[1]);
+inline void undo_block(const Run& run, Range block, EscapeCursor escapes) {
+    const std::size_t middle = vector_end<L>(block.begin, block.end);
+    undo_lanes<L, T, width>(run, block.begin, {block.begin, middle}, escapes);
+    undo_lanes<ScalarLanes, T, width>(run, block.begin, {middle, block.end}, escapes);
+}
+
+template <typename L, typename T, int width>
+inline void replay_block(const Run& run, const Scalars& scalars, Range block, EscapeCursor escapes) {
+    const std::size_t middle = vector_end<L>(block.begin, block.end);
+    replay_lanes<L, T, width>(run, scalars, block.begin, {block.begin, middle}, escapes);
+    replay_lanes<ScalarLanes, T, width>(run, scalars, block.begin, {middle, block.end}, escapes);
 }
 
 template <typename L, typename T, int width>
@@ -222,7 +222,7 @@ bool journal_range(const Run& run, Range range) {
         journal_lanes<ScalarLanes, T, width>(run, begin, {middle, block.end}, escapes);
         JournalBlock& entry = run.journal.blocks[begin / kBlock];
         if (!commit_escapes(escapes, *run.journal.arena, entry)) {
-            undo_block<L, T, width>(run, block, view_of(escapes));
+            undo_block<L, T, width>(run, block, EscapeCursor(escapes));
             return false;
         }
         // Where one- and two-byte codes have the same bits, a wide escape is a narrow one too.
@@ -230,16 +230,6 @@ bool journal_range(const Run& run, Range range) {
             static_cast<std::uint16_t>(width == 1 ? escapes.total() : escapes.narrow + escapes.component[2].count);
     }
     return true;
-}
-
-template <typename L, typename T, int width>
-void undo_range(const Run& run, Range range) {
-    for (std::size_t begin = range.begin; begin < range.end; begin += kBlock) {
-        JournalBlock& entry = run.journal.blocks[begin / kBlock];
-        if (entry.offset == JournalBlock::kNotApplied) continue;
-        undo_block<L, T, width>(run, block_at(begin, range.end), view_of(entry, *run.journal.arena));
-        entry.offset = JournalBlock::kNotApplied;
-    }
 }
 
 template <typename F>
@@ -283,11 +273,7 @@ SUPEROFFLOAD_INLINE void finish_stores(const Run& run) {
 
 template <typename L>
 void step_all(const Run& run, Range range) {
-    with_types(run, run.shadow_type, [&](auto types) {
-        const std::size_t middle = vector_end<L>(range.begin, range.end);
-        step_lanes<L, decltype(types)>(run, range.begin, middle);
-        step_lanes<ScalarLanes, decltype(types)>(run, middle, range.end);
-    });
+    with_types(run, run.shadow_type, [&](auto types) { step_range<L, decltype(types)>(run, range); });
     finish_stores<L>(run);
 }
 
@@ -309,6 +295,17 @@ bool step_journaled_all(const Run& run, Range range) {
     });
 }
 
+// Undoes every block of the range whose journal has not been used yet.
+template <typename L, typename T, int width>
+void undo_range(const Run& run, Range range) {
+    for (std::size_t begin = range.begin; begin < range.end; begin += kBlock) {
+        JournalBlock& entry = run.journal.blocks[begin / kBlock];
+        if (entry.offset == JournalBlock::kNotApplied) continue;
+        undo_block<L, T, width>(run, block_at(begin, range.end), EscapeCursor(entry, *run.journal.arena));
+        entry.offset = JournalBlock::kNotApplied;
+    }
+}
+
 template <typename L>
 void undo_all(const Run& run, Range range) {
     with_element_type(run.gradient_type, [&](auto gradient) {
@@ -322,18 +319,30 @@ void undo_all(const Run& run, Range range) {
     });
 }
 
-// Block by block, so that the restored words are still in the first-level cache when they are stepped. Nothing is
-// stored past the caches: the fence after every block would wait for memory.
+// A block whose journal has been used is stepped as it is.
+template <typename L, typename T, int width>
+void replay_range(const Run& run, const Run& again, Range range) {
+    for (std::size_t begin = range.begin; begin < range.end; begin += kBlock) {
+        const Range block = block_at(begin, range.end);
+        JournalBlock& entry = run.journal.blocks[begin / kBlock];
+        if (entry.offset == JournalBlock::kNotApplied) {
+            step_range<L, T>(again, block);
+        } else {
+            replay_block<L, T, width>(run, again.frozen, block, EscapeCursor(entry, *run.journal.arena));
+            entry.offset = JournalBlock::kNotApplied;
+        }
+    }
+}
+
 template <typename L>
 void replay_all(const Run& run, Range range, const Scalars& scalars) {
     Run again = run;
     again.frozen = scalars;
-    again.past_cache = false;
-    for (std::size_t begin = range.begin; begin < range.end; begin += kBlock) {
-        const Range block = block_at(begin, range.end);
-        undo_all<L>(run, block);
-        step_all<L>(again, block);
-    }
+    with_types(run, run.shadow_type, [&](auto types) {
+        using T = decltype(types);
+        run.journal.width == 1 ? replay_range<L, T, 1>(run, again, range) : replay_range<L, T, 2>(run, again, range);
+    });
+    finish_stores<L>(run);
 }
 
 template <typename L>

@@ -6,6 +6,7 @@
 
 #include "arithmetic.inl"
 #include "escapes.h"
+#include "lanes_scalar.h"
 
 namespace superoffload::adam {
 namespace {
@@ -133,53 +134,64 @@ SUPEROFFLOAD_INLINE typename L::F decode(typename L::U codes, typename L::F esti
     return value_of<L, type>(L::add_u(estimated_word<L, type>(estimate), difference));
 }
 
-// Puts escaped words back where they were; `component` is where the block's words begin.
-template <ElementType type>
-SUPEROFFLOAD_INLINE void patch(void* component, const std::uint32_t* old, const std::uint16_t* index,
-                               std::uint32_t count) {
-    auto* bytes = static_cast<char*>(component);
-    for (std::uint32_t i = 0; i < count; ++i) {
-        if constexpr (type == ElementType::bf16) {
-            const auto word = static_cast<std::uint16_t>(old[i]);
-            std::memcpy(bytes + 2 * std::size_t{index[i]}, &word, 2);
-        } else {
-            std::memcpy(bytes + 4 * std::size_t{index[i]}, old + i, 4);
+// A block's escapes as undo needs them, in the order in which it meets them: per component old words and indices in
+// the block, ascending.
+class EscapeCursor {
+   public:
+    explicit EscapeCursor(const BlockEscapes& escapes) {
+        for (int i = 0; i < 3; ++i) {
+            const EscapeList& list = escapes.component[i];
+            component_[i] = {list.old, list.index, list.index + list.count};
+        }
+        advance();
+    }
+    // Of a block in the arena: three runs of old words, then three runs of indices.
+    EscapeCursor(const JournalBlock& block, const JournalArena& arena) {
+        const std::uint32_t* old = arena.words + block.offset;
+        const std::uint32_t total = std::uint32_t{block.escapes[0]} + block.escapes[1] + block.escapes[2];
+        const auto* index = reinterpret_cast<const std::uint16_t*>(old + total);
+        for (int i = 0; i < 3; ++i) {
+            const std::uint16_t count = block.escapes[i];
+            component_[i] = {old, index, index + count};
+            old += count;
+            index += count;
+        }
+        advance();
+    }
+
+    // Whether some word before `end` escaped and has not been put back.
+    bool reaches(std::size_t end) const { return next_ < end; }
+
+    // Puts the escaped words of the vector at `begin` back.
+    template <typename L, int component, ElementType type>
+    SUPEROFFLOAD_INLINE typename L::F patch(typename L::F x, std::size_t begin) {
+        alignas(64) float values[kLongestVector];
+        L::store(values, x);
+        List& list = component_[component];
+        for (; list.index != list.end && *list.index < begin + L::width(); ++list.index, ++list.old) {
+            ScalarLanes::store(values + (*list.index - begin), value_of<ScalarLanes, type>(*list.old));
+        }
+        return L::load(values);
+    }
+
+    // After the vector's three components.
+    void advance() {
+        next_ = kBlock;
+        for (const List& list : component_) {
+            if (list.index != list.end && *list.index < next_) next_ = *list.index;
         }
     }
-}
 
-// Escapes as undo needs them: three runs of old words, then three runs of indices.
-struct EscapeView {
-    const std::uint32_t* old[3];
-    const std::uint16_t* index[3];
-    std::uint32_t count[3];
+   private:
+    static constexpr std::size_t kLongestVector = 2048 / 32;  // SVE's
+    struct List {
+        const std::uint32_t* old;
+        const std::uint16_t* index;
+        const std::uint16_t* end;
+    };
+    List component_[3];
+    std::uint32_t next_;
 };
-
-inline EscapeView view_of(const JournalBlock& block, const JournalArena& arena) {
-    EscapeView view{};
-    const std::uint32_t* words = arena.words + block.offset;
-    for (int i = 0; i < 3; ++i) {
-        view.count[i] = block.escapes[i];
-        view.old[i] = words;
-        words += view.count[i];
-    }
-    const auto* index = reinterpret_cast<const std::uint16_t*>(words);
-    for (int i = 0; i < 3; ++i) {
-        view.index[i] = index;
-        index += view.count[i];
-    }
-    return view;
-}
-
-inline EscapeView view_of(const BlockEscapes& escapes) {
-    EscapeView view{};
-    for (int i = 0; i < 3; ++i) {
-        view.count[i] = escapes.component[i].count;
-        view.old[i] = escapes.component[i].old;
-        view.index[i] = escapes.component[i].index;
-    }
-    return view;
-}
 
 // Moves a block's escapes into the arena. False: no room, and nothing was written.
 inline bool commit_escapes(const BlockEscapes& escapes, JournalArena& arena, JournalBlock& block) {

@@ -49,9 +49,10 @@ struct ScalarLanes {
         const F magnitude = static_cast<F>(fraction) * from_bits(0x33800000u);  // denormal: fraction x 2^-24, exact
         return from_bits(bits(magnitude) | sign);
     }
+    // Given canonical values, or by undo the bf16 words that were stored before, NaN or not: rounding keeps both.
     static void store_bf16(std::uint16_t* p, F x, bool = false) {
         const U u = bits(x);
-        *p = x != x ? std::uint16_t{0x7fc0} : static_cast<std::uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+        *p = static_cast<std::uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
     }
     static void store_f16(std::uint16_t* p, F x, bool = false) {
         const U u = bits(x);

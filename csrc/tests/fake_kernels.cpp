@@ -50,7 +50,8 @@ void convert(const std::string& from, const std::string& to, const void* source,
         return;
     }
     const float x = load(from, source, s);
-    if (to == "bf16") return ScalarLanes::store_bf16(static_cast<std::uint16_t*>(target) + t, x);
+    if (to == "bf16")
+        return ScalarLanes::store_bf16(static_cast<std::uint16_t*>(target) + t, ScalarLanes::canonical(x));
     if (to == "f16") return ScalarLanes::store_f16(static_cast<std::uint16_t*>(target) + t, x);
     static_cast<float*>(target)[t] = x;
 }

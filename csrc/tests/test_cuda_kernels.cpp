@@ -180,7 +180,7 @@ void put_value(Guarded& words, ElementType type, std::size_t i, std::uint32_t bi
         std::memcpy(words.data() + 4 * i, &bits, 4);
         return;
     }
-    if (type == ElementType::bf16) Lanes::store_bf16(&half, Lanes::from_bits(bits));
+    if (type == ElementType::bf16) Lanes::store_bf16(&half, Lanes::canonical(Lanes::from_bits(bits)));
     if (type == ElementType::f16) Lanes::store_f16(&half, Lanes::from_bits(bits));
     std::memcpy(words.data() + 2 * i, &half, 2);
 }
