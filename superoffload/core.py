@@ -91,6 +91,8 @@ class Core(Settling):
         """``gradient`` (flat, contiguous, ``shard.gradient_dtype``) is final; its memory is read until packed."""
         if shard.index in self._incoming:
             raise StateError(f"{shard.name}: a second gradient arrived without retract() in between")
+        self.link.check_stream()
+        self._attach_waiting()
         if in_backward:
             self._stopwatch.gradient()
         self._finish_before(shard)
@@ -361,6 +363,7 @@ class Core(Settling):
 
         With ``exchange``: from those of all ranks; None if no rank has any.
         """
+        self.link.check_stream()
         deciding = self._clock()
         held_up = self._stopwatch.held_up_so_far
         self._finish_before()
@@ -565,11 +568,11 @@ class Core(Settling):
         self._unsummed.clear()
         self._speculating = True
         self._shared = False
-        if whole and not self._observed and self._order:
-            self._follow_observed_order()
+        order, self._order = self._order, []
+        if whole and not self._observed and order:
+            self._follow_observed_order(order)
         elif whole and self._observed and self.placer is not None and self.placer.is_due():
             self._place_by_measurement(self.placer)
-        self._order.clear()
 
     def _place_by_measurement(self, placer: Placer) -> None:
         """placement="auto", once: after some steps it is known what the processors cannot hide."""

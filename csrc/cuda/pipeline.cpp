@@ -109,7 +109,12 @@ Pipeline::Pipeline(std::shared_ptr<Gpu> gpu, const Streams& streams, void* flag,
     }
     if (!image.empty()) driver.check(driver.module_load(&module_, image.data()), "cuModuleLoadData of the kernels");
     watcher_ = std::thread([this] { watch(); });
-    submitter_ = std::thread([this] { submit(); });
+    try {
+        submitter_ = std::thread([this] { submit(); });
+    } catch (...) {  // the destructor will not run
+        close();
+        throw;
+    }
 }
 
 Pipeline::~Pipeline() { close(); }
@@ -551,8 +556,8 @@ bool Pipeline::await_idle_streams(double until) const {
     return idle;
 }
 
-void Pipeline::step(const std::shared_ptr<DeviceBucket>& bucket, Stream current, std::string table, unsigned count,
-                    std::uint64_t blocks, DeviceAddress device_table) {
+std::string Pipeline::step(const std::shared_ptr<DeviceBucket>& bucket, Stream current, std::string table,
+                           unsigned count, std::uint64_t blocks, DeviceAddress device_table) {
     check_open();
     DeviceBucket& b = *bucket;
     if (b.step_ == nullptr) throw std::invalid_argument("this bucket is not resident");
@@ -564,7 +569,8 @@ void Pipeline::step(const std::shared_ptr<DeviceBucket>& bucket, Stream current,
                  "cuMemcpyHtoDAsync of the step kernel's table");
     void* arguments[] = {&device_table, &count};
     launch(b.step_, blocks, current, arguments, "the step kernel's launch");
-    driver.check(driver.event_record(b.stepped_.get(), current), "cuEventRecord on the current stream");
+    const Result recorded = driver.event_record(b.stepped_.get(), current);
+    return recorded == kSuccess ? std::string() : driver.describe(recorded, "cuEventRecord on the current stream");
 }
 
 bool Pipeline::has_stepped(const std::shared_ptr<DeviceBucket>& bucket) {
@@ -600,7 +606,7 @@ bool Pipeline::close() {
     }
     changed_.notify_all();
     watcher_.join();
-    submitter_.join();
+    if (submitter_.joinable()) submitter_.join();
     const double left = kClosingSeconds - (now_seconds() - closing_since_.load());
     idle_at_close_ = drain(std::max(0.1, left));
     if (idle_at_close_ && module_ != nullptr && gpu_->try_push()) {

@@ -106,7 +106,7 @@ class Steps(Gradients):
         self._announce()
         self._unscale = self._take_scale()
         if self._reduced is not None:
-            self._reduced.drain()
+            self._reduced.finish()
         self._collect()
 
     def _foreign_inf(self) -> bool:
