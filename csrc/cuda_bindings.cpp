@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "arm_adam/adam.h"
+#include "cuda/device_bucket.h"
 #include "cuda/driver.h"
 #include "cuda/pinned.h"
 #include "cuda/pipeline.h"
@@ -68,12 +69,9 @@ std::shared_ptr<cuda::DeviceBucket> make_bucket(
     return pipeline.make_bucket(spec);
 }
 
-}  // namespace
+using Release = py::call_guard<py::gil_scoped_release>;
 
-void bind_cuda(py::module_& module) {
-    const auto release = py::call_guard<py::gil_scoped_release>();
-    py::register_exception<cuda::DriverError>(module, "DriverError", PyExc_RuntimeError);
-    module.def("cuda_scratch_bytes", &cuda::scratch_bytes, py::arg("numels"));
+void bind_memory(py::module_& module) {
     py::class_<cuda::Gpu, std::shared_ptr<cuda::Gpu>>(module, "CudaGpu")
         .def(py::init(&open_gpu), py::arg("library"), py::arg("ordinal"))
         .def_property_readonly("pci_bus_id", &cuda::Gpu::pci_bus_id)
@@ -84,11 +82,16 @@ void bind_cuda(py::module_& module) {
         .def_buffer([](cuda::PinnedMemory& memory) {
             return py::buffer_info(static_cast<std::uint8_t*>(memory.data()), static_cast<py::ssize_t>(memory.bytes()));
         })
-        .def("unpin", &cuda::PinnedMemory::unpin, release)
+        .def("unpin", &cuda::PinnedMemory::unpin, Release())
         .def("leak", &cuda::PinnedMemory::leak)
         .def_property_readonly("chunk", &cuda::PinnedMemory::chunk)
         .def_property_readonly("pinned", &cuda::PinnedMemory::pinned)
         .def_property_readonly("refusal", &cuda::PinnedMemory::refusal);
+}
+
+void bind_pipeline(py::module_& module) {
+    const auto release = Release();
+    module.def("cuda_scratch_bytes", &cuda::scratch_bytes, py::arg("numels"));
     py::class_<cuda::DeviceBucket, std::shared_ptr<cuda::DeviceBucket>>(module, "DeviceBucket");
     py::class_<cuda::Pipeline, std::shared_ptr<cuda::Pipeline>>(module, "CudaPipeline")
         .def(py::init(&make_pipeline), py::arg("gpu"), py::arg("pack"), py::arg("down"), py::arg("up"), py::arg("flag"),
@@ -142,4 +145,12 @@ void bind_cuda(py::module_& module) {
         .def("has_stepped", &cuda::Pipeline::has_stepped, py::arg("bucket"), release)
         .def("drain", &cuda::Pipeline::drain, py::arg("timeout_seconds"), release)
         .def("close", &cuda::Pipeline::close, release);
+}
+
+}  // namespace
+
+void bind_cuda(py::module_& module) {
+    py::register_exception<cuda::DriverError>(module, "DriverError", PyExc_RuntimeError);
+    bind_memory(module);
+    bind_pipeline(module);
 }

@@ -1,6 +1,7 @@
 """superoffload: AdamW with its state in host memory, stepping during backward, bit-for-bit as if it had waited.
 
-Names are loaded when first used, so that `superoffload.kernels` (NumPy only) works where torch is not installed.
+Names and modules are loaded when first used: `superoffload.checkpoints.save` needs no import of its own, and
+`superoffload.kernels` (NumPy only) works where torch is not installed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from superoffload._version import __version__
 
 if TYPE_CHECKING:
+    from superoffload import checkpoints, errors, exporter, integrations, kernels, metrics, timeline
     from superoffload.adamw import AdamW
     from superoffload.cpu_adamw import CPUAdamW
     from superoffload.metrics import Monitor
@@ -23,14 +25,31 @@ _HOMES = {
     "Verdict": "superoffload.verdict",
 }
 
-__all__ = ["AdamW", "CPUAdamW", "Monitor", "Verdict", "__version__"]
+_MODULES = ("checkpoints", "errors", "exporter", "integrations", "kernels", "metrics", "timeline")
+
+__all__ = [
+    "AdamW",
+    "CPUAdamW",
+    "Monitor",
+    "Verdict",
+    "__version__",
+    "checkpoints",
+    "errors",
+    "exporter",
+    "integrations",
+    "kernels",
+    "metrics",
+    "timeline",
+]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"superoffload.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'superoffload' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted({*globals(), *_HOMES, *_MODULES})

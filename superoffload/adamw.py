@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,11 @@ from superoffload.optimizer.gradients import kept_hook, reduction_hook
 from superoffload.optimizer.parameters import Given
 from superoffload.placement import check_placement
 from superoffload.timeline import Timeline, record
+from superoffload.unknown_arguments import refuse_unknown
 from superoffload.verdict import Verdict
+
+if TYPE_CHECKING:
+    from typing_extensions import Never
 
 __all__ = ["AdamW", "kernels"]
 
@@ -86,7 +90,8 @@ class AdamW(Delivery):
     Writes to parameters and gradients are noticed by their version counters. Those that go through ``.data`` leave
     no trace there: call ``refresh_masters()`` after such a write to a parameter, and edit ``p.grad`` itself.
 
-    Raises ArgumentError (a ValueError) for bad arguments before anything is changed.
+    Raises ArgumentError (a ValueError) for bad arguments before anything is changed; for a keyword argument that does
+    not exist it is a TypeError too, and names the one that was meant.
     """
 
     def __init__(
@@ -113,7 +118,9 @@ class AdamW(Delivery):
         rank_timeout: float | None = None,
         state_dtype: str | torch.dtype = "fp32",
         seed: int = 0,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown(AdamW, unknown)
         self._max_grad_norm = check_max_grad_norm(max_grad_norm)
         asked = check_placement(placement)
         check_keep_grads(keep_grads)

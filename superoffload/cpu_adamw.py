@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -29,6 +29,10 @@ from superoffload.bucket import ELEMENT_TYPES
 from superoffload.checkpoint import StateDict, read_state, write_state
 from superoffload.cpus import worker_cpus
 from superoffload.errors import StateError
+from superoffload.unknown_arguments import refuse_unknown
+
+if TYPE_CHECKING:
+    from typing_extensions import Never
 
 _OPEN: weakref.WeakSet[CPUAdamW] = weakref.WeakSet()
 
@@ -69,7 +73,9 @@ class CPUAdamW(Optimizer):
         state_dtype: str | torch.dtype = "fp32",
         seed: int = 0,
         threads: int | None = None,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown(CPUAdamW, unknown)
         groups = as_groups(params)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_groups(groups, defaults)

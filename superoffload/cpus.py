@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -47,8 +48,8 @@ def share_cpus(ranks: Sequence[RankOnNode], me: int) -> list[int]:
 
     Every rank computes the same division from the same list, so no processor is given twice. A processor goes to a
     rank that prefers it (its GPU's NUMA node) before one that does not, then to the rank that has the fewest; ranks
-    get runs of neighbours, which share caches. With more ranks than processors some get none of their own: then
-    they keep what they may use.
+    get runs of neighbours, which share caches. With more ranks than processors some get none of their own: each of
+    those gets one of another rank, as evenly as can be. More threads would only take turns on it.
     """
     mine = next(rank for rank in ranks if rank.rank == me)
     here = sorted((rank for rank in ranks if rank.host == mine.host), key=lambda rank: rank.rank)
@@ -56,7 +57,16 @@ def share_cpus(ranks: Sequence[RankOnNode], me: int) -> list[int]:
     wanted = {cpu: [rank for rank in here if cpu in rank.cpus] for cpu in sorted({c for r in here for c in r.cpus})}
     for users in _runs(wanted):
         _divide(users, wanted[users[0]], given)
-    return sorted(given[me]) or sorted(mine.cpus)
+    _share_with_others([rank for rank in here if not given[rank.rank]], given)
+    return sorted(given[me])
+
+
+def is_crowded(ranks: Sequence[RankOnNode]) -> bool:
+    """Whether some host has more ranks than processors: nothing runs beside a training thread there."""
+    hosts: dict[str, list[RankOnNode]] = {}
+    for rank in ranks:
+        hosts.setdefault(rank.host, []).append(rank)
+    return any(len(here) > len({cpu for rank in here for cpu in rank.cpus}) for here in hosts.values())
 
 
 def _runs(wanted: Mapping[int, Sequence[RankOnNode]]) -> list[list[int]]:
@@ -78,6 +88,15 @@ def _divide(cpus: Sequence[int], users: Sequence[RankOnNode], given: dict[int, l
     for rank, count in counts.items():
         given[rank].extend(cpus[start : start + count])
         start += count
+
+
+def _share_with_others(ranks: Sequence[RankOnNode], given: dict[int, list[int]]) -> None:
+    """Ranks without a processor of their own: one each, of those they may use the one with the fewest users."""
+    users = Counter(cpu for cpus in given.values() for cpu in cpus)
+    for rank in ranks:
+        cpu = min(rank.cpus, key=lambda cpu: (users[cpu], cpu))
+        given[rank.rank].append(cpu)
+        users[cpu] += 1
 
 
 def thread_limit(cpus: int, environment: Mapping[str, str], quota: float | None) -> int:

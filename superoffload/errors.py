@@ -11,6 +11,10 @@ class ArgumentError(SuperOffloadError, ValueError):
     """An argument, a file or an input that cannot be used; nothing was changed."""
 
 
+class UnknownArgument(ArgumentError, TypeError):
+    """A keyword argument that does not exist. Also a TypeError, which is what Python makes of one elsewhere."""
+
+
 class StateError(SuperOffloadError):
     """A call that does not fit what happened before it (a closed optimizer, a forked process, ...)."""
 

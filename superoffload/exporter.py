@@ -10,7 +10,7 @@ from superoffload.metrics import PER_STEP, PREFIX, TOTALS
 
 DEFAULT_PORT = 9464
 # Those of the totals that are no counters: they can fall.
-_GAUGES = ("journal_bytes_per_param", "params_on_device", "clip_rate")
+_GAUGES = ("journal_bytes_per_param", "params_on_device", "pinned_bytes", "clip_rate")
 
 
 class PrometheusExporter:

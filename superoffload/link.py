@@ -31,6 +31,10 @@ class Link(Protocol):
     frees_gradients: bool  # nobody reads a gradient again once pack() has returned, so its owner may let it go
     asynchronous: bool  # deliver() returns before ``after`` is done, and reads the shadow by itself once it is
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Of host memory, now."""
+
     def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
         """Before these are attached. ``anew``: instead of all that were attached before, which are idle."""
 
@@ -75,6 +79,7 @@ class SynchronousLink:
 
     asynchronous = False
     frees_gradients = False
+    pinned_bytes = 0
 
     def __init__(self) -> None:
         self.bytes_down = 0

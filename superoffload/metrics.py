@@ -43,6 +43,10 @@ TOTALS: Mapping[str, tuple[str, str]] = {
     "journal_bytes": ("bytes", "written into journals of steps that ended"),
     "journal_bytes_per_param": ("bytes", "of the buckets speculated in the last step that speculated"),
     "params_on_device": ("parameters", "whose state is on the accelerator now (placement)"),
+    "pinned_bytes": (
+        "bytes",
+        "of host memory that are pinned for the accelerator now; 0 while parameters are on the CPU",
+    ),
     "clip_rate": ("share", "clipped steps / decided steps"),
 }
 # What Monitor.step() adds: of the step since the call before.

@@ -31,6 +31,7 @@ class Stats:
     optimizer_seconds: float = 0.0
     optimizer_seconds_exposed: float = 0.0
     params_on_device: int = 0  # whose state is on the accelerator now, not since construction (placement)
+    pinned_bytes: int = 0  # of host memory, now (CUDA link)
     bytes_down: int = 0
     bytes_up: int = 0
     journal_bytes: int = 0

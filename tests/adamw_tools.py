@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +145,24 @@ def worker_threads() -> list[int]:
         if name.startswith("superoffload-"):
             found.append(int(task.name))
     return found
+
+
+@contextmanager
+def pair(**options: Any) -> Iterator[tuple[nn.Module, AdamW, nn.Module, AdamW]]:
+    """A speculating optimizer and one that waits, on equal models."""
+    model, twin = model_of(), model_of()
+    with (
+        AdamW(model.parameters(), speculation="always", **options) as optimizer,
+        AdamW(twin.parameters(), speculation="never", **options) as plain,
+    ):
+        yield model, optimizer, twin, plain
+
+
+def run_python(script: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, which must say nothing to standard error."""
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=timeout, env=environment, check=False
+    )
+    assert not done.stderr, done.stderr
+    return done

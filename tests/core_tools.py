@@ -188,7 +188,8 @@ def rig(settings: Settings, *, width: int | None = None, arena: float | None = N
     """``width``: all codes have this many bytes. ``arena``: bytes per parameter left for escapes (None: as built)."""
     with ExitStack() as stack:
         if width is not None:
-            stack.enter_context(mock.patch("superoffload.core.choose_width", lambda bucket, next_step: width))
+            always = mock.patch("superoffload.pipeline.speculating.choose_width", lambda bucket, next_step: width)
+            stack.enter_context(always)
         if arena is not None:
             per_param = (width or 2) + arena
             stack.enter_context(

@@ -1,4 +1,4 @@
-"""A CudaLink over the fake driver (csrc/tests/fake_cuda.cpp) under CPU tensors: whole optimizers, without a GPU.
+"""A CudaLink over the fake driver (csrc/tests/fake_*.cpp) under CPU tensors: whole optimizers, without a GPU.
 
 What a device does late, the fake does late: a gradient is written by an operation on the current stream, parameters are
 read by one, freed gradients are overwritten as soon as the allocator may use their memory again.
@@ -27,9 +27,10 @@ from tests.emulation import library_path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ROOT / "build" / "tests" / "libfakecuda.so"
-_SOURCES = [
-    "csrc/tests/fake_cuda.cpp",
-    *(f"csrc/{name}" for name in ("cuda/driver.h", "cuda/pipeline.h", "arm_adam/lanes_scalar.h")),
+_SOURCES = [f"csrc/tests/fake_{name}.cpp" for name in ("cuda", "device", "kernels", "controls")]
+_HEADERS = [
+    *(f"csrc/tests/fake_{name}.h" for name in ("device", "kernels")),
+    *(f"csrc/{name}" for name in ("cuda/driver.h", "cuda/device_bucket.h", "arm_adam/lanes_scalar.h")),
 ]
 _FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread"]
 _GARBAGE = 0x7F  # a byte; of these every format makes large values
@@ -39,11 +40,11 @@ IMAGE = b"kernels"  # the fake knows its kernels by name
 
 def build() -> Path:
     """Compiles the fake where it is not there yet."""
-    made = max((ROOT / source).stat().st_mtime for source in _SOURCES)
+    made = max((ROOT / source).stat().st_mtime for source in _SOURCES + _HEADERS)
     if not LIBRARY.exists() or LIBRARY.stat().st_mtime < made:
         LIBRARY.parent.mkdir(parents=True, exist_ok=True)
         fresh = LIBRARY.with_suffix(f".{os.getpid()}")
-        command = [os.environ.get("CXX", "g++"), *_FLAGS, "-Icsrc", _SOURCES[0], "-o", str(fresh), "-ldl"]
+        command = [os.environ.get("CXX", "g++"), *_FLAGS, "-Icsrc", *_SOURCES, "-o", str(fresh), "-ldl"]
         subprocess.run(command, cwd=ROOT, check=True, timeout=240)
         fresh.replace(LIBRARY)
     return LIBRARY

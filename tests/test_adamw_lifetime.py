@@ -1,4 +1,4 @@
-"""From construction to the end: closing, forking, leaving, interrupts, garbage; threads, their names and processors."""
+"""From construction to the end: closing, forking, leaving, garbage; threads, their names and processors."""
 
 from __future__ import annotations
 
@@ -6,60 +6,58 @@ import copy
 import gc
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.core import Core
 from superoffload.errors import StateError
-from tests.adamw_tools import assert_trained_alike, batch, check_counters, model_of, train, weights, worker_threads
+from tests.adamw_tools import (
+    assert_trained_alike,
+    batch,
+    check_counters,
+    model_of,
+    pair,
+    run_python,
+    train,
+    weights,
+    worker_threads,
+)
 from tests.core_tools import COUNTERS
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
-
-@contextmanager
-def pair(**options: Any) -> Iterator[tuple[nn.Module, AdamW, nn.Module, AdamW]]:
-    """A speculating optimizer and one that waits, on equal models."""
-    model, twin = model_of(), model_of()
-    with (
-        AdamW(model.parameters(), speculation="always", **options) as optimizer,
-        AdamW(twin.parameters(), speculation="never", **options) as plain,
-    ):
-        yield model, optimizer, twin, plain
 
 
 # ---- threads ------------------------------------------------------------------------------------------------------
 
 
 @on_linux
-def test_threads_are_named_bound_and_end_with_close() -> None:
+def test_threads_are_named_bound_give_way_and_end_with_close() -> None:
     before = set(worker_threads())
     allowed = sorted(os.sched_getaffinity(0))
     optimizer = AdamW(model_of().parameters(), threads=len(allowed) + 1)
     try:
-        expected = {f"superoffload-{i}": {cpu} for i, cpu in enumerate(allowed)}
-        expected[f"superoffload-{len(allowed)}"] = set(allowed)  # more threads than processors: not bound
-        masks: dict[str, set[int]] = {}
+        expected = {f"superoffload-{i}": ({cpu}, os.SCHED_BATCH) for i, cpu in enumerate(allowed)}
+        # More threads than processors: not bound.
+        expected[f"superoffload-{len(allowed)}"] = (set(allowed), os.SCHED_BATCH)
+        found: dict[str, tuple[set[int], int]] = {}
         until = time.monotonic() + 60  # they name and bind themselves as they start
-        while masks != expected and time.monotonic() < until:
-            masks = {
-                Path(f"/proc/self/task/{thread}/comm").read_text().strip(): os.sched_getaffinity(thread)
+        while found != expected and time.monotonic() < until:
+            found = {
+                Path(f"/proc/self/task/{thread}/comm").read_text().strip(): (
+                    os.sched_getaffinity(thread),
+                    os.sched_getscheduler(thread),
+                )
                 for thread in set(worker_threads()) - before
             }
-        assert masks == expected
+        assert found == expected
     finally:
         optimizer.close()
     assert set(worker_threads()) == before
@@ -164,6 +162,7 @@ def test_copies_are_refused(operation: Callable[[AdamW], object]) -> None:
 @pytest.mark.parametrize("in_a_cycle", [False, True])
 def test_garbage(in_flight: bool, in_a_cycle: bool) -> None:
     """Threads end, speculation is taken back, hooks are gone or quiet, nothing is written to freed memory."""
+    gc.collect()  # what other tests have left
     threads = set(worker_threads())
     model = model_of()
     for _ in range(10):
@@ -193,15 +192,6 @@ def vars_of_hooks(param: torch.Tensor) -> dict[int, object]:
 
 
 # ---- the end of the process ---------------------------------------------------------------------------------------
-
-
-def run_python(script: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=timeout, env=environment, check=False
-    )
-    assert not done.stderr, done.stderr
-    return done
 
 
 IN_FLIGHT = """
@@ -308,171 +298,6 @@ def test_a_forked_child_gets_an_error_and_the_parent_goes_on() -> None:
         "1",
         "True",
     ]
-
-
-# ---- interrupts ---------------------------------------------------------------------------------------------------
-
-
-def interrupted_once(owner: object, name: str) -> Any:
-    """A patch of a method that lets Ctrl-C come in its middle, the first time it is called."""
-    original = getattr(owner, name)
-    pending = [True]
-
-    def method(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        if pending:
-            pending.clear()
-            signal.raise_signal(signal.SIGINT)
-        return result
-
-    return mock.patch.object(owner, name, method)
-
-
-@pytest.mark.parametrize("method", ["_end_all_speculation", "_finish", "_count_step", "_end_step", "decide", "expect"])
-def test_ctrl_c_in_step_comes_out_of_a_finished_step(method: str) -> None:
-    with pair(bucket_numel=1024, max_grad_norm=1.0) as (model, optimizer, twin, plain):
-        train(model, optimizer, range(3))
-        train(twin, plain, range(4))
-        optimizer.zero_grad()
-        batch(model, 3).backward()
-        if method == "expect":  # called in step() only where backward has brought nothing
-            optimizer._abandon()
-        with interrupted_once(Core, method), pytest.raises(KeyboardInterrupt):
-            optimizer.step()
-        assert optimizer.state_digests() == plain.state_digests()
-        assert float(optimizer.state[next(model.parameters())]["step"]) == 4
-        train(model, optimizer, range(4, 6))
-        train(twin, plain, range(4, 6))
-        assert optimizer.state_digests() == plain.state_digests()
-        check_counters(optimizer)
-
-
-@pytest.mark.parametrize("method", ["arrive", "_pack", "_freeze", "_speculate", "expect"])
-def test_ctrl_c_in_backward_leaves_the_last_finished_step(method: str) -> None:
-    with pair(bucket_numel=1024) as (model, optimizer, twin, plain):
-        for one, its in ((model, optimizer), (twin, plain)):
-            train(one, its, range(3))
-        optimizer.zero_grad()
-        with interrupted_once(Core, method), pytest.raises(KeyboardInterrupt):
-            batch(model, 3).backward()
-        assert optimizer.state_digests() == plain.state_digests()
-        for one, its in ((model, optimizer), (twin, plain)):
-            train(one, its, range(3, 6))
-        assert optimizer.state_digests() == plain.state_digests()
-        check_counters(optimizer)
-
-
-@pytest.mark.parametrize("method", ["retract", "_undo_one", "abandon", "_take_back"])
-def test_ctrl_c_while_speculation_is_taken_back(method: str) -> None:
-    with pair(bucket_numel=1024) as (model, optimizer, twin, plain):
-        for one, its in ((model, optimizer), (twin, plain)):
-            train(one, its, range(3))
-        batch(model, 3).backward()
-        with interrupted_once(Core, method), pytest.raises(KeyboardInterrupt):
-            if method in ("abandon", "_take_back"):
-                optimizer.zero_grad()
-            else:
-                batch(model, 4).backward()
-        assert optimizer.state_digests() == plain.state_digests()
-        for one, its in ((model, optimizer), (twin, plain)):
-            train(one, its, range(3, 6))
-        assert optimizer.state_digests() == plain.state_digests()
-        check_counters(optimizer)
-
-
-def test_a_second_ctrl_c_goes_through_and_the_optimizer_says_so() -> None:
-    model = model_of()
-    optimizer = AdamW(model.parameters(), speculation="always")
-    train(model, optimizer, range(2))
-    batch(model, 3).backward()
-
-    def twice(*_: object) -> None:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-
-    with mock.patch.object(Core, "_finish", twice), pytest.raises(KeyboardInterrupt):
-        optimizer.step()
-    for use in (optimizer.step, optimizer.state_dict, optimizer.state_digests, optimizer.synchronize):
-        with pytest.raises(StateError, match="interrupted in the middle"):
-            use()
-    threads = len(worker_threads())
-    batch(model, 4).backward()
-    optimizer.close()
-    assert len(worker_threads()) < threads or sys.platform != "linux"
-
-
-def test_handlers_are_back_afterwards() -> None:
-    seen: list[int] = []
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
-        mine = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-        with pair() as (model, optimizer, _, _):
-            train(model, optimizer, range(1))
-            assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == mine
-            batch(model, 1).backward()
-            original = Core._finish
-
-            def terminated(*args: Any) -> None:
-                signal.raise_signal(signal.SIGTERM)
-                assert not seen, "it waits until the step is done"
-                original(*args)
-
-            with mock.patch.object(Core, "_finish", terminated):
-                optimizer.step()
-        assert seen == [signal.SIGTERM]
-        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == mine
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-
-
-HAMMERED = """
-import os, random, signal, threading, time, torch
-torch.set_num_threads(1)
-from superoffload import AdamW
-STEPS = 150
-gradients = [torch.randn(3000, generator=torch.Generator().manual_seed(i)) for i in range(STEPS)]
-
-def run(mode, hammer):
-    params = [torch.nn.Parameter(torch.ones(1000)) for _ in range(3)]
-    optimizer = AdamW(params, speculation=mode, bucket_numel=1024, max_grad_norm=54.0, threads=2)
-    interrupts = 0
-    caught = threading.Semaphore(0)
-    def shoot():
-        rng = random.Random(1)
-        while hammer:
-            time.sleep(rng.random() * 0.01)
-            os.kill(os.getpid(), signal.SIGINT)
-            caught.acquire()  # one at a time
-    thread = threading.Thread(target=shoot, daemon=True)
-    while True:
-        try:
-            if hammer and not thread.is_alive():
-                thread.start()
-            while (step := optimizer.stats()["steps"]) < STEPS:
-                optimizer.zero_grad()
-                (torch.cat(params) * gradients[step]).sum().backward()
-                optimizer.step()
-            if hammer:
-                hammer = False
-                thread.join()
-            return optimizer.state_digests(), interrupts, optimizer
-        except KeyboardInterrupt:
-            interrupts += 1
-            caught.release()
-
-plain, _, _ = run("never", False)
-hammered, interrupts, optimizer = run("always", True)
-stats = optimizer.stats()
-print(plain == hammered, interrupts > 0, stats["buckets_speculated"] > 0)
-COUNTERS
-"""
-
-
-def test_many_interrupts_at_random_moments() -> None:
-    """Each training step is retried until it is done; in the end nothing was lost, doubled or half-applied."""
-    counters = f"print(stats['buckets_speculated'] == sum(stats[name] for name in {COUNTERS}))"
-    assert run_python(HAMMERED.replace("COUNTERS", counters)).stdout.split() == ["True"] * 4
 
 
 # ---- figures ------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from superoffload.cpus import (
     RankOnNode,
     allowed_cpus,
     cpus_near_gpu,
+    is_crowded,
     share_cpus,
     thread_limit,
     worker_cpus,
@@ -54,20 +55,38 @@ def test_processors_go_to_the_rank_whose_gpu_is_near() -> None:
 
 
 def test_more_ranks_than_processors() -> None:
-    assert shares([RankOnNode("a", rank, (0, 1)) for rank in range(3)]) == [[0], [1], [0, 1]]
+    assert shares([RankOnNode("a", rank, (0, 1)) for rank in range(3)]) == [[0], [1], [0]]
+    assert shares([RankOnNode("a", rank, (0, 1)) for rank in range(5)]) == [[0], [1], [0], [1], [0]]
+    assert shares([RankOnNode("a", 0, (0,)), RankOnNode("a", 1, (0,)), RankOnNode("a", 2, (0, 1))]) == [[0], [0], [1]]
+
+
+def test_crowded_is_a_host_with_more_ranks_than_processors() -> None:
+    def ranks(host: str, count: int) -> list[RankOnNode]:
+        return [RankOnNode(host, rank, (0, 1)) for rank in range(count)]
+
+    assert not is_crowded(ranks("a", 2) + ranks("b", 2))
+    assert is_crowded(ranks("a", 2) + ranks("b", 3))
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sets(st.integers(0, 12), min_size=1), st.sets(st.integers(0, 12)))
                 , min_size=1, max_size=6))  # fmt: skip
-def test_no_processor_is_given_twice(nodes: list[tuple[str, set[int], set[int]]]) -> None:
+def test_no_processor_is_given_twice_but_to_ranks_without_one(nodes: list[tuple[str, set[int], set[int]]]) -> None:
     ranks = [RankOnNode(host, i, tuple(sorted(cpus)), tuple(near)) for i, (host, cpus, near) in enumerate(nodes)]
     divided = shares(ranks)
     for rank, mine in zip(ranks, divided, strict=True):
         assert mine and set(mine) <= set(rank.cpus)
     for (one, mine), (other, theirs) in combinations(zip(ranks, divided, strict=True), 2):
-        # A rank that got none keeps what it may use, as it must run somewhere.
-        if one.host == other.host and len(mine) < len(one.cpus) and len(theirs) < len(other.cpus):
-            assert not set(mine) & set(theirs)
+        if one.host == other.host and set(mine) & set(theirs):
+            assert any(
+                len(share) == 1 and is_taken(rank, ranks, divided) for rank, share in ((one, mine), (other, theirs))
+            )
+
+
+def is_taken(rank: RankOnNode, ranks: list[RankOnNode], divided: list[list[int]]) -> bool:
+    """Whether all that ``rank`` may use is with other ranks."""
+    pairs = zip(ranks, divided, strict=True)
+    others = {cpu for other, share in pairs if other.host == rank.host and other is not rank for cpu in share}
+    return set(rank.cpus) <= others
 
 
 @pytest.mark.parametrize(

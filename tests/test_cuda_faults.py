@@ -174,6 +174,25 @@ def test_pinned_memory_is_reserved_once_and_given_back(fake: Fake) -> None:
         assert fake.registered_bytes() == before
 
 
+def test_pinned_bytes_are_those_that_the_driver_registered(fake: Fake) -> None:
+    before = fake.registered_bytes()
+    with training(fake) as (model, optimizer):
+        train(model, optimizer, range(2, 4))
+        pinned = optimizer.stats()["pinned_bytes"]
+        assert 0 <= fake.registered_bytes() - before - pinned < 2 * 4096, "whole pages of the flag and the buckets"
+        assert pinned > 2 * 4 * sum(p.numel() for p in model.parameters()), "packed gradients and shadows"
+        optimizer.close()
+        assert optimizer.stats()["pinned_bytes"] == 0
+    with AdamW(model.parameters(), threads=1) as on_the_cpu:
+        assert on_the_cpu.stats()["pinned_bytes"] == 0
+
+
+def test_memory_that_the_system_refused_to_pin_does_not_count(fake: Fake) -> None:
+    fake.registrable(4096)
+    with pytest.warns(RuntimeWarning, match="refused to pin"), training(fake) as (_, optimizer):
+        assert optimizer.stats()["pinned_bytes"] == 4096, "the flag"
+
+
 def test_no_copy_crosses_a_registration(fake: Fake) -> None:
     """The fake refuses copies that do."""
     with training(fake, link={"chunk": 8192}) as (model, optimizer):

@@ -165,7 +165,8 @@ def test_endpoint_serves_what_the_monitor_saw(optimizer: superoffload.AdamW) -> 
             if PREFIX + name in values:
                 total = (
                     ""
-                    if name in PER_STEP or name in ("clip_rate", "journal_bytes_per_param", "params_on_device")
+                    if name in PER_STEP
+                    or name in ("clip_rate", "journal_bytes_per_param", "params_on_device", "pinned_bytes")
                     else "_total"
                 )
                 assert shown[f'superoffload_{name}{total}{{rank="2"}}'] == pytest.approx(values[PREFIX + name]), name

@@ -15,7 +15,8 @@ import superoffload
 from superoffload import checkpoints
 from superoffload.bucket import Shard
 from superoffload.errors import ArgumentError
-from superoffload.placement import Measured, choose_fraction, last_in_backward
+from superoffload.placement import last_in_backward
+from superoffload.placement_choice import Measured, choose_fraction
 from tests.resident_tools import ResidentHostLink, accelerator
 
 HALF = {"gpu_fraction": 0.5}

@@ -6,12 +6,14 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from superoffload.cli import main
 from superoffload.errors import ArgumentError
 from superoffload.plan import published
+from superoffload.plan.explanations import AutoPlacement, auto_placement, placement_lines
 from superoffload.plan.hardware import GB, GH200_96, PROFILES, find_hardware
 from superoffload.plan.memory import ENGINES, SHARDINGS, Settings, activation_bytes, check_fit, estimate_memory
 from superoffload.plan.models import ModelShape, parse_parameter_count, read_config, typical_shape
@@ -235,6 +237,78 @@ def test_profile_that_doctor_measured(tmp_path: Path) -> None:
     assert find_hardware(str(bare), "a100-pcie4").host_memory == 64e9
 
 
+def test_a_file_without_bandwidths_says_what_is_missing_and_how_to_give_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = doctor_file(tmp_path / "quick.json", [])
+    values = json.loads(path.read_text())
+    del values["machine"]["memory bandwidth"]  # as `superoffload doctor --no-bandwidth` leaves it
+    path.write_text(json.dumps(values))
+    command = ["plan", "--model", "1B", "--hardware", str(path), "--gpu", "h200-pcie5"]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    for part in ("--no-bandwidth", "bandwidth is missing", f"superoffload doctor --json {path}", "--host-bandwidth GB"):
+        assert part in error
+    assert main([*command, "--host-bandwidth", "37.5"]) == 0
+    assert "host_bandwidth: 38 GB/s: given (--host-bandwidth)" in capsys.readouterr().out
+    assert find_hardware(str(path), "h200-pcie5", 37.5e9).host_bandwidth == 37.5e9
+    values["machine"]["memory"]["usable_bytes"] = None
+    path.write_text(json.dumps(values))
+    with pytest.raises(ArgumentError, match="could not tell how much memory there is"):
+        find_hardware(str(path), "h200-pcie5", 37.5e9)
+
+
+def test_a_bandwidth_that_is_given_counts_for_built_in_machines_too() -> None:
+    assert find_hardware("gh200-96", None, 100e9).host_bandwidth == 100e9
+    assert find_hardware("gh200-96").host_bandwidth == GH200_96.host_bandwidth
+    for wrong in (0.0, -1e9, float("inf"), float("nan")):
+        with pytest.raises(ArgumentError, match=r"host_bandwidth=.*expected GB/s, a number above 0"):
+            find_hardware("gh200-96", None, wrong)
+
+
+def test_auto_placement_is_explained_with_the_numbers_of_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    assert main(["plan", "--model", "7B", "--json", str(path)]) == 0
+    shown, values = capsys.readouterr().out, json.loads(path.read_text())
+    auto, step, count = values["placement_auto"], values["step"], values["model"]["parameters"]
+    optimizer = 28 * count / GH200_96.host_bandwidth
+    free = values["memory"]["gpu_room"] - values["memory"]["gpu_need"]
+    assert auto["gpu_fraction"] == pytest.approx(min(1 - step["backward"] / optimizer, 0.5 * free / (14 * count)))
+    assert auto["gpu_bytes"] == pytest.approx(14 * auto["gpu_fraction"] * count)
+    assert f'placement="auto" would keep {auto["gpu_fraction"]:.1%} of the state on the GPU' in shown
+    assert "after 4 steps, by what it measured" in shown and 'placement={"gpu_fraction": f} sets it' in shown
+
+
+def test_auto_placement_keeps_a_bucket_where_backward_hides_the_rest_and_is_not_for_other_engines() -> None:
+    def auto(**options: Any) -> AutoPlacement | None:
+        settings = Settings(**options)
+        choice = evaluate(LLAMA_8B, GH200_96, settings)
+        return auto_placement(LLAMA_8B, settings, choice.fit, choice.step, GH200_96.host_bandwidth)
+
+    long = auto(micro_batch=16, checkpointing="full")
+    assert long is not None and long.fraction == pytest.approx((32 << 20) / LLAMA_8B.parameters, rel=0.01)
+    bf16, fp32 = auto(micro_batch=4, state_dtype="bf16"), auto(micro_batch=4)
+    assert bf16 is not None and fp32 is not None and bf16.why != fp32.why
+    split = auto(micro_batch=2, accumulation=4)
+    assert split is not None and split.why != auto(micro_batch=8).why  # type: ignore[union-attr]
+    assert auto(engine="torch") is None and auto(ranks=2, sharding="zero3") is None
+    assert placement_lines(None) == []
+    full = replace(long, fraction=0.0)
+    assert 'placement="auto" would keep no state on the GPU' in placement_lines(full)[0]
+
+
+def test_the_journal_is_shown_as_a_reservation_with_what_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "7B"]) == 0
+    shown = capsys.readouterr().out
+    count = typical_shape(7e9).parameters
+    assert f"journal, reserved {2.5 * count / GB:>23.1f} GB" in shown
+    assert f"on average 1.1 to 1.25 are used ({1.1 * count / GB:.1f} to {1.25 * count / GB:.1f} GB)" in shown
+    assert main(["plan", "--model", "1B", "--engine", "torch"]) == 0
+    assert "journal" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("text", ["{}", "nonsense", '{"machine": 3}'])
 def test_files_that_doctor_did_not_write_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_text(text)
@@ -273,7 +347,7 @@ def test_command_reports_and_fails_if_it_does_not_fit(tmp_path: Path, capsys: py
     assert main(["plan", "--model", "7B", "--all", "--json", str(tmp_path / "plan.json")]) == 0
     shown, values = capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
     assert "It fits" in shown and "Assumptions" in shown and "data sheet" in shown and "not been run on a GPU" in shown
-    assert values["passed"] and values["memory"]["host"]["journal"] == 2.5 * values["model"]["parameters"]
+    assert values["passed"] and values["memory"]["host"]["journal, reserved"] == 2.5 * values["model"]["parameters"]
     assert {"torch", "superoffload"} <= {choice["settings"]["engine"] for choice in values["choices"]}
     assert main(["plan", "--model", "70B"]) == 1
     assert "It does not fit" in capsys.readouterr().out

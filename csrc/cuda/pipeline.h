@@ -11,107 +11,28 @@
 // Every arrow between two streams is an event; docs/pipeline.md has the picture and the reason for each.
 #pragma once
 
-#include <atomic>
-#include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "../arm_adam/adam.h"
 #include "../runtime/completion.h"
+#include "closing.h"
+#include "device_bucket.h"
 #include "driver.h"
+#include "gradients_down.h"
+#include "parameters_up.h"
+#include "streams.h"
 
 namespace superoffload::cuda {
-
-// What the kernels are given per piece (csrc/cuda/*.cu); sorted by first_block.
-struct CopyPiece {
-    DeviceAddress address;      // of the gradient or the parameter
-    unsigned long long offset;  // elements into the packed or staged buffer
-    unsigned long long numel;
-    unsigned long long first_block;
-};
-
-struct PieceSpec {
-    std::uint64_t offset = 0;  // elements into the bucket
-    std::uint64_t numel = 0;
-    double* block_sums = nullptr;  // of the shard, from this piece's first block on
-};
-
-struct BucketSpec {
-    std::vector<PieceSpec> pieces;
-    adam::ElementType gradient_type = adam::ElementType::f32;   // on the device
-    adam::ElementType packed_type = adam::ElementType::f32;     // in host memory
-    adam::ElementType shadow_type = adam::ElementType::f32;     // in host memory
-    adam::ElementType published_type = adam::ElementType::f32;  // on the device
-    void* packed = nullptr;
-    void* shadow = nullptr;
-    void* scratch = nullptr;           // scratch_bytes() of host memory, for tables and block sums
-    DeviceAddress device_scratch = 0;  // as many on the device
-    bool direct = false;               // the pack kernel stores into host memory, which then must be pinned
-    DeviceAddress resident = 0;        // of a packed gradient that stays on the device: only its sums go down
-    std::string step_kernel;           // what steps it there
-};
-
-std::size_t scratch_bytes(const std::vector<std::uint64_t>& numels);
-
-// Destroyed with its owner; the driver keeps it until what was recorded has happened.
-class OwnedEvent {
-   public:
-    explicit OwnedEvent(std::shared_ptr<Gpu> gpu);
-    ~OwnedEvent();
-    OwnedEvent(const OwnedEvent&) = delete;
-    OwnedEvent& operator=(const OwnedEvent&) = delete;
-    Event get() const { return event_; }
-
-   private:
-    std::shared_ptr<Gpu> gpu_;
-    Event event_ = nullptr;
-    long creator_;
-};
-
-// One bucket as the pipeline sees it. Its memory is the caller's, who keeps it until the pipeline is closed.
-class DeviceBucket {
-   public:
-    DeviceBucket(const std::shared_ptr<Gpu>& gpu, BucketSpec spec);
-
-   private:
-    friend class Pipeline;
-
-    BucketSpec spec_;
-    std::vector<std::uint64_t> blocks_;  // of each piece
-    std::uint64_t all_blocks_ = 0;
-    Function pack_ = nullptr;           // null: no kernels
-    Function unpack_ = nullptr;         // null: copied straight into the parameters
-    Function step_ = nullptr;           // of a resident bucket
-    std::string step_table_;            // what it reads; kept until it has been copied
-    DeviceAddress packed_address_ = 0;  // of host memory, as kernels see it (direct)
-    DeviceAddress sums_address_ = 0;
-    OwnedEvent ready_;      // current stream: the gradients are written
-    OwnedEvent packed_;     // pack stream: the gradients are read
-    OwnedEvent arrived_;    // down stream: they are in host memory
-    OwnedEvent readers_;    // current stream: whatever reads the old parameters was enqueued before
-    OwnedEvent delivered_;  // up stream: the parameters are new
-    OwnedEvent stepped_;    // current stream: a resident bucket's table is read, and all that its step reads
-    std::atomic<bool> was_delivered_{false};
-    std::shared_ptr<Completion> arrival_;  // of the last pack
-    bool half_packed_ = false;             // a pack has failed, but some of it may be under way
-};
 
 struct Staging {
     DeviceAddress down = 0;  // slots * slot_bytes on the device
     std::uint64_t slot_bytes = 0;
     unsigned slots = 0;
     DeviceAddress up = 0;  // room for one shadow, where a cast is needed on the way up
-};
-
-struct Streams {
-    Stream pack = nullptr;
-    Stream down = nullptr;
-    Stream up = nullptr;
 };
 
 class Pipeline {
@@ -128,7 +49,7 @@ class Pipeline {
 
     bool has_kernels() const { return module_ != nullptr; }
     // False once the driver has refused to write flags: then arrivals are seen by asking events.
-    bool uses_flag() const { return use_flag_.load(); }
+    bool uses_flag() const { return gradients_.uses_flag(); }
 
     // Staging memory; only while nothing is under way (drain()).
     void set_staging(const Staging& staging);
@@ -162,73 +83,20 @@ class Pipeline {
     bool close();
 
    private:
-    struct Ticket {
-        std::shared_ptr<DeviceBucket> bucket;
-        std::shared_ptr<Completion> done;
-        std::uint32_t sequence;
-        bool flagged;
-        bool summed;  // by the pack kernel
-        double since;
-        std::vector<std::pair<std::size_t, std::uint64_t>> pieces;  // index, first block
-    };
-    struct Job {
-        std::shared_ptr<DeviceBucket> bucket;
-        std::shared_ptr<Completion> after;
-        std::shared_ptr<Completion> done;
-        std::vector<DeviceAddress> addresses;
-    };
-    struct Slot {
-        explicit Slot(const std::shared_ptr<Gpu>& gpu) : copied(gpu) {}
-        OwnedEvent copied;  // down stream: its contents are in host memory
-        bool used = false;
-    };
-
-    void watch();
-    void submit();
-    std::string await(const Ticket& ticket) const;
-    void hand_over_sums(const Ticket& ticket) const;
-    std::string await_step(const Job& job) const;
-    void enqueue_up(const Job& job);
-    Ticket enqueue_down(const std::shared_ptr<DeviceBucket>& bucket, Stream current,
-                        const std::vector<DeviceAddress>& addresses, bool keep, const std::vector<Stream>& others);
-    std::uint64_t enqueue_pack(DeviceBucket& bucket, const std::vector<DeviceAddress>& addresses, Ticket& ticket,
-                               Slot* slot, DeviceAddress target);
-    void copy_pieces_down(const DeviceBucket& bucket, const std::vector<DeviceAddress>& addresses,
-                          DeviceAddress source);
-    bool signal(std::uint32_t sequence);
-    void order(Stream later, Event event, const char* what) const;
     Function find(const char* kind, adam::ElementType from, adam::ElementType to) const;
     Function find(const std::string& name) const;
-    void launch(Function function, std::uint64_t grid, Stream stream, void** arguments, const char* what) const;
-    bool streams_idle() const;
-    bool await_idle_streams(double until) const;
-    bool out_of_time() const;
     bool forked() const;
     void check_open() const;
 
     std::shared_ptr<Gpu> gpu_;
-    Streams streams_;
-    std::atomic<std::uint32_t>* flag_;
-    DeviceAddress flag_address_ = 0;
-    std::atomic<bool> use_flag_;
+    StreamSet streams_;
+    Closing closing_;
+    GradientsDown gradients_;
+    ParametersUp parameters_;
     Module module_ = nullptr;
-    double timeout_seconds_;
-    Staging staging_;
-    std::vector<std::unique_ptr<Slot>> slots_;
-    std::size_t next_slot_ = 0;
-    std::uint32_t sequence_ = 0;
-    std::mutex enqueue_mutex_;  // one pack at a time: the order of flags is that of tickets
-
-    mutable std::mutex mutex_;
-    std::condition_variable changed_;
-    std::deque<Ticket> tickets_;
-    std::deque<Job> jobs_;
-    std::string broken_;                    // why parameters on the device are not those of the last step
-    std::atomic<double> closing_since_{0};  // 0: open
     std::mutex close_mutex_;
+    bool closed_ = false;
     bool idle_at_close_ = false;
-    std::thread watcher_;
-    std::thread submitter_;
     long creator_;
 };
 

@@ -23,6 +23,9 @@ void name_and_bind(std::size_t index, int cpu) {
         // Best effort: a processor that was taken away since then leaves the thread unbound.
         pthread_setaffinity_np(pthread_self(), sizeof set, &set);
     }
+    // Where threads share a processor, the training thread is not pushed aside the moment it hands work over.
+    sched_param priority{};
+    pthread_setschedparam(pthread_self(), SCHED_BATCH, &priority);
 #else
     (void)cpu;
 #ifdef __APPLE__

@@ -4,308 +4,26 @@
 // current context, mapped pointers and asynchronous copies of memory that was not registered, copies across
 // registrations; handles that are gone, flags and kernels that do not exist, words for flags that are not mapped.
 //
-// fake_cuda_* functions let tests set delays, inject errors, and put work of their own on streams. Kernels: those of
-// the library named in FAKE_CUDA_KERNELS (emulate_launch), or plain loops of the same meaning.
-#include <dlfcn.h>
-
-#include <algorithm>
+// Here are the driver's functions; the device is in fake_device.*, its kernels in fake_kernels.*, and what lets tests
+// set delays, inject errors and put work of their own on streams in fake_controls.cpp.
 #include <atomic>
-#include <chrono>
-#include <condition_variable>
 #include <cstdint>
-#include <cstdlib>
+#include <cstdio>
 #include <cstring>
-#include <deque>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <random>
 #include <set>
 #include <string>
-#include <thread>
-#include <utility>
 #include <vector>
 
-#include "arm_adam/lanes_scalar.h"
-#include "cuda/driver.h"
-#include "cuda/pipeline.h"
+#include "fake_device.h"
+#include "fake_kernels.h"
 
-using superoffload::adam::ScalarLanes;
-using superoffload::cuda::CopyPiece;
-using superoffload::cuda::DeviceAddress;
-using superoffload::cuda::Result;
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
-namespace {
-
-enum : Result {
-    kSuccess = 0,
-    kInvalidValue = 1,
-    kOutOfMemory = 2,
-    kInvalidContext = 201,
-    kInvalidHandle = 400,
-    kNotFound = 500,
-    kNotReady = 600,
-    kAlreadyRegistered = 712,
-    kNotRegistered = 713,
-    kNotSupported = 801,
-};
-
-// What an event waits for: one recording of it.
-struct Recording {
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool reached = false;
-
-    void reach() {
-        {
-            const std::lock_guard<std::mutex> lock(mutex);
-            reached = true;
-        }
-        changed.notify_all();
-    }
-    bool is_reached() {
-        const std::lock_guard<std::mutex> lock(mutex);
-        return reached;
-    }
-    void wait() {
-        std::unique_lock<std::mutex> lock(mutex);
-        changed.wait(lock, [this] { return reached; });
-    }
-};
-
-}  // namespace
-
-struct CUstream_st;
-struct CUctx_st {};
-struct CUmod_st {};
-struct CUfunc_st {
-    std::string name;
-};
-struct CUevent_st {
-    std::mutex mutex;
-    std::shared_ptr<Recording> last;
-    CUstream_st* recorded_on = nullptr;
-};
-
-struct CUstream_st {
-    CUstream_st() : thread([this] { run(); }) { thread.detach(); }
-
-    // `always`: also on a device that has failed, so that streams become idle there too.
-    void enqueue(std::function<void()> operation, bool always = false);
-    bool idle() {
-        const std::lock_guard<std::mutex> lock(mutex);
-        return queue.empty();
-    }
-    void synchronize() {
-        std::unique_lock<std::mutex> lock(mutex);
-        changed.wait(lock, [this] { return queue.empty(); });
-    }
-    void run();
-
-    std::mutex mutex;
-    std::condition_variable changed;
-    struct Operation {
-        double delay;
-        bool always;
-        std::function<void()> run;
-    };
-    std::deque<Operation> queue;  // the front one is running
-    std::thread thread;
-};
-
-namespace {
-
-// Never destroyed: the threads of streams outlive main().
-struct World {
-    std::mutex mutex;
-    std::mt19937_64 random{1};
-    double longest_delay = 0;                                // seconds
-    std::map<std::string, std::pair<int, Result>> failures;  // symbol -> calls until it fails
-    std::map<std::string, long> calls;
-    std::set<std::pair<CUstream_st*, CUstream_st*>> dropped;  // (who waits, on whose event)
-    std::map<char*, std::size_t> registered;
-    std::size_t registrable = SIZE_MAX;
-    std::atomic<Result> broken{kSuccess};  // as after a kernel that failed: nothing runs any more
-    std::atomic<bool> writes_values{true};
-    std::atomic<long> mismatches{0};
-    CUctx_st context;
-    CUmod_st module;
-    std::set<CUfunc_st*> functions;
-    std::set<CUevent_st*> events;
-    CUstream_st* legacy = nullptr;
-};
-
-World& world() {
-    static auto* const made = new World;
-    return *made;
-}
-
-thread_local std::vector<CUctx_st*> contexts;
-
-// The first thing in every function: what a test wants to go wrong, and what a device that has failed answers.
-Result enter(const char* symbol, bool needs_context = true) {
-    World& w = world();
-    const std::lock_guard<std::mutex> lock(w.mutex);
-    ++w.calls[symbol];
-    const auto found = w.failures.find(symbol);
-    if (found != w.failures.end() && found->second.first-- == 0) {
-        const Result result = found->second.second;
-        w.failures.erase(found);
-        return result;
-    }
-    if (needs_context && (contexts.empty() || contexts.back() == nullptr)) return kInvalidContext;
-    return w.broken.load();
-}
-
-bool is_event(CUevent_st* event) {
-    World& w = world();
-    const std::lock_guard<std::mutex> lock(w.mutex);
-    return w.events.count(event) != 0;
-}
+using namespace fake;
 
 #define ENTER(symbol) \
     if (const Result result = enter(symbol); result != kSuccess) return result
-
-double draw_delay() {
-    World& w = world();
-    const std::lock_guard<std::mutex> lock(w.mutex);
-    if (w.longest_delay <= 0) return 0;
-    std::uniform_real_distribution<double> uniform(0, 1);
-    return uniform(w.random) < 0.5 ? 0 : uniform(w.random) * w.longest_delay;
-}
-
-CUstream_st* stream_of(CUstream_st* stream) {
-    if (stream != nullptr) return stream;
-    World& w = world();
-    const std::lock_guard<std::mutex> lock(w.mutex);
-    if (w.legacy == nullptr) w.legacy = new CUstream_st;
-    return w.legacy;
-}
-
-// Whether the memory lies within one registration; `any`: whether it touches one at all.
-bool in_registration(const void* memory, std::size_t bytes, bool* any) {
-    World& w = world();
-    const auto* const first = static_cast<const char*>(memory);
-    const std::lock_guard<std::mutex> lock(w.mutex);
-    *any = false;
-    for (const auto& [start, length] : w.registered) {
-        if (first >= start && first + bytes <= start + length) return true;
-        if (first < start + length && start < first + bytes) *any = true;
-    }
-    return false;
-}
-
-// ---- kernels --------------------------------------------------------------------------------------------------------
-
-using Emulate = void (*)(const char*, unsigned, unsigned, void**);
-
-Emulate emulated_kernels() {
-    static const Emulate found = [] {
-        const char* const library = std::getenv("FAKE_CUDA_KERNELS");
-        if (library == nullptr) return Emulate{nullptr};
-        void* const handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
-        if (handle == nullptr) {
-            std::fprintf(stderr, "FAKE_CUDA_KERNELS: %s\n", dlerror());
-            std::abort();
-        }
-        return reinterpret_cast<Emulate>(dlsym(handle, "emulate_launch"));
-    }();
-    return found;
-}
-
-float load(const std::string& type, const void* memory, std::uint64_t i) {
-    if (type == "bf16") return ScalarLanes::load_bf16(static_cast<const std::uint16_t*>(memory) + i);
-    if (type == "f16") return ScalarLanes::load_f16(static_cast<const std::uint16_t*>(memory) + i);
-    return static_cast<const float*>(memory)[i];
-}
-
-// A value of the type it has already keeps its bits, NaN payloads included.
-void convert(const std::string& from, const std::string& to, const void* source, std::uint64_t s, void* target,
-             std::uint64_t t) {
-    if (from == to) {
-        const std::size_t size = from == "f32" ? 4 : 2;
-        std::memcpy(static_cast<char*>(target) + size * t, static_cast<const char*>(source) + size * s, size);
-        return;
-    }
-    const float x = load(from, source, s);
-    if (to == "bf16") return ScalarLanes::store_bf16(static_cast<std::uint16_t*>(target) + t, x);
-    if (to == "f16") return ScalarLanes::store_f16(static_cast<std::uint16_t*>(target) + t, x);
-    static_cast<float*>(target)[t] = x;
-}
-
-double sum_of_block(const std::string& type, const void* gradient, std::uint64_t begin, std::uint64_t end) {
-    double s[16] = {};
-    for (std::uint64_t i = begin; i < end; ++i) {
-        const double x = load(type, gradient, i);
-        s[(i - begin) % 16] += x * x;
-    }
-    for (int half = 8; half >= 1; half /= 2) {
-        for (int i = 0; i < half; ++i) s[i] += s[i + half];
-    }
-    return s[0] - s[0] == 0 ? s[0] : __builtin_inf();
-}
-
-void run_kernel(const std::string& name, unsigned grid, unsigned block, void** arguments) {
-    if (const Emulate emulate = emulated_kernels()) {
-        emulate(name.c_str(), grid, block, arguments);
-        return;
-    }
-    const std::size_t first = name.find('_');
-    const std::size_t second = name.find('_', first + 1);
-    const std::string from = name.substr(first + 1, second - first - 1);
-    const std::string to = name.substr(second + 1);
-    const auto* const pieces = *static_cast<const CopyPiece**>(arguments[0]);
-    const unsigned count = *static_cast<unsigned*>(arguments[1]);
-    void* const buffer = *static_cast<void**>(arguments[2]);
-    constexpr std::uint64_t kBlock = superoffload::adam::kBlock;
-    for (unsigned p = 0; p < count; ++p) {
-        const CopyPiece& piece = pieces[p];
-        auto* const there = reinterpret_cast<void*>(piece.address);
-        for (std::uint64_t i = 0; i < piece.numel; ++i) {
-            if (name.rfind("pack", 0) == 0) {
-                convert(from, to, there, i, buffer, piece.offset + i);
-            } else {
-                convert(from, to, buffer, piece.offset + i, there, i);
-            }
-        }
-        if (name.rfind("pack", 0) != 0) continue;
-        auto* const sums = *static_cast<double**>(arguments[3]);
-        for (std::uint64_t b = 0; b * kBlock < piece.numel; ++b) {
-            const std::uint64_t end = std::min<std::uint64_t>(piece.numel, (b + 1) * kBlock);
-            sums[piece.first_block + b] = sum_of_block(from, there, b * kBlock, end);
-        }
-    }
-}
-
-}  // namespace
-
-void CUstream_st::enqueue(std::function<void()> operation, bool always) {
-    const double delay = draw_delay();
-    {
-        const std::lock_guard<std::mutex> lock(mutex);
-        queue.push_back({delay, always, std::move(operation)});
-    }
-    changed.notify_all();
-}
-
-void CUstream_st::run() {
-    std::unique_lock<std::mutex> lock(mutex);
-    for (;;) {
-        changed.wait(lock, [this] { return !queue.empty(); });
-        const Operation operation = queue.front();
-        lock.unlock();
-        if (operation.delay > 0) std::this_thread::sleep_for(std::chrono::duration<double>(operation.delay));
-        if (operation.always || world().broken.load() == kSuccess) operation.run();
-        lock.lock();
-        queue.pop_front();
-        changed.notify_all();
-    }
-}
-
-// ---- the driver -----------------------------------------------------------------------------------------------------
 
 EXPORT Result cuInit(unsigned) { return enter("cuInit", false); }
 
@@ -356,21 +74,21 @@ EXPORT Result cuDevicePrimaryCtxRetain(CUctx_st** context, int) {
 EXPORT Result cuDevicePrimaryCtxRelease_v2(int) { return enter("cuDevicePrimaryCtxRelease_v2", false); }
 
 EXPORT Result cuCtxSetCurrent(CUctx_st* context) {
-    if (contexts.empty()) contexts.push_back(nullptr);
-    contexts.back() = context;
+    if (contexts().empty()) contexts().push_back(nullptr);
+    contexts().back() = context;
     return kSuccess;
 }
 
 EXPORT Result cuCtxPushCurrent_v2(CUctx_st* context) {
     if (context != &world().context) return kInvalidContext;
-    contexts.push_back(context);
+    contexts().push_back(context);
     return kSuccess;
 }
 
 EXPORT Result cuCtxPopCurrent_v2(CUctx_st** context) {
-    if (contexts.empty()) return kInvalidContext;
-    *context = contexts.back();
-    contexts.pop_back();
+    if (contexts().empty()) return kInvalidContext;
+    *context = contexts().back();
+    contexts().pop_back();
     return kSuccess;
 }
 
@@ -479,7 +197,7 @@ EXPORT Result cuMemHostRegister_v2(void* memory, std::size_t bytes, unsigned fla
 }
 
 EXPORT Result cuMemHostUnregister(void* memory) {
-    if (contexts.empty() || contexts.back() == nullptr) return kInvalidContext;
+    if (contexts().empty() || contexts().back() == nullptr) return kInvalidContext;
     World& w = world();
     const std::lock_guard<std::mutex> lock(w.mutex);
     return w.registered.erase(static_cast<char*>(memory)) == 1 ? kSuccess : kNotRegistered;
@@ -524,26 +242,6 @@ EXPORT Result cuModuleLoadData(CUmod_st** module, const void*) {
 
 EXPORT Result cuModuleUnload(CUmod_st*) { return enter("cuModuleUnload"); }
 
-// As csrc/cuda/kernels.cu defines them.
-static const std::set<std::string>& kernel_names() {
-    static const std::set<std::string> names = [] {
-        std::set<std::string> made;
-        for (const char* same : {"f32_f32", "bf16_bf16", "f16_f16"}) {
-            for (const char* kind : {"pack_", "unpack_", "step_"}) made.insert(std::string(kind) + same);
-        }
-        for (const char* type : {"bf16", "f16"}) {
-            made.insert(std::string("pack_") + type + "_f32");
-            made.insert(std::string("unpack_f32_") + type);
-            made.insert(std::string("step_f32_") + type);
-        }
-        for (const std::string& name : std::set<std::string>(made)) {
-            if (name.rfind("step_", 0) == 0) made.insert(name + "_noisy");
-        }
-        return made;
-    }();
-    return names;
-}
-
 EXPORT Result cuModuleGetFunction(CUfunc_st** function, CUmod_st*, const char* name) {
     ENTER("cuModuleGetFunction");
     if (kernel_names().count(name) == 0) return kNotFound;
@@ -574,93 +272,4 @@ EXPORT Result cuLaunchKernel(CUfunc_st* function, unsigned grid, unsigned, unsig
         run_kernel(name, grid, block, pointers.data());
     });
     return kSuccess;
-}
-
-// ---- for tests ------------------------------------------------------------------------------------------------------
-
-// Every operation on a stream is delayed by up to so many microseconds, from this seed on.
-EXPORT void fake_cuda_delays(std::uint64_t seed, double microseconds) {
-    World& w = world();
-    const std::lock_guard<std::mutex> lock(w.mutex);
-    w.random.seed(seed);
-    w.longest_delay = 1e-6 * microseconds;
-}
-
-// A device as new: no delays, no errors. Memory and streams stay.
-EXPORT void fake_cuda_reset() {
-    World& w = world();
-    const std::lock_guard<std::mutex> lock(w.mutex);
-    w.longest_delay = 0;
-    w.failures.clear();
-    w.calls.clear();
-    w.dropped.clear();
-    w.registrable = SIZE_MAX;
-    w.broken.store(kSuccess);
-    w.writes_values.store(true);
-    w.mismatches.store(0);
-}
-
-// The call of `symbol` after `calls` more of them returns `result`.
-EXPORT void fake_cuda_fail(const char* symbol, int calls, Result result) {
-    World& w = world();
-    const std::lock_guard<std::mutex> lock(w.mutex);
-    w.failures[symbol] = {calls, result};
-}
-
-// As after a kernel that failed: what is enqueued never runs, and every call returns `result`.
-EXPORT void fake_cuda_break(Result result) { world().broken.store(result); }
-
-EXPORT void fake_cuda_write_values(int supported) { world().writes_values.store(supported != 0); }
-
-EXPORT void fake_cuda_registrable(std::size_t bytes) {
-    World& w = world();
-    const std::lock_guard<std::mutex> lock(w.mutex);
-    w.registrable = bytes;
-}
-
-// Waits of `later` for events recorded on `earlier` are left out: the mistake that tests must notice.
-EXPORT void fake_cuda_drop_waits(CUstream_st* later, CUstream_st* earlier) {
-    World& w = world();
-    const std::lock_guard<std::mutex> lock(w.mutex);
-    w.dropped.insert({later, earlier});
-}
-
-EXPORT CUstream_st* fake_cuda_stream() { return new CUstream_st; }
-EXPORT void fake_cuda_synchronize(CUstream_st* stream) { stream_of(stream)->synchronize(); }
-
-// Work of a model on a stream: writes `source`, a copy of which is made now, to `target`.
-EXPORT void fake_cuda_write(CUstream_st* stream, void* target, const void* source, std::size_t bytes) {
-    const auto* const first = static_cast<const char*>(source);
-    std::vector<char> copy(first, first + bytes);
-    stream_of(stream)->enqueue([target, copy] { std::memcpy(target, copy.data(), copy.size()); });
-}
-
-// Likewise, reads `memory`, which must then hold what it holds now.
-EXPORT void fake_cuda_read(CUstream_st* stream, const void* memory, std::size_t bytes) {
-    const auto* const first = static_cast<const char*>(memory);
-    std::vector<char> expected(first, first + bytes);
-    stream_of(stream)->enqueue([memory, expected] {
-        if (std::memcmp(memory, expected.data(), expected.size()) != 0) ++world().mismatches;
-    });
-}
-
-EXPORT void fake_cuda_sleep(CUstream_st* stream, double microseconds) {
-    stream_of(stream)->enqueue(
-        [microseconds] { std::this_thread::sleep_for(std::chrono::duration<double>(1e-6 * microseconds)); });
-}
-
-EXPORT long fake_cuda_mismatches() { return world().mismatches.load(); }
-
-EXPORT long fake_cuda_calls(const char* symbol) {
-    World& w = world();
-    const std::lock_guard<std::mutex> lock(w.mutex);
-    return w.calls[symbol];
-}
-
-EXPORT std::size_t fake_cuda_registered_bytes() {
-    World& w = world();
-    const std::lock_guard<std::mutex> lock(w.mutex);
-    std::size_t bytes = 0;
-    for (const auto& [start, length] : w.registered) bytes += length;
-    return bytes;
 }

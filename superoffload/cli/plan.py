@@ -40,6 +40,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help=f"{', '.join(PROFILES)}, or a file of superoffload doctor --json",
     )
     machine.add_argument("--gpu", metavar="NAME", help="with a file: take the GPU from this built-in profile")
+    machine.add_argument(
+        "--host-bandwidth",
+        type=float,
+        metavar="GB_PER_SECOND",
+        help="of the processors' memory, per GPU, as you know it",
+    )
     add_option(machine, "--ranks", type=int, default=1, help="one per GPU")
     run = parser.add_argument_group("settings")
     add_option(run, "--engine", choices=ENGINES, default="superoffload", help="what steps the optimizer")
@@ -62,7 +68,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from superoffload.plan.hardware import find_hardware
+    from superoffload.plan.hardware import GB, find_hardware
     from superoffload.plan.report import comparison_table, plan_as_json, plan_as_text
     from superoffload.plan.settings import all_choices, evaluate
     from superoffload.reporting.run_folder import check_writable, write_json
@@ -73,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
         print(comparison())
         return 0
     model, settings = model_from(args), settings_from(args)
-    hardware = find_hardware(args.hardware, args.gpu)
+    given = None if args.host_bandwidth is None else args.host_bandwidth * GB
+    hardware = find_hardware(args.hardware, args.gpu, given)
     check_writable(args.json, "json")
     if args.plots:
         _draw(Path(args.plots), model, hardware, settings)

@@ -86,6 +86,10 @@ class CudaLink:
         """Whether all host memory could be pinned."""
         return self.can_pin and all(arena.pinned for arena in self._arenas)
 
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(arena.nbytes for arena in [*self._arenas, self._flag] if arena.pinned)
+
     # ---- memory -----------------------------------------------------------------------------------------------
 
     def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:

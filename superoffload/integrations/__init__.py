@@ -1,1 +1,26 @@
-"""Adapters to host frameworks. No optimizer logic: they translate a framework's events into calls of the core."""
+"""Adapters to host frameworks. No optimizer logic: they translate a framework's events into calls of the core.
+
+Each is loaded when first used, since it needs its framework.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from superoffload.integrations import deepspeed, transformers
+
+_MODULES = ("deepspeed", "transformers")
+
+__all__ = ["deepspeed", "transformers"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'superoffload.integrations' has no attribute {name!r}")
+    return import_module(f"superoffload.integrations.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

@@ -13,6 +13,7 @@ from torch import Tensor
 from superoffload.arguments import check_gradient
 from superoffload.bucket import Shard
 from superoffload.integrations.fsdp2 import await_offload
+from superoffload.optimizer.edited_gradients import EditedGradients
 from superoffload.optimizer.parameters import Parameters
 from superoffload.packed_gradient import PackedGradient, gradient_is_gone
 from superoffload.ranks.layout import Holding, is_dtensor
@@ -32,6 +33,7 @@ class Gradients(Parameters):
 
     def _connect(self, params: Sequence[Tensor]) -> None:
         super()._connect(params)
+        self._edits = EditedGradients()
         self._core.packed = _packed_hook(self)
 
     # ---- hooks ------------------------------------------------------------------------------------------------
@@ -143,6 +145,11 @@ class Gradients(Parameters):
         tracked.grad = None
         self._core.retract(tracked.shard)
 
+    def _let_go_of_edited(self, tracked: Tracked) -> None:
+        if tracked.param.grad is not None:
+            self._edits.edited(tracked.shard)
+        self._let_go(tracked)
+
     def _collect(self) -> None:
         """Makes the core's view of gradients and parameters that of the user, whatever happened since backward."""
         core = self._core
@@ -152,7 +159,7 @@ class Gradients(Parameters):
             if tracked.reduced is not None:
                 self._adopt_reduced(tracked)
             if core.has_gradient(tracked.shard) and (tracked in noticed.edited or self._is_edited(tracked)):
-                self._let_go(tracked)
+                self._let_go_of_edited(tracked)
             if tracked in noticed.written:
                 self._refresh(tracked)
             if tracked.param.grad is not None and not core.has_gradient(tracked.shard):
@@ -181,7 +188,7 @@ class Gradients(Parameters):
             if self._core.gradient_is(tracked.shard, tracked.holding.part(grad)):
                 tracked.remember_grad(grad)
             else:
-                self._let_go(tracked)
+                self._let_go_of_edited(tracked)
 
     def _after_step(self) -> None:
         moved = []

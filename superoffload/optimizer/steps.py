@@ -104,10 +104,12 @@ class Steps(Gradients):
                 self._refuse_replaced()
                 self._adopt(index, unfrozen)
         self._announce()
+        self._edits.begin(self._core.buckets)
         self._unscale = self._take_scale()
         if self._reduced is not None:
             self._reduced.finish()
         self._collect()
+        self._edits.end()
 
     def _foreign_inf(self) -> bool:
         """A GradScaler saw a NaN or an infinity before somebody replaced it."""
@@ -149,7 +151,7 @@ class Steps(Gradients):
             return 1.0
         if self.grad_scale is None:  # the user called unscale_(), which version counters do not show
             for tracked in self._tracked.values():
-                self._let_go(tracked)
+                self._let_go_of_edited(tracked)
             return 1.0
         scale = as_float(self.grad_scale)
         return 1.0 / scale if scale != 0.0 else math.inf

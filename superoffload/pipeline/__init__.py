@@ -1,1 +1,1 @@
-"""The core in layers of one idea each: layout, waiting, delivering, settling; superoffload/core.py has the step."""
+"""The core in layers of one idea each, from layout up to arriving; superoffload/core.py has the end of a step."""

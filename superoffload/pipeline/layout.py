@@ -12,7 +12,8 @@ from superoffload.bucket import Bucket, GroupHyper, Shard, lay_out
 from superoffload.link import Link
 from superoffload.memory import exceeds_caches
 from superoffload.pipeline.options import CoreOptions
-from superoffload.placement import Measured, Placer, ResidentWork, move_state
+from superoffload.placement import Placer, ResidentWork, move_state
+from superoffload.placement_choice import Measured
 
 if TYPE_CHECKING:
     from superoffload.timeline import Timeline

@@ -14,6 +14,9 @@ from superoffload.pipeline.options import CoreOptions
 from superoffload.pipeline.stopwatch import Stopwatch
 from superoffload.stats import Stats
 
+# beta ** step is 0 in double precision from here on, so that 1 - beta ** step, the bias correction, is 1.
+_CORRECTED_BY_ONE = 1 << 60
+
 
 class Waiting(Layout):
     """Failures of workers are collected, so that everything is put in order before one is raised."""
@@ -28,6 +31,28 @@ class Waiting(Layout):
         """Behind what runs on ``bucket``, if that is its gradient on the way."""
         bucket.running = self.pool.submit(bucket.work, operation, width, bucket.running)
         bucket.doing = operation
+
+    def _freeze(self, bucket: Bucket, factor: float) -> None:
+        """Fixes the scalars that ``bucket`` is stepped with; those of its group may change afterwards."""
+        hyper = self._hyper_of(bucket.group)
+        ahead = 1 if hyper.bias_correction else _CORRECTED_BY_ONE
+        steps = [
+            piece.shard.steps + ahead if present else 0
+            for piece, present in zip(bucket.pieces, bucket.present, strict=True)
+        ]
+        work = bucket.work if bucket.resident_work is None else bucket.resident_work
+        work.freeze(
+            lr=hyper.lr,
+            beta1=hyper.beta1,
+            beta2=hyper.beta2,
+            eps=hyper.eps,
+            weight_decay=hyper.weight_decay,
+            gradient_factor=factor,
+            l2=hyper.l2,
+            steps=steps,
+        )
+        bucket.frozen = hyper
+        bucket.factor = factor
 
     def _wait(self, bucket: Bucket) -> bool:
         """For the operation that runs on ``bucket``. False: a worker failed (see ``_raise_worker_failure``)."""

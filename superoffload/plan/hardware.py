@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -174,10 +175,15 @@ PROFILES = {
 }
 
 
-def find_hardware(name: str, gpu: str | None = None) -> Hardware:
-    """A built-in profile, or the machine in a file of `superoffload doctor --json` with the GPU of profile `gpu`."""
+def find_hardware(name: str, gpu: str | None = None, host_bandwidth: float | None = None) -> Hardware:
+    """A built-in profile, or the machine in a file of `superoffload doctor --json` with the GPU of profile `gpu`.
+
+    `host_bandwidth`: bytes per second and GPU, in the place of the one that is known.
+    """
+    if host_bandwidth is not None and not 0 < host_bandwidth < math.inf:
+        raise ArgumentError(f"host_bandwidth={host_bandwidth / GB:g}: expected GB/s, a number above 0")
     if name in PROFILES:
-        return PROFILES[name]
+        return _given(PROFILES[name], host_bandwidth)
     path = Path(name)
     if path.suffix != ".json" and not path.exists():
         raise ArgumentError(
@@ -185,7 +191,7 @@ def find_hardware(name: str, gpu: str | None = None) -> Hardware:
         )
     try:
         machine = json.loads(path.read_text(encoding="utf-8"))["machine"]
-        return from_doctor(machine, gpu, name)
+        return from_doctor(machine, gpu, name, host_bandwidth)
     except OSError as error:
         raise ArgumentError(f"hardware={name}: cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -194,7 +200,16 @@ def find_hardware(name: str, gpu: str | None = None) -> Hardware:
         raise ArgumentError(f"hardware={name}: not a file written by superoffload doctor --json") from error
 
 
-def from_doctor(machine: Mapping[str, Any], gpu: str | None, source: str) -> Hardware:
+def _given(hardware: Hardware, host_bandwidth: float | None) -> Hardware:
+    if host_bandwidth is None:
+        return hardware
+    sources = {**hardware.sources, "host_bandwidth": "given (--host-bandwidth)"}
+    return replace(hardware, host_bandwidth=host_bandwidth, sources=sources)
+
+
+def from_doctor(
+    machine: Mapping[str, Any], gpu: str | None, source: str, host_bandwidth: float | None = None
+) -> Hardware:
     """Host side as measured; of the GPU, what doctor cannot know (arithmetic) from the profile it resembles."""
     devices = machine["GPU"]["devices"]
     base = PROFILES.get(gpu) if gpu else _resembling(devices)
@@ -205,10 +220,18 @@ def from_doctor(machine: Mapping[str, Any], gpu: str | None, source: str) -> Har
         )
     sharing = max(1, len(devices))
     measured = f"measured by doctor ({source})"
-    values: dict[str, Any] = {
-        "host_memory": machine["memory"]["usable_bytes"] / sharing,
-        "host_bandwidth": machine["memory bandwidth"]["bytes_per_second"] / sharing,
-    }
+    if machine["memory"]["usable_bytes"] is None:
+        raise ArgumentError(
+            f"hardware={source}: doctor could not tell how much memory there is; mount /proc there and run it again"
+        )
+    values: dict[str, Any] = {"host_memory": machine["memory"]["usable_bytes"] / sharing}
+    if "memory bandwidth" in machine:
+        values["host_bandwidth"] = machine["memory bandwidth"]["bytes_per_second"] / sharing
+    elif host_bandwidth is None:
+        raise ArgumentError(
+            f"hardware={source}: written with --no-bandwidth, so the memory bandwidth is missing; run superoffload "
+            f"doctor --json {source} there without --no-bandwidth, or give it: --host-bandwidth GB_PER_SECOND (per GPU)"
+        )
     if devices and not gpu:
         device = devices[0]
         values["gpu_memory"] = device["memory_bytes"]
@@ -216,7 +239,8 @@ def from_doctor(machine: Mapping[str, Any], gpu: str | None, source: str) -> Har
             values.update(link_up=device["host_to_device"], link_down=device["device_to_host"])
         values["gpus_per_node"] = len(devices)
     sources = {**base.sources, **{key: measured for key in values if key in _NUMBERS}}
-    return replace(base, name=f"{Path(source).stem} + {base.name}", sources=sources, **values)
+    found = replace(base, name=f"{Path(source).stem} + {base.name}", sources=sources, **values)
+    return _given(found, host_bandwidth)
 
 
 def _resembling(devices: list[Mapping[str, Any]]) -> Hardware | None:

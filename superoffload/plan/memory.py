@@ -19,6 +19,7 @@ HOST_RESERVE = 16e9  # operating system, Python, data loading
 GATHERED_ELEMENTS = 1e9  # DeepSpeed's stage3_max_live_parameters, and its sub_group_size
 REDUCE_ELEMENTS = 2 * 5e8  # two reduce buckets, one in use while the other is filled
 BUCKET_ELEMENTS = 32 << 20  # this project's largest bucket; four are on their way at once
+JOURNAL = "journal, reserved"
 GPU_SHARE = 0.10  # of the optimizer, which DeepSpeed SuperOffload's examples keep on the GPU
 
 
@@ -149,7 +150,7 @@ def _add_offloaded(
         gpu["staging"] = 2 * 4 * min(BUCKET_ELEMENTS, own)
         host["master"] = 4 * own
         host["moments"] = (8 if settings.state_dtype == "fp32" else 4) * own
-        host["packed gradient"], host["shadow"], host["journal"] = 2 * own, 2 * own, 2.5 * own
+        host["packed gradient"], host["shadow"], host[JOURNAL] = 2 * own, 2 * own, 2.5 * own
     elif settings.engine == "zero-offload":
         gpu["staging"] = 2 * min(GATHERED_ELEMENTS, own)
         host["master"], host["moments"] = 4 * own, 8 * own

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from superoffload.plan.explanations import AutoPlacement, auto_placement, journal_lines, placement_lines
 from superoffload.plan.hardware import GB, Hardware
 from superoffload.plan.memory import CONTEXT_BYTES, FRAGMENTATION, Settings, estimate_memory
 from superoffload.plan.models import ModelShape
@@ -32,6 +33,7 @@ def plan_as_json(model: ModelShape, hardware: Hardware, settings: Settings) -> d
     choice, best = evaluate(model, hardware, settings), recommend(model, hardware, settings)
     needs = estimate_memory(model, settings)
     largest = largest_model(hardware, settings)
+    auto = _auto(model, hardware, choice)
     return {
         "command": "plan",
         "passed": choice.fit.fits,
@@ -47,6 +49,7 @@ def plan_as_json(model: ModelShape, hardware: Hardware, settings: Settings) -> d
             **choice.fit.as_json(),
         },
         "step": {**choice.step.as_json(), "tokens_per_second": choice.tokens_per_second},
+        "placement_auto": None if auto is None else auto.as_json(),
         "largest_model_parameters": largest.parameters if largest else None,
         "recommended": None if best is None else {**_choice_json(best), "configuration": configuration(best.settings)},
         "choices": [_choice_json(other) for other in all_choices(model, hardware, settings)],
@@ -54,6 +57,10 @@ def plan_as_json(model: ModelShape, hardware: Hardware, settings: Settings) -> d
         "assumptions": assumptions(settings),
         "note": NOT_YET,
     }
+
+
+def _auto(model: ModelShape, hardware: Hardware, choice: Choice) -> AutoPlacement | None:
+    return auto_placement(model, choice.settings, choice.fit, choice.step, hardware.host_bandwidth)
 
 
 def _choice_json(choice: Choice) -> dict[str, Any]:
@@ -76,6 +83,7 @@ def plan_as_text(model: ModelShape, hardware: Hardware, settings: Settings) -> s
         *_memory_lines(model, settings, choice),
         "",
         *_step_lines(choice),
+        *placement_lines(_auto(model, hardware, choice)),
         "",
         *_choice_lines(model, hardware, settings),
         "",
@@ -113,6 +121,7 @@ def _memory_lines(model: ModelShape, settings: Settings, choice: Choice) -> list
     if needs.host:
         lines.append(f"Host memory per GPU: {needs.host_peak / GB:.1f} GB of {fit.host_room / GB:.1f} usable")
         lines += [f"  {name:<32} {size / GB:>8.1f} GB" for name, size in needs.host.items()]
+        lines += journal_lines(model, settings, needs)
     lines.append(f"{'It fits' if fit.fits else 'It does not fit'}; {fit.binds} is the tighter one.")
     return lines
 

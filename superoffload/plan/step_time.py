@@ -119,6 +119,12 @@ def _superoffload(own: float, hardware: Hardware, settings: Settings, window: fl
     return down + plain + up, after_one_pass
 
 
+def plain_pass_seconds(own: float, host_bandwidth: float, settings: Settings) -> float:
+    """Of superoffload's plain step over ``own`` parameters, by the processors alone."""
+    saving = BF16_STATE_SAVING if settings.state_dtype == "bf16" else 0.0
+    return (PLAIN_BYTES - saving) * own / host_bandwidth
+
+
 def _pipeline(window: float, stages: Sequence[float]) -> float:
     """When the last bucket leaves the last stage, counted from the start of backward; one bucket at a time each."""
     free = [0.0] * len(stages)

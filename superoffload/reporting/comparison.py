@@ -105,6 +105,7 @@ def figures(run: Run) -> dict[str, Any]:
         "clip_rate": run.stat("clip_rate"),
         "skipped_steps": run.stat("skipped_steps"),
         "journal_bytes_per_param": run.stat("journal_bytes_per_param"),
+        "pinned_bytes": run.stat("pinned_bytes"),
         "peak_host_memory_bytes": summary.get("peak_host_memory_bytes") if summary else None,
         "digests": dict(summary["digests"]) if summary else None,
     }
@@ -168,6 +169,7 @@ _ROWS = (
     ("of the steps clipped", "clip_rate", "{:.1%}"),
     ("steps skipped", "skipped_steps", "{:,}"),
     ("journal bytes per parameter", "journal_bytes_per_param", "{:.2f}"),
+    ("host memory pinned, MiB", "pinned_bytes", "{:,.0f}"),
     ("host memory at its peak, MiB", "peak_host_memory_bytes", "{:,.0f}"),
 )
 

@@ -125,6 +125,59 @@ def test_readers_see_fresh_values(reader: str, threshold: int, two_ranks: Ranks)
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+def is_left_for_later(crowded: bool) -> bool:
+    """Whether a step leaves anything, where there are (not) more ranks than processors."""
+    from unittest.mock import patch
+
+    from superoffload.integrations.deepspeed import ranks
+
+    with patch.object(ranks, "is_crowded", lambda everyone: crowded):
+        _, outstanding = read_after_steps("gathered", WAITING_LATER, {})
+    return outstanding
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_nothing_is_left_for_later_where_it_would_be_in_the_way(crowded: bool, two_ranks: Ranks) -> None:
+    assert two_ranks.run(is_left_for_later, crowded) == [not crowded] * 2
+
+
+def collectives_after_a_step(options: dict[str, Any]) -> tuple[int, int]:
+    """How many gathers the end of a step takes, and for how many persistent parameters."""
+    from unittest.mock import patch
+
+    import deepspeed.comm as comm
+
+    scenario = Scenario({"zero": {"stage3_param_persistence_threshold": 3000}})
+    engine = scenario.engine(OURS, options)
+    optimizer, calls = engine.optimizer, 0
+    end_of_step = optimizer._post_step
+
+    def counted(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    def counting(*args: Any) -> None:
+        gathers = {name: counted(getattr(comm, name)) for name in ("allgather_fn", "all_gather_into_tensor")}
+        with patch.multiple(comm, **gathers):
+            end_of_step(*args)
+
+    optimizer._post_step = counting
+    scenario.train(engine, range(1))
+    persistent = len(optimizer.persistent_parameters)
+    end(engine)
+    return calls, persistent
+
+
+def test_persistent_parameters_come_in_one_collective(two_ranks: Ranks) -> None:
+    for calls, persistent in two_ranks.run(collectives_after_a_step, EAGER):
+        assert persistent > 2
+        assert calls == 1
+
+
 def test_before_0_19_8_parameters_are_gathered_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A blocking gather of several waited for the last of them only, and gloo ends them in any order."""
     import deepspeed

@@ -76,6 +76,15 @@ def _one_by_one(parameter: Any, original: Callable[..., Any]) -> Callable[..., A
     return gather
 
 
+def gather_together(parameters: Iterable[Any]) -> None:
+    """Small parameters in one collective; DeepSpeed's blocking gather takes one for each. Collective."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    missing = [parameter for parameter in parameters if parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+    if missing:
+        missing[0].all_gather_coalesced(missing).wait()
+
+
 @contextmanager
 def whole_parameter(parameter: Any) -> Iterator[Tensor]:
     """What a forward reads of ``parameter``; gathered for that, where it is not there. Collective."""

@@ -24,12 +24,17 @@ class PartitionLink(SynchronousLink):
         self._gradient_of = gradient_of
         self._pin = pin
 
+    def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
+        if anew:
+            self.pinned_bytes = 0
+
     def attach(self, bucket: Bucket) -> None:
         bucket.gradients = [
             self._gradient_of(piece.shard)[piece.start : piece.start + piece.numel] for piece in bucket.pieces
         ]
         if self._pin:
             bucket.shadow = torch.empty(bucket.padded, dtype=bucket.published_dtype, pin_memory=True)
+            self.pinned_bytes += bucket.shadow.nbytes
         else:
             bucket.shadow = host_empty(bucket.padded, bucket.published_dtype)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from superoffload.bucket import Shard
-from superoffload.cpus import RankOnNode, allowed_cpus, share_cpus, worker_cpus
+from superoffload.cpus import RankOnNode, allowed_cpus, is_crowded, share_cpus, worker_cpus
 from superoffload.integrations.deepspeed.delivery import whole_parameter
 from superoffload.ranks.group import rank_group, rank_timeout
 from superoffload.ranks.held import Held
@@ -20,15 +20,16 @@ from superoffload.ranks.session import RankCheck, RankSession
 from superoffload.ranks.setup import near_gpu
 
 
-def cpus_of_this_rank(threads: int | None, published: Sequence[Tensor], group: Any) -> list[int]:
+def cpus_of_this_rank(threads: int | None, published: Sequence[Tensor], group: Any) -> tuple[list[int], bool]:
     """One processor per worker thread; ranks of one host share out those that they may use. A collective of ``group``.
 
-    ``published``: tensors on the device of the parameters, near which the processors should be.
+    Also, alike on all ranks: whether some host has more ranks than processors. ``published``: tensors on the device of
+    the parameters, near which the processors should be.
     """
     mine = RankOnNode(socket.gethostname(), dist.get_rank(), tuple(allowed_cpus()), near_gpu(published))
     all_ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(all_ranks, mine, group=group)
-    return worker_cpus(threads, share_cpus(all_ranks, mine.rank))
+    return worker_cpus(threads, share_cpus(all_ranks, mine.rank)), is_crowded(all_ranks)
 
 
 def open_session(

@@ -28,7 +28,7 @@ from superoffload.bucket import Shard
 from superoffload.core import CoreOptions
 from superoffload.errors import RankError, StateError, WorkerError
 from superoffload.integrations.deepspeed.config import load, read_options
-from superoffload.integrations.deepspeed.delivery import Readers
+from superoffload.integrations.deepspeed.delivery import Readers, gather_together
 from superoffload.integrations.deepspeed.driver import Partition, PartitionDriver, Window
 from superoffload.integrations.deepspeed.features import (
     check_arguments,
@@ -81,6 +81,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         self._session: RankSession | None = None
         self._look_is_due = False
         self._later = False  # what the last step publishes may not be there yet
+        self._crowded = False  # more ranks than processors: nothing is left for later, where it would be in the way
         super().__init__(module, init_optimizer, param_names, timers, ds_config, **kwargs)
         if self.torch_autocast_gradscaler is not None:
             raise StateError("torch_autocast with fp16: its loss scaler is not supported; use bf16, or fp16 without it")
@@ -127,7 +128,9 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
                 offset += size
                 start += size
         options = self.superoffload_options
-        cpus = cpus_of_this_rank(options.threads, self.fp16_partitioned_groups_flat, self.dp_process_group)
+        cpus, self._crowded = cpus_of_this_rank(
+            options.threads, self.fp16_partitioned_groups_flat, self.dp_process_group
+        )
         reference = weakref.ref(self.optimizer)  # an engine that is let go of must not keep itself alive
         return PartitionDriver(
             partitions,
@@ -330,7 +333,8 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
             verdict = Verdict(float(self._global_grad_norm), coefficient, False, factor)
             # Where backward has done the work, there is nothing to wait for later, and persistent parameters are
             # gathered together. Not a question of what is done on this rank: all ranks must gather alike.
-            self._later = self._delivers_later and not (speculating and factor == unclipped)
+            in_the_way = self._crowded or (speculating and factor == unclipped)
+            self._later = self._delivers_later and not in_the_way
             with self._for_the_next_step():  # the step was completed all the same
                 driver.step(verdict, later=self._later)
             self._ended(applied=True, factor=factor)
@@ -401,6 +405,8 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         persistent: Any = getattr(self, "persistent_parameters")  # noqa: B009
         if self._later:
             self.persistent_parameters = []
+        else:
+            gather_together(persistent)
         try:
             super()._post_step(timer_names)
         finally:

@@ -1,0 +1,90 @@
+// One bucket as the pipeline sees it: what the caller says of it, its events, its scratch memory.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../arm_adam/adam.h"
+#include "../runtime/completion.h"
+#include "driver.h"
+#include "streams.h"
+
+namespace superoffload::cuda {
+
+// What the kernels are given per piece (csrc/cuda/*.cu); sorted by first_block.
+struct CopyPiece {
+    DeviceAddress address;      // of the gradient or the parameter
+    unsigned long long offset;  // elements into the packed or staged buffer
+    unsigned long long numel;
+    unsigned long long first_block;
+};
+
+struct PieceSpec {
+    std::uint64_t offset = 0;  // elements into the bucket
+    std::uint64_t numel = 0;
+    double* block_sums = nullptr;  // of the shard, from this piece's first block on
+};
+
+struct BucketSpec {
+    std::vector<PieceSpec> pieces;
+    adam::ElementType gradient_type = adam::ElementType::f32;   // on the device
+    adam::ElementType packed_type = adam::ElementType::f32;     // in host memory
+    adam::ElementType shadow_type = adam::ElementType::f32;     // in host memory
+    adam::ElementType published_type = adam::ElementType::f32;  // on the device
+    void* packed = nullptr;
+    void* shadow = nullptr;
+    void* scratch = nullptr;           // scratch_bytes() of host memory, for tables and block sums
+    DeviceAddress device_scratch = 0;  // as many on the device
+    bool direct = false;               // the pack kernel stores into host memory, which then must be pinned
+    DeviceAddress resident = 0;        // of a packed gradient that stays on the device: only its sums go down
+    std::string step_kernel;           // what steps it there
+};
+
+std::size_t scratch_bytes(const std::vector<std::uint64_t>& numels);
+
+// Where things are in scratch memory, in bytes: the table of the pack kernel, that of the unpack kernel, a word for its
+// flag, the block sums.
+struct Scratch {
+    Scratch(std::size_t pieces, std::uint64_t blocks);
+
+    std::size_t down_table = 0;
+    std::size_t up_table;
+    std::size_t nonfinite;
+    std::size_t sums;
+    std::size_t end;
+};
+
+// Its memory is the caller's, who keeps it until the pipeline is closed.
+struct DeviceBucket {
+    DeviceBucket(const std::shared_ptr<Gpu>& gpu, BucketSpec specified);
+
+    // On the host and on the device: `at` is one of Scratch.
+    char* host_scratch(std::size_t at) const { return static_cast<char*>(spec.scratch) + at; }
+    DeviceAddress device_scratch(std::size_t at) const { return spec.device_scratch + at; }
+
+    const BucketSpec spec;
+    std::vector<std::uint64_t> blocks;  // of each piece
+    std::uint64_t all_blocks = 0;
+    Function pack = nullptr;           // null: no kernels
+    Function unpack = nullptr;         // null: copied straight into the parameters
+    Function step = nullptr;           // of a resident bucket
+    std::string step_table;            // what it reads; kept until it has been copied
+    DeviceAddress packed_address = 0;  // of host memory, as kernels see it (direct)
+    DeviceAddress sums_address = 0;
+    OwnedEvent ready;      // current stream: the gradients are written
+    OwnedEvent packed;     // pack stream: the gradients are read
+    OwnedEvent arrived;    // down stream: they are in host memory
+    OwnedEvent readers;    // current stream: whatever reads the old parameters was enqueued before
+    OwnedEvent delivered;  // up stream: the parameters are new
+    OwnedEvent stepped;    // current stream: a resident bucket's table is read, and all that its step reads
+    std::atomic<bool> was_delivered{false};
+    std::shared_ptr<Completion> arrival;  // of the last pack
+    bool half_packed = false;             // a pack has failed, but some of it may be under way
+    Scratch scratch;
+};
+
+}  // namespace superoffload::cuda

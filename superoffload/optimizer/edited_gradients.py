@@ -1,0 +1,55 @@
+"""Tells the user once that gradients which change after backward cost the overlap: most often they are clipped by hand.
+
+It is told where it is certain: in two steps in a row, everything that was stepped during backward was undone because
+gradients had been changed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+from superoffload.bucket import Bucket, BucketState, Shard
+
+STEPS_IN_A_ROW = 2
+
+
+class EditedGradients:
+    """One step's: ``begin()`` before gradients are looked at, ``edited()`` per gradient, ``end()`` after all."""
+
+    def __init__(self) -> None:
+        self._speculated: list[Bucket] = []
+        self._edited: set[int] = set()
+        self._in_a_row = 0
+        self._said = False
+
+    def begin(self, buckets: Iterable[Bucket]) -> None:
+        if not self._said:
+            self._speculated = [bucket for bucket in buckets if bucket.state is BucketState.SPECULATED]
+            self._edited.clear()
+
+    def edited(self, shard: Shard) -> None:
+        """What was done with this gradient during backward is undone, since it was changed after it."""
+        self._edited.add(shard.index)
+
+    def end(self) -> None:
+        if self._said:
+            return
+        lost = [bucket for bucket in self._speculated if any(p.shard.index in self._edited for p in bucket.pieces)]
+        everything = bool(lost) and len(lost) == len(self._speculated)
+        self._in_a_row = self._in_a_row + 1 if everything else 0
+        self._speculated = []
+        if self._in_a_row == STEPS_IN_A_ROW:
+            self._said = True
+            warnings.warn(_message(len(lost)), RuntimeWarning, stacklevel=2)
+
+
+def _message(buckets: int) -> str:
+    undone = "the bucket that was" if buckets == 1 else f"all {buckets} buckets that were"
+    return (
+        f"superoffload: gradients changed between backward and step() in {STEPS_IN_A_ROW} steps in a row, so {undone} "
+        "stepped during backward had to be undone and stepped again. The result is right, but nothing is hidden behind "
+        "backward. If you clip by hand (torch.nn.utils.clip_grad_norm_, GradScaler.unscale_): pass max_grad_norm= to "
+        "superoffload.AdamW instead, the norm is in optimizer.grad_norm. Other changes belong into a hook "
+        "(parameter.register_hook), which comes before; where that cannot be, speculation='never' saves the undoing"
+    )

@@ -1,0 +1,181 @@
+"""During backward: gradients arrive, complete buckets are packed; some gradients were not final after all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from superoffload.bits import same_bits
+from superoffload.bucket import Bucket, BucketState, GroupHyper, Shard
+from superoffload.errors import DeviceError, StateError
+from superoffload.link import Link, wait_until_ended
+from superoffload.pipeline.layout import nobody
+from superoffload.pipeline.options import CoreOptions
+from superoffload.pipeline.speculating import Speculating
+
+
+class Arriving(Speculating):
+    """What has arrived in this step, and where it is."""
+
+    def __init__(self, link: Link, options: CoreOptions, hyper_of: Callable[[int], GroupHyper]) -> None:
+        super().__init__(link, options, hyper_of)
+        self._incoming: dict[int, Tensor | None] = {}  # None: packed, and let go
+        self.packed: Callable[[Shard], None] = nobody  # told when the link needs a shard's gradient no more
+
+    def has_gradient(self, shard: Shard) -> bool:
+        """Whether a gradient of ``shard`` has arrived in this step."""
+        return shard.index in self._incoming
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether any gradient has arrived in this step."""
+        return bool(self._incoming)
+
+    def arrive(self, shard: Shard, gradient: Tensor, *, in_backward: bool = True) -> None:
+        """``gradient`` (flat, contiguous, ``shard.gradient_dtype``) is final; its memory is read until packed."""
+        if shard.index in self._incoming:
+            raise StateError(f"{shard.name}: a second gradient arrived without retract() in between")
+        self.link.check_stream()
+        self._attach_waiting()
+        if in_backward:
+            self._stopwatch.gradient()
+        self._finish_before(shard)
+        self._incoming[shard.index] = gradient
+        if not self._observed and in_backward:
+            self._order.append(shard.index)
+        places = self._places.get(shard.index, ())
+        for bucket, place in places:  # first of all, so that an error further down leaves nothing half-known
+            if bucket.state is BucketState.READY:  # packed by a decide() that came before this gradient
+                bucket.move(BucketState.FILLING)
+            bucket.present[place] = True
+            bucket.missing -= 1
+            self.link.received(bucket)
+        for bucket, _ in places:
+            if bucket.missing == 0:
+                self._pack(bucket)
+                if in_backward and self._worth_speculating():
+                    self._speculate(bucket)
+
+    def gradient_is(self, shard: Shard, gradient: Tensor) -> bool:
+        """Whether the gradient that arrived has the bits of ``gradient``."""
+        arrived = self._incoming[shard.index]
+        for bucket, place in self._places.get(shard.index, ()):
+            piece = bucket.pieces[place]
+            theirs = gradient[piece.start : piece.start + piece.numel]
+            if arrived is None or bucket.state is not BucketState.FILLING:
+                # What arrived may have been overwritten since it was packed, or is gone.
+                if bucket.arrival is not None:
+                    wait_until_ended(bucket.arrival)  # if it was lost, decide() says so
+                ours = bucket.gradient[piece.offset : piece.offset + piece.numel]
+            else:
+                ours = arrived[piece.start : piece.start + piece.numel]
+            # Packed in host memory, perhaps in a wider format.
+            if not same_bits(ours.to("cpu"), theirs.to("cpu", ours.dtype)):
+                return False
+        return True
+
+    def retract(self, shard: Shard) -> None:
+        """The gradient of ``shard`` was not final after all, or is gone: undo what was done with it."""
+        if shard.index not in self._incoming:
+            return
+        del self._incoming[shard.index]
+        if not self._observed and shard.index in self._order:
+            self._order.remove(shard.index)
+        for bucket, place in self._places.get(shard.index, ()):
+            self._undo_one(bucket)
+            if bucket.state is BucketState.READY:
+                bucket.move(BucketState.FILLING)
+            bucket.present[place] = False
+            bucket.missing += 1
+            bucket.squares = 0.0
+            self._unsummed.pop(bucket, None)
+        self._partial = sum(bucket.squares for bucket in self.buckets)
+        self._abandon_what_is_lost()
+        self._raise_worker_failure()
+
+    def restore(self, shard: Shard) -> None:
+        """Undoes what was speculated on ``shard``; its gradient stays where it is. Before its master is written."""
+        self._finish_before(shard)
+        for bucket in self._buckets_of(shard):
+            self._undo_one(bucket)
+        self._abandon_what_is_lost()
+        self._raise_worker_failure()
+
+    def quiesce(self) -> None:
+        """Masters and moments as after the last finished step; gradients that were packed stay packed."""
+        self._finish_before()
+        for bucket in self.buckets:
+            self._undo_one(bucket)
+        self._abandon_what_is_lost()
+        self._raise_failure()
+
+    def _abandon_what_is_lost(self) -> None:
+        """A packed gradient that never reached host memory cannot be had again: its step ends with nothing changed."""
+        if any(
+            bucket.arrival is not None and bucket.arrival.error and self._counts_on(bucket) for bucket in self.buckets
+        ):
+            self._abandon_step()
+
+    def _wait_for_arrivals(self) -> None:
+        """For the packed gradients, and with them the sums. If one is lost, the step is abandoned."""
+        for bucket in self.buckets:
+            if bucket.state is BucketState.READY:
+                self._wait(bucket)
+            elif bucket.state is BucketState.SPECULATED and bucket.arrival is not None:
+                try:
+                    bucket.arrival.wait()
+                except RuntimeError as error:
+                    self._failure = self._failure or DeviceError(str(error))
+        if self._failure is not None:
+            self._abandon_step()
+            self._raise_failure()
+
+    def _pack(self, bucket: Bucket) -> None:
+        self._keep_what_was_packed(bucket)
+        grads = [
+            self._incoming[piece.shard.index] if present else None
+            for piece, present in zip(bucket.pieces, bucket.present, strict=True)
+        ]
+        with self._caller_at_work():
+            ticket = self.link.pack(bucket, grads)
+        bucket.arrival = bucket.running = self.link.arrived(ticket)
+        bucket.move(BucketState.READY)
+        self._unsummed[bucket] = bucket.running
+        self._stopwatch.packed(bucket.running)
+        if self.link.frees_gradients:
+            self._let_go_of(bucket)
+
+    def _keep_what_was_packed(self, bucket: Bucket) -> None:
+        """Gradients that were let go, of a bucket that is packed again: their part of the packed one must have come."""
+        if bucket.arrival is None or not self._counts_on(bucket):
+            return
+        try:
+            with self._caller_at_work():
+                bucket.arrival.wait()
+        except RuntimeError as error:
+            self._abandon_step()
+            self._failure = None
+            raise DeviceError(str(error)) from error
+
+    def _counts_on(self, bucket: Bucket) -> bool:
+        """Whether (part of) the packed gradient of ``bucket`` is all that there is of some gradient of this step."""
+        if bucket.state is BucketState.READY:
+            return True
+        pieces = zip(bucket.pieces, bucket.present, strict=True)
+        return bucket.state is BucketState.FILLING and any(
+            present and self._incoming[piece.shard.index] is None for piece, present in pieces
+        )
+
+    def _let_go_of(self, bucket: Bucket) -> None:
+        """Gradients of which every part was packed: nobody reads them again, so their memory may go."""
+        for piece, present in zip(bucket.pieces, bucket.present, strict=True):
+            shard = piece.shard
+            filling = (other.state is BucketState.FILLING for other, _ in self._places[shard.index])
+            if present and self._incoming[shard.index] is not None and not any(filling):
+                self._incoming[shard.index] = None
+                self.packed(shard)
+
+    def _end_step(self, *, whole: bool) -> None:
+        super()._end_step(whole=whole)
+        self._incoming.clear()

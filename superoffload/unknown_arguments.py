@@ -1,0 +1,68 @@
+"""Keyword arguments that an optimizer does not have: an error that names the one that was meant."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from superoffload.errors import UnknownArgument
+
+# What other optimizers and trainers call our arguments, where no spelling leads there.
+_OTHER_NAMES = {
+    "learning_rate": "lr",
+    "wd": "weight_decay",
+    "decay": "weight_decay",
+    "beta1": "betas",
+    "beta2": "betas",
+    "adam_beta1": "betas",
+    "adam_beta2": "betas",
+    "workers": "threads",
+    "num_workers": "threads",
+    "bucket_size": "bucket_numel",
+    "moments_dtype": "state_dtype",
+    "optimizer_dtype": "state_dtype",
+    "network": "model",
+}
+_TORCHS = {
+    "foreach": "how torch loops over parameters; our loop is native",
+    "fused": "how torch loops over parameters; our loop is native",
+    "capturable": "for CUDA graphs, which cannot hold a step in host memory",
+    "differentiable": "no gradients flow through this optimizer's step",
+    "amsgrad": "another algorithm, which is not offered",
+    "maximize": "not offered: minimize the negative loss",
+}
+
+
+def refuse_unknown(optimizer: type, unknown: Mapping[str, Any]) -> None:
+    """``unknown``: what the constructor of ``optimizer`` was given beyond its arguments."""
+    if not unknown:
+        return
+    parameters = inspect.signature(optimizer).parameters.values()
+    accepted = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
+    advice = [f"{name}={_shown(value)}: no such argument; {_advice(name, accepted)}" for name, value in unknown.items()]
+    raise UnknownArgument(" ".join([*advice, f"{optimizer.__name__} accepts {', '.join(accepted)}"]))
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else f"<{type(value).__name__}>"
+
+
+def _advice(name: str, accepted: list[str]) -> str:
+    if name in _TORCHS:
+        return f"torch.optim.AdamW has it ({_TORCHS[name]}): leave it out."
+    words = name.lower()
+    if "clip" in words or ("norm" in words and ("max" in words or "grad" in words)):
+        if "max_grad_norm" in accepted:
+            return "did you mean max_grad_norm, the threshold of the global gradient norm?"
+        return "this one does not clip: call torch.nn.utils.clip_grad_norm_, or use superoffload.AdamW(max_grad_norm=)."
+    meant = _OTHER_NAMES.get(words)
+    if meant not in accepted:
+        meant = next(iter(get_close_matches(words, accepted, n=1)), None) or _containing(words, accepted)
+    return f"did you mean {meant}?" if meant else "nothing here has a similar name."
+
+
+def _containing(words: str, accepted: list[str]) -> str | None:
+    """num_threads is threads."""
+    return next((known for known in accepted if known in words.split("_")), None)

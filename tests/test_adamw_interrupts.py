@@ -1,0 +1,186 @@
+"""Ctrl-C and other signals at any moment of a step: nothing is lost, doubled or half-applied."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from superoffload import AdamW
+from superoffload.core import Core
+from superoffload.errors import StateError
+from tests.adamw_tools import (
+    batch,
+    check_counters,
+    model_of,
+    pair,
+    run_python,
+    train,
+    worker_threads,
+)
+from tests.core_tools import COUNTERS
+
+
+def interrupted_once(owner: object, name: str) -> Any:
+    """A patch of a method that lets Ctrl-C come in its middle, the first time it is called."""
+    original = getattr(owner, name)
+    pending = [True]
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if pending:
+            pending.clear()
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    return mock.patch.object(owner, name, method)
+
+
+@pytest.mark.parametrize("method", ["_end_all_speculation", "_finish", "_count_step", "_end_step", "decide", "expect"])
+def test_ctrl_c_in_step_comes_out_of_a_finished_step(method: str) -> None:
+    with pair(bucket_numel=1024, max_grad_norm=1.0) as (model, optimizer, twin, plain):
+        train(model, optimizer, range(3))
+        train(twin, plain, range(4))
+        optimizer.zero_grad()
+        batch(model, 3).backward()
+        if method == "expect":  # called in step() only where backward has brought nothing
+            optimizer._abandon()
+        with interrupted_once(Core, method), pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        assert optimizer.state_digests() == plain.state_digests()
+        assert float(optimizer.state[next(model.parameters())]["step"]) == 4
+        train(model, optimizer, range(4, 6))
+        train(twin, plain, range(4, 6))
+        assert optimizer.state_digests() == plain.state_digests()
+        check_counters(optimizer)
+
+
+@pytest.mark.parametrize("method", ["arrive", "_pack", "_freeze", "_speculate", "expect"])
+def test_ctrl_c_in_backward_leaves_the_last_finished_step(method: str) -> None:
+    with pair(bucket_numel=1024) as (model, optimizer, twin, plain):
+        for one, its in ((model, optimizer), (twin, plain)):
+            train(one, its, range(3))
+        optimizer.zero_grad()
+        with interrupted_once(Core, method), pytest.raises(KeyboardInterrupt):
+            batch(model, 3).backward()
+        assert optimizer.state_digests() == plain.state_digests()
+        for one, its in ((model, optimizer), (twin, plain)):
+            train(one, its, range(3, 6))
+        assert optimizer.state_digests() == plain.state_digests()
+        check_counters(optimizer)
+
+
+@pytest.mark.parametrize("method", ["retract", "_undo_one", "abandon", "_take_back"])
+def test_ctrl_c_while_speculation_is_taken_back(method: str) -> None:
+    with pair(bucket_numel=1024) as (model, optimizer, twin, plain):
+        for one, its in ((model, optimizer), (twin, plain)):
+            train(one, its, range(3))
+        batch(model, 3).backward()
+        with interrupted_once(Core, method), pytest.raises(KeyboardInterrupt):
+            if method in ("abandon", "_take_back"):
+                optimizer.zero_grad()
+            else:
+                batch(model, 4).backward()
+        assert optimizer.state_digests() == plain.state_digests()
+        for one, its in ((model, optimizer), (twin, plain)):
+            train(one, its, range(3, 6))
+        assert optimizer.state_digests() == plain.state_digests()
+        check_counters(optimizer)
+
+
+def test_a_second_ctrl_c_goes_through_and_the_optimizer_says_so() -> None:
+    model = model_of()
+    optimizer = AdamW(model.parameters(), speculation="always")
+    train(model, optimizer, range(2))
+    batch(model, 3).backward()
+
+    def twice(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    with mock.patch.object(Core, "_finish", twice), pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    for use in (optimizer.step, optimizer.state_dict, optimizer.state_digests, optimizer.synchronize):
+        with pytest.raises(StateError, match="interrupted in the middle"):
+            use()
+    threads = len(worker_threads())
+    batch(model, 4).backward()
+    optimizer.close()
+    assert len(worker_threads()) < threads or sys.platform != "linux"
+
+
+def test_handlers_are_back_afterwards() -> None:
+    seen: list[int] = []
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+        mine = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+        with pair() as (model, optimizer, _, _):
+            train(model, optimizer, range(1))
+            assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == mine
+            batch(model, 1).backward()
+            original = Core._finish
+
+            def terminated(*args: Any) -> None:
+                signal.raise_signal(signal.SIGTERM)
+                assert not seen, "it waits until the step is done"
+                original(*args)
+
+            with mock.patch.object(Core, "_finish", terminated):
+                optimizer.step()
+        assert seen == [signal.SIGTERM]
+        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == mine
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+HAMMERED = """
+import os, random, signal, threading, time, torch
+torch.set_num_threads(1)
+from superoffload import AdamW
+STEPS = 150
+gradients = [torch.randn(3000, generator=torch.Generator().manual_seed(i)) for i in range(STEPS)]
+
+def run(mode, hammer):
+    params = [torch.nn.Parameter(torch.ones(1000)) for _ in range(3)]
+    optimizer = AdamW(params, speculation=mode, bucket_numel=1024, max_grad_norm=54.0, threads=2)
+    interrupts = 0
+    caught = threading.Semaphore(0)
+    def shoot():
+        rng = random.Random(1)
+        while hammer:
+            time.sleep(rng.random() * 0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+            caught.acquire()  # one at a time
+    thread = threading.Thread(target=shoot, daemon=True)
+    while True:
+        try:
+            if hammer and not thread.is_alive():
+                thread.start()
+            while (step := optimizer.stats()["steps"]) < STEPS:
+                optimizer.zero_grad()
+                (torch.cat(params) * gradients[step]).sum().backward()
+                optimizer.step()
+            if hammer:
+                hammer = False
+                thread.join()
+            return optimizer.state_digests(), interrupts, optimizer
+        except KeyboardInterrupt:
+            interrupts += 1
+            caught.release()
+
+plain, _, _ = run("never", False)
+hammered, interrupts, optimizer = run("always", True)
+stats = optimizer.stats()
+print(plain == hammered, interrupts > 0, stats["buckets_speculated"] > 0)
+COUNTERS
+"""
+
+
+def test_many_interrupts_at_random_moments() -> None:
+    """Each training step is retried until it is done; in the end nothing was lost, doubled or half-applied."""
+    counters = f"print(stats['buckets_speculated'] == sum(stats[name] for name in {COUNTERS}))"
+    assert run_python(HAMMERED.replace("COUNTERS", counters)).stdout.split() == ["True"] * 4
