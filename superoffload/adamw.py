@@ -137,19 +137,9 @@ class AdamW(Delivery):
         check_groups(groups, defaults)
         if delivery == "on_demand" and model is not None:
             check_in_module(model, [param for group in groups for param in group["params"]])
-        given = Given(
-            speculation,
-            delivery,
-            bucket_numel,
-            threads,
-            replicated,
-            check,
-            process_group,
-            rank_timeout,
-            weakref.ref(model) if model is not None else None,
-            keep_grads,
-            asked,
-        )
+        about_ranks = (replicated, check, process_group, rank_timeout)
+        reference = weakref.ref(model) if model is not None else None
+        given = Given(speculation, delivery, bucket_numel, threads, *about_ranks, reference, keep_grads, asked)
         self._begin()
         self._begin_with(given, check_state_dtype(state_dtype), check_seed(seed))
         self._connect([entry[1] if isinstance(entry, tuple) else entry for g in groups for entry in g["params"]])
@@ -158,15 +148,19 @@ class AdamW(Delivery):
                 record(trace, self._core)
             super().__init__(groups, defaults)
             self._announce()
-            if self._ranks.session is not None and model is not None:
-                from superoffload.integrations.ddp import reduced_gradients
-
-                self._reduced = reduced_gradients(model, reduction_hook(self), kept_hook(self))
+            self._follow_reductions(model)
         except BaseException:
             self.close()
             raise
         self._constructing = False
         self._open()
+
+    def _follow_reductions(self, model: nn.Module | None) -> None:
+        """Among ranks, gradients of a ``DistributedDataParallel`` are final once it has reduced them."""
+        if self._ranks.session is not None and model is not None:
+            from superoffload.integrations.ddp import reduced_gradients
+
+            self._reduced = reduced_gradients(model, reduction_hook(self), kept_hook(self))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. Without a ``step()`` since backward, the step is abandoned: nothing has changed."""

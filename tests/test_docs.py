@@ -165,6 +165,13 @@ def test_optional_pages_are_left_out_until_they_exist(tmp_path: Path) -> None:
     assert hooks.without_missing_links(text, tmp_path) == text and hooks.present(nav, tmp_path) == nav
 
 
+def test_every_environment_variable_is_in_the_reference() -> None:
+    sources = [path.read_text() for path in (ROOT / "superoffload").rglob("*.py")]
+    used = {name for text in sources for name in re.findall(r"\"(SUPEROFFLOAD_[A-Z_]+)\"", text)}
+    shown = set(re.findall(r"(?m)^\| `(SUPEROFFLOAD_[A-Z_]+)` \|", (ROOT / "docs/api.md").read_text()))
+    assert used - shown == set(), "docs/api.md has no row for these"
+
+
 def test_pages_named_by_the_navigation_are_about_what_they_say() -> None:
     for page in PAGES:
         assert page.read_text().startswith(("# ", "<!--")), f"{page.name} has no title"

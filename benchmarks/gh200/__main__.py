@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.commands import ROOT, add_options, run_command, say, status_of
 from superoffload.errors import ArgumentError
 
 NAME = "gh200.json"
 PARTS = ("machine", "transfer", "schedule", "published")
-_ROOT = Path(__file__).resolve().parents[2]
 _RUN_SECONDS, _TOY_SECONDS = 5400.0, 300.0
 
 
@@ -23,34 +23,26 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description="Bandwidths, Adam on every number of cores, transfer policies, schedule, and the setting of the "
         "published evaluation on one to four GPUs. Exits with 0 once all has been tried, 3 if something is left.",
     )
-    parser.add_argument("--out", required=True, metavar="DIR", help="results; the same folder continues")
+    add_options(parser)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu with --toy (default: cuda)")
-    parser.add_argument("--toy", action="store_true", help="sizes at which nothing is learned, to try that all works")
     parser.add_argument(
         "--ranks", type=int, nargs="+", metavar="N", help="GPUs (default: 1, 2, 4, as many as there are)"
     )
     parser.add_argument("--hidden", type=int, nargs="+", metavar="N", help="hidden sizes (default: 2048 to 5120)")
     parser.add_argument("--engines", nargs="+", metavar="NAME", help="of the published setting (default: all)")
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"only these of {', '.join(PARTS)}")
-    parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="SECONDS", help="of this call")
-    parser.add_argument("--retry", action="store_true", help="try again what failed or took too long before")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = parse(arguments)
-    try:
-        return _run(args)
-    except ArgumentError as error:
-        print(f"gh200: error: {error}", file=sys.stderr)
-        return 2
+    return run_command("gh200", _run, parse(arguments))
 
 
 def _run(args: argparse.Namespace) -> int:
     import torch
 
     from benchmarks.gh200.report import text, write_page
-    from superoffload.benchmarking.jobs import DONE, LEFT, NOT_HERE, Results, run_jobs
+    from superoffload.benchmarking.jobs import DONE, NOT_HERE, Results, run_jobs
 
     if args.device == "cpu" and not args.toy:
         raise ArgumentError("device=cpu: the published models are too large for a try on the CPU; add --toy")
@@ -60,18 +52,14 @@ def _run(args: argparse.Namespace) -> int:
     folder = Path(args.out)
     jobs = all_jobs(args, folder, gpus)
     results = Results(folder, NAME)
-    left = run_jobs(jobs, results, args.time_limit, lambda line: print(line, flush=True), retry=args.retry)
+    left = run_jobs(jobs, results, args.time_limit, say, retry=args.retry)
     names = [job.key for job in left]
     report = results.merge(jobs, {"command": sys.argv, "left": names})
     page = write_page(report, folder, names)
     print("\n".join(text(report["rows"])))
-    if args.toy:
-        print("toy sizes: these figures show that it works, and nothing else")
     print(page)
-    if left:
-        print(f"{len(left)} of {len(jobs)} left; the same command goes on")
-        return LEFT
-    return 1 if any(row["status"] not in (DONE, NOT_HERE) for row in report["rows"]) else 0
+    failed = any(row["status"] not in (DONE, NOT_HERE) for row in report["rows"])
+    return status_of(args, left, jobs, failed=failed)
 
 
 def all_jobs(args: argparse.Namespace, folder: Path, gpus: int) -> list[Any]:
@@ -148,7 +136,7 @@ def torchrun(run: dict[str, Any], ranks: int) -> list[str]:
 def _environment() -> dict[str, str]:
     """Ranks find this folder wherever the command was started."""
     before = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": os.pathsep.join([str(_ROOT), before]) if before else str(_ROOT)}
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT), before]) if before else str(ROOT)}
 
 
 if __name__ == "__main__":

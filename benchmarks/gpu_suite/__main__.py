@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.commands import ROOT, add_options, run_command, say, status_of
 from superoffload.errors import ArgumentError
 
 NAME = "gpu_suite.json"
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -22,31 +22,21 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "limit, and the next one goes on where it ended. Exits with 0 once everything has been tried, 3 if something "
         "is left for another call, 1 if GPU tests fail or delays change a bit.",
     )
-    parser.add_argument("--out", required=True, metavar="DIR", help="results; the same folder continues")
+    add_options(parser, time_limit=540.0)
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu with --toy (default: cuda)")
-    parser.add_argument("--toy", action="store_true", help="sizes at which nothing is learned, to try that all works")
-    parser.add_argument(
-        "--time-limit", type=float, default=540.0, metavar="SECONDS", help="of this call (default: 540)"
-    )
     parser.add_argument("--row-limit", type=float, default=180.0, metavar="SECONDS", help="of one row (default: 180)")
     parser.add_argument("--contestants", nargs="+", metavar="NAME", help="only these (default: all; see --list)")
     parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="tokens per step (default: of the size)")
     parser.add_argument("--races", action="store_true", help="random delays on every stream must not change a bit")
     parser.add_argument("--only-races", action="store_true", help="nothing else")
     parser.add_argument("--everything", action="store_true", help="build, tests marked gpu, races, all rows")
-    parser.add_argument("--retry", action="store_true", help="try again what failed or took too long before")
     parser.add_argument("--json", metavar="PATH", help=f"write the merged results to this file too (DIR/{NAME})")
     parser.add_argument("--list", action="store_true", help="show the contestants and what is left to do, and end")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = parse(arguments)
-    try:
-        return _run(args)
-    except ArgumentError as error:
-        print(f"gpu_suite: error: {error}", file=sys.stderr)
-        return 2
+    return run_command("gpu_suite", _run, parse(arguments))
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -57,7 +47,7 @@ def _run(args: argparse.Namespace) -> int:
     from benchmarks.gpu_suite.rows import all_jobs
     from benchmarks.gpu_suite.table import descriptions, table
     from benchmarks.gpu_suite.targets import all_targets
-    from superoffload.benchmarking.jobs import LEFT, Results, run_jobs
+    from superoffload.benchmarking.jobs import Results, run_jobs
     from superoffload.reporting.run_folder import check_writable, write_json
 
     check_writable(args.json, "json")
@@ -68,7 +58,7 @@ def _run(args: argparse.Namespace) -> int:
         print("\n".join(f"left: {job.key}" for job in jobs if results.row(job) is None))
         return 0
     remaining = args.time_limit - (time.monotonic() - began)
-    left = run_jobs(jobs, results, remaining, lambda text: print(text, flush=True), retry=args.retry)
+    left = run_jobs(jobs, results, remaining, say, retry=args.retry)
     rows = results.rows(jobs)
     targets = all_targets(rows)
     found = {"gpu": _gpu(rows), "left": [job.key for job in left], "targets": [target.as_json() for target in targets]}
@@ -76,12 +66,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, report)
     print(table(report["rows"], targets))
-    if args.toy:
-        print("toy sizes: these figures show that it works, and nothing else")
-    if left:
-        print(f"{len(left)} of {len(jobs)} left; the same command goes on")
-        return LEFT
-    return 1 if any(_is_wrong(row) for row in report["rows"]) else 0
+    return status_of(args, left, jobs, failed=any(_is_wrong(row) for row in report["rows"]))
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -124,7 +109,7 @@ def _plan(args: argparse.Namespace) -> Any:
 def _build() -> None:
     """The extension, as far as it is not up to date; without it nothing of ours can be imported."""
     print("building the extension", flush=True)
-    built = subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=_ROOT, check=False)
+    built = subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=ROOT, check=False)
     if built.returncode:
         raise ArgumentError(f"build: setup.py build_ext ended with {built.returncode}; see what it said above")
 

@@ -118,30 +118,26 @@ class Peer:
         ]
 
 
-def _peer_parameter(workload: Workload) -> torch.nn.Parameter:
+def _laid_over(name: str, optimizer_class: Any, workload: Workload, step: Any, **options: Any) -> Peer:
+    """Another library's optimizer whose state is the workload's memory; ``step``: its step count, as it keeps that."""
     parameter = torch.nn.Parameter(workload.master)
     parameter.grad = workload.gradient.float()
-    return parameter
-
-
-def torch_peer(workload: Workload) -> Peer:
-    """`torch.optim.AdamW(fused=True)` with its state laid over the workload's."""
-    parameter = _peer_parameter(workload)
-    optimizer = torch.optim.AdamW(
+    optimizer = optimizer_class(
         [parameter],
         lr=settings.LR,
         betas=settings.BETAS,
         eps=settings.EPS,
         weight_decay=settings.WEIGHT_DECAY,
-        fused=True,
+        **options,
     )
-    optimizer.state[parameter] = {
-        "step": torch.tensor(float(workload.step)),
-        "exp_avg": workload.exp_avg,
-        "exp_avg_sq": workload.exp_avg_sq,
-    }
-    assert parameter.grad is not None
-    return Peer("torch.optim.AdamW(fused=True)", optimizer.step, parameter.grad)
+    optimizer.state[parameter] = {"step": step, "exp_avg": workload.exp_avg, "exp_avg_sq": workload.exp_avg_sq}
+    return Peer(name, optimizer.step, parameter.grad)
+
+
+def torch_peer(workload: Workload) -> Peer:
+    """`torch.optim.AdamW(fused=True)` with its state laid over the workload's."""
+    step = torch.tensor(float(workload.step))
+    return _laid_over("torch.optim.AdamW(fused=True)", torch.optim.AdamW, workload, step, fused=True)
 
 
 class PeerMissing(Exception):
@@ -163,19 +159,4 @@ def load_deepspeed() -> Any:
 
 def deepspeed_peer(deepspeed_class: Any, workload: Workload) -> Peer:
     """`DeepSpeedCPUAdam` with its state laid over the workload's."""
-    parameter = _peer_parameter(workload)
-    optimizer = deepspeed_class(
-        [parameter],
-        lr=settings.LR,
-        betas=settings.BETAS,
-        eps=settings.EPS,
-        weight_decay=settings.WEIGHT_DECAY,
-        adamw_mode=True,
-    )
-    optimizer.state[parameter] = {
-        "step": workload.step,
-        "exp_avg": workload.exp_avg,
-        "exp_avg_sq": workload.exp_avg_sq,
-    }
-    assert parameter.grad is not None
-    return Peer("DeepSpeedCPUAdam", optimizer.step, parameter.grad)
+    return _laid_over("DeepSpeedCPUAdam", deepspeed_class, workload, workload.step, adamw_mode=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 from typing import Any
 
+from superoffload.cli import measurement
 from superoffload.cli.options import add_option
 from superoffload.errors import ArgumentError
 
@@ -42,41 +41,22 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     from superoffload.benchmarking import adam_report
     from superoffload.benchmarking.adam import AdamBenchmark, check_memory, run_adam
-    from superoffload.benchmarking.facts import available_memory_bytes, benchmark_machine_facts, commit
-    from superoffload.reporting.machine import version_facts
-    from superoffload.reporting.plots import PLOT_HINT, matplotlib_installed
-    from superoffload.reporting.run_folder import check_writable, write_json
+    from superoffload.benchmarking.facts import available_memory_bytes
 
     settings: AdamBenchmark = _settings(args)
     check_memory(max(settings.numel, *settings.sizes, 0), available_memory_bytes())
-    check_writable(args.json, "json")
-    check_writable(args.plot, "plot")
-    machine = benchmark_machine_facts()
-
-    def progress(text: str) -> None:
-        if not args.quiet:
-            print(text, file=sys.stderr, flush=True)
-
+    facts = measurement.begin(args)
     report = {
-        "machine": machine,
-        "versions": version_facts(),
-        "commit": commit(),
-        "command": args.command_line,
+        **facts,
         "settings": {"numel": settings.numel, "isas": list(settings.isas), "threads": list(settings.threads)},
-        **run_adam(settings, progress),
+        **run_adam(settings, measurement.progress(args)),
     }
     print(adam_report.table(report["rows"]))
     print()
     print(adam_report.targets_table(report))
     for name, state in report["peers"].items():
         print(f"peer {name}: {state}")
-    if args.json:
-        write_json(args.json, report)
-    if args.plot:
-        if matplotlib_installed():
-            adam_report.plot(report, Path(args.plot))
-        else:
-            print(PLOT_HINT, file=sys.stderr)
+    measurement.write(args, report, lambda path: adam_report.plot(report, path))
     return 0
 
 

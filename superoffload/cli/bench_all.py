@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
+from superoffload.cli import measurement
 from superoffload.errors import ArgumentError
 
 
@@ -40,13 +40,8 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(args.out)
     results = Results(folder, "all.json")
     jobs = everything.all_jobs(names, folder, quick=args.quick, cuda=torch.cuda.is_available())
-
-    def progress(text: str) -> None:
-        if not args.quiet:
-            print(text, file=sys.stderr, flush=True)
-
     limit = float("inf") if args.time_limit is None else args.time_limit
-    left = [job.key for job in run_jobs(jobs, results, limit, progress, retry=args.retry)]
+    left = [job.key for job in run_jobs(jobs, results, limit, measurement.progress(args), retry=args.retry)]
     report = results.merge(jobs, {"command": args.command_line, "quick": args.quick, "left": left})
     page = folder / "all.html"
     with naming_write_errors(page):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
+from superoffload.cli import measurement
 from superoffload.cli.options import add_option
 from superoffload.errors import ArgumentError
 
@@ -48,14 +47,8 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError("bench deepspeed: deepspeed is not installed; pip install deepspeed==0.19.8")
     from superoffload.benchmarking.deepspeed import Workload, measure
     from superoffload.benchmarking.deepspeed_report import holds, line, plot, rows_of
-    from superoffload.benchmarking.facts import benchmark_machine_facts, commit
-    from superoffload.reporting.machine import version_facts
-    from superoffload.reporting.plots import PLOT_HINT, matplotlib_installed
-    from superoffload.reporting.run_folder import check_writable, write_json
 
-    check_writable(args.json, "json")
-    check_writable(args.plot, "plot")
-    machine = benchmark_machine_facts()
+    facts = measurement.begin(args)
     rows: list[dict[str, Any]] = []
     sizes = (args.width, args.layers, args.tokens, args.rounds, args.steps)
     for count in ranks:
@@ -64,22 +57,14 @@ def run(args: argparse.Namespace) -> int:
             found = rows_of(workload, count, measure(workload, count))
             print("\n".join(map(line, found)), flush=True)
             rows += found
+    facts["versions"]["deepspeed"] = metadata.version("deepspeed")
     report = {
-        "machine": machine,
-        "versions": {**version_facts(), "deepspeed": metadata.version("deepspeed")},
-        "commit": commit(),
-        "command": args.command_line,
+        **facts,
         "limit": None,
         "rows": rows,
         "not_measured": ["upstream SuperOffload, which needs a CUDA device"],
     }
-    if args.json:
-        write_json(args.json, report)
-    if args.plot:
-        if matplotlib_installed():
-            plot(rows, Path(args.plot))
-        else:
-            print(PLOT_HINT, file=sys.stderr)
+    measurement.write(args, report, lambda path: plot(rows, path))
     return 0 if not args.check or holds(rows) else 1
 
 

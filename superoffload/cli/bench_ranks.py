@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from superoffload.cli import measurement
 from superoffload.cli.options import add_option
 from superoffload.errors import ArgumentError
 
@@ -32,17 +33,13 @@ def run(args: argparse.Namespace) -> int:
     for name in ("ranks", "hidden", "layers", "rows", "rounds", "steps"):
         if getattr(args, name) < (2 if name == "ranks" else 1):
             raise ArgumentError(f"{name}={getattr(args, name)}: expected at least {2 if name == 'ranks' else 1}")
-    from superoffload.benchmarking.facts import benchmark_machine_facts, commit
     from superoffload.benchmarking.ranks import LIGHT, PROMISE, Workload, run_ranks
-    from superoffload.reporting.machine import version_facts
-    from superoffload.reporting.run_folder import check_writable, write_json
     from superoffload.training.config import ModelConfig
 
     model = ModelConfig(
         layers=args.layers, hidden=args.hidden, heads=8, kv_heads=4, mlp=int(args.hidden * 2.6875), sequence=64
     )
-    check_writable(args.json, "json")
-    machine = benchmark_machine_facts()
+    facts = measurement.begin(args)
     rows = run_ranks(Workload(model, rows=args.rows, rounds=args.rounds, steps=args.steps), args.ranks)
     for row in rows:
         print(
@@ -51,8 +48,6 @@ def run(args: argparse.Namespace) -> int:
             f"exchange {1e3 * row['exchange_seconds_median']:7.3f} ms  "
             f"noticing edits {1e3 * row['notice_seconds_median']:7.3f} ms ({row['notice_of_step']:6.2%})"
         )
-    if args.json:
-        facts = {"machine": machine, "versions": version_facts(), "commit": commit(), "command": args.command_line}
-        write_json(args.json, {**facts, "limit": None, "rows": rows})
+    measurement.write(args, {**facts, "limit": None, "rows": rows})
     light = next(row for row in rows if row["name"] == LIGHT)
     return 1 if args.check and light["of_step"] > PROMISE else 0

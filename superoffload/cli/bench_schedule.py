@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
+from superoffload.cli import measurement
 from superoffload.cli.options import add_option
 from superoffload.errors import ArgumentError
 
@@ -41,31 +41,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     from superoffload.benchmarking import schedule_report
-    from superoffload.benchmarking.facts import benchmark_machine_facts, commit
     from superoffload.benchmarking.schedule import run_schedule
     from superoffload.emulation.traces import SLOWEST
-    from superoffload.reporting.machine import version_facts
-    from superoffload.reporting.plots import PLOT_HINT, matplotlib_installed
-    from superoffload.reporting.run_folder import check_writable, write_json
 
-    check_writable(args.json, "json")
-    check_writable(args.plot, "plot")
-    machine = benchmark_machine_facts()
-
-    def progress(text: str) -> None:
-        if not args.quiet:
-            print(text, file=sys.stderr, flush=True)
-
-    facts = {"machine": machine, "versions": version_facts(), "commit": commit(), "command": args.command_line}
-    report = {**facts, **run_schedule(settings, progress)}
+    facts = measurement.begin(args)
+    report = {**facts, **run_schedule(settings, measurement.progress(args))}
     print(schedule_report.tables(report))
-    if args.json:
-        write_json(args.json, report)
-    if args.plot:
-        if matplotlib_installed():
-            schedule_report.plot(report, Path(args.plot))
-        else:
-            print(PLOT_HINT, file=sys.stderr)
+    measurement.write(args, report, lambda path: schedule_report.plot(report, path))
     slow = [row for row in report["rows"] if row["part"] == "trace" and row["ratio"] > SLOWEST]
     for row in slow:
         print(f"{row['name']}: {row['ratio']:.3f} times the best fixed choice, {row['ratio_to']}", file=sys.stderr)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from superoffload.cli import measurement
 from superoffload.cli.options import add_option
 from superoffload.errors import ArgumentError
 from superoffload.training.config import TrainingConfig
@@ -29,34 +30,17 @@ def measure(args: argparse.Namespace, runs: int, work: Measure, plot: Plot) -> d
     config = TrainingConfig(steps=args.steps, seed=args.seed)
     if config.steps < 20:
         raise ArgumentError(f"steps={config.steps}: expected at least 20, since the first 10 do not count")
-    from superoffload.benchmarking.facts import benchmark_machine_facts, commit
-    from superoffload.reporting.machine import version_facts
-    from superoffload.reporting.plots import PLOT_HINT, matplotlib_installed
     from superoffload.reporting.progress import Progress
-    from superoffload.reporting.run_folder import check_writable, write_json
     from superoffload.training.corpus import load_corpus
     from superoffload.training.digests import deterministic_torch
 
-    check_writable(args.json, "json")
-    check_writable(args.plot, "plot")
+    facts = measurement.begin(args)
     corpus = load_corpus(args.data, config.model.sequence)
-    facts = {
-        "machine": benchmark_machine_facts(),
-        "versions": version_facts(),
-        "commit": commit(),
-        "command": args.command_line,
-        "corpus": corpus.describe(),
-    }
+    facts["corpus"] = corpus.describe()
     with (
         deterministic_torch(None),
         Progress(config.steps * runs, "bench", enabled=not args.quiet) as progress,
     ):
         report = {**facts, **work(config, corpus, lambda name, step: progress.step(f"{name}, step {step}"))}
-    if args.json:
-        write_json(args.json, report)
-    if args.plot:
-        if matplotlib_installed():
-            plot(report, Path(args.plot))
-        else:
-            print(PLOT_HINT)
+    measurement.write(args, report, lambda path: plot(report, path))
     return report

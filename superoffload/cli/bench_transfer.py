@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from superoffload.cli import measurement
 from superoffload.cli.options import add_option
 from superoffload.errors import ArgumentError
 
@@ -31,13 +32,9 @@ def run(args: argparse.Namespace) -> int:
     for name in ("numel", "rounds"):
         if getattr(args, name) < 1:
             raise ArgumentError(f"{name}={getattr(args, name)}: expected at least 1")
-    from superoffload.benchmarking.facts import benchmark_machine_facts, commit
     from superoffload.benchmarking.transfer import on_this_gpu, run_transfer
-    from superoffload.reporting.machine import version_facts
-    from superoffload.reporting.run_folder import check_writable, write_json
 
-    check_writable(args.json, "json")
-    machine = benchmark_machine_facts()
+    facts = measurement.begin(args)
     numel, rounds = (1 << 20, 2) if args.quick else (args.numel, args.rounds)
     rows, chosen = run_transfer(on_this_gpu(), args.dtype, numel, rounds)
     for row in rows:
@@ -46,7 +43,5 @@ def run(args: argparse.Namespace) -> int:
             f"step {1e9 * row['step_seconds_per_param']:7.3f} ns per parameter   up {row['up_gb_per_s']:7.2f} GB/s   "
             f"slowest part x {row['ratio']:.2f}{'   <- chosen' if row['name'] == chosen else ''}"
         )
-    if args.json:
-        facts = {"machine": machine, "versions": version_facts(), "commit": commit(), "command": args.command_line}
-        write_json(args.json, {**facts, "limit": None, "chosen": chosen, "rows": rows})
+    measurement.write(args, {**facts, "limit": None, "chosen": chosen, "rows": rows})
     return 0

@@ -76,6 +76,29 @@ def test_stock_and_ours_read_each_others(first: str, then: str, two_ranks: Ranks
         assert again["norms"] == record["norms"]
 
 
+def padding() -> float:
+    """What is stored behind the parameters, where memory that nobody has written holds NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills it
+    try:
+        engine = SCENARIOS["bf16"].engine(*WAYS["ours"])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    found = 0.0
+    for flat, params in zip(engine.optimizer.fp32_partitioned_groups_flat, engine.optimizer.fp16_groups, strict=True):
+        start = 0
+        for param in params:
+            size, numel = param.partition_numel(), engine.optimizer._numel_here(param)
+            found += float(flat[start + numel : start + size].detach().abs().sum())
+            start += size
+    end(engine)
+    return found
+
+
+def test_padding_is_zero(two_ranks: Ranks) -> None:
+    """Two checkpoints of one state are the same, to the bit."""
+    assert two_ranks.run(padding) == [0.0, 0.0]
+
+
 def test_a_checkpoint_of_before_the_first_step(two_ranks: Ranks, tmp_path: Path) -> None:
     for way in ("stock", "ours"):
         folder = str(tmp_path / way)

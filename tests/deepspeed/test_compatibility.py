@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import os
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,29 @@ def compare(name: str, ranks: Ranks, tolerance: float = 1e-4) -> None:
 @compat("lr changed between backward and step()", "deepspeed")
 def test_schedulers(two_ranks: Ranks) -> None:
     compare("schedulers", two_ranks)
+
+
+def warnings_of_a_scheduler(way: str) -> tuple[list[str], list[float]]:
+    """One of torch's, called by DeepSpeed; it warns where nobody has called the optimizer's ``step()``."""
+    torch.manual_seed(1)
+    offload, options = WAYS[way]
+    configuration, model = config(offload, options=options), Small()
+    del configuration["optimizer"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))
+    engine = make_engine(configuration, model, optimizer=optimizer, lr_scheduler=scheduler)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        record = run_steps(engine, range(3), loss_of=plain)
+    end(engine)
+    return [str(one.message) for one in caught if "lr_scheduler" in str(one.message)], [lr for (lr,) in record["lrs"]]
+
+
+def test_a_scheduler_does_not_warn(two_ranks: Ranks) -> None:
+    for way in ("stock", "ours"):
+        for warned, rates in two_ranks.run(warnings_of_a_scheduler, way):
+            assert not warned, way
+            assert rates == pytest.approx([1e-2 / 2, 1e-2 / 3, 1e-2 / 4])
 
 
 @compat("autocast", "deepspeed")

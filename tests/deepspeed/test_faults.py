@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,25 +16,47 @@ from tests.deepspeed.training import OURS, end
 SCENARIO = Scenario({"clip": CLIP_SOME})
 
 
-def die_in_backward(way: str, rank: int) -> None:
+def die(way: str, where: str, rank: int, report: str) -> None:
+    """The others write down the error that they get."""
+    os.environ["SUPEROFFLOAD_RANK_TIMEOUT"] = "20"
     engine = SCENARIO.engine(*WAYS[way])
     SCENARIO.train(engine, range(3))
+    if where == "before step()":
+        engine.backward(SCENARIO.loss_of(engine, 3, 0))
     if engine.global_rank == rank:
         os._exit(1)
-    SCENARIO.train(engine, range(3, 6))
+    try:
+        if where == "before step()":
+            engine.step()
+        SCENARIO.train(engine, range(4, 6))
+    except Exception as error:
+        Path(report).write_text(f"{type(error).__name__}: {error}")
+        raise
 
 
-@pytest.mark.parametrize("way", ["ours", "ours, later"])
-def test_a_dying_rank(way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "where", "words"),
+    [
+        ("ours", "before forward", "onnection"),  # of DeepSpeed's own collectives
+        (
+            "ours, later",
+            "before step()",
+            r"RankError: the verdict of step 4.*rank 1 .*restarted",
+        ),
+    ],
+)
+def test_a_dying_rank(way: str, where: str, words: str, tmp_path: Path) -> None:
     group = Ranks(2)
+    report = tmp_path / "error"
     began = time.monotonic()
     try:
         with pytest.raises((RankError, EOFError, ConnectionResetError)):
-            group.run(die_in_backward, way, 1, timeout=100)
+            group.run(die, way, where, 1, str(report), timeout=100)
         assert group.processes[0].is_alive(), "the surviving rank must get an error, not die"
     finally:
         group.close()
     assert time.monotonic() - began < 100
+    assert re.search(words, report.read_text(), re.DOTALL)
 
 
 def failing_worker(delivery: str) -> tuple[str, bool, bool]:

@@ -78,8 +78,10 @@ def _moved(engine: Any) -> list[Tensor]:
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
     engine.optimizer.offload_states(include=[OffloadStateTypeEnum.lp_params], pin_memory=False)
+    numel = engine.optimizer._numel_here  # without padding
+    moved = [param.ds_tensor[: numel(param)].clone() for param in _params(engine)]
     engine.optimizer.reload_states()
-    return _gathered(engine)
+    return [*moved, *_gathered(engine)]
 
 
 READERS = {

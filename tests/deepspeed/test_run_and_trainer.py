@@ -63,6 +63,28 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
+LAUNCHERS = {
+    "deepspeed": ["deepspeed", "--num_accelerators", "1"],
+    "accelerate": ["accelerate", "launch", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no",
+                   "--dynamo_backend", "no", "--cpu"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launchers(launcher: str, tmp_path: Path) -> None:
+    """What ``torchrun`` starts is trained with below."""
+    if importlib.util.find_spec(launcher) is None:
+        pytest.skip(f"needs {launcher}, which is not installed")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import deepspeed\nfrom superoffload.integrations.deepspeed import is_enabled\nprint('enabled:', is_enabled())"
+    )
+    port = ["--master_port", free_port()] if launcher == "deepspeed" else []
+    found = run(*RUN, *LAUNCHERS[launcher], *port, str(script), timeout=100)
+    assert found.returncode == 0, found.stderr
+    assert "enabled: True" in found.stdout
+
+
 needs_trainer = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None,
     reason="needs transformers and accelerate, which are not installed",

@@ -56,6 +56,14 @@ def test_other_configs_are_left_alone(offload: dict[str, Any] | None) -> None:
         (changed(zero_hpz_partition_size=4), ["zero_hpz_partition_size", "4"]),
         ({**OURS, "compile": {"deepcompile": True}}, ["deepcompile", "engine.compile()"]),
         ({**OURS, "bf16": {"bf16_master_weights_and_grads": True}}, ["master weights are fp32"]),
+        ({**OURS, "hybrid_engine": {"enabled": True}}, ["hybrid_engine.enabled"]),
+        (changed(zero_quantized_nontrainable_weights=True), ["zero_quantized_nontrainable_weights"]),
+        (changed(elastic_checkpoint=True), ["elastic_checkpoint", "universal"]),
+        ({**OURS, "bf16": {"bf16_optimizer_states": True}}, ["moments are fp32"]),
+        ({**OURS, "fp16": {"fp16_master_weights_and_grads": True}}, ["master weights are fp32"]),
+        ({**OURS, "optimizer": {"type": "Lamb"}}, ["type='Lamb'", '"AdamW"', '{"device": "cpu"}']),
+        ({**OURS, "optimizer": {"type": "OneBitAdam"}}, ["type='OneBitAdam'"]),
+        ({**OURS, "optimizer": {"type": "Muon"}}, ["type='Muon'"]),
         ({**OURS, "superoffload": {"specullation": "always"}}, ["unknown", "specullation", "speculation"]),
         ({**OURS, "superoffload": {"speculation": "perhaps"}}, ["'perhaps'", "'adaptive'"]),
         ({**OURS, "superoffload": {"delivery": "lazy"}}, ["'lazy'", "'on_demand'"]),
@@ -124,11 +132,14 @@ def on_and_off() -> list[str]:
     import deepspeed.ops.adam.cpu_adam
     import deepspeed.runtime.config
     import deepspeed.runtime.superoffload.superoffload_stage3 as upstream
+    import torch
 
     import superoffload.integrations.deepspeed as ours
 
     def state() -> tuple[Any, ...]:
         return (
+            torch.nn.utils.clip_grad_norm_,
+            torch.nn.utils.clip_grad.clip_grad_value_,
             deepspeed.runtime.config.DeepSpeedConfig.__init__,
             deepspeed.ops.adam.cpu_adam.CPUAdamBuilder,
             upstream.SuperOffloadOptimizer_Stage3,
@@ -155,6 +166,10 @@ def on_and_off() -> list[str]:
         ours.enable()
     except StateError as error:
         said.append(str(error))
+    engine.optimizer, kept = None, engine.optimizer
+    ours.enable()  # initialize() raised: there is no backend that it could keep
+    ours.disable()
+    engine.optimizer = kept
     engine._config.zero_config.offload_optimizer.super_offload = False
     end(engine)
     engine = make_engine(config())
@@ -210,6 +225,11 @@ def test_ratio_on_processors_changes_nothing(ratio: float, two_ranks: Ranks) -> 
         ({"zero_allow_untested_optimizer": True}, "NAdam", "optimizer NAdam: expected"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "superoffload"}}}, None, "expected 3"),
         ({"superoffload": {"speed": 1}}, None, "unknown.* speed"),
+        (
+            {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "float16"}},
+            None,
+            "torch_autocast.*its loss scaler",
+        ),
     ],
 )
 def test_refused_at_initialize(changes: dict[str, Any], optimizer: str | None, words: str, two_ranks: Ranks) -> None:

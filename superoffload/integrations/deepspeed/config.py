@@ -17,6 +17,7 @@ from superoffload.schedule import MODES
 DEVICE = "superoffload"
 OPTIONS_KEY = "superoffload"
 DELIVERIES = ("eager", "on_demand")
+OPTIMIZERS = ("adam", "adamw")
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ _REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("bf16", "bf16_optimizer_states"), "moments are fp32; remove the key"),
     (("fp16", "fp16_master_weights_and_grads"), "master weights are fp32; remove the key"),
 )
+_HALF = ("torch.float16", "fp16", "float16", "half")
 
 
 def check(config: Mapping[str, Any]) -> None:
@@ -152,6 +154,18 @@ def check(config: Mapping[str, Any]) -> None:
                 f'"{name}": NVMe together with superoffload: expected host memory; set "device" to '
                 f'"{DEVICE if name == "offload_optimizer" else "cpu"}" and remove "nvme_path"'
             )
+    kind = _section(config, "optimizer").get("type")
+    if kind is not None and str(kind).lower() not in OPTIMIZERS:  # before DeepSpeed compiles a kernel for it
+        raise ArgumentError(
+            f'"optimizer": type={kind!r} together with superoffload: expected "Adam" or "AdamW"; for another one set '
+            '"offload_optimizer": {"device": "cpu"}'
+        )
+    autocast = _section(config, "torch_autocast")
+    if autocast.get("enabled") and str(autocast.get("dtype")) in _HALF:  # DeepSpeed would never forget it again
+        raise ArgumentError(
+            f'"torch_autocast": dtype={autocast["dtype"]!r} together with superoffload: its loss scaler is not '
+            "supported; use bfloat16, or fp16 without torch_autocast"
+        )
     for path, advice in _REFUSED:
         value = _section(config, *path[:-1]).get(path[-1])
         if value:

@@ -18,7 +18,8 @@ def check_optimizer(optimizer: Any, cpu_adam: type) -> None:
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW, cpu_adam):
         raise ArgumentError(
             f'optimizer {type(optimizer).__name__}: expected "Adam" or "AdamW" in the config, torch.optim.Adam, '
-            "torch.optim.AdamW or deepspeed.ops.adam.DeepSpeedCPUAdam; use plain offload for other optimizers"
+            "torch.optim.AdamW or deepspeed.ops.adam.DeepSpeedCPUAdam; for another one set "
+            '"offload_optimizer": {"device": "cpu"}'
         )
     if not getattr(optimizer, "fp32_optimizer_states", True):
         raise ArgumentError("fp32_optimizer_states=False: expected true; moments are fp32 here")
@@ -54,7 +55,7 @@ def _decoupled(optimizer: Any, group: Mapping[str, Any]) -> bool:
     return bool(optimizer.adam_w_mode)
 
 
-_OFF = (None, False, 0, 1)
+_OFF: dict[str, Any] = {"zero_hpz_partition_size": 1}  # off, besides None and False; True == 1, so by name
 
 
 def check_arguments(arguments: Mapping[str, Any], *, on_cpu: bool) -> None:
@@ -72,7 +73,7 @@ def check_arguments(arguments: Mapping[str, Any], *, on_cpu: bool) -> None:
     }
     for name, advice in refused.items():
         value = arguments.get(name)
-        if value not in _OFF:
+        if value and value != _OFF.get(name):
             raise ArgumentError(f"{name}={value!r} together with superoffload: {advice}")
     mpu = arguments.get("mpu")
     if mpu is not None and not hasattr(mpu, "initialize_sequence_parallel"):

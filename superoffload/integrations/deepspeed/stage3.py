@@ -339,6 +339,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
                 driver.step(verdict, later=self._later)
             self._ended(applied=True, factor=factor)
         self._show_steps()
+        self.optimizer._opt_called = True  # torch's schedulers warn where step() was not called, as it is not here
 
     # ---- rank checks ----------------------------------------------------------------------------------------------
 

@@ -81,7 +81,8 @@ def _refuse_engines() -> None:
     gc.collect()
     for alive in gc.get_objects():
         if issubclass(type(alive), engine) and hasattr(alive, "_config") and alive.super_offload():
-            if type(getattr(alive, "optimizer", None)).__module__.startswith("superoffload."):
+            optimizer = getattr(alive, "optimizer", None)  # None: its initialize() raised, so it has no backend
+            if optimizer is None or type(optimizer).__module__.startswith("superoffload."):
                 continue
             raise StateError(
                 "enable(): a DeepSpeed engine with super_offload exists already and keeps the optimizer that it has; "

@@ -1,0 +1,133 @@
+"""What the optimizer refuses before it is built, and DeepSpeed's own kernel, which is built for others only."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from superoffload.errors import ArgumentError
+from superoffload.integrations.deepspeed.features import check_arguments, check_groups_alike, check_optimizer
+from superoffload.integrations.deepspeed.lazy_adam import lazy_builder
+
+ALLOWED: dict[str, Any] = {  # DeepSpeed's defaults
+    "zenflow_config": None,
+    "all2all_process_group": None,
+    "zero_hpz_partition_size": 1,
+    "zero_quantized_weights": False,
+    "zero_quantized_nontrainable_weights": False,
+    "fp16_master_weights_and_gradients": False,
+    "bf16_master_weights_and_gradients": False,
+    "bf16_optimizer_states": False,
+    "elastic_checkpoint": False,
+    "mpu": None,
+    "offload_ratio": 1.0,
+    "gradient_accumulation_dtype": torch.bfloat16,
+}
+
+
+def test_the_defaults_are_allowed() -> None:
+    check_arguments(ALLOWED, on_cpu=False)
+    check_arguments({**ALLOWED, "offload_ratio": 0.5}, on_cpu=True)  # means nothing there
+    check_arguments({**ALLOWED, "mpu": SimpleNamespace(initialize_sequence_parallel=None)}, on_cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"zenflow_config": object()}, "ZenFlow"),
+        ({"all2all_process_group": object()}, "quantized gradients"),
+        ({"zero_hpz_partition_size": 2}, "expected 1"),
+        ({"zero_quantized_weights": True}, "quantized weights"),
+        ({"zero_quantized_nontrainable_weights": True}, "quantized weights"),
+        ({"fp16_master_weights_and_gradients": True}, "master weights are fp32"),
+        ({"bf16_master_weights_and_gradients": True}, "master weights are fp32"),
+        ({"bf16_optimizer_states": True}, "moments are fp32"),
+        ({"elastic_checkpoint": True}, "universal checkpoints"),
+        ({"mpu": SimpleNamespace()}, "model parallelism is not supported"),
+        ({"offload_ratio": 0.9}, "ratio=0.9: expected 1.0"),
+        ({"gradient_accumulation_dtype": torch.float64}, "expected fp32, bf16 or fp16"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_refused_arguments(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        check_arguments({**ALLOWED, **given}, on_cpu=False)
+
+
+class CPUAdam(torch.optim.Adam):
+    """Stands in for DeepSpeedCPUAdam."""
+
+
+class Own(torch.optim.AdamW):
+    """May step differently."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (torch.optim.SGD, {}, 'optimizer SGD: expected.*set "offload_optimizer": {"device": "cpu"}'),
+        (Own, {}, "optimizer Own: expected"),
+        (torch.optim.AdamW, {"amsgrad": True}, "amsgrad=True: expected False"),
+        (torch.optim.AdamW, {"maximize": True}, "maximize=True: expected False"),
+    ],
+)
+def test_refused_optimizers(kind: Any, options: dict[str, Any], words: str) -> None:
+    param = torch.nn.Parameter(torch.zeros(3))
+    for allowed in (torch.optim.Adam, torch.optim.AdamW, CPUAdam):
+        check_optimizer(allowed([param], lr=1e-3), CPUAdam)
+    with pytest.raises(ArgumentError, match=words):
+        check_optimizer(kind([param], lr=1e-3, **options), CPUAdam)
+
+
+def test_moments_in_16_bit_are_refused() -> None:
+    optimizer = CPUAdam([torch.nn.Parameter(torch.zeros(3))])
+    optimizer.fp32_optimizer_states = False  # type: ignore[attr-defined]
+    with pytest.raises(ArgumentError, match="moments are fp32 here"):
+        check_optimizer(optimizer, CPUAdam)
+
+
+def test_parameters_partitioned_over_other_ranks_are_refused() -> None:
+    """As those of experts are, and of tensor parallelism."""
+    dense = SimpleNamespace(ds_shape=(4, 4))
+    expert = SimpleNamespace(ds_shape=(8, 2), ds_process_group=(0, 2))
+    with mock.patch("torch.distributed.get_process_group_ranks", list):
+        check_groups_alike([dense], (0, 1, 2, 3))
+        with pytest.raises(
+            ArgumentError, match=r"shape \(8, 2\) is partitioned over ranks \[0, 2\].*leaf modules work"
+        ):
+            check_groups_alike([dense, expert], (0, 1, 2, 3))
+
+
+class Builder:
+    """Stands in for DeepSpeed's, whose load() compiles."""
+
+    built = 0
+
+    def load(self) -> Any:
+        Builder.built += 1
+        return mock.Mock()
+
+
+def test_the_kernel_is_built_for_the_first_who_calls_it() -> None:
+    """A stock engine beside ours: its optimizer, made before the kernel was there, is known to the kernel."""
+    kernel: Any = lazy_builder(Builder)().load()
+    kernel.create_adam(0, 1e-3, "ours")
+    kernel.create_adam(1, 1e-3, "stock")
+    kernel.destroy_adam(0)
+    with pytest.raises(AttributeError):
+        kernel.__wrapped__  # noqa: B018  (who only looks at it builds nothing)
+    assert Builder.built == 0
+    kernel.adam_update(1, 5)
+    kernel.create_adam(2, 1e-3, "later")
+    kernel.destroy_adam(1)
+    assert Builder.built == 1
+    assert kernel._kernel.mock_calls == [
+        mock.call.create_adam(1, 1e-3, "stock"),
+        mock.call.adam_update(1, 5),
+        mock.call.create_adam(2, 1e-3, "later"),
+        mock.call.destroy_adam(1),
+    ]
