@@ -137,7 +137,8 @@ void bind_pipeline(py::module_& module) {
                const py::bytes& table, unsigned count, std::uint64_t blocks, cuda::DeviceAddress device_table) {
                 std::string contents = table;
                 const py::gil_scoped_release released;
-                pipeline.step(bucket, pointer<cuda::Stream>(current), std::move(contents), count, blocks, device_table);
+                return pipeline.step(bucket, pointer<cuda::Stream>(current), std::move(contents), count, blocks,
+                                     device_table);
             },
             py::arg("bucket"), py::arg("current"), py::arg("table"), py::arg("count"), py::arg("blocks"),
             py::arg("device_table"))

@@ -69,6 +69,7 @@ class Core(Arriving):
 
         With ``exchange``: from those of all ranks; None if no rank has any.
         """
+        self.link.check_stream()
         deciding = self._clock()
         held_up = self._stopwatch.held_up_so_far
         self._finish_before()
@@ -245,11 +246,11 @@ class Core(Arriving):
     def _end_step(self, *, whole: bool) -> None:
         super()._end_step(whole=whole)
         self._shared = False
-        if whole and not self._observed and self._order:
-            self._follow_observed_order()
+        order, self._order = self._order, []
+        if whole and not self._observed and order:
+            self._follow_observed_order(order)
         elif whole and self._observed and self.placer is not None and self.placer.is_due():
             self._place_by_measurement(self.placer)
-        self._order.clear()
 
     def _place_by_measurement(self, placer: Placer) -> None:
         """placement="auto", once: after some steps it is known what the processors cannot hide."""

@@ -41,6 +41,12 @@ class Link(Protocol):
     def attach(self, bucket: Bucket) -> None:
         """Allocates the bucket's packed gradient and shadow (``bucket.padded`` elements each)."""
 
+    def check_stream(self) -> None:
+        """Before anything is enqueued: DeviceError where the calling thread's stream cannot take it."""
+
+    def read_on(self, stream: int) -> None:
+        """Parameters are also read on this stream, which ``make_visible`` has wait as the current one."""
+
     def received(self, bucket: Bucket) -> None:
         """A gradient for ``bucket`` is final behind what the calling thread has enqueued; its pack() may be called
         from another stream."""
@@ -81,6 +87,12 @@ class SynchronousLink:
 
     def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
         """Every bucket has its own memory."""
+
+    def check_stream(self) -> None:
+        """There are no streams."""
+
+    def read_on(self, stream: int) -> None:
+        """Nor here."""
 
     def received(self, bucket: Bucket) -> None:
         """It is in host memory."""

@@ -196,11 +196,12 @@ def _zeros(numel: int, dtype: torch.dtype, device: torch.device | None) -> Tenso
 
 def move_state(shard: Shard, device: torch.device | None) -> None:
     """To the device, or (None) to host memory; whoever still reads the old tensors finds them unchanged."""
-    for name in ("master", "exp_avg", "exp_avg_sq"):
-        old: Tensor = getattr(shard, name)
-        if device is None:
-            new = host_empty(old.numel(), old.dtype)
-        else:
-            new = torch.empty(old.numel(), dtype=old.dtype, device=device)
-        setattr(shard, name, new.copy_(old))
+    old: State = (shard.master, shard.exp_avg, shard.exp_avg_sq)
+    new = [  # all of it, or an error that changes nothing
+        host_empty(one.numel(), one.dtype)
+        if device is None
+        else torch.empty(one.numel(), dtype=one.dtype, device=device)
+        for one in old
+    ]
+    shard.master, shard.exp_avg, shard.exp_avg_sq = (there.copy_(one) for there, one in zip(new, old, strict=True))
     shard.resident = device is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from superoffload.arguments import check_parameter
-from superoffload.bits import WORD, checksum
+from superoffload.bits import WORD, differing, run_sums
 from superoffload.bucket import Shard
 from superoffload.checkpoint import ParamState
 from superoffload.errors import StateError
@@ -30,9 +31,10 @@ class Tracked:
     early: bool = True  # the gradient is final when its hook runs (not where somebody reduces it over ranks later)
     version: tuple[int, int] = UNKNOWN
     address: int = 0
-    checksum: int = 0
+    sums: Tensor | None = None  # of a DTensor's bits, on its device
     grad: Tensor | None = None  # the gradient that was handed to the core in this step
     grad_version: tuple[int, int] = UNKNOWN
+    grad_sums: Tensor | None = None  # of its bits, where the core has it on another device
     reduced: Tensor | None = None  # what a reduction gave and the core has; p.grad must turn out to be the same
     stand_in: PackedGradient | None = None  # what stands in p.grad once the gradient was packed and freed
     arrivals: int = 0  # backward passes that reached it since the last step
@@ -46,7 +48,7 @@ class Tracked:
     def remember_value(self) -> None:
         self.version = version_of(self.param)
         self.address = local_of(self.param).data_ptr()
-        self.checksum = self._checksum()
+        self.sums = self._sums()
 
     def outdate(self) -> None:
         """A new value is to be delivered later: graphs that still need the old one must not be used any more."""
@@ -61,18 +63,18 @@ class Tracked:
     @property
     def written(self) -> bool:
         """Whether somebody else wrote to the parameter since we last looked."""
-        return self.plainly_written or self._checksum() != self.checksum
+        return bool(notice([self]).written)
 
     @property
     def plainly_written(self) -> bool:
         """The same, as far as version counters show it; at no cost."""
         return version_of(self.param) != self.version or local_of(self.param).data_ptr() != self.address
 
-    def _checksum(self) -> int:
+    def _sums(self) -> Tensor | None:
         """Of a DTensor's bits, since operations on lists of them (torch._foreach_mul_) raise nobody's version."""
         if not is_dtensor(self.param):
-            return 0
-        return checksum(local_of(self.param).reshape(-1))
+            return None
+        return run_sums(local_of(self.param).reshape(-1))
 
     @property
     def grad_changed(self) -> bool:
@@ -80,8 +82,10 @@ class Tracked:
             self.grad is not None and version_of(self.grad) != self.grad_version
         )
 
-    def remember_grad(self, grad: Tensor) -> None:
+    def remember_grad(self, grad: Tensor, *, summed: bool = False) -> None:
+        """``summed``: a DTensor whose bits cannot be compared with what the core has but for a copy."""
         self.grad, self.grad_version = grad, version_of(grad)
+        self.grad_sums = run_sums(self.holding.part(grad)) if summed and is_dtensor(grad) else None
 
     def check_still_fits(self) -> None:
         """Raises where the parameter was converted or resized since the optimizer was made."""
@@ -122,3 +126,35 @@ class Tracked:
             shard.exp_avg_sq.copy_(values.exp_avg_sq)
             shard.master.copy_(published if values.master is None else values.master)
         self.forget_value()  # compare with the parameter at the next opportunity
+
+
+@dataclass(frozen=True)
+class Noticed:
+    """Whose value, and whose kept gradient, somebody has edited since we last looked."""
+
+    written: frozenset[Tracked]
+    edited: frozenset[Tracked]
+
+
+def notice(several: Iterable[Tracked]) -> Noticed:
+    """By version counters, and where those do not show everything, by bits: a device is waited for once for all."""
+    written: set[Tracked] = set()
+    edited: set[Tracked] = set()
+    compared: list[tuple[set[Tracked], Tracked]] = []  # where it belongs if its bits have changed
+    before: list[Tensor] = []
+    now: list[Tensor] = []
+    for tracked in several:
+        if tracked.plainly_written:
+            written.add(tracked)
+        elif tracked.sums is not None and (sums := tracked._sums()) is not None:
+            compared.append((written, tracked))
+            before.append(tracked.sums)
+            now.append(sums)
+        if tracked.grad is not None and tracked.grad_sums is not None and not tracked.grad_changed:
+            compared.append((edited, tracked))
+            before.append(tracked.grad_sums)
+            now.append(run_sums(tracked.holding.part(tracked.grad)))
+    for (found, tracked), differs in zip(compared, differing(before, now), strict=True):
+        if differs:
+            found.add(tracked)
+    return Noticed(frozenset(written), frozenset(edited))

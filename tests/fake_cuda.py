@@ -130,15 +130,23 @@ class FakeDevice:
         self.streams: list[int] = []
         self.released: dict[int, int] = {}  # address of a gradient -> stream that still reads it
         self.kept: list[Tensor] = []
+        self.capturing = False
+        self.refused = 0  # so many allocations from now on fail
 
     def current_stream(self) -> int:
         return self.fake.current
+
+    def is_capturing(self) -> bool:
+        return self.capturing
 
     def make_stream(self) -> int:
         self.streams.append(self.fake.make_stream())
         return self.streams[-1]
 
     def empty(self, nbytes: int) -> Tensor:
+        if self.refused:
+            self.refused -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory, as a test has asked for")
         return torch.full((nbytes,), _GARBAGE, dtype=torch.uint8)
 
     def free_bytes(self) -> int:

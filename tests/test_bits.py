@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from superoffload.bits import WORD, checksum, same_bits
+from superoffload.bits import WORD, differing, run_sums, same_bits
 
 
 def flat(dtype: torch.dtype, numel: int, offset: int, seed: int = 0) -> Tensor:
@@ -25,15 +25,15 @@ def test_every_changed_bit_is_seen(dtype: torch.dtype) -> None:
             one = flat(dtype, numel, 0)
             other = torch.cat([flat(dtype, offset, 0, 1), one])[offset:]
             assert same_bits(one, other) and same_bits(other, one)
-            before = checksum(other)
-            assert before == checksum(other)
+            before = run_sums(other)
+            assert differing([before], [run_sums(other)]) == [False]
             for i in range(numel):
                 bits = other.view(WORD[dtype])
                 bits[i] ^= 1 << (i % 15)
                 assert not same_bits(one, other)
-                assert checksum(other) != before
+                assert differing([before], [run_sums(other)]) == [True]
                 bits[i] ^= 1 << (i % 15)
-            assert same_bits(one, other) and checksum(other) == before
+            assert same_bits(one, other) and torch.equal(run_sums(other), before)
 
 
 def test_of_what_is_not_contiguous() -> None:
@@ -41,3 +41,21 @@ def test_of_what_is_not_contiguous() -> None:
     assert same_bits(whole[::2], whole[::2].clone())
     assert not same_bits(whole[::2], whole[1::2])
     assert not same_bits(torch.zeros(3), -torch.zeros(3))
+
+
+@pytest.mark.parametrize("numel", [2, 4, 8, 512, 5000, 70_001])
+def test_signs_that_change_as_often_one_way_as_the_other_are_seen(numel: int) -> None:
+    """A plain sum of words would be the same."""
+    for dtype in WORD:
+        values = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0], dtype=dtype)
+        one = values.repeat(-(-numel // 8))[:numel].clone()
+        before = run_sums(one)
+        one[len(one) // 4 :] *= -1
+        assert differing([before], [run_sums(one)]) == [True]
+
+
+def test_several_at_once() -> None:
+    ones = [run_sums(flat(torch.float32, numel, 0)) for numel in (0, 5, 3000)]
+    others = [run_sums(flat(torch.float32, numel, 0, seed)) for numel, seed in ((0, 1), (5, 1), (3000, 0))]
+    assert differing(ones, others) == [False, True, False]
+    assert differing([], []) == []

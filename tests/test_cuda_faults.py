@@ -19,6 +19,7 @@ from torch import nn
 
 from superoffload import AdamW
 from superoffload.arguments import _same_device
+from superoffload.cuda.device import TorchDevice
 from superoffload.cuda.link import CudaOptions
 from superoffload.cuda.start import LIBRARY_VARIABLE
 from superoffload.cuda.transfer import DIRECT, NARROW, WIDE, TransferPolicy
@@ -286,6 +287,150 @@ def test_interpreter_exit_with_work_in_flight(fake: Fake) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "leaving"
     assert "Traceback" not in done.stderr
+
+
+# ---- graphs that are captured ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_demand", [False, True])
+def test_a_backward_in_a_graph_capture_is_refused(fake: Fake, on_demand: bool) -> None:
+    """Before anything of it is enqueued or noted; what comes after the capture is stepped as ever."""
+    model = model_of(torch.bfloat16)
+    model.register_forward_pre_hook(lambda *_: fake.synchronize())
+    options: dict[str, Any] = {"delivery": "on_demand", "module": model} if on_demand else {}
+    with (
+        on_fake_device(fake) as links,
+        AdamW(model.parameters(), threads=2, bucket_numel=1024, **options) as optimizer,
+    ):
+        train(model, optimizer, range(2))
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        fake.synchronize()
+        calls = {name: fake.calls(name) for name in ("cuEventRecord", "cuLaunchKernel", "cuStreamWaitEvent")}
+        links[0].fake_device.capturing = True
+        with pytest.raises(DeviceError, match=r"CUDA graph is captured.*make_graphed_callables\(\) before"):
+            batch(model, 2).backward()
+        assert not optimizer._core.is_filling
+        assert {name: fake.calls(name) for name in calls} == calls
+        links[0].fake_device.capturing = False
+        optimizer.zero_grad()
+        train(model, optimizer, range(2, 4))
+        optimizer.synchronize()
+        fake.synchronize()
+        assert optimizer.state_digests() == host_digests(range(4))
+
+
+def test_a_step_in_a_graph_capture_is_refused(fake: Fake) -> None:
+    """With a backward before it; the step can be taken afterwards."""
+    with training(fake) as (model, optimizer):
+        optimizer.zero_grad()
+        batch(model, 2).backward()
+        link = optimizer._core.link
+        assert isinstance(link, LateLink)
+        device = link.fake_device
+        device.capturing = True
+        with pytest.raises(DeviceError, match=r"outside of torch\.cuda\.graph"):
+            optimizer.step()
+        device.capturing = False
+        optimizer.step()
+        fake.synchronize()
+        assert optimizer.state_digests() == host_digests(range(3))
+
+
+def test_torch_is_asked_whether_it_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = object.__new__(TorchDevice)
+    for answer in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda answer=answer: answer)
+        assert device.is_capturing() is answer
+
+
+# ---- memory that is refused -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refusals", [1, 2, 3])
+def test_memory_that_is_refused_when_buckets_are_laid_out_anew(fake: Fake, refusals: int) -> None:
+    """After the first step buckets follow the observed order. The step is done; no gradient is lost afterwards."""
+
+    def shuffled() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.ModuleList([nn.Linear(24, 24) for _ in range(3)])
+
+    def backward(model: Any, seed: int) -> None:
+        values = torch.randn(4, 24, generator=torch.Generator().manual_seed(seed))
+        for index in (1, 0, 2):  # not in the order of registration
+            values = model[index](values)
+        values.square().mean().backward()
+
+    model = shuffled()
+    with on_host(), AdamW(model.parameters(), threads=1, bucket_numel=1024) as host:
+        for seed in range(3):
+            host.zero_grad()
+            backward(model, seed)
+            host.step()
+        expected = host.state_digests()
+    model = shuffled()
+    with on_fake_device(fake) as links, AdamW(model.parameters(), threads=1, bucket_numel=1024) as optimizer:
+        backward(model, 0)
+        links[0].fake_device.refused = refusals
+        with pytest.raises(DeviceError, match="out of memory"):
+            optimizer.step()
+        fake.synchronize()
+        assert optimizer.stats()["steps"] == 1
+        for seed in (1, 2):
+            while True:
+                optimizer.zero_grad()
+                fake.synchronize()
+                try:
+                    backward(model, seed)
+                    break
+                except DeviceError as error:
+                    assert "out of memory" in str(error)
+            optimizer.step()
+        fake.synchronize()
+        assert links[0].fake_device.refused == 0
+        assert optimizer.state_digests() == expected
+
+
+def test_a_group_whose_memory_is_refused_is_stepped_once_there_is_some(fake: Fake) -> None:
+    def made() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(0)
+        return nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def step(first: nn.Module, second: nn.Module, optimizer: AdamW, seed: int) -> None:
+        optimizer.zero_grad()
+        second(first(torch.full((2, 8), 0.1 * seed))).square().mean().backward()
+        optimizer.step()
+
+    digests = []
+    for refused in (0, 2):
+        first, second = made()
+        with on_fake_device(fake) as links, AdamW(first.parameters(), threads=1) as optimizer:
+            step(first, second, optimizer, 1)
+            fake.synchronize()
+            links[0].fake_device.refused = refused
+            for name in ("weight", "bias"):
+                group = {"params": [getattr(second, name)]}
+                if refused:
+                    with pytest.raises(DeviceError, match="out of memory"):
+                        optimizer.add_param_group(group)
+                else:
+                    optimizer.add_param_group(group)
+            for seed in (2, 3):
+                step(first, second, optimizer, seed)
+                fake.synchronize()
+            digests.append(optimizer.state_digests())
+    assert digests[0] == digests[1]
+
+
+def test_host_memory_that_is_refused_is_a_device_error(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    with training(fake) as (_, optimizer):
+        link = optimizer._core.link
+        monkeypatch.setattr("superoffload.cuda.link.PinnedArena", refuse)
+        with pytest.raises(DeviceError, match="the host is out of memory; close other programs"):
+            link.prepare(optimizer._core.buckets, anew=False)
 
 
 # ---- gradients are freed --------------------------------------------------------------------------------------------

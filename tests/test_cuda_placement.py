@@ -167,6 +167,50 @@ def test_a_device_that_fails_in_the_middle_leaves_the_optimizer_unusable(fake: F
         optimizer.close()
 
 
+def test_a_device_that_fails_behind_a_launch_is_not_a_step_that_never_was(fake: Fake) -> None:
+    """The kernel runs, so the step is not abandoned; and its memory is not given back, since nothing tells when."""
+    with on_fake_device(fake) as links:
+        optimizer, _ = _failing(fake, 1 << 30)
+        fake.reset()
+        fake.fail("cuEventRecord", 2)
+        with pytest.raises(TornStep, match=r"was launched, but the device failed behind it.*load the last checkpoint"):
+            optimizer.step()
+        fake.reset()
+        with pytest.raises(StateError, match="cannot be trusted"):
+            optimizer.step()
+        assert links[0].residency is not None and not links[0].residency.drain(0.0)
+        optimizer.close()
+
+
+def test_state_that_finds_no_room_stays_where_it_was(fake: Fake) -> None:
+    """The first step's order asks for other parameters; some of them cannot be moved to the device."""
+    expected, _ = run_on_host(steps, torch.float32, max_grad_norm=0.5)
+    moved: list[str] = []
+
+    def move(shard: Shard, device: torch.device | None) -> None:
+        if device is not None and moved:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        fake.synchronize()
+        move_state(shard, device)
+        moved.append(shard.name)
+
+    with mock.patch("superoffload.pipeline.layout.move_state", move), on_fake_device(fake):
+        model = model_of(torch.float32)
+        model.register_forward_pre_hook(lambda *_: fake.synchronize())
+        options: dict[str, Any] = {"speculation": "always", "threads": 2, "bucket_numel": 1024, "max_grad_norm": 0.5}
+        with (
+            mock.patch("superoffload.placement.Placer.choose_first", lambda placer, sizes: set()),
+            AdamW(model.parameters(), placement={"gpu_fraction": 1.0}, **options) as optimizer,
+        ):
+            steps(model, optimizer)
+            fake.synchronize()
+            assert optimizer.state_digests() == expected
+            placement = optimizer.placement
+            assert placement is not None and len(moved) == 1
+            assert "the accelerator had no room left for" in placement["why"]
+            assert 0 < placement["params_on_device"] < sum(p.numel() for p in model.parameters())
+
+
 def test_without_kernels_it_is_refused(fake: Fake) -> None:
     model = model_of(torch.float32)
     with (

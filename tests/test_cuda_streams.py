@@ -12,12 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.bits import checksum
+from superoffload.bits import run_sums
 from superoffload.cuda.link import CudaLink, CudaOptions
+from superoffload.errors import StateError
 from superoffload.integrations import fsdp2
 from superoffload.integrations.ddp import ReducedGradients
+from superoffload.optimizer import module_hooks
 from superoffload.tracked import Tracked
+from tests.adamw_tools import batch
 from tests.fake_cuda import IMAGE, Fake, FakeDevice, LateLink, garbage_like, on_fake_device
+from tests.test_cuda_link import deep_model
 
 STEPS = 4
 LATE = 20_000.0  # microseconds
@@ -89,7 +93,7 @@ def test_gradients_of_several_streams_are_all_waited_for(fake: Fake) -> None:
 
 def test_bits_that_a_delivery_has_changed_are_nobodys_write(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters whose writes are noticed by their bits, as those of DTensors; the copy is over before forward asks."""
-    monkeypatch.setattr(Tracked, "_checksum", lambda tracked: checksum(tracked.param.detach().reshape(-1)))
+    monkeypatch.setattr(Tracked, "_sums", lambda tracked: run_sums(tracked.param.detach().reshape(-1)))
     fake.reset()
 
     def run(model: nn.Module, links: list[LateLink]) -> dict[str, str]:
@@ -132,7 +136,7 @@ class Reduction:
 def test_a_reduction_is_waited_for_before_it_is_read() -> None:
     delivered: list[Tensor] = []
     model = SimpleNamespace(process_group=None, register_comm_hook=lambda state, hook: None)
-    reduced = ReducedGradients(model, lambda param, gradient: delivered.append(gradient))  # type: ignore[arg-type]
+    reduced = ReducedGradients(model, lambda param, gradient: delivered.append(gradient), lambda param: None)  # type: ignore[arg-type]
     params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))]
     reduced._waiting.append((Reduction(torch.arange(5.0)), params))  # type: ignore[arg-type]
     reduced.drain()
@@ -155,3 +159,81 @@ def test_a_gradient_on_its_way_to_host_memory_is_waited_for(
         param.device_mesh = SimpleNamespace(device_type=mesh)  # type: ignore[attr-defined]
     fsdp2.await_offload(param)
     assert waited == ["cuda"] * waits
+
+
+# ---- parameters that are read on a stream of somebody else ----------------------------------------------------------
+
+
+def gathered_elsewhere(fake: Fake, links: list[LateLink], told: bool, seed: int) -> dict[str, str]:
+    """Forward reads parameters behind a stream that does not wait for the current one, as FSDP2's all-gathers do."""
+    gathering = fake.make_stream()
+    model = deep_model(torch.bfloat16)
+    options: dict[str, Any] = {"speculation": "never", "threads": 2, "bucket_numel": 1024, "max_grad_norm": 0.5}
+    with AdamW(model.parameters(), delivery="on_demand", module=model, **options) as optimizer:
+        for module in model.modules():
+            module.register_forward_pre_hook(lambda *_: fake.synchronize(gathering))
+        if told and links:
+            links[0].read_on(gathering)
+        fake.delays(seed, 3000.0)
+        for step in range(5):
+            optimizer.zero_grad()
+            batch(model, step).backward()
+            optimizer.step()
+        optimizer.synchronize()
+        fake.synchronize()
+        return optimizer.state_digests()
+
+
+def test_streams_that_read_parameters_wait_for_them(fake: Fake) -> None:
+    fake.reset()
+    expected = gathered_elsewhere(fake, [], False, 0)
+    for seed in range(3):
+        with on_fake_device(fake) as links:
+            assert gathered_elsewhere(fake, links, True, seed) == expected
+    for seed in range(6):
+        with on_fake_device(fake) as links:
+            if gathered_elsewhere(fake, links, False, seed) != expected:
+                break
+    else:
+        pytest.fail("no all-gather ever read an old parameter")
+    fake.reset()
+
+
+class Sharded(nn.Linear):
+    """What of a module of fully_shard says on which stream it gathers."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(2, 2)
+        self.context = context
+
+    def _get_fsdp_state(self) -> Any:
+        return SimpleNamespace(_comm_ctx=self.context)
+
+    def unshard(self) -> None:
+        """By hand."""
+
+
+def test_where_fsdp2_gathers() -> None:
+    def gathering(context: Any) -> list[int]:
+        return fsdp2.gathering_streams(Sharded(context))
+
+    assert gathering(SimpleNamespace(all_gather_copy_in_stream=SimpleNamespace(cuda_stream=7))) == [7]
+    assert gathering(SimpleNamespace(all_gather_copy_in_stream=object())) == []  # on processors
+    assert gathering(SimpleNamespace()) == []  # before the first forward
+    assert fsdp2.gathering_streams(nn.Linear(2, 2)) == []  # another version of torch, on processors
+    with pytest.raises(StateError, match="use delivery='eager'"):
+        fsdp2.gathering_streams(nn.Linear(2, 2, device="meta"))
+
+
+def test_hooks_name_the_stream_of_the_gather() -> None:
+    asked: list[Any] = []
+    module = Sharded(SimpleNamespace(all_gather_copy_in_stream=SimpleNamespace(cuda_stream=7)))
+    with (
+        mock.patch.object(module_hooks, "is_sharded_module", lambda module: isinstance(module, Sharded)),
+        mock.patch.object(module_hooks, "gathered_with", lambda module: None),
+    ):
+        hooks = module_hooks.ModuleHooks(module, lambda params, streams=(): asked.append((params, streams)))
+        module(torch.zeros(2))
+        hooks.remove()
+    module(torch.zeros(2))
+    assert asked == [(None, [7])]

@@ -29,8 +29,8 @@ const char* advice(Result result) {
         case 900:
         case 901:
         case 906:
-            return "gradients cannot be packed while a CUDA graph is captured: capture forward and backward without "
-                   "the optimizer's hooks, or run them without a graph";
+            return "gradients cannot be packed while a CUDA graph is captured: run backward and step() outside of it, "
+                   "or give the model to torch.cuda.make_graphed_callables() before the optimizer is made";
         default:
             return "masters and moments are those of the last finished step: save state_dict() and restart; if it "
                    "happens again, report it with `superoffload doctor`'s output";

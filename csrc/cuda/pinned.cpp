@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <new>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -34,9 +35,14 @@ PinnedMemory::PinnedMemory(std::shared_ptr<Gpu> gpu, const PinnedRequest& reques
     void* memory = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) throw std::bad_alloc();
     data_ = memory;
-    place();
-    touch();
-    if (gpu_) pin();
+    try {
+        place();
+        touch();
+        if (gpu_) pin();
+    } catch (...) {  // the destructor will not run
+        munmap(data_, mapped_);
+        throw;
+    }
 }
 
 PinnedMemory::~PinnedMemory() {
@@ -67,8 +73,11 @@ void PinnedMemory::touch() {
         for (std::size_t i = begin; i < end; i += page) static_cast<volatile char*>(data_)[i] = 0;
     };
     std::vector<std::thread> threads;
-    for (std::size_t begin = share; begin < mapped_; begin += share) {
-        threads.emplace_back(write, begin, std::min(mapped_, begin + share));
+    std::size_t left = share;
+    try {
+        for (; left < mapped_; left += share) threads.emplace_back(write, left, std::min(mapped_, left + share));
+    } catch (const std::system_error&) {  // no more threads are to be had
+        write(left, mapped_);
     }
     write(0, std::min(mapped_, share));
     for (std::thread& thread : threads) thread.join();

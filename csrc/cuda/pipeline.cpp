@@ -133,8 +133,8 @@ void Pipeline::make_visible(const std::shared_ptr<DeviceBucket>& bucket, Stream 
     streams_.order(current, bucket->delivered, "the current stream's wait for new parameters");
 }
 
-void Pipeline::step(const std::shared_ptr<DeviceBucket>& bucket, Stream current, std::string table, unsigned count,
-                    std::uint64_t blocks, DeviceAddress device_table) {
+std::string Pipeline::step(const std::shared_ptr<DeviceBucket>& bucket, Stream current, std::string table,
+                           unsigned count, std::uint64_t blocks, DeviceAddress device_table) {
     check_open();
     DeviceBucket& b = *bucket;
     if (b.step == nullptr) throw std::invalid_argument("this bucket is not resident");
@@ -145,7 +145,9 @@ void Pipeline::step(const std::shared_ptr<DeviceBucket>& bucket, Stream current,
                      "cuMemcpyHtoDAsync of the step kernel's table");
     void* arguments[] = {&device_table, &count};
     streams_.launch(b.step, blocks, current, arguments, "the step kernel's launch");
-    streams_.record(b.stepped, current, "cuEventRecord on the current stream");
+    const Driver& driver = gpu_->driver();
+    const Result recorded = driver.event_record(b.stepped.get(), current);
+    return recorded == kSuccess ? std::string() : driver.describe(recorded, "cuEventRecord on the current stream");
 }
 
 bool Pipeline::has_stepped(const std::shared_ptr<DeviceBucket>& bucket) {

@@ -71,8 +71,9 @@ class Pipeline {
 
     // Steps a resident bucket whose gradient has arrived, and writes its parameters, in the order of `current`.
     // `table`: `count` structs StepPiece of csrc/cuda/step.cuh with `blocks` blocks, copied to `device_table` before.
-    void step(const std::shared_ptr<DeviceBucket>& bucket, Stream current, std::string table, unsigned count,
-              std::uint64_t blocks, DeviceAddress device_table);
+    // Throws where nothing was launched. What it returns, if anything, went wrong behind the launch.
+    std::string step(const std::shared_ptr<DeviceBucket>& bucket, Stream current, std::string table, unsigned count,
+                     std::uint64_t blocks, DeviceAddress device_table);
     // Whether the last step of a resident bucket is over, so that its memory may go.
     bool has_stepped(const std::shared_ptr<DeviceBucket>& bucket);
 

@@ -119,7 +119,7 @@ class _Entrant:
         core = self.engine.optimizer._core
         core.gradient_is = self._timed(core.gradient_is, "notice")
         for tracked in self.engine.optimizer._tracked.values():
-            tracked._checksum = self._timed(tracked._checksum, "notice")
+            tracked._sums = self._timed(tracked._sums, "notice")
 
     def _timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:

@@ -18,6 +18,9 @@ class Device(Protocol):
     def current_stream(self) -> int:
         """The handle of the stream that the calling thread enqueues on."""
 
+    def is_capturing(self) -> bool:
+        """Whether what the calling thread enqueues becomes part of a graph instead of being done."""
+
     def make_stream(self) -> int:
         """A stream that does not wait for the default stream, and lives as long as the process."""
 
@@ -42,6 +45,9 @@ class TorchDevice:
 
     def current_stream(self) -> int:
         return int(torch.cuda.current_stream(self.torch_device).cuda_stream)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     def make_stream(self) -> int:
         # Of torch's pool: its streams are never destroyed, so memory that is recorded on them can go at any time.

@@ -54,6 +54,7 @@ class CudaLink:
         self._buckets: dict[Bucket, _native.DeviceBucket] = {}
         self._targets: dict[Bucket, list[Tensor]] = {}
         self._written_on: dict[Bucket, set[int]] = {}  # streams that gradients came from since the last pack
+        self._readers: set[int] = set()  # streams that read parameters besides the current one
         self._arenas: list[PinnedArena] = []
         self._on_device: list[Tensor] = []  # scratch of every arena's buckets
         self._staging: list[Tensor] = []
@@ -98,10 +99,18 @@ class CudaLink:
         with _translated("reserving memory"):
             if anew:
                 self._start_anew()
+            scratch = self._device.empty(sum(map(_scratch_bytes, buckets)) + ALIGN)
+            before = len(self._arenas)
             self._reserve_host(sum(map(_host_bytes, buckets)))
-            self._on_device.append(self._device.empty(sum(map(_scratch_bytes, buckets)) + ALIGN))
+            try:
+                self._reserve_staging([bucket for bucket in [*self._buckets, *buckets] if not bucket.resident])
+            except RuntimeError:  # whoever tries again must not find ever more of it
+                if not anew:
+                    self._close_arenas(self._arenas[before:], idle=True)
+                    del self._arenas[before:]
+                raise
+            self._on_device.append(scratch)
             self._scratch_used = 0
-            self._reserve_staging([bucket for bucket in [*self._buckets, *buckets] if not bucket.resident])
 
     def _start_anew(self) -> None:
         """Nothing of the buckets so far is needed any more."""
@@ -182,6 +191,18 @@ class CudaLink:
 
     # ---- a step -----------------------------------------------------------------------------------------------
 
+    def check_stream(self) -> None:
+        if self._device.is_capturing():
+            raise DeviceError(
+                "gradients cannot be packed while a CUDA graph is captured: replaying it runs none of the optimizer's "
+                "hooks, so it would step nothing. Run backward and step() outside of torch.cuda.graph(); to have "
+                "forward and backward as graphs all the same, give the model to torch.cuda.make_graphed_callables() "
+                "before the optimizer is made: it captures without hooks, and its backward runs them at every replay"
+            )
+
+    def read_on(self, stream: int) -> None:
+        self._readers.add(stream)
+
     def received(self, bucket: Bucket) -> None:
         self._written_on.setdefault(bucket, set()).add(self._device.current_stream())
 
@@ -229,7 +250,8 @@ class CudaLink:
 
     def make_visible(self, bucket: Bucket) -> None:
         with _translated(f"delivering {bucket.pieces[0].shard.name}"):
-            self._pipeline.make_visible(self._buckets[bucket], current=self._device.current_stream())
+            for stream in {self._device.current_stream(), *self._readers}:
+                self._pipeline.make_visible(self._buckets[bucket], current=stream)
         targets = self._targets.pop(bucket, [])
         if targets:
             torch.autograd.graph.increment_version(targets)
@@ -293,3 +315,7 @@ def _translated(what: str) -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise DeviceError(f"{what}: {error}") from error
+    except MemoryError as error:
+        raise DeviceError(
+            f"{what}: the host is out of memory; close other programs, or spread the parameters over more ranks"
+        ) from error

@@ -13,7 +13,7 @@ from superoffload import _native
 from superoffload.bucket import Bucket
 from superoffload.cuda import geometry
 from superoffload.cuda.device import Device
-from superoffload.errors import DeviceError
+from superoffload.errors import DeviceError, TornStep
 
 _ALIGN = 256
 
@@ -39,6 +39,7 @@ class CudaResidency:
         self._pipeline = pipeline
         self._attach_native = attach_native
         self._memory: dict[Bucket, _Memory] = {}
+        self._untold = False  # a step is under way of which no event tells when it is over
 
     @property
     def device(self) -> torch.device:
@@ -55,6 +56,8 @@ class CudaResidency:
     def drain(self, timeout_seconds: float) -> bool:
         """True once no step is under way; then nothing of the buckets so far is needed any more, and it goes."""
         until = time.monotonic() + timeout_seconds
+        if self._untold:
+            return False
         while not all(self._pipeline.has_stepped(memory.bucket) for memory in self._memory.values()):
             if time.monotonic() > until:
                 return False
@@ -69,7 +72,7 @@ class CudaResidency:
         memory = self._memory[bucket]
         present = [piece.shard for piece, frozen in zip(bucket.pieces, scalars, strict=True) if frozen is not None]
         try:
-            self._pipeline.step(
+            behind = self._pipeline.step(
                 memory.bucket,
                 current=self._device.current_stream(),
                 table=table.tobytes(),
@@ -79,6 +82,12 @@ class CudaResidency:
             )
         except RuntimeError as error:
             raise DeviceError(f"{present[0].name}: its step on the device could not be launched: {error}") from error
+        if behind:
+            self._untold = True
+            raise TornStep(
+                f"{present[0].name}: its step on the device was launched, but the device failed behind it: {behind}. "
+                "Make a new optimizer and load the last checkpoint"
+            )
         torch.autograd.graph.increment_version([shard.target() for shard in present])
 
     def free_bytes(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from superoffload.errors import StateError
 from superoffload.ranks.layout import is_dtensor, local_of
 
 _Place = tuple[nn.Module, str, Tensor]
@@ -71,6 +72,24 @@ def gathered_with(module: nn.Module) -> list[nn.Module] | None:
         return [member for one in states for member in one._modules]
     except AttributeError:
         return None
+
+
+def gathering_streams(module: nn.Module) -> list[int]:
+    """Streams of a GPU on which FSDP2 reads sharded parameters. They wait for the current stream when the outermost
+    forward begins and not again, so what is written later must be waited for on them, too. None before that forward.
+    """
+    sharded: Any = module
+    try:
+        context = sharded._get_fsdp_state()._comm_ctx
+    except AttributeError as error:
+        if all(local_of(param).device.type == "cpu" for param in module.parameters()):
+            return []
+        raise StateError(
+            "delivery='on_demand': this version of torch does not show on which stream fully_shard gathers parameters, "
+            "so nothing can wait for them there; use delivery='eager'"
+        ) from error
+    handle = getattr(getattr(context, "all_gather_copy_in_stream", None), "cuda_stream", None)
+    return [int(handle)] if handle is not None else []
 
 
 class UnshardHook:

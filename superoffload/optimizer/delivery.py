@@ -22,7 +22,7 @@ from superoffload.optimizer.module_hooks import ModuleHooks, Wait
 from superoffload.optimizer.saved_state import SavedState
 from superoffload.optimizer.untraced import untraced
 from superoffload.pipeline.delivering import LandingWatch
-from superoffload.tracked import Tracked
+from superoffload.tracked import Tracked, notice
 from superoffload.undelivered import CheckReads
 from superoffload.verdict import Verdict
 
@@ -67,8 +67,8 @@ class Delivery(SavedState):
     # ---- readers ----------------------------------------------------------------------------------------------
 
     @untraced
-    def _await(self, params: Iterable[Tensor] | None) -> None:
-        """Delivers ``params``, or all of them, before somebody reads them."""
+    def _await(self, params: Iterable[Tensor] | None, streams: Sequence[int] = ()) -> None:
+        """Delivers ``params``, or all of them, before somebody reads them; ``streams``: not only on the current one."""
         if not self._core.is_landing or self._delivering or self._closed:
             return
         if self._pid != os.getpid():
@@ -81,6 +81,8 @@ class Delivery(SavedState):
         if params is not None:
             shards = [self._tracked[param].shard for param in params if param in self._tracked]
         with torch.inference_mode(False), torch.no_grad(), self._whole():
+            for stream in streams:
+                self._core.link.read_on(stream)
             self._core.land(shards)
 
     def check_reads(self) -> CheckReads:
@@ -148,6 +150,7 @@ class Delivery(SavedState):
             self._delivering = False
 
     def _take_stock(self) -> None:
+        self._core.link.check_stream()
         self._core.land()
         self._look()
         super()._take_stock()
@@ -175,11 +178,11 @@ class Delivery(SavedState):
             return
         self._look_is_due = False
         self._core.land()
-        for held in session.seen_next():
+        seen = session.seen_next()
+        for held in seen:
             self._core.settle(held.shard)
-            tracked = self._tracked[held.param]
-            if tracked.written:
-                self._refresh(tracked)
+        for tracked in notice(self._tracked[held.param] for held in seen).written:
+            self._refresh(tracked)
         session.look()
 
 
@@ -187,10 +190,10 @@ def _waiter(optimizer: Delivery) -> Wait:
     """Does not keep the optimizer alive: the module often outlives it."""
     reference = weakref.ref(optimizer)
 
-    def wait(params: Iterable[Tensor] | None) -> None:
+    def wait(params: Iterable[Tensor] | None, streams: Sequence[int] = (), /) -> None:
         alive = reference()
         if alive is not None:
-            alive._await(params)
+            alive._await(params, streams)
 
     return wait
 

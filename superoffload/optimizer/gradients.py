@@ -17,7 +17,7 @@ from superoffload.optimizer.edited_gradients import EditedGradients
 from superoffload.optimizer.parameters import Parameters
 from superoffload.packed_gradient import PackedGradient, gradient_is_gone
 from superoffload.ranks.layout import Holding, is_dtensor
-from superoffload.tracked import Tracked
+from superoffload.tracked import Tracked, notice
 
 if TYPE_CHECKING:
     from superoffload.integrations.ddp import ReducedGradients
@@ -93,7 +93,8 @@ class Gradients(Parameters):
             self._refresh(tracked)
         if not self._core.is_filling:
             self._start_filling()
-        tracked.remember_grad(grad)
+        # Kept on a device: the core has it in host memory, and comparing there would copy it down again.
+        tracked.remember_grad(grad, summed=self._core.link.asynchronous and not self._core.link.frees_gradients)
         self._core.arrive(tracked.shard, tracked.holding.part(grad).contiguous(), in_backward=in_backward)
 
     def _start_filling(self) -> None:
@@ -125,6 +126,13 @@ class Gradients(Parameters):
             tracked.reduced = gradient
             self._core.arrive(tracked.shard, tracked.holding.part_of_whole(gradient.view(param.shape)))
 
+    def _on_kept(self, param: Tensor) -> None:
+        """``param.grad`` has what the reduction gave; from here on its version counter shows what is done to it."""
+        tracked = self._tracked.get(param)
+        if tracked is not None and tracked.reduced is not None and param.grad is not None:
+            tracked.reduced = None
+            tracked.remember_grad(param.grad)
+
     def _refresh(self, tracked: Tracked) -> None:
         tracked.check_still_fits()
         self._core.restore(tracked.shard)  # or an undo would put back the old master
@@ -145,13 +153,14 @@ class Gradients(Parameters):
     def _collect(self) -> None:
         """Makes the core's view of gradients and parameters that of the user, whatever happened since backward."""
         core = self._core
+        noticed = notice(self._tracked.values())
         for tracked in self._tracked.values():
             self._hook(tracked)  # frozen before, trains now
             if tracked.reduced is not None:
                 self._adopt_reduced(tracked)
-            if core.has_gradient(tracked.shard) and self._is_edited(tracked):
+            if core.has_gradient(tracked.shard) and (tracked in noticed.edited or self._is_edited(tracked)):
                 self._let_go_of_edited(tracked)
-            if tracked.written:
+            if tracked in noticed.written:
                 self._refresh(tracked)
             if tracked.param.grad is not None and not core.has_gradient(tracked.shard):
                 self._hand_over(tracked, in_backward=False)
@@ -160,12 +169,16 @@ class Gradients(Parameters):
         """Whether ``p.grad`` is no longer what the core has.
 
         Operations on lists of DTensors (torch._foreach_mul_, and so clip_grad_norm_) raise nobody's version, so there
-        the bits are compared.
+        the bits are compared, unless ``notice`` has done that.
         """
         grad = tracked.param.grad
         if grad is None or tracked.grad_changed:
             return True
-        return is_dtensor(grad) and not self._core.gradient_is(tracked.shard, tracked.holding.part(grad))
+        return (
+            is_dtensor(grad)
+            and tracked.grad_sums is None
+            and not self._core.gradient_is(tracked.shard, tracked.holding.part(grad))
+        )
 
     def _adopt_reduced(self, tracked: Tracked) -> None:
         """From a reduction to what the user sees: the same bits, or somebody has edited ``p.grad`` since."""
@@ -225,6 +238,18 @@ def _gradient_hook(optimizer: Gradients) -> Callable[[Tensor], None]:
             alive._on_gradient(param)
 
     return on_gradient
+
+
+def kept_hook(optimizer: Gradients) -> Callable[[Tensor], None]:
+    """Likewise, once they are in ``param.grad``."""
+    reference = weakref.ref(optimizer)
+
+    def on_kept(param: Tensor) -> None:
+        alive = reference()
+        if alive is not None and not alive._out_of_use():
+            alive._on_kept(param)
+
+    return on_kept
 
 
 def reduction_hook(optimizer: Gradients) -> Callable[[Tensor, Tensor], None]:

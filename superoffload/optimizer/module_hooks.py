@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from superoffload.integrations.fsdp2 import UnshardHook, gathered_with, is_sharded_module
+from superoffload.integrations.fsdp2 import UnshardHook, gathered_with, gathering_streams, is_sharded_module
 from superoffload.readers import Reader, readers_of
 
-Wait = Callable[[Iterable[Tensor] | None], None]
+
+class Wait(Protocol):
+    """Before somebody reads these parameters, or (None) all; ``streams``: on which besides the current one."""
+
+    def __call__(self, params: Iterable[Tensor] | None, streams: Sequence[int] = (), /) -> None: ...
 
 
 class _Handle(Protocol):
@@ -73,11 +77,12 @@ class _BeforeForward(_Hook):
             self._wait(self._reader.params.values())
             return
         together = gathered_with(self._reader.module)
+        streams = gathering_streams(self._reader.module)
         if together is None:
-            self._wait(None)
+            self._wait(None, streams)
             return
         readers = [self._reader, *(self._readers[module] for module in together if module in self._readers)]
-        self._wait([param for reader in readers for param in reader.params.values()])
+        self._wait([param for reader in readers for param in reader.params.values()], streams)
 
 
 class _BeforeState(_Hook):

@@ -14,6 +14,7 @@ from superoffload.masters import read_masters
 from superoffload.optimizer.steps import Steps
 from superoffload.ranks.layout import is_dtensor
 from superoffload.ranks.spread import Spread, gather
+from superoffload.tracked import notice
 
 if TYPE_CHECKING:
     from superoffload.checkpoints.snapshot import Snapshot
@@ -38,9 +39,8 @@ class SavedState(Steps):
     def refresh_written(self) -> None:
         """Takes over what version counters show was written to parameters, as every ``step()`` does."""
         with self._whole():
-            for tracked in self._tracked.values():
-                if tracked.written:
-                    self._refresh(tracked)
+            for tracked in notice(self._tracked.values()).written:
+                self._refresh(tracked)
 
     def begin_snapshot(self, snapshot: Snapshot) -> None:
         """From here on every shard is protected before it changes. For superoffload.checkpoints."""

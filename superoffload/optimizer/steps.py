@@ -107,7 +107,7 @@ class Steps(Gradients):
         self._edits.begin(self._core.buckets)
         self._unscale = self._take_scale()
         if self._reduced is not None:
-            self._reduced.drain()
+            self._reduced.finish()
         self._collect()
         self._edits.end()
 

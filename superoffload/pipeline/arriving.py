@@ -36,6 +36,8 @@ class Arriving(Speculating):
         """``gradient`` (flat, contiguous, ``shard.gradient_dtype``) is final; its memory is read until packed."""
         if shard.index in self._incoming:
             raise StateError(f"{shard.name}: a second gradient arrived without retract() in between")
+        self.link.check_stream()
+        self._attach_waiting()
         if in_backward:
             self._stopwatch.gradient()
         self._finish_before(shard)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from superoffload import _native
 from superoffload.bucket import Bucket, GroupHyper, Shard, lay_out
 from superoffload.link import Link
@@ -41,13 +43,21 @@ class Layout:
         self._order: list[int] = []  # arrivals of the first backward
         self._backward: list[int] = []  # what followed from them
         self._observed = False
+        self._unattached: list[list[Shard]] = []  # shards, in the order of backward, whose buckets are to be made
         self.placer: Placer | None = None  # sets which shards are resident, where some shall be
         self.moved: Callable[[Shard], None] = nobody  # told when the state of a shard is other tensors than before
 
     def add_shards(self, shards: Sequence[Shard]) -> None:
         """New shards, in registration order. Their buckets follow those there are, in reverse order."""
         self.shards.extend(shards)
-        self._attach(lay_out(list(reversed(shards)), self._numel_per_bucket()))
+        self._unattached.append(list(reversed(shards)))
+        self._attach_waiting()
+
+    def _attach_waiting(self) -> None:
+        """Where memory was refused the next gradient tries again: none may arrive and be stepped by nobody."""
+        while self._unattached:
+            self._attach(lay_out(self._unattached[0], self._numel_per_bucket()))
+            del self._unattached[0]
 
     def _numel_per_bucket(self) -> int:
         if self._bucket_numel is not None:
@@ -65,6 +75,7 @@ class Layout:
             else:
                 self.link.attach(bucket)
                 bucket.make_work(_journal_bytes(bucket) if speculates else 0, past_cache=past_cache)
+        for bucket in buckets:
             for i, piece in enumerate(bucket.pieces):
                 self._places.setdefault(piece.shard.index, []).append((bucket, i))
         self.buckets.extend(buckets)
@@ -78,11 +89,11 @@ class Layout:
     def _buckets_of(self, shard: Shard) -> list[Bucket]:
         return [bucket for bucket, _ in self._places.get(shard.index, ())]
 
-    def _follow_observed_order(self) -> None:
+    def _follow_observed_order(self, order: list[int]) -> None:
         """Once, after the first step: buckets in the order in which gradients really arrive."""
         before = [shard.index for shard in reversed(self.shards)]
-        seen = set(self._order)
-        self._backward = self._order + [index for index in before if index not in seen]
+        seen = set(order)
+        self._backward = order + [index for index in before if index not in seen]
         self._observed = True
         if self._place() or self._backward != before:
             self._lay_out_again()
@@ -91,7 +102,8 @@ class Layout:
         known = set(self._backward)
         order = self._backward + [shard.index for shard in reversed(self.shards) if shard.index not in known]
         self.buckets, self._places = [], {}
-        self._attach(lay_out([self.shards[i] for i in order], self._numel_per_bucket()))
+        self._unattached = [[self.shards[i] for i in order]]
+        self._attach_waiting()
 
     # ---- which state is on the accelerator --------------------------------------------------------------------
 
@@ -101,10 +113,16 @@ class Layout:
             return False
         wanted = self.placer.choose([self.shards[i] for i in self._backward])
         moving = [shard for shard in self.shards if shard.resident != (shard.index in wanted)]
-        for shard in moving:
-            move_state(shard, None if shard.resident else self.placer.residency.device)
+        moved = 0
+        for shard in sorted(moving, key=lambda shard: not shard.resident):  # those that make room first
+            try:
+                move_state(shard, None if shard.resident else self.placer.residency.device)
+            except torch.OutOfMemoryError:
+                self.placer.why += f"; the accelerator had no room left for {shard.name} and what would have followed"
+                break
+            moved += 1
             self.moved(shard)
-        return bool(moving)
+        return moved > 0
 
     def _measured(self) -> Measured | None:
         """What "auto" chooses by; None where nothing could be timed so far."""
