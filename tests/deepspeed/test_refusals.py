@@ -30,9 +30,8 @@ ALLOWED: dict[str, Any] = {  # DeepSpeed's defaults
 
 
 def test_the_defaults_are_allowed() -> None:
-    check_arguments(ALLOWED, on_cpu=False)
-    check_arguments({**ALLOWED, "offload_ratio": 0.5}, on_cpu=True)  # means nothing there
-    check_arguments({**ALLOWED, "mpu": SimpleNamespace(initialize_sequence_parallel=None)}, on_cpu=False)
+    check_arguments(ALLOWED)
+    check_arguments({**ALLOWED, "mpu": SimpleNamespace(initialize_sequence_parallel=None)})
 
 
 @pytest.mark.parametrize(
@@ -48,14 +47,13 @@ def test_the_defaults_are_allowed() -> None:
         ({"bf16_optimizer_states": True}, "moments are fp32"),
         ({"elastic_checkpoint": True}, "universal checkpoints"),
         ({"mpu": SimpleNamespace()}, "model parallelism is not supported"),
-        ({"offload_ratio": 0.9}, "ratio=0.9: expected 1.0"),
         ({"gradient_accumulation_dtype": torch.float64}, "expected fp32, bf16 or fp16"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_refused_arguments(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
-        check_arguments({**ALLOWED, **given}, on_cpu=False)
+        check_arguments({**ALLOWED, **given})
 
 
 class CPUAdam(torch.optim.Adam):

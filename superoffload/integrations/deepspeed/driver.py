@@ -15,6 +15,9 @@ from torch import Tensor
 from superoffload.bucket import GroupHyper, Shard
 from superoffload.core import Core, CoreOptions
 from superoffload.integrations.deepspeed.link import PartitionLink
+from superoffload.integrations.deepspeed.residency import GivenPlaces
+from superoffload.link import Link
+from superoffload.placement import Residency
 from superoffload.verdict import Verdict
 
 
@@ -25,8 +28,8 @@ class Partition:
     key: int
     sub_group: int
     shard: Shard
-    gradient: Tensor  # its slice of the flat gradient buffer, without padding
-    start: int  # of that slice
+    gradient: Tensor  # its slice of a flat gradient buffer, without padding
+    padded: Tensor  # the same slice with its padding
     arrivals: int = 0  # gradients since the last step
     expected: int = 1  # how many arrived in the window before this one
     written: bool = False  # the slice holds something else than zeros
@@ -54,11 +57,16 @@ class PartitionDriver:
         hyper_of: Callable[[int], GroupHyper],
         *,
         pin: bool,
+        accelerator: Link | None = None,
     ) -> None:
         self.partitions = {partition.key: partition for partition in partitions}
         self.steps = [0] * sub_groups
         gradients = {partition.shard.index: partition.gradient for partition in partitions}
-        self.core = Core(PartitionLink(lambda shard: gradients[shard.index], pin=pin), options, hyper_of)
+        link = PartitionLink(lambda shard: gradients[shard.index], pin=pin, accelerator=accelerator)
+        self.core = Core(link, options, hyper_of)
+        residency: Residency | None = getattr(accelerator, "residency", None)
+        if residency is not None:
+            self.core.placer = GivenPlaces(residency)
         self.core.add_shards([partition.shard for partition in partitions])
 
     # ---- gradients ------------------------------------------------------------------------------------------------
@@ -170,7 +178,7 @@ class PartitionDriver:
             return
         self.settle(key)
         shard = partition.shard
-        published = shard.target().detach().to("cpu")
+        published = shard.target().detach().to(shard.master.device)
         same = shard.master.to(published.dtype) == published
         shard.master.copy_(torch.where(same, shard.master, published.to(torch.float32)))
 

@@ -58,7 +58,7 @@ def _decoupled(optimizer: Any, group: Mapping[str, Any]) -> bool:
 _OFF: dict[str, Any] = {"zero_hpz_partition_size": 1}  # off, besides None and False; True == 1, so by name
 
 
-def check_arguments(arguments: Mapping[str, Any], *, on_cpu: bool) -> None:
+def check_arguments(arguments: Mapping[str, Any]) -> None:
     """The keyword arguments of DeepSpeed's ZeRO-3 optimizer."""
     refused = {
         "zenflow_config": "ZenFlow is another optimizer schedule; remove it",
@@ -78,12 +78,6 @@ def check_arguments(arguments: Mapping[str, Any], *, on_cpu: bool) -> None:
     mpu = arguments.get("mpu")
     if mpu is not None and not hasattr(mpu, "initialize_sequence_parallel"):
         raise ArgumentError(f"mpu={type(mpu).__name__}: model parallelism is not supported together with superoffload")
-    ratio = arguments.get("offload_ratio", 1.0)
-    if ratio != 1.0 and not on_cpu:
-        raise ArgumentError(
-            f'"offload_optimizer": ratio={ratio}: expected 1.0; optimizer state that stays on the accelerator is not '
-            "in this version, all of it goes to host memory"
-        )
     dtype = arguments.get("gradient_accumulation_dtype", torch.float32)
     if dtype not in ELEMENT_TYPES:
         raise ArgumentError(f"grad_accum_dtype={dtype}: expected fp32, bf16 or fp16")

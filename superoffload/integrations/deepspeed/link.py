@@ -9,7 +9,7 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket, Shard
-from superoffload.link import PackTicket, SynchronousLink, wait_until_ended
+from superoffload.link import Link, PackTicket, SynchronousLink, wait_until_ended
 from superoffload.memory import host_empty
 
 
@@ -17,16 +17,29 @@ class PartitionLink(SynchronousLink):
     """The packed gradient is the partition in the flat buffer itself: no copy, no second buffer.
 
     So whoever writes to the flat buffer must ``retract()`` the shard first. ``pin``: parameters are on a device.
+    ``accelerator`` sees to the buckets whose state is there, their gradients included; its owner is this link.
     """
 
-    def __init__(self, gradient_of: Callable[[Shard], Tensor], *, pin: bool) -> None:
+    def __init__(self, gradient_of: Callable[[Shard], Tensor], *, pin: bool, accelerator: Link | None = None) -> None:
         super().__init__()
         self._gradient_of = gradient_of
         self._pin = pin
+        self._accelerator = accelerator
 
     def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
         if anew:
             self.pinned_bytes = 0
+        if self._accelerator is not None:
+            self._accelerator.prepare([bucket for bucket in buckets if bucket.resident], anew=anew)
+
+    def received(self, bucket: Bucket) -> None:
+        if bucket.resident and self._accelerator is not None:
+            self._accelerator.received(bucket)
+
+    def arrived(self, ticket: PackTicket) -> _native.Completion:
+        if ticket.bucket.resident and self._accelerator is not None:
+            return self._accelerator.arrived(ticket)
+        return ticket.completion
 
     def attach(self, bucket: Bucket) -> None:
         bucket.gradients = [
@@ -39,6 +52,8 @@ class PartitionLink(SynchronousLink):
             bucket.shadow = host_empty(bucket.padded, bucket.published_dtype)
 
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
+        if bucket.resident and self._accelerator is not None:
+            return self._accelerator.pack(bucket, grads)
         assert bucket.gradients is not None
         for piece, here, grad in zip(bucket.pieces, bucket.gradients, grads, strict=True):
             if grad is None:
@@ -66,3 +81,7 @@ class PartitionLink(SynchronousLink):
             # From pinned memory to a device this waits for the copy, so the shadow may be written again.
             torch._foreach_copy_(targets, sources)
         return _native.Completion.already_done()
+
+    def close(self) -> None:
+        if self._accelerator is not None:
+            self._accelerator.close()

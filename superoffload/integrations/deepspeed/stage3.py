@@ -27,6 +27,7 @@ from superoffload.arguments import check_rank_check
 from superoffload.bucket import Shard
 from superoffload.core import CoreOptions
 from superoffload.errors import RankError, StateError, WorkerError
+from superoffload.integrations.deepspeed import residency
 from superoffload.integrations.deepspeed.config import load, read_options
 from superoffload.integrations.deepspeed.delivery import Readers, gather_together
 from superoffload.integrations.deepspeed.driver import Partition, PartitionDriver, Window
@@ -38,6 +39,7 @@ from superoffload.integrations.deepspeed.features import (
 )
 from superoffload.integrations.deepspeed.ranks import cpus_of_this_rank, open_session
 from superoffload.interrupts import held_signals
+from superoffload.link import Link
 from superoffload.memory import host_zeros
 from superoffload.ranks.session import RankSession
 from superoffload.verdict import Verdict
@@ -72,7 +74,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         self.superoffload_options = read_options(config)
         check_optimizer(init_optimizer, DeepSpeedCPUAdam)
         self._on_cpu = bool(get_accelerator().is_synchronized_device())
-        check_arguments(kwargs, on_cpu=self._on_cpu)
+        check_arguments(kwargs)
         self._boundary_is_told = bool(config.get("managed_gradient_accumulation", True))
         self._driver: PartitionDriver | None = None
         self._readers: Readers | None = None
@@ -111,22 +113,28 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
             yield from group
 
     def _make_driver(self) -> PartitionDriver:
-        for flat in self.fp32_partitioned_groups_flat:
-            moments = {name: host_zeros(flat.numel(), torch.float32) for name in ("exp_avg", "exp_avg_sq")}
-            self.optimizer.state[flat].update(step=self._step_value(0), **moments)
+        resident = residency.resident_sub_groups(self.subgroup_to_device)
+        accelerator = self._accelerator_link(resident)
+        self._make_moments(resident)
         partitions: list[Partition] = []
-        start = 0
+        start = 0  # in the flat buffer in host memory, which has room for all
         for sub_group, params in enumerate(self.fp16_groups):
+            flat = self.fp32_partitioned_groups_flat[sub_group]
+            total = sum(int(param.partition_numel()) for param in params)
+            gradients = self.grad_partitions_flat_buffer[start : start + total]
+            start += total
+            if sub_group in resident:
+                gradients = torch.zeros_like(gradients, device=flat.device)
             offset = 0
             for param in params:
                 size, numel = int(param.partition_numel()), self._numel_here(param)
-                gradient = self.grad_partitions_flat_buffer[start : start + numel]
+                padded = gradients[offset : offset + size]
                 shard = self._make_shard(param, len(partitions), sub_group, offset, numel)
-                partitions.append(Partition(param.ds_id, sub_group, shard, gradient, start))
+                shard.resident = sub_group in resident
+                partitions.append(Partition(param.ds_id, sub_group, shard, padded[:numel], padded))
                 # Nobody steps the padding, which DeepSpeed leaves uninitialized: checkpoints would differ.
-                self.fp32_partitioned_groups_flat[sub_group].data[offset + numel : offset + size].zero_()
+                flat.data[offset + numel : offset + size].zero_()
                 offset += size
-                start += size
         options = self.superoffload_options
         cpus, self._crowded = cpus_of_this_rank(
             options.threads, self.fp16_partitioned_groups_flat, self.dp_process_group
@@ -138,7 +146,23 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
             CoreOptions(options.speculation, options.bucket_numel, cpus),
             lambda group: hyper_of(reference(), group),
             pin=any(flat.device.type != "cpu" for flat in self.fp16_partitioned_groups_flat),
+            accelerator=accelerator,
         )
+
+    def _accelerator_link(self, resident: frozenset[int]) -> Link | None:
+        if not resident:
+            return None
+        masters = {sub_group: self.fp32_partitioned_groups_flat[sub_group] for sub_group in resident}
+        residency.check_resident(masters, {i: self.fp16_partitioned_groups_flat[i] for i in resident})
+        return residency.accelerator_link(masters[min(resident)].device)
+
+    def _make_moments(self, resident: frozenset[int]) -> None:
+        for sub_group, flat in enumerate(self.fp32_partitioned_groups_flat):
+            self.optimizer.state[flat]["step"] = self._step_value(0)
+            for name in ("exp_avg", "exp_avg_sq"):
+                on_device = sub_group in resident
+                zeros = torch.zeros_like(flat.data) if on_device else host_zeros(flat.numel(), torch.float32)
+                self.optimizer.state[flat][name] = zeros
 
     def _open_session(self, driver: PartitionDriver) -> RankSession | None:
         shards = [partition.shard for partition in driver.partitions.values()]
@@ -451,8 +475,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
             self._opened().let_go(partition)
             partition.arrivals = max(1, partition.arrivals)
             partition.written = True
-        found: Tensor = self.grad_partitions_flat_buffer[partition.start : partition.start + param.partition_numel()]
-        return found
+        return partition.padded
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
         """Copies in fp32, by sub-group and place in it."""

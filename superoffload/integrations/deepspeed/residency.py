@@ -1,0 +1,60 @@
+"""DeepSpeed's ``"ratio"`` below 1: the state of some sub-groups stays on the accelerator and is stepped there.
+
+DeepSpeed says which (the first in forward order, whose gradients come last) and makes their masters there. Their
+gradients stay there too, and only block sums come down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from superoffload.bucket import Shard
+from superoffload.errors import ArgumentError, KernelsUnavailable
+from superoffload.link import Link
+from superoffload.placement import Placer, Residency
+
+
+def resident_sub_groups(devices: Mapping[int, str]) -> frozenset[int]:
+    """Of DeepSpeed's ``subgroup_to_device``. None where the accelerator is the CPU."""
+    return frozenset(sub_group for sub_group, device in devices.items() if device != "cpu")
+
+
+def check_resident(masters: Mapping[int, Tensor], published: Mapping[int, Tensor]) -> None:
+    """The kernel that steps a master writes the published parameter as well."""
+    for sub_group, master in masters.items():
+        if published[sub_group].device != master.device:
+            raise ArgumentError(
+                f'"offload_optimizer": "ratio" below 1 together with "offload_param": the parameters of sub-group '
+                f"{sub_group} are on {published[sub_group].device}, their state on {master.device}; set ratio to 1.0"
+            )
+
+
+def accelerator_link(device: torch.device) -> Link:
+    """Packs and steps on ``device``. KernelsUnavailable: nothing could be compiled that would."""
+    from superoffload.cuda.device import TorchDevice  # loads the driver
+    from superoffload.cuda.link import CudaLink
+    from superoffload.cuda.start import options_for
+
+    opened = TorchDevice(device)
+    link = CudaLink(opened, options_for(opened, keep_grads=True))
+    if link.residency is None:
+        link.close()
+        raise KernelsUnavailable(
+            '"offload_optimizer": "ratio" below 1: state on the accelerator is stepped by kernels, which could not be '
+            "compiled (see the warning before this); install superoffload[cuda], or set ratio to 1.0"
+        )
+    return link
+
+
+class GivenPlaces(Placer):
+    """Shards stay where DeepSpeed has put them."""
+
+    def __init__(self, residency: Residency) -> None:
+        super().__init__(0.0, residency)
+        self.why = "as DeepSpeed's ratio says"
+
+    def choose(self, shards: Sequence[Shard]) -> set[int]:
+        return {shard.index for shard in shards if shard.resident}
