@@ -95,7 +95,7 @@ def test_state_on_the_accelerator_has_the_same_bits(
         assert mixed["resident"], "nothing stayed, so nothing was tested"
         assert mixed["stepped"] == mixed["resident"]
         assert mixed["digests"] == on_host["digests"]
-        assert mixed["record"] == on_host["record"]
+        assert repr(mixed["record"]) == repr(on_host["record"])  # with NaN, which equals nothing
         assert mixed["stats"]["params_on_device"] > on_host["stats"]["params_on_device"] == 0
 
 
@@ -113,7 +113,8 @@ def read_and_written(sub_groups: frozenset[int]) -> dict[str, Any]:
     seen: list[torch.Tensor] = []
 
     def look(engine: Any, step: int) -> None:
-        param = next(engine.module.parameters())
+        # DeepSpeed cannot write to what its ranks do not share evenly.
+        param = next(param for param in engine.module.parameters() if param.ds_numel % 2 == 0)
         seen.extend([safe_get_full_grad(param).clone(), safe_get_full_fp32_param(param).clone()])
         if step == 2:
             safe_set_full_grad(param, safe_get_full_grad(param) * 0.5)
@@ -131,9 +132,7 @@ def read_and_written(sub_groups: frozenset[int]) -> dict[str, Any]:
 
 
 def test_readers_and_writers_reach_the_accelerator(two_ranks: Ranks) -> None:
-    for on_host, mixed in zip(
-        two_ranks.run(read_and_written, NONE), two_ranks.run(read_and_written, SOME), strict=True
-    ):
+    for on_host, mixed in zip(two_ranks.run(read_and_written, NONE), two_ranks.run(read_and_written, ALL), strict=True):
         assert mixed["digests"] == on_host["digests"]
         assert len(mixed["seen"]) == len(on_host["seen"]) == 8
         assert all(torch.equal(a, b) for a, b in zip(mixed["seen"], on_host["seen"], strict=True))
