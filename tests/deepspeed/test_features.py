@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -161,10 +162,31 @@ def test_two_engines_in_one_process(delivery: str, two_ranks: Ranks) -> None:
         assert actor != critic
 
 
+def processors(threads: int | None) -> tuple[list[int], int, int]:
+    """Of this rank's worker threads, how many threads an engine then has, how many processors there are."""
+    import torch.distributed as dist
+
+    from superoffload.integrations.deepspeed.ranks import cpus_of_this_rank
+
+    engine = make_engine(config(options={} if threads is None else {"threads": threads}), _seeded(1))
+    found, _ = cpus_of_this_rank(threads, [torch.zeros(1)], dist.group.WORLD)
+    running = engine.optimizer._driver.core.pool.threads
+    end(engine)
+    return found, running, len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize("threads", [None, 3])
+def test_ranks_share_the_processors(threads: int | None, two_ranks: Ranks) -> None:
+    (one, running, there), (other, *_) = two_ranks.run(processors, threads)
+    assert running == len(one) == (len(one) if threads is None else threads)
+    if there >= 2:
+        bound, others = set(one) - {-1}, set(other) - {-1}  # -1: more threads than processors
+        assert bound and others and not bound & others
+
+
 def make_and_end(times: int) -> list[int]:
     """Threads of this process after each engine ended."""
     import gc
-    import os
 
     model = _seeded(1)
     counts = []

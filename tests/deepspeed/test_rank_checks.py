@@ -103,3 +103,15 @@ def write_and_train(delivery: str) -> None:
 @pytest.mark.parametrize("delivery", ["eager", "on_demand"])
 def test_writes_of_users_are_no_faults(delivery: str, two_ranks: Ranks) -> None:
     two_ranks.run(write_and_train, delivery)
+
+
+def patience(options: dict[str, Any]) -> float:
+    engine = SCENARIO.engine(OURS, options)
+    seconds: float = engine.optimizer._session.group.timeout
+    end(engine)
+    return seconds
+
+
+def test_how_long_ranks_wait_for_each_other(two_ranks: Ranks) -> None:
+    assert two_ranks.run(patience, {"rank_timeout": 45}) == [45.0] * 2
+    assert two_ranks.run(patience, {}) == [60.0] * 2

@@ -69,6 +69,7 @@ def test_other_configs_are_left_alone(offload: dict[str, Any] | None) -> None:
         ({**OURS, "superoffload": {"delivery": "lazy"}}, ["'lazy'", "'on_demand'"]),
         ({**OURS, "superoffload": {"threads": 0}}, ["threads=0"]),
         ({**OURS, "superoffload": {"bucket_numel": "auto"}}, ["bucket_numel='auto'"]),
+        ({**OURS, "superoffload": {"rank_timeout": 0}}, ["rank_timeout=0", "at least 0.1"]),
         ({**OURS, "superoffload": {"match_stock": 1}}, ["match_stock=1"]),
         ({**OURS, "superoffload": True}, ["expected an object"]),
         ({"zero_optimization": {"stage": 3}, "superoffload": {}}, ["nothing selects superoffload"]),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from superoffload.arguments import check_rank_check, check_whole_number
+from superoffload.arguments import check_number, check_rank_check, check_whole_number
 from superoffload.errors import ArgumentError
 from superoffload.schedule import MODES
 
@@ -34,6 +34,7 @@ class Options:
     threads: int | None = None
     match_stock: bool = False
     rank_check: Any = "light"
+    rank_timeout: float | None = None
 
     def __post_init__(self) -> None:
         _one_of("speculation", self.speculation, MODES)
@@ -43,6 +44,8 @@ class Options:
         if not isinstance(self.match_stock, bool):
             raise ArgumentError(f'"{OPTIONS_KEY}": match_stock={self.match_stock!r}: expected true or false')
         check_rank_check(self.rank_check)
+        if self.rank_timeout is not None:
+            check_number(f'"{OPTIONS_KEY}": rank_timeout', self.rank_timeout, low=0.1)
 
 
 def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:

@@ -33,13 +33,20 @@ def cpus_of_this_rank(threads: int | None, published: Sequence[Tensor], group: A
 
 
 def open_session(
-    params: Sequence[Any], shards: Sequence[Shard], names: Sequence[str], check: tuple[bool, int], group: Any
+    params: Sequence[Any],
+    shards: Sequence[Shard],
+    names: Sequence[str],
+    check: tuple[bool, int],
+    group: Any,
+    timeout: float | None,
 ) -> RankSession | None:
     """The verdict's exchange and the rank checks over the ranks of ``group``; None where this rank is alone.
 
+    ``timeout``: seconds until a rank that does not answer is lost; None: as the environment says.
+
     ``params`` and their ``shards`` are in the order that all ranks have. Collective.
     """
-    own_group = rank_group(group, rank_timeout(None))
+    own_group = rank_group(group, rank_timeout(timeout))
     if own_group is None:
         return None
     owners = dist.get_process_group_ranks(group)

@@ -167,8 +167,9 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
     def _open_session(self, driver: PartitionDriver) -> RankSession | None:
         shards = [partition.shard for partition in driver.partitions.values()]
         names = [shard.name for shard in shards]
-        check = check_rank_check(self.superoffload_options.rank_check)
-        return open_session(list(self._trained()), shards, names, check, self.dp_process_group)
+        options = self.superoffload_options
+        check = check_rank_check(options.rank_check)
+        return open_session(list(self._trained()), shards, names, check, self.dp_process_group, options.rank_timeout)
 
     def _numel_here(self, param: Any) -> int:
         """Elements of ``param`` on this rank, without the padding of the last partition."""
