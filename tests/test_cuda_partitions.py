@@ -12,6 +12,7 @@ from torch import Tensor
 from superoffload.bucket import GroupHyper, Shard
 from superoffload.core import CoreOptions
 from superoffload.cuda.link import CudaOptions
+from superoffload.errors import DeviceError
 from superoffload.integrations.deepspeed.driver import Partition, PartitionDriver
 from superoffload.verdict import decide
 from tests.fake_cuda import IMAGE, Fake, FakeDevice, LateLink
@@ -59,13 +60,8 @@ def gradient_of(step: int, index: int) -> Tensor:
     return (torch.randn(SIZES[index], generator=generator) * (0.01 if step % 2 else 1.0)).to(torch.bfloat16)
 
 
-def train(fake: Fake | None, resident: frozenset[int], speculation: str) -> tuple[dict[str, str], int]:
-    """Six steps with clips, a window of two gradients whose first looked final, and one that is not finite."""
-    link = None
-    if fake is not None:
-        options = CudaOptions(keep_grads=True, image=IMAGE, timeout_seconds=60.0, library=fake.library)
-        link = LateLink(FakeDevice(fake), options)
-    driver = PartitionDriver(
+def driver_of(link: LateLink | None, resident: frozenset[int], speculation: str) -> PartitionDriver:
+    return PartitionDriver(
         partitions(resident),
         len(SIZES),
         CoreOptions(speculation, 1024, [-1, -1]),
@@ -73,6 +69,17 @@ def train(fake: Fake | None, resident: frozenset[int], speculation: str) -> tupl
         pin=False,
         accelerator=link,
     )
+
+
+def late_link(fake: Fake) -> LateLink:
+    options = CudaOptions(keep_grads=True, image=IMAGE, timeout_seconds=60.0, library=fake.library)
+    return LateLink(FakeDevice(fake), options)
+
+
+def train(fake: Fake | None, resident: frozenset[int], speculation: str) -> tuple[dict[str, str], int]:
+    """Six steps with clips, a window of two gradients whose first looked final, and one that is not finite."""
+    link = None if fake is None else late_link(fake)
+    driver = driver_of(link, resident, speculation)
     for step in range(6):
         for micro in range(2 if step == 3 else 1):
             for index in reversed(range(len(SIZES))):
@@ -102,3 +109,13 @@ def test_bits_of_host_memory(fake: Fake, resident: frozenset[int], speculation: 
     digests, on_device = train(fake, resident, speculation)
     assert digests == expected
     assert on_device == sum(SIZES[index] for index in resident)
+
+
+def test_a_graph_capture_is_refused(fake: Fake) -> None:
+    link = late_link(fake)
+    driver = driver_of(link, frozenset({0}), "always")
+    link.fake_device.capturing = True
+    with pytest.raises(DeviceError, match="CUDA graph"):
+        driver.final(driver.take(0, gradient_of(0, 0)), unscale=1.0, max_grad_norm=None)
+    link.fake_device.capturing = False
+    driver.close()

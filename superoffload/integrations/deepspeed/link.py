@@ -32,6 +32,10 @@ class PartitionLink(SynchronousLink):
         if self._accelerator is not None:
             self._accelerator.prepare([bucket for bucket in buckets if bucket.resident], anew=anew)
 
+    def check_stream(self) -> None:
+        if self._accelerator is not None:
+            self._accelerator.check_stream()
+
     def received(self, bucket: Bucket) -> None:
         if bucket.resident and self._accelerator is not None:
             self._accelerator.received(bucket)
