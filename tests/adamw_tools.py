@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -135,9 +136,9 @@ def assert_trained_alike(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 def worker_threads() -> list[int]:
-    """Task ids of the worker threads of this process, by their names."""
+    """Task ids of the worker threads of this process, by their names; none where there is no /proc."""
     found = []
-    for task in Path("/proc/self/task").iterdir():
+    for task in Path("/proc/self/task").glob("*"):
         try:
             name = (task / "comm").read_text()
         except OSError:  # ended meanwhile
@@ -145,6 +146,14 @@ def worker_threads() -> list[int]:
         if name.startswith("superoffload-"):
             found.append(int(task.name))
     return found
+
+
+def assert_worker_threads(expected: set[int]) -> None:
+    """These worker threads and no others, soon: the kernel takes an ended thread from its list after join() returns."""
+    until = time.monotonic() + 60
+    while set(worker_threads()) != expected and time.monotonic() < until:
+        time.sleep(0.001)
+    assert set(worker_threads()) == expected
 
 
 @contextmanager

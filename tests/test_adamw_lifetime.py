@@ -21,6 +21,7 @@ from superoffload import AdamW
 from superoffload.errors import StateError
 from tests.adamw_tools import (
     assert_trained_alike,
+    assert_worker_threads,
     batch,
     check_counters,
     model_of,
@@ -60,7 +61,7 @@ def test_threads_are_named_bound_give_way_and_end_with_close() -> None:
         assert found == expected
     finally:
         optimizer.close()
-    assert set(worker_threads()) == before
+    assert_worker_threads(before)
 
 
 @on_linux
@@ -143,7 +144,7 @@ def test_an_exception_inside_the_context_closes() -> None:
     threads = set(worker_threads())
     with pytest.raises(ZeroDivisionError), AdamW(model_of().parameters()):
         _ = 1 / 0
-    assert set(worker_threads()) == threads
+    assert_worker_threads(threads)
 
 
 # ---- copies, garbage ----------------------------------------------------------------------------------------------
@@ -177,7 +178,7 @@ def test_garbage(in_flight: bool, in_a_cycle: bool) -> None:
         del optimizer
         gc.collect() if in_a_cycle else None
         assert gone() is None, "nothing else keeps it"
-        assert set(worker_threads()) == threads
+        assert_worker_threads(threads)
         assert torch.equal(torch.cat([m.reshape(-1) for m in masters]), weights(model))
         if not in_a_cycle:  # there, handles do not know any more what they belong to
             assert not any(vars_of_hooks(p) for p in model.parameters())
