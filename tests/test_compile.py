@@ -15,9 +15,8 @@ from tests.adamw_tools import batch, model_of, weights
 from tests.compatibility import compat
 from tests.rank_tools import flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of, wholes_of
 
-needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None and shutil.which("c++") is None, reason="torch.compile on the CPU needs a C++ compiler"
-)
+COMPILER = shutil.which("g++") or shutil.which("c++")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="torch.compile on the CPU needs a C++ compiler (g++)")
 STEPS = 20
 
 

@@ -36,9 +36,9 @@ SETTINGS = {
     },
 }.get(MACHINE, {})
 
-known_machine = pytest.mark.skipif(
-    not SETTINGS or platform.libc_ver()[0] != "glibc", reason=f"no floating-point controls known for {MACHINE}"
-)
+LIBC = platform.libc_ver()[0]
+UNKNOWN = not SETTINGS or LIBC != "glibc"
+known_machine = pytest.mark.skipif(UNKNOWN, reason=f"needs glibc on x86-64 or ARM64, not {LIBC or '?'} on {MACHINE}")
 each_isa = pytest.mark.parametrize("isa", kernels.available_isas())
 each_setting = pytest.mark.parametrize("setting", SETTINGS)
 

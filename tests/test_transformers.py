@@ -21,9 +21,8 @@ with contextlib.suppress(ImportError):
     transformers = importlib.import_module("transformers")
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-pytestmark = pytest.mark.skipif(
-    transformers is None, reason="needs transformers: pip install 'superoffload[transformers]'"
-)
+NEEDS = "needs transformers: pip install 'superoffload[transformers]'"
+pytestmark = pytest.mark.skipif(transformers is None, reason=NEEDS)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

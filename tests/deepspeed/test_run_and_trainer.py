@@ -85,10 +85,8 @@ def test_launchers(launcher: str, tmp_path: Path) -> None:
     assert "enabled: True" in found.stdout
 
 
-needs_trainer = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None,
-    reason="needs transformers and accelerate, which are not installed",
-)
+WITHOUT = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
+needs_trainer = pytest.mark.skipif(bool(WITHOUT), reason=f"needs {' and '.join(WITHOUT)}, not installed here")
 
 
 def train(out: Path, text: Path, steps: int, *more: str, config: dict[str, object] | None = None) -> list[float]:
