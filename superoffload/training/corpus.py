@@ -6,6 +6,7 @@ One token is one byte, so any text works without a vocabulary, and everybody who
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -67,9 +68,10 @@ def load_corpus(paths: Sequence[str] | None, sequence: int, limit: int = DEFAULT
 
 def _standard_library_files() -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [
-        path for path in root.rglob("*.py") if not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts[:-1])
-    ]
+    files = []
+    for folder, inside, names in os.walk(root):
+        inside[:] = [name for name in inside if name not in _SKIPPED_FOLDERS]  # not walked: they may be huge
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
         raise ArgumentError(
             f"data: the default corpus is the Python standard library's *.py files, but there are none in {root}; "
