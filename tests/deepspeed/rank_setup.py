@@ -1,20 +1,25 @@
-"""What a rank does once: gloo, a quiet DeepSpeed."""
+"""What a rank does once: gloo, a quiet DeepSpeed. Loaded before ranks are forked, with what they would load."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 from datetime import timedelta
 
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import logger
+
+from superoffload.integrations.deepspeed import ranks as integration
+
+# DeepSpeed collects garbage whenever it makes an engine; there is none among what was imported.
+gc.collect()
+gc.freeze()
+
 
 def start() -> None:
-    import deepspeed
-    import torch
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.utils import logger
-
-    from superoffload.integrations.deepspeed import ranks as integration
-
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     logger.setLevel(logging.ERROR)
     # DeepSpeed refuses fp16 on processors, where it is slow; the arithmetic is there, and loss scaling needs it.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import socket
 import sys
@@ -11,7 +11,25 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from typing import Any
+from unittest import mock
+
+# DeepSpeed is loaded once, in a process that ranks are forked from; not in the one that tests without DeepSpeed have
+# their ranks from.
+_SERVER = multiprocessing.forkserver.ForkServer()
+_SERVER.set_forkserver_preload(
+    ["torch._dynamo", "torch._inductor.compile_fx", "deepspeed.runtime.zero.stage3", "tests.deepspeed.rank_setup"]
+)
+
+
+ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "DEEPSPEED_LOG_LEVEL": "error",
+}
 
 
 class RankError(AssertionError):
@@ -22,7 +40,7 @@ class Ranks:
     """``world`` processes; ``run(case, ...)`` calls ``case`` on all of them and returns their results in rank order."""
 
     def __init__(self, world: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -31,7 +49,7 @@ class Ranks:
         for rank in range(world):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, world, port))
-            process.start()
+            _start(process)
             theirs.close()
             self._pipes.append(ours)
             self.processes.append(process)
@@ -64,6 +82,15 @@ class Ranks:
                 process.join(5)
 
 
+def _start(process: ForkServerProcess) -> None:
+    module = multiprocessing.forkserver
+    with (
+        mock.patch.object(module, "connect_to_new_process", _SERVER.connect_to_new_process),
+        mock.patch.dict(os.environ, ENVIRONMENT),
+    ):
+        process.start()
+
+
 def _serve(pipe: Connection, rank: int, world: int, port: int) -> None:
     os.environ.update(
         RANK=str(rank),
@@ -72,16 +99,10 @@ def _serve(pipe: Connection, rank: int, world: int, port: int) -> None:
         LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        DS_ACCELERATOR="cpu",
-        GLOO_SOCKET_IFNAME="lo",
-        OMP_NUM_THREADS="1",
-        OMP_WAIT_POLICY="PASSIVE",
-        DEEPSPEED_LOG_LEVEL="error",
     )
     from tests.deepspeed import rank_setup
 
     rank_setup.start()
-    first = True
     while True:
         try:
             case, args, kwargs = pipe.recv()
@@ -91,9 +112,5 @@ def _serve(pipe: Connection, rank: int, world: int, port: int) -> None:
             pipe.send((True, case(*args, **kwargs)))
         except BaseException:
             pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
-        if first:  # DeepSpeed collects garbage whenever it makes an engine; there is none among what was imported
-            gc.collect()
-            gc.freeze()
-            first = False
     sys.stdout.flush()
     os._exit(0)  # no collective at exit: the other rank may be gone
