@@ -27,6 +27,8 @@ class Zero3:
         import superoffload.integrations.deepspeed as ours
 
         ours.enable()
+        # Gloo's collectives: DeepSpeed's own are compiled first, for a minute, and ranks that wait in them spin.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
         model = build_model(setup.model, DTYPES[setup.dtype], torch.float32, setup.seed)
         tables = model.cos.clone(), model.sin.clone()
