@@ -216,7 +216,7 @@ def test_leaving_with_work_in_flight(ending: str, code: int) -> None:
     assert done.returncode == code
     assert "Exception ignored" not in done.stderr
     seconds, as_after_the_last_step = done.stdout.split()
-    assert float(seconds) < 5
+    assert float(seconds) < 60, "it waits for something that does not come"
     assert as_after_the_last_step == "True"
 
 
