@@ -59,6 +59,7 @@ def test_every_scheduler_of_torch_is_here() -> None:
 
 @compat("every scheduler of torch.optim.lr_scheduler", "single")
 @compat("lr changed between backward and step()", "single")
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # on purpose
 @pytest.mark.parametrize("when", ["after step", "between backward and step"])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_of_torch(name: str, when: str) -> None:
@@ -385,6 +386,7 @@ def test_masters_that_do_not_fit_are_refused(name: str) -> None:
         assert optimizer.state_digests() == before
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")  # it leaves those parts as they are
 def test_a_compiled_step() -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
         step = torch.compile(optimizer.step, backend="eager") if isinstance(optimizer, AdamW) else optimizer.step
