@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from superoffload import kernels
 from superoffload.cli import EXIT_OK, EXIT_USAGE, main
+from superoffload.training.config import ModelConfig, TrainingConfig
 
 SMALL = ["--quiet", "--json", "out.json", "--plot", "out.png"]
 
@@ -17,6 +19,13 @@ SMALL = ["--quiet", "--json", "out.json", "--plot", "out.png"]
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What these two say is the same of a small one."""
+    model = ModelConfig(layers=2, hidden=64, mlp=160, sequence=64)
+    monkeypatch.setattr("superoffload.cli.bench_training.TrainingConfig", partial(TrainingConfig, model=model))
 
 
 def bench(*arguments: str) -> dict[str, Any]:
@@ -44,6 +53,7 @@ def test_adam(capsys: pytest.CaptureFixture[str]) -> None:
     assert "DeepSpeedCPUAdam" in printed and "DeepSpeedCPUAdam" not in names
 
 
+@pytest.mark.usefixtures("small_model")
 def test_journal(capsys: pytest.CaptureFixture[str]) -> None:
     report = bench("journal", "--steps", "20", "--factors", "1", "10")
     printed = capsys.readouterr().out
@@ -58,6 +68,7 @@ def test_journal(capsys: pytest.CaptureFixture[str]) -> None:
     assert clipped["mean_after_step_10"] > plain["mean_after_step_10"], "larger gradients change state by more"
 
 
+@pytest.mark.usefixtures("small_model")
 def test_state(capsys: pytest.CaptureFixture[str]) -> None:
     report = bench("state", "--steps", "20", "--seeds", "1")
     fp32, bf16 = report["rows"]
