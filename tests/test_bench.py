@@ -65,7 +65,7 @@ def test_journal(capsys: pytest.CaptureFixture[str]) -> None:
         sizes = [size for size in row["bytes_per_param"][10:] if size is not None]
         assert row["mean_after_step_10"] == pytest.approx(sum(sizes) / len(sizes))
         assert 1.0 < row["mean_after_step_10"] < 3.1
-    assert clipped["mean_after_step_10"] > plain["mean_after_step_10"], "larger gradients change state by more"
+    assert clipped["mean_after_step_10"] > plain["mean_after_step_10"] + 0.2, "larger gradients change state by more"
 
 
 @pytest.mark.usefixtures("small_model")
