@@ -220,6 +220,7 @@ class Parameters(Lifetime):
         if self._has_masters or any(t.shard.steps or id(param) in grouped for param, t in self._tracked.items()):
             self._refuse_replaced()
             return
+        timeline = self._core.timeline
         with self._whole():
             self._remove_hooks()
             self._core.close()
@@ -228,6 +229,8 @@ class Parameters(Lifetime):
             self.state.clear()
             self._fresh.clear()
             self._connect(params)
+            if timeline is not None:
+                timeline.follow(self._core)
             self._firsts = firsts
             for index, members in enumerate(groups):
                 self._adopt(index, [param for param in members if param.requires_grad])
