@@ -30,6 +30,7 @@ from superoffload.checkpoint import StateDict, read_state, write_state
 from superoffload.cpus import worker_cpus
 from superoffload.errors import StateError, WorkerError
 from superoffload.interrupts import held_signals
+from superoffload.masters import follow
 from superoffload.unknown_arguments import refuse_unknown
 
 if TYPE_CHECKING:
@@ -210,9 +211,9 @@ class CPUAdamW(Optimizer):
                 state["exp_avg"].view(-1).copy_(values.exp_avg)
                 state["exp_avg_sq"].view(-1).copy_(values.exp_avg_sq)
                 if "master" in state and values.master is not None:
-                    # Where the parameter is not the master's rounding, the parameter is what the user sees.
-                    same = values.master.to(param.dtype) == param.view(-1)
-                    state["master"].view(-1)[same] = values.master[same]
+                    master = state["master"].view(-1)
+                    master.copy_(values.master)
+                    follow(master, param.detach().view(-1))  # the parameter is what the user sees
         self._works.clear()
 
     def close(self) -> None:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from superoffload.pipeline.options import Pool
 
 COMPUTE, DOWN, PROCESSORS, UP, VERDICT = "compute", "pack and down", "processors", "up and deliver", "verdict"
-LANES = (COMPUTE, DOWN, PROCESSORS, UP, VERDICT)
 _LANE_NUMBERS = {COMPUTE: 1, DOWN: 2, PROCESSORS: 10, UP: 30, VERDICT: 40}
 
 # Names of Chrome's own colours; Perfetto colours by the text of the name, in which the fate is.

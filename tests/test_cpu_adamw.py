@@ -188,7 +188,7 @@ def test_a_worker_that_fails_says_so_once_every_group_is_stepped() -> None:
     versions = [param._version for param in params]
     assert optimizer._pool is not None
     optimizer._pool.inject_fault(0, "as told")
-    with pytest.raises(WorkerError, match="as told.*the step was completed"):
+    with pytest.raises(WorkerError, match=r"as told.*the step was completed"):
         optimizer.step()
     assert all(param.lt(1.0).all() for param in params)
     assert all(param._version > version for param, version in zip(params, versions, strict=True))
