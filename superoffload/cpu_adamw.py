@@ -6,8 +6,6 @@ first. ``superoffload.AdamW`` is built on the same kernels.
 
 from __future__ import annotations
 
-import atexit
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
@@ -27,6 +25,7 @@ from superoffload.arguments import (
 )
 from superoffload.bucket import ELEMENT_TYPES
 from superoffload.checkpoint import StateDict, read_state, write_state
+from superoffload.closing import close_at_exit, is_closed
 from superoffload.cpus import worker_cpus
 from superoffload.errors import StateError, WorkerError
 from superoffload.interrupts import held_signals
@@ -35,14 +34,6 @@ from superoffload.unknown_arguments import refuse_unknown
 
 if TYPE_CHECKING:
     from typing_extensions import Never
-
-_OPEN: weakref.WeakSet[CPUAdamW] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    for optimizer in list(_OPEN):
-        optimizer.close()
 
 
 class CPUAdamW(Optimizer):
@@ -88,7 +79,7 @@ class CPUAdamW(Optimizer):
         super().__init__(groups, defaults)
         self._pool: _native.WorkerPool | None = _native.WorkerPool(cpus)
         self._works: dict[int, tuple[tuple[int, ...], _native.BucketWork]] = {}
-        _OPEN.add(self)
+        close_at_exit(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; parameters are checked like the constructor's."""
@@ -221,7 +212,7 @@ class CPUAdamW(Optimizer):
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-        _OPEN.discard(self)
+        is_closed(self)
 
 
 def _failure_of(completion: _native.Completion) -> str | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -11,19 +9,12 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+from superoffload.closing import close_at_exit, is_closed
 from superoffload.errors import StateError
 from superoffload.integrations.deepspeed.config import load, read_options
 from superoffload.integrations.deepspeed.delivery import Readers
 from superoffload.integrations.deepspeed.features import check_arguments, check_groups_alike, check_optimizer
 from superoffload.integrations.deepspeed.stage3.saved_state import SavedState
-
-_OPEN: weakref.WeakSet[SpeculativeStage3] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    for optimizer in list(_OPEN):
-        optimizer.close()
 
 
 class SpeculativeStage3(SavedState):
@@ -52,7 +43,7 @@ class SpeculativeStage3(SavedState):
             before_gather=self._before_gather if self._delivers_later else None,
             after_update=self._after_update,
         )
-        _OPEN.add(self)
+        close_at_exit(self)
         for param in self._trained():
             param.superoffload_steps_it = True  # clipping.py asks
 
@@ -84,7 +75,7 @@ class SpeculativeStage3(SavedState):
             self._readers = None
         self._arriving.clear()
         self._session, self._look_is_due = None, False
-        _OPEN.discard(self)
+        is_closed(self)
         if driver is not None:
             driver.close()
 
