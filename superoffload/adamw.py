@@ -28,8 +28,8 @@ from superoffload.arguments import (
 )
 from superoffload.errors import ArgumentError, StateError
 from superoffload.optimizer.delivery import Delivery
-from superoffload.optimizer.gradients import kept_hook, reduction_hook
 from superoffload.optimizer.parameters import Given
+from superoffload.optimizer.weakly import weakly
 from superoffload.placement import check_placement
 from superoffload.timeline import Timeline, record
 from superoffload.unknown_arguments import refuse_unknown
@@ -160,7 +160,7 @@ class AdamW(Delivery):
         if self._ranks.session is not None and model is not None:
             from superoffload.integrations.ddp import reduced_gradients
 
-            self._reduced = reduced_gradients(model, reduction_hook(self), kept_hook(self))
+            self._reduced = reduced_gradients(model, weakly(self._on_reduced), weakly(self._on_kept))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. Without a ``step()`` since backward, the step is abandoned: nothing has changed."""

@@ -6,8 +6,6 @@ first. ``superoffload.AdamW`` is built on the same kernels.
 
 from __future__ import annotations
 
-import atexit
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
@@ -27,20 +25,15 @@ from superoffload.arguments import (
 )
 from superoffload.bucket import ELEMENT_TYPES
 from superoffload.checkpoint import StateDict, read_state, write_state
+from superoffload.closing import close_at_exit, is_closed
 from superoffload.cpus import worker_cpus
-from superoffload.errors import StateError
+from superoffload.errors import StateError, WorkerError
+from superoffload.interrupts import held_signals
+from superoffload.masters import follow
 from superoffload.unknown_arguments import refuse_unknown
 
 if TYPE_CHECKING:
     from typing_extensions import Never
-
-_OPEN: weakref.WeakSet[CPUAdamW] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    for optimizer in list(_OPEN):
-        optimizer.close()
 
 
 class CPUAdamW(Optimizer):
@@ -86,7 +79,7 @@ class CPUAdamW(Optimizer):
         super().__init__(groups, defaults)
         self._pool: _native.WorkerPool | None = _native.WorkerPool(cpus)
         self._works: dict[int, tuple[tuple[int, ...], _native.BucketWork]] = {}
-        _OPEN.add(self)
+        close_at_exit(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; parameters are checked like the constructor's."""
@@ -102,31 +95,44 @@ class CPUAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of every parameter that has a gradient."""
+        """One step of every parameter that has a gradient.
+
+        ArgumentError: nothing was changed. WorkerError: a worker failed, and the step was completed all the same.
+        """
         if self._pool is None:
             raise StateError("the optimizer is closed")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        running = []
-        stepped: list[Tensor] = []
+        stepped = self._stepped()
+        for params in stepped.values():
+            for param in params:
+                if not self.state[param]:
+                    self._begin(param)
+        # Alive until all are done: those of contiguous() are nobody else's.
+        grads = {index: [_contiguous(param.grad) for param in params] for index, params in stepped.items()}
+        with held_signals():
+            running = [self._submit(self._pool, index, params, grads[index]) for index, params in stepped.items()]
+            failures = [failure for failure in map(_failure_of, running) if failure is not None]
+            for params in stepped.values():
+                torch.autograd.graph.increment_version(params)  # the kernels wrote to them unseen
+        if failures:
+            raise WorkerError(f"{failures[0]} (the step was completed)")
+        return loss
+
+    def _stepped(self) -> dict[int, list[Tensor]]:
+        """The parameters with a gradient of every group that has any, by the group's number; all of them checked."""
+        found: dict[int, list[Tensor]] = {}
         for index, group in enumerate(self.param_groups):
             check_group(group)
             params = [param for param in group["params"] if param.grad is not None]
             for param in params:
                 check_parameter("parameter", param)
                 check_gradient("parameter", param, param.grad)
-                if not self.state[param]:
-                    self._begin(param)
             if params:
-                running.append(self._submit(self._pool, index, params))
-                stepped.extend(params)
-        for completion in running:
-            completion.wait()
-        if stepped:
-            torch.autograd.graph.increment_version(stepped)  # the kernels wrote to them unseen
-        return loss
+                found[index] = params
+        return found
 
     def _begin(self, param: Tensor) -> None:
         state = self.state[param]
@@ -136,11 +142,13 @@ class CPUAdamW(Optimizer):
         if param.dtype != torch.float32:
             state["master"] = param.detach().to(torch.float32)
 
-    def _submit(self, pool: _native.WorkerPool, index: int, params: list[Tensor]) -> _native.Completion:
+    def _submit(
+        self, pool: _native.WorkerPool, index: int, params: list[Tensor], grads: list[Tensor]
+    ) -> _native.Completion:
         group = self.param_groups[index]
         states = [self.state[param] for param in params]
         torch._foreach_add_([state["step"] for state in states], 1.0)
-        work = self._work_for(index, params, [_contiguous(param.grad) for param in params])
+        work = self._work_for(index, params, grads)
         work.freeze(
             lr=float(group["lr"]),
             beta1=float(group["betas"][0]),
@@ -170,7 +178,6 @@ class CPUAdamW(Optimizer):
             return known[1]
         work = _native.BucketWork([_run(*run, self._seed) for run in runs], 0)
         self._works[index] = (tuple(addresses), work)
-        self._grads = grads  # alive until the step is done
         return work
 
     def state_dict(self) -> StateDict:
@@ -195,9 +202,9 @@ class CPUAdamW(Optimizer):
                 state["exp_avg"].view(-1).copy_(values.exp_avg)
                 state["exp_avg_sq"].view(-1).copy_(values.exp_avg_sq)
                 if "master" in state and values.master is not None:
-                    # Where the parameter is not the master's rounding, the parameter is what the user sees.
-                    same = values.master.to(param.dtype) == param.view(-1)
-                    state["master"].view(-1)[same] = values.master[same]
+                    master = state["master"].view(-1)
+                    master.copy_(values.master)
+                    follow(master, param.detach().view(-1))  # the parameter is what the user sees
         self._works.clear()
 
     def close(self) -> None:
@@ -205,7 +212,16 @@ class CPUAdamW(Optimizer):
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-        _OPEN.discard(self)
+        is_closed(self)
+
+
+def _failure_of(completion: _native.Completion) -> str | None:
+    """Waits until it has ended."""
+    try:
+        completion.wait()
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
 def _contiguous(grad: Tensor | None) -> Tensor:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from superoffload.arguments import check_whole_number
 from superoffload.doctor.control_groups import cpu_quota
 from superoffload.doctor.system import System, parse_cpu_list
 
@@ -26,6 +25,8 @@ def worker_cpus(threads: int | None, mine: Sequence[int] | None = None) -> list[
 
     ``mine``: this rank's share of the node (None: all that the process may use).
     """
+    from superoffload.arguments import check_whole_number  # loads torch, which the doctor must do without
+
     check_whole_number("threads", threads)
     allowed = list(mine) if mine is not None else allowed_cpus()
     if threads is None:

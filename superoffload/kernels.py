@@ -6,6 +6,8 @@ bfloat16 has no NumPy type: such arrays are ``uint16`` bit patterns. The arithme
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -43,6 +45,17 @@ def set_isa(name: str) -> None:
         raise ArgumentError(
             f"instruction set {name!r}: not available here; this machine and build have {', '.join(available_isas())}"
         )
+
+
+@contextmanager
+def using_isa(name: str) -> Iterator[None]:
+    """``set_isa`` for as long as the context lasts."""
+    before = current_isa()
+    set_isa(name)
+    try:
+        yield
+    finally:
+        set_isa(before)
 
 
 def set_isa_from_environment() -> None:

@@ -75,7 +75,7 @@ class Link(Protocol):
 
 
 class SynchronousLink:
-    """What links have in common that are done with a copy when the call returns."""
+    """What links have in common that are done with a copy when the call returns; the shadow is in host memory."""
 
     asynchronous = False
     frees_gradients = False
@@ -99,6 +99,20 @@ class SynchronousLink:
 
     def arrived(self, ticket: PackTicket) -> _native.Completion:
         return ticket.completion
+
+    def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
+        wait_until_ended(after)
+        targets, sources = [], []
+        for piece, present in zip(bucket.pieces, bucket.present, strict=True):
+            if present:
+                targets.append(piece.shard.target()[piece.start : piece.start + piece.numel])
+                sources.append(bucket.shadow[piece.offset : piece.offset + piece.numel])
+                self.bytes_up += piece.numel * bucket.shadow.element_size()
+        if targets:
+            # In place: bumps the parameters' version counters. To a device, also from pinned memory, this waits for the
+            # copy, so the shadow may be written again.
+            torch._foreach_copy_(targets, sources)
+        return _native.Completion.already_done()
 
     def make_visible(self, bucket: Bucket) -> None:
         """It is since it was copied."""
@@ -129,18 +143,6 @@ class HostLink(SynchronousLink):
             )
             self.bytes_down += size * piece.numel
         return PackTicket(bucket, _native.Completion.already_done())
-
-    def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
-        wait_until_ended(after)
-        targets, sources = [], []
-        for piece, present in zip(bucket.pieces, bucket.present, strict=True):
-            if present:
-                targets.append(piece.shard.target()[piece.start : piece.start + piece.numel])
-                sources.append(bucket.shadow[piece.offset : piece.offset + piece.numel])
-                self.bytes_up += piece.numel * bucket.shadow.element_size()
-        if targets:
-            torch._foreach_copy_(targets, sources)  # in place: bumps the parameters' version counters
-        return _native.Completion.already_done()
 
 
 def wait_until_ended(operation: _native.Completion) -> None:

@@ -1,4 +1,4 @@
-"""fp32 values that become masters: those a model had before it was converted to a lower precision."""
+"""fp32 values that become masters: those a model had before it was converted, and parameters that somebody wrote."""
 
 from __future__ import annotations
 
@@ -8,8 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from superoffload.bits import WORD
 from superoffload.errors import ArgumentError
 from superoffload.ranks.setup import plain_name
+
+
+def follow(master: Tensor, published: Tensor) -> None:
+    """``master`` takes over ``published``, both flat; elements that still are round(master) keep their master's bits.
+
+    Compared by bits: somebody may have written the other zero, or a NaN.
+    """
+    published = published.to(master.device)
+    word = WORD[published.dtype]
+    same = published.view(word) == master.to(published.dtype).view(word)
+    master.copy_(torch.where(same, master, published.to(torch.float32)))
 
 
 def read_masters(

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from superoffload.plan.hardware import GH200_96
+from superoffload.plan.step_time import JOURNALED_BYTES, REPLAY_BYTES
 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-# Bytes of host memory per parameter that one pass moves: a journaled step, a replay.
-JOURNALED, REPLAYED = 29.2, 30.4
 
 
 @dataclass(frozen=True)
@@ -96,12 +95,12 @@ def simulate(machine: Machine, model: Model, ranks: int) -> Row:
     up = 2 * shard / machine.link_up
     # The exchange starts when the last gradient is there, and nothing is delivered or replayed before it ends.
     decided = max(tail.stepped, tail.arrived + verdict)
-    replay = REPLAYED * shard / machine.memory + up / model.buckets
+    replay = REPLAY_BYTES * shard / machine.memory + up / model.buckets
     return Row(
         ranks,
         compute=3 * forward,
         collectives=2 * gather + reduce,
-        optimizer=JOURNALED * shard / machine.memory,
+        optimizer=JOURNALED_BYTES * shard / machine.memory,
         exposed=decided + up,
         verdict=verdict,
         verdict_exposed=decided - tail.stepped,
@@ -117,7 +116,7 @@ def tail_of(machine: Machine, model: Model, shard: float, backward: float) -> Ta
     for bucket in range(model.buckets):
         final = backward * (bucket + 1) / model.buckets
         arrived = max(final, arrived) + 2 * per_bucket / machine.link_down
-        stepped = max(arrived, stepped) + JOURNALED * per_bucket / machine.memory
+        stepped = max(arrived, stepped) + JOURNALED_BYTES * per_bucket / machine.memory
     return Tail(arrived - backward, stepped - backward)
 
 

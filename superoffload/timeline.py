@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from superoffload.pipeline.options import Pool
 
 COMPUTE, DOWN, PROCESSORS, UP, VERDICT = "compute", "pack and down", "processors", "up and deliver", "verdict"
-LANES = (COMPUTE, DOWN, PROCESSORS, UP, VERDICT)
 _LANE_NUMBERS = {COMPUTE: 1, DOWN: 2, PROCESSORS: 10, UP: 30, VERDICT: 40}
 
 # Names of Chrome's own colours; Perfetto colours by the text of the name, in which the fate is.
@@ -89,13 +89,18 @@ class Timeline:
         self._deciding: float | None = None
         self._backward: float | None = None  # when it began, as far as it is known
         self._verdict: Verdict | None = None
-        self._buckets: dict[int, Bucket] = {}
+        self._buckets: dict[int, Bucket]
         self._free: list[float] = []  # of the processors' rows: until when each is taken
+        self.follow(core)
+        self._announce()
+
+    def follow(self, core: Core) -> None:
+        """Records ``core`` from now on; the one before it, if there was one, has ended."""
         self._core = core
+        self._buckets = {}
         core.link = _RecordingLink(core.link, self)
         core.pool = _RecordingPool(core.pool, self)
         core.timeline = self
-        self._announce()
 
     # ---- what the core tells ----------------------------------------------------------------------------------
 
@@ -162,17 +167,37 @@ class Timeline:
         """Settles and copies up may go on behind the next forward; they are written at the end of the next step."""
         over = [work for work in self._pending if work.step and not work.still_runs]
         self._pending = [work for work in self._pending if work.still_runs or not work.step]
-        for work in sorted((work for work in over if work.take_times()), key=lambda work: work.began):
-            self._write(self._event(work))
-        if self._file is not None:
-            self._file.flush()
+        with self._giving_up():
+            for work in sorted((work for work in over if work.take_times()), key=lambda work: work.began):
+                self._write(self._event(work))
+            if self._file is not None:
+                self._file.flush()
 
     def close(self) -> None:
+        """Writes what is left and makes the file strict JSON. Idempotent."""
         self._write_what_is_over()
         if self._file is not None and os.getpid() == self._pid:  # a forked child leaves the parent's file alone
-            self._file.write("\n]\n" if self._separator != "[\n" else "[]\n")
-            self._file.close()
+            with self._giving_up():
+                self._file.write("\n]\n" if self._separator != "[\n" else "[]\n")
+                self._file.close()
             self._file = None
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """A full disk ends the timeline, and not the step that it is about."""
+        try:
+            yield
+        except OSError as error:
+            file, self._file = self._file, None
+            warnings.warn(
+                f"trace={self.path}: it cannot be written any more ({error.strerror}), so nothing more is recorded; "
+                "training goes on. Name a file where there is room",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            if file is not None:
+                with suppress(OSError):  # what is still in its buffer
+                    file.close()
 
     # ---- the file ---------------------------------------------------------------------------------------------
 

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from superoffload.arguments import check_parameter
-from superoffload.bits import WORD, differing, run_sums
+from superoffload.bits import differing, run_sums
 from superoffload.bucket import Shard
 from superoffload.checkpoint import ParamState
 from superoffload.errors import StateError
+from superoffload.masters import follow
 from superoffload.packed_gradient import PackedGradient
 from superoffload.ranks.layout import Holding, is_dtensor, local_of, version_of
 
@@ -105,11 +106,7 @@ class Tracked:
 
     def refresh_master(self) -> None:
         """Takes over what somebody wrote to the parameter; elements that still are round(master) keep their master."""
-        master = self.shard.master  # in host memory, or resident next to the parameter
-        published = self.holding.part(self.param).to(master.device)
-        word = WORD[published.dtype]
-        same = published.view(word) == master.to(published.dtype).view(word)
-        master.copy_(torch.where(same, master, published.to(torch.float32)))
+        follow(self.shard.master, self.holding.part(self.param))
         self.remember_value()
 
     def load(self, values: ParamState | None) -> None:

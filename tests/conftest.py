@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -52,6 +53,22 @@ def refusal(request: pytest.FixtureRequest) -> Any:
     from tests.compatibility import Refusal
 
     return Refusal([mark.kwargs["refused"] for mark in request.node.iter_markers("compat") if mark.kwargs["refused"]])
+
+
+@pytest.fixture(scope="session")
+def _fake_driver() -> Any:
+    from tests.fake_cuda import Fake
+
+    return Fake()
+
+
+@pytest.fixture
+def fake(_fake_driver: Any) -> Iterator[Any]:
+    """The fake CUDA driver (tests.fake_cuda.Fake), as new; whatever a test has broken or left running."""
+    _fake_driver.reset()
+    yield _fake_driver
+    _fake_driver.reset()
+    _fake_driver.synchronize()
 
 
 def pytest_sessionfinish() -> None:

@@ -93,7 +93,7 @@ def compare(loop: Loop, make: Callable[[], nn.Module] = odd, **options: Any) -> 
     return optimizer
 
 
-def plain(model: Any, optimizer: AdamW, seen: list[Any]) -> None:
+def plain(model: Any, optimizer: AdamW, seen: list[Any], loss_of: Callable[[Any, int], Tensor] = loss_of) -> None:
     for seed in range(STEPS):
         optimizer.zero_grad()
         loss = loss_of(model, seed)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,18 +18,6 @@ GUARD_VALUE = 0xA5
 # Every lane of every component escaping, with room for whatever a block needs besides.
 WORST_BYTES_PER_LANE = 32
 WORST_BYTES_PER_BLOCK = 256
-
-
-@contextmanager
-def using_isa(name: str) -> Iterator[None]:
-    """Run the kernels on one instruction set, then go back to the one before."""
-    before = kernels.current_isa()
-    kernels.set_isa(name)
-    try:
-        assert kernels.current_isa() == name
-        yield
-    finally:
-        kernels.set_isa(before)
 
 
 def kernel_hyper(hyper: HyperLike, **changes: Any) -> kernels.Hyper:

@@ -149,7 +149,7 @@ gradients = [torch.randn(3000, generator=torch.Generator().manual_seed(i)) for i
 def run(mode, hammer):
     params = [torch.nn.Parameter(torch.ones(1000)) for _ in range(3)]
     optimizer = AdamW(params, speculation=mode, bucket_numel=1024, max_grad_norm=54.0, threads=2)
-    interrupts = 0
+    interrupts = answered = 0
     caught = threading.Semaphore(0)
     def shoot():
         rng = random.Random(1)
@@ -162,6 +162,9 @@ def run(mode, hammer):
         try:
             if hammer and not thread.is_alive():
                 thread.start()
+            if answered < interrupts:  # in here: the next one may come at once
+                answered += 1
+                caught.release()
             while (step := optimizer.stats()["steps"]) < STEPS:
                 optimizer.zero_grad()
                 (torch.cat(params) * gradients[step]).sum().backward()
@@ -172,7 +175,6 @@ def run(mode, hammer):
             return optimizer.state_digests(), interrupts, optimizer
         except KeyboardInterrupt:
             interrupts += 1
-            caught.release()
 
 plain, _, _ = run("never", False)
 hammered, interrupts, optimizer = run("always", True)

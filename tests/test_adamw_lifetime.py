@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import os
 import pickle
 import subprocess
@@ -353,3 +354,25 @@ def test_state_shows_views_of_what_is_stepped() -> None:
             assert torch.equal(views[0][name], views[1][name])
             assert views[0][name].shape == (() if name == "step" else param.shape)
         assert_trained_alike(model, twin)
+
+
+def test_one_that_cannot_be_closed_leaves_no_other_open_when_the_process_ends(tmp_path: Path) -> None:
+    script = """
+import sys, torch
+from superoffload import AdamW
+
+def bad() -> None:
+    raise ValueError("as told")
+
+kept = []
+for index in range(6):
+    kept.append(AdamW([torch.nn.Parameter(torch.ones(4))], threads=1, trace=f"{sys.argv[1]}/{index}.json"))
+    if index % 2:
+        kept[-1].close, kept[-1].__class__.__del__ = bad, lambda self: None
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "ValueError: as told" in done.stderr
+    for index in (0, 2, 4):
+        json.loads((tmp_path / f"{index}.json").read_text())

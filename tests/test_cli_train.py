@@ -147,7 +147,9 @@ def test_diverging_training_stops_and_fails(tmp_path: Path, capsys: pytest.Captu
     assert load(tmp_path / "summary.json")["loss"]["train_last"] is None
 
 
-def test_results_of_an_earlier_run_do_not_survive_a_failed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_an_earlier_run_do_not_survive_a_failed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train(tmp_path, "--steps", "12", "--quiet") == 0
 
     def interrupt(self: BatchSource) -> None:
@@ -156,6 +158,18 @@ def test_results_of_an_earlier_run_do_not_survive_a_failed_one(tmp_path: Path, m
     monkeypatch.setattr(BatchSource, "next", interrupt)
     assert train(tmp_path, "--steps", "12", "--quiet") == 130
     assert not (tmp_path / "summary.json").exists() and not (tmp_path / "report.html").exists()
+    assert "interrupted; metrics.jsonl holds the finished steps" in capsys.readouterr().err
+
+
+def test_a_command_without_a_run_folder_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("superoffload.doctor.examine.diagnose", interrupt)
+    assert main(["doctor", "--no-bandwidth"]) == 130
+    assert capsys.readouterr().err == "superoffload: error: interrupted\n"
 
 
 def test_without_matplotlib_everything_but_the_plot_is_there(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from superoffload import AdamW
+from superoffload.optimizer.module_hooks import ModuleHooks
 from tests.adamw_tools import batch, model_of, weights
 from tests.compatibility import compat
 from tests.rank_tools import flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of, wholes_of
@@ -99,3 +101,17 @@ def test_batch_of_the_tools_compiles_without_a_backend() -> None:
                 optimizer.step()
             digests.append(optimizer.state_digests())
     assert digests[0] == digests[1]
+
+
+def test_what_waits_for_parameters_is_not_traced() -> None:
+    compiling: list[bool] = []
+
+    def wait(params: Iterable[Tensor] | None, streams: Sequence[int] = (), /) -> None:
+        compiling.append(torch.compiler.is_compiling())
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    hooks = ModuleHooks(model, wait)
+    model.compile(backend="eager")
+    model(torch.ones(2, 4))
+    hooks.remove()
+    assert compiling and not any(compiling)

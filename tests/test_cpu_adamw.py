@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import superoffload
-from superoffload.errors import ArgumentError, StateError
+from superoffload import _native
+from superoffload.errors import ArgumentError, StateError, WorkerError
 
 
 def parameters(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.nn.Parameter]:
@@ -129,6 +132,67 @@ def test_a_scheduler_and_a_new_group() -> None:
     optimizer.step()
     assert optimizer.param_groups[0]["lr"] == 0.05
     assert bits([mine[4]]) == before
+
+
+class LatePool:
+    """Worker threads that begin once they are waited for, when memory that was freed has another owner."""
+
+    def submit(self, work: _native.BucketWork, operation: _native.Operation) -> Any:
+        class Later:
+            def wait(self) -> None:
+                others = [torch.full((64, 64), float("nan")) for _ in range(16)]
+                work.run_all(operation)
+                del others
+
+        return Later()
+
+    def close(self) -> None: ...
+
+
+def test_gradients_that_are_not_contiguous_live_until_all_groups_are_stepped() -> None:
+    """Of each the kernels read a copy, which nobody else has."""
+    mine, theirs = ([torch.nn.Parameter(torch.ones(64, 64)) for _ in range(4)] for _ in range(2))
+    ours = superoffload.CPUAdamW([{"params": [param]} for param in mine], threads=1)
+    ours.close()
+    ours._pool = LatePool()  # type: ignore[assignment]
+    peer = torch.optim.AdamW(theirs)
+    for step in range(3):
+        for params in (mine, theirs):
+            generator = torch.Generator().manual_seed(step)
+            for param in params:
+                param.grad = torch.randn(64, 64, generator=generator).t()
+        ours.step()
+        peer.step()
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_what_is_wrong_with_one_group_changes_none() -> None:
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer = superoffload.CPUAdamW([{"params": [param]} for param in params], lr=0.1, threads=1)
+    for param in params:
+        param.grad = torch.ones(4)
+    optimizer.param_groups[1]["betas"] = (0.9, 1.5)
+    with pytest.raises(ArgumentError, match=r"betas\[1\]=1\.5"):
+        optimizer.step()
+    assert all(param.eq(1.0).all() for param in params)
+    assert not optimizer.state
+    optimizer.close()
+
+
+def test_a_worker_that_fails_says_so_once_every_group_is_stepped() -> None:
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer = superoffload.CPUAdamW([{"params": [param]} for param in params], lr=0.1, threads=1)
+    for param in params:
+        param.grad = torch.ones(4)
+    versions = [param._version for param in params]
+    assert optimizer._pool is not None
+    optimizer._pool.inject_fault(0, "as told")
+    with pytest.raises(WorkerError, match=r"as told.*the step was completed"):
+        optimizer.step()
+    assert all(param.lt(1.0).all() for param in params)
+    assert all(param._version > version for param, version in zip(params, versions, strict=True))
+    optimizer.close()
 
 
 def test_bad_input_and_use_after_close() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -21,19 +21,6 @@ Train = Callable[[nn.Module, AdamW], None]
 Outcome = tuple[dict[str, str], dict[str, float | int]]
 
 LATE = 1500  # microseconds: up to so much later than enqueued; a step of these models takes about as long
-
-
-@pytest.fixture(scope="module")
-def fake() -> Fake:
-    return Fake()
-
-
-@pytest.fixture(autouse=True)
-def _as_new(fake: Fake) -> Iterator[None]:
-    fake.reset()
-    yield
-    fake.synchronize()
-    fake.reset()
 
 
 def steps(model: nn.Module, optimizer: AdamW, seeds: range = range(6), scale: float = 1.0) -> None:

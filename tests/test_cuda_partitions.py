@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -20,15 +19,6 @@ from tests.test_cuda_link import LATE
 
 SIZES = (3000, 1000, 0, 500, 2100)
 HYPER = GroupHyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, l2=False, bias_correction=True)
-
-
-@pytest.fixture(scope="module")
-def fake() -> Iterator[Fake]:
-    made = Fake()
-    made.reset()
-    yield made
-    made.synchronize()
-    made.reset()
 
 
 def partitions(resident: frozenset[int]) -> list[Partition]:

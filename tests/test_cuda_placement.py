@@ -23,24 +23,16 @@ from tests.test_cuda_link import LATE, deep_model, run_on_host
 HALF = {"gpu_fraction": 0.5}
 
 
-@pytest.fixture(scope="module")
-def fake() -> Fake:
-    return Fake()
-
-
 @pytest.fixture(autouse=True)
-def _as_new(fake: Fake) -> Iterator[None]:
+def _moves_behind_the_stream(fake: Fake) -> Iterator[None]:
     """Python reads a real device's memory behind the current stream; the fake's it must wait for itself."""
 
     def move(shard: Shard, device: torch.device | None) -> None:
         fake.synchronize()
         move_state(shard, device)
 
-    fake.reset()
     with mock.patch("superoffload.pipeline.layout.move_state", move):
         yield
-    fake.synchronize()
-    fake.reset()
 
 
 def steps(model: nn.Module, optimizer: AdamW, seeds: range = range(6)) -> None:

@@ -27,11 +27,6 @@ STEPS = 4
 LATE = 20_000.0  # microseconds
 
 
-@pytest.fixture(scope="module")
-def fake() -> Fake:
-    return Fake()
-
-
 def two_branches() -> nn.Module:
     torch.manual_seed(0)
     return nn.ModuleList([nn.Linear(24, 24), nn.Linear(24, 24)])
@@ -52,7 +47,6 @@ def train(model: Any, synchronize: Any) -> dict[str, str]:
 def test_gradients_of_several_streams_are_all_waited_for(fake: Fake) -> None:
     """As those of a model whose branches ran on streams of their own: the one that ends last packs for all."""
     expected = train(two_branches(), lambda: None)
-    fake.reset()
     main = fake.current
     side = fake.make_stream()
     model = two_branches()
@@ -94,7 +88,6 @@ def test_gradients_of_several_streams_are_all_waited_for(fake: Fake) -> None:
 def test_bits_that_a_delivery_has_changed_are_nobodys_write(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters whose writes are noticed by their bits, as those of DTensors; the copy is over before forward asks."""
     monkeypatch.setattr(Tracked, "_sums", lambda tracked: run_sums(tracked.param.detach().reshape(-1)))
-    fake.reset()
 
     def run(model: nn.Module, links: list[LateLink]) -> dict[str, str]:
         with AdamW(model.parameters(), delivery="on_demand", module=model, threads=1) as optimizer:
@@ -185,7 +178,6 @@ def gathered_elsewhere(fake: Fake, links: list[LateLink], told: bool, seed: int)
 
 
 def test_streams_that_read_parameters_wait_for_them(fake: Fake) -> None:
-    fake.reset()
     expected = gathered_elsewhere(fake, [], False, 0)
     for seed in range(3):
         with on_fake_device(fake) as links:
@@ -196,7 +188,6 @@ def test_streams_that_read_parameters_wait_for_them(fake: Fake) -> None:
                 break
     else:
         pytest.fail("no all-gather ever read an old parameter")
-    fake.reset()
 
 
 class Sharded(nn.Linear):

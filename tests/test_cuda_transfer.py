@@ -21,11 +21,6 @@ from tests.fake_cuda import IMAGE, Fake, FakeDevice
 CPUS = (-1,)
 
 
-@pytest.fixture(scope="module")
-def fake() -> Fake:
-    return Fake()
-
-
 def options_of(fake: Fake) -> CudaOptions:
     return CudaOptions(image=IMAGE, timeout_seconds=60.0, library=fake.library)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -187,13 +188,4 @@ def test_arguments() -> None:
 
 def test_a_sequential_of_the_tools() -> None:
     """Module hooks of the plainest model there is."""
-
-    def loop(model: Any, optimizer: AdamW, seen: list[Any]) -> None:
-        for seed in range(STEPS):
-            optimizer.zero_grad()
-            loss = batch(model, seed)
-            loss.backward()
-            optimizer.step()
-            seen.append(loss.item())
-
-    compare(loop, model_of)
+    compare(partial(plain, loss_of=batch), model_of)

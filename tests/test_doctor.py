@@ -372,14 +372,20 @@ def test_gpu_of_a_superchip(tmp_path: Path) -> None:
 
 
 def test_versions_decide_which_adapters_work() -> None:
-    versions = {"torch": "2.13.0+cpu", "deepspeed": "0.18.0", "transformers": "5.1.0"}
+    versions = {"torch": "2.13.0+cpu", "deepspeed": "0.18.0", "transformers": "5.1.0", "accelerate": "1.10"}
     found = examine_software(versions.get, lambda module: not module.endswith("ddp"))
     assert found.facts["adapters"] == {
-        "deepspeed": "needs deepspeed >= 0.19.8, found 0.18.0",
+        "deepspeed": "works",
         "fsdp2": "works",
         "ddp": "not in this version of superoffload",
         "transformers": "works",
     }
+    others = {**versions, "deepspeed": "0.20.0", "transformers": "4.57.0"}
+    states = examine_software(others.get, lambda _: True).facts["adapters"]
+    assert states["deepspeed"] == "needs deepspeed <= 0.19.8, found 0.20.0", "enable() refuses it"
+    assert states["transformers"] == "needs transformers >= 5, found 4.57.0"
+    older = examine_software({**versions, "deepspeed": "0.17.6"}.get, lambda _: True).facts["adapters"]
+    assert older["deepspeed"] == "needs deepspeed >= 0.18.0, found 0.17.6"
     assert "transformers, which is not installed" in str(examine_software({"torch": "2.6"}.get, lambda _: True).facts)
 
 
@@ -390,11 +396,22 @@ def test_without_a_usable_torch_nothing_trains(torch: str | None, text: str) -> 
     assert text in problem.text and "pip install" in problem.remedy
 
 
+def test_the_command_examines_a_machine_without_torch() -> None:
+    script = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from superoffload.cli import main\n"
+        "sys.exit(main(['doctor', '--no-bandwidth']))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert "no GPU: torch is not installed" in done.stdout, done.stderr
+    assert "every bit as it has to be" in done.stdout
+
+
 def test_slower_instruction_set_by_choice_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     if len(kernels.available_isas()) < 2:
         pytest.skip("needs a second instruction set")
     monkeypatch.setenv(kernels.ISA_VARIABLE, "scalar")
-    with self_test.using("scalar"):
+    with kernels.using_isa("scalar"):
         found = examine_instruction_sets()
     assert "scalar is in use although" in one_warning(found) and kernels.ISA_VARIABLE in one_warning(found)
 

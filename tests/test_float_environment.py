@@ -18,7 +18,7 @@ import pytest
 
 from superoffload import kernels
 from tests import kernel_cases as cases
-from tests.kernel_tools import GuardedSpan, assert_bits, assert_state, kernel_hyper, using_isa
+from tests.kernel_tools import GuardedSpan, assert_bits, assert_state, kernel_hyper
 from tests.reference import adam
 from tests.reference.adam import Hyper
 
@@ -129,7 +129,7 @@ def test_same_bits_under_any_setting_which_then_still_holds(isa: str, setting: s
         else:
             guarded.span.publish(hyper)
 
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         for old, guarded, hyper, expected in spans():
             frozen = kernel_hyper(hyper)
             under(SETTINGS[setting], run, guarded, frozen)
@@ -145,7 +145,7 @@ def test_same_bits_under_any_setting_which_then_still_holds(isa: str, setting: s
 def test_undo_and_replay_are_exact_when_settings_change_in_between(isa: str, setting: str, set_while: str) -> None:
     stepping = SETTINGS[setting] if set_while != "undoing" else 0
     undoing = SETTINGS[setting] if set_while != "stepping" else 0
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         for width in (1, 2):
             for old, guarded, hyper, expected in spans():
                 frozen = kernel_hyper(hyper)
@@ -162,7 +162,7 @@ def test_undo_and_replay_are_exact_when_settings_change_in_between(isa: str, set
 @each_isa
 @each_setting
 def test_norm_under_any_setting(isa: str, setting: str) -> None:
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         for count in (2, 7, 8, 9, 1000):
             blocks = cases.block_sums(count, 310)
             assert under(SETTINGS[setting], kernels.fold_sums, blocks) == adam.fold_sums(blocks), f"{count} blocks"
@@ -187,7 +187,7 @@ def test_torch_flush_denormal_in_the_calling_thread(isa: str) -> None:
     if not torch.set_flush_denormal(True):
         pytest.skip("this torch cannot flush denormals on this machine")
     try:
-        with using_isa(isa):
+        with kernels.using_isa(isa):
             for _, guarded, hyper, _ in prepared:
                 guarded.span.step(kernel_hyper(hyper))
                 guarded.check()

@@ -14,7 +14,7 @@ from superoffload.errors import SuperOffloadError
 from tests import kernel_battery as battery
 from tests import kernel_cases as cases
 from tests.kernel_cases import State
-from tests.kernel_tools import GuardedSpan, assert_bits, assert_state, kernel_hyper, using_isa
+from tests.kernel_tools import GuardedSpan, assert_bits, assert_state, kernel_hyper
 from tests.reference import adam, journal
 from tests.reference.adam import Hyper, Stepped
 from tests.reference.convert import narrow
@@ -45,7 +45,7 @@ def mixed_cases(mode: str) -> list[battery.Case]:
 @each_mode
 @each_width
 def test_journaled_step_undo_and_replay(isa: str, mode: str, width: int) -> None:
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         for case in mixed_cases(mode):
             guarded = GuardedSpan(case.old, case.gradient, case.published_format, case.start)
             hyper = kernel_hyper(case.hyper)
@@ -64,7 +64,7 @@ def test_journaled_step_undo_and_replay(isa: str, mode: str, width: int) -> None
 @each_width
 def test_replay_with_other_hyper_parameters(isa: str, mode: str, width: int) -> None:
     """A replay freezes everything anew, not only the gradient factor."""
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         for kind in cases.KINDS:
             old = cases.state(kind, 700, 400)
             gradient = cases.gradient(kind, "bf16", 700, 403)
@@ -87,7 +87,7 @@ def test_a_chain_of_speculated_steps_as_in_training(isa: str, width: int) -> Non
     guarded = GuardedSpan(state, gradient, "bf16", start=1)
     span = guarded.span
     bytes_used = []
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         for step in range(1, 61):
             gradient = noisy_gradient(length, step)
             guarded.set_gradient(gradient)
@@ -122,7 +122,7 @@ def noisy_gradient(length: int, step: int) -> npt.NDArray[np.uint16]:
 @each_width
 def test_escapes_are_the_lanes_whose_code_does_not_fit(isa: str, mode: str, width: int) -> None:
     length = 3000
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         for kind in cases.KINDS:
             old = cases.state(kind, length, 420)
             gradient = cases.gradient(kind, "bf16", length, 423)
@@ -139,7 +139,7 @@ def test_escapes_are_the_lanes_whose_code_does_not_fit(isa: str, mode: str, widt
 @each_isa
 @each_width
 def test_journal_bytes_are_codes_and_escapes_and_little_else(isa: str, width: int) -> None:
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         for length in (0, 1, 5, 64, 65, 1023, 1024, 1025, 3000, 5000):
             for kind in cases.KINDS:
                 old = cases.state(kind, length, 430)
@@ -166,7 +166,7 @@ def test_what_cannot_be_estimated_all_escapes(isa: str, width: int) -> None:
         1: Hyper(1e-3, 0.9, 0.0, 1e-8, 0.01, 5),
         2: Hyper(0.5, 0.9, 0.999, 1e-8, 2.0, 5),
     }
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         for component, hyper in lost.items():
             guarded = GuardedSpan(old, gradient, "bf16", start=3)
             assert guarded.span.step_journaled(kernel_hyper(hyper), width=width)
@@ -184,7 +184,7 @@ def test_an_escape_in_every_single_lane(isa: str, width: int) -> None:
     zeros = np.zeros(length, np.float32)
     gradient = cases.gradient("training", "bf16", length, 450)
     hyper = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.01, 2)
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         for lane in (*range(70), *range(1000, 1100)):
             for component, name in enumerate(("exp_avg", "exp_avg_sq", "master")):
                 parts = {"master": np.ones(length, np.float32), "exp_avg": zeros.copy(), "exp_avg_sq": zeros.copy()}
@@ -202,7 +202,7 @@ def test_an_escape_in_every_single_lane(isa: str, width: int) -> None:
 @pytest.mark.parametrize("kind", cases.KINDS)
 def test_a_full_arena_is_reported_with_nothing_changed(isa: str, width: int, kind: str) -> None:
     """For any arena size: either there is room and undo is exact, or master and moments are as they were."""
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         for length in (1, 40, 1500):
             old = cases.state(kind, length, 460)
             gradient = cases.gradient(kind, "bf16", length, 463)
@@ -233,7 +233,7 @@ def test_a_span_goes_on_after_a_full_arena(isa: str, mode: str) -> None:
     lost = replace(coded, beta1=0.0)
     if mode == "l2":
         coded, lost = replace(coded, l2=True, weight_decay=0.0), replace(lost, l2=True, weight_decay=0.0)
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         guarded = GuardedSpan(old, gradient, "bf16", arena_bytes=length)
         assert not guarded.span.step_journaled(kernel_hyper(lost))
         assert guarded.span.step_journaled(kernel_hyper(coded))
@@ -251,9 +251,9 @@ def test_a_journal_of_one_instruction_set_is_undone_by_any_other() -> None:
         for reader in ISAS:
             for width in (1, 2):
                 guarded = GuardedSpan(case.old, case.gradient, "bf16", case.start)
-                with using_isa(writer):
+                with kernels.using_isa(writer):
                     assert guarded.span.step_journaled(kernel_hyper(case.hyper), width=width)
-                with using_isa(reader):
+                with kernels.using_isa(reader):
                     guarded.span.undo()
                 assert_state(guarded.state, case.old, f"written by {writer}, undone by {reader}")
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from superoffload import kernels
 from tests import kernel_cases as cases
 from tests.kernel_cases import State
-from tests.kernel_tools import GuardedSpan, assert_bits, assert_state, kernel_hyper, using_isa
+from tests.kernel_tools import GuardedSpan, assert_bits, assert_state, kernel_hyper
 from tests.reference import adam
 from tests.reference.adam import Hyper, Stepped
 from tests.reference.convert import FORMATS
@@ -80,7 +80,7 @@ def test_undo_and_replay_are_exact(
     replayed = adam.step(*old, gradient, published, other)
     for isa in kernels.available_isas():
         for width in (1, 2):
-            with using_isa(isa):
+            with kernels.using_isa(isa):
                 context = f"{isa}, width {width}"
                 guarded = GuardedSpan(old, gradient, published, start)
                 guarded.span.publish(kernel_hyper(hyper))
@@ -103,7 +103,7 @@ def test_any_arena_either_holds_the_journal_or_nothing_happened(
     stepped = adam.step(*old, gradient, published, hyper)
     for isa in kernels.available_isas():
         for width in (1, 2):
-            with using_isa(isa):
+            with kernels.using_isa(isa):
                 guarded = GuardedSpan(old, gradient, published, arena_bytes=arena_bytes)
                 if guarded.span.step_journaled(kernel_hyper(hyper), width=width):
                     expect(guarded, stepped, isa)

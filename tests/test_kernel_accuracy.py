@@ -61,12 +61,8 @@ def test_an_error_of_one_unit_is_one_unit() -> None:
 
 def test_all_instruction_sets_have_the_same_errors() -> None:
     inputs = training_like_inputs(5000, seed=3)
-    used = kernels.current_isa()
-    try:
-        results = []
-        for isa in kernels.available_isas():
-            kernels.set_isa(isa)
+    results = []
+    for isa in kernels.available_isas():
+        with kernels.using_isa(isa):
             results.append({part: array.tobytes() for part, array in our_step(inputs).items()})
-    finally:
-        kernels.set_isa(used)
     assert all(result == results[0] for result in results)

@@ -18,7 +18,7 @@ from superoffload._native import CHUNK
 from tests import kernel_battery as battery
 from tests import kernel_cases as cases
 from tests.kernel_cases import State
-from tests.kernel_tools import GuardedSpan, assert_bits, assert_state, kernel_hyper, using_isa
+from tests.kernel_tools import GuardedSpan, assert_bits, assert_state, kernel_hyper
 from tests.reference import adam, convert
 from tests.reference.adam import Hyper, Stepped
 
@@ -52,7 +52,7 @@ def long_case(kind: str, gradient_format: str, published_format: str, hyper: Hyp
 def test_step_at_every_short_length_and_around_blocks(
     isa: str, mode: str, gradient_format: str, published_format: str
 ) -> None:
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         for case in battery.span_cases(gradient_format, published_format, mode == "l2"):
             guarded = GuardedSpan(case.old, case.gradient, published_format, case.start)
             guarded.span.step(kernel_hyper(case.hyper))
@@ -63,7 +63,7 @@ def test_step_at_every_short_length_and_around_blocks(
 @each_mode
 @each_types
 def test_step_with_every_hyper_parameter_edge(isa: str, mode: str, gradient_format: str, published_format: str) -> None:
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         for plain in cases.HYPERS:
             hyper = replace(plain, l2=mode == "l2")
             for kind in cases.KINDS:
@@ -77,7 +77,7 @@ def test_step_with_every_hyper_parameter_edge(isa: str, mode: str, gradient_form
 def test_step_at_every_length_up_to_4096(isa: str) -> None:
     """Types, mode, hyper-parameters and starts take turns from length to length."""
     choices = [(types, mode) for types in TYPES for mode in MODES]
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         for length in range(4097):
             (gradient_format, published_format), mode = choices[length % len(choices)]
             hyper = replace(cases.HYPERS[length % 5], l2=mode == "l2")
@@ -93,7 +93,7 @@ def test_step_at_every_length_up_to_4096(isa: str) -> None:
 @each_mode
 def test_step_from_every_start_within_a_cache_line(isa: str, mode: str) -> None:
     hyper = replace(cases.HYPERS[2], l2=mode == "l2")
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         for start in range(17):
             for length in (1, 16, 33, 70, 1030):
                 old, gradient, expected = long_case("hostile", "bf16", "bf16", hyper)
@@ -109,7 +109,7 @@ def test_step_from_every_start_within_a_cache_line(isa: str, mode: str) -> None:
 def test_publish_writes_the_shadow_of_the_step_and_nothing_else(
     isa: str, mode: str, gradient_format: str, published_format: str
 ) -> None:
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         for case in battery.span_cases(gradient_format, published_format, mode == "l2"):
             guarded = GuardedSpan(case.old, case.gradient, published_format, case.start)
             guarded.span.publish(kernel_hyper(case.hyper))
@@ -125,7 +125,7 @@ def test_a_span_longer_than_a_worker_threads_chunk(isa: str, mode: str) -> None:
     old, gradient = cases.state("hostile", length, 215), cases.gradient("hostile", "bf16", length, 218)
     expected = adam.step(*old, gradient, "bf16", hyper)
     frozen = kernel_hyper(hyper)
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         guarded = GuardedSpan(old, gradient, "bf16", start=3)
         guarded.span.publish(frozen)
         expect(guarded, Stepped(*old, expected.shadow), "publish")
@@ -146,7 +146,7 @@ def test_many_steps_in_place(isa: str) -> None:
     state = State(cases.ranged(length, 220, -8, -2), np.zeros(length, np.float32), np.zeros(length, np.float32))
     gradient = cases.gradient("training", "bf16", length, 221)
     guarded = GuardedSpan(state, gradient, "bf16", start=3)
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         for step in range(1, 201):
             hyper = Hyper(
                 lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=step, gradient_factor=1 / step
@@ -163,7 +163,7 @@ def test_published_rounding_of_every_upper_half_and_ties(isa: str, published_for
     """lr = 0 and no decay publish the master itself: every sign, exponent and upper significand, near each tie."""
     upper = np.arange(65536, dtype=np.uint32) << np.uint32(16)
     hyper = Hyper(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=2)
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         for lower in (0x0000, 0x0001, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xEFFF, 0xF000, 0xFFFF):
             master = (upper | np.uint32(lower)).view(np.float32)
             zeros = np.zeros(65536, dtype=np.float32)
@@ -182,7 +182,7 @@ def test_every_16_bit_gradient(isa: str, gradient_format: str) -> None:
     hyper = Hyper(lr=1e-3, beta1=0.0, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1)
     expected = adam.step(zeros, zeros, zeros, gradient, "fp32", hyper)
     assert_bits("exp_avg", expected.exp_avg + np.float32(0), convert.canonical(convert.widen(gradient)) + np.float32(0))
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         guarded = GuardedSpan(State(zeros, zeros, zeros), gradient, "fp32")
         guarded.span.step(kernel_hyper(hyper))
         expect(guarded, expected, gradient_format)
@@ -195,7 +195,7 @@ def test_nan_is_stored_as_one_pattern(isa: str, published_format: str, word: int
     patterns = np.array([0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFC00000, 0xFFFFFFFF], dtype=np.uint32)
     length = 23
     hyper = kernel_hyper(cases.HYPERS[1])
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         for part in ("master", "exp_avg", "exp_avg_sq", "gradient"):
             inputs = {name: np.ones(length, dtype=np.float32) for name in (*State._fields, "gradient")}
             inputs[part].view(np.uint32)[...] = np.resize(patterns, length)
@@ -213,7 +213,7 @@ def test_nan_is_stored_as_one_pattern(isa: str, published_format: str, word: int
 @each_isa
 @pytest.mark.parametrize("form", cases.FORMATS)
 def test_sum_of_squares_and_pack(isa: str, form: str) -> None:
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         for gradient in battery.norm_inputs(form):
             expected = adam.sum_of_squares(gradient)
             context = f"length {gradient.size}"
@@ -232,7 +232,7 @@ def test_one_non_finite_element_makes_its_block_infinite(isa: str, form: str) ->
     patterns = {"fp32": (0x7F800000, 0xFF800000, 0x7FC00000, 0xFF800001), "bf16": (0x7F80, 0xFF80, 0x7FC0, 0xFF81)}
     patterns["fp16"] = (0x7C00, 0xFC00, 0x7E00, 0xFC01)
     clean = cases.gradient("training", form, 3000, 230)
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         expected = kernels.sum_of_squares(clean)
         for pattern in patterns[form]:
             for position in (0, 15, 16, 1007, 1023, 1024, 1500, 2047, 2048, 2987, 2999):
@@ -246,7 +246,7 @@ def test_one_non_finite_element_makes_its_block_infinite(isa: str, form: str) ->
 
 @each_isa
 def test_fold_sums(isa: str) -> None:
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         for blocks in battery.fold_inputs():
             assert kernels.fold_sums(blocks) == adam.fold_sums(blocks), f"{blocks.size} blocks"
 
@@ -258,7 +258,7 @@ def test_scalars_are_rounded_from_fp64_by_the_definition(isa: str) -> None:
     unit = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
     old = cases.state("training", 24, 241)
     gradient = cases.gradient("training", "fp32", 24, 244)
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         for i in range(0, 600, 6):
             lr, beta1, beta2, eps, weight_decay, step = unit[i : i + 6]
             for l2 in (False, True):
@@ -289,7 +289,7 @@ def test_the_recorded_digests_are_the_references(recorded: dict[str, str]) -> No
 
 @each_isa
 def test_the_battery_gives_the_recorded_digests(isa: str, recorded: dict[str, str]) -> None:
-    with using_isa(isa):
+    with kernels.using_isa(isa):
         got = battery.digests(battery.Kernel())
     assert [name for name in recorded if got.get(name) != recorded[name]] == []
     assert got == recorded

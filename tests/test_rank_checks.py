@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from superoffload.errors import ArgumentError
 from superoffload.ranks.compare import odd_ranks
-from superoffload.ranks.group import FRAME, ROOM, Gather, RankGroup
+from superoffload.ranks.group import FRAME, ROOM, Gather, RankGroup, rank_timeout
 from superoffload.ranks.layout import local_of
 from superoffload.ranks.packet import MOST_CLASSES, Packet
 from tests.rank_faults import FAULTS
@@ -344,3 +345,20 @@ def check_seconds() -> list[float]:
 def test_a_probe_does_not_grow_with_the_model() -> None:
     """It reads 64 Ki elements; a step of that many parameters takes tens of milliseconds."""
     assert min(took[0] for took in on_ranks(2, check_seconds)) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "message"),
+    [
+        (0.0, None, "rank_timeout=0.0: expected a finite number of at least 0.1"),
+        (None, "soon", "SUPEROFFLOAD_RANK_TIMEOUT='soon': expected a number of seconds"),
+        (None, "nan", "SUPEROFFLOAD_RANK_TIMEOUT=nan: expected a finite number of at least 0.1"),
+    ],
+)
+def test_a_bad_time_out_is_named_by_where_it_came_from(
+    monkeypatch: pytest.MonkeyPatch, given: float | None, environment: str | None, message: str
+) -> None:
+    if environment is not None:
+        monkeypatch.setenv("SUPEROFFLOAD_RANK_TIMEOUT", environment)
+    with pytest.raises(ArgumentError, match=message):
+        rank_timeout(given)

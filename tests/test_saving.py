@@ -199,8 +199,11 @@ def test_a_full_disk_leaves_the_checkpoint_before(
             checkpoints.save(tmp_path / "step-3", run.model, run.optimizer)
         saving = checkpoints.save_in_background(tmp_path / "step-3", run.model, run.optimizer)
         run.steps(range(3, 5))  # does not wait for what will not come
+        for _ in range(2):  # it was not saved, however often one asks
+            with pytest.raises(OSError, match="No space left"):
+                saving.wait(60)
         with pytest.raises(OSError, match="No space left"):
-            saving.wait(60)
+            checkpoints.export_weights(tmp_path, run.model, run.optimizer)
         assert "step-3 was not saved: [Errno 28] No space left" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
     other = Run(3, torch.float32)
@@ -210,6 +213,24 @@ def test_a_full_disk_leaves_the_checkpoint_before(
     assert_same(other.everything(), before)
     for one in (run, other):
         one.optimizer.close()
+
+
+def test_a_thread_that_cannot_be_started_leaves_nothing_to_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(0, torch.float32)
+    run.steps(range(2))
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            checkpoints.save_in_background(tmp_path / "step-2", run.model, run.optimizer, memory=0)
+    assert list(tmp_path.iterdir()) == []
+    run.steps(range(2, 4))
+    run.optimizer.close()
 
 
 @compat("state of torch.optim.AdamW taken over, and given back", "single")

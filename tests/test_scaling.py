@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from superoffload.plan.step_time import JOURNALED_BYTES, REPLAY_BYTES
 from superoffload.scaling import (
-    JOURNALED,
-    REPLAYED,
     Machine,
     Model,
     fewest_ranks_where_the_verdict_shows,
@@ -34,12 +33,12 @@ MODEL = Model(parameters=1e9, tokens=1000, layers=10, buckets=10)
 def test_one_rank_by_hand() -> None:
     row = simulate(MACHINE, MODEL, 1)
     assert row.compute == pytest.approx(3.0) and row.collectives == row.verdict == 0.0
-    assert row.optimizer == pytest.approx(JOURNALED / 100)
+    assert row.optimizer == pytest.approx(JOURNALED_BYTES / 100)
     # The last of ten buckets: 0.2 GB down, its pass, then all parameters up.
-    tail = 0.2 / 20 + JOURNALED / 1000
+    tail = 0.2 / 20 + JOURNALED_BYTES / 1000
     assert row.exposed == pytest.approx(tail + 2 / 40)
     assert row.step == pytest.approx(3.0 + row.exposed)
-    assert row.clipped_step == pytest.approx(3.0 + tail + REPLAYED / 100 + 2 / 40 / 10)
+    assert row.clipped_step == pytest.approx(3.0 + tail + REPLAY_BYTES / 100 + 2 / 40 / 10)
 
 
 def test_a_ring_by_hand() -> None:
@@ -57,7 +56,8 @@ def test_buckets_queue_where_memory_is_slower_than_backward() -> None:
     slow = replace(MACHINE, memory=5e9)  # 5.84 s of passes behind 2 s of backward
     tail = tail_of(slow, MODEL, 1e9, backward=2.0)
     assert tail.arrived == pytest.approx(0.01)
-    assert tail.stepped == pytest.approx(0.2 + 0.01 + JOURNALED / 5 - 2.0), "all of them, after the first has arrived"
+    stepped = 0.2 + 0.01 + JOURNALED_BYTES / 5 - 2.0
+    assert tail.stepped == pytest.approx(stepped), "all of them, after the first has arrived"
 
 
 def test_an_exchange_shows_once_it_outlasts_the_last_bucket() -> None:
@@ -66,7 +66,8 @@ def test_an_exchange_shows_once_it_outlasts_the_last_bucket() -> None:
     before, after = simulate(MACHINE, MODEL, count // 2), simulate(MACHINE, MODEL, count)
     assert before.verdict_exposed == 0.0 < after.verdict_exposed < after.verdict
     shard = MODEL.parameters / count
-    assert after.verdict_exposed == pytest.approx(after.verdict - JOURNALED * shard / MODEL.buckets / MACHINE.memory)
+    last_bucket = JOURNALED_BYTES * shard / MODEL.buckets / MACHINE.memory
+    assert after.verdict_exposed == pytest.approx(after.verdict - last_bucket)
     never = replace(MACHINE, host_latency=0.0, host_bandwidth=1e30)
     assert fewest_ranks_where_the_verdict_shows(never, MODEL) == 0
 

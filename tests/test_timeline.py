@@ -164,6 +164,43 @@ def test_child_of_fork_leaves_the_file_alone(tmp_path: Path) -> None:
     optimizer.close()
 
 
+def test_a_full_disk_ends_the_timeline_and_no_step() -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("needs /dev/full")
+    digests = []
+    for trace in (None, full):
+        params, optimizer = make(trace)
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(params)
+            if trace is not None and step == 0:
+                with pytest.warns(RuntimeWarning, match=r"trace=/dev/full: .*No space left on device.*goes on"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        optimizer.close()
+        digests.append(optimizer.state_digests())
+    assert digests[0] == digests[1]
+
+
+def test_parameters_that_take_the_place_of_others_are_recorded(tmp_path: Path) -> None:
+    """As Accelerate puts sharded ones into the groups before the first step."""
+    params, optimizer = make(tmp_path / "t.json")
+    others = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    optimizer.param_groups[0]["params"] = others
+    optimizer.zero_grad()
+    optimizer.synchronize()
+    for _ in range(2):
+        backward(others)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    steps = steps_of(tmp_path / "t.json")
+    assert list(steps) == [1, 2]
+    assert all(in_lane(events, PROCESSORS) and in_lane(events, DOWN) for events in steps.values())
+
+
 def test_unwritable_path_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"trace=/no/such/folder/t\.json: the file cannot be written"):
         make(Path("/no/such/folder/t.json"))

@@ -200,7 +200,8 @@ EXPORT Result cuMemHostUnregister(void* memory) {
     if (contexts().empty() || contexts().back() == nullptr) return kInvalidContext;
     World& w = world();
     const std::lock_guard<std::mutex> lock(w.mutex);
-    return w.registered.erase(static_cast<char*>(memory)) == 1 ? kSuccess : kNotRegistered;
+    if (w.registered.erase(static_cast<char*>(memory)) != 1) return kNotRegistered;
+    return kSuccess;
 }
 
 EXPORT Result cuMemHostGetDevicePointer_v2(DeviceAddress* address, void* memory, unsigned flags) {

@@ -25,20 +25,16 @@
 namespace fake {
 
 using superoffload::cuda::DeviceAddress;
+using superoffload::cuda::kInvalidValue;
+using superoffload::cuda::kNotFound;
+using superoffload::cuda::kNotReady;
+using superoffload::cuda::kNotSupported;
+using superoffload::cuda::kOutOfMemory;
+using superoffload::cuda::kSuccess;
 using superoffload::cuda::Result;
 
-enum : Result {
-    kSuccess = 0,
-    kInvalidValue = 1,
-    kOutOfMemory = 2,
-    kInvalidContext = 201,
-    kInvalidHandle = 400,
-    kNotFound = 500,
-    kNotReady = 600,
-    kAlreadyRegistered = 712,
-    kNotRegistered = 713,
-    kNotSupported = 801,
-};
+// Results that the pipeline itself never asks for.
+enum : Result { kInvalidContext = 201, kInvalidHandle = 400, kAlreadyRegistered = 712, kNotRegistered = 713 };
 
 // What an event waits for: one recording of it.
 struct Recording {

@@ -7,6 +7,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from superoffload.doctor.control_groups import memory_limit
+from superoffload.doctor.system import System
 from superoffload.memory import largest_cache_bytes
 from superoffload.reporting.machine import machine_facts
 
@@ -57,8 +59,9 @@ def huge_page_mode() -> str:
 
 def available_memory_bytes() -> int | None:
     """What can be allocated without swapping: the system's own estimate, within the control group's limit."""
-    rooms = [room for room in (_meminfo_available(), control_group_room()) if room is not None]
-    return min(rooms, default=None)
+    limit = memory_limit(System())
+    room = None if limit is None else max(0, limit[0] - limit[1])
+    return min((each for each in (_meminfo_available(), room) if each is not None), default=None)
 
 
 def _meminfo_available() -> int | None:
@@ -69,20 +72,4 @@ def _meminfo_available() -> int | None:
     for line in lines:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    return None
-
-
-def control_group_room() -> int | None:
-    """Memory left in this process's control group (version 2, or 1's root); None without a limit."""
-    pairs = (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    )
-    for limit_path, used_path in pairs:
-        try:
-            limit, used = Path(limit_path).read_text().strip(), Path(used_path).read_text().strip()
-        except OSError:
-            continue
-        if limit.isdigit() and int(limit) < 1 << 60:  # "max", or a number beyond all memory: no limit
-            return max(0, int(limit) - int(used))
     return None

@@ -14,7 +14,6 @@ from superoffload.emulation.peers import in_backward, synchronous
 from superoffload.emulation.traces import SETTLED_IN, TRACES, run_trace
 from superoffload.emulation.training import EmulatedTraining
 from superoffload.schedule import FixedSchedule, Schedule
-from superoffload.step_model import BYTES
 
 PARTS = ("model", "traces", "wall-clock")
 
@@ -67,7 +66,7 @@ def run_schedule(settings: ScheduleBenchmark, tell: Tell) -> dict[str, Any]:
 
 def _machine_facts(machine: Machine) -> dict[str, Any]:
     facts = asdict(machine)
-    facts["bytes_of"] = {str(operation).rpartition(".")[2]: size for operation, size in BYTES.items()}
+    facts["bytes_of"] = {str(operation).rpartition(".")[2]: size for operation, size in machine.bytes_of.items()}
     return facts
 
 

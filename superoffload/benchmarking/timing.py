@@ -70,9 +70,6 @@ class Samples:
         """How many times as long as `other`: the median over the rounds of the ratio within each."""
         return median(mine / theirs for mine, theirs in zip(self.seconds, other.seconds, strict=True))
 
-    def ratio_of_minima(self, other: Samples) -> float:
-        return self.minimum / other.minimum
-
 
 @dataclass(frozen=True)
 class Rounds:

@@ -91,7 +91,8 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
-def name_everything(model: nn.Module, optimizer: Optimizer) -> Named:
+def name_everything(model: nn.Module, optimizer: Optimizer | None) -> Named:
+    """ArgumentError: a parameter of the optimizer is none of the model's. ``optimizer`` None: the model alone."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     other: dict[str, Any] = {}
@@ -108,7 +109,7 @@ def name_everything(model: nn.Module, optimizer: Optimizer) -> Named:
     names = {id(param): plain_name(name) for name, param in model.named_parameters()}
     params: dict[str, Tensor] = {}
     groups = []
-    for g, group in enumerate(optimizer.param_groups):
+    for g, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
         for i, param in enumerate(group["params"]):
             if id(param) not in names:
                 raise ArgumentError(

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from superoffload.adamw import AdamW
 from superoffload.checkpoints.contents import name_everything
-from superoffload.checkpoints.loading import _nobody
 from superoffload.checkpoints.safetensors import Entry, TensorFile, flat_runs
 from superoffload.errors import ArgumentError
 from superoffload.ranks.layout import is_dtensor
@@ -30,25 +29,32 @@ def export_weights(
     """
     if masters and not isinstance(optimizer, AdamW):
         raise ArgumentError("masters=True needs optimizer, a superoffload.AdamW")
-    named = name_everything(model, optimizer if optimizer is not None else _nobody(model))
+    named = name_everything(model, optimizer)
     if isinstance(optimizer, AdamW):
         optimizer.synchronize()
         optimizer.refresh_written()
     path = Path(folder) / WEIGHTS
     values = {name: _value(tensor, optimizer if masters else None) for name, tensor in named.tensors.items()}
-    writes = named.rank == named.ranks[0]
     file, part = None, path.with_name(f".{WEIGHTS}.part")
-    if writes:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.unlink(missing_ok=True)
-        entries = [Entry(name, value.dtype, tuple(value.shape)) for name, value in values.items()]
-        file = TensorFile(part, entries, {"format": "pt"})
-    for name, value in values.items():
-        whole = value.full_tensor() if is_dtensor(value) else value
+    try:
+        if named.is_first:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.unlink(missing_ok=True)
+            entries = [Entry(name, value.dtype, tuple(value.shape)) for name, value in values.items()]
+            file = TensorFile(part, entries, {"format": "pt"})
+        for name, value in values.items():
+            whole = value.full_tensor() if is_dtensor(value) else value
+            if file is not None:
+                file.write(name, flat_runs(whole))
         if file is not None:
-            file.write(name, flat_runs(whole))
+            file.finish()
+    except BaseException:
+        if file is not None:
+            file.close()
+        if named.is_first:
+            part.unlink(missing_ok=True)
+        raise
     if file is not None:
-        file.finish()
         os.replace(part, path)
         config: Any = getattr(model, "config", None)
         if hasattr(config, "to_json_string"):

@@ -44,7 +44,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer 
         raise ArgumentError("folder=None: expected a checkpoint's folder; latest() gives None where there is none yet")
     if optimizer is not None:
         check_optimizer(optimizer)
-    named = name_everything(model, optimizer if optimizer is not None else _nobody(model))
+    named = name_everything(model, optimizer)
     session = named.session
 
     def read() -> tuple[_Stored, dict[str, Tensor], dict[str, Any] | None]:
@@ -63,16 +63,6 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer 
         _load_other(model, stored.state["other"])
     extra: dict[str, Any] = stored.state["extra"]
     return extra
-
-
-class _Nobody:
-    """Stands for an optimizer where there is none."""
-
-    param_groups: tuple[()] = ()
-
-
-def _nobody(model: nn.Module) -> Any:
-    return _Nobody()
 
 
 class _Stored:

@@ -69,7 +69,11 @@ class TensorFile:
         self.header = len(text).to_bytes(8, "little") + text
         self.nbytes = len(self.header) + at
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by finish()
-        _write_at(self._file.fileno(), self.header, 0)
+        try:
+            _write_at(self._file.fileno(), self.header, 0)
+        except OSError:
+            self._file.close()
+            raise
 
     def write(self, name: str, runs: Iterable[Tensor]) -> None:
         """The elements of one entry, as flat tensors on the CPU, one after the other."""
@@ -97,6 +101,7 @@ class TensorFile:
         self._file.close()
 
     def close(self) -> None:
+        """Without ``finish()``: of a file that is given up."""
         self._file.close()
 
 

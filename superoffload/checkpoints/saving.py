@@ -72,7 +72,6 @@ class Saving:
         self._snapshot = snapshot
         self._error: BaseException | None = None
         self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
 
     @property
     def done(self) -> bool:
@@ -88,8 +87,7 @@ class Saving:
         if not self._ended.wait(timeout):
             raise StateError(f"{self.folder}: not written after {timeout:g} s; wait longer")
         if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+            raise self._error
         return self.folder
 
     def _run(self, work: Callable[[], None], *, in_background: bool) -> None:
@@ -104,8 +102,7 @@ class Saving:
                 self._ended.set()
 
         if in_background:
-            self._thread = threading.Thread(target=guarded, name="superoffload checkpoint")
-            self._thread.start()
+            threading.Thread(target=guarded, name="superoffload checkpoint").start()
         else:
             guarded()
 
@@ -201,7 +198,14 @@ def _begin(
                 folders.give_up(writing)
             raise
 
-    saving._run(work, in_background=memory is not None)
+    try:
+        saving._run(work, in_background=memory is not None)
+    except BaseException:  # no thread could be started: nobody may wait for the snapshot
+        if snapshot is not None:
+            snapshot.end()
+        if named.is_first:
+            folders.give_up(writing)
+        raise
     return saving
 
 

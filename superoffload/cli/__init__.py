@@ -15,6 +15,7 @@ from superoffload import __version__
 from superoffload.errors import ArgumentError, SuperOffloadError
 
 COMMANDS = ("train", "verify", "bench", "doctor", "plan", "report", "run")
+_RUN_FOLDER_COMMANDS = ("train", "verify")
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _fail(f"{error.name} is not installed, which this command needs: pip install {error.name}", EXIT_FAILED)
     except KeyboardInterrupt:
-        return _fail("interrupted; metrics.jsonl holds the finished steps", EXIT_INTERRUPTED)
+        kept = "; metrics.jsonl holds the finished steps" if arguments[0] in _RUN_FOLDER_COMMANDS else ""
+        return _fail(f"interrupted{kept}", EXIT_INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output went away (`| head`). Point stdout elsewhere, or flushing it at exit fails again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -17,7 +17,7 @@ BLOCKS_PER_CUDA_BLOCK = {"pack": 8, "unpack": 4, "step": 1}  # 1024-element bloc
 # packed gradient or the staged parameters.
 COPY_PIECE = np.dtype([("address", "<u8"), ("offset", "<u8"), ("numel", "<u8"), ("first_block", "<u8")])
 SCALARS_BYTES = 60
-# struct StepPiece of csrc/cuda/step.cuh; `scalars` as superoffload._native.freeze returns them.
+# struct StepPiece of csrc/cuda/step.cuh; `scalars` as superoffload._native.freeze_scalars returns them.
 STEP_PIECE = np.dtype(
     [
         *((name, "<u8") for name in ("master", "exp_avg", "exp_avg_sq", "gradient", "parameter")),

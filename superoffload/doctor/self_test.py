@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,7 @@ def examine_undo() -> Examination:
     found = Examination("self-test")
     results: dict[str, State | None] = {}
     for isa in kernels.available_isas():
-        with using(isa):
+        with kernels.using_isa(isa):
             results[isa], failures = try_undo()
         found.facts[isa] = failures or "exact"
         for failure in failures:
@@ -39,16 +37,6 @@ def examine_undo() -> Examination:
             "report this with the output of superoffload doctor --json",
         )
     return found
-
-
-@contextmanager
-def using(isa: str) -> Iterator[None]:
-    before = kernels.current_isa()
-    kernels.set_isa(isa)
-    try:
-        yield
-    finally:
-        kernels.set_isa(before)
 
 
 def try_undo() -> tuple[State, list[str]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
 from superoffload import __version__
 from superoffload.doctor.findings import Examination
+from superoffload.integrations.deepspeed.switch import NEWEST, OLDEST
 
 PACKAGES = ("torch", "numpy", "deepspeed", "transformers", "accelerate", "cupy-cuda12x", "cupy-cuda13x", "matplotlib")
 _OLDEST_TORCH = (2, 6)
@@ -18,18 +19,31 @@ _OLDEST_TORCH = (2, 6)
 
 @dataclass(frozen=True)
 class Adapter:
-    """`module` is ours; `needs` maps packages to the oldest version that has what the adapter uses."""
+    """`module` is ours; `needs` maps packages to the oldest version that has what the adapter uses.
+
+    `newest` maps those whose private names the adapter knows to the last version that it accepts.
+    """
 
     name: str
     module: str
     needs: Mapping[str, tuple[int, ...]]
+    newest: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 ADAPTERS = (
-    Adapter("deepspeed", "superoffload.integrations.deepspeed", {"torch": _OLDEST_TORCH, "deepspeed": (0, 19, 8)}),
+    Adapter(
+        "deepspeed",
+        "superoffload.integrations.deepspeed",
+        {"torch": _OLDEST_TORCH, "deepspeed": OLDEST},
+        {"deepspeed": NEWEST},
+    ),
     Adapter("fsdp2", "superoffload.integrations.fsdp2", {"torch": _OLDEST_TORCH}),
     Adapter("ddp", "superoffload.integrations.ddp", {"torch": _OLDEST_TORCH}),
-    Adapter("transformers", "superoffload.integrations.transformers", {"torch": _OLDEST_TORCH, "transformers": (4,)}),
+    Adapter(
+        "transformers",
+        "superoffload.integrations.transformers",
+        {"torch": _OLDEST_TORCH, "transformers": (5,), "accelerate": (1, 10)},
+    ),
 )
 
 Lookup = Callable[[str], str | None]
@@ -82,6 +96,9 @@ def adapter_state(adapter: Adapter, lookup: Lookup, exists: Callable[[str], bool
             return f"needs {package}, which is not installed"
         if release(have) < oldest:
             return f"needs {package} >= {'.'.join(map(str, oldest))}, found {have}"
+        newest = adapter.newest.get(package)
+        if newest is not None and release(have) > newest:
+            return f"needs {package} <= {'.'.join(map(str, newest))}, found {have}"
     return "works"
 
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.bucket import Bucket, GroupHyper, Shard
+from superoffload.bucket import Bucket, GroupHyper
 from superoffload.core import Core, CoreOptions
 from superoffload.emulation.machine import Machine, Workload
+from superoffload.emulation.training import layer_shard
 from superoffload.link import HostLink, PackTicket, wait_until_ended
 from superoffload.schedule import Schedule
 
@@ -128,7 +129,7 @@ class PacedTraining:
         self.core = Core(PacedLink(machine), options, lambda group: hyper)
         generator = torch.Generator().manual_seed(seed)
         self.published = [torch.randn(numel, generator=generator).bfloat16() for _ in range(workload.layers)]
-        self.core.add_shards([_shard(layer, published) for layer, published in enumerate(self.published)])
+        self.core.add_shards([layer_shard(layer, published) for layer, published in enumerate(self.published)])
         self._gradients = [torch.randn(numel, generator=generator).bfloat16() for _ in range(workload.layers)]
         self._norm = float(sum(float(gradient.float().square().sum()) for gradient in self._gradients)) ** 0.5
         self._ended = time.perf_counter()
@@ -155,18 +156,3 @@ class PacedTraining:
 
     def close(self) -> None:
         self.core.close()
-
-
-def _shard(layer: int, published: Tensor) -> Shard:
-    return Shard(
-        index=layer,
-        name=f"layer {layer}",
-        group=0,
-        numel=published.numel(),
-        gradient_dtype=torch.bfloat16,
-        published_dtype=torch.bfloat16,
-        master=published.float(),
-        exp_avg=torch.zeros(published.numel()),
-        exp_avg_sq=torch.zeros(published.numel()),
-        target=lambda: published,
-    )

@@ -54,24 +54,10 @@ class EmulatedTraining:
         self.core = Core(link, options, lambda group: hyper)
         generator = torch.Generator().manual_seed(seed)
         self.published = [torch.randn(BLOCK, generator=generator).bfloat16() for _ in range(workload.layers)]
-        self.core.add_shards([self._shard(layer, published) for layer, published in enumerate(self.published)])
+        self.core.add_shards([layer_shard(layer, published) for layer, published in enumerate(self.published)])
         self._gradients = [_gradients(workload.layers, generator) for _ in range(_VARIETY)]
         self._steps = 0
         self._ended = 0.0
-
-    def _shard(self, layer: int, published: Tensor) -> Shard:
-        return Shard(
-            index=layer,
-            name=f"layer {layer}",
-            group=0,
-            numel=BLOCK,
-            gradient_dtype=torch.bfloat16,
-            published_dtype=torch.bfloat16,
-            master=published.float(),
-            exp_avg=torch.zeros(BLOCK),
-            exp_avg_sq=torch.zeros(BLOCK),
-            target=lambda: published,
-        )
 
     def step(self, clips: bool) -> float:
         """Forward, backward and step; the norm is ``norm`` times the threshold where it ``clips``, else a quarter."""
@@ -95,6 +81,22 @@ class EmulatedTraining:
         seconds = [self.step(clips) for clips in trace]
         self.core.close()
         return seconds
+
+
+def layer_shard(layer: int, published: Tensor) -> Shard:
+    """A layer as one shard; ``published``: its parameters, flat, in bf16."""
+    return Shard(
+        index=layer,
+        name=f"layer {layer}",
+        group=0,
+        numel=published.numel(),
+        gradient_dtype=torch.bfloat16,
+        published_dtype=torch.bfloat16,
+        master=published.float(),
+        exp_avg=torch.zeros(published.numel()),
+        exp_avg_sq=torch.zeros(published.numel()),
+        target=lambda: published,
+    )
 
 
 def _gradients(layers: int, generator: torch.Generator) -> tuple[list[Tensor], float]:

@@ -18,9 +18,10 @@ from superoffload.arguments import check_in_module
 from superoffload.bucket import Bucket
 from superoffload.errors import StateError, SuperOffloadError
 from superoffload.optimizer.lifetime import Lifetime
-from superoffload.optimizer.module_hooks import ModuleHooks, Wait
+from superoffload.optimizer.module_hooks import ModuleHooks
 from superoffload.optimizer.saved_state import SavedState
 from superoffload.optimizer.untraced import untraced
+from superoffload.optimizer.weakly import weakly
 from superoffload.pipeline.delivering import LandingWatch
 from superoffload.tracked import Tracked, notice
 from superoffload.undelivered import CheckReads
@@ -49,7 +50,7 @@ class Delivery(SavedState):
         if self._on_demand and module is not None:
             check_in_module(module, params)
             self._core.watch = _watch(self)
-            self._module_hooks = ModuleHooks(module, _waiter(self))
+            self._module_hooks = ModuleHooks(module, weakly(self._await))
 
     def _remove_hooks(self) -> None:
         super()._remove_hooks()
@@ -186,20 +187,8 @@ class Delivery(SavedState):
         session.look()
 
 
-def _waiter(optimizer: Delivery) -> Wait:
-    """Does not keep the optimizer alive: the module often outlives it."""
-    reference = weakref.ref(optimizer)
-
-    def wait(params: Iterable[Tensor] | None, streams: Sequence[int] = (), /) -> None:
-        alive = reference()
-        if alive is not None:
-            alive._await(params, streams)
-
-    return wait
-
-
 def _watch(optimizer: Delivery) -> LandingWatch:
-    """Likewise, for the core, which belongs to the optimizer."""
+    """Does not keep the optimizer alive, to which the core belongs."""
     reference = weakref.ref(optimizer)
 
     class Watch:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from superoffload.bucket import Shard
 from superoffload.integrations.fsdp2 import await_offload
 from superoffload.optimizer.edited_gradients import EditedGradients
 from superoffload.optimizer.parameters import Parameters
+from superoffload.optimizer.weakly import weakly
 from superoffload.packed_gradient import PackedGradient, gradient_is_gone
 from superoffload.ranks.layout import Holding, is_dtensor
 from superoffload.tracked import Tracked, notice
@@ -34,7 +34,7 @@ class Gradients(Parameters):
     def _connect(self, params: Sequence[Tensor]) -> None:
         super()._connect(params)
         self._edits = EditedGradients()
-        self._core.packed = _packed_hook(self)
+        self._core.packed = weakly(self._on_packed)
 
     # ---- hooks ------------------------------------------------------------------------------------------------
 
@@ -45,7 +45,7 @@ class Gradients(Parameters):
 
     def _hook(self, tracked: Tracked) -> None:
         if tracked.hook is None and tracked.param.requires_grad and tracked.early:
-            tracked.hook = tracked.param.register_post_accumulate_grad_hook(_gradient_hook(self))
+            tracked.hook = tracked.param.register_post_accumulate_grad_hook(weakly(self._on_gradient))
 
     def _remove_hooks(self) -> None:
         super()._remove_hooks()
@@ -128,7 +128,7 @@ class Gradients(Parameters):
 
     def _on_kept(self, param: Tensor) -> None:
         """``param.grad`` has what the reduction gave; from here on its version counter shows what is done to it."""
-        tracked = self._tracked.get(param)
+        tracked = self._tracked.get(param) if not self._out_of_use() else None
         if tracked is not None and tracked.reduced is not None and param.grad is not None:
             tracked.reduced = None
             tracked.remember_grad(param.grad)
@@ -214,51 +214,3 @@ class Gradients(Parameters):
             tracked.grad = tracked.reduced = None
             tracked.arrivals = 0
         self._core.abandon()
-
-
-def _packed_hook(optimizer: Gradients) -> Callable[[Shard], None]:
-    """Does not keep the optimizer alive; the core is used by it only."""
-    reference = weakref.ref(optimizer)
-
-    def on_packed(shard: Shard) -> None:
-        alive = reference()
-        if alive is not None:
-            alive._on_packed(shard)
-
-    return on_packed
-
-
-def _gradient_hook(optimizer: Gradients) -> Callable[[Tensor], None]:
-    """Does not keep the optimizer alive: parameters often outlive it."""
-    reference = weakref.ref(optimizer)
-
-    def on_gradient(param: Tensor) -> None:
-        alive = reference()
-        if alive is not None:
-            alive._on_gradient(param)
-
-    return on_gradient
-
-
-def kept_hook(optimizer: Gradients) -> Callable[[Tensor], None]:
-    """Likewise, once they are in ``param.grad``."""
-    reference = weakref.ref(optimizer)
-
-    def on_kept(param: Tensor) -> None:
-        alive = reference()
-        if alive is not None and not alive._out_of_use():
-            alive._on_kept(param)
-
-    return on_kept
-
-
-def reduction_hook(optimizer: Gradients) -> Callable[[Tensor, Tensor], None]:
-    """Likewise, for gradients that a reduction over ranks hands over."""
-    reference = weakref.ref(optimizer)
-
-    def on_reduced(param: Tensor, gradient: Tensor) -> None:
-        alive = reference()
-        if alive is not None:
-            alive._on_reduced(param, gradient)
-
-    return on_reduced

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from superoffload.closing import close_at_exit, is_closed
 from superoffload.core import Core
 from superoffload.errors import StateError, SuperOffloadError
 from superoffload.interrupts import held_signals
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-_OPEN: weakref.WeakSet[Lifetime] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    for optimizer in list(_OPEN):
-        optimizer.close()
 
 
 class Lifetime(Optimizer):
@@ -41,7 +32,7 @@ class Lifetime(Optimizer):
 
     def _open(self) -> None:
         """Last of all in the constructor: from now on it is closed when the process ends."""
-        _OPEN.add(self)
+        close_at_exit(self)
 
     def _remove_hooks(self) -> None:
         """Those on what may outlive the optimizer; every layer removes its own."""
@@ -59,7 +50,7 @@ class Lifetime(Optimizer):
             if self._core.timeline is not None:
                 self._core.timeline.close()
             self._remove_hooks()
-            _OPEN.discard(self)
+            is_closed(self)
 
     def __del__(self) -> None:
         # Lightning wraps an optimizer in an object of a derived class that shares its attributes and goes before it.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload.integrations.fsdp2 import UnshardHook, gathered_with, gathering_streams, is_sharded_module
+from superoffload.optimizer.untraced import untraced
 from superoffload.readers import Reader, readers_of
 
 
@@ -71,6 +72,7 @@ class _BeforeForward(_Hook):
             return
         self.wait()
 
+    @untraced  # FSDP2 keeps its state in a dictionary of weak references, which may change while that is traced
     def wait(self) -> None:
         assert self._wait is not None
         if not self._sharded:

@@ -19,6 +19,7 @@ from superoffload.errors import StateError
 from superoffload.links import keeps_gradients, link_for
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.untraced import untraced
+from superoffload.optimizer.weakly import weakly
 from superoffload.placement import Asked, make_state, placer_for
 from superoffload.ranks.held import Held
 from superoffload.ranks.layout import Holding, like_parameter
@@ -97,7 +98,7 @@ class Parameters(Lifetime):
         self._resident = placer.choose_first(sizes) if placer is not None else set()
         self._core = Core(link, options, _hyper_reader(self))
         self._core.placer = placer
-        self._core.moved = _moved_hook(self)
+        self._core.moved = weakly(self._on_moved)
 
     def _sizes(self, params: Sequence[Tensor]) -> list[tuple[int, int]]:
         """(id, elements that this rank has the state of) of all that trains."""
@@ -220,6 +221,7 @@ class Parameters(Lifetime):
         if self._has_masters or any(t.shard.steps or id(param) in grouped for param, t in self._tracked.items()):
             self._refuse_replaced()
             return
+        timeline = self._core.timeline
         with self._whole():
             self._remove_hooks()
             self._core.close()
@@ -228,6 +230,8 @@ class Parameters(Lifetime):
             self.state.clear()
             self._fresh.clear()
             self._connect(params)
+            if timeline is not None:
+                timeline.follow(self._core)
             self._firsts = firsts
             for index, members in enumerate(groups):
                 self._adopt(index, [param for param in members if param.requires_grad])
@@ -246,18 +250,6 @@ class Parameters(Lifetime):
 
 def _target(param: Tensor, holding: Holding) -> Callable[[], Tensor]:
     return lambda: holding.part(param)
-
-
-def _moved_hook(optimizer: Parameters) -> Callable[[Shard], None]:
-    """Does not keep the optimizer alive either."""
-    reference = weakref.ref(optimizer)
-
-    def on_moved(shard: Shard) -> None:
-        alive = reference()
-        if alive is not None:
-            alive._on_moved(shard)
-
-    return on_moved
 
 
 def _hyper_reader(optimizer: Parameters) -> Callable[[int], GroupHyper]:

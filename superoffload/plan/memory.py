@@ -59,10 +59,6 @@ class Settings:
             )
 
     @property
-    def offloads(self) -> bool:
-        return self.engine != "torch"
-
-    @property
     def shards_parameters(self) -> bool:
         return self.sharding in ("zero3", "fsdp2")
 

@@ -10,7 +10,7 @@ from superoffload.plan.memory import Settings, check_fit, estimate_memory
 from superoffload.plan.models import ModelShape, swiglu_width, typical_shape
 from superoffload.plan.step_time import estimate_step
 
-SOURCE = "https://rahulsteiger.github.io/notes/2025/lsaie-project/"
+# All from https://rahulsteiger.github.io/notes/2025/lsaie-project/
 HIDDEN_SIZES = (2048, 3072, 4096, 5120)
 PARAMETERS_WITHOUT_EMBEDDINGS = (1.7e9, 3.7e9, 6.7e9, 10.4e9)
 

@@ -36,15 +36,16 @@ _POLL_SECONDS = 0.05
 
 def rank_timeout(value: float | None) -> float:
     """The argument, else the environment, else a minute; in seconds."""
-    if value is None:
-        text = os.environ.get(TIMEOUT_VARIABLE)
-        if text is None:
-            return DEFAULT_TIMEOUT
-        with contextlib.suppress(ValueError):
-            value = float(text)
-        if value is None:
-            raise ArgumentError(f"{TIMEOUT_VARIABLE}={text!r}: expected a number of seconds")
-    return check_number("rank_timeout", value, low=0.1)
+    if value is not None:
+        return check_number("rank_timeout", value, low=0.1)
+    text = os.environ.get(TIMEOUT_VARIABLE)
+    if text is None:
+        return DEFAULT_TIMEOUT
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise ArgumentError(f"{TIMEOUT_VARIABLE}={text!r}: expected a number of seconds") from None
+    return check_number(TIMEOUT_VARIABLE, seconds, low=0.1)
 
 
 class Gather:

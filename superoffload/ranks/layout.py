@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -91,14 +91,14 @@ def whole_holding(param: Tensor, replicas: tuple[int, ...] = (0,)) -> Holding:
 
 def sharded_holding(param: Tensor, ranks: tuple[int, ...], rank: int) -> Holding:
     """A plain parameter whose state is spread over ``ranks``, in runs of the flat parameter."""
-    numel = param.numel()
-    share = -(-numel // (len(ranks) * ALIGN)) * ALIGN
-    chunks = []
-    for i, owner in enumerate(ranks):
-        start = min(numel, i * share)
-        chunks.append(Chunk(owner, 0, start, min(share, numel - start)))
-    own = chunks[ranks.index(rank)]
-    return Holding("spread", (rank,), tuple(chunks), own, own.start, flat_chunks=True)
+    return flat_holding("spread", ranks, rank, param.numel(), -(-param.numel() // (len(ranks) * ALIGN)) * ALIGN)
+
+
+def flat_holding(kind: str, owners: Sequence[int], rank: int, numel: int, share: int) -> Holding:
+    """Runs of ``share`` elements of a flat parameter, one owner after the other."""
+    chunks = even_chunks(owners, 0, numel, share)
+    own = chunks[list(owners).index(rank)]
+    return Holding(kind, (rank,), chunks, own, own.start, flat_chunks=True)
 
 
 def dtensor_holding(name: str, param: Any) -> Holding:
@@ -123,14 +123,14 @@ def dtensor_holding(name: str, param: Any) -> Holding:
     (axis,) = sharded
     dim = placements[axis].dim
     line = mesh.mesh[tuple(slice(None) if i == axis else c for i, c in enumerate(coordinate))].tolist()
-    chunks = _even_chunks([int(rank) for rank in line], dim, int(param.shape[dim]))
+    size = int(param.shape[dim])
+    chunks = even_chunks([int(rank) for rank in line], dim, size, -(-size // len(line)))  # as torch.chunk cuts
     own = chunks[coordinate[axis]]
     return Holding(kind, replicas, chunks, own, own.start * int(param.stride(dim)))
 
 
-def _even_chunks(owners: list[int], dim: int, size: int) -> tuple[Chunk, ...]:
-    """As torch.chunk cuts: equal parts, the last ones shorter or empty."""
-    share = -(-size // len(owners))
+def even_chunks(owners: Sequence[int], dim: int, size: int, share: int) -> tuple[Chunk, ...]:
+    """``share`` of ``size`` indices for each owner, the last ones fewer or none."""
     starts = [min(size, i * share) for i in range(len(owners))]
     return tuple(Chunk(r, dim, s, min(share, size - s)) for r, s in zip(owners, starts, strict=True))
 

@@ -54,7 +54,7 @@ def train(late: bool) -> tuple[dict[str, str], list[int]]:
     optimizer._on_cpu = not late
     accelerator = Accelerator(get_accelerator())
     with (
-        mock.patch("superoffload.integrations.deepspeed.stage3.get_accelerator", lambda: accelerator),
+        mock.patch("superoffload.integrations.deepspeed.stage3.gradients.get_accelerator", lambda: accelerator),
         mock.patch.object(optimizer, "reduce_and_partition_stream", mock.Mock()),
         mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
     ):

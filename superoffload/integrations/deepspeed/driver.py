@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from superoffload.bucket import GroupHyper, Shard
@@ -17,6 +16,7 @@ from superoffload.core import Core, CoreOptions
 from superoffload.integrations.deepspeed.link import PartitionLink
 from superoffload.integrations.deepspeed.residency import GivenPlaces
 from superoffload.link import Link
+from superoffload.masters import follow
 from superoffload.placement import Residency
 from superoffload.verdict import Verdict
 
@@ -177,10 +177,7 @@ class PartitionDriver:
         if partition is None:
             return
         self.settle(key)
-        shard = partition.shard
-        published = shard.target().detach().to(shard.master.device)
-        same = shard.master.to(published.dtype) == published
-        shard.master.copy_(torch.where(same, shard.master, published.to(torch.float32)))
+        follow(partition.shard.master, partition.shard.target().detach())
 
     def close(self) -> None:
         """Takes back what was speculated, delivers what was not, ends the worker threads."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket, Shard
-from superoffload.link import Link, PackTicket, SynchronousLink, wait_until_ended
+from superoffload.link import Link, PackTicket, SynchronousLink
 from superoffload.memory import host_empty
 
 
@@ -72,19 +72,6 @@ class PartitionLink(SynchronousLink):
             )
             self.bytes_down += here.element_size() * piece.numel
         return PackTicket(bucket, _native.Completion.already_done())
-
-    def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
-        wait_until_ended(after)
-        targets, sources = [], []
-        for piece, present in zip(bucket.pieces, bucket.present, strict=True):
-            if present:
-                targets.append(piece.shard.target()[piece.start : piece.start + piece.numel])
-                sources.append(bucket.shadow[piece.offset : piece.offset + piece.numel])
-                self.bytes_up += piece.numel * bucket.shadow.element_size()
-        if targets:
-            # From pinned memory to a device this waits for the copy, so the shadow may be written again.
-            torch._foreach_copy_(targets, sources)
-        return _native.Completion.already_done()
 
     def close(self) -> None:
         if self._accelerator is not None:

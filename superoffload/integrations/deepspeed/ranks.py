@@ -15,7 +15,7 @@ from superoffload.cpus import RankOnNode, allowed_cpus, is_crowded, share_cpus, 
 from superoffload.integrations.deepspeed.delivery import whole_parameter
 from superoffload.ranks.group import rank_group, rank_timeout
 from superoffload.ranks.held import Held
-from superoffload.ranks.layout import Chunk, Holding
+from superoffload.ranks.layout import Holding, flat_holding
 from superoffload.ranks.session import RankCheck, RankSession
 from superoffload.ranks.setup import near_gpu
 
@@ -73,10 +73,4 @@ def _whole(param: Any) -> Tensor:
 
 def _holding(param: Any, owners: Sequence[int], rank: int) -> Holding:
     """ZeRO-3 cuts the flat parameter into equal parts, the last ones shorter or empty."""
-    size, numel = int(param.partition_numel()), int(param.ds_numel)
-    starts = [min(numel, i * size) for i in range(len(owners))]
-    chunks = tuple(
-        Chunk(owner, 0, start, min(size, numel - start)) for owner, start in zip(owners, starts, strict=True)
-    )
-    own = chunks[list(owners).index(rank)]
-    return Holding("ZeRO-3", (rank,), chunks, own, own.start, flat_chunks=True)
+    return flat_holding("ZeRO-3", owners, rank, int(param.ds_numel), int(param.partition_numel()))

@@ -1,0 +1,54 @@
+"""Training of one small model over the fake driver, and what the same steps give on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from superoffload import AdamW
+from tests.adamw_tools import model_of, train
+from tests.fake_cuda import Fake, on_fake_device, on_host
+
+
+@contextmanager
+def training(fake: Fake, *, link: dict[str, Any] | None = None, **options: Any) -> Iterator[tuple[nn.Module, AdamW]]:
+    """Two steps are done; parameters are read behind the current stream."""
+    model = model_of(torch.bfloat16)
+    model.register_forward_pre_hook(lambda *_: fake.synchronize())
+    options = {"speculation": "always", "threads": 2, "bucket_numel": 1024, **options}
+    with on_fake_device(fake, **(link or {})):
+        optimizer = AdamW(model.parameters(), **options)
+        try:
+            train(model, optimizer, range(2))
+            fake.synchronize()
+            yield model, optimizer
+        finally:
+            optimizer.close()
+
+
+def host_digests(seeds: range, **options: Any) -> dict[str, str]:
+    model = model_of(torch.bfloat16)
+    with on_host(), AdamW(model.parameters(), threads=2, bucket_numel=1024, **options) as optimizer:
+        train(model, optimizer, seeds)
+        return optimizer.state_digests()
+
+
+def state_of(digests: dict[str, str]) -> dict[str, str]:
+    return {name: digest for name, digest in digests.items() if name != "published"}
+
+
+def check_against_host(fake: Fake, code: Callable[[nn.Module, AdamW], None], **options: Any) -> None:
+    """``code``, run after two steps, leaves the bits that it leaves on the host."""
+    model: nn.Module = model_of(torch.bfloat16)
+    with on_host(), AdamW(model.parameters(), threads=2, bucket_numel=1024) as host:
+        train(model, host, range(2))
+        code(model, host)
+        expected = host.state_digests()
+    with training(fake, **options) as (model, optimizer):
+        code(model, optimizer)
+        fake.synchronize()
+        assert optimizer.state_digests() == expected
