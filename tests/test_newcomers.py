@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import superoffload
 from superoffload import AdamW, checkpoints
 from superoffload.arguments import MOST_THREADS
-from superoffload.errors import ArgumentError, UnknownArgument
+from superoffload.errors import ArgumentError, SuperOffloadError, UnknownArgument
 from superoffload.optimizer.idle_steps import SKIPPED, WITHOUT_GRADIENTS
 from tests.adamw_tools import batch, model_of
 
@@ -66,6 +67,15 @@ def test_a_monitor_of_something_else() -> None:
         pytest.raises(ArgumentError, match=r"limits: dict, expected superoffload.metrics.Limits\("),
     ):
         superoffload.Monitor(optimizer, limits=limits)
+
+
+def test_memory_that_the_system_refuses_is_counted() -> None:
+    from superoffload.memory import host_zeros
+
+    with pytest.raises(
+        SuperOffloadError, match=r"^host memory: 4e\+09 GB more were refused .* superoffload plan adds up"
+    ):
+        host_zeros(10**18, torch.float32)
 
 
 # ---- steps that do nothing ----------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ def make_and_end(times: int) -> list[int]:
     import gc
 
     model = _seeded(1)
-    counts = []
+    counts: list[int] = []
     for i in range(times):
         engine = make_engine(config(options={"speculation": "always"}), model)
         run_steps(engine, range(2))
