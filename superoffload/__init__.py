@@ -46,9 +46,25 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"superoffload.{name}")
+    if name == "_native":  # asked for before the import system looks for it: here an absence can be explained
+        return _extension()
     if name not in _HOMES:
         raise AttributeError(f"module 'superoffload' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def _extension() -> Any:
+    try:
+        return import_module("superoffload._native")
+    except ModuleNotFoundError as error:
+        if error.name != "superoffload._native":
+            raise
+        raise ImportError(
+            f"the compiled part of superoffload is not in {__path__[0]}, or was built for another version of Python. "
+            "Is that a clone in whose folder Python was started? Then build it there (pip install --editable .), or "
+            "start Python in another folder, where it finds the installed package",
+            name=error.name,
+        ) from None
 
 
 def __dir__() -> list[str]:

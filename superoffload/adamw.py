@@ -18,12 +18,14 @@ from superoffload.arguments import (
     check_delivery,
     check_groups,
     check_in_module,
+    check_is_of,
     check_keep_grads,
     check_max_grad_norm,
     check_rank_check,
     check_replicated,
     check_seed,
     check_state_dtype,
+    check_threads,
     check_whole_number,
 )
 from superoffload.errors import ArgumentError, StateError
@@ -129,7 +131,7 @@ class AdamW(Delivery):
         replicated = check_replicated(replicated)
         check_delivery(delivery, module, model, replicated)
         model = module if module is not None else model
-        check_whole_number("threads", threads)
+        check_threads("threads", threads)
         groups = as_groups(params)
         if not any(group["params"] for group in groups):  # one empty group among others is common: nothing to decay
             raise ArgumentError("params: only empty param groups; expected parameters to train")
@@ -137,6 +139,8 @@ class AdamW(Delivery):
         check_groups(groups, defaults)
         if delivery == "on_demand" and model is not None:
             check_in_module(model, [param for group in groups for param in group["params"]])
+        elif model is not None:
+            check_is_of(model, [param for group in groups for param in group["params"]])
         about_ranks = (replicated, check, process_group, rank_timeout)
         reference = weakref.ref(model) if model is not None else None
         given = Given(speculation, delivery, bucket_numel, threads, *about_ranks, reference, keep_grads, asked)

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from superoffload.bucket import ELEMENT_TYPES
 from superoffload.errors import ArgumentError
 from superoffload.ranks.layout import REPLICATED, is_dtensor, local_of
+from superoffload.unknown_arguments import refuse_in_group
 
 
 def check_number(name: str, value: Any, *, low: float, high: float = math.inf, below: bool = False) -> float:
@@ -43,13 +44,27 @@ def check_whole_number(name: str, value: Any) -> None:
         raise ArgumentError(f"{name}={value!r}: expected a whole number of at least 1, or None")
 
 
+MOST_THREADS = 1024  # each takes memory and a place in the scheduler's queue; far more than a node has cores
+
+
+def check_threads(name: str, value: Any) -> None:
+    """None (one per core is meant) or a number of threads that a machine can have."""
+    check_whole_number(name, value)
+    if value is not None and value > MOST_THREADS:
+        raise ArgumentError(
+            f"{name}={value!r}: expected at most {MOST_THREADS}, or None for one per processor core; more are no faster"
+        )
+
+
 def check_max_grad_norm(value: Any) -> float | None:
     """None (no clipping) or a finite number above 0."""
     if value is None:
         return None
-    number = check_number("max_grad_norm", value, low=0.0)
+    number = as_float(value)
     if number == 0.0:
         raise ArgumentError("max_grad_norm=0: every gradient would become 0; pass None to switch clipping off")
+    if not 0.0 < number < math.inf:
+        raise ArgumentError(f"max_grad_norm={value!r}: expected a finite number above 0, or None for no clipping")
     return number
 
 
@@ -127,6 +142,7 @@ def check_groups(groups: Iterable[dict[str, Any]], defaults: dict[str, Any], tak
     device = local_of(taken[0]).device if taken else None
     for g, group in enumerate(groups):
         check_group({**defaults, **group})
+        refuse_in_group(f"param_groups[{g}]", group)
         named = [isinstance(entry, tuple) and len(entry) == 2 for entry in group["params"]]
         if len(set(named)) > 1:
             raise ArgumentError(f"param_groups[{g}]: some parameters with a name and some without; expected one kind")
@@ -198,6 +214,16 @@ def check_delivery(delivery: Any, module: Any, model: Any, replicated: str) -> N
         raise ArgumentError(
             "delivery='on_demand' with replicated='shard': the ranks' parts are gathered in step(), so nothing could "
             "be delivered later; pass delivery='eager', or replicated='replicate'"
+        )
+
+
+def check_is_of(model: nn.Module, params: Iterable[Any]) -> None:
+    """A model that has none of the parameters is another one, or was sharded or wrapped anew since."""
+    known = {id(param) for param in model.parameters()}
+    if not any(id(entry[1] if isinstance(entry, tuple) else entry) in known for entry in params):
+        raise ArgumentError(
+            f"model: {type(model).__name__}, which has none of params; pass the model whose parameters they are "
+            "(fully_shard makes new ones: take model.parameters() after it)"
         )
 
 

@@ -82,7 +82,8 @@ def read_state(
             raise ArgumentError(f"state_dict: group {g} is no dict with a list of 'params'")
         if len(group["params"]) != len(mine["params"]):
             raise ArgumentError(
-                f"state_dict: {len(group['params'])} parameters in group {g}, the optimizer has {len(mine['params'])}"
+                f"state_dict: {len(group['params'])} parameters in group {g}, the optimizer has {len(mine['params'])}; "
+                "is it of another model?"
             )
         values.append(_read_group(g, group, l2))
         for key, param in zip(group["params"], mine["params"], strict=True):
@@ -129,7 +130,9 @@ def _read_tensor(where: str, name: str, value: Any, param: Tensor, part_of: Part
     dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
     if not dense or value.shape != param.shape or not value.is_floating_point():
         found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ArgumentError(f"{where}: {name} is {found}, expected dense floating point {tuple(param.shape)}")
+        raise ArgumentError(
+            f"{where}: {name} is {found}, expected dense floating point {tuple(param.shape)}; is it of another model?"
+        )
     flat = part_of(param, value.detach()).to("cpu", torch.float32)
     if not bool(torch.isfinite(flat).all()):
         raise ArgumentError(f"{where}: {name} contains NaN or infinite values; the checkpoint is damaged")

@@ -25,9 +25,9 @@ def worker_cpus(threads: int | None, mine: Sequence[int] | None = None) -> list[
 
     ``mine``: this rank's share of the node (None: all that the process may use).
     """
-    from superoffload.arguments import check_whole_number  # loads torch, which the doctor must do without
+    from superoffload.arguments import check_threads  # loads torch, which the doctor must do without
 
-    check_whole_number("threads", threads)
+    check_threads("threads", threads)
     allowed = list(mine) if mine is not None else allowed_cpus()
     if threads is None:
         return allowed[: thread_limit(len(allowed), os.environ, cpu_quota(System()))]
@@ -108,7 +108,7 @@ def thread_limit(cpus: int, environment: Mapping[str, str], quota: float | None)
     """
     limit = cpus
     by_user = _number(environment.get("OMP_NUM_THREADS"))
-    if by_user is not None and not (by_user == 1 and "TORCHELASTIC_RUN_ID" in environment):
+    if by_user is not None and not set_by_torchrun("OMP_NUM_THREADS", environment):
         limit = min(limit, by_user)
     by_slurm = _number(environment.get("SLURM_CPUS_PER_TASK"))
     if by_slurm is not None:
@@ -116,6 +116,11 @@ def thread_limit(cpus: int, environment: Mapping[str, str], quota: float | None)
     if quota is not None:
         limit = min(limit, max(1, int(quota)))
     return max(1, limit)
+
+
+def set_by_torchrun(name: str, environment: Mapping[str, str]) -> bool:
+    """Whether a limit is the one that torchrun sets where the user has set nothing."""
+    return name == "OMP_NUM_THREADS" and _number(environment.get(name)) == 1 and "TORCHELASTIC_RUN_ID" in environment
 
 
 def _number(text: str | None) -> int | None:

@@ -43,7 +43,8 @@ def set_isa(name: str) -> None:
     """Uses the kernels of one instruction set in this process from now on. All of them give the same bits."""
     if not _native.set_isa(name):
         raise ArgumentError(
-            f"instruction set {name!r}: not available here; this machine and build have {', '.join(available_isas())}"
+            f"instruction set {name!r}: not available here; this machine and build have {', '.join(available_isas())}: "
+            "choose one of these, or none for the fastest"
         )
 
 

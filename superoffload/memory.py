@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
+from superoffload.errors import SuperOffloadError
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _UNKNOWN_CACHE = 32 << 20  # where the system does not tell: larger than most
@@ -18,7 +19,14 @@ BYTES_PER_PARAM = 18  # master, moments, packed gradient, shadow, journal: what 
 
 def host_empty(numel: int, dtype: torch.dtype) -> Tensor:
     """A flat tensor on the CPU with undefined values, on huge pages where the system has them."""
-    tensor = torch.empty(numel, dtype=dtype)
+    try:
+        tensor = torch.empty(numel, dtype=dtype)
+    except RuntimeError as error:
+        raise SuperOffloadError(
+            f"host memory: {numel * dtype.itemsize / 1e9:.3g} GB more were refused by the system, for optimizer state "
+            "or buckets. superoffload plan adds up what a model needs, superoffload doctor what there is and what "
+            "limits it; speculation='never' and state_dtype='bf16' need less"
+        ) from error
     _native.prefer_huge_pages(tensor.data_ptr(), tensor.numel() * tensor.element_size())
     return tensor
 

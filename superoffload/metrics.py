@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
+from superoffload.errors import ArgumentError
+
 if TYPE_CHECKING:
     from superoffload.exporter import PrometheusExporter
     from superoffload.verdict import Verdict
@@ -104,6 +106,13 @@ class Monitor:
         rank: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        if not callable(getattr(optimizer, "stats", None)):
+            raise ArgumentError(
+                f"optimizer: {type(optimizer).__name__}, expected superoffload.AdamW; of a wrapper, such as "
+                "Accelerate's, its .optimizer"
+            )
+        if limits is not None and not isinstance(limits, Limits):
+            raise ArgumentError(f"limits: {type(limits).__name__}, expected superoffload.metrics.Limits(...)")
         self._optimizer = optimizer
         self._clock = clock
         self._exporter = exporter

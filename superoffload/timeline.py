@@ -270,6 +270,8 @@ def record(path: str | os.PathLike[str], core: Core) -> Timeline:
     import torch.distributed as dist
 
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentError(f"trace={path!r}: expected the path of a file to write, or None")
     own = Path(path)
     if rank > 0:
         own = own.with_name(f"{own.stem}.rank{rank}{own.suffix}")

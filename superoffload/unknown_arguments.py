@@ -45,6 +45,27 @@ def refuse_unknown(optimizer: type, unknown: Mapping[str, Any]) -> None:
     raise UnknownArgument(" ".join([*advice, f"{optimizer.__name__} accepts {', '.join(accepted)}"]))
 
 
+_NO_KEYS_OF_GROUPS = ("learning_rate", "wd", "beta1", "beta2", "adam_beta1", "adam_beta2")
+
+
+def refuse_in_group(where: str, group: Mapping[str, Any]) -> None:
+    """Settings in a param group that nobody would read. Other keys of their own groups are the users' business."""
+    for name, value in group.items():
+        if name in _NO_KEYS_OF_GROUPS:
+            raise UnknownArgument(
+                f"{where}: {name}={_shown(value)} would not be read; did you mean {_OTHER_NAMES[name]}?"
+            )
+        if _is_clipping(name.lower()):
+            raise UnknownArgument(
+                f"{where}: {name}={_shown(value)} would not be read: the norm is that of all groups together; leave it "
+                "out and pass max_grad_norm to superoffload.AdamW"
+            )
+
+
+def _is_clipping(words: str) -> bool:
+    return "clip" in words or ("norm" in words and ("max" in words or "grad" in words))
+
+
 def _shown(value: Any) -> str:
     return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else f"<{type(value).__name__}>"
 
@@ -53,7 +74,7 @@ def _advice(name: str, accepted: list[str]) -> str:
     if name in _TORCHS:
         return f"torch.optim.AdamW has it ({_TORCHS[name]}): leave it out."
     words = name.lower()
-    if "clip" in words or ("norm" in words and ("max" in words or "grad" in words)):
+    if _is_clipping(words):
         if "max_grad_norm" in accepted:
             return "did you mean max_grad_norm, the threshold of the global gradient norm?"
         return "this one does not clip: call torch.nn.utils.clip_grad_norm_, or use superoffload.AdamW(max_grad_norm=)."

@@ -125,6 +125,10 @@ def test_doctor_shows_a_ranks_threads(tmp_path: Path) -> None:
     assert found.facts["environment"] == {"OMP_NUM_THREADS": "16"}
     assert found.facts["near_gpus"] == {"0009:01:00.0": "0-71"}
     assert any("the share of rank 1 of 4" in finding.text for finding in found.findings)
+    assert any("OMP_NUM_THREADS=16 is taken into account" in finding.text for finding in found.findings)
+    by_torchrun = examine_threads(system, {**environment, "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"})
+    assert by_torchrun.facts["threads"] == 18
+    assert any("=1 is torchrun's own default, which does not bound" in one.text for one in by_torchrun.findings)
     assert examine_threads(system, {}).facts["cpus"] == "0-71"
     crowded = examine_threads(system, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "73"})
     assert any(finding.remedy and "73 ranks" in finding.text for finding in crowded.findings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ from superoffload.errors import ArgumentError
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "superoffload checkpoint", 1
 _WRITING, _REMOVING = ".writing-", ".removing-"
+_NOT_THERE = (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)  # a full disk is none
 _being_written: set[Path] = set()  # by this process
 
 
@@ -24,14 +26,28 @@ def begin(final: Path, token: str) -> Path:
     """A folder beside ``final`` to write into. What earlier runs left unfinished there is removed."""
     if final.exists():
         raise ArgumentError(f"folder={str(final)!r}: exists already; save under another name, or remove it first")
-    final.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno not in _NOT_THERE:
+            raise
+        raise _cannot_be_made(final, error) from error
     for left in final.parent.glob(f"{_WRITING}*"):
         if left not in _being_written:
             shutil.rmtree(left, ignore_errors=True)
     folder = writing_folder(final, token)
-    folder.mkdir()
+    try:
+        folder.mkdir()
+    except OSError as error:
+        if error.errno not in _NOT_THERE:
+            raise
+        raise _cannot_be_made(final, error) from error
     _being_written.add(folder)
     return folder
+
+
+def _cannot_be_made(final: Path, error: OSError) -> ArgumentError:
+    return ArgumentError(f"folder={str(final)!r}: cannot be made ({error.strerror}); name one where you may write")
 
 
 def writing_folder(final: Path, token: str) -> Path:
@@ -82,7 +98,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise ArgumentError(f"{folder}: no {MANIFEST}, so it is no finished checkpoint of superoffload") from None
+        raise ArgumentError(f"{folder}: {_instead_of_a_manifest(folder)}") from None
     except (OSError, ValueError) as error:
         raise ArgumentError(f"{path}: cannot be read ({error}); take the checkpoint before it") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -92,6 +108,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if content.pop("checksum", None) != _checksum(content):
         raise ArgumentError(f"{path}: differs from its own checksum; take the checkpoint before it")
     return content
+
+
+def _instead_of_a_manifest(folder: Path) -> str:
+    if not folder.exists():
+        return "no such folder; checkpoints.latest() names the newest checkpoint in a folder of them"
+    inside = latest(folder)
+    if inside is not None:
+        return f"a folder of checkpoints; load one of them, the newest is {inside} (checkpoints.latest() names it)"
+    return f"no {MANIFEST}, so it is no finished checkpoint of superoffload"
 
 
 def check_file(folder: Path, name: str, expected: Mapping[str, Any]) -> bytes | None:

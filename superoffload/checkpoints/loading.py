@@ -93,7 +93,9 @@ class _Stored:
         pieces = self.tensors[key]
         shape = tuple(pieces[0]["shape"])
         if shape != tuple(tensor.shape):
-            raise ArgumentError(f"{self.folder}: {key} has shape {shape}, expected {tuple(tensor.shape)}")
+            raise ArgumentError(
+                f"{self.folder}: {key} has shape {shape}, expected {tuple(tensor.shape)}; is it of another model?"
+            )
         own = holding.own
         same = [p for p in pieces if (p["dim"], p["start"], p["length"]) == (own.dim, own.start, own.length)]
         if same and all(p["flat"] == holding.flat_chunks for p in same):

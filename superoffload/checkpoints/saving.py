@@ -255,16 +255,29 @@ def _state_bytes(optimizer: Optimizer, named: Named, extra: dict[str, Any]) -> b
             steps[name] = int(optimizer.state[param]["step"])
     groups = [{**values, "params": names} for values, names in zip(group_values(optimizer), named.groups, strict=True)]
     content = {"groups": groups, "steps": steps, "other": named.other, "aliases": named.aliases, "extra": extra}
-    buffer = io.BytesIO()
     try:
-        torch.save(content, buffer)
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        return _safely(content)
     except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
         raise ArgumentError(
-            f"extra, a value of a param group or of get_extra_state(): {str(error).splitlines()[0]}; only what "
-            "torch.load(weights_only=True) reads is saved: tensors, numbers, strings, lists, tuples, dicts"
+            f"{_unreadable(extra) or 'a value of a param group or of get_extra_state()'}: not saved, since only what "
+            "torch.load(weights_only=True) reads back is: tensors, numbers, strings, lists, tuples, dicts of these"
         ) from error
+
+
+def _safely(content: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     return buffer.getvalue()
+
+
+def _unreadable(extra: Mapping[str, Any]) -> str | None:
+    for key, value in extra.items():
+        try:
+            _safely(value)
+        except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError):
+            return f"extra[{key!r}]: {type(value).__name__}"
+    return None
 
 
 def _agree_on_folder(named: Named, final: Path) -> Path:

@@ -66,14 +66,14 @@ def verify_ranks(setup: Setup, engine: str, count: int, say: Say = print) -> Res
         both: dict[str, list[Any]] = {}
         for speculation in ("always", "never"):
             both[speculation] = ranks.run(distributed_run, setup, engine, speculation)
-            say(f"{engine}, {count} ranks, speculation {speculation}: loss {both[speculation][0].losses[-1:]}")
+            say(f"{engine}, {count} ranks, speculation {speculation}: loss {_last(both[speculation][0])}")
         result.curves["speculative"], result.curves["synchronous"] = both["always"][0], both["never"][0]
         result.problems += unequal(both["always"], both["never"])
         result.compared_digests = sum(len(parts) for curve in both["always"] for parts in curve.digests.values())
         result.problems += [f"one process: {problem}" for problem in stray(both["always"][0], result.tolerance)]
         if engine == "fsdp2":
             plain = ranks.run(distributed_run, setup, "plain-fsdp2", "never")
-            say(f"plain FSDP2 with torch.optim.AdamW: loss {plain[0].losses[-1:]}")
+            say(f"plain FSDP2 with torch.optim.AdamW: loss {_last(plain[0])}")
             result.curves["plain FSDP2, torch AdamW"] = plain[0]
             result.problems += [f"plain FSDP2: {problem}" for problem in stray(plain[0], result.tolerance)]
             result.problems += [f"on demand: {problem}" for problem in delivered_unlike(setup, engine, ranks)]
@@ -81,5 +81,9 @@ def verify_ranks(setup: Setup, engine: str, count: int, say: Say = print) -> Res
     stats = result.curves["speculative"].stats
     for fate in ("speculated", "committed", "replayed"):
         if stats and not stats[f"buckets_{fate}"]:
-            result.problems.append(f"no bucket was {fate}: there was nothing to compare")
+            result.problems.append(f"no bucket was {fate}, so nothing was compared in that; take more steps")
     return result
+
+
+def _last(curve: Curve) -> str:
+    return ", ".join(f"{loss:.4f}" for loss in curve.losses[-1:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from superoffload.cpus import LIMITING_VARIABLES, RankOnNode, cpus_near_gpu, share_cpus, thread_limit
+from superoffload.cpus import LIMITING_VARIABLES, RankOnNode, cpus_near_gpu, set_by_torchrun, share_cpus, thread_limit
 from superoffload.doctor.control_groups import cpu_quota
 from superoffload.doctor.cpu import allowed_cpus
 from superoffload.doctor.findings import Examination
@@ -34,7 +34,10 @@ def examine_threads(system: System, environment: Mapping[str, str] = os.environ)
         text += f": the share of rank {rank} of {ranks} on this node, if all may use the same processors"
     found.ok(text)
     for name, value in found.facts["environment"].items():
-        found.ok(f"{name}={value} is taken into account")
+        if set_by_torchrun(name, environment):
+            found.ok(f"{name}={value} is torchrun's own default, which does not bound them")
+        else:
+            found.ok(f"{name}={value} is taken into account")
     for address, cpus in found.facts["near_gpus"].items():
         found.ok(f"next to GPU {address}: processors {cpus}; a rank on that GPU gets these first")
     if ranks is not None and ranks > len(allowed):

@@ -13,6 +13,7 @@ from superoffload.arguments import check_gradient
 from superoffload.bucket import Shard
 from superoffload.integrations.fsdp2 import await_offload
 from superoffload.optimizer.edited_gradients import EditedGradients
+from superoffload.optimizer.idle_steps import IdleSteps
 from superoffload.optimizer.parameters import Parameters
 from superoffload.optimizer.weakly import weakly
 from superoffload.packed_gradient import PackedGradient, gradient_is_gone
@@ -34,6 +35,7 @@ class Gradients(Parameters):
     def _connect(self, params: Sequence[Tensor]) -> None:
         super()._connect(params)
         self._edits = EditedGradients()
+        self._idle = IdleSteps()
         self._core.packed = weakly(self._on_packed)
 
     # ---- hooks ------------------------------------------------------------------------------------------------

@@ -48,7 +48,9 @@ class Steps(Gradients):
         session = self._ranks.session
         verdict = self._decide_alone() if session is None else self._decide_with(session)
         if verdict is None:
+            self._idle.without_gradients(sum(len(group["params"]) for group in self.param_groups))
             return
+        self._idle.decided(skipped=verdict.found_inf)
         self._last_verdict = verdict
         failure: WorkerError | None = None
         try:

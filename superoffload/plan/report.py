@@ -7,7 +7,7 @@ from typing import Any
 
 from superoffload.plan.explanations import AutoPlacement, auto_placement, journal_lines, placement_lines
 from superoffload.plan.hardware import GB, Hardware
-from superoffload.plan.memory import CONTEXT_BYTES, FRAGMENTATION, Settings, estimate_memory
+from superoffload.plan.memory import CONTEXT_BYTES, FRAGMENTATION, HOST_RESERVE, Settings, estimate_memory
 from superoffload.plan.models import ModelShape
 from superoffload.plan.settings import Choice, all_choices, configuration, evaluate, largest_model, recommend
 from superoffload.plan.step_time import ZERO3_SECONDS_PER_LAYER
@@ -23,6 +23,7 @@ def assumptions(settings: Settings) -> list[str]:
         f"{settings.utilization:.0%} of the GPU's bf16 peak in forward and backward (--utilization)",
         "bf16 parameters and gradients; activations of an eager Llama-like block with a fused attention kernel",
         f"{FRAGMENTATION:.0%} of GPU memory and {CONTEXT_BYTES / GB:g} GB kept for fragmentation and CUDA context",
+        f"{HOST_RESERVE / GB:g} GB of the host's memory kept for the system, Python and data loading",
         f"ZeRO hides no collectives, stage 3 adds {1e3 * ZERO3_SECONDS_PER_LAYER:g} ms per layer; FSDP2 prefetches",
         "bandwidths only, no latencies; 64 equal buckets; eager delivery; copies do not slow the processors further",
         f"{settings.clip_rate:.0%} of the steps clip (--clip-rate)",
@@ -131,7 +132,8 @@ def _step_lines(choice: Choice) -> list[str]:
     return [
         f"Step: {step.total:.3f} s, {choice.tokens_per_second:,.0f} tokens/s over all ranks",
         f"  forward {step.forward:.3f} s, backward {step.backward:.3f} s, collectives exposed {step.collectives:.3f} s",
-        f"  optimizer and its copies {step.optimizer:.3f} s: hidden {step.optimizer_hidden:.3f} s, "
+        f"  optimizer and its copies {step.optimizer:.3f} s: hidden behind backward or each other "
+        f"{step.optimizer_hidden:.3f} s, "
         f"exposed {step.optimizer_exposed:.3f} s",
     ]
 

@@ -11,12 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from superoffload.packed_gradient import PackedGradient
 from superoffload.ranks.compare import odd_ranks
 from superoffload.ranks.group import RankGroup
 from superoffload.ranks.held import Held, crc, is_published
 from superoffload.ranks.layout import is_dtensor
 
 _COLUMNS = ("published parameter", "state (master, exp_avg, exp_avg_sq)", "step count")
+_NOT_ROUNDED, _GRADIENT, _WIDTH = 3, 4, 5
 
 
 class FullCheck:
@@ -37,27 +39,44 @@ class FullCheck:
     @torch.no_grad()
     def run(self, where: str, outcome: tuple[int, int, float]) -> str | None:
         """What is wrong, the same text on every rank; None if nothing is."""
-        rows = np.array([self._row(one) for one in self._held], np.uint32).reshape(-1, 4)
+        rows = np.array([self._row(one) for one in self._held], np.uint32).reshape(-1, _WIDTH)
         header = np.array([zlib.crc32(repr(outcome).encode())], np.uint32)
         told = self._exchange(where, np.concatenate([header, rows.reshape(-1)]))
         heads = {rank: int(theirs[0]) for rank, theirs in told.items()}
         for rank, first in odd_ranks(heads):
             return f"{where}: rank {rank}: the verdict was carried out otherwise than on rank {first}"
-        tables = {rank: theirs[1:].reshape(-1, 4) for rank, theirs in told.items()}
-        return self._bad_rounding(where, tables) or self._bad_copies(where, tables) or self._bad_forward(where)
+        tables = {rank: theirs[1:].reshape(-1, _WIDTH) for rank, theirs in told.items()}
+        return (
+            self._bad_gradients(where, tables)
+            or self._bad_rounding(where, tables)
+            or self._bad_copies(where, tables)
+            or self._bad_forward(where)
+        )
 
-    def _row(self, one: Held) -> tuple[int, int, int, int]:
+    def _row(self, one: Held) -> tuple[int, int, int, int, int]:
         shard = one.shard
         state = crc(shard.exp_avg_sq, crc(shard.exp_avg, crc(shard.master)))
-        return crc(shard.target()), state, shard.steps, int(not is_published(one))
+        return crc(shard.target()), state, shard.steps, int(not is_published(one)), _gradient(one)
 
     def _exchange(self, where: str, mine: NDArray[np.uint32]) -> dict[int, NDArray[np.uint32]]:
         told = self._group.exchange_bytes(where, mine.tobytes())
         return {rank: np.frombuffer(data, np.uint32) for rank, data in zip(self._group.ranks, told, strict=True)}
 
+    def _bad_gradients(self, where: str, tables: dict[int, NDArray[np.uint32]]) -> str | None:
+        """Of spread state, each rank's sums are those of its own part: that nobody has reduced shows only here."""
+        for index, one in enumerate(self._held):
+            known = {rank: int(table[index, _GRADIENT]) for rank, table in tables.items() if table[index, _GRADIENT]}
+            for rank, first in odd_ranks(known) if known else ():
+                return (
+                    f"{where}: rank {rank}: {one.name}: its gradient differs from that of rank {first}, though both "
+                    "have the whole parameter. Gradients of replicated parameters must be reduced over the ranks "
+                    "before step()"
+                )
+        return None
+
     def _bad_rounding(self, where: str, tables: dict[int, NDArray[np.uint32]]) -> str | None:
         for rank, table in tables.items():
-            for index in np.flatnonzero(table[:, 3]).tolist():
+            for index in np.flatnonzero(table[:, _NOT_ROUNDED]).tolist():
                 return f"{where}: rank {rank}: {self._held[index].name}: the published parameter is not round(master)"
         return None
 
@@ -104,3 +123,15 @@ class FullCheck:
         for one in todo.values():
             whole: Any = one.param.detach()
             yield one, whole.full_tensor() if is_dtensor(whole) else whole
+
+
+def _gradient(one: Held) -> int:
+    """Checksum of a gradient that every rank has in full, 0 if there is none to compare: another, or none, or freed.
+
+    Nor where it is not finite: then the step was skipped on all ranks, whoever saw it.
+    """
+    gradient = one.param.grad
+    if not one.is_spread or gradient is None or isinstance(gradient, PackedGradient):
+        return 0
+    values = gradient.detach().reshape(-1)
+    return crc(values) if bool(torch.isfinite(values).all()) else 0

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from superoffload.arguments import check_number, check_rank_check, check_whole_number
+from superoffload.arguments import check_number, check_rank_check, check_threads, check_whole_number
 from superoffload.errors import ArgumentError
 from superoffload.schedule import MODES
 
@@ -40,7 +40,7 @@ class Options:
         _one_of("speculation", self.speculation, MODES)
         _one_of("delivery", self.delivery, DELIVERIES)
         check_whole_number(f'"{OPTIONS_KEY}": bucket_numel', self.bucket_numel)
-        check_whole_number(f'"{OPTIONS_KEY}": threads', self.threads)
+        check_threads(f'"{OPTIONS_KEY}": threads', self.threads)
         if not isinstance(self.match_stock, bool):
             raise ArgumentError(f'"{OPTIONS_KEY}": match_stock={self.match_stock!r}: expected true or false')
         check_rank_check(self.rank_check)

@@ -1,0 +1,49 @@
+"""Tells the user once that steps do nothing: no gradient ever came, or every one of many steps was skipped.
+
+Both are right answers to what the program does, as in torch, and look from outside like a loss that does not fall.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+WITHOUT_GRADIENTS = 3  # steps, before the first gradient of all
+SKIPPED = 20  # in a row: a loss scale of 65536 that is halved as often is below 0.1
+
+
+class IdleSteps:
+    """One optimizer's: ``without_gradients()`` or ``decided()`` per step."""
+
+    def __init__(self) -> None:
+        self._empty = 0
+        self._skipped = 0
+        self._said_skipped = False
+
+    def without_gradients(self, parameters: int) -> None:
+        if self._empty < 0:  # an optimizer that has trained may rest, as one of two that take turns
+            return
+        self._empty += 1
+        if self._empty == WITHOUT_GRADIENTS:
+            self._empty = -1
+            warnings.warn(
+                f"superoffload: step() was called {WITHOUT_GRADIENTS} times, and none of the {parameters} parameters "
+                "has had a gradient yet, so nothing is trained. Call backward() before step(). If you do, the model "
+                "has other parameters now than the optimizer was given: make the optimizer after whatever replaces "
+                "them (fully_shard, loading, a conversion)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def decided(self, *, skipped: bool) -> None:
+        self._empty = -1
+        self._skipped = self._skipped + 1 if skipped else 0
+        if self._skipped == SKIPPED and not self._said_skipped:
+            self._said_skipped = True
+            warnings.warn(
+                f"superoffload: {SKIPPED} steps in a row were skipped, because gradients or their norm were NaN or "
+                "infinite, so nothing is trained. Look at the loss of these steps: where it is finite and the model is "
+                "float16, use torch.amp.GradScaler, or bfloat16; where it is not, look at the forward pass, the data "
+                "and the learning rate",
+                RuntimeWarning,
+                stacklevel=2,
+            )

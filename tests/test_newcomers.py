@@ -1,0 +1,182 @@
+"""Mistakes of a first day: each ends in an error or a warning that names what was given, expected and to be done."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import superoffload
+from superoffload import AdamW, checkpoints
+from superoffload.arguments import MOST_THREADS
+from superoffload.errors import ArgumentError, SuperOffloadError, UnknownArgument
+from superoffload.optimizer.idle_steps import SKIPPED, WITHOUT_GRADIENTS
+from tests.adamw_tools import batch, model_of
+
+PACKAGE = Path(superoffload.__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"threads": 1_000_000}, f"threads=1000000: expected at most {MOST_THREADS}, or None for one per"),
+        ({"trace": 3}, "trace=3: expected the path of a file to write, or None"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0: expected a finite number above 0, or None for no clipping"),
+        ({"max_grad_norm": "1"}, "max_grad_norm='1': expected a finite number above 0, or None"),
+        ({"model": nn.Linear(2, 2)}, "model: Linear, which has none of params; pass the model whose"),
+    ],
+    ids=["threads", "trace", "norm", "text", "model"],
+)
+def test_values_that_cannot_be_meant(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        AdamW(model_of().parameters(), **arguments)
+    assert str(caught.value).startswith(words)
+
+
+def test_too_many_threads_are_refused_by_the_plain_optimizer_too() -> None:
+    with pytest.raises(ArgumentError, match="threads=1000000: expected at most"):
+        superoffload.CPUAdamW(model_of().parameters(), threads=1_000_000)
+
+
+def test_settings_in_a_group_that_nobody_reads() -> None:
+    model = model_of()
+    with pytest.raises(UnknownArgument, match=r"param_groups\[0\]: learning_rate=0.1 would not be read; .* lr\?"):
+        AdamW([{"params": model.parameters(), "learning_rate": 0.1}])
+    with pytest.raises(UnknownArgument, match=r"max_grad_norm=1.0 would not be read: the norm is that of all groups"):
+        AdamW([{"params": model.parameters(), "max_grad_norm": 1.0}])
+    with AdamW([{"params": model.parameters(), "initial_lr": 0.1, "lr_scale": 2.0, "name": "mine"}]) as optimizer:
+        assert optimizer.param_groups[0]["lr_scale"] == 2.0, "schedulers and users keep what they like there"
+
+
+def test_a_monitor_of_something_else() -> None:
+    wrong: Any = nn.Linear(2, 2)
+    with pytest.raises(ArgumentError, match=r"optimizer: Linear, expected superoffload\.AdamW"):
+        superoffload.Monitor(wrong)
+    limits: Any = {"window": 3}
+    with (
+        AdamW(model_of().parameters()) as optimizer,
+        pytest.raises(ArgumentError, match=r"limits: dict, expected superoffload.metrics.Limits\("),
+    ):
+        superoffload.Monitor(optimizer, limits=limits)
+
+
+def test_memory_that_the_system_refuses_is_counted() -> None:
+    from superoffload.memory import host_zeros
+
+    with pytest.raises(
+        SuperOffloadError, match=r"^host memory: 4e\+09 GB more were refused .* superoffload plan adds up"
+    ):
+        host_zeros(10**18, torch.float32)
+
+
+# ---- steps that do nothing ----------------------------------------------------------------------------------------
+
+
+def said(loop: Callable[[nn.Module, AdamW], None]) -> list[str]:
+    model = model_of()
+    with warnings.catch_warnings(record=True) as caught, AdamW(model.parameters(), threads=1) as optimizer:
+        warnings.simplefilter("always")
+        loop(model, optimizer)
+    return [str(one.message) for one in caught if issubclass(one.category, RuntimeWarning)]
+
+
+def empty(model: nn.Module, optimizer: AdamW) -> None:
+    for _ in range(3 * WITHOUT_GRADIENTS):
+        optimizer.step()
+
+
+def test_steps_without_any_gradient_are_told_once() -> None:
+    (message,) = said(empty)
+    assert "none of the" in message and "Call backward() before step()" in message and "fully_shard" in message
+
+
+def test_an_optimizer_that_has_trained_may_rest() -> None:
+    def loop(model: nn.Module, optimizer: AdamW) -> None:
+        batch(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        empty(model, optimizer)
+
+    assert said(loop) == []
+
+
+@pytest.mark.parametrize(("steps", "times"), [(SKIPPED - 1, 0), (3 * SKIPPED, 1)])
+def test_steps_that_are_all_skipped_are_told_once(steps: int, times: int) -> None:
+    def loop(model: nn.Module, optimizer: AdamW) -> None:
+        for step in range(steps):
+            optimizer.zero_grad()
+            (batch(model, step) * float("nan")).backward()
+            optimizer.step()
+
+    messages = said(loop)
+    assert len(messages) == times
+    assert all(f"{SKIPPED} steps in a row were skipped" in one and "GradScaler" in one for one in messages)
+
+
+def test_now_and_then_a_skipped_step_is_nothing_to_tell() -> None:
+    def loop(model: nn.Module, optimizer: AdamW) -> None:
+        for step in range(2 * SKIPPED):
+            optimizer.zero_grad()
+            (batch(model, step) * (float("nan") if step % SKIPPED else 1.0)).backward()
+            optimizer.step()
+
+    assert said(loop) == []
+
+
+def test_the_troubleshooting_page_has_the_words_of_both_warnings() -> None:
+    page = " ".join((PACKAGE.parent / "docs" / "troubleshooting.md").read_text().split())
+    assert "parameters has had a gradient yet" in page and "steps in a row were skipped" in page
+
+
+# ---- checkpoints --------------------------------------------------------------------------------------------------
+
+
+def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
+    model = model_of()
+    with AdamW(model.parameters()) as optimizer:
+        checkpoints.save(tmp_path / "run" / "step-1", model, optimizer)
+        with pytest.raises(ArgumentError, match=r"run: a folder of checkpoints; .* newest is .*step-1 \(checkpoints"):
+            checkpoints.load(tmp_path / "run", model, optimizer)
+        with pytest.raises(ArgumentError, match=r"none: no such folder; checkpoints.latest\(\) names"):
+            checkpoints.load(tmp_path / "none", model, optimizer)
+        (tmp_path / "file").touch()
+        with pytest.raises(ArgumentError, match=r"folder='.*file/step-1': cannot be made \(.*\); name one where you"):
+            checkpoints.save(tmp_path / "file" / "step-1", model, optimizer)
+
+
+def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    model = model_of()
+    with AdamW(model.parameters()) as optimizer:
+        for value, kind in ((lambda: 1, "function"), (tmp_path, type(tmp_path).__name__)):
+            with pytest.raises(ArgumentError, match=rf"^extra\['mine'\]: {kind}: not saved, since only what"):
+                checkpoints.save(tmp_path / "one", model, optimizer, extra={"step": 1, "mine": value})
+
+
+# ---- a clone that was not built -----------------------------------------------------------------------------------
+
+
+def test_a_clone_that_was_not_built_says_so(tmp_path: Path) -> None:
+    clone = tmp_path / "superoffload"
+    clone.mkdir()
+    for name in ("__init__.py", "_version.py"):
+        shutil.copy(PACKAGE / name, clone)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-S", "-c", "from superoffload import _native"]  # nothing but the clone
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("ImportError: the compiled part of superoffload is not in ")
+    assert str(clone) in last and "pip install --editable ." in last
+
+
+def test_other_names_are_missing_as_ever() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Adam'"):
+        superoffload.Adam  # noqa: B018
