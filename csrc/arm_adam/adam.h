@@ -93,8 +93,8 @@ struct Range {
 // Master, moments and shadow after one step. Without a shadow (null) the master itself is what the model computes with.
 void step(const Run& run, Range range);
 
-// The same, and the journal that undoes it. False: the arena was full; the blocks of the range that were stepped
-// before are journaled and can be undone, the block that did not fit is unchanged, later ones were not touched.
+// The same, and the journal that undoes it. False: the arena was full; blocks of the range that found room
+// are journaled and can be undone, the others are unchanged.
 bool step_journaled(const Run& run, Range range);
 
 // Restores every journaled block of the range to its old bits. run.frozen must be the scalars of the journaled step.

@@ -27,11 +27,11 @@ struct Types {
 
 // Asks for the state and gradient that a loop will need soon: the processor's own prefetchers stop at page borders, and
 // its window is too short to hide memory behind a square root and a division. May point past the end; nothing is read.
-template <typename L, typename T>
+template <typename L, typename T, std::size_t elements = L::kPrefetchAhead>
 SUPEROFFLOAD_INLINE void prefetch(const Run& run, std::size_t i) {
-    if constexpr (L::kPrefetchAhead != 0) {
+    if constexpr (elements != 0) {
         const auto ahead = [i](const void* array, std::size_t size) {
-            const auto address = reinterpret_cast<std::uintptr_t>(array) + (i + L::kPrefetchAhead) * size;
+            const auto address = reinterpret_cast<std::uintptr_t>(array) + (i + elements) * size;
             __builtin_prefetch(reinterpret_cast<const void*>(address));
         };
         ahead(run.master, sizeof(float));
@@ -124,6 +124,59 @@ SUPEROFFLOAD_INLINE void journal_lanes(const Run& shared, std::size_t block, Ran
     }
 }
 
+// Two vectors at a time. Nothing is stored before it is known whether every word has a code: old words that escape are
+// taken from memory, and a pair with a NaN begins again by itself.
+template <typename L, typename T, int width>
+SUPEROFFLOAD_INLINE void journal_pairs(const Run& shared, std::size_t block, Range range, BlockEscapes& escapes) {
+    const Run run = shared;
+    const Scalars& s = run.frozen;
+    const std::size_t step = 2 * L::width();
+    for (std::size_t i = range.begin; i < range.end; i += step) {
+        typename L::F next_p[2], next_m[2], next_v[2];
+        typename L::U diff_p[2], diff_m[2], diff_v[2];
+#pragma GCC unroll 2
+        for (std::size_t k = 0; k < 2; ++k) {
+            const std::size_t at = i + k * L::width();
+            prefetch<L, T, L::kPrefetchAheadJournaled>(run, at);
+            const auto p = L::load(run.master + at);
+            const auto m = load_element<L, T::state>(run.exp_avg, at);
+            const auto v = load_element<L, T::state>(run.exp_avg_sq, at);
+            const auto g = effective_gradient<L, T::l2>(s, load_element<L, T::gradient>(run.gradient, at), p);
+            const auto first = first_increment<L>(s, g);
+            const auto second = second_increment<L>(s, g);
+            next_m[k] = m;
+            next_v[k] = v;
+            next_moments<L, T::state>(s, next_m[k], next_v[k], first, second, run.index_of(at));
+            const auto q = direction<L>(s, next_m[k], next_v[k]);
+            next_p[k] = next_master<L, T::l2>(s, p, q);
+            const auto est_m = estimated_word<L, T::state>(estimate_exp_avg<L>(s, next_m[k], first));
+            const auto est_v = estimated_word<L, T::state>(estimate_exp_avg_sq<L>(s, next_v[k], second));
+            const auto est_p = estimated_word<L, ElementType::f32>(estimate_master<L, T::l2>(s, next_p[k], q));
+            diff_m[k] = L::sub_u(word_of<L, T::state>(m), est_m);
+            diff_v[k] = L::sub_u(word_of<L, T::state>(v), est_v);
+            diff_p[k] = L::sub_u(L::bits(p), est_p);
+        }
+        const PairDifferences<L> difference = {L::narrow_pair(diff_m[0], diff_m[1]),
+                                               L::narrow_pair(diff_v[0], diff_v[1]),
+                                               L::narrow_pair(diff_p[0], diff_p[1])};
+        if (__builtin_expect(L::any_nan(next_p[0], next_p[1]), 0)) {
+            journal_lanes<L, T, width>(run, block, {i, i + step}, escapes);
+            continue;
+        }
+        const auto codes =
+            encode_pair<L, T::state, width>(difference, run.exp_avg, run.exp_avg_sq, run.master, i, block, escapes);
+        store_pair_codes<L, width>(run.journal.codes, i, codes);
+#pragma GCC unroll 2
+        for (std::size_t k = 0; k < 2; ++k) {
+            const std::size_t at = i + k * L::width();
+            store_element<L, T::state>(run.exp_avg, at, next_m[k]);
+            store_element<L, T::state>(run.exp_avg_sq, at, next_v[k]);
+            L::store(run.master + at, next_p[k]);
+            store_shadow<L, T::shadow>(run.shadow, at, next_p[k], false);
+        }
+    }
+}
+
 // The old words of one vector from the new ones, in place. An L2 penalty puts the old master into the gradient: the
 // master is restored first.
 template <typename L, typename T, int width>
@@ -212,24 +265,54 @@ inline void replay_block(const Run& run, const Scalars& scalars, Range block, Es
 }
 
 template <typename L, typename T, int width>
+inline void journal_block(const Run& run, Range block, BlockEscapes& escapes) {
+    const std::size_t middle = vector_end<L>(block.begin, block.end);
+    std::size_t done = block.begin;
+    escapes.clear();
+    if constexpr (L::kPairs) {
+        const std::size_t pairs = (block.end - block.begin) / (2 * L::width());
+        done += pairs * 2 * L::width();
+        journal_pairs<L, T, width>(run, block.begin, {block.begin, done}, escapes);
+    }
+    journal_lanes<L, T, width>(run, block.begin, {done, middle}, escapes);
+    journal_lanes<ScalarLanes, T, width>(run, block.begin, {middle, block.end}, escapes);
+}
+
+// Gives the escapes of the range's blocks their place in the arena. Without room there, the blocks are restored.
+template <typename L, typename T, int width>
+bool commit_or_undo(const Run& run, Range range, WaitingEscapes& waiting) {
+    JournalBlock* const first = run.journal.blocks + range.begin / kBlock;
+    JournalBlock* const last = run.journal.blocks + (range.end + kBlock - 1) / kBlock;
+    if (waiting.commit(*run.journal.arena, first, last)) return true;
+    const JournalArena arena = waiting.as_arena();
+    for (std::size_t begin = range.begin; begin < range.end; begin += kBlock) {
+        JournalBlock& entry = run.journal.blocks[begin / kBlock];
+        undo_block<L, T, width>(run, block_at(begin, range.end), EscapeCursor(entry, arena));
+        entry.offset = JournalBlock::kNotApplied;
+    }
+    return false;
+}
+
+template <typename L, typename T, int width>
 bool journal_range(const Run& run, Range range) {
     BlockEscapes escapes;
+    WaitingEscapes waiting;
+    Range uncommitted{range.begin, range.begin};
     for (std::size_t begin = range.begin; begin < range.end; begin += kBlock) {
-        const Range block = block_at(begin, range.end);
-        const std::size_t middle = vector_end<L>(block.begin, block.end);
-        escapes.clear();
-        journal_lanes<L, T, width>(run, begin, {begin, middle}, escapes);
-        journal_lanes<ScalarLanes, T, width>(run, begin, {middle, block.end}, escapes);
-        JournalBlock& entry = run.journal.blocks[begin / kBlock];
-        if (!commit_escapes(escapes, *run.journal.arena, entry)) {
-            undo_block<L, T, width>(run, block, EscapeCursor(escapes));
-            return false;
+        if (!waiting.has_room()) {
+            if (!commit_or_undo<L, T, width>(run, uncommitted, waiting)) return false;
+            uncommitted.begin = begin;
         }
+        const Range block = block_at(begin, range.end);
+        journal_block<L, T, width>(run, block, escapes);
+        JournalBlock& entry = run.journal.blocks[begin / kBlock];
+        waiting.add(escapes, entry);
         // Where one- and two-byte codes have the same bits, a wide escape is a narrow one too.
         entry.narrow_escapes =
             static_cast<std::uint16_t>(width == 1 ? escapes.total() : escapes.narrow + escapes.component[2].count);
+        uncommitted.end = block.end;
     }
-    return true;
+    return commit_or_undo<L, T, width>(run, uncommitted, waiting);
 }
 
 template <typename F>

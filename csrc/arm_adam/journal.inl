@@ -45,6 +45,12 @@ SUPEROFFLOAD_INLINE void store_codes(std::uint8_t* codes, std::size_t i, typenam
 }
 
 template <typename L, int width>
+SUPEROFFLOAD_INLINE void store_pair_codes(std::uint8_t* codes, std::size_t i, typename L::U x) {
+    if constexpr (width == 1) L::store_pair8(codes + i, x);
+    if constexpr (width == 2) L::store_pair16(codes + 2 * i, x);
+}
+
+template <typename L, int width>
 SUPEROFFLOAD_INLINE typename L::U load_codes(const std::uint8_t* codes, std::size_t i) {
     if constexpr (width == 1) return L::load_codes8(codes + i);
     if constexpr (width == 2) return L::load_codes16(codes + 2 * i);
@@ -127,6 +133,73 @@ SUPEROFFLOAD_INLINE typename L::U encode(typename L::U m, typename L::U est_m, t
     return join<L, width>(diff_m, diff_v, diff_p);
 }
 
+// The codes of two vectors at once, as 16-bit words, where a lane type has them (kPairs): half the instructions. Signed
+// saturation keeps whatever has no code out of range.
+template <typename L>
+struct PairDifferences {
+    typename L::U component[3];  // exp_avg, exp_avg_sq, master; not biased
+};
+
+template <typename L, int width, int component>
+SUPEROFFLOAD_INLINE typename L::U biased_pair(const PairDifferences<L>& difference) {
+    return L::add_u16(difference.component[component], L::set_u16(bias<width, component>()));
+}
+
+template <typename L, int width, int component>
+SUPEROFFLOAD_INLINE typename L::U pair_excess(typename L::U words) {
+    return L::and_u(words, L::set_u16(static_cast<std::uint16_t>(~(limit<width, component>() - 1))));
+}
+
+// Not zero if any of the three has no code: two of them have the same range.
+template <typename L, int width>
+SUPEROFFLOAD_INLINE typename L::U any_pair_excess(typename L::U m, typename L::U v, typename L::U p) {
+    if constexpr (width == 1) return L::or_u(pair_excess<L, 1, 0>(m), pair_excess<L, 1, 1>(L::or_u(v, p)));
+    if constexpr (width == 2) return L::or_u(pair_excess<L, 2, 0>(L::or_u(m, v)), pair_excess<L, 2, 2>(p));
+}
+
+template <typename L, int width, int component>
+SUPEROFFLOAD_INLINE typename L::U pair_only_code(typename L::U words) {
+    return L::and_u(words, L::set_u16(static_cast<std::uint16_t>(limit<width, component>() - 1)));
+}
+
+// How many of the pair's words have no one-byte code.
+template <typename L>
+SUPEROFFLOAD_INLINE std::uint32_t count_narrow_escapes(const PairDifferences<L>& difference) {
+    const auto m = L::nonzero_u16(pair_excess<L, 1, 0>(biased_pair<L, 1, 0>(difference)));
+    const auto v = L::nonzero_u16(pair_excess<L, 1, 1>(biased_pair<L, 1, 1>(difference)));
+    return static_cast<std::uint32_t>(__builtin_popcount(m) + __builtin_popcount(v));
+}
+
+// Appends the old words, still in memory at element `i`, whose differences are out of range.
+template <typename L, ElementType type>
+SUPEROFFLOAD_INLINE void append_pair(EscapeList& list, typename L::U excess, const void* old, std::size_t i,
+                                     std::size_t block) {
+    for (std::uint32_t mask = L::nonzero_u16(L::pair_in_order(excess)); mask != 0; mask &= mask - 1) {
+        const std::size_t at = i + static_cast<std::size_t>(__builtin_ctz(mask));
+        const auto word = word_of<ScalarLanes, type>(load_element<ScalarLanes, type>(old, at));
+        list.append(static_cast<std::uint32_t>(at - block), word);
+    }
+}
+
+template <typename L, ElementType state, int width>
+SUPEROFFLOAD_INLINE typename L::U encode_pair(const PairDifferences<L>& difference, const void* exp_avg,
+                                              const void* exp_avg_sq, const float* master, std::size_t i,
+                                              std::size_t block, BlockEscapes& escapes) {
+    auto m = biased_pair<L, width, 0>(difference);
+    auto v = biased_pair<L, width, 1>(difference);
+    auto p = biased_pair<L, width, 2>(difference);
+    if constexpr (width == 2) escapes.narrow += count_narrow_escapes<L>(difference);
+    if (__builtin_expect(L::any_bit(any_pair_excess<L, width>(m, v, p)), 0)) {
+        append_pair<L, state>(escapes.component[0], pair_excess<L, width, 0>(m), exp_avg, i, block);
+        append_pair<L, state>(escapes.component[1], pair_excess<L, width, 1>(v), exp_avg_sq, i, block);
+        append_pair<L, ElementType::f32>(escapes.component[2], pair_excess<L, width, 2>(p), master, i, block);
+        m = pair_only_code<L, width, 0>(m);
+        v = pair_only_code<L, width, 1>(v);
+        p = pair_only_code<L, width, 2>(p);
+    }
+    return L::pair_in_order(join<L, width>(m, v, p));
+}
+
 template <typename L, int width, int component, ElementType type>
 SUPEROFFLOAD_INLINE typename L::F decode(typename L::U codes, typename L::F estimate) {
     const auto code = only_code<L, width, component>(L::template shr<shift<width, component>()>(codes));
@@ -138,13 +211,6 @@ SUPEROFFLOAD_INLINE typename L::F decode(typename L::U codes, typename L::F esti
 // the block, ascending.
 class EscapeCursor {
    public:
-    explicit EscapeCursor(const BlockEscapes& escapes) {
-        for (int i = 0; i < 3; ++i) {
-            const EscapeList& list = escapes.component[i];
-            component_[i] = {list.old, list.index, list.index + list.count};
-        }
-        advance();
-    }
     // Of a block in the arena: three runs of old words, then three runs of indices.
     EscapeCursor(const JournalBlock& block, const JournalArena& arena) {
         const std::uint32_t* old = arena.words + block.offset;
@@ -193,31 +259,55 @@ class EscapeCursor {
     std::uint32_t next_;
 };
 
-// Moves a block's escapes into the arena. False: no room, and nothing was written.
-inline bool commit_escapes(const BlockEscapes& escapes, JournalArena& arena, JournalBlock& block) {
-    const std::uint32_t total = escapes.total();
-    const std::uint64_t words = total + (total + 1) / 2;
-    std::uint64_t offset = 0;
-    if (total != 0) {
-        offset = __atomic_fetch_add(&arena.used, words, __ATOMIC_RELAXED);
-        if (offset + words > arena.capacity) {
-            __atomic_fetch_sub(&arena.used, words, __ATOMIC_RELAXED);
+// Escapes of blocks that have no place in the arena yet. The threads that step a bucket share its arena: were room
+// taken block by block, they would wait for one cache line, and for the lines in which their blocks meet, much of the
+// time.
+class WaitingEscapes {
+   public:
+    // Whether whatever escapes of one more block can be added.
+    bool has_room() const { return used_ <= kWords - kBlockWords; }
+
+    void add(const BlockEscapes& escapes, JournalBlock& block) {
+        const std::uint32_t total = escapes.total();
+        const std::uint32_t words = total + (total + 1) / 2;
+        if (words != 0) words_[used_ + words - 1] = 0;  // an odd number of indices leaves half a word
+        block.offset = used_;
+        std::uint32_t* old = words_ + used_;
+        auto* index = reinterpret_cast<std::uint16_t*>(old + total);
+        for (int i = 0; i < 3; ++i) {
+            const EscapeList& list = escapes.component[i];
+            std::memcpy(old, list.old, list.count * sizeof(std::uint32_t));
+            std::memcpy(index, list.index, list.count * sizeof(std::uint16_t));
+            old += list.count;
+            index += list.count;
+            block.escapes[i] = static_cast<std::uint16_t>(list.count);
+        }
+        used_ += words;
+    }
+
+    // Moves all of them into the arena; `first` up to `last` are their blocks. False, and nothing was changed: no room.
+    bool commit(JournalArena& arena, JournalBlock* first, const JournalBlock* last) {
+        if (used_ == 0) return true;
+        const std::uint64_t offset = __atomic_fetch_add(&arena.used, used_, __ATOMIC_RELAXED);
+        if (offset + used_ > arena.capacity) {
+            __atomic_fetch_sub(&arena.used, used_, __ATOMIC_RELAXED);
             return false;
         }
+        std::memcpy(arena.words + offset, words_, used_ * sizeof(std::uint32_t));
+        for (; first != last; ++first) first->offset += static_cast<std::uint32_t>(offset);
+        used_ = 0;
+        return true;
     }
-    std::uint32_t* old = arena.words + offset;
-    auto* index = reinterpret_cast<std::uint16_t*>(old + total);
-    for (int i = 0; i < 3; ++i) {
-        const EscapeList& list = escapes.component[i];
-        std::memcpy(old, list.old, list.count * sizeof(std::uint32_t));
-        std::memcpy(index, list.index, list.count * sizeof(std::uint16_t));
-        old += list.count;
-        index += list.count;
-        block.escapes[i] = static_cast<std::uint16_t>(list.count);
-    }
-    block.offset = static_cast<std::uint32_t>(offset);
-    return true;
-}
+
+    // To undo blocks for which there was no room.
+    JournalArena as_arena() { return {words_, kWords, used_}; }
+
+   private:
+    static constexpr std::uint32_t kBlockWords = 3 * kBlock * 3 / 2;  // a block of which every word escapes
+    static constexpr std::uint32_t kWords = 2 * kBlockWords;
+    std::uint32_t used_ = 0;
+    std::uint32_t words_[kWords];
+};
 
 }  // namespace
 }  // namespace superoffload::adam

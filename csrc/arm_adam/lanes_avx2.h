@@ -25,6 +25,7 @@ struct Avx2Lanes {
     static void store_shadow(float* p, F x, bool past_cache) { past_cache ? _mm256_stream_ps(p, x) : store(p, x); }
     static void fence() { _mm_sfence(); }
     static constexpr std::size_t kPrefetchAhead = 128;  // elements
+    static constexpr std::size_t kPrefetchAheadJournaled = 128;
 
     static __m128i load_half(const std::uint16_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
     static void store_half(void* p, __m128i x, bool past_cache) {
@@ -76,6 +77,25 @@ struct Avx2Lanes {
     static U shr(U a) {
         return _mm256_srli_epi32(a, k);
     }
+
+    // Two vectors as one of 16-bit words, saturated, in an order of its own: pair_in_order() puts it right.
+    static constexpr bool kPairs = true;
+    static U narrow_pair(U a, U b) { return _mm256_packs_epi32(a, b); }
+    static U pair_in_order(U words) { return _mm256_permute4x64_epi64(words, 0xd8); }
+    static U set_u16(std::uint16_t x) { return _mm256_set1_epi16(static_cast<short>(x)); }
+    static U add_u16(U a, U b) { return _mm256_add_epi16(a, b); }
+    static std::uint32_t nonzero_u16(U a) {
+        const U zero = _mm256_cmpeq_epi16(a, _mm256_setzero_si256());
+        const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(zero), _mm256_extracti128_si256(zero, 1));
+        return static_cast<std::uint32_t>(_mm_movemask_epi8(bytes)) ^ 0xffffu;
+    }
+    static bool any_bit(U a) { return _mm256_testz_si256(a, a) == 0; }
+    static void store_pair8(std::uint8_t* p, U words) {
+        const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+    }
+    static void store_pair16(std::uint8_t* p, U words) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), words); }
+    static bool any_nan(F x, F y) { return _mm256_movemask_ps(_mm256_cmp_ps(x, y, _CMP_UNORD_Q)) != 0; }
 
     static M nonzero(U a) { return _mm256_xor_si256(_mm256_cmpeq_epi32(a, _mm256_setzero_si256()), set_u(~0u)); }
     static bool any_bit_or_nan(U a, F x) {

@@ -24,7 +24,8 @@ struct Avx512Lanes {
     static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
     static void store_shadow(float* p, F x, bool past_cache) { past_cache ? _mm512_stream_ps(p, x) : store(p, x); }
     static void fence() { _mm_sfence(); }
-    static constexpr std::size_t kPrefetchAhead = 128;  // elements
+    static constexpr std::size_t kPrefetchAhead = 128;           // elements
+    static constexpr std::size_t kPrefetchAheadJournaled = 256;  // there is more to compute between two loads
 
     static __m256i load_half(const std::uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
     static void store_half(void* p, __m256i x, bool past_cache) {
@@ -71,6 +72,22 @@ struct Avx512Lanes {
     static U shr(U a) {
         return _mm512_srli_epi32(a, k);
     }
+
+    // Two vectors as one of 16-bit words, saturated, in an order of its own: pair_in_order() puts it right.
+    static constexpr bool kPairs = true;
+    static U narrow_pair(U a, U b) { return _mm512_packs_epi32(a, b); }
+    static U pair_in_order(U words) {
+        return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), words);
+    }
+    static U set_u16(std::uint16_t x) { return _mm512_set1_epi16(static_cast<short>(x)); }
+    static U add_u16(U a, U b) { return _mm512_add_epi16(a, b); }
+    static std::uint32_t nonzero_u16(U a) { return _mm512_test_epi16_mask(a, a); }
+    static bool any_bit(U a) { return nonzero(a) != 0; }
+    static void store_pair8(std::uint8_t* p, U words) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi16_epi8(words));
+    }
+    static void store_pair16(std::uint8_t* p, U words) { _mm512_storeu_si512(p, words); }
+    static bool any_nan(F x, F y) { return _mm512_cmp_ps_mask(x, y, _CMP_UNORD_Q) != 0; }
 
     static M is_nan(F x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
     static M nonzero(U a) { return _mm512_test_epi32_mask(a, a); }
