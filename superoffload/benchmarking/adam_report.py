@@ -113,6 +113,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 
 def _draw_operations(axes: Any, report: dict[str, Any]) -> None:
+    from matplotlib.patches import Patch
+
     rows, settings = report["rows"], report["settings"]
     most, numel = max(row["threads"] for row in rows), settings["numel"]
     names = [*who.OPERATIONS, who.TORCH_JOB, who.DEEPSPEED_JOB]
@@ -124,16 +126,16 @@ def _draw_operations(axes: Any, report: dict[str, Any]) -> None:
         limit = find(rows, name=who.limit_name(name), threads=most, numel=numel)
         found = [find(rows, name=name, isa=isa, threads=most, numel=numel) for isa in isas]
         bars = [(limit, style.GRID), *((row, colours[isa]) for row, isa in zip(found, isas, strict=True))]
-        if not any(found):
-            bars = [(find(rows, name=name, threads=most, numel=numel), style.ORANGE)]
-        for index, (row, colour) in enumerate(bar for bar in bars if bar[0] is not None):
-            assert row is not None
-            axes.bar(place + index * width, row["seconds_median"] * 1e3, width, color=colour)
-    axes.set_xticks([place + width for place in range(len(names))], [name.replace(", ", ",\n") for name in names])
+        if not any(found):  # a peer: one bar, in the middle
+            bars = [(None, ""), (find(rows, name=name, threads=most, numel=numel), style.ORANGE)]
+        for index, (row, colour) in enumerate(bars):
+            if row is not None:
+                axes.bar(place + index * width, row["seconds_median"] * 1e3, width, color=colour)
+    labels = [name.replace(", ", ",\n").replace("CPUAdam", "") for name in names]  # short: they stand side by side
+    axes.set_xticks([place + width for place in range(len(names))], labels)
     axes.set_title(f"Milliseconds for {numel / 1e6:.0f} M parameters, {most} threads")
-    labels = [("memory limit", style.GRID), *colours.items(), ("peer", style.ORANGE)]
-    handles = [axes.bar(0, 0, color=colour, label=label) for label, colour in labels]
-    axes.legend(handles=handles, ncols=len(labels))
+    legend = [("memory limit", style.GRID), *colours.items(), ("peer", style.ORANGE)]
+    axes.legend(handles=[Patch(color=colour, label=label) for label, colour in legend], ncols=len(legend))
     axes.grid(axis="x", visible=False)
 
 
