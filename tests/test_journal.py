@@ -224,6 +224,25 @@ def test_a_full_arena_is_reported_with_nothing_changed(isa: str, width: int, kin
 
 
 @each_isa
+@each_width
+def test_more_escapes_than_wait_for_their_place_at_once(isa: str, width: int) -> None:
+    """Every word of seven blocks escapes: what waits goes to the arena in parts, and a part without room is undone."""
+    length = 7 * 1024 + 100
+    old = cases.state("training", length, 464)
+    gradient = cases.gradient("training", "bf16", length, 465)
+    hyper = Hyper(0.5, 0.0, 0.0, 1e-8, 2.0, 5)
+    with kernels.using_isa(isa):
+        for room, fits in ((1.0, True), (0.99, False), (0.5, False), (0.2, False)):
+            guarded = GuardedSpan(old, gradient, "bf16", arena_bytes=int(room * 3 * 6 * length))
+            assert guarded.span.step_journaled(kernel_hyper(hyper), width=width) == fits
+            if fits:
+                assert guarded.span.escapes == (length, length, length)
+                guarded.span.undo()
+            assert_state(guarded.state, old, f"room for {room} of the escapes")
+            guarded.check(f"room for {room} of the escapes")
+
+
+@each_isa
 @each_mode
 def test_a_span_goes_on_after_a_full_arena(isa: str, mode: str) -> None:
     length = 2100
