@@ -79,7 +79,7 @@ struct Run {
     Scalars frozen;
     ElementType state_type = ElementType::f32;  // of the moments: f32, or bf16 with stochastic rounding
     std::uint64_t first_index = 0;              // of the run in its shard
-    bool past_cache = false;  // plain steps store the shadow straight to memory: all of them together exceed the caches
+    bool past_cache = false;  // shadow and codes are stored straight to memory: all of them together exceed the caches
 
     // What keys an element's noise: its index in the shard, modulo 2^32.
     std::uint32_t index_of(std::size_t i) const { return static_cast<std::uint32_t>(first_index + i); }

@@ -34,6 +34,22 @@ SUPEROFFLOAD_INLINE void store_shadow(void* base, std::size_t i, typename L::F x
     if constexpr (type == ElementType::f16) L::store_f16(static_cast<std::uint16_t*>(base) + i, x, past_cache);
 }
 
+// The same of two vectors.
+template <typename L, ElementType type>
+SUPEROFFLOAD_INLINE void store_shadow_pair(void* base, std::size_t i, typename L::F x, typename L::F y,
+                                           bool past_cache) {
+    if constexpr (L::kPairsFillLines && type != ElementType::f32) {
+        if (past_cache) {
+            auto* to = static_cast<std::uint16_t*>(base) + i;
+            if constexpr (type == ElementType::bf16) L::stream_pair_bf16(to, x, y);
+            if constexpr (type == ElementType::f16) L::stream_pair_f16(to, x, y);
+            return;
+        }
+    }
+    store_shadow<L, type>(base, i, x, false);
+    store_shadow<L, type>(base, i + L::width(), y, false);
+}
+
 // The gradient as it enters the moments.
 template <typename L, bool l2>
 SUPEROFFLOAD_INLINE typename L::F effective_gradient(const Scalars& s, typename L::F raw, typename L::F master) {

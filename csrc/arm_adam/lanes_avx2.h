@@ -95,6 +95,7 @@ struct Avx2Lanes {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
     }
     static void store_pair16(std::uint8_t* p, U words) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), words); }
+    static constexpr bool kPairsFillLines = false;
     static bool any_nan(F x, F y) { return _mm256_movemask_ps(_mm256_cmp_ps(x, y, _CMP_UNORD_Q)) != 0; }
 
     static M nonzero(U a) { return _mm256_xor_si256(_mm256_cmpeq_epi32(a, _mm256_setzero_si256()), set_u(~0u)); }

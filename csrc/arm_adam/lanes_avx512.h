@@ -38,15 +38,15 @@ struct Avx512Lanes {
     static F load_f16(const std::uint16_t* p) { return _mm512_cvtph_ps(load_half(p)); }
     // Both conversions are given canonical values: that NaN becomes 0x7fc0 and 0x7e00 like any other number. bf16 by
     // integers: the native conversion flushes denormals.
-    static void store_bf16(std::uint16_t* p, F x, bool past_cache = false) {
+    static __m256i half_bf16(F x) {
         const U u = bits(x);
         const U odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), set_u(1));
         const U rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, set_u(0x7fff)), odd), 16);
-        store_half(p, _mm512_cvtepi32_epi16(rounded), past_cache);
+        return _mm512_cvtepi32_epi16(rounded);
     }
-    static void store_f16(std::uint16_t* p, F x, bool past_cache = false) {
-        store_half(p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), past_cache);
-    }
+    static __m256i half_f16(F x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+    static void store_bf16(std::uint16_t* p, F x, bool past_cache = false) { store_half(p, half_bf16(x), past_cache); }
+    static void store_f16(std::uint16_t* p, F x, bool past_cache = false) { store_half(p, half_f16(x), past_cache); }
 
     static F add(F a, F b) { return _mm512_add_ps(a, b); }
     static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
@@ -87,6 +87,16 @@ struct Avx512Lanes {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi16_epi8(words));
     }
     static void store_pair16(std::uint8_t* p, U words) { _mm512_storeu_si512(p, words); }
+    // Whole lines past the caches, where a pair's shadow or a block's codes make some.
+    static constexpr bool kPairsFillLines = true;
+    static void stream_pair_bf16(std::uint16_t* p, F x, F y) { stream_pair(p, half_bf16(x), half_bf16(y)); }
+    static void stream_pair_f16(std::uint16_t* p, F x, F y) { stream_pair(p, half_f16(x), half_f16(y)); }
+    static void stream_pair(std::uint16_t* p, __m256i x, __m256i y) {
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(p), _mm512_inserti64x4(_mm512_castsi256_si512(x), y, 1));
+    }
+    static void stream_line(std::uint8_t* p, const std::uint8_t* from) {
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(p), _mm512_load_si512(from));
+    }
     static bool any_nan(F x, F y) { return _mm512_cmp_ps_mask(x, y, _CMP_UNORD_Q) != 0; }
 
     static M is_nan(F x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }

@@ -30,6 +30,7 @@ struct NeonLanes {
     static constexpr std::size_t kPrefetchAhead = 0;
     static constexpr std::size_t kPrefetchAheadJournaled = 0;
     static constexpr bool kPairs = false;  // codes are packed vector by vector
+    static constexpr bool kPairsFillLines = false;
 
     static F load_bf16(const std::uint16_t* p) { return from_bits(vshll_n_u16(vld1_u16(p), 16)); }
     static F load_f16(const std::uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }

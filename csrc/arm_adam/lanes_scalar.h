@@ -39,6 +39,7 @@ struct ScalarLanes {
     static constexpr std::size_t kPrefetchAhead = 0;
     static constexpr std::size_t kPrefetchAheadJournaled = 0;
     static constexpr bool kPairs = false;  // codes are packed vector by vector
+    static constexpr bool kPairsFillLines = false;
 
     static F load_bf16(const std::uint16_t* p) { return from_bits(U{*p} << 16); }
     static F load_f16(const std::uint16_t* p) {
