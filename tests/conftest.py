@@ -33,10 +33,10 @@ if settings is not None:
 def missing_for_gpu() -> str | None:
     """Why tests marked `gpu` cannot run here; None where they can."""
     if importlib.util.find_spec("torch") is None:
-        return "needs torch, which is not installed"
+        return "needs torch: pip install torch"
     import torch
 
-    return None if torch.cuda.is_available() else "needs a CUDA device, and torch sees none"
+    return None if torch.cuda.is_available() else "needs a CUDA device that torch sees (torch.cuda.is_available())"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -34,7 +34,7 @@ from tests.adamw_tools import (
 )
 from tests.core_tools import COUNTERS
 
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: looks at threads in /proc")
 
 
 # ---- threads ------------------------------------------------------------------------------------------------------

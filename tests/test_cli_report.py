@@ -36,7 +36,7 @@ def report(runs: Path, out: Path, *names: str) -> int:
 
 
 def test_page_compares_and_loads_nothing(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install matplotlib")
     out = tmp_path / "page.html"
     assert report(runs, out, "never", "always", "broken") == 0
     page = out.read_text()

@@ -73,7 +73,7 @@ def test_training_learns_and_leaves_a_complete_run_folder(tmp_path: Path, capsys
 
 
 def test_report_is_one_file_that_loads_nothing(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install matplotlib")
     assert train(tmp_path, "--steps", "20") == 0
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "report.html").read_text()
@@ -196,7 +196,7 @@ def test_without_tqdm_a_terminal_gets_plain_lines(
 
 
 def test_with_tqdm_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("tqdm")
+    pytest.importorskip("tqdm", reason="needs tqdm: pip install tqdm")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with Progress(2, "train") as progress:
         progress.step("loss 1")
@@ -299,7 +299,7 @@ def test_waiting_torch_threads_sleep_unless_told_otherwise(chosen: str | None, e
 
 def test_full_disk_is_a_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if not Path("/dev/full").exists():
-        pytest.skip("needs /dev/full")
+        pytest.skip("needs Linux: writes to /dev/full")
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     assert train(tmp_path, "--steps", "5") == 1
     assert re.search(r"^superoffload: error: .*metrics.jsonl: cannot be written \(No space", capsys.readouterr().err)

@@ -134,7 +134,7 @@ def test_doctor_shows_a_ranks_threads(tmp_path: Path) -> None:
     assert any(finding.remedy and "73 ranks" in finding.text for finding in crowded.findings)
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no processor affinity")
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux: sets processor affinity")
 def test_taskset_is_respected() -> None:
     before = os.sched_getaffinity(0)
     try:

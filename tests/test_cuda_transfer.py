@@ -37,7 +37,7 @@ def test_every_policy_is_measured(fake: Fake) -> None:
 
 def test_without_a_gpu_the_benchmark_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
+        pytest.skip("needs a machine without a GPU")
     assert main(["bench", "transfer"]) != 0
     assert "no CUDA device" in capsys.readouterr().err
 

@@ -278,7 +278,7 @@ def test_bad_arguments(arguments: list[str], said: str, tmp_path: Path, capsys: 
 
 def test_without_a_gpu_it_says_what_can_be_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
+        pytest.skip("needs a machine without a GPU")
     assert main(["--out", str(tmp_path)]) == 2
     assert "--device cpu --toy" in capsys.readouterr().err
 

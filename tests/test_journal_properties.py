@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-pytest.importorskip("hypothesis", reason="Hypothesis is not installed")
+pytest.importorskip("hypothesis", reason="needs hypothesis: pip install hypothesis")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -71,7 +71,7 @@ def test_parameters_of_a_known_model() -> None:
 
 
 def test_parameters_agree_with_a_real_module() -> None:
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="needs torch: pip install torch")
     import torch
 
     from superoffload.training.config import ModelConfig
@@ -375,7 +375,7 @@ def test_bad_input_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], op
 
 
 def test_plots_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install matplotlib")
     assert main(["plan", "--model", "7B", "--plots", str(tmp_path / "plots")]) == 0
     for name in ("throughput.png", "memory.png"):
         assert (tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG")

@@ -296,7 +296,7 @@ def test_trainer_counts_steps_per_parameter_and_skips_whole_steps() -> None:
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_trainer_follows_torch_for_200_steps(weight_decay: float) -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
     shapes = (700, 1500, 33)
     initial = [cases.ranged(n, 80 + i, -8, -2) for i, n in enumerate(shapes)]
     theirs = [torch.nn.Parameter(torch.from_numpy(values.copy())) for values in initial]

@@ -167,7 +167,7 @@ def test_child_of_fork_leaves_the_file_alone(tmp_path: Path) -> None:
 def test_a_full_disk_ends_the_timeline_and_no_step() -> None:
     full = Path("/dev/full")
     if not full.exists():
-        pytest.skip("needs /dev/full")
+        pytest.skip("needs Linux: writes to /dev/full")
     digests = []
     for trace in (None, full):
         params, optimizer = make(trace)
@@ -224,7 +224,7 @@ def test_steps_with_most_fates_are_shown() -> None:
 
 
 def test_train_draws_its_timeline(tmp_path: Path, train_tiny: Callable[..., int]) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install matplotlib")
     trace = tmp_path / "trace.json"
     assert train_tiny(tmp_path / "run", "--steps", "12", "--trace", str(trace)) == 0
     assert len(steps_of(trace)) == 12

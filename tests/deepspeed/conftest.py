@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         here = os.path.dirname(__file__)
         for item in items:
             if str(item.path).startswith(here):
-                item.add_marker(pytest.mark.skip(reason="needs deepspeed, which is not installed"))
+                item.add_marker(pytest.mark.skip(reason="needs DeepSpeed: pip install 'superoffload[deepspeed]'"))
 
 
 @pytest.fixture(scope="session")

@@ -174,7 +174,7 @@ def test_hooks_of_modules(two_ranks: Ranks) -> None:
 
 
 @compat("PEFT: LoRA adapters", "deepspeed")
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft, which is not installed")
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft: pip install peft")
 def test_lora(two_ranks: Ranks) -> None:
     compare("lora", two_ranks)
 
@@ -483,7 +483,7 @@ def sft(folder: str, options: dict[str, Any]) -> tuple[Any, list[float]]:
 
 
 @compat("TRL's SFTTrainer", "deepspeed")
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl, which is not installed")
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl: pip install trl")
 def test_sft_trainer(two_ranks: Ranks, tmp_path: Path) -> None:
     always, never = (two_ranks.run(sft, str(tmp_path), {"speculation": mode}) for mode in ("always", "never"))
     assert always == never

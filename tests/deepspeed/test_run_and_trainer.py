@@ -74,7 +74,7 @@ LAUNCHERS = {
 def test_launchers(launcher: str, tmp_path: Path) -> None:
     """What ``torchrun`` starts is trained with below."""
     if importlib.util.find_spec(launcher) is None:
-        pytest.skip(f"needs {launcher}, which is not installed")
+        pytest.skip(f"needs {launcher}: pip install {launcher}")
     script = tmp_path / "train.py"
     script.write_text(
         "import deepspeed\nfrom superoffload.integrations.deepspeed import is_enabled\nprint('enabled:', is_enabled())"
@@ -86,7 +86,9 @@ def test_launchers(launcher: str, tmp_path: Path) -> None:
 
 
 WITHOUT = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
-needs_trainer = pytest.mark.skipif(bool(WITHOUT), reason=f"needs {' and '.join(WITHOUT)}, not installed here")
+needs_trainer = pytest.mark.skipif(
+    bool(WITHOUT), reason=f"needs {' and '.join(WITHOUT)}: pip install 'superoffload[transformers]'"
+)
 
 
 def train(out: Path, text: Path, steps: int, *more: str, config: dict[str, object] | None = None) -> list[float]:

@@ -20,7 +20,7 @@ from tests.deepspeed.training import config, end, make_engine, masters
 FOUND = version("deepspeed") if find_spec("deepspeed") is not None else "none"
 pytestmark = [
     pytest.mark.usefixtures("kernel"),
-    pytest.mark.skipif(FOUND != "0.19.8", reason=f"records what DeepSpeed 0.19.8 does; here is {FOUND}"),
+    pytest.mark.skipif(FOUND != "0.19.8", reason=f"needs DeepSpeed 0.19.8, whose faults it records; here: {FOUND}"),
 ]
 STEPS = 6
 UPSTREAM = {"device": "cpu", "super_offload": True}
