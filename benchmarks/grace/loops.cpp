@@ -19,7 +19,7 @@ void grace_step(const Run& run, std::size_t begin, std::size_t end) {
 }
 
 void grace_step_journaled(const Run& run, std::size_t begin, std::size_t end, BlockEscapes& escapes) {
-    journal_lanes<Lanes, LoopTypes, 1>(run, begin, {begin, end}, escapes);
+    journal_lanes<Lanes, LoopTypes, 1>(run, run.journal.codes + begin, begin, {begin, end}, escapes);
 }
 
 void grace_undo(const Run& run, std::size_t begin, std::size_t end, EscapeCursor& escapes) {
