@@ -160,7 +160,7 @@ def _draw_sizes(axes: Any, report: dict[str, Any]) -> None:
         )
         axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3.5, linewidth=1.4, label=name)
     axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
+    axes.set_yscale("log")
     axes.set_xlabel("elements")
     axes.set_title(f"Nanoseconds per parameter, {most} threads, {best}")
     axes.legend()
