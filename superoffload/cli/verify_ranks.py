@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, steps: int | None) -> int:
     print(finish_ranks(folder, summary, result))
     if args.json:
         write_json(args.json, summary)
-    return 1 if result.problems else 0
+    return 0 if result.verified else 1
 
 
 def _say(text: str) -> None:
