@@ -38,8 +38,8 @@ def _state_of(shard: Shard) -> ShardState:
 class Snapshot:
     """Shards as they are now. One thread calls ``read_all``, the training thread ``protect`` before it changes some.
 
-    Copies take at most ``memory`` bytes at a time; beyond that ``protect`` waits until the shard has been read. Copies of
-    resident shards are made at once and count; where they alone are more, nothing else is copied until they are read.
+    Copies take at most ``memory`` bytes at a time; beyond that ``protect`` waits until the shard has been read. Those
+    of resident shards are made at once and count; where they are more, nothing else is copied until they are read.
     """
 
     def __init__(self, shards: Sequence[Shard], memory: int) -> None:
