@@ -91,6 +91,24 @@ def test_state_changed_by_speculation_is_caught_and_located(
     assert "Verification failed" in (tmp_path / "report.html").read_text()
 
 
+def test_differences_of_bf16_moments_are_counted_in_elements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class OffByOneBit(AdamW):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            if self.stats()["buckets_speculated"]:
+                for group in self.param_groups:
+                    self.state[group["params"][0]]["exp_avg"].view(torch.int16).view(-1)[:2] ^= 1
+
+    monkeypatch.setattr("superoffload.training.trainer.AdamW", OffByOneBit)
+    # An odd number of elements does not divide into words of four bytes.
+    sizes = ("--hidden", "30", "--heads", "1", "--kv-heads", "1", "--mlp", "47")
+    assert run_verify(tmp_path, "--steps", "2", "--inject", "", "--state-dtype", "bf16", *sizes) == 1
+    printed = capsys.readouterr().out
+    assert "exp_avg of embedding.weight in 2 of 7680 elements" in printed
+
+
 def test_gradients_that_differ_are_not_blamed_on_the_optimizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

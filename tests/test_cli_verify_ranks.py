@@ -71,7 +71,11 @@ def test_nothing_committed(
         ("--ranks 0", "ranks=0: expected 1 to 64"),
         ("--engine single --ranks 2", "one process is one rank"),
         ("--ranks 2 --steps 10", "steps=10: expected at least 41"),
+        ("--ranks 2 --steps 24", "steps=24: expected at least 41"),
         ("--ranks 3", "not divisible by 3 ranks"),
+        ("--ranks 2 --seed -1", "seed=-1: expected a whole number from 0"),
+        ("--ranks 2 --max-grad-norm 2", "--max-grad-norm has no effect with --ranks"),
+        ("--engine ddp --inject nan@3", "--inject has no effect with --ranks or --engine"),
     ],
 )
 def test_refusals(options: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from superoffload.bits import WORD
 from superoffload.training.config import TrainingConfig
 from superoffload.training.corpus import Corpus
 from superoffload.training.digests import STATE_PARTS, StepDigests, gradient_digest
@@ -147,7 +148,8 @@ def _differing_parameters(speculative: Trainer, synchronous: Trainer) -> str:
     for (name, one), other in pairs:
         for part in ("master", "exp_avg", "exp_avg_sq"):
             ours, theirs = speculative.optimizer.state[one][part], synchronous.optimizer.state[other][part]
-            count = int((ours.view(torch.int32) != theirs.view(torch.int32)).sum())
+            word = WORD[ours.dtype]
+            count = int((ours.view(word) != theirs.view(word)).sum())
             if count:
                 found.append(f"{part} of {name} in {count} of {ours.numel()} elements")
         if not torch.equal(one.detach().view(torch.uint8), other.detach().view(torch.uint8)):
