@@ -45,6 +45,10 @@ def test_adam(capsys: pytest.CaptureFixture[str]) -> None:
     names = {row["name"] for row in report["rows"]}
     assert {"step", "journaled", "journaled, 2-byte codes", "undo", "replay", "publish", "limit of step"} <= names
     assert {"torch fused step", "torch fused, same job"} <= names
+    reading = [row for row in report["rows"] if row["name"] == "limit of publish, reading alone"]
+    assert {row["bytes_per_param"] for row in reading} == {14.0}, "master, both moments, bf16 gradient"
+    if "avx512" in kernels.available_isas():
+        assert "reading what it reads, and nothing else, takes" in printed
     assert {row["isa"] for row in report["rows"] if row["name"] == "step"} == set(kernels.available_isas())
     assert {row["numel"] for row in report["rows"]} >= {1024, 70000}
     for row in report["rows"]:
