@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from superoffload import kernels
+from superoffload.benchmarking.training_plots import plot_journal
 from superoffload.cli import EXIT_OK, EXIT_USAGE, main
 from superoffload.training.config import ModelConfig, TrainingConfig
 
@@ -70,6 +72,16 @@ def test_journal(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["mean_after_step_10"] == pytest.approx(sum(sizes) / len(sizes))
         assert 1.0 < row["mean_after_step_10"] < 3.1
     assert clipped["mean_after_step_10"] > plain["mean_after_step_10"] + 0.2, "larger gradients change state by more"
+
+
+def test_every_line_of_the_journal_plot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+    plot_journal({"rows": [{"name": "no clipping", "bytes_per_param": [1.0, None, 1.1]}]}, Path("out.png"))
+    (figure,) = figures
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert len(names) == len(figure.axes[0].get_lines()) == 2
+    assert names[0] == "no clipping" and names[1].startswith("1.25: ")
 
 
 @pytest.mark.usefixtures("small_model")
