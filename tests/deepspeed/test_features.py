@@ -209,3 +209,32 @@ def make_and_end(times: int) -> list[int]:
 def test_engines_leave_no_threads(two_ranks: Ranks) -> None:
     for counts in two_ranks.run(make_and_end, 6):
         assert counts[-1] <= counts[1]
+
+
+def kept_in_memory() -> list[str]:
+    """What of an engine's host memory somebody still holds after ``destroy()``, by name."""
+    import gc
+    import weakref
+
+    engine = make_engine(config(options={"speculation": "always"}), _seeded(1))
+    run_steps(engine, range(2))
+    optimizer = engine.optimizer
+    masters = optimizer.fp32_partitioned_groups_flat
+    tensors = {
+        "gradients": optimizer.grad_partitions_flat_buffer,
+        "master": masters[0],
+        **{name: optimizer.optimizer.state[masters[0]][name] for name in ("exp_avg", "exp_avg_sq")},
+        **{f"shadow {i}": bucket.shadow for i, bucket in enumerate(optimizer._driver.core.buckets)},
+    }
+    held = {name: weakref.ref(tensor) for name, tensor in tensors.items()}
+    assert len(held) > 5
+    del tensors, masters
+    end(engine)
+    gc.collect()
+    parameters = [param.ds_tensor.numel() for param in engine.module.parameters()]  # these stay
+    return [name for name in held if held[name]() is not None] + ([] if all(parameters) else ["no parameters"])
+
+
+def test_destroyed_engines_leave_no_state_in_memory(two_ranks: Ranks) -> None:
+    """Although DeepSpeed's hooks keep the optimizer itself; that memory is pinned where there is an accelerator."""
+    assert two_ranks.run(kept_in_memory) == [[], []]

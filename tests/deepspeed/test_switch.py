@@ -54,6 +54,7 @@ def test_other_configs_are_left_alone(offload: dict[str, Any] | None) -> None:
         (changed(zero_quantized_weights=True), ["zero_quantized_weights"]),
         (changed(zero_quantized_gradients=True), ["zero_quantized_gradients"]),
         (changed(zero_hpz_partition_size=4), ["zero_hpz_partition_size", "4"]),
+        (changed(mics_shard_size=2), ["mics_shard_size", "2", "MiCS is not supported"]),
         ({**OURS, "compile": {"deepcompile": True}}, ["deepcompile", "engine.compile()"]),
         ({**OURS, "bf16": {"bf16_master_weights_and_grads": True}}, ["master weights are fp32"]),
         ({**OURS, "hybrid_engine": {"enabled": True}}, ["hybrid_engine.enabled"]),
@@ -206,10 +207,22 @@ def test_client_optimizers(optimizer: str, two_ranks: Ranks) -> None:
     assert two_ranks.run(initialize, config(), optimizer) == ["SpeculativeStage3"] * 2
 
 
+def initialize_without_a_compiler(configuration: dict[str, Any]) -> str:
+    from unittest import mock
+
+    from deepspeed.ops.adam import cpu_adam
+
+    import superoffload.integrations.deepspeed as ours
+
+    ours.disable()
+    with mock.patch.object(cpu_adam.CPUAdamBuilder, "load", side_effect=RuntimeError("no compiler")):
+        return initialize(configuration)
+
+
 def test_the_default_optimizer_of_deepspeed_needs_no_compiler(two_ranks: Ranks) -> None:
     configuration = config(options={"speculation": "always"})
     del configuration["optimizer"]["params"]["torch_adam"]
-    assert two_ranks.run(initialize, configuration) == ["SpeculativeStage3"] * 2
+    assert two_ranks.run(initialize_without_a_compiler, configuration) == ["SpeculativeStage3"] * 2
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.5])
