@@ -21,6 +21,7 @@ from superoffload.arguments import (
     check_is_of,
     check_keep_grads,
     check_max_grad_norm,
+    check_process_group,
     check_rank_check,
     check_replicated,
     check_seed,
@@ -28,6 +29,7 @@ from superoffload.arguments import (
     check_threads,
     check_whole_number,
 )
+from superoffload.environment import check_environment
 from superoffload.errors import ArgumentError, StateError
 from superoffload.optimizer.delivery import Delivery
 from superoffload.optimizer.parameters import Given
@@ -123,10 +125,12 @@ class AdamW(Delivery):
         **unknown: Never,
     ) -> None:
         refuse_unknown(AdamW, unknown)
+        check_environment()
         self._max_grad_norm = check_max_grad_norm(max_grad_norm)
         asked = check_placement(placement)
         check_keep_grads(keep_grads)
         check_whole_number("bucket_numel", bucket_numel)
+        check_process_group(process_group)
         check = check_rank_check(rank_check)
         replicated = check_replicated(replicated)
         check_delivery(delivery, module, model, replicated)

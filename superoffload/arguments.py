@@ -251,6 +251,19 @@ def check_rank_check(value: Any) -> tuple[bool, int]:
     raise ArgumentError(f"rank_check={value!r}: expected 'off', 'light', 'full' or {{'full': every so many steps}}")
 
 
+def check_process_group(value: Any) -> None:
+    """None (all ranks are meant) or a group of torch.distributed that this rank is in."""
+    if value is None:
+        return
+    import torch.distributed as dist
+
+    if not dist.is_available() or not isinstance(value, dist.ProcessGroup):
+        raise ArgumentError(
+            f"process_group={value!r}: expected a torch.distributed.ProcessGroup that this rank is in, as "
+            "torch.distributed.new_group() or DeviceMesh.get_group() return it, or None for all ranks"
+        )
+
+
 def check_replicated(value: Any) -> str:
     """What several ranks do about parameters that each of them has in full."""
     if value is None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from superoffload import kernels
+from superoffload.benchmarking.training_plots import plot_journal
 from superoffload.cli import EXIT_OK, EXIT_USAGE, main
 from superoffload.training.config import ModelConfig, TrainingConfig
 
@@ -43,6 +45,10 @@ def test_adam(capsys: pytest.CaptureFixture[str]) -> None:
     names = {row["name"] for row in report["rows"]}
     assert {"step", "journaled", "journaled, 2-byte codes", "undo", "replay", "publish", "limit of step"} <= names
     assert {"torch fused step", "torch fused, same job"} <= names
+    reading = [row for row in report["rows"] if row["name"] == "limit of publish, reading alone"]
+    assert {row["bytes_per_param"] for row in reading} == {14.0}, "master, both moments, bf16 gradient"
+    if "avx512" in kernels.available_isas():
+        assert "reading what it reads, and nothing else, takes" in printed
     assert {row["isa"] for row in report["rows"] if row["name"] == "step"} == set(kernels.available_isas())
     assert {row["numel"] for row in report["rows"]} >= {1024, 70000}
     for row in report["rows"]:
@@ -66,6 +72,16 @@ def test_journal(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["mean_after_step_10"] == pytest.approx(sum(sizes) / len(sizes))
         assert 1.0 < row["mean_after_step_10"] < 3.1
     assert clipped["mean_after_step_10"] > plain["mean_after_step_10"] + 0.2, "larger gradients change state by more"
+
+
+def test_every_line_of_the_journal_plot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+    plot_journal({"rows": [{"name": "no clipping", "bytes_per_param": [1.0, None, 1.1]}]}, Path("out.png"))
+    (figure,) = figures
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert len(names) == len(figure.axes[0].get_lines()) == 2
+    assert names[0] == "no clipping" and names[1].startswith("1.25: ")
 
 
 @pytest.mark.usefixtures("small_model")

@@ -216,11 +216,15 @@ def test_with_tqdm_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys
         (["--accumulation", "0"], "accumulation=0"),
         (["--bucket-numel", "0"], "bucket_numel=0"),
         (["--threads", "0"], "threads=0"),
+        (["--torch-threads", "99999"], "torch_threads=99999: expected at most 1024"),
+        (["--seed", str(1 << 70)], f"seed={1 << 70}: expected a whole number from 0 to 4294967295"),
         (["--max-corpus-mib", "0"], "max_corpus_mib=0"),
         (["--max-corpus-mib", "nan"], "max_corpus_mib=nan"),
         (["--inject", "nan@400"], "inject=nan@400: step 400"),
         (["--inject", "oops"], "inject=oops"),
         (["--data", "/no/such/text"], "data=/no/such/text: no such file"),
+        (["--data", "x" * 5000], "xxx: cannot be read .*too long"),
+        (["--max-corpus-mib", "0.001"], "the first part of .* holds 1048 bytes of text, .* with --max-corpus-mib"),
         (["--json", "/no/such/folder/x.json"], "json=/no/such/folder/x.json: the file cannot be written"),
     ],
 )
@@ -247,6 +251,11 @@ def test_corpus_too_short_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "short.txt").write_text("too short")
     assert train(tmp_path / "run", "--data", str(tmp_path / "short.txt")) == 2
     assert "9 bytes of text, too short" in capsys.readouterr().err
+
+
+def test_the_learning_rate_of_a_step_is_the_one_that_it_used(tmp_path: Path) -> None:
+    train(tmp_path, "--steps", "4", "--warmup", "4", "--lr", "0.004", "--inject", "lr@3:0.5")
+    assert [line["lr"] for line in metrics(tmp_path)] == pytest.approx([0.001, 0.002, 0.0015, 0.004])
 
 
 def test_version_and_help_do_not_load_torch() -> None:

@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 
 from superoffload.cli import main
+from superoffload.convergence.compare import Tolerance
+from superoffload.convergence.run import Curve
+from superoffload.convergence.setup import Setup
+from superoffload.convergence.suite import Result, judge_fates
 
 
 @pytest.mark.convergence
@@ -29,13 +33,49 @@ def test_two_ranks_are_verified(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("clipped", "committed", "problem", "inconclusive"),
+    [
+        (39, 0, "", "each of the 39 steps that were taken had to be clipped to max_grad_norm=1"),
+        (36, 0, "3 steps were not clipped, and yet no bucket was committed", ""),
+        (36, 30, "", ""),
+    ],
+)
+def test_nothing_committed(
+    clipped: int, committed: int, problem: str, inconclusive: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Where every step was clipped there was nothing to commit; where some were not, it is a failure."""
+
+    def judged(setup: Setup, engine: str, count: int, say: object) -> Result:
+        stats = {"buckets_speculated": 400, "buckets_replayed": 300, "buckets_committed": committed}
+        stats |= {"steps": 39, "clipped_steps": clipped}
+        result = Result(
+            {"speculative": Curve(engine, "always", stats=stats)}, Tolerance([1.0], [0.1], [1.0], [0.1], {}, {"w": 0.0})
+        )
+        judge_fates(result, setup)
+        return result
+
+    monkeypatch.setattr("superoffload.convergence.suite.verify_ranks", judged)
+    code = main(["verify", "--ranks", "2", "--steps", "41", "--out", str(tmp_path)])
+    printed, summary = capsys.readouterr().out, json.loads((tmp_path / "summary.json").read_text())
+    assert (code == 0) == summary["passed"] == (committed > 0)
+    assert ("FAILED" in printed) == bool(problem) and problem in "".join(summary["problems"])
+    assert ("INCONCLUSIVE" in printed) == bool(inconclusive) and inconclusive in summary["inconclusive"]
+    assert inconclusive in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
     ("options", "text"),
     [
         ("--engine zero", "engine=zero: expected one of single, fsdp2"),
         ("--ranks 0", "ranks=0: expected 1 to 64"),
         ("--engine single --ranks 2", "one process is one rank"),
         ("--ranks 2 --steps 10", "steps=10: expected at least 41"),
+        ("--ranks 2 --steps 24", "steps=24: expected at least 41"),
         ("--ranks 3", "not divisible by 3 ranks"),
+        ("--ranks 2 --seed -1", "seed=-1: expected a whole number from 0"),
+        ("--ranks 2 --max-grad-norm 2", "--max-grad-norm has no effect with --ranks"),
+        ("--engine ddp --inject nan@3", "--inject has no effect with --ranks or --engine"),
     ],
 )
 def test_refusals(options: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

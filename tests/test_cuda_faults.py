@@ -13,6 +13,7 @@ import torch
 
 from superoffload.cuda.link import CudaOptions
 from superoffload.cuda.start import LIBRARY_VARIABLE
+from superoffload.environment import DEVICE_TIMEOUT, device_timeout
 from superoffload.errors import ArgumentError, DeviceError, StateError, WorkerError
 from tests.adamw_tools import batch, train
 from tests.cuda_tools import host_digests, state_of, training
@@ -109,13 +110,13 @@ def test_no_driver() -> None:
 
 
 def test_a_bad_timeout_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from superoffload.cuda.start import TIMEOUT_VARIABLE, _timeout
-
-    monkeypatch.setenv(TIMEOUT_VARIABLE, "soon")
-    with pytest.raises(ArgumentError, match=f"{TIMEOUT_VARIABLE}='soon'"):
-        _timeout()
-    monkeypatch.setenv(TIMEOUT_VARIABLE, "12.5")
-    assert _timeout() == 12.5
+    monkeypatch.setenv(DEVICE_TIMEOUT, "soon")
+    with pytest.raises(ArgumentError, match=f"{DEVICE_TIMEOUT}='soon'"):
+        device_timeout()
+    monkeypatch.setenv(DEVICE_TIMEOUT, "12.5")
+    assert device_timeout() == 12.5
+    monkeypatch.setenv(DEVICE_TIMEOUT, "")
+    assert device_timeout() == CudaOptions.timeout_seconds
 
 
 def test_the_link_is_one_of_the_fake_device(fake: Fake) -> None:

@@ -13,8 +13,9 @@ from superoffload.cli import main
 from superoffload.cuda.link import CudaOptions
 from superoffload.cuda.measure import Rates, choose, worth_measuring
 from superoffload.cuda.pinned import free_bytes, node_of, place
-from superoffload.cuda.start import LIBRARY_VARIABLE, POLICY_VARIABLE, cuda_link, kernels_for, open_link
-from superoffload.cuda.transfer import DIRECT, NARROW, WIDE, TransferPolicy, policy_named
+from superoffload.cuda.start import LIBRARY_VARIABLE, cuda_link, kernels_for, open_link
+from superoffload.cuda.transfer import DIRECT, NARROW, POLICIES, WIDE, TransferPolicy
+from superoffload.environment import TRANSFER, TRANSFERS
 from superoffload.errors import ArgumentError, KernelsUnavailable
 from tests.fake_cuda import IMAGE, Fake, FakeDevice
 
@@ -61,22 +62,21 @@ def test_what_can_be_used() -> None:
 def test_the_environment_names_a_policy(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice(fake)
     for policy in (NARROW, WIDE, DIRECT):
-        monkeypatch.setenv(POLICY_VARIABLE, policy.name)
+        monkeypatch.setenv(TRANSFER, policy.name)
         link = open_link(device, options_of(fake), [torch.bfloat16], CPUS)
         assert link.policy is policy
         link.close()
-    monkeypatch.setenv(POLICY_VARIABLE, "narrowest")
+    monkeypatch.setenv(TRANSFER, "narrowest")
     with pytest.raises(ArgumentError, match=r"SUPEROFFLOAD_TRANSFER='narrowest': expected 'auto', 'narrow'"):
         open_link(device, options_of(fake), [torch.bfloat16], CPUS)
-    monkeypatch.setenv(POLICY_VARIABLE, "wide")
+    monkeypatch.setenv(TRANSFER, "wide")
     with pytest.raises(ArgumentError, match="needs kernels"):
         open_link(device, replace(options_of(fake), image=b""), [torch.bfloat16], CPUS)
-    with pytest.raises(ArgumentError, match="argument='x'"):
-        policy_named("x", "argument")
+    assert set(TRANSFERS) == {"auto", *POLICIES}
 
 
 def test_a_link_without_kernels_needs_no_measurement(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(POLICY_VARIABLE, raising=False)
+    monkeypatch.delenv(TRANSFER, raising=False)
     link = open_link(FakeDevice(fake), replace(options_of(fake), image=b""), [torch.bfloat16], CPUS)
     assert link.policy is NARROW
     link.close()
@@ -123,7 +123,7 @@ def test_no_allocation_crosses_a_chunk() -> None:
 
 
 def test_what_is_chosen_at_the_start_is_what_was_measured(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(POLICY_VARIABLE, raising=False)
+    monkeypatch.delenv(TRANSFER, raising=False)
     monkeypatch.setattr("superoffload.cuda.start._TRIAL_NUMEL", 3000)
     seen: list[dict[str, Rates]] = []
 
@@ -151,7 +151,7 @@ def test_a_link_for_a_torch_device(fake: Fake, monkeypatch: pytest.MonkeyPatch) 
         return IMAGE
 
     monkeypatch.setenv(LIBRARY_VARIABLE, fake.library)
-    monkeypatch.setenv(POLICY_VARIABLE, "direct")
+    monkeypatch.setenv(TRANSFER, "direct")
     monkeypatch.setattr("superoffload.cuda.start.TorchDevice", lambda device: FakeDevice(fake))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("superoffload.cuda.compile.compile_kernels", compile_for)

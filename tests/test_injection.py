@@ -45,8 +45,8 @@ def test_which_events_must_leave_the_state_alone(text: str, expected: bool) -> N
 
 
 def test_empty_text_is_no_event() -> None:
-    assert not parse_injection("", steps=5)
-    assert not parse_injection(" , ", steps=5)
+    for text in ("", " , "):
+        assert all(parse_injection(text, steps=5).at(step) is NOTHING for step in range(1, 6))
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,8 @@ def test_relative_threshold_needs_an_earlier_norm() -> None:
 
 
 def test_default_injection_has_every_kind_and_fits_the_default_steps() -> None:
-    plan = parse_injection(DEFAULT_INJECTION, DEFAULTS.steps)
     assert {item.split("@")[0] for item in DEFAULT_INJECTION.split(",")} == set(KINDS)
-    assert plan.last_step <= DEFAULTS.steps
+    parse_injection(DEFAULT_INJECTION, DEFAULTS.steps)  # raises for an event after the last step
 
 
 def test_poison_is_in_the_gradient_when_the_optimizer_hook_sees_it() -> None:

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from superoffload.ranks.group import RankGroup
+from superoffload import AdamW
+from superoffload.errors import RankError
+from superoffload.ranks.group import _GROUPS, RankGroup
 from superoffload.ranks.launch import LocalRanks, Outcome
 from superoffload.ranks.session import RankSession
 from tests.rank_tools import BF16, Net, flat_mesh, net, optimizer_of, shard, tokens_of
@@ -201,3 +204,36 @@ def test_a_first_rank_that_has_answered_and_ended_is_not_called_lost(answers: in
     group.ranks, group.rank, group.timeout, group._calls = [0, 1, 2], 1, 5.0, 7
     group._store = EndingStore(answers)  # type: ignore[assignment]
     assert group._missing() == missing
+
+
+def train_in_two_worlds(folder: str) -> tuple[int, int, str]:
+    """In a rank: how many groups of ours there are in the second world and after it; what an optimizer of the first
+    one says in the second."""
+    rank, weights = int(os.environ["RANK"]), [torch.nn.Parameter(torch.ones(8)) for _ in range(2)]
+    optimizers: list[Any] = []
+    for number, weight in enumerate(weights):
+        store = f"file://{folder}/store-{number}"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+        optimizers.append(AdamW([weight], speculation="always", rank_timeout=TIMEOUT))
+        for step in range(2):
+            weight.grad = torch.full((8,), 1.0 + step)
+            optimizers[number].step()
+        if number == 0:
+            dist.destroy_process_group()
+    assert torch.equal(*weights)
+    kept = sum(map(len, _GROUPS.values()))
+    weights[0].grad = torch.ones(8)
+    with pytest.raises(RankError) as caught:
+        optimizers[0].step()
+    for optimizer in optimizers:
+        optimizer.close()
+    dist.destroy_process_group()
+    return kept, sum(map(len, _GROUPS.values())), str(caught.value)
+
+
+def test_a_second_world_has_groups_of_its_own(tmp_path: Path) -> None:
+    """destroy_process_group() and init_process_group() again, in the same processes."""
+    with LocalRanks(2, init=False) as ranks:
+        for kept, afterwards, error in ranks.run(train_in_two_worlds, str(tmp_path), limit=100.0):
+            assert (kept, afterwards) == (1, 0)
+            assert "destroy_process_group()" in error and "make a new optimizer" in error

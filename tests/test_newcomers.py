@@ -33,13 +33,46 @@ PACKAGE = Path(superoffload.__file__).parent
         ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0: expected a finite number above 0, or None for no clipping"),
         ({"max_grad_norm": "1"}, "max_grad_norm='1': expected a finite number above 0, or None"),
         ({"model": nn.Linear(2, 2)}, "model: Linear, which has none of params; pass the model whose"),
+        ({"process_group": 3}, "process_group=3: expected a torch.distributed.ProcessGroup that this rank is in"),
     ],
-    ids=["threads", "trace", "norm", "text", "model"],
+    ids=["threads", "trace", "norm", "text", "model", "group"],
 )
 def test_values_that_cannot_be_meant(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         AdamW(model_of().parameters(), **arguments)
     assert str(caught.value).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("SUPEROFFLOAD_TRANSFER", "narrwo", "'narrwo': expected 'auto', 'narrow', 'wide', 'direct', or unset for"),
+        ("SUPEROFFLOAD_DEVICE_TIMEOUT", "-5", "'-5': expected a number of seconds above 0"),
+        ("SUPEROFFLOAD_DEVICE_TIMEOUT", "1 min", "'1 min': expected a number of seconds above 0"),
+        ("SUPEROFFLOAD_RANK_TIMEOUT", "1 min", "'1 min': expected a number of seconds"),
+    ],
+)
+def test_the_environment_is_checked_where_it_is_not_needed_too(
+    variable: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU and alone, before the machine that it was meant for."""
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ArgumentError) as caught:
+        AdamW(model_of().parameters())
+    assert str(caught.value).startswith(f"{variable}={words}")
+    monkeypatch.setenv(variable, "")
+    AdamW(model_of().parameters()).close()
+
+
+def test_accumulate_without_with() -> None:
+    with AdamW(model_of().parameters()) as optimizer:
+        with pytest.warns(RuntimeWarning, match=r"accumulate\(\) was called without `with`") as caught:
+            optimizer.accumulate()
+        assert caught[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with optimizer.accumulate():
+                pass
 
 
 def test_too_many_threads_are_refused_by_the_plain_optimizer_too() -> None:

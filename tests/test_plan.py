@@ -37,12 +37,20 @@ def test_the_documentation_shows_the_comparison_as_it_is() -> None:
 
 
 def test_sizes_that_fit_are_the_published_ones_but_for_three() -> None:
-    assert published.wrong_cells() == [("stage 3", 1), ("stage 3", 2), ("stage 3", 4)]
+    wrong = [
+        (name, ranks)
+        for name, sizes in published.LARGEST_HIDDEN.items()
+        for ranks, expected in enumerate(sizes, 1)
+        if published.largest_hidden(name, ranks) != expected
+    ]
+    assert wrong == [("stage 3", 1), ("stage 3", 2), ("stage 3", 4)]
 
 
 @pytest.mark.parametrize("name", published.PEAK_GB)
 def test_peaks_are_within_ten_percent_of_the_published_ones(name: str) -> None:
-    assert published.planned_peak(name) / GB == pytest.approx(published.PEAK_GB[name], rel=0.10)
+    settings = replace(published.CONFIGURATIONS[name], ranks=4)
+    peak = estimate_memory(published.evaluated_model(4096), settings).gpu_peak
+    assert peak / GB == pytest.approx(published.PEAK_GB[name], rel=0.10)
 
 
 def test_offload_engines_come_out_in_the_published_order() -> None:

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 from superoffload import AdamW, checkpoints
 from superoffload.checkpoints import folder as folders
 from superoffload.checkpoints.safetensors import TensorFile
+from superoffload.checkpoints.snapshot import ShardState, Snapshot
 from superoffload.errors import ArgumentError, StateError
 from tests.adamw_tools import DTYPES, batch, model_of, train
 from tests.compatibility import compat
@@ -101,6 +103,37 @@ class HeldUp:
             write(file, name, runs)
 
         monkeypatch.setattr(TensorFile, "write", held_up)
+
+
+def test_copies_of_resident_shards_count() -> None:
+    """12 bytes of state per element; the first shard's state is on the accelerator."""
+
+    def shard(index: int, numel: int) -> Any:
+        state = {name: torch.zeros(numel) for name in ("master", "exp_avg", "exp_avg_sq")}
+        return SimpleNamespace(index=index, resident=index == 0, **state)
+
+    shards = [shard(0, 10), shard(1, 5)]
+    for memory, most in ((180, 180), (179, 120), (0, 120)):
+        snapshot, read = Snapshot(shards, memory), list[int]()
+        assert snapshot.largest_extra == 120
+        if most == 180:
+            snapshot.protect(shards)  # there is room: returns at once
+        snapshot.read_all(lambda index, _: read.append(index))  # noqa: B023
+        assert read == [0, 1] and snapshot.largest_extra == most
+        snapshot.protect(shards)  # all is read
+
+
+def test_room_of_resident_shards_is_free_again_once_they_are_written() -> None:
+    state = {name: torch.zeros(10) for name in ("master", "exp_avg", "exp_avg_sq")}
+    shards: Any = [SimpleNamespace(index=i, resident=i == 0, **state) for i in range(3)]
+    snapshot = Snapshot(shards, 120)
+
+    def read(index: int, _: ShardState) -> None:
+        if index == 1:
+            snapshot.protect(shards[2:])  # would wait for ever for the thread that reads, were there no room
+
+    snapshot.read_all(read)
+    assert snapshot.largest_extra == 120
 
 
 @compat("saved in the background while training goes on", "single")

@@ -9,7 +9,7 @@ namespace superoffload::memory_limit {
 struct Loops {
     std::size_t width;  // bytes; streaming stores need addresses that are multiples of it
     void (*update)(std::uint8_t* base, std::size_t bytes, std::uint32_t zero);
-    std::uint32_t (*read)(const std::uint8_t* base, std::size_t bytes);
+    void (*read)(const std::uint8_t* base, std::size_t bytes);
     void (*write)(std::uint8_t* base, std::size_t bytes, std::uint32_t zero);
     void (*write_streaming)(std::uint8_t* base, std::size_t bytes, std::uint32_t zero);
 };

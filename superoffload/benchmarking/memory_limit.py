@@ -25,6 +25,7 @@ _TRAFFIC: Mapping[str, tuple[_native.Access, _native.Access, _native.Access | No
     "undo": (UPDATE, READ, None, READ),
     "replay": (UPDATE, READ, WRITE, READ),
     "publish": (READ, READ, WRITE, None),
+    "reading": (READ, READ, None, None),  # what publish has to read, and nothing written
 }
 
 

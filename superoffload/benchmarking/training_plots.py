@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from superoffload.plan.explanations import JOURNAL_USED_BYTES
 from superoffload.reporting import style
 from superoffload.reporting.plots import smooth
 
@@ -36,7 +37,9 @@ def plot_journal(report: dict[str, Any], path: Path) -> None:
         for row, colour in zip(report["rows"], _COLOURS, strict=False):
             sizes = [math.nan if size is None else size for size in row["bytes_per_param"]]  # a gap: nothing speculated
             axes.plot(range(1, len(sizes) + 1), sizes, ".-", ms=2.5, color=colour, linewidth=1, label=row["name"])
-        axes.axhline(1.25, color=style.MUTED, linestyle=":", linewidth=1)
+        expected = JOURNAL_USED_BYTES[1]
+        label = f"{expected}: the higher mean that a plan expects"
+        axes.axhline(expected, color=style.INK, linestyle=":", linewidth=1, label=label)
         axes.set_ylim(bottom=0)
         axes.set_title("Journal, bytes per parameter of the speculated buckets")
 

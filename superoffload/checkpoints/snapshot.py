@@ -38,7 +38,8 @@ def _state_of(shard: Shard) -> ShardState:
 class Snapshot:
     """Shards as they are now. One thread calls ``read_all``, the training thread ``protect`` before it changes some.
 
-    Copies take at most ``memory`` bytes at a time; beyond that ``protect`` waits until the shard has been read.
+    Copies take at most ``memory`` bytes at a time; beyond that ``protect`` waits until the shard has been read. Those
+    of resident shards are made at once and count; where they are more, nothing else is copied until they are read.
     """
 
     def __init__(self, shards: Sequence[Shard], memory: int) -> None:
@@ -47,11 +48,11 @@ class Snapshot:
         self._apart = {shard.index for shard in shards if shard.resident}  # copied already
         self._copied: set[int] = set()
         self._urgent: deque[int] = deque()
-        self._free = memory
+        self.largest_extra = sum(self._states[index].nbytes for index in self._apart)  # bytes of copies at any time
+        self._free = memory - self.largest_extra
         self._memory = memory
         self._changed = threading.Condition()
         self._over = False
-        self.largest_extra = 0  # bytes of copies at any time
 
     def protect(self, shards: Iterable[Shard]) -> None:
         """Returns once the shards may be changed."""
@@ -101,8 +102,9 @@ class Snapshot:
     def _done(self, index: int) -> None:
         with self._changed:
             state = self._states.pop(index)
-            if index in self._copied:
+            if index in self._copied or index in self._apart:
                 self._copied.discard(index)
+                self._apart.discard(index)
                 self._free += state.nbytes
             self._changed.notify_all()
 

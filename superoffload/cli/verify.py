@@ -41,12 +41,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help=f"trouble on purpose, see below, or an empty text for none (default: {DEFAULT_INJECTION})",
     )
     verify_ranks.add_options(parser)
+    parser.set_defaults(steps=None)  # one process and several ranks have different ones
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     if verify_ranks.is_wanted(args):
-        return verify_ranks.run(args, args.steps if args.steps != DEFAULTS.steps else None)
+        return verify_ranks.run(args)
+    args.steps = DEFAULTS.steps if args.steps is None else args.steps
     config = config_from(args, DEFAULTS)
     from superoffload.reporting.progress import Progress
     from superoffload.reporting.run_folder import RunFolder, check_writable, write_json

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from superoffload.errors import ArgumentError
+from superoffload.training.config import check_seed
 
 if TYPE_CHECKING:
     from superoffload.convergence.suite import Result
@@ -25,22 +26,36 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--engine",
         help="what trains on the ranks: single, fsdp2, ddp or deepspeed (default: fsdp2 with --ranks, else single). "
         "The model, the batch and the trouble are fixed; of the other options only --steps (default "
-        f"{STEPS}), --seed, --out and --json count",
+        f"{STEPS}), --seed, --out, --json and --quiet can be given",
     )
+    count = {"help", "ranks", "engine", "steps", "seed", "out", "json", "quiet"}
+    fixed = {action.dest: action.option_strings[0] for action in parser._actions if action.dest not in count}
+    parser.set_defaults(fixed_for_ranks={name: (flag, parser.get_default(name)) for name, flag in fixed.items()})
 
 
 def is_wanted(args: argparse.Namespace) -> bool:
     return args.ranks is not None or args.engine is not None
 
 
-def run(args: argparse.Namespace, steps: int | None) -> int:
+def _refuse_fixed(args: argparse.Namespace) -> None:
+    """An option that would have no effect."""
+    for name, (flag, default) in args.fixed_for_ranks.items():
+        if getattr(args, name) != default:
+            raise ArgumentError(
+                f"{flag} has no effect with --ranks or --engine, where the model, the batch and the trouble are fixed; "
+                "leave it out"
+            )
+
+
+def run(args: argparse.Namespace) -> int:
     from superoffload.convergence.engines import check_engine
     from superoffload.convergence.setup import Setup
     from superoffload.convergence.suite import verify_ranks
     from superoffload.reporting.ranks_report import finish_ranks, ranks_summary
     from superoffload.reporting.run_folder import RunFolder, check_writable, write_json
 
-    engine = args.engine or "fsdp2"
+    _refuse_fixed(args)
+    steps, engine = args.steps, args.engine or "fsdp2"
     count = args.ranks if args.ranks is not None else 1 if engine == "single" else 2
     check_engine(engine)
     if not 1 <= count <= 64:
@@ -49,7 +64,8 @@ def run(args: argparse.Namespace, steps: int | None) -> int:
         raise ArgumentError(
             f"engine=single with ranks={count}: one process is one rank; choose --engine fsdp2, ddp or deepspeed"
         )
-    setup = dataclasses.replace(Setup(), steps=steps or STEPS, seed=args.seed)
+    check_seed(args.seed)
+    setup = dataclasses.replace(Setup(), steps=STEPS if steps is None else steps, seed=args.seed)
     least = max(setup.nan_step, setup.inf_step, *setup.late_clips)
     if setup.steps < least:
         raise ArgumentError(f"steps={setup.steps}: expected at least {least}, so that all of the trouble is met")
@@ -62,7 +78,7 @@ def run(args: argparse.Namespace, steps: int | None) -> int:
     print(finish_ranks(folder, summary, result))
     if args.json:
         write_json(args.json, summary)
-    return 1 if result.problems else 0
+    return 0 if result.verified else 1
 
 
 def _say(text: str) -> None:

@@ -10,6 +10,7 @@ from superoffload.convergence.compare import FEWEST_RUNS, Tolerance, stray, tole
 from superoffload.convergence.run import Curve, run
 from superoffload.convergence.setup import Setup
 from superoffload.ranks.launch import LocalRanks
+from superoffload.training.record import unclipped_steps
 
 Say = Callable[[str], None]
 _ON_DEMAND_STEPS = 48
@@ -17,12 +18,17 @@ _ON_DEMAND_STEPS = 48
 
 @dataclass
 class Result:
-    """``curves`` by name, as rank 0 has them; no problem means verified."""
+    """``curves`` by name, as rank 0 has them. ``inconclusive``: no problem, but something to compare was missing."""
 
     curves: dict[str, Curve] = field(default_factory=dict)
     tolerance: Tolerance | None = None
     problems: list[str] = field(default_factory=list)
+    inconclusive: str = ""
     compared_digests: int = 0
+
+    @property
+    def verified(self) -> bool:
+        return not self.problems and not self.inconclusive
 
 
 def single_runs(setup: Setup, ranks: LocalRanks, say: Say) -> list[Curve]:
@@ -78,11 +84,29 @@ def verify_ranks(setup: Setup, engine: str, count: int, say: Say = print) -> Res
             result.problems += [f"plain FSDP2: {problem}" for problem in stray(plain[0], result.tolerance)]
             result.problems += [f"on demand: {problem}" for problem in delivered_unlike(setup, engine, ranks)]
             say("delivery on demand: compared with eager delivery")
-    stats = result.curves["speculative"].stats
-    for fate in ("speculated", "committed", "replayed"):
-        if stats and not stats[f"buckets_{fate}"]:
-            result.problems.append(f"no bucket was {fate}, so nothing was compared in that; take more steps")
+    judge_fates(result, setup)
     return result
+
+
+def judge_fates(result: Result, setup: Setup) -> None:
+    """Whether speculated buckets went the ways that had to be compared."""
+    stats = result.curves["speculative"].stats
+    if not stats:
+        return
+    for fate in ("speculated", "replayed"):
+        if not stats[f"buckets_{fate}"]:
+            result.problems.append(f"no bucket was {fate}, so nothing was compared in that; take more steps")
+    if stats["buckets_committed"]:
+        return
+    if unclipped := unclipped_steps(stats):
+        result.problems.append(f"{unclipped} steps were not clipped, and yet no bucket was committed in any of them")
+    elif not result.problems:
+        result.inconclusive = (
+            f"everything that was compared is equal, but each of the {stats['steps']} steps that were taken had to be "
+            f"clipped to max_grad_norm={setup.max_grad_norm:g}, as is common early in training: no speculated bucket "
+            f"could be committed, so that was not compared. Take more than --steps {setup.steps} (default "
+            f"{Setup().steps}), or another --seed"
+        )
 
 
 def _last(curve: Curve) -> str:

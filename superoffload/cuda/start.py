@@ -12,12 +12,11 @@ import torch
 from superoffload.cuda.device import Device, TorchDevice
 from superoffload.cuda.link import CudaLink, CudaOptions
 from superoffload.cuda.measure import choose, measure_policies, worth_measuring
-from superoffload.cuda.transfer import NARROW, TransferPolicy, policy_named
+from superoffload.cuda.transfer import NARROW, POLICIES, TransferPolicy
+from superoffload.environment import TRANSFER, device_timeout, transfer_name
 from superoffload.errors import ArgumentError, KernelsUnavailable
 
 LIBRARY_VARIABLE = "SUPEROFFLOAD_LIBCUDA"
-TIMEOUT_VARIABLE = "SUPEROFFLOAD_DEVICE_TIMEOUT"
-POLICY_VARIABLE = "SUPEROFFLOAD_TRANSFER"
 _TRIAL_NUMEL = 1 << 22  # of the measurement at the start: a fraction of a second
 
 
@@ -33,8 +32,8 @@ def options_for(device: TorchDevice, *, keep_grads: bool | None) -> CudaOptions:
     return CudaOptions(
         keep_grads=bool(keep_grads),
         image=kernels_for(torch.cuda.get_device_capability(device.torch_device)),
-        timeout_seconds=_timeout(),
-        library=os.environ.get(LIBRARY_VARIABLE, CudaOptions.library),
+        timeout_seconds=device_timeout(),
+        library=os.environ.get(LIBRARY_VARIABLE) or CudaOptions.library,
     )
 
 
@@ -46,15 +45,10 @@ def open_link(
     where: torch.device | None = None,
 ) -> CudaLink:
     """With the policy that is named in the environment, or the one that is fastest here."""
-    named = os.environ.get(POLICY_VARIABLE, "auto")
-    if named == "auto":
-        policy = _measured(device, options, dtypes, cpus, where)
-    else:
-        policy = policy_named(named, POLICY_VARIABLE)
+    named = transfer_name()
+    policy = _measured(device, options, dtypes, cpus, where) if named == "auto" else POLICIES[named]
     if not policy.fits(kernels=bool(options.image), pinned=True):
-        raise ArgumentError(
-            f"{POLICY_VARIABLE}={named!r}: needs kernels on the device, which are missing; use 'narrow'"
-        )
+        raise ArgumentError(f"{TRANSFER}={named!r}: needs kernels on the device, which are missing; use 'narrow'")
     return CudaLink(device, replace(options, policy=policy))
 
 
@@ -96,14 +90,3 @@ def kernels_for(capability: tuple[int, int]) -> bytes:
             stacklevel=2,
         )
         return b""
-
-
-def _timeout() -> float:
-    text = os.environ.get(TIMEOUT_VARIABLE, "")
-    try:
-        seconds = float(text) if text else CudaOptions.timeout_seconds
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < float("inf"):
-        raise ArgumentError(f"{TIMEOUT_VARIABLE}={text!r}: expected a number of seconds above 0")
-    return seconds

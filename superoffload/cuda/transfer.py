@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from superoffload.errors import ArgumentError
-
 
 @dataclass(frozen=True)
 class TransferPolicy:
@@ -32,10 +30,3 @@ NARROW = TransferPolicy("narrow", wide=False, direct=False)
 WIDE = TransferPolicy("wide", wide=True, direct=False)
 DIRECT = TransferPolicy("direct", wide=False, direct=True)
 POLICIES = {policy.name: policy for policy in (NARROW, WIDE, DIRECT)}
-
-
-def policy_named(name: str, where: str) -> TransferPolicy:
-    """``where``: what the name was given as, for the error."""
-    if name not in POLICIES:
-        raise ArgumentError(f"{where}={name!r}: expected 'auto', {', '.join(map(repr, POLICIES))}")
-    return POLICIES[name]

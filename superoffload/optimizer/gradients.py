@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from superoffload.arguments import check_gradient
 from superoffload.bucket import Shard
 from superoffload.integrations.fsdp2 import await_offload
+from superoffload.optimizer.accumulating import Accumulating
 from superoffload.optimizer.edited_gradients import EditedGradients
 from superoffload.optimizer.idle_steps import IdleSteps
 from superoffload.optimizer.parameters import Parameters
@@ -57,14 +58,9 @@ class Gradients(Parameters):
 
     # ---- during backward --------------------------------------------------------------------------------------
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self) -> AbstractContextManager[None]:
         """Backward inside this context is not the boundary: gradients add up and nothing is packed yet."""
-        before, self._accumulating = self._accumulating, True
-        try:
-            yield
-        finally:
-            self._accumulating = before
+        return Accumulating(self)
 
     def _on_gradient(self, param: Tensor) -> None:
         tracked = self._tracked.get(param)

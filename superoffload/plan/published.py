@@ -81,19 +81,6 @@ def table_of_sizes() -> Iterator[str]:
         yield f"| {name} | {' | '.join(cells)} |"
 
 
-def wrong_cells() -> list[tuple[str, int]]:
-    return [
-        (name, ranks)
-        for name, published in LARGEST_HIDDEN.items()
-        for ranks, expected in enumerate(published, 1)
-        if largest_hidden(name, ranks) != expected
-    ]
-
-
-def planned_peak(name: str) -> float:
-    return estimate_memory(evaluated_model(4096), replace(CONFIGURATIONS[name], ranks=4)).gpu_peak
-
-
 def table_of_peaks() -> Iterator[str]:
     yield "| configuration | published, GB | planned, GB | error | planned worst moment |"
     yield "|---|---|---|---|---|"

@@ -12,6 +12,7 @@ import pickle
 import socket
 import struct
 import time
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -39,7 +40,7 @@ def rank_timeout(value: float | None) -> float:
     if value is not None:
         return check_number("rank_timeout", value, low=0.1)
     text = os.environ.get(TIMEOUT_VARIABLE)
-    if text is None:
+    if not text:
         return DEFAULT_TIMEOUT
     try:
         seconds = float(text)
@@ -88,6 +89,7 @@ class RankGroup:
 
     def __init__(self, ranks: Sequence[int], timeout: float) -> None:
         self.ranks = list(ranks)
+        self._world = weakref.ref(_this_world())
         self.rank = dist.get_rank()
         self.timeout = timeout
         self.patience = timeout * (1.0 - _ROLL_CALL)
@@ -125,6 +127,11 @@ class RankGroup:
     def gather(self, what: str, mine: Tensor) -> Gather:
         if self.failure is not None:
             raise RankError(f"{self.failure} (this happened before; the ranks cannot go on together)")
+        if not dist.is_initialized() or self._world() is not dist.group.WORLD:
+            raise RankError(
+                f"{what}: torch.distributed was ended (destroy_process_group()) since the optimizer was made, and with "
+                "it the group over which its ranks exchange; make a new optimizer and load the state"
+            )
         self._calls += 1
         return Gather(self, what, mine)
 
@@ -205,21 +212,35 @@ def _host_of(rank: int) -> str:
     return meeting if rank == 0 or meeting in ("localhost", "127.0.0.1", "::1") else socket.gethostname()
 
 
-_GROUPS: dict[tuple[Any, ...], tuple[Any, RankGroup]] = {}
+def _this_world() -> Any:
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialized"
+    return world
+
+
+# By what stands for everything that torch.distributed has between init_process_group() and destroy_process_group():
+# groups of ours go with it.
+_GROUPS: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], RankGroup]] = weakref.WeakKeyDictionary()
 
 
 def rank_group(process_group: Any, timeout: float) -> RankGroup | None:
     """The group of ours over the ranks of ``process_group`` (None: all); made once. None where there is one rank."""
     if not dist.is_available() or not dist.is_initialized():
         return None
-    ranks = sorted(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+    try:
+        ranks = sorted(dist.get_process_group_ranks(process_group or _this_world()))
+    except KeyError:
+        raise ArgumentError(
+            f"process_group={process_group!r}: not a group of this torch.distributed; was it made before "
+            "destroy_process_group()? Expected one that was made since"
+        ) from None
     if len(ranks) == 1:
         return None
     if dist.get_rank() not in ranks:
         raise ArgumentError(f"process_group={process_group!r}: rank {dist.get_rank()} is not in it; expected its own")
-    world = dist.group.WORLD
-    key = (id(world), tuple(ranks), timeout)
-    kept = _GROUPS.get(key)
-    if kept is None or kept[1].failure is not None:
-        kept = _GROUPS[key] = (world, RankGroup(ranks, timeout))  # holds the world: its id must not come again
-    return kept[1]
+    groups = _GROUPS.setdefault(_this_world(), {})
+    key = (tuple(ranks), timeout)
+    kept = groups.get(key)
+    if kept is None or kept.failure is not None:
+        kept = groups[key] = RankGroup(ranks, timeout)
+    return kept

@@ -26,6 +26,8 @@ def ranks_summary(
     tolerance = result.tolerance
     return {
         **common_summary("verify", command_line, result.problems, seconds, 1),
+        "passed": result.verified,
+        "inconclusive": result.inconclusive,
         "engine": engine,
         "ranks": ranks,
         "setup": dataclasses.asdict(setup),
@@ -56,6 +58,8 @@ def finish_ranks(folder: RunFolder, summary: dict[str, Any], result: Result) -> 
             f"{summary['tolerance']['loss_at_the_end']:.4f} of one process, in {summary['seconds']:.1f} s"
         )
     lines += [f"FAILED: {problem}" for problem in summary["problems"]]
+    if summary["inconclusive"]:
+        lines.append(f"INCONCLUSIVE: {summary['inconclusive']}")
     lines.append(f"report: {folder.report_path}")
     return "\n".join(lines)
 
@@ -106,14 +110,15 @@ def _looks(name: str, groups: dict[str, str]) -> dict[str, Any]:
 
 
 def _page(folder: RunFolder, summary: dict[str, Any]) -> Page:
+    converged, inconclusive = f"{summary['ranks']} ranks converge as one process", summary["inconclusive"]
     page = Page(
-        f"{summary['ranks']} ranks converge as one process" if summary["passed"] else "Verification failed",
+        converged if summary["passed"] else "Nothing differs" if inconclusive else "Verification failed",
         f"{summary['engine']} on {summary['ranks']} ranks, {summary['steps']} steps of a small language model",
     )
     if summary["passed"]:
         page.verdict(True, "Verified.")
     else:
-        page.verdict(False, "Not verified.", summary["problems"])
+        page.verdict(False, "Not verified.", [*summary["problems"], *filter(None, [inconclusive])])
     add_plot(page, folder, "loss of all runs over the steps", PLOT_HINT)
     page.heading("What is checked")
     page.listing(

@@ -36,6 +36,8 @@ def verification_summary(
     steps = range(1, config.steps + 1)
     return {
         **common_summary("verify", command_line, result.problems, seconds, threads),
+        "passed": result.verified,
+        "inconclusive": result.inconclusive,
         "config": {**config.describe(), "speculation": "always and never"},
         "corpus": corpus.describe(),
         "default_events": default_events,
@@ -70,6 +72,8 @@ def _text(folder: RunFolder, summary: dict[str, Any], result: Verification) -> s
             f"{', '.join(STATE_PARTS)}, all equal, in {summary['seconds']:.1f} s"
         )
     lines += [f"FAILED: {problem}" for problem in summary["problems"]]
+    if result.inconclusive:
+        lines.append(f"INCONCLUSIVE: {result.inconclusive}")
     lines.append(f"report: {folder.report_path}")
     return "\n".join(lines)
 
@@ -77,13 +81,13 @@ def _text(folder: RunFolder, summary: dict[str, Any], result: Verification) -> s
 def _page(folder: RunFolder, summary: dict[str, Any], result: Verification) -> Page:
     stats = summary["stats"]
     page = Page(
-        "Speculation changed nothing" if result.verified else "Verification failed",
+        "Verification failed" if result.problems else "Speculation changed nothing",
         "The same training twice from the same seeds, once speculative and once synchronous, compared bit for bit",
     )
     if result.verified:
         page.verdict(True, f"Verified: all {summary['digests_compared']} digests are equal.")
     else:
-        page.verdict(False, "Not verified.", result.problems)
+        page.verdict(False, "Not verified.", [*result.problems, *filter(None, [result.inconclusive])])
     page.cards(
         [
             (str(summary["steps"]), "steps compared"),

@@ -12,6 +12,7 @@ from superoffload.errors import ArgumentError
 DTYPE_NAMES = ("bf16", "fp32")
 SPECULATION = ("adaptive", "always", "never")
 STATE_DTYPES = ("fp32", "bf16")
+MOST_THREADS = 1024  # no machine has use for more, and starting them may fail
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,10 @@ class TrainingConfig:
         for name in ("threads", "torch_threads", "warmup"):
             if getattr(self, name) is not None:
                 _check_at_least(name, getattr(self, name), 1)
-        _check_at_least("seed", self.seed, 0)
+        for name in ("threads", "torch_threads"):
+            if (getattr(self, name) or 1) > MOST_THREADS:
+                raise ArgumentError(f"{name}={getattr(self, name)}: expected at most {MOST_THREADS} threads")
+        check_seed(self.seed)
         _check_choice("dtype", self.dtype, DTYPE_NAMES)
         _check_choice("compute", self.compute, ("auto", *DTYPE_NAMES))
         _check_choice("speculation", self.speculation, SPECULATION)
@@ -119,6 +123,12 @@ class TrainingConfig:
 def _check_at_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise ArgumentError(f"{name}={value}: expected a whole number, {least} or more")
+
+
+def check_seed(seed: int) -> None:
+    """What every generator and the optimizer take."""
+    if not 0 <= seed < 2**32:
+        raise ArgumentError(f"seed={seed}: expected a whole number from 0 to {2**32 - 1}")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -61,7 +61,7 @@ def load_corpus(paths: Sequence[str] | None, sequence: int, limit: int = DEFAULT
     else:
         files, source = _standard_library_files(), "Python standard library sources"
     text, used, truncated = _read(files, limit)
-    train, held_out = _split(text, sequence, source)
+    train, held_out = _split(text, sequence, f"the first part of {source}" if truncated else source)
     digest = hashlib.sha256(text).hexdigest()
     return Corpus(train, held_out, source, used, truncated, digest)
 
@@ -85,6 +85,15 @@ def _user_files(paths: Iterable[str]) -> list[Path]:
     files: list[Path] = []
     for name in paths:
         path = Path(name)
+        try:
+            path.stat()
+        except FileNotFoundError:
+            raise ArgumentError(
+                f"data={name}: no such file or folder; give --data existing text files or folders"
+            ) from None
+        except (OSError, ValueError) as error:  # a name that is too long, or in a folder that we may not enter
+            reason = getattr(error, "strerror", None) or error
+            raise ArgumentError(f"data={name}: cannot be read ({reason}); give --data text files or folders") from None
         if path.is_dir():
             inside = sorted(entry for entry in path.rglob("*") if _is_text_of_folder(entry, path))
             if not inside:
@@ -92,10 +101,8 @@ def _user_files(paths: Iterable[str]) -> list[Path]:
             files.extend(inside)
         elif path.is_file():
             files.append(path)
-        elif path.exists():
-            raise ArgumentError(f"data={name}: expected a text file or a folder of text files, this is neither")
         else:
-            raise ArgumentError(f"data={name}: no such file or folder; give --data existing text files or folders")
+            raise ArgumentError(f"data={name}: expected a text file or a folder of text files, this is neither")
     return files
 
 
@@ -139,7 +146,8 @@ def _split(text: bytes, sequence: int, source: str) -> tuple[Tensor, Tensor]:
         needed = _PIECES * (sequence + 1)
         raise ArgumentError(
             f"data: {source} holds {len(text)} bytes of text, too short for sequence={sequence}: at least {needed} "
-            f"bytes are needed; give more text with --data, or a shorter --sequence"
+            f"bytes are needed; give more text with --data, read more of it with --max-corpus-mib, or give a shorter "
+            f"--sequence"
         )
     tokens = torch.from_numpy(np.frombuffer(bytearray(text), dtype=np.uint8))
     bounds = [(index * piece, (index + 1) * piece if index + 1 < _PIECES else len(text)) for index in range(_PIECES)]

@@ -23,9 +23,6 @@ class StepDigests:
     exp_avg_sq: str
     published: str
 
-    def state(self) -> tuple[str, str, str, str]:
-        return (self.master, self.exp_avg, self.exp_avg_sq, self.published)
-
     def differing_state(self, other: StepDigests) -> list[str]:
         """Which parts of the state differ."""
         return [part for part in STATE_PARTS if getattr(self, part) != getattr(other, part)]

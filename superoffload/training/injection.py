@@ -104,13 +104,6 @@ class Injection:
     def at(self, step: int) -> StepEvents:
         return self._steps.get(step, NOTHING)
 
-    @property
-    def last_step(self) -> int:
-        return max(self._steps, default=0)
-
-    def __bool__(self) -> bool:
-        return bool(self._steps)
-
 
 def parse_injection(text: str, steps: int) -> Injection:
     """Parse an `--inject` argument for a run of `steps`; an event that could never happen is an error."""

@@ -62,5 +62,10 @@ class StepRecord:
         return {name: finite_or_none(value) for name, value in values.items()}
 
 
+def unclipped_steps(stats: Mapping[str, Any]) -> int:
+    """Of an optimizer's steps, those in which buckets that were speculated are kept."""
+    return int(stats["steps"] - stats["clipped_steps"])
+
+
 def finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value

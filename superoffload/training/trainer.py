@@ -83,7 +83,6 @@ class Trainer:
         events = self._injection.at(step)
         optimizer = self.optimizer
         stats_before = optimizer.stats()
-        lr = float(optimizer.param_groups[0]["lr"])
         if events.threshold is not None and not events.threshold.late:
             optimizer.max_grad_norm = events.threshold.resolve(self._last_norm)
         started = time.perf_counter()
@@ -96,6 +95,7 @@ class Trainer:
         if before_step is not None:
             before_step()
         stepped = self._step(events)
+        lr = float(optimizer.param_groups[0]["lr"])  # the event's, until the scheduler sets the next one
         optimizer.zero_grad()
         seconds = time.perf_counter() - started
         optimizer.max_grad_norm = self.config.max_grad_norm

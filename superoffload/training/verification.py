@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from superoffload.bits import WORD
 from superoffload.training.config import TrainingConfig
 from superoffload.training.corpus import Corpus
 from superoffload.training.digests import STATE_PARTS, StepDigests, gradient_digest
 from superoffload.training.injection import Injection
-from superoffload.training.record import BUCKET_FATES, StepRecord
+from superoffload.training.record import BUCKET_FATES, StepRecord, unclipped_steps
 from superoffload.training.trainer import Trainer
 
 OnStep = Callable[["ComparedStep"], None]
@@ -52,16 +53,20 @@ class ComparedStep:
 
 @dataclass
 class Verification:
-    """The outcome: compared steps, totals of both runs, and every problem found; no problem means verified."""
+    """The outcome: compared steps, totals of both runs, and every problem found.
+
+    ``inconclusive``: no problem, but a way that speculated buckets can go was not taken, and so not compared.
+    """
 
     steps: list[ComparedStep] = field(default_factory=list)
     speculative_stats: Mapping[str, Any] = field(default_factory=dict)
     synchronous_stats: Mapping[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    inconclusive: str = ""
 
     @property
     def verified(self) -> bool:
-        return bool(self.steps) and not self.problems
+        return bool(self.steps) and not self.problems and not self.inconclusive
 
     @property
     def compared_digests(self) -> int:
@@ -114,6 +119,8 @@ def verify(
             result.speculative_stats = speculative.trainer.optimizer.stats()
             result.synchronous_stats = synchronous.trainer.optimizer.stats()
     result.problems.extend(_count_problems(result, must_exercise_all))
+    if must_exercise_all and not result.problems:
+        result.inconclusive = _not_exercised(result.speculative_stats)
     return result
 
 
@@ -141,7 +148,8 @@ def _differing_parameters(speculative: Trainer, synchronous: Trainer) -> str:
     for (name, one), other in pairs:
         for part in ("master", "exp_avg", "exp_avg_sq"):
             ours, theirs = speculative.optimizer.state[one][part], synchronous.optimizer.state[other][part]
-            count = int((ours.view(torch.int32) != theirs.view(torch.int32)).sum())
+            word = WORD[ours.dtype]
+            count = int((ours.view(word) != theirs.view(word)).sum())
             if count:
                 found.append(f"{part} of {name} in {count} of {ours.numel()} elements")
         if not torch.equal(one.detach().view(torch.uint8), other.detach().view(torch.uint8)):
@@ -176,11 +184,22 @@ def _count_problems(result: Verification, must_exercise_all: bool) -> list[str]:
             f"the synchronous run speculated {result.synchronous_stats['buckets_speculated']} buckets: "
             f"there was nothing to compare with"
         )
-    unused = [fate for fate in ("speculated", *BUCKET_FATES) if not stats[f"buckets_{fate}"]]
-    if must_exercise_all and unused and not problems and not result.problems:
+    missing = [fate for fate in ("speculated", "committed") if not stats[f"buckets_{fate}"]]
+    if must_exercise_all and missing and unclipped_steps(stats) and not problems and not result.problems:
         problems.append(
-            f"no bucket was {' and none was '.join(unused)}: the default injection must exercise every way a bucket "
-            f"can go, so equal digests prove less than this command promises; give --inject for events of your own, "
-            f"or leave sizes and --bucket-numel at their defaults"
+            f"no bucket was {' or '.join(missing)}, although {unclipped_steps(stats)} steps were not clipped"
         )
     return problems
+
+
+def _not_exercised(stats: Mapping[str, Any]) -> str:
+    """Which ways no bucket went, though the default events must see to it that all are taken; empty if none."""
+    unused = [fate for fate in ("speculated", *BUCKET_FATES) if not stats[f"buckets_{fate}"]]
+    if not unused:
+        return ""
+    clipped = "" if unclipped_steps(stats) else "; every step had to be clipped: raise --max-grad-norm"
+    return (
+        f"no bucket was {' or '.join(unused)}, so that equal digests prove less than this command promises"
+        f"{clipped}. Leave --max-grad-norm, sizes and --bucket-numel at their defaults, or choose events of your own "
+        "with --inject, which need not exercise everything"
+    )

@@ -10,6 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from superoffload.closing import close_at_exit, is_closed
+from superoffload.environment import check_environment
 from superoffload.errors import StateError
 from superoffload.integrations.deepspeed.config import load, read_options
 from superoffload.integrations.deepspeed.delivery import Readers
@@ -25,6 +26,7 @@ class SpeculativeStage3(SavedState):
     def __init__(
         self, module: Any, init_optimizer: Any, param_names: Any, timers: Any, ds_config: Any, **kwargs: Any
     ) -> None:
+        check_environment()
         config = load(ds_config) or {}
         self.superoffload_options = read_options(config)
         check_optimizer(init_optimizer, DeepSpeedCPUAdam)
