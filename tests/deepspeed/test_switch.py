@@ -202,6 +202,52 @@ def initialize(configuration: dict[str, Any], optimizer: str | None = None) -> s
     return name
 
 
+def initialize_with_tensor_parallelism() -> str:
+    """As Megatron's users tell DeepSpeed of it."""
+    import torch.distributed as dist
+
+    class Megatron:
+        def __getattr__(self, name: str) -> Any:
+            if name == "initialize_sequence_parallel":
+                raise AttributeError(name)
+            if name.endswith("_group"):
+                return lambda: dist.group.WORLD
+            return lambda: dist.get_world_size() if "data_parallel_world" in name else int("world_size" in name)
+
+    engine = make_engine(config(), Small(), mpu=Megatron())
+    return type(engine.optimizer).__name__
+
+
+def test_tensor_parallelism_is_refused(two_ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="mpu=Megatron: model parallelism is not supported"):
+        two_ranks.run(initialize_with_tensor_parallelism)
+    assert two_ranks.run(initialize, config()) == ["SpeculativeStage3"] * 2  # nothing is left behind
+
+
+def initialize_with_experts() -> str:
+    """A parameter that is partitioned over fewer ranks than the others, as those of experts are."""
+    from unittest import mock
+
+    import torch.distributed as dist
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    original = Stage3.__init__
+
+    def construct(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, module, *args, **kwargs)
+        module.head.weight.ds_process_group = alone[dist.get_rank()]
+
+    with mock.patch.object(Stage3, "__init__", construct):
+        return initialize(config())
+
+
+def test_expert_parallelism_is_refused(two_ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"is partitioned over ranks \[0\], others over \[0, 1\]"):
+        two_ranks.run(initialize_with_experts)
+    assert two_ranks.run(initialize, config()) == ["SpeculativeStage3"] * 2
+
+
 @pytest.mark.parametrize("optimizer", ["Adam", "AdamW"])
 def test_client_optimizers(optimizer: str, two_ranks: Ranks) -> None:
     assert two_ranks.run(initialize, config(), optimizer) == ["SpeculativeStage3"] * 2
