@@ -89,8 +89,8 @@ class Span:
     ``master``: float32 [n]; ``exp_avg`` and ``exp_avg_sq``: float32, or uint16 (bfloat16 bits, rounded stochastically)
     [n]; ``gradient`` and ``shadow``: float32, float16 or uint16 (bfloat16 bits) [n]. ``arena_bytes`` is the room for
     escapes; by default every element may escape. ``noise_stream`` (seed and shard) and ``first_index`` (of element 0
-    in its shard) key the stochastic rounding. ``past_cache``: plain steps and publish store the shadow past the
-    processor's caches, which is faster for runs that exceed them and changes no bit.
+    in its shard) key the stochastic rounding. ``past_cache``: the shadow, and with AVX-512 a journal's codes, may be
+    stored past the processor's caches, which is faster for runs that exceed them and changes no bit.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ struct JournalArena {
 
 struct Journal {
     std::uint8_t* codes;   // width bytes per element
-    JournalBlock* blocks;  // one per kBlock elements
+    JournalBlock* blocks;  // one per kBlock elements; kNotApplied before a journaled step
     JournalArena* arena;
     std::uint8_t width;  // 1 or 2
 };

@@ -125,56 +125,87 @@ SUPEROFFLOAD_INLINE void journal_lanes(const Run& shared, std::uint8_t* codes, s
 
 // Two vectors at a time. Nothing is stored before it is known whether every word has a code: old words that escape are
 // taken from memory, and a pair with a NaN begins again by itself.
+template <typename L>
+struct Pair {
+    typename L::F p[2], m[2], v[2];
+    PairDifferences<L> difference;
+};
+
+template <typename L, typename T>
+SUPEROFFLOAD_INLINE Pair<L> compute_pair(const Run& run, std::size_t i) {
+    const Scalars& s = run.frozen;
+    Pair<L> pair;
+    typename L::U diff_p[2], diff_m[2], diff_v[2];
+#pragma GCC unroll 2
+    for (std::size_t k = 0; k < 2; ++k) {
+        const std::size_t at = i + k * L::width();
+        prefetch<L, T, L::kPrefetchAheadJournaled>(run, at);
+        const auto p = L::load(run.master + at);
+        const auto m = load_element<L, T::state>(run.exp_avg, at);
+        const auto v = load_element<L, T::state>(run.exp_avg_sq, at);
+        const auto g = effective_gradient<L, T::l2>(s, load_element<L, T::gradient>(run.gradient, at), p);
+        const auto first = first_increment<L>(s, g);
+        const auto second = second_increment<L>(s, g);
+        pair.m[k] = m;
+        pair.v[k] = v;
+        next_moments<L, T::state>(s, pair.m[k], pair.v[k], first, second, run.index_of(at));
+        const auto q = direction<L>(s, pair.m[k], pair.v[k]);
+        pair.p[k] = next_master<L, T::l2>(s, p, q);
+        const auto est_m = estimated_word<L, T::state>(estimate_exp_avg<L>(s, pair.m[k], first));
+        const auto est_v = estimated_word<L, T::state>(estimate_exp_avg_sq<L>(s, pair.v[k], second));
+        const auto est_p = estimated_word<L, ElementType::f32>(estimate_master<L, T::l2>(s, pair.p[k], q));
+        diff_m[k] = L::sub_u(word_of<L, T::state>(m), est_m);
+        diff_v[k] = L::sub_u(word_of<L, T::state>(v), est_v);
+        diff_p[k] = L::sub_u(L::bits(p), est_p);
+    }
+    pair.difference = {L::narrow_pair(diff_m[0], diff_m[1]), L::narrow_pair(diff_v[0], diff_v[1]),
+                       L::narrow_pair(diff_p[0], diff_p[1])};
+    return pair;
+}
+
+template <typename L, typename T, int width>
+SUPEROFFLOAD_INLINE void finish_pair(const Run& run, std::uint8_t* codes, std::size_t block, std::size_t i,
+                                     const Pair<L>& pair, BlockEscapes& escapes, bool past_cache) {
+    if (__builtin_expect(L::any_nan(pair.p[0], pair.p[1]), 0)) {
+        journal_lanes<L, T, width>(run, codes, block, {i, i + 2 * L::width()}, escapes);
+        return;
+    }
+    const auto packed =
+        encode_pair<L, T::state, width>(pair.difference, run.exp_avg, run.exp_avg_sq, run.master, i, block, escapes);
+    store_pair_codes<L, width>(codes, i - block, packed);
+#pragma GCC unroll 2
+    for (std::size_t k = 0; k < 2; ++k) {
+        const std::size_t at = i + k * L::width();
+        store_element<L, T::state>(run.exp_avg, at, pair.m[k]);
+        store_element<L, T::state>(run.exp_avg_sq, at, pair.v[k]);
+        L::store(run.master + at, pair.p[k]);
+    }
+    store_shadow_pair<L, T::shadow>(run.shadow, i, pair.p[0], pair.p[1], past_cache);
+}
+
+// With registers for it, a pair is stored while the next one is computed: a branch taken by surprise, since something
+// escaped, then does not throw the next pair's work away.
 template <typename L, typename T, int width>
 SUPEROFFLOAD_INLINE void journal_pairs(const Run& shared, std::uint8_t* codes, std::size_t block, Range range,
                                        BlockEscapes& escapes) {
     const Run run = shared;
-    const Scalars& s = run.frozen;
     const bool past_cache = stores_past_cache(run);
     const std::size_t step = 2 * L::width();
-    for (std::size_t i = range.begin; i < range.end; i += step) {
-        typename L::F next_p[2], next_m[2], next_v[2];
-        typename L::U diff_p[2], diff_m[2], diff_v[2];
-#pragma GCC unroll 2
-        for (std::size_t k = 0; k < 2; ++k) {
-            const std::size_t at = i + k * L::width();
-            prefetch<L, T, L::kPrefetchAheadJournaled>(run, at);
-            const auto p = L::load(run.master + at);
-            const auto m = load_element<L, T::state>(run.exp_avg, at);
-            const auto v = load_element<L, T::state>(run.exp_avg_sq, at);
-            const auto g = effective_gradient<L, T::l2>(s, load_element<L, T::gradient>(run.gradient, at), p);
-            const auto first = first_increment<L>(s, g);
-            const auto second = second_increment<L>(s, g);
-            next_m[k] = m;
-            next_v[k] = v;
-            next_moments<L, T::state>(s, next_m[k], next_v[k], first, second, run.index_of(at));
-            const auto q = direction<L>(s, next_m[k], next_v[k]);
-            next_p[k] = next_master<L, T::l2>(s, p, q);
-            const auto est_m = estimated_word<L, T::state>(estimate_exp_avg<L>(s, next_m[k], first));
-            const auto est_v = estimated_word<L, T::state>(estimate_exp_avg_sq<L>(s, next_v[k], second));
-            const auto est_p = estimated_word<L, ElementType::f32>(estimate_master<L, T::l2>(s, next_p[k], q));
-            diff_m[k] = L::sub_u(word_of<L, T::state>(m), est_m);
-            diff_v[k] = L::sub_u(word_of<L, T::state>(v), est_v);
-            diff_p[k] = L::sub_u(L::bits(p), est_p);
+    std::size_t i = range.begin;
+    if constexpr (L::kPairsOverlap) {
+        if (i == range.end) return;
+        auto pair = compute_pair<L, T>(run, i);
+        for (; i + step < range.end; i += step) {
+            const auto next = compute_pair<L, T>(run, i + step);
+            finish_pair<L, T, width>(run, codes, block, i, pair, escapes, past_cache);
+            pair = next;
         }
-        const PairDifferences<L> difference = {L::narrow_pair(diff_m[0], diff_m[1]),
-                                               L::narrow_pair(diff_v[0], diff_v[1]),
-                                               L::narrow_pair(diff_p[0], diff_p[1])};
-        if (__builtin_expect(L::any_nan(next_p[0], next_p[1]), 0)) {
-            journal_lanes<L, T, width>(run, codes, block, {i, i + step}, escapes);
-            continue;
+        finish_pair<L, T, width>(run, codes, block, i, pair, escapes, past_cache);
+    } else {
+        for (; i < range.end; i += step) {
+            const auto pair = compute_pair<L, T>(run, i);
+            finish_pair<L, T, width>(run, codes, block, i, pair, escapes, past_cache);
         }
-        const auto packed =
-            encode_pair<L, T::state, width>(difference, run.exp_avg, run.exp_avg_sq, run.master, i, block, escapes);
-        store_pair_codes<L, width>(codes, i - block, packed);
-#pragma GCC unroll 2
-        for (std::size_t k = 0; k < 2; ++k) {
-            const std::size_t at = i + k * L::width();
-            store_element<L, T::state>(run.exp_avg, at, next_m[k]);
-            store_element<L, T::state>(run.exp_avg_sq, at, next_v[k]);
-            L::store(run.master + at, next_p[k]);
-        }
-        store_shadow_pair<L, T::shadow>(run.shadow, i, next_p[0], next_p[1], past_cache);
     }
 }
 

@@ -80,6 +80,7 @@ struct Avx2Lanes {
 
     // Two vectors as one of 16-bit words, saturated, in an order of its own: pair_in_order() puts it right.
     static constexpr bool kPairs = true;
+    static constexpr bool kPairsOverlap = false;  // sixteen registers are too few
     static U narrow_pair(U a, U b) { return _mm256_packs_epi32(a, b); }
     static U pair_in_order(U words) { return _mm256_permute4x64_epi64(words, 0xd8); }
     static U set_u16(std::uint16_t x) { return _mm256_set1_epi16(static_cast<short>(x)); }

@@ -75,6 +75,7 @@ struct Avx512Lanes {
 
     // Two vectors as one of 16-bit words, saturated, in an order of its own: pair_in_order() puts it right.
     static constexpr bool kPairs = true;
+    static constexpr bool kPairsOverlap = true;
     static U narrow_pair(U a, U b) { return _mm512_packs_epi32(a, b); }
     static U pair_in_order(U words) {
         return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), words);

@@ -62,7 +62,8 @@ void BucketWork::begin_journal(int width) {
     width_ = width;
     const std::uint64_t code_words = static_cast<std::uint64_t>(width) * padded_ / 4;
     arena_ = {journal_.get() + code_words, journal_bytes_ / 4 - code_words, 0};
-    if (arena_.capacity > adam::JournalBlock::kNotApplied) arena_.capacity = adam::JournalBlock::kNotApplied;
+    // The last block of a full arena may begin where the arena ends, and no offset may be kNotApplied.
+    if (arena_.capacity >= adam::JournalBlock::kNotApplied) arena_.capacity = adam::JournalBlock::kNotApplied - 1;
     for (adam::JournalBlock& block : blocks_) block = {adam::JournalBlock::kNotApplied, {0, 0, 0}, 0};
     auto* codes = reinterpret_cast<std::uint8_t*>(journal_.get());
     for (Part& part : parts_) {

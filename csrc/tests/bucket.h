@@ -125,6 +125,7 @@ class Bucket {
     }
 
     adam::JournalArena& arena() { return arena_; }
+    const adam::JournalBlock& block(std::size_t i) { return blocks_.as<adam::JournalBlock>()[i]; }
     // An element of exp_avg (0), exp_avg_sq (1) or master (2), exactly.
     float value(int component, std::size_t i) {
         Guarded& memory = component == 0 ? exp_avg_ : component == 1 ? exp_avg_sq_ : master_;

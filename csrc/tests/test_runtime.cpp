@@ -109,6 +109,16 @@ TEST(any_number_of_threads_gives_the_same_bits) {
         }
         EXPECT(subject.same());
         EXPECT(subject.same_shadow());
+        for (std::uint64_t step = 4; step <= 7; ++step) {
+            const bool clipped = step % 2 == 1;
+            subject.freeze(step);
+            does(pool, subject, Operation::step_journaled, step < 6 ? 1 : 2);
+            subject.freeze(step, clipped ? 0.25 : 1);
+            if (clipped) does(pool, subject, Operation::replay);
+            subject.step_twin(step, clipped ? 0.25 : 1);
+        }
+        EXPECT(subject.same());
+        EXPECT(subject.same_shadow());
     }
 }
 

@@ -1,4 +1,5 @@
-"""Measures ZeRO-3 with stock CPU offload and with superoffload in the same processes, steps taken in turn.
+"""Measures ZeRO-3 with stock CPU offload and with superoffload in the same processes, steps taken in turn; on GPUs,
+where DeepSpeed sees some, with DeepSpeed's own SuperOffload too, which needs them.
 
 The optimizer part is the time of the training thread in ``partition_grads`` (where gradients go to host memory and are
 measured), in the optimizer's ``step()`` and, where parameters are delivered on demand, in waiting for them. The first
@@ -18,11 +19,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from superoffload.errors import SuperOffloadError
+from superoffload.errors import ArgumentError, SuperOffloadError
 
 _WARM_UP_STEPS = 4
 
 STOCK, EAGER, LATER = "stock", "superoffload", "superoffload, on demand"
+UPSTREAM = "DeepSpeed SuperOffload"
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,22 @@ class Workload:
     clip: float
     precision: str
     threads: int | None
-    contestants: tuple[str, ...] = (STOCK, EAGER, LATER)
+    contestants: tuple[str, ...] = (STOCK, EAGER, LATER)  # UPSTREAM last: ours cannot be enabled beside it
+
+
+def on_gpus() -> bool:
+    """Whether ranks train on GPUs, one each; ``DS_ACCELERATOR=cpu`` keeps them off."""
+    import torch
+
+    return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
+
+
+def check_ranks(ranks: int) -> None:
+    """Every rank has a GPU of its own."""
+    import torch
+
+    if on_gpus() and ranks > (gpus := torch.cuda.device_count()):
+        raise ArgumentError(f"--ranks {ranks}: there are {gpus} GPUs; expected no more ranks, or DS_ACCELERATOR=cpu")
 
 
 def measure(workload: Workload, ranks: int, timeout: float = 900.0) -> list[dict[str, Any]]:
@@ -79,18 +96,19 @@ def _rank(pipe: Connection, workload: Workload, rank: int, ranks: int, port: int
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_WAIT_POLICY="PASSIVE", DEEPSPEED_LOG_LEVEL="error",
     )  # fmt: skip
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_gpus() else "cpu")
     # DeepSpeed compiles its kernels with the ninja that was installed next to this Python.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     try:
-        pipe.send((True, _measure_rank(workload, ranks)))
+        pipe.send((True, measure_rank(workload, rank, ranks)))
     except Exception as error:
         pipe.send((False, f"{type(error).__name__}: {error}"))
     pipe.close()
     os._exit(0)
 
 
-def _measure_rank(workload: Workload, ranks: int) -> dict[str, Any]:
+def measure_rank(workload: Workload, rank: int, ranks: int) -> dict[str, Any]:
+    """What every contestant needs on this rank, by name."""
     import warnings
 
     import deepspeed
@@ -101,9 +119,13 @@ def _measure_rank(workload: Workload, ranks: int) -> dict[str, Any]:
     warnings.filterwarnings("ignore", category=FutureWarning)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // ranks))
-    deepspeed.init_distributed("gloo")
-    ours.enable()
-    entrants = {name: _Entrant(name, workload) for name in workload.contestants}
+    if on_gpus():
+        torch.cuda.set_device(rank)
+    deepspeed.init_distributed("nccl" if on_gpus() else "gloo")
+    entrants: dict[str, _Entrant] = {}
+    for name in workload.contestants:
+        (ours.disable if name == UPSTREAM else ours.enable)()
+        entrants[name] = _Entrant(name, workload)
     for turn in range(workload.rounds + 1):
         first = turn % len(entrants)  # nobody always follows the same one
         for name in [*entrants][first:] + [*entrants][:first]:
@@ -119,12 +141,14 @@ class _Entrant:
         import torch
 
         self.workload = workload
-        self.host_before = _resident()
+        self.host_before, gpu_before = _resident(), _on_gpu()
         torch.manual_seed(1)
         model = _model(workload)
         self.engine, *_ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=_config(name, workload)
         )
+        self.gpu_at_rest = _on_gpu() - gpu_before
+        self.gpu_bytes = 0
         self.step_times: list[list[float]] = []  # by turn
         self.part_times: list[list[float]] = []
         self.part = 0.0
@@ -156,17 +180,23 @@ class _Entrant:
     def turn(self, *, warm_up: bool) -> None:
         import torch
 
+        others = _on_gpu() - self.gpu_at_rest
+        if on_gpus():
+            torch.cuda.reset_peak_memory_stats()
         if not warm_up:
             self.step_times.append([])
             self.part_times.append([])
         for _ in range(max(_WARM_UP_STEPS, self.workload.steps) if warm_up else self.workload.steps):
             generator = torch.Generator().manual_seed(self.steps * 100 + self.engine.global_rank)
             batch = torch.randn(self.workload.tokens, self.workload.width, generator=generator)
+            batch = batch.to(self.engine.device, self.engine.module.dtype)
             torch.distributed.barrier()
+            _device_is_idle()
             self.part, began = 0.0, time.perf_counter()
-            loss = self.engine(batch.to(self.engine.module.dtype))
+            loss = self.engine(batch)
             self.engine.backward(loss)
             self.engine.step()
+            _device_is_idle()
             if not warm_up:
                 self.step_times[-1].append(time.perf_counter() - began)
                 self.part_times[-1].append(self.part)
@@ -174,6 +204,8 @@ class _Entrant:
             self.loss = float(loss.detach())
         if warm_up:
             self.host_bytes = _resident() - self.host_before
+        if on_gpus():
+            self.gpu_bytes = max(self.gpu_bytes, torch.cuda.max_memory_allocated() - others)
 
     def result(self) -> dict[str, Any]:
         from superoffload import kernels
@@ -184,6 +216,7 @@ class _Entrant:
             "parts": self.part_times,
             "loss": self.loss,
             "host_bytes": self.host_bytes,
+            "gpu_bytes": self.gpu_bytes if on_gpus() else None,
             "numel": sum(param.ds_numel for param in self.engine.module.parameters()),
             "isa": kernels.current_isa() if self.driver is not None else None,
             "threads": self.driver.core.pool.threads if self.driver is not None else None,
@@ -222,7 +255,9 @@ def _model(workload: Workload) -> Any:
 
 
 def _config(name: str, workload: Workload) -> dict[str, Any]:
-    offload = {"device": "cpu" if name == STOCK else "superoffload", "pin_memory": False}
+    offload: dict[str, Any] = {"device": "superoffload" if name in (EAGER, LATER) else "cpu", "pin_memory": on_gpus()}
+    if name == UPSTREAM:
+        offload["super_offload"] = True
     size = 4 * workload.width * workload.width
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -233,17 +268,33 @@ def _config(name: str, workload: Workload) -> dict[str, Any]:
             "reduce_bucket_size": size,
             "stage3_prefetch_bucket_size": size,
             "stage3_param_persistence_threshold": 10 * workload.width,
+            # Upstream steps whole sub-groups: with a single one, nothing would be stepped before backward has ended.
+            **({"sub_group_size": 2 * size} if name == UPSTREAM else {}),
         },
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
         "bf16": {"enabled": workload.precision == "bf16"},
         "steps_per_print": 10**9,
     }
-    if name != STOCK:
+    if name in (EAGER, LATER):
         options: dict[str, Any] = {"delivery": "on_demand" if name == LATER else "eager"}
         if workload.threads is not None:
             options["threads"] = workload.threads
         config["superoffload"] = options
     return config
+
+
+def _device_is_idle() -> None:
+    if on_gpus():
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def _on_gpu() -> int:
+    """Bytes of this process on its GPU."""
+    import torch
+
+    return torch.cuda.memory_allocated() if on_gpus() else 0
 
 
 def _resident() -> int:

@@ -17,7 +17,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "deepspeed",
         help="ZeRO-3 steps, stock and ours",
         description="Trains one model under DeepSpeed ZeRO-3 with stock CPU offload and with superoffload, eager "
-        "and on demand, in the same processes, steps taken in turn. Ratios are those of turns side by side.",
+        "and on demand, in the same processes, steps taken in turn; on GPUs, where there are some, also with "
+        "DeepSpeed's own SuperOffload. Ratios are those of turns side by side.",
     )
     add_option(parser, "--ranks", default="1,2", help="numbers of ranks, each measured")
     add_option(parser, "--width", type=int, default=768, help="of the hidden layers")
@@ -45,15 +46,18 @@ def run(args: argparse.Namespace) -> int:
             raise ArgumentError(f"--{name} {getattr(args, name)}: expected at least 1")
     if find_spec("deepspeed") is None:
         raise ArgumentError("bench deepspeed: deepspeed is not installed; pip install deepspeed==0.19.8")
-    from superoffload.benchmarking.deepspeed import Workload, measure
+    from superoffload.benchmarking.deepspeed import UPSTREAM, Workload, check_ranks, measure, on_gpus
     from superoffload.benchmarking.deepspeed_report import holds, line, plot, rows_of
 
+    for count in ranks:
+        check_ranks(count)
     facts = measurement.begin(args)
     rows: list[dict[str, Any]] = []
+    contestants = (*Workload.contestants, *([UPSTREAM] if on_gpus() else []))
     sizes = (args.width, args.layers, args.tokens, args.rounds, args.steps)
     for count in ranks:
         for clip in clips:
-            workload = Workload(*sizes, clip, args.precision, args.threads)
+            workload = Workload(*sizes, clip, args.precision, args.threads, contestants)
             found = rows_of(workload, count, measure(workload, count))
             print("\n".join(map(line, found)), flush=True)
             rows += found
@@ -62,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         **facts,
         "limit": None,
         "rows": rows,
-        "not_measured": ["upstream SuperOffload, which needs a CUDA device"],
+        "not_measured": [] if on_gpus() else [f"{UPSTREAM}, which needs a CUDA device"],
     }
     measurement.write(args, report, lambda path: plot(rows, path))
     return 0 if not args.check or holds(rows) else 1

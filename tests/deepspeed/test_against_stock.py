@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -63,6 +64,10 @@ def test_stock_and_ours_agree(name: str, two_ranks: Ranks) -> None:
     results = two_ranks.run(compare, name, steps, tuple(WAYS) if name in EVERY_WAY else SOME_WAYS)
     skipped = steps - sum(results[0]["stock"]["record"]["applied"])
     assert skipped == (2 if SCENARIOS[name].poison else 0)
+    scales = results[0]["stock"]["record"]["scales"]
+    if "dynamic" in name:
+        moves = {after / before for before, after in pairwise(scales)}
+        assert moves == {0.5, 1.0, 2.0}, "the loss scale must grow and shrink"
     for found in results:
         _check_rank(found, growing="dynamic" in name)
         stats = found["super_offload"]["stats"]

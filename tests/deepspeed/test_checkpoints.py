@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,20 @@ def load_and_train(scenario: str, way: str, folder: str, saved: int, steps: int,
 def _outcome(engine: Any, way: str, record: dict[str, Any]) -> Any:
     outcome = (
         {name: value.cpu() for name, value in masters(engine).items()},
-        None if way == "stock" else engine.optimizer.state_digests(),
+        None if way == "stock" else (engine.optimizer.state_digests(), saved_state(engine)),
         record,
     )
     end(engine)
     return outcome
+
+
+def saved_state(engine: Any) -> str:
+    """What a checkpoint would hold of masters and moments now: not the state of the checkpoint that was loaded."""
+    state = engine.optimizer.state_dict()
+    entries = state["optimizer_state_dict"]["state"].values()
+    moments = [entry[name] for entry in entries for name in ("exp_avg", "exp_avg_sq")]
+    parts = [tensor.detach().numpy().tobytes() for tensor in [*state["fp32_flat_groups"], *moments]]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 @compat("save, kill, resume: the same losses and bits as a run never stopped", "deepspeed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -209,3 +210,47 @@ def make_and_end(times: int) -> list[int]:
 def test_engines_leave_no_threads(two_ranks: Ranks) -> None:
     for counts in two_ranks.run(make_and_end, 6):
         assert counts[-1] <= counts[1]
+
+
+def kept_in_memory() -> list[str]:
+    """What of an engine's host memory somebody still holds after ``destroy()``, by name."""
+    import gc
+    import weakref
+
+    engine = make_engine(config(options={"speculation": "always"}), _seeded(1))
+    run_steps(engine, range(2))
+    optimizer = engine.optimizer
+    masters = optimizer.fp32_partitioned_groups_flat
+    tensors = {
+        "gradients": optimizer.grad_partitions_flat_buffer,
+        "master": masters[0],
+        **{name: optimizer.optimizer.state[masters[0]][name] for name in ("exp_avg", "exp_avg_sq")},
+        **{f"shadow {i}": bucket.shadow for i, bucket in enumerate(optimizer._driver.core.buckets)},
+    }
+    held = {name: weakref.ref(tensor) for name, tensor in tensors.items()}
+    assert len(held) > 5
+    del tensors, masters
+    end(engine)
+    gc.collect()
+    parameters = [param.ds_tensor.numel() for param in engine.module.parameters()]  # these stay
+    return [name for name in held if held[name]() is not None] + ([] if all(parameters) else ["no parameters"])
+
+
+def test_destroyed_engines_leave_no_state_in_memory(two_ranks: Ranks) -> None:
+    """Although DeepSpeed's hooks keep the optimizer itself; that memory is pinned where there is an accelerator."""
+    assert two_ranks.run(kept_in_memory) == [[], []]
+
+
+def besides_the_step() -> tuple[bool, bool]:
+    """fp32 gradients of sub-groups, which stock makes; processes, of which upstream has one per rank."""
+    engine = make_engine(config(options={"speculation": "always"}, clip=1.0), _seeded(1))
+    flats, seen = engine.optimizer.fp32_partitioned_groups_flat, []
+    run_steps(engine, range(2), before_step=lambda *_: seen.append(any(flat.grad is not None for flat in flats)))
+    seen.append(any(flat.grad is not None for flat in flats))
+    children = [Path(f"/proc/self/task/{task}/children").read_text() for task in os.listdir("/proc/self/task")]
+    end(engine)
+    return any(seen), any(children)
+
+
+def test_no_gradients_in_fp32_and_no_process(two_ranks: Ranks) -> None:
+    assert two_ranks.run(besides_the_step) == [(False, False)] * 2

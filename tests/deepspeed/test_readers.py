@@ -227,6 +227,8 @@ def write_in_the_window(what: str, options: dict[str, Any], dtype: str | None) -
         nonlocal speculated
         if step != 3:
             return
+        for bucket in engine.optimizer._driver.core.buckets:  # what is speculated is in masters and moments by now
+            assert bucket.running is None or bucket.running.wait(60.0)
         stats = engine.optimizer.stats()
         speculated = stats["buckets_speculated"] > stats["buckets_committed"] + stats["buckets_replayed"]
         even = [param for param in _params(engine) if param.ds_numel % 2 == 0]  # DeepSpeed cannot set padded ones
@@ -243,6 +245,8 @@ def write_in_the_window(what: str, options: dict[str, Any], dtype: str | None) -
             engine.optimizer.param_groups[0].update(lr=7e-3, weight_decay=0.3, betas=(0.5, 0.6), eps=1e-6)
         elif what == "zero_grad":
             engine.optimizer.zero_grad()
+        elif what == "masters from parameters":
+            engine.optimizer.refresh_fp32_params()
         elif what == "state_dict":
             engine.optimizer.state_dict()
 
@@ -271,6 +275,7 @@ def run_and_record(scenario: Scenario, engine: Any, before_step: Any) -> dict[st
         ("gradients", "fp32"),
         ("hyper-parameters", None),
         ("zero_grad", None),
+        ("masters from parameters", None),
         ("state_dict", None),
     ],
 )

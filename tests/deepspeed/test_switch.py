@@ -54,6 +54,7 @@ def test_other_configs_are_left_alone(offload: dict[str, Any] | None) -> None:
         (changed(zero_quantized_weights=True), ["zero_quantized_weights"]),
         (changed(zero_quantized_gradients=True), ["zero_quantized_gradients"]),
         (changed(zero_hpz_partition_size=4), ["zero_hpz_partition_size", "4"]),
+        (changed(mics_shard_size=2), ["mics_shard_size", "2", "MiCS is not supported"]),
         ({**OURS, "compile": {"deepcompile": True}}, ["deepcompile", "engine.compile()"]),
         ({**OURS, "bf16": {"bf16_master_weights_and_grads": True}}, ["master weights are fp32"]),
         ({**OURS, "hybrid_engine": {"enabled": True}}, ["hybrid_engine.enabled"]),
@@ -201,15 +202,73 @@ def initialize(configuration: dict[str, Any], optimizer: str | None = None) -> s
     return name
 
 
+def initialize_with_tensor_parallelism() -> str:
+    """As Megatron's users tell DeepSpeed of it."""
+    import torch.distributed as dist
+
+    class Megatron:
+        def __getattr__(self, name: str) -> Any:
+            if name == "initialize_sequence_parallel":
+                raise AttributeError(name)
+            if name.endswith("_group"):
+                return lambda: dist.group.WORLD
+            return lambda: dist.get_world_size() if "data_parallel_world" in name else int("world_size" in name)
+
+    engine = make_engine(config(), Small(), mpu=Megatron())
+    return type(engine.optimizer).__name__
+
+
+def test_tensor_parallelism_is_refused(two_ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="mpu=Megatron: model parallelism is not supported"):
+        two_ranks.run(initialize_with_tensor_parallelism)
+    assert two_ranks.run(initialize, config()) == ["SpeculativeStage3"] * 2  # nothing is left behind
+
+
+def initialize_with_experts() -> str:
+    """A parameter that is partitioned over fewer ranks than the others, as those of experts are."""
+    from unittest import mock
+
+    import torch.distributed as dist
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    original = Stage3.__init__
+
+    def construct(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, module, *args, **kwargs)
+        module.head.weight.ds_process_group = alone[dist.get_rank()]
+
+    with mock.patch.object(Stage3, "__init__", construct):
+        return initialize(config())
+
+
+def test_expert_parallelism_is_refused(two_ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"is partitioned over ranks \[0\], others over \[0, 1\]"):
+        two_ranks.run(initialize_with_experts)
+    assert two_ranks.run(initialize, config()) == ["SpeculativeStage3"] * 2
+
+
 @pytest.mark.parametrize("optimizer", ["Adam", "AdamW"])
 def test_client_optimizers(optimizer: str, two_ranks: Ranks) -> None:
     assert two_ranks.run(initialize, config(), optimizer) == ["SpeculativeStage3"] * 2
 
 
+def initialize_without_a_compiler(configuration: dict[str, Any]) -> str:
+    from unittest import mock
+
+    from deepspeed.ops.adam import cpu_adam
+
+    import superoffload.integrations.deepspeed as ours
+
+    ours.disable()
+    with mock.patch.object(cpu_adam.CPUAdamBuilder, "load", side_effect=RuntimeError("no compiler")):
+        return initialize(configuration)
+
+
 def test_the_default_optimizer_of_deepspeed_needs_no_compiler(two_ranks: Ranks) -> None:
     configuration = config(options={"speculation": "always"})
     del configuration["optimizer"]["params"]["torch_adam"]
-    assert two_ranks.run(initialize, configuration) == ["SpeculativeStage3"] * 2
+    assert two_ranks.run(initialize_without_a_compiler, configuration) == ["SpeculativeStage3"] * 2
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.5])

@@ -144,6 +144,14 @@ def test_plain_adam(two_ranks: Ranks) -> None:
     assert distance(theirs["masters"], ours["masters"]) > 1e-2
 
 
+def test_without_bias_correction(two_ranks: Ranks) -> None:
+    """Upstream corrects all the same; that ours is right: test_hyper_parameters_are_those_of_the_groups."""
+    case = {"config": {"optimizer": {"torch_adam": False, "bias_correction": False}}}
+    ours, theirs = both(two_ranks, case)
+    assert distance(reference(gradients(), 1, 0.0), theirs["masters"]) < 1e-4, "upstream follows bias_correction now"
+    assert distance(theirs["masters"], ours["masters"]) > 1e-2
+
+
 def test_loss_scale(two_ranks: Ranks) -> None:
     """Upstream's kernel gets gradients that are still scaled, which shows where eps counts."""
     case = {"config": {"precision": "fp16 128", "optimizer": {"eps": 1e-2}}}

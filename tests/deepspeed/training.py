@@ -132,7 +132,7 @@ def config(
     elif precision != "fp32":
         result["fp16"] = {"enabled": True, **({} if precision == "fp16" else {"loss_scale": float(precision[5:])})}
         if precision == "fp16":
-            result["fp16"].update(initial_scale_power=10, loss_scale_window=4, hysteresis=1)
+            result["fp16"].update(initial_scale_power=10, loss_scale_window=2, hysteresis=1)
     if "device" in offload and (offload["device"] == "superoffload" or offload.get("super_offload")):
         result["superoffload"] = {"bucket_numel": 4096, **(options or {})}
     return result

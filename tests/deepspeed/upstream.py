@@ -50,15 +50,11 @@ def _on_a_thread(original: type, worker: Any) -> type:
 
 
 @contextmanager
-def engine(configuration: dict[str, Any], model: Any, optimizer: Any = None) -> Iterator[Any]:
-    """An engine with upstream's optimizer, while ours is disabled; ended with the context."""
-    import deepspeed
+def stubs() -> Iterator[None]:
+    """Its CUDA check and stream synchronization replaced, its worker on a thread."""
     from deepspeed.runtime.superoffload import superoffload_stage3 as upstream
     from deepspeed.runtime.superoffload import superoffload_utils as utils
 
-    import superoffload.integrations.deepspeed as ours
-
-    ours.disable()
     saved = {name: getattr(upstream, name) for name in ("SuperOffloadCPUOptimizer", "get_accelerator")}
     check = upstream._validate_superoffload_accelerator
     upstream._validate_superoffload_accelerator = lambda: None
@@ -66,15 +62,29 @@ def engine(configuration: dict[str, Any], model: Any, optimizer: Any = None) -> 
     upstream.SuperOffloadCPUOptimizer = _on_a_thread(
         utils.SuperOffloadCPUOptimizer, utils.superoffload_optimizer_worker
     )
-    configuration.pop("superoffload", None)
-    arguments = {"model_parameters": model.parameters()} if optimizer is None else {"optimizer": optimizer}
-    made, *_ = deepspeed.initialize(model=model, config=configuration, **arguments)
     try:
-        yield made
+        yield
     finally:
-        made.optimizer.superoffload_cpu_optimizer.close()
-        made.destroy()
-        made._config.zero_config.offload_optimizer.super_offload = False  # enable() would refuse to meet it again
         upstream._validate_superoffload_accelerator = check
         for name, value in saved.items():
             setattr(upstream, name, value)
+
+
+@contextmanager
+def engine(configuration: dict[str, Any], model: Any, optimizer: Any = None) -> Iterator[Any]:
+    """An engine with upstream's optimizer, while ours is disabled; ended with the context."""
+    import deepspeed
+
+    import superoffload.integrations.deepspeed as ours
+
+    ours.disable()
+    configuration.pop("superoffload", None)
+    arguments = {"model_parameters": model.parameters()} if optimizer is None else {"optimizer": optimizer}
+    with stubs():
+        made, *_ = deepspeed.initialize(model=model, config=configuration, **arguments)
+        try:
+            yield made
+        finally:
+            made.optimizer.superoffload_cpu_optimizer.close()
+            made.destroy()
+            made._config.zero_config.offload_optimizer.super_offload = False  # enable() would refuse to meet it again

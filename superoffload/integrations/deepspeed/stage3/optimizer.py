@@ -89,9 +89,17 @@ class SpeculativeStage3(SavedState):
         raise StateError("an optimizer with worker threads cannot be copied or pickled; use engine.save_checkpoint()")
 
     def destroy(self) -> None:
-        """As DeepSpeed's, and ends what is ours."""
+        """As DeepSpeed's, and ends what is ours.
+
+        DeepSpeed's hooks keep the optimizer of a destroyed engine alive, so its state and gradients are let go of
+        here: they are most of the host memory, pinned where ``pin_memory`` says so. Parameters stay readable.
+        """
         self.close()
         super().destroy()
+        self.optimizer.state.clear()
+        self.fp32_partitioned_groups_flat.clear()
+        self.grad_partitions_flat_buffer = None
+        getattr(self, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", {}).clear()
 
     def __del__(self) -> None:
         if self._driver is not None:  # let go of without destroy(): nobody can read what was speculated any more
