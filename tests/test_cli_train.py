@@ -239,6 +239,16 @@ def test_bad_input_is_refused_in_one_line_before_training(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("options", [["--batch", "1000000000000000"], ["--hidden", "64000000"]])
+def test_sizes_that_no_memory_holds_end_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    assert train(tmp_path / "run", "--steps", "12", *options) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("superoffload: error: not enough memory: ") and error.count("\n") == 1
+    assert error.endswith("choose smaller sizes (model, batch, sequence)\n")
+
+
 def test_unwritable_run_folder_is_refused_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("in the way")
     assert train(tmp_path / "file" / "run", "--steps", "12") == 2

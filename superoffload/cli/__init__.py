@@ -44,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), EXIT_USAGE)
     except SuperOffloadError as error:
         return _fail(str(error), EXIT_FAILED)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            raise
+        return _fail(f"not enough memory: {error}; choose smaller sizes (model, batch, sequence)", EXIT_FAILED)
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "numpy"):
             raise
