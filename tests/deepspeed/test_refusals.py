@@ -129,3 +129,11 @@ def test_the_kernel_is_built_for_the_first_who_calls_it() -> None:
         mock.call.create_adam(2, 1e-3, "later"),
         mock.call.destroy_adam(1),
     ]
+
+
+def test_the_environment_is_checked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    from superoffload.integrations.deepspeed.stage3.optimizer import SpeculativeStage3
+
+    monkeypatch.setenv("SUPEROFFLOAD_TRANSFER", "fast")
+    with pytest.raises(ArgumentError, match="SUPEROFFLOAD_TRANSFER='fast': expected 'auto', 'narrow'"):
+        SpeculativeStage3(None, None, None, None, {})
