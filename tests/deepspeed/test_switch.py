@@ -203,8 +203,11 @@ def initialize(configuration: dict[str, Any], optimizer: str | None = None) -> s
 
 
 def initialize_with_tensor_parallelism() -> str:
-    """As Megatron's users tell DeepSpeed of it."""
+    """As Megatron's users tell DeepSpeed of it, which remembers it for the process."""
+    from unittest import mock
+
     import torch.distributed as dist
+    from deepspeed.utils import groups
 
     class Megatron:
         def __getattr__(self, name: str) -> Any:
@@ -214,7 +217,8 @@ def initialize_with_tensor_parallelism() -> str:
                 return lambda: dist.group.WORLD
             return lambda: dist.get_world_size() if "data_parallel_world" in name else int("world_size" in name)
 
-    engine = make_engine(config(), Small(), mpu=Megatron())
+    with mock.patch.object(groups, "mpu", groups.mpu):
+        engine = make_engine(config(), Small(), mpu=Megatron())
     return type(engine.optimizer).__name__
 
 
