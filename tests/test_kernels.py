@@ -181,10 +181,7 @@ def test_every_16_bit_gradient(isa: str, gradient_format: str) -> None:
     zeros = np.zeros(65536, dtype=np.float32)
     hyper = Hyper(lr=1e-3, beta1=0.0, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1)
     expected = adam.step(zeros, zeros, zeros, gradient, "fp32", hyper)
-    wide = convert.widen(gradient)
-    # With beta1 = 0 exp_avg is the gradient, but 0 times what an infinity has to go is NaN.
-    moved = np.where(np.isfinite(wide), wide, convert.canonical(np.float32([np.nan])))
-    assert_bits("exp_avg", expected.exp_avg + np.float32(0), moved + np.float32(0))
+    assert_bits("exp_avg", expected.exp_avg + np.float32(0), convert.canonical(convert.widen(gradient)) + np.float32(0))
     with kernels.using_isa(isa):
         guarded = GuardedSpan(State(zeros, zeros, zeros), gradient, "fp32")
         guarded.span.step(kernel_hyper(hyper))

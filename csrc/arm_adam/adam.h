@@ -32,16 +32,13 @@ struct Hyper {
 // What a step freezes: everything the arithmetic, and later its undo, needs. Each rounded once from double.
 struct Scalars {
     float gradient_factor;
-    float interpolation1, one_minus_beta1, inverse_beta1;  // interpolation1: see next_exp_avg
+    float one_minus_beta1, inverse_beta1;
     float beta2, one_minus_beta2, inverse_beta2;
     float eps, step_size, inverse_sqrt_bias2;
     float decay, inverse_decay, weight_decay;
     bool l2;
     std::uint32_t noise_key;  // of the stochastic rounding of bf16 moments: seed, shard and step
 };
-
-// Which end next_exp_avg interpolates from.
-inline bool nearer_to_gradient(const Scalars& s) { return s.one_minus_beta1 >= 0.5f; }
 
 // `noise_stream` stands for seed and shard.
 Scalars freeze(const Hyper& hyper, std::uint64_t noise_stream = 0);

@@ -86,19 +86,12 @@ SUPEROFFLOAD_INLINE typename L::F round_randomly(typename L::F x, typename L::U 
     return L::from_bits(L::and_u(sum, L::set_u(0xffff0000u)));
 }
 
-// Interpolated like torch's, from exp_avg or, where beta1 is small, from the gradient: 1 - beta1 rounded to fp32 weighs
-// less than beta1 does.
-template <typename L>
-SUPEROFFLOAD_INLINE typename L::F next_exp_avg(const Scalars& s, typename L::F exp_avg, typename L::F g) {
-    const auto from = nearer_to_gradient(s) ? g : exp_avg;
-    return L::fma(L::set(s.interpolation1), L::sub(g, exp_avg), from);
-}
-
 // The moments after a step as they are stored: the direction is computed from these, so that undo can compute it too.
+// exp_avg is interpolated: 1 - beta1 rounded to fp32 weighs less than beta1 would.
 template <typename L, ElementType state>
 SUPEROFFLOAD_INLINE void next_moments(const Scalars& s, typename L::F& exp_avg, typename L::F& exp_avg_sq,
                                       typename L::F g, typename L::F second, std::uint32_t index) {
-    exp_avg = next_exp_avg<L>(s, exp_avg, g);
+    exp_avg = L::fma(L::set(s.one_minus_beta1), L::sub(g, exp_avg), exp_avg);
     exp_avg_sq = L::fma(L::set(s.beta2), exp_avg_sq, second);
     if constexpr (state == ElementType::bf16) {
         const auto random = noise<L>(s, index);

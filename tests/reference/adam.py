@@ -58,7 +58,6 @@ class Scalars(NamedTuple):
     """The fp32 constants of one step, each rounded once from fp64."""
 
     factor: np.float32
-    interpolation1: np.float32
     one_minus_beta1: np.float32
     inverse_beta1: np.float32
     beta2: np.float32
@@ -97,11 +96,9 @@ def scalars(hyper: HyperLike) -> Scalars:
     correction1 = 1.0 - power(hyper.beta1, hyper.step)
     correction2 = 1.0 - power(hyper.beta2, hyper.step)
     decay = 1.0 if hyper.l2 else 1.0 - hyper.lr * hyper.weight_decay
-    weight = _fp32(1.0 - hyper.beta1)
     return Scalars(
         factor=_fp32(hyper.gradient_factor),
-        interpolation1=weight if weight < 0.5 else weight - np.float32(1),
-        one_minus_beta1=weight,
+        one_minus_beta1=_fp32(1.0 - hyper.beta1),
         inverse_beta1=_fp32(_divide(1.0, hyper.beta1)),
         beta2=_fp32(hyper.beta2),
         one_minus_beta2=_fp32(1.0 - hyper.beta2),
@@ -127,8 +124,7 @@ def step(
     k = scalars(hyper)
     with np.errstate(all="ignore"):
         g = effective_gradient(master, gradient, hyper)
-        nearer_end = exp_avg if k.one_minus_beta1 < 0.5 else g
-        new_exp_avg = fma(k.interpolation1, g - exp_avg, nearer_end)
+        new_exp_avg = fma(k.one_minus_beta1, g - exp_avg, exp_avg)
         new_exp_avg_sq = fma(k.beta2, exp_avg_sq, (k.one_minus_beta2 * g) * g)
         denominator = fma(np.sqrt(new_exp_avg_sq), k.inverse_sqrt_correction2, k.eps)
         update = new_exp_avg / denominator
