@@ -239,7 +239,7 @@ def test_bad_input_is_refused_in_one_line_before_training(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("options", [["--batch", "1000000000000000"], ["--hidden", "64000000"]])
+@pytest.mark.parametrize("options", [["--batch", "1000000000000000"], ["--hidden", str(1 << 42)]])
 def test_sizes_that_no_memory_holds_end_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:

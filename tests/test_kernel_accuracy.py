@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from superoffload import kernels
 from superoffload.benchmarking.accuracy import (
@@ -20,6 +21,8 @@ from superoffload.benchmarking.accuracy import (
 )
 
 NUMEL = 1 << 18
+TORCH_FUSES = torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+torch_fuses = pytest.mark.skipif(not TORCH_FUSES, reason="torch's kernels have no fused multiply-add on this processor")
 CASES = [(step, lr) for step in (1, 2, 10, 1000) for lr in (1e-3, 1e-5)]
 
 
@@ -34,11 +37,12 @@ def test_errors_are_no_larger_than_those_of_torchs_fused_kernel(step: int, lr: f
     assert ours["master"].mean <= 1.02 * torchs["master"].mean
     assert ours["exp_avg_sq"].mean <= torchs["exp_avg_sq"].mean
     assert ours["exp_avg_sq"].largest <= 2.5
-    assert ours["exp_avg"] == torchs["exp_avg"]
+    assert ours["exp_avg"] == torchs["exp_avg"] or not TORCH_FUSES
     # Where exp_avg is what cancellation left, its error decides, which is the same; what is added to it is not.
     assert ours["master"].largest <= torchs["master"].largest + 2
 
 
+@torch_fuses
 @pytest.mark.parametrize("beta1", [0.501, 0.9, 0.95, 0.999])
 def test_exp_avg_has_the_bits_of_torchs_fused_kernel(beta1: float) -> None:
     inputs = training_like_inputs(NUMEL, seed=4)

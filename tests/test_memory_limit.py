@@ -15,9 +15,10 @@ GUARD = 64  # bytes around an array that nobody may touch
 
 
 def filled(numel: int, itemsize: int, skew: int) -> tuple[np.ndarray, np.ndarray]:
-    """Memory without a zero byte, and the part of it that is walked over, `skew` bytes off its alignment."""
-    memory = np.full(numel * itemsize + 2 * GUARD, 0xA5, dtype=np.uint8)
-    return memory, memory[GUARD + skew : GUARD + skew + numel * itemsize]
+    """Memory without a zero byte, and the part of it that is walked over, `skew` bytes off a cache line."""
+    memory = np.full(numel * itemsize + 3 * GUARD, 0xA5, dtype=np.uint8)
+    begin = GUARD + -memory.ctypes.data % GUARD + skew
+    return memory, memory[begin : begin + numel * itemsize]
 
 
 @pytest.mark.parametrize("skew", [0, 3])

@@ -87,7 +87,9 @@ SUPEROFFLOAD_INLINE typename L::F round_randomly(typename L::F x, typename L::U 
 }
 
 // The moments after a step as they are stored: the direction is computed from these, so that undo can compute it too.
-// exp_avg is interpolated: 1 - beta1 rounded to fp32 weighs less than beta1 would.
+// exp_avg is interpolated, as torch does it: 1 - beta1 rounded to fp32 weighs less than beta1 would, if that is above
+// 1/2. (Undo estimates with the rounded first increment, which costs more escapes than beta1 * exp_avg + first would,
+// but finds moments that were 0.)
 template <typename L, ElementType state>
 SUPEROFFLOAD_INLINE void next_moments(const Scalars& s, typename L::F& exp_avg, typename L::F& exp_avg_sq,
                                       typename L::F g, typename L::F second, std::uint32_t index) {

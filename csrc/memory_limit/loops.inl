@@ -17,9 +17,16 @@ WIDTH_TARGET void update(std::uint8_t* base, std::size_t bytes, std::uint32_t ze
 // The compiler has to assume that what was read is looked at; adding it up would cost more than short blocks take.
 WIDTH_TARGET void read(const std::uint8_t* base, std::size_t bytes) {
     const std::size_t whole = bytes / WIDTH_BYTES * WIDTH_BYTES;
-    Vector seen{};
-    for (std::size_t i = 0; i < whole; i += WIDTH_BYTES) seen |= *reinterpret_cast<const Vector*>(base + i);
-    __asm__ volatile("" : : "m"(seen));
+    const std::size_t pairs = bytes / (2 * WIDTH_BYTES) * (2 * WIDTH_BYTES);
+    Vector even{};
+    Vector odd{};
+    for (std::size_t i = 0; i < pairs; i += 2 * WIDTH_BYTES) {
+        even |= *reinterpret_cast<const Vector*>(base + i);
+        odd |= *reinterpret_cast<const Vector*>(base + i + WIDTH_BYTES);
+    }
+    if (pairs != whole) even |= *reinterpret_cast<const Vector*>(base + pairs);
+    even |= odd;
+    __asm__ volatile("" : : "m"(even));
     std::uint32_t rest = 0;
     for (std::size_t i = whole; i < bytes; ++i) rest |= base[i];
     __asm__ volatile("" : : "r"(rest));

@@ -47,12 +47,18 @@ def on_gpus() -> bool:
     return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
 
 
+def default_ranks() -> list[int]:
+    import torch
+
+    return [1] if on_gpus() and torch.cuda.device_count() < 2 else [1, 2]
+
+
 def check_ranks(ranks: int) -> None:
     """Every rank has a GPU of its own."""
     import torch
 
     if on_gpus() and ranks > (gpus := torch.cuda.device_count()):
-        raise ArgumentError(f"--ranks {ranks}: there are {gpus} GPUs; expected no more ranks, or DS_ACCELERATOR=cpu")
+        raise ArgumentError(f"--ranks {ranks}: GPUs here: {gpus}; expected no more ranks, or DS_ACCELERATOR=cpu")
 
 
 def measure(workload: Workload, ranks: int, timeout: float = 900.0) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -45,9 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SuperOffloadError as error:
         return _fail(str(error), EXIT_FAILED)
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+        if isinstance(error, RuntimeError) and not re.search("allocate memory|out of memory", str(error)):
             raise
-        return _fail(f"not enough memory: {error}; choose smaller sizes (model, batch, sequence)", EXIT_FAILED)
+        what = str(error).partition("\n")[0].rstrip(".") or "an allocation failed"
+        return _fail(f"not enough memory: {what}; choose smaller sizes (model, batch, sequence)", EXIT_FAILED)
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "numpy"):
             raise

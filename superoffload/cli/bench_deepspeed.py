@@ -20,7 +20,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "and on demand, in the same processes, steps taken in turn; on GPUs, where there are some, also with "
         "DeepSpeed's own SuperOffload. Ratios are those of turns side by side.",
     )
-    add_option(parser, "--ranks", default="1,2", help="numbers of ranks, each measured")
+    parser.add_argument("--ranks", help="numbers of ranks, each measured (default: 1,2; with a single GPU 1)")
     add_option(parser, "--width", type=int, default=768, help="of the hidden layers")
     add_option(parser, "--layers", type=int, default=4, help="of 8 width^2 parameters each")
     add_option(parser, "--tokens", type=int, default=256, help="per rank and step")
@@ -40,15 +40,17 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    ranks, clips = _whole_numbers("ranks", args.ranks), [_threshold(text) for text in args.clip.split(",")]
+    clips = [_threshold(text) for text in args.clip.split(",")]
+    asked = None if args.ranks is None else _whole_numbers("ranks", args.ranks)
     for name in ("width", "layers", "tokens", "rounds", "steps"):
         if getattr(args, name) < 1:
             raise ArgumentError(f"--{name} {getattr(args, name)}: expected at least 1")
     if find_spec("deepspeed") is None:
         raise ArgumentError("bench deepspeed: deepspeed is not installed; pip install deepspeed==0.19.8")
-    from superoffload.benchmarking.deepspeed import UPSTREAM, Workload, check_ranks, measure, on_gpus
+    from superoffload.benchmarking.deepspeed import UPSTREAM, Workload, check_ranks, default_ranks, measure, on_gpus
     from superoffload.benchmarking.deepspeed_report import holds, line, plot, rows_of
 
+    ranks = asked or default_ranks()
     for count in ranks:
         check_ranks(count)
     facts = measurement.begin(args)

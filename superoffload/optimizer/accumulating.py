@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import ContextDecorator
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Accumulates(Protocol):
@@ -19,6 +22,10 @@ class Accumulating(ContextDecorator):
         self._optimizer = optimizer
         self._before: list[bool] = []
         self._entered = False
+
+    def __call__(self, function: F) -> F:
+        self._entered = True
+        return super().__call__(function)
 
     def __enter__(self) -> None:
         self._entered = True

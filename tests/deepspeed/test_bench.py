@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from superoffload.benchmarking.deepspeed import EAGER, LATER, STOCK, UPSTREAM, Workload, check_ranks, measure_rank
+from superoffload.benchmarking.deepspeed import (
+    EAGER,
+    LATER,
+    STOCK,
+    UPSTREAM,
+    Workload,
+    check_ranks,
+    default_ranks,
+    measure_rank,
+)
 from superoffload.benchmarking.deepspeed_report import holds, line, rows_of
 from superoffload.cli.bench_deepspeed import add_parser, run
 from superoffload.errors import ArgumentError
@@ -84,8 +93,12 @@ def test_every_rank_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     check_ranks(2)
-    with pytest.raises(ArgumentError, match="--ranks 3: there are 2 GPUs"):
+    with pytest.raises(ArgumentError, match="--ranks 3: GPUs here: 2"):
         check_ranks(3)
+    assert default_ranks() == [1, 2]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert default_ranks() == [1], "the default fits every machine"
+    check_ranks(1)
 
 
 def test_gpu_memory_is_that_of_all_ranks() -> None:
