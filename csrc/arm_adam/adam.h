@@ -32,7 +32,7 @@ struct Hyper {
 // What a step freezes: everything the arithmetic, and later its undo, needs. Each rounded once from double.
 struct Scalars {
     float gradient_factor;
-    float one_minus_beta1, inverse_beta1;
+    float beta1, one_minus_beta1, inverse_beta1;
     float beta2, one_minus_beta2, inverse_beta2;
     float eps, step_size, inverse_sqrt_bias2;
     float decay, inverse_decay, weight_decay;

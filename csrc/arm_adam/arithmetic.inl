@@ -87,13 +87,10 @@ SUPEROFFLOAD_INLINE typename L::F round_randomly(typename L::F x, typename L::U 
 }
 
 // The moments after a step as they are stored: the direction is computed from these, so that undo can compute it too.
-// exp_avg is interpolated, as torch does it: 1 - beta1 rounded to fp32 weighs less than beta1 would, if that is above
-// 1/2. (Undo estimates with the rounded first increment, which costs more escapes than beta1 * exp_avg + first would,
-// but finds moments that were 0.)
 template <typename L, ElementType state>
 SUPEROFFLOAD_INLINE void next_moments(const Scalars& s, typename L::F& exp_avg, typename L::F& exp_avg_sq,
-                                      typename L::F g, typename L::F second, std::uint32_t index) {
-    exp_avg = L::fma(L::set(s.one_minus_beta1), L::sub(g, exp_avg), exp_avg);
+                                      typename L::F first, typename L::F second, std::uint32_t index) {
+    exp_avg = L::fma(L::set(s.beta1), exp_avg, first);
     exp_avg_sq = L::fma(L::set(s.beta2), exp_avg_sq, second);
     if constexpr (state == ElementType::bf16) {
         const auto random = noise<L>(s, index);

@@ -11,7 +11,7 @@ namespace cuda {
 // Field by field that of csrc/arm_adam/adam.h: what a step freezes.
 struct Scalars {
     float gradient_factor;
-    float one_minus_beta1, inverse_beta1;
+    float beta1, one_minus_beta1, inverse_beta1;
     float beta2, one_minus_beta2, inverse_beta2;
     float eps, step_size, inverse_sqrt_bias2;
     float decay, inverse_decay, weight_decay;
@@ -62,8 +62,9 @@ __device__ inline void step_element(const Scalars& s, float raw, float& master, 
                                     unsigned index) {
     float g = __fmul_rn(raw, s.gradient_factor);
     if (s.l2) g = __fmaf_rn(s.weight_decay, master, g);
+    const float first = __fmul_rn(s.one_minus_beta1, g);
     const float second = __fmul_rn(__fmul_rn(s.one_minus_beta2, g), g);
-    exp_avg = __fmaf_rn(s.one_minus_beta1, __fsub_rn(g, exp_avg), exp_avg);
+    exp_avg = __fmaf_rn(s.beta1, exp_avg, first);
     exp_avg_sq = __fmaf_rn(s.beta2, exp_avg_sq, second);
     Moments::round(s, exp_avg, exp_avg_sq, index);
     const float q = __fdiv_rn(exp_avg, __fmaf_rn(__fsqrt_rn(exp_avg_sq), s.inverse_sqrt_bias2, s.eps));
