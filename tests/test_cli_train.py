@@ -249,6 +249,29 @@ def test_sizes_that_no_memory_holds_end_in_one_line(
     assert error.endswith("choose smaller sizes (model, batch, sequence)\n")
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB\nmore lines"), "CUDA out of memory. Tried to"),
+        (MemoryError(), "not enough memory: an allocation failed; choose"),
+    ],
+)
+def test_every_way_to_run_out_of_memory_is_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    said: str,
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("superoffload.cli.train.run", fails)
+    assert train(tmp_path / "run", "--steps", "12") == 1
+    shown = capsys.readouterr().err
+    assert said in shown and shown.count("\n") == 1
+
+
 def test_unwritable_run_folder_is_refused_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("in the way")
     assert train(tmp_path / "file" / "run", "--steps", "12") == 2

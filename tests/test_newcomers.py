@@ -74,6 +74,12 @@ def test_accumulate_without_with() -> None:
             with optimizer.accumulate():
                 pass
 
+            @optimizer.accumulate()
+            def never_called() -> None:
+                pass
+
+            del never_called
+
 
 def test_too_many_threads_are_refused_by_the_plain_optimizer_too() -> None:
     with pytest.raises(ArgumentError, match="threads=1000000: expected at most"):
