@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,7 +57,7 @@ class Gradients(Parameters):
 
     # ---- during backward --------------------------------------------------------------------------------------
 
-    def accumulate(self) -> AbstractContextManager[None]:
+    def accumulate(self) -> Accumulating:
         """Backward inside this context is not the boundary: gradients add up and nothing is packed yet."""
         return Accumulating(self)
 
