@@ -217,7 +217,7 @@ def test_fallback_sums_nothing_and_infinity() -> None:
 
 
 def test_piece_tables_are_what_the_kernels_read() -> None:
-    assert (geometry.COPY_PIECE.itemsize, geometry.STEP_PIECE.itemsize) == (32, 120)
+    assert (geometry.COPY_PIECE.itemsize, geometry.STEP_PIECE.itemsize) == (32, 128)
     assert len(scalars_of(span_cases("fp32", "fp32", False)[0])) == geometry.SCALARS_BYTES
     table = geometry.copy_pieces([(64, 0, 1024), (128, 1024, 0), (192, 1024, 1), (256, 1088, 3000)])
     assert table["first_block"].tolist() == [0, 1, 1, 2]

@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from superoffload import kernels
 from superoffload.benchmarking.accuracy import (
     PARTS,
-    ErrorFigures,
     errors,
     exact_step,
     our_step,
+    summaries,
     torch_step,
     training_like_inputs,
     units,
 )
 
 NUMEL = 1 << 18
-CASES = [(step, lr) for step in (1, 2, 10, 1000) for lr in (1e-3, 1e-5)]
 
 
-def both(step: int, lr: float) -> tuple[dict[str, ErrorFigures], dict[str, ErrorFigures]]:
-    inputs = training_like_inputs(NUMEL, seed=step, step=step, lr=lr)
-    return errors(inputs, our_step(inputs)), errors(inputs, torch_step(inputs))
-
-
-@pytest.mark.parametrize(("step", "lr"), CASES)
-def test_errors_are_no_larger_than_those_of_torchs_fused_kernel(step: int, lr: float) -> None:
-    ours, torchs = both(step, lr)
-    assert ours["master"].mean <= 1.01 * torchs["master"].mean
-    assert ours["exp_avg_sq"].mean <= torchs["exp_avg_sq"].mean
-    assert ours["exp_avg_sq"].largest <= 2.5
-    assert ours["exp_avg"].largest <= torchs["exp_avg"].largest
-    # Here torch's mean is the smaller one, 0.26: it multiplies by 1 - beta1, whose rounding to fp32 weighs less than
-    # that of beta1. docs/kernel.md has the figures.
-    assert ours["exp_avg"].mean < 0.36
+def test_errors_are_no_larger_than_those_of_torchs_fused_kernel() -> None:
+    """Over twelve step numbers and three learning rates, mean and largest, of masters and both moments. The one
+    exception is the very largest error of a master, which is luck (see below): there it is the median of 36 draws."""
+    found = summaries(NUMEL, {"ours": our_step, "torch's": torch_step})
+    for part in PARTS:
+        ours, torchs = found["ours"][part], found["torch's"][part]
+        assert ours.mean < torchs.mean, part
+        assert ours.median_of_largest <= torchs.median_of_largest, part
+        if part != "master":
+            assert ours.largest <= torchs.largest, part
 
 
 def test_the_largest_error_of_a_master_is_that_of_its_direction() -> None:

@@ -84,8 +84,9 @@ def reference_step(state: State, step: int) -> tuple[NDArray[np.uint16], NDArray
     f = np.float32
     g = widen(state.gradient)
     random = noise(len(g), SEED_STREAM, step)
-    m = fma(np.full_like(g, f(0.9)), widen(state.exp_avg), f(1 - 0.9) * g)
-    v = fma(np.full_like(g, f(0.999)), widen(state.exp_avg_sq), (f(1 - 0.999) * g) * g)
+    rest = f(0.9 - float(f(0.9))) * widen(state.exp_avg)
+    m = fma(np.full_like(g, f(0.9)), widen(state.exp_avg), fma(np.full_like(g, f(1 - 0.9)), g, rest))
+    v = fma(np.full_like(g, f(0.999)), widen(state.exp_avg_sq), f(1 - 0.999) * (g * g))
     m, v = stochastic(m, random & np.uint32(0xFFFF)), stochastic(v, random >> np.uint32(16))
     correction1, correction2 = 1.0, 1.0
     for _ in range(step):

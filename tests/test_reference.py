@@ -155,7 +155,7 @@ def test_step_is_the_chain_of_exactly_rounded_operations(number: int, l2: bool) 
 def one_element(p: float, m: float, v: float, gradient: float, hyper: adam.Hyper) -> tuple[int, int, int] | None:
     """One element's words after a step by rational arithmetic; None where something stops being a finite number."""
     k = [float(value) for value in adam.scalars(hyper)]
-    factor, b1, a1, _, b2, a2, _, eps, step_size, correction, weight_decay, decay, _ = k
+    factor, b1, rest, a1, _, b2, a2, _, eps, step_size, correction, weight_decay, decay, _ = k
     if not all(math.isfinite(value) for value in (p, m, v, gradient, factor, step_size, correction, decay)):
         return None
 
@@ -163,8 +163,9 @@ def one_element(p: float, m: float, v: float, gradient: float, hyper: adam.Hyper
         g = finite_value(exact.mul32(gradient, factor))
         if hyper.l2:
             g = finite_value(exact.fma32(weight_decay, p, g))
-        new_m = finite_value(exact.fma32(b1, m, finite_value(exact.mul32(a1, g))))
-        new_v = finite_value(exact.fma32(b2, v, finite_value(exact.mul32(finite_value(exact.mul32(a2, g)), g))))
+        from_rest = finite_value(exact.mul32(rest, m))
+        new_m = finite_value(exact.fma32(b1, m, finite_value(exact.fma32(a1, g, from_rest))))
+        new_v = finite_value(exact.fma32(b2, v, finite_value(exact.mul32(a2, finite_value(exact.mul32(g, g))))))
         if new_v < 0:
             raise OverflowError
         denominator = finite_value(exact.fma32(finite_value(exact.sqrt32(new_v)), correction, eps))

@@ -32,7 +32,7 @@ struct Hyper {
 // What a step freezes: everything the arithmetic, and later its undo, needs. Each rounded once from double.
 struct Scalars {
     float gradient_factor;
-    float beta1, one_minus_beta1, inverse_beta1;
+    float beta1, beta1_rest, one_minus_beta1, inverse_beta1;  // beta1 + beta1_rest: beta1 to twice as many bits
     float beta2, one_minus_beta2, inverse_beta2;
     float eps, step_size, inverse_sqrt_bias2;
     float decay, inverse_decay, weight_decay;

@@ -51,7 +51,7 @@ template <typename L, typename T>
 SUPEROFFLOAD_INLINE void step_vector(const Scalars& s, std::uint32_t index, typename L::F gradient, typename L::F& p,
                                      typename L::F& m, typename L::F& v) {
     const auto g = effective_gradient<L, T::l2>(s, gradient, p);
-    next_moments<L, T::state>(s, m, v, first_increment<L>(s, g), second_increment<L>(s, g), index);
+    next_moments<L, T::state>(s, m, v, g, second_increment<L>(s, g), index);
     p = next_master<L, T::l2>(s, p, direction<L>(s, m, v));
     make_canonical<L>(m, v, p);
 }
@@ -102,11 +102,10 @@ SUPEROFFLOAD_INLINE void journal_lanes(const Run& shared, std::uint8_t* codes, s
         const auto m = load_element<L, T::state>(run.exp_avg, i);
         const auto v = load_element<L, T::state>(run.exp_avg_sq, i);
         const auto g = effective_gradient<L, T::l2>(s, load_element<L, T::gradient>(run.gradient, i), p);
-        const auto first = first_increment<L>(s, g);
         const auto second = second_increment<L>(s, g);
         auto next_m = m;
         auto next_v = v;
-        next_moments<L, T::state>(s, next_m, next_v, first, second, run.index_of(i));
+        next_moments<L, T::state>(s, next_m, next_v, g, second, run.index_of(i));
         const auto q = direction<L>(s, next_m, next_v);
         auto next_p = next_master<L, T::l2>(s, p, q);
         make_canonical<L>(next_m, next_v, next_p);
@@ -114,7 +113,7 @@ SUPEROFFLOAD_INLINE void journal_lanes(const Run& shared, std::uint8_t* codes, s
         store_element<L, T::state>(run.exp_avg_sq, i, next_v);
         L::store(run.master + i, next_p);
         store_shadow<L, T::shadow>(run.shadow, i, next_p, false);
-        const auto est_m = estimated_word<L, T::state>(estimate_exp_avg<L>(s, next_m, first));
+        const auto est_m = estimated_word<L, T::state>(estimate_exp_avg<L>(s, next_m, first_increment<L>(s, g)));
         const auto est_v = estimated_word<L, T::state>(estimate_exp_avg_sq<L>(s, next_v, second));
         const auto est_p = estimated_word<L, ElementType::f32>(estimate_master<L, T::l2>(s, next_p, q));
         const auto packed = encode<L, width>(word_of<L, T::state>(m), est_m, word_of<L, T::state>(v), est_v, L::bits(p),
@@ -145,12 +144,11 @@ SUPEROFFLOAD_INLINE Pair<L> compute_pair(const Run& run, std::size_t i) {
         const auto m = load_element<L, T::state>(run.exp_avg, at);
         const auto v = load_element<L, T::state>(run.exp_avg_sq, at);
         const auto g = effective_gradient<L, T::l2>(s, load_element<L, T::gradient>(run.gradient, at), p);
-        const auto first = first_increment<L>(s, g);
         const auto second = second_increment<L>(s, g);
         pair.m[k] = m;
         pair.v[k] = v;
-        next_moments<L, T::state>(s, pair.m[k], pair.v[k], first, second, run.index_of(at));
-        const auto est_m = estimated_word<L, T::state>(estimate_exp_avg<L>(s, pair.m[k], first));
+        next_moments<L, T::state>(s, pair.m[k], pair.v[k], g, second, run.index_of(at));
+        const auto est_m = estimated_word<L, T::state>(estimate_exp_avg<L>(s, pair.m[k], first_increment<L>(s, g)));
         diff_m[k] = L::sub_u(word_of<L, T::state>(m), est_m);
         const auto est_v = estimated_word<L, T::state>(estimate_exp_avg_sq<L>(s, pair.v[k], second));
         diff_v[k] = L::sub_u(word_of<L, T::state>(v), est_v);

@@ -58,14 +58,16 @@ SUPEROFFLOAD_INLINE typename L::F effective_gradient(const Scalars& s, typename 
     return g;
 }
 
+// What the gradient adds to exp_avg, as undo knows it: without the old exp_avg.
 template <typename L>
 SUPEROFFLOAD_INLINE typename L::F first_increment(const Scalars& s, typename L::F g) {
     return L::mul(L::set(s.one_minus_beta1), g);
 }
 
+// The square first: that of a bf16 gradient is exact.
 template <typename L>
 SUPEROFFLOAD_INLINE typename L::F second_increment(const Scalars& s, typename L::F g) {
-    return L::mul(L::mul(L::set(s.one_minus_beta2), g), g);
+    return L::mul(L::set(s.one_minus_beta2), L::mul(g, g));
 }
 
 // Thirty-two random bits per element, the same for every instruction set, thread count and order: a hash of step,
@@ -87,10 +89,12 @@ SUPEROFFLOAD_INLINE typename L::F round_randomly(typename L::F x, typename L::U 
 }
 
 // The moments after a step as they are stored: the direction is computed from these, so that undo can compute it too.
+// Rounding 0.9 to fp32 alone would be the largest error of exp_avg, so what that rounding cuts off counts too.
 template <typename L, ElementType state>
 SUPEROFFLOAD_INLINE void next_moments(const Scalars& s, typename L::F& exp_avg, typename L::F& exp_avg_sq,
-                                      typename L::F first, typename L::F second, std::uint32_t index) {
-    exp_avg = L::fma(L::set(s.beta1), exp_avg, first);
+                                      typename L::F g, typename L::F second, std::uint32_t index) {
+    const auto rest = L::mul(L::set(s.beta1_rest), exp_avg);
+    exp_avg = L::fma(L::set(s.beta1), exp_avg, L::fma(L::set(s.one_minus_beta1), g, rest));
     exp_avg_sq = L::fma(L::set(s.beta2), exp_avg_sq, second);
     if constexpr (state == ElementType::bf16) {
         const auto random = noise<L>(s, index);
@@ -105,6 +109,8 @@ SUPEROFFLOAD_INLINE typename L::F direction(const Scalars& s, typename L::F exp_
     return L::div(exp_avg, L::fma(L::sqrt(exp_avg_sq), L::set(s.inverse_sqrt_bias2), L::set(s.eps)));
 }
 
+// The decayed master is rounded first, as torch does. Rounding the update instead takes a fifth off the error of a
+// step, but over 200 steps with weight decay masters then leave torch's by more than the promised millionth.
 template <typename L, bool l2>
 SUPEROFFLOAD_INLINE typename L::F next_master(const Scalars& s, typename L::F master, typename L::F q) {
     if constexpr (l2) return L::fma(L::set(-s.step_size), q, master);

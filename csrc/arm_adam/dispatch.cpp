@@ -85,6 +85,7 @@ Scalars freeze(const Hyper& h, std::uint64_t noise_stream) {
     Scalars s{};
     s.gradient_factor = static_cast<float>(h.gradient_factor);
     s.beta1 = static_cast<float>(h.beta1);
+    s.beta1_rest = static_cast<float>(h.beta1 - static_cast<double>(s.beta1));
     s.one_minus_beta1 = static_cast<float>(1 - h.beta1);
     // Before the first step the moments were +0: an estimate of exactly that needs no code.
     s.inverse_beta1 = h.step == 1 ? 0.0f : static_cast<float>(1 / h.beta1);

@@ -11,7 +11,7 @@ namespace cuda {
 // Field by field that of csrc/arm_adam/adam.h: what a step freezes.
 struct Scalars {
     float gradient_factor;
-    float beta1, one_minus_beta1, inverse_beta1;
+    float beta1, beta1_rest, one_minus_beta1, inverse_beta1;
     float beta2, one_minus_beta2, inverse_beta2;
     float eps, step_size, inverse_sqrt_bias2;
     float decay, inverse_decay, weight_decay;
@@ -19,7 +19,8 @@ struct Scalars {
     unsigned noise_key;
 };
 
-// 120 bytes. `first_index`: of its first element in the whole parameter, modulo 2^32; keys the stochastic rounding.
+// 124 bytes, 128 with what aligns the next one. `first_index`: of its first element in the whole parameter, modulo
+// 2^32; keys the stochastic rounding.
 struct StepPiece {
     unsigned* master;  // fp32, as words
     void* exp_avg;
@@ -62,9 +63,8 @@ __device__ inline void step_element(const Scalars& s, float raw, float& master, 
                                     unsigned index) {
     float g = __fmul_rn(raw, s.gradient_factor);
     if (s.l2) g = __fmaf_rn(s.weight_decay, master, g);
-    const float first = __fmul_rn(s.one_minus_beta1, g);
-    const float second = __fmul_rn(__fmul_rn(s.one_minus_beta2, g), g);
-    exp_avg = __fmaf_rn(s.beta1, exp_avg, first);
+    const float second = __fmul_rn(s.one_minus_beta2, __fmul_rn(g, g));
+    exp_avg = __fmaf_rn(s.beta1, exp_avg, __fmaf_rn(s.one_minus_beta1, g, __fmul_rn(s.beta1_rest, exp_avg)));
     exp_avg_sq = __fmaf_rn(s.beta2, exp_avg_sq, second);
     Moments::round(s, exp_avg, exp_avg_sq, index);
     const float q = __fdiv_rn(exp_avg, __fmaf_rn(__fsqrt_rn(exp_avg_sq), s.inverse_sqrt_bias2, s.eps));

@@ -134,14 +134,56 @@ def _optimizer_step(
     return {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
 
+# A step's number decides how its scalars are rounded, and with them the error of every element.
+STEPS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+LEARNING_RATES = (1e-3, 3e-4, 1e-5)
+
+StepFunction = Callable[[StepInputs], Mapping[str, Float32]]
+
+
+@dataclass(frozen=True)
+class ErrorSummary:
+    """Of one array over several draws of inputs. The largest error of masters is a matter of luck: it is that of the
+    one element whose exp_avg cancelled best. So the largest of each draw is known too, by its median."""
+
+    mean: float
+    median_of_largest: float
+    largest: float
+
+
+def summaries(numel: int, contestants: Mapping[str, StepFunction]) -> dict[str, dict[str, ErrorSummary]]:
+    """By contestant and array: errors over one draw of `numel` elements per step number and learning rate."""
+    figures: dict[str, list[dict[str, ErrorFigures]]] = {name: [] for name in contestants}
+    cases = [(step, lr) for step in STEPS for lr in LEARNING_RATES]
+    for seed, (step, lr) in enumerate(cases):
+        inputs = training_like_inputs(numel, seed, step, lr)
+        for name, contestant in contestants.items():
+            figures[name].append(errors(inputs, contestant(inputs)))
+    return {name: {part: _summary([draw[part] for draw in draws]) for part in PARTS} for name, draws in figures.items()}
+
+
+def _summary(draws: list[ErrorFigures]) -> ErrorSummary:
+    largest = [draw.largest for draw in draws]
+    return ErrorSummary(
+        mean=float(np.mean([draw.mean for draw in draws])),
+        median_of_largest=float(np.median(largest)),
+        largest=max(largest),
+    )
+
+
 def accuracy_table(numel: int, deepspeed_class: Any | None = None) -> list[dict[str, Any]]:
     """One row per contestant and array."""
-    inputs = training_like_inputs(numel, seed=0)
-    results = {"superoffload": our_step(inputs), "torch.optim.AdamW(fused=True)": torch_step(inputs)}
+    contestants: dict[str, StepFunction] = {"superoffload": our_step, "torch.optim.AdamW(fused=True)": torch_step}
     if deepspeed_class is not None:
-        results["DeepSpeedCPUAdam"] = deepspeed_step(inputs, deepspeed_class)
+        contestants["DeepSpeedCPUAdam"] = lambda inputs: deepspeed_step(inputs, deepspeed_class)
     return [
-        {"name": name, "array": part, "largest_ulp": figures.largest, "mean_ulp": figures.mean}
-        for name, result in results.items()
-        for part, figures in errors(inputs, result).items()
+        {
+            "name": name,
+            "array": part,
+            "mean_ulp": summary.mean,
+            "median_largest_ulp": summary.median_of_largest,
+            "largest_ulp": summary.largest,
+        }
+        for name, parts in summaries(numel, contestants).items()
+        for part, summary in parts.items()
     ]

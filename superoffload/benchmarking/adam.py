@@ -28,7 +28,7 @@ from superoffload.errors import ArgumentError
 Row = dict[str, Any]
 Progress = Callable[[str], None]
 
-_ACCURACY_NUMEL = 1 << 20
+_ACCURACY_NUMEL = 1 << 18
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ BLOCKS_PER_CUDA_BLOCK = {"pack": 8, "unpack": 4, "step": 1}  # 1024-element bloc
 # struct CopyPiece of csrc/cuda/pieces.cuh. `address`: of the piece's gradient or parameter; `offset`: elements into the
 # packed gradient or the staged parameters.
 COPY_PIECE = np.dtype([("address", "<u8"), ("offset", "<u8"), ("numel", "<u8"), ("first_block", "<u8")])
-SCALARS_BYTES = 60
+SCALARS_BYTES = 64
 # struct StepPiece of csrc/cuda/step.cuh; `scalars` as superoffload._native.freeze_scalars returns them.
 STEP_PIECE = np.dtype(
     [
@@ -25,6 +25,7 @@ STEP_PIECE = np.dtype(
         ("first_block", "<u8"),
         ("first_index", "<u4"),
         ("scalars", f"V{SCALARS_BYTES}"),
+        ("padding", "V4"),
     ]
 )
 

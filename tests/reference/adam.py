@@ -59,6 +59,7 @@ class Scalars(NamedTuple):
 
     factor: np.float32
     beta1: np.float32
+    beta1_rest: np.float32
     one_minus_beta1: np.float32
     inverse_beta1: np.float32
     beta2: np.float32
@@ -100,6 +101,7 @@ def scalars(hyper: HyperLike) -> Scalars:
     return Scalars(
         factor=_fp32(hyper.gradient_factor),
         beta1=_fp32(hyper.beta1),
+        beta1_rest=_fp32(hyper.beta1 - float(_fp32(hyper.beta1))),
         one_minus_beta1=_fp32(1.0 - hyper.beta1),
         inverse_beta1=_fp32(_divide(1.0, hyper.beta1)),
         beta2=_fp32(hyper.beta2),
@@ -126,8 +128,8 @@ def step(
     k = scalars(hyper)
     with np.errstate(all="ignore"):
         g = effective_gradient(master, gradient, hyper)
-        new_exp_avg = fma(k.beta1, exp_avg, k.one_minus_beta1 * g)
-        new_exp_avg_sq = fma(k.beta2, exp_avg_sq, (k.one_minus_beta2 * g) * g)
+        new_exp_avg = fma(k.beta1, exp_avg, fma(k.one_minus_beta1, g, k.beta1_rest * exp_avg))
+        new_exp_avg_sq = fma(k.beta2, exp_avg_sq, k.one_minus_beta2 * (g * g))
         denominator = fma(np.sqrt(new_exp_avg_sq), k.inverse_sqrt_correction2, k.eps)
         update = new_exp_avg / denominator
         decayed = master if hyper.l2 else master * k.decay

@@ -34,7 +34,7 @@ def estimates(old_master: Float32Array, gradient: npt.NDArray[np.generic], new: 
         # Before the first step the moments were +0. Adding +0 makes that of the -0 that multiplying with 0 can give.
         first, zero = hyper.step == 1, np.float32(0)
         exp_avg = (new.exp_avg - k.one_minus_beta1 * g) * (zero if first else k.inverse_beta1) + zero
-        exp_avg_sq = (new.exp_avg_sq - (k.one_minus_beta2 * g) * g) * (zero if first else k.inverse_beta2) + zero
+        exp_avg_sq = (new.exp_avg_sq - k.one_minus_beta2 * (g * g)) * (zero if first else k.inverse_beta2) + zero
         denominator = fma(np.sqrt(new.exp_avg_sq), k.inverse_sqrt_correction2, k.eps)
         master = fma(k.step_size, new.exp_avg / denominator, new.master)
         if not hyper.l2:
