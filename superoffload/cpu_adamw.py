@@ -19,6 +19,7 @@ from superoffload.arguments import (
     check_gradient,
     check_group,
     check_groups,
+    check_l2,
     check_parameter,
     check_seed,
     check_state_dtype,
@@ -51,7 +52,8 @@ class CPUAdamW(Optimizer):
         seed: of that rounding.
         threads: worker threads (None: one per core this process may use).
 
-    As in torch, NaN gradients are applied and parameters without a gradient are left alone.
+    As in torch, NaN gradients are applied and parameters without a gradient are left alone. ``DeepSpeedCPUAdam``'s
+    default ``weight_decay`` is 0, and its ``adamw_mode=False`` is ``l2=True`` here.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class CPUAdamW(Optimizer):
         groups = as_groups(params)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_groups(groups, defaults)
-        self._l2 = bool(l2)
+        self._l2 = check_l2(l2)
         self._state_dtype = check_state_dtype(state_dtype)
         self._seed = check_seed(seed)
         cpus = worker_cpus(threads)

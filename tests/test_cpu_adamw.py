@@ -198,6 +198,8 @@ def test_a_worker_that_fails_says_so_once_every_group_is_stepped() -> None:
 def test_bad_input_and_use_after_close() -> None:
     with pytest.raises(ArgumentError, match="lr=-1"):
         superoffload.CPUAdamW(parameters(), lr=-1)
+    with pytest.raises(ArgumentError, match="l2='no': expected True"):
+        superoffload.CPUAdamW(parameters(), l2="no")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="not contiguous"):
         superoffload.CPUAdamW([torch.nn.Parameter(torch.zeros(4, 5).t())])
     params = parameters()
