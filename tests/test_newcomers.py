@@ -231,9 +231,32 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
             checkpoints.load(tmp_path / "run", model, optimizer)
         with pytest.raises(ArgumentError, match=r"none: no such folder; checkpoints.latest\(\) names"):
             checkpoints.load(tmp_path / "none", model, optimizer)
+        torch.save(model.state_dict(), tmp_path / "model.pt")
+        with pytest.raises(ArgumentError, match=r"model.pt: a file, expected the folder .* loads with torch.load and"):
+            checkpoints.load(tmp_path / "model.pt", model, optimizer)
+        (tmp_path / "pretrained").mkdir()
+        with pytest.raises(ArgumentError, match=r"pretrained: no manifest.json, .* a folder of from_pretrained with"):
+            checkpoints.load(tmp_path / "pretrained", model, optimizer)
         (tmp_path / "file").touch()
         with pytest.raises(ArgumentError, match=r"folder='.*file/step-1': cannot be made \(.*\); name one where you"):
             checkpoints.save(tmp_path / "file" / "step-1", model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("run/optimizer.pt", "'run/optimizer.pt', which torch.load reads"),
+        (Path("optimizer.pt"), "'optimizer.pt', which torch.load reads"),
+        (nn.Linear(2, 2).state_dict(), "a dict with 'weight', 'bias'"),
+        ({}, "a dict with nothing"),
+        (None, "a NoneType"),
+    ],
+    ids=["path", "Path", "model", "empty", "none"],
+)
+def test_what_is_no_state_dict_of_an_optimizer(given: Any, words: str) -> None:
+    with AdamW(model_of().parameters()) as optimizer, pytest.raises(ArgumentError) as caught:
+        optimizer.load_state_dict(given)
+    assert str(caught.value).startswith(f"state_dict: {words}, expected a dict with 'state' and 'param_groups'")
 
 
 def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
