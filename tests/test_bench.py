@@ -48,6 +48,11 @@ def test_adam(capsys: pytest.CaptureFixture[str]) -> None:
     assert {row["bytes_per_param"] for row in reading} == {14.0}, "master, both moments, bf16 gradient"
     if "avx512" in kernels.available_isas():
         assert "reading what it reads, and nothing else, takes" in printed
+        for operation in ("journaled", "undo", "replay"):
+            row = next(row for row in report["rows"] if row["name"] == f"limit of {operation}" and row["numel"] > 70000)
+            said = next(line for line in printed.splitlines() if f"avx512: {operation}, times the plain step" in line)
+            assert said.endswith(f"; a walk over its bytes alone takes {row['ratio']:.2f} here")
+            assert row["ratio_to"] == "step avx512"
     assert {row["isa"] for row in report["rows"] if row["name"] == "step"} == set(kernels.available_isas())
     assert {row["numel"] for row in report["rows"]} >= {1024, 70000}
     for row in report["rows"]:
