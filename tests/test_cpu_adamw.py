@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -132,6 +135,29 @@ def test_a_scheduler_and_a_new_group() -> None:
     optimizer.step()
     assert optimizer.param_groups[0]["lr"] == 0.05
     assert bits([mine[4]]) == before
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copy_goes_on_where_it_was_taken(dtype: torch.dtype, copied: Callable[[Any], Any]) -> None:
+    """As torch's optimizers do; with moments whose rounding depends on the seed, and L2."""
+    mine = parameters(dtype)
+    first = superoffload.CPUAdamW(mine, l2=True, state_dtype="bf16", seed=7, threads=1)
+    set_gradients(mine, 0)
+    first.step()
+    second = copied(first)
+    theirs = second.param_groups[0]["params"]
+    for step in (1, 2):
+        for optimizer, params in ((first, mine), (second, theirs)):
+            set_gradients(params, step)
+            optimizer.step()
+    assert bits(list(mine)) == bits(theirs)
+    for a, b in zip(first.state.values(), second.state.values(), strict=True):
+        assert bits(list(a.values())) == bits(list(b.values()))
+    first.close()
+    set_gradients(theirs, 3)
+    second.step()
+    second.close()
 
 
 class LatePool:

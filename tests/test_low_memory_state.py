@@ -120,8 +120,9 @@ def elements_that_show(right: NDArray[np.float32], wrong: NDArray[np.float32], r
 def expect_reference(state: State, step: int) -> None:
     expected = reference_step(state, step)
     state.span.step(hyper(step))
-    for got, word in zip((state.exp_avg, state.exp_avg_sq, state.master.view(np.uint32)), expected, strict=True):
-        np.testing.assert_array_equal(got, word.view(got.dtype))
+    np.testing.assert_array_equal(state.exp_avg, expected[0])
+    np.testing.assert_array_equal(state.exp_avg_sq, expected[1])
+    np.testing.assert_array_equal(state.master.view(np.uint32), expected[2].view(np.uint32))
 
 
 def test_what_rounding_beta1_cuts_off_counts_with_bf16_moments_too(isa: str) -> None:
