@@ -171,6 +171,12 @@ def check_keep_grads(value: Any) -> None:
         raise ArgumentError(f"keep_grads={value!r}: expected True, False or None")
 
 
+def check_l2(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ArgumentError(f"l2={value!r}: expected True (Adam with an L2 penalty) or False (AdamW)")
+    return value
+
+
 def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
     """What a gradient must be to be packed."""
     if is_dtensor(param) and not (is_dtensor(grad) and grad.placements == param.placements):

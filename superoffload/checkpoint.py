@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -56,6 +57,14 @@ def _whole(param: Tensor, value: Tensor) -> Tensor:
     return value.reshape(-1)
 
 
+def _given(state_dict: Any) -> str:
+    if isinstance(state_dict, Mapping):
+        return f"a dict with {', '.join(map(repr, list(state_dict)[:3])) or 'nothing'}"
+    if isinstance(state_dict, (str, os.PathLike)):
+        return f"{os.fspath(state_dict)!r}, which torch.load reads"
+    return f"a {type(state_dict).__name__}"
+
+
 def read_state(
     state_dict: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
@@ -69,7 +78,10 @@ def read_state(
     tensor of the parameter's shape that this process keeps, flat.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
-        raise ArgumentError("state_dict: expected a dict with 'state' and 'param_groups', as state_dict() returns")
+        raise ArgumentError(
+            f"state_dict: {_given(state_dict)}, expected a dict with 'state' and 'param_groups', as state_dict() of an "
+            "optimizer returns"
+        )
     theirs = state_dict["param_groups"]
     if not isinstance(theirs, list) or not isinstance(state_dict["state"], Mapping):
         raise ArgumentError("state_dict: expected a list under 'param_groups' and a dict under 'state'")

@@ -19,6 +19,7 @@ from superoffload.arguments import (
     check_gradient,
     check_group,
     check_groups,
+    check_l2,
     check_parameter,
     check_seed,
     check_state_dtype,
@@ -51,7 +52,8 @@ class CPUAdamW(Optimizer):
         seed: of that rounding.
         threads: worker threads (None: one per core this process may use).
 
-    As in torch, NaN gradients are applied and parameters without a gradient are left alone.
+    As in torch, NaN gradients are applied and parameters without a gradient are left alone. ``DeepSpeedCPUAdam``'s
+    default ``weight_decay`` is 0, and its ``adamw_mode=False`` is ``l2=True`` here.
     """
 
     def __init__(
@@ -72,14 +74,27 @@ class CPUAdamW(Optimizer):
         groups = as_groups(params)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_groups(groups, defaults)
-        self._l2 = bool(l2)
+        self._l2 = check_l2(l2)
         self._state_dtype = check_state_dtype(state_dtype)
         self._seed = check_seed(seed)
+        self._threads = threads
         cpus = worker_cpus(threads)
         super().__init__(groups, defaults)
+        self._start(cpus)
+
+    def _start(self, cpus: list[int]) -> None:
         self._pool: _native.WorkerPool | None = _native.WorkerPool(cpus)
         self._works: dict[int, tuple[tuple[int, ...], _native.BucketWork]] = {}
         close_at_exit(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As torch's optimizers, this one can be copied and pickled; the copy starts worker threads of its own."""
+        own = {name: getattr(self, name) for name in ("_l2", "_state_dtype", "_seed", "_threads")}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._start(worker_cpus(self._threads))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; parameters are checked like the constructor's."""

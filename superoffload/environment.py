@@ -1,9 +1,11 @@
-"""What SUPEROFFLOAD_* variables of accelerators say. They are checked whenever an optimizer is made, also on the CPU:
-a mistyped value is found at once, and not on the machine that has the accelerator."""
+"""What SUPEROFFLOAD_* variables say about accelerators, and names that nothing reads. They are checked whenever an
+optimizer is made, also on the CPU: a mistyped one is found at once, and not on the machine that has the accelerator."""
 
 from __future__ import annotations
 
 import os
+import warnings
+from difflib import get_close_matches
 
 from superoffload.errors import ArgumentError
 
@@ -12,10 +14,40 @@ TRANSFER = "SUPEROFFLOAD_TRANSFER"
 TRANSFERS = ("auto", "narrow", "wide", "direct")
 _DEVICE_SECONDS = 600.0
 
+PREFIX = "SUPEROFFLOAD_"
+VARIABLES = ("SUPEROFFLOAD_ISA", TRANSFER, DEVICE_TIMEOUT, "SUPEROFFLOAD_RANK_TIMEOUT", "SUPEROFFLOAD_LIBCUDA")
+OF_THE_BUILD = (
+    "SUPEROFFLOAD_BUILD_ISAS",
+    "SUPEROFFLOAD_BUILD_DIR",
+    "SUPEROFFLOAD_TARGET",
+    "SUPEROFFLOAD_WERROR",
+    "SUPEROFFLOAD_DEBIAN",
+)
+_told: set[str] = set()
+
 
 def check_environment() -> None:
+    tell_unknown_names()
     device_timeout()
     transfer_name()
+
+
+def tell_unknown_names() -> None:
+    """Warns once of each variable that looks like ours and is not; no error, since it may be somebody else's."""
+    for name, value in os.environ.items():
+        ours = name.upper().startswith(PREFIX)
+        if not ours or not value or name in VARIABLES or name in OF_THE_BUILD or name in _told:
+            continue
+        _told.add(name)
+        known = {variable.removeprefix(PREFIX): variable for variable in VARIABLES}
+        nearest = get_close_matches(name.upper().removeprefix(PREFIX), known, n=1)
+        advice = f"did you mean {known[nearest[0]]}?" if nearest else "nothing here has a similar name."
+        warnings.warn(
+            f"superoffload: {name}={value!r} in the environment is read by nothing here; {advice} What is read: "
+            f"{', '.join(VARIABLES)}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def device_timeout() -> float:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from superoffload import _native
+from superoffload.environment import tell_unknown_names
 from superoffload.errors import ArgumentError
 
 BLOCK: int = _native.BLOCK
@@ -61,6 +62,7 @@ def using_isa(name: str) -> Iterator[None]:
 
 def set_isa_from_environment() -> None:
     """Obeys SUPEROFFLOAD_ISA; called when this module is first imported."""
+    tell_unknown_names()
     name = os.environ.get(ISA_VARIABLE)
     if name:
         try:

@@ -33,6 +33,11 @@ _TORCHS = {
     "amsgrad": "another algorithm, which is not offered",
     "maximize": "not offered: minimize the negative loss",
 }
+_DEEPSPEEDS = {
+    "adamw_mode": "AdamW is what you get here; plain Adam is CPUAdamW(l2=True)",
+    "bias_correction": "the moments' bias is always corrected here",
+    "fp32_optimizer_states": 'here state_dtype is "fp32" or "bf16"',
+}
 
 
 def refuse_unknown(optimizer: type, unknown: Mapping[str, Any]) -> None:
@@ -73,6 +78,8 @@ def _shown(value: Any) -> str:
 def _advice(name: str, accepted: list[str]) -> str:
     if name in _TORCHS:
         return f"torch.optim.AdamW has it ({_TORCHS[name]}): leave it out."
+    if name in _DEEPSPEEDS:
+        return f"DeepSpeedCPUAdam has it ({_DEEPSPEEDS[name]}): leave it out."
     words = name.lower()
     if _is_clipping(words):
         if "max_grad_norm" in accepted:

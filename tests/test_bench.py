@@ -48,6 +48,11 @@ def test_adam(capsys: pytest.CaptureFixture[str]) -> None:
     assert {row["bytes_per_param"] for row in reading} == {14.0}, "master, both moments, bf16 gradient"
     if "avx512" in kernels.available_isas():
         assert "reading what it reads, and nothing else, takes" in printed
+        for operation in ("journaled", "undo", "replay"):
+            row = next(row for row in report["rows"] if row["name"] == f"limit of {operation}" and row["numel"] > 70000)
+            said = next(line for line in printed.splitlines() if f"avx512: {operation}, times the plain step" in line)
+            assert said.endswith(f"; a walk over its bytes alone takes {row['ratio']:.2f} here")
+            assert row["ratio_to"] == "step avx512"
     assert {row["isa"] for row in report["rows"] if row["name"] == "step"} == set(kernels.available_isas())
     assert {row["numel"] for row in report["rows"]} >= {1024, 70000}
     for row in report["rows"]:
@@ -55,6 +60,13 @@ def test_adam(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["name"] in printed
     assert 1.0 < report["journal"]["journal_bytes_per_param"] < 2.6
     assert {row["array"] for row in report["accuracy"]} == {"master", "exp_avg", "exp_avg_sq"}
+    for row in report["accuracy"]:
+        (line,) = (line for line in printed.splitlines() if line.startswith(f"{row['name']}, {row['array']} "))
+        assert line.split()[-3:] == [
+            f"{row['mean_ulp']:.3f}",
+            f"{row['median_largest_ulp']:.2f}",
+            f"{row['largest_ulp']:.2f}",
+        ]
     assert "DeepSpeedCPUAdam" in printed and "DeepSpeedCPUAdam" not in names
 
 
@@ -124,7 +136,9 @@ def test_schedule(capsys: pytest.CaptureFixture[str]) -> None:
         (["adam", "--isas", "mmx"], "isas=mmx: not on this machine, which has "),
         (["adam", "--threads", "0"], "expected numbers from 1 to "),
         (["adam", "--numel", "12"], "expected at least 1024 elements"),
-        (["adam", "--numel", str(1 << 50)], "choose fewer"),
+        (["adam", "--numel", str(1 << 50)], f"numel={1 << 50}: its arrays take"),
+        (["adam", "--sizes", "1024", str(1 << 50)], f"sizes={1 << 50}: its arrays take"),
+        (["adam", "--seconds", "nan"], "seconds=nan: expected a positive number"),
         (["adam", "--quick", "--json", "no/such/folder/out.json"], "json"),
         (["journal", "--steps", "5"], "steps=5: expected at least 20"),
         (["journal", "--factors", "0.5"], "factors"),

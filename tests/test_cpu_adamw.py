@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -134,6 +137,29 @@ def test_a_scheduler_and_a_new_group() -> None:
     assert bits([mine[4]]) == before
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copy_goes_on_where_it_was_taken(dtype: torch.dtype, copied: Callable[[Any], Any]) -> None:
+    """As torch's optimizers do; with moments whose rounding depends on the seed, and L2."""
+    mine = parameters(dtype)
+    first = superoffload.CPUAdamW(mine, l2=True, state_dtype="bf16", seed=7, threads=1)
+    set_gradients(mine, 0)
+    first.step()
+    second = copied(first)
+    theirs = second.param_groups[0]["params"]
+    for step in (1, 2):
+        for optimizer, params in ((first, mine), (second, theirs)):
+            set_gradients(params, step)
+            optimizer.step()
+    assert bits(list(mine)) == bits(theirs)
+    for a, b in zip(first.state.values(), second.state.values(), strict=True):
+        assert bits(list(a.values())) == bits(list(b.values()))
+    first.close()
+    set_gradients(theirs, 3)
+    second.step()
+    second.close()
+
+
 class LatePool:
     """Worker threads that begin once they are waited for, when memory that was freed has another owner."""
 
@@ -198,6 +224,8 @@ def test_a_worker_that_fails_says_so_once_every_group_is_stepped() -> None:
 def test_bad_input_and_use_after_close() -> None:
     with pytest.raises(ArgumentError, match="lr=-1"):
         superoffload.CPUAdamW(parameters(), lr=-1)
+    with pytest.raises(ArgumentError, match="l2='no': expected True"):
+        superoffload.CPUAdamW(parameters(), l2="no")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="not contiguous"):
         superoffload.CPUAdamW([torch.nn.Parameter(torch.zeros(4, 5).t())])
     params = parameters()

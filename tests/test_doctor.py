@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from superoffload import kernels
-from superoffload.cli import main
+from superoffload.cli import EXIT_USAGE, main
 from superoffload.doctor import self_test
 from superoffload.doctor.bandwidth import measure
 from superoffload.doctor.control_groups import cpu_quota, memory_limit
@@ -414,6 +415,17 @@ def test_slower_instruction_set_by_choice_is_said(monkeypatch: pytest.MonkeyPatc
     with kernels.using_isa("scalar"):
         found = examine_instruction_sets()
     assert "scalar is in use although" in one_warning(found) and kernels.ISA_VARIABLE in one_warning(found)
+
+
+def test_an_instruction_set_that_is_not_here_ends_the_command_in_one_line() -> None:
+    """Forced in the environment, where the kernels meet it when they are first imported."""
+    environment = {**os.environ, kernels.ISA_VARIABLE: "mmx"}
+    command = [sys.executable, "-m", "superoffload", "doctor", "--no-bandwidth"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (EXIT_USAGE, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"superoffload: error: {kernels.ISA_VARIABLE}=mmx: ")
+    assert ", ".join(kernels.available_isas()) in line
 
 
 # ---- small parts ----

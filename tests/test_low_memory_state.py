@@ -108,6 +108,47 @@ def test_step_is_the_reference_bit_for_bit(isa: str) -> None:
         np.testing.assert_array_equal(state.master.view(np.uint32), master.view(np.uint32))
 
 
+def elements_that_show(right: NDArray[np.float32], wrong: NDArray[np.float32], random16: U32) -> NDArray[np.intp]:
+    """For each pair of values an element whose noise rounds one of them up and the other down; -1: there is none."""
+    element_with = np.full(1 << 16, -1, np.intp)
+    element_with[random16] = np.arange(len(random16))
+    larger = np.maximum(right.view(np.uint32), wrong.view(np.uint32)) & np.uint32(0xFFFF)
+    differ = (right.view(np.uint32) != wrong.view(np.uint32)) & (larger != 0)
+    return np.where(differ, element_with[(0x10000 - larger) & 0xFFFF], -1)
+
+
+def expect_reference(state: State, step: int) -> None:
+    expected = reference_step(state, step)
+    state.span.step(hyper(step))
+    np.testing.assert_array_equal(state.exp_avg, expected[0])
+    np.testing.assert_array_equal(state.exp_avg_sq, expected[1])
+    np.testing.assert_array_equal(state.master.view(np.uint32), expected[2].view(np.uint32))
+
+
+def test_what_rounding_beta1_cuts_off_counts_with_bf16_moments_too(isa: str) -> None:
+    """Stochastic rounding hides the last bit of nearly every element: values are put where the noise shows it."""
+    f, state = np.float32, State(1 << 16)
+    m, g = (narrow(state.random.standard_normal(2000).astype(f)) for _ in range(2))
+    rest = f(0.9 - float(f(0.9))) * widen(m)
+    beta1, share = np.full_like(rest, f(0.9)), np.full_like(rest, f(1 - 0.9))
+    right, wrong = (fma(beta1, widen(m), fma(share, widen(g), part)) for part in (rest, 0 * rest))
+    at = elements_that_show(right, wrong, noise(1 << 16, SEED_STREAM, 4) & np.uint32(0xFFFF))
+    assert (at >= 0).sum() > 100
+    state.exp_avg[at[at >= 0]], state.gradient[at[at >= 0]] = m[at >= 0], g[at >= 0]
+    expect_reference(state, 4)
+
+
+def test_the_gradient_is_squared_first_with_bf16_moments_too(isa: str) -> None:
+    f, state = np.float32, State(1 << 16)
+    g = narrow(state.random.standard_normal(2000).astype(f))
+    share = f(1 - 0.999)
+    right, wrong = share * (widen(g) * widen(g)), (share * widen(g)) * widen(g)
+    at = elements_that_show(right, wrong, noise(1 << 16, SEED_STREAM, 4) >> np.uint32(16))
+    assert (at >= 0).sum() > 100
+    state.gradient[at[at >= 0]] = g[at >= 0]
+    expect_reference(state, 4)
+
+
 @pytest.mark.parametrize("l2", [False, True])
 @pytest.mark.parametrize("width", [1, 2])
 def test_undo_replay_and_publish_are_exact(isa: str, width: int, l2: bool) -> None:

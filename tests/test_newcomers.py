@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import superoffload
-from superoffload import AdamW, checkpoints
+from superoffload import AdamW, checkpoints, environment
 from superoffload.arguments import MOST_THREADS
 from superoffload.errors import ArgumentError, SuperOffloadError, UnknownArgument
 from superoffload.optimizer.idle_steps import SKIPPED, WITHOUT_GRADIENTS
@@ -62,6 +62,50 @@ def test_the_environment_is_checked_where_it_is_not_needed_too(
     assert str(caught.value).startswith(f"{variable}={words}")
     monkeypatch.setenv(variable, "")
     AdamW(model_of().parameters()).close()
+
+
+@pytest.mark.parametrize(
+    ("variable", "advice"),
+    [
+        ("SUPEROFFLOAD_RANK_TIME_OUT", "did you mean SUPEROFFLOAD_RANK_TIMEOUT?"),
+        ("SUPEROFFLOAD_ISAS", "did you mean SUPEROFFLOAD_ISA?"),
+        ("superoffload_transfer", "did you mean SUPEROFFLOAD_TRANSFER?"),
+        ("SUPEROFFLOAD_COLOUR", "nothing here has a similar name."),
+    ],
+)
+def test_a_variable_that_nothing_reads_is_told_once(
+    variable: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "_told", set())
+    monkeypatch.setenv(variable, "7")
+    with pytest.warns(RuntimeWarning, match="in the environment is read by nothing here") as caught:
+        AdamW(model_of().parameters()).close()
+    (warning,) = caught
+    assert str(warning.message).startswith(f"superoffload: {variable}='7' in the environment")
+    assert advice in str(warning.message) and ", ".join(environment.VARIABLES) in str(warning.message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        AdamW(model_of().parameters()).close()
+
+
+def test_variables_that_are_read_empty_or_of_others_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_told", set())
+    for variable in environment.OF_THE_BUILD:
+        monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv("SUPEROFFLOAD_RANK_TIMEOUT", "5")
+    monkeypatch.setenv("SUPEROFFLOAD_ISAS", "")
+    monkeypatch.setenv("SUPER", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        environment.check_environment()
+
+
+def test_a_variable_that_nothing_reads_is_told_where_no_optimizer_is_made() -> None:
+    """By the kernels alone, as in `superoffload doctor` and the benchmarks."""
+    environment_of_it = {**os.environ, "SUPEROFFLOAD_ISAS": "avx2"}
+    program = "import superoffload; superoffload.kernels"
+    answer = subprocess.run([sys.executable, "-c", program], env=environment_of_it, capture_output=True, text=True)
+    assert answer.returncode == 0 and "did you mean SUPEROFFLOAD_ISA?" in answer.stderr
 
 
 def test_accumulate_without_with() -> None:
@@ -187,9 +231,32 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
             checkpoints.load(tmp_path / "run", model, optimizer)
         with pytest.raises(ArgumentError, match=r"none: no such folder; checkpoints.latest\(\) names"):
             checkpoints.load(tmp_path / "none", model, optimizer)
+        torch.save(model.state_dict(), tmp_path / "model.pt")
+        with pytest.raises(ArgumentError, match=r"model.pt: a file, expected the folder .* loads with torch.load and"):
+            checkpoints.load(tmp_path / "model.pt", model, optimizer)
+        (tmp_path / "pretrained").mkdir()
+        with pytest.raises(ArgumentError, match=r"pretrained: no manifest.json, .* a folder of from_pretrained with"):
+            checkpoints.load(tmp_path / "pretrained", model, optimizer)
         (tmp_path / "file").touch()
         with pytest.raises(ArgumentError, match=r"folder='.*file/step-1': cannot be made \(.*\); name one where you"):
             checkpoints.save(tmp_path / "file" / "step-1", model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("run/optimizer.pt", "'run/optimizer.pt', which torch.load reads"),
+        (Path("optimizer.pt"), "'optimizer.pt', which torch.load reads"),
+        (nn.Linear(2, 2).state_dict(), "a dict with 'weight', 'bias'"),
+        ({}, "a dict with nothing"),
+        (None, "a NoneType"),
+    ],
+    ids=["path", "Path", "model", "empty", "none"],
+)
+def test_what_is_no_state_dict_of_an_optimizer(given: Any, words: str) -> None:
+    with AdamW(model_of().parameters()) as optimizer, pytest.raises(ArgumentError) as caught:
+        optimizer.load_state_dict(given)
+    assert str(caught.value).startswith(f"state_dict: {words}, expected a dict with 'state' and 'param_groups'")
 
 
 def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:

@@ -307,6 +307,13 @@ def test_auto_placement_keeps_a_bucket_where_backward_hides_the_rest_and_is_not_
     assert 'placement="auto" would keep no state on the GPU' in placement_lines(full)[0]
 
 
+def test_a_time_is_shown_as_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "7B", "--hardware", "gh200-96"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"(?m)^Step, predicted: [\d.]+ s, [\d,]+ tokens/s", shown)
+    assert "has not been run on a GPU yet" in shown
+
+
 def test_the_journal_is_shown_as_a_reservation_with_what_is_used(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "7B"]) == 0
     shown = capsys.readouterr().out

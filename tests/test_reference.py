@@ -130,6 +130,15 @@ def test_numpy_square_root_division_and_product_round_once() -> None:
             assert quotients[i] == exact.div32(float(x[i]), float(y[i]))
 
 
+@pytest.mark.parametrize("beta1", [0.0, 0.5, 0.8, 0.9, 0.95, 1 - 2**-30, 1 - 2**-53, 2**-60, 5e-324])
+def test_beta1_and_its_rest_are_each_rounded_once(beta1: float) -> None:
+    k = adam.scalars(adam.Hyper(lr=1e-3, beta1=beta1, beta2=0.999, eps=1e-8, weight_decay=1e-2, step=3))
+    rest = Fraction(beta1) - Fraction(float(k.beta1))
+    assert fp32_word(float(k.beta1)) == exact.round_to(Fraction(beta1), exact.FP32)
+    assert fp32_word(float(k.beta1_rest)) == exact.round_to(rest, exact.FP32)
+    assert fp32_word(float(k.one_minus_beta1)) == exact.round_to(Fraction(1.0 - beta1), exact.FP32)
+
+
 @pytest.mark.parametrize("l2", [False, True])
 @pytest.mark.parametrize("number", range(len(cases.HYPERS)))
 def test_step_is_the_chain_of_exactly_rounded_operations(number: int, l2: bool) -> None:

@@ -47,6 +47,19 @@ def test_the_nearest_argument_is_named(name: str, meant: str) -> None:
         superoffload.AdamW(params(), **{name: 3})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("adamw_mode", r"AdamW is what you get here; plain Adam is CPUAdamW\(l2=True\)"),
+        ("bias_correction", "always corrected"),
+        ("fp32_optimizer_states", 'state_dtype is "fp32" or "bf16"'),
+    ],
+)
+def test_what_deepspeeds_has_is_known(name: str, said: str) -> None:
+    with pytest.raises(UnknownArgument, match=rf"{name}=True: no such argument; DeepSpeedCPUAdam has it .*{said}"):
+        superoffload.CPUAdamW(params(), **{name: True})  # type: ignore[arg-type]
+
+
 def test_the_error_is_of_both_kinds_and_lists_everything() -> None:
     both: list[Any] = [superoffload.AdamW, superoffload.CPUAdamW]
     for optimizer in both:

@@ -124,7 +124,7 @@ def _cpu_pack(gradient: Tensor, packed: Tensor) -> Callable[[], None]:
 
 def measure_adam(numel: int, seconds: float, with_deepspeed: bool) -> dict[str, Any]:
     """`superoffload bench adam` with the best instruction set and the threads that the optimizer would use."""
-    check_memory(numel, available_memory_bytes())
+    check_memory("numel", numel, available_memory_bytes())
     threads = len(worker_cpus(None))
     benchmark = AdamBenchmark(numel, (), (threads,), (kernels.available_isas()[-1],), seconds, with_deepspeed)
     found = run_adam(benchmark, lambda text: print(text, flush=True))

@@ -187,3 +187,13 @@ def accuracy_table(numel: int, deepspeed_class: Any | None = None) -> list[dict[
         for name, parts in summaries(numel, contestants).items()
         for part, summary in parts.items()
     ]
+
+
+def accuracy_text(table: list[dict[str, Any]]) -> str:
+    """One line per contestant and array, for a terminal."""
+    head = f"error of a step, units in the last place, {len(STEPS) * len(LEARNING_RATES)} draws"
+    lines = [f"{head:56} {'mean':>8} {'median largest':>14} {'largest':>9}"]
+    for row in table:
+        figures = f"{row['mean_ulp']:>8.3f} {row['median_largest_ulp']:>14.2f} {row['largest_ulp']:>9.2f}"
+        lines.append(f"{row['name'] + ', ' + row['array']:56} {figures}")
+    return "\n".join(lines)

@@ -43,12 +43,12 @@ class AdamBenchmark:
     with_deepspeed: bool = True
 
 
-def check_memory(numel: int, available: int | None) -> None:
-    """Raises ArgumentError where arrays of `numel` elements would not fit into memory."""
+def check_memory(name: str, numel: int, available: int | None) -> None:
+    """Raises ArgumentError, with the option's name, where arrays of `numel` elements would not fit into memory."""
     needed = int(numel * (BYTES_PER_PARAM + PEER_BYTES_PER_PARAM))
     if available is not None and needed > 0.8 * available:
         raise ArgumentError(
-            f"numel={numel}: its arrays take {needed / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB are free; "
+            f"{name}={numel}: its arrays take {needed / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB are free; "
             "choose fewer"
         )
 

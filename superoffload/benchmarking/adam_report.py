@@ -57,14 +57,18 @@ def _own_targets(rows: Sequence[Row], most: int, numel: int) -> Iterator[Target]
         for name, bound in ratios.items():
             row = find(rows, name=name, isa=isa, threads=most, numel=numel)
             if row is not None:
-                note = _reading_alone(rows, most, numel) if name == "publish" else ""
+                note = _bare_walk(rows, name, isa, most, numel)
                 yield Target(f"{isa}: {name}, times the plain step", row["ratio"], at_most=bound, note=note)
 
 
-def _reading_alone(rows: Sequence[Row], most: int, numel: int) -> str:
-    """The least that publish can take, whatever it computes."""
-    row = find(rows, name=who.limit_name(who.READING), threads=most, numel=numel)
-    return "" if row is None else f"reading what it reads, and nothing else, takes {row['ratio']:.2f} here"
+def _bare_walk(rows: Sequence[Row], name: str, isa: str, most: int, numel: int) -> str:
+    """What memory alone makes of the operation, whatever it computes: its walk as a multiple of the same plain step.
+    Rows without an instruction set are multiples of the best one's step, so only that one has a note."""
+    row = find(rows, name=who.limit_name(who.READING if name == "publish" else name), threads=most, numel=numel)
+    if row is None or row["ratio_to"] != f"step {isa}":
+        return ""
+    walk = "reading what it reads, and nothing else," if name == "publish" else "a walk over its bytes alone"
+    return f"{walk} takes {row['ratio']:.2f} here"
 
 
 def _peer_targets(rows: Sequence[Row], most: int, numel: int) -> Iterator[Target]:

@@ -97,7 +97,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ArgumentError(f"{folder}: {_instead_of_a_manifest(folder)}") from None
     except (OSError, ValueError) as error:
         raise ArgumentError(f"{path}: cannot be read ({error}); take the checkpoint before it") from error
@@ -110,13 +110,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return content
 
 
+_FILES_OF_OTHERS = (
+    "; what torch.save wrote loads with torch.load and load_state_dict() of model and optimizer, a folder of "
+    "from_pretrained with that"
+)
+
+
 def _instead_of_a_manifest(folder: Path) -> str:
     if not folder.exists():
         return "no such folder; checkpoints.latest() names the newest checkpoint in a folder of them"
+    if not folder.is_dir():
+        return "a file, expected the folder of a checkpoint" + _FILES_OF_OTHERS
     inside = latest(folder)
     if inside is not None:
         return f"a folder of checkpoints; load one of them, the newest is {inside} (checkpoints.latest() names it)"
-    return f"no {MANIFEST}, so it is no finished checkpoint of superoffload"
+    return f"no {MANIFEST}, so it is no finished checkpoint of superoffload" + _FILES_OF_OTHERS
 
 
 def check_file(folder: Path, name: str, expected: Mapping[str, Any]) -> bytes | None:

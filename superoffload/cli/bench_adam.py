@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any
 
 from superoffload.cli import measurement
@@ -40,11 +41,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     from superoffload.benchmarking import adam_report
+    from superoffload.benchmarking.accuracy import accuracy_text
     from superoffload.benchmarking.adam import AdamBenchmark, check_memory, run_adam
     from superoffload.benchmarking.facts import available_memory_bytes
 
     settings: AdamBenchmark = _settings(args)
-    check_memory(max(settings.numel, *settings.sizes, 0), available_memory_bytes())
+    check_memory("numel", settings.numel, available_memory_bytes())
+    check_memory("sizes", max(settings.sizes, default=0), available_memory_bytes())
     facts = measurement.begin(args)
     report = {
         **facts,
@@ -54,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     print(adam_report.table(report["rows"]))
     print()
     print(adam_report.targets_table(report))
+    print()
+    print(accuracy_text(report["accuracy"]))
     for name, state in report["peers"].items():
         print(f"peer {name}: {state}")
     measurement.write(args, report, lambda path: adam_report.plot(report, path))
@@ -81,6 +86,8 @@ def _settings(args: argparse.Namespace) -> Any:
     sizes = args.sizes if args.sizes is not None else [size for size in _SIZES if not args.quick or size <= _QUICK]
     if numel < 1024 or any(size < 1 for size in sizes):
         raise ArgumentError(f"numel={numel}, sizes={sizes}: expected at least 1024 elements, and positive sizes")
+    if not 0 < args.seconds < math.inf:
+        raise ArgumentError(f"seconds={args.seconds:g}: expected a positive number")
     seconds = min(args.seconds, 1.0) if args.quick else args.seconds
     ordered = [isa for isa in available if isa in isas]  # the best one last
     return AdamBenchmark(numel, sizes, threads, ordered, seconds, with_deepspeed=not args.no_deepspeed)

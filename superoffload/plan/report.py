@@ -130,7 +130,7 @@ def _memory_lines(model: ModelShape, settings: Settings, choice: Choice) -> list
 def _step_lines(choice: Choice) -> list[str]:
     step = choice.step
     return [
-        f"Step: {step.total:.3f} s, {choice.tokens_per_second:,.0f} tokens/s over all ranks",
+        f"Step, predicted: {step.total:.3f} s, {choice.tokens_per_second:,.0f} tokens/s over all ranks",
         f"  forward {step.forward:.3f} s, backward {step.backward:.3f} s, collectives exposed {step.collectives:.3f} s",
         f"  optimizer and its copies {step.optimizer:.3f} s: hidden behind backward or each other "
         f"{step.optimizer_hidden:.3f} s, "

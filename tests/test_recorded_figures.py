@@ -1,0 +1,183 @@
+"""Figures of README and documentation are those of benchmarks/results; what README links to and types exists."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from superoffload.cli import build_parser
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def recorded(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks/results" / f"{name}.json").read_text())
+
+
+def lines_of(page: str) -> list[str]:
+    """Without the marks of bold type."""
+    return (ROOT / "docs" / page).read_text().replace("**", "").splitlines()
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"(?m)^#+ (.+)$", page.read_text())
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+# ---- README -------------------------------------------------------------------------------------------------------
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", README) if not target.startswith("https://")]
+    assert len(targets) > 20
+    for target in targets:
+        name, _, anchor = target.partition("#")
+        assert (ROOT / name).exists(), f"README links to {target}"
+        assert not anchor or anchor in anchors(ROOT / name), f"README links to {target}, and there is no such heading"
+
+
+def test_commands_of_the_readme_are_accepted() -> None:
+    found = re.findall(r"`superoffload ((?:train|verify|plan|doctor|bench) [^`]+)`", README)
+    commands = [words for words in map(shlex.split, found) if "|" not in words]
+    assert ["verify", "--ranks", "2", "--engine", "fsdp2"] in commands
+    for words in commands:
+        try:
+            build_parser().parse_args(words)
+        except SystemExit:
+            pytest.fail(f"README: superoffload {' '.join(words)} is not accepted")
+
+
+def test_the_loop_of_the_readme_trains() -> None:
+    class Answer:
+        def __init__(self, values: torch.Tensor) -> None:
+            self.loss = values.square().mean()
+
+    (block,) = re.findall(r"(?ms)^```python\n(.*?)^```$", README)
+    layer = torch.nn.Linear(4, 2)
+    before = layer.weight.detach().clone()
+    names: dict[str, Any] = {"model": torch.nn.Sequential(layer), "data": [torch.randn(3, 4) for _ in range(3)]}
+    names["model"].register_forward_hook(lambda module, given, answer: Answer(answer))
+    exec(compile(block, "README.md", "exec"), names)
+    assert names["optimizer"].stats()["steps"] == 3 and not torch.equal(layer.weight, before)
+    names["optimizer"].close()
+
+
+def test_the_readme_says_first_that_it_never_ran_on_a_gpu() -> None:
+    assert "Never run on a GPU" in README.partition("```")[0]
+
+
+def test_ratios_of_the_readme_are_those_that_were_recorded() -> None:
+    ours = [row["ratio"] for row in recorded("deepspeed-x86")["rows"] if row["name"] != "stock"]
+    assert f"steps x {min(ours):.2f} to {max(ours):.2f} of stock" in README
+    clips = {(row["tokens"], row["contestant"]): row["ratio"] for row in of_the_model(clips=True)}
+    eight, four = (
+        [clips[tokens, name] for name in ("adaptive", "one pass", "another system, synchronous")]
+        for tokens in (8192, 4096)
+    )
+    text = "{:.2f} times its bound with 8 k tokens (one pass {:.2f}, a synchronous system by arithmetic {:.2f})"
+    assert text.format(*eight) in README
+    assert "{:.2f} ({:.2f}, {:.2f})".format(*four) in README
+
+
+# ---- the tables of the documentation ------------------------------------------------------------------------------
+
+
+def test_the_table_of_deepspeed() -> None:
+    rows: dict[Any, dict[str, Any]] = {}
+    for row in recorded("deepspeed-x86")["rows"]:
+        rows.setdefault((row["ranks"], row["clip"]), {})[row["name"]] = row
+    assert len(rows) == 6
+    for (ranks, clip), by_name in rows.items():
+        stock, *ours = (by_name[name] for name in ("stock", "superoffload", "superoffload, on demand"))
+        cells = [str(ranks), str(clip or "off")]
+        for key, ratio in (("seconds_median", "ratio"), ("optimizer_seconds_median", "optimizer_ratio")):
+            cells += [f"{stock[key] * 1e3:.0f}", *(f"{row[key] * 1e3:.0f} (x {row[ratio]:.2f})" for row in ours)]
+        cells.append(" / ".join(f"{row['host_bytes'] / 2**20:.0f}" for row in (stock, *ours)))
+        assert f"| {' | '.join(cells)} |" in lines_of("deepspeed.md")
+
+
+def test_what_the_rank_checks_cost() -> None:
+    text = " ".join(lines_of("ranks.md"))
+    checks = {row["name"]: row for row in recorded("ranks-x86")["rows"]}
+    light, full = checks["light"], checks["full"]
+    own = f"light check's own work is {light['check_seconds_median'] * 1e3:.1f} ms, {light['of_step']:.1%} of a step"
+    assert own in text
+    assert f"full check's {full['check_seconds_median'] * 1e3:.0f} ms, {full['of_step']:.0%}" in text
+    assert f"{light['notice_seconds_median'] * 1e3:.0f} ms here, {light['notice_of_step']:.1%} of a step" in text
+
+
+def of_the_model(*, clips: bool) -> list[dict[str, Any]]:
+    rows = recorded("schedule")["rows"]
+    return [row for row in rows if row["part"] == "model" and row["clips"] is clips]
+
+
+def test_the_table_of_the_schedule() -> None:
+    ratios = {
+        (row["tokens"], row["contestant"], clips): row["ratio"]
+        for clips in (False, True)
+        for row in of_the_model(clips=clips)
+    }
+    columns = [
+        ("another system, synchronous", True),
+        ("another system, in backward", False),
+        ("speculate", False),
+        ("adaptive", False),
+        ("one pass", True),
+        ("two-phase", True),
+        ("adaptive", True),
+    ]
+    for tokens in (2048, 4096, 6144, 8192, 12288):
+        cells = " | ".join(f"{ratios[(tokens, *column)]:.2f}" for column in columns)
+        assert f"| {tokens} | {cells} |" in lines_of("pipeline.md")
+
+
+def test_the_table_of_sequences_of_verdicts() -> None:
+    found: dict[str, list[str]] = {}
+    for row in recorded("schedule")["rows"]:
+        if row["part"] == "trace":
+            found.setdefault(row["name"].partition("adaptive, ")[2], []).append(f"{row['ratio']:.3f}")
+    assert len(found) == 7
+    for name, ratios in found.items():
+        shown = name.replace("random ", "random, ").replace("step 1000", "step 1000, then never")
+        assert f"| {shown} | {' | '.join(ratios)} |" in lines_of("pipeline.md")
+
+
+def test_the_table_of_wall_clock_time() -> None:
+    found: dict[str, dict[bool, str]] = {}
+    for row in recorded("schedule-x86")["rows"]:
+        found.setdefault(row["contestant"], {})[row["clips"]] = (
+            f"{row['seconds_median'] * 1e3:.1f} ({row['of_bound']:.2f})"
+        )
+    shown = {"synchronous": "synchronous, eager", "one pass": "one pass, on demand"}
+    assert len(found) == 5
+    for name, cells in found.items():
+        assert f"| {shown.get(name, name)} | {cells[False]} | {cells[True]} |" in lines_of("pipeline.md")
+
+
+def test_the_table_of_clipping() -> None:
+    for run in recorded("clip_study")["runs"]:
+        rows = run["rows"]
+        assert [row["step"] for row in rows] == list(range(100, 3001, 100))
+        counted = ("buckets_speculated", "buckets_stepped", "buckets_replayed", "journal_bytes")
+        total = {name: sum(row[name] for row in rows) for name in counted}
+        speculated = total["buckets_speculated"]
+        buckets = (
+            speculated + total["buckets_stepped"]
+        ) / 3000  # of each step, but for one that was undone and stepped
+        clipped = [rows[0]["clip_rate"], rows[9]["clip_rate"], rows[29]["clip_rate"]]
+        clipped.append(sum(row["clipped_steps"] for row in rows) / 3000)
+        shares = [
+            *clipped,
+            sum(row["steps_that_speculated"] for row in rows) / 30,
+            total["buckets_replayed"] / speculated,
+        ]
+        journal = total["journal_bytes"] / (speculated * run["parameters"] / round(buckets))
+        cells = [f"{run['lr']:g}", *(f"{share:.0%}" for share in shares), f"{journal:.2f}"]
+        assert f"| {' | '.join(cells)} |" in lines_of("clipping.md")
