@@ -134,7 +134,7 @@ def test_the_table_of_the_schedule() -> None:
         ("adaptive", True),
     ]
     for tokens in (2048, 4096, 6144, 8192, 12288):
-        cells = " | ".join(f"{ratios[(tokens, *column)]:.2f}" for column in columns)
+        cells = " | ".join(f"{ratios[tokens, name, clips]:.2f}" for name, clips in columns)
         assert f"| {tokens} | {cells} |" in lines_of("pipeline.md")
 
 
