@@ -6,7 +6,8 @@
 #   make help     the other targets
 #
 # Variables: PYTHON=python3.12 another interpreter; PIP_ARGS=... for example an index with CPU-only builds of torch;
-# RUNS=folder where the demo writes; PYTEST_ARGS="-k journal" part of the suite.
+# RUNS=folder where the demo writes; PYTEST_ARGS="-k journal" part of the suite; TEST_PROCESSES=0 one test at a time, in
+# this process, which --pdb and -s need.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,6 +20,10 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_AR
 NATIVE_SOURCES := $(shell find csrc -path csrc/tests -prune -o -type f -print)
 CPP_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 JOBS := $(shell getconf _NPROCESSORS_ONLN)
+# Files of tests at a time: half of the tests keep one processor busy, or wait for another rank. Not more with more
+# processors, since each has ranks and an imported DeepSpeed of its own. Files in their order: long ones are not last.
+TEST_PROCESSES ?= $(if $(filter 1,$(JOBS)),0,2)
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 NATIVE = $(MAKE) --no-print-directory -f csrc/tests/Makefile
 NATIVE_TESTS = $(NATIVE) -j$(JOBS)
 OLD_DEEPSPEED := build/deepspeed-0.18.0
@@ -45,7 +50,7 @@ demo: $(VENV)/.demo-ready
 	@ls $(abspath $(RUNS))/train/*.html $(abspath $(RUNS))/verify/*.html
 
 test: $(VENV)/.test-ready
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 docs: $(VENV)/.docs-requirements
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -149,7 +154,7 @@ old-cpu-test:
 
 # The oldest DeepSpeed that the adapter knows, in front of the newest one, which the tests have.
 old-deepspeed-test: $(OLD_DEEPSPEED)/.installed $(VENV)/.test-ready
-	PYTHONPATH=$(CURDIR)/$(OLD_DEEPSPEED) $(BIN)/python -m pytest $(addprefix tests/deepspeed/test_,$(OLD_DEEPSPEED_TESTS:=.py))
+	PYTHONPATH=$(CURDIR)/$(OLD_DEEPSPEED) $(PYTEST) $(addprefix tests/deepspeed/test_,$(OLD_DEEPSPEED_TESTS:=.py))
 
 OLD_DEEPSPEED_TESTS := switch against_stock checkpoints readers
 

@@ -167,7 +167,7 @@ def pair(**options: Any) -> Iterator[tuple[nn.Module, AdamW, nn.Module, AdamW]]:
         yield model, optimizer, twin, plain
 
 
-def run_python(script: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def run_python(script: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """In a process of its own, which must say nothing to standard error."""
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     done = subprocess.run(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,18 +23,24 @@ from superoffload.cuda import geometry
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@contextmanager
+def only_one(name: str) -> Iterator[None]:
+    """One process at a time, of those that run tests side by side."""
+    path = ROOT / "build" / "tests" / f"{name}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed, or the process has ended
+        yield
+
+
 @cache
 def library_path() -> Path:
     """The shared library that exports ``emulate_launch`` (csrc/tests/emulated_kernels.cpp)."""
     if shutil.which("make") is None or shutil.which("g++") is None:
         pytest.skip("needs make and g++ to build the emulated kernels")
-    shown = subprocess.run(
-        ["make", "--silent", "--no-print-directory", "-f", "csrc/tests/Makefile", "emulated"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    command = ["make", "--silent", "--no-print-directory", "-f", "csrc/tests/Makefile", "emulated"]
+    with only_one("emulated"):
+        shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert shown.returncode == 0, shown.stderr
     return ROOT / shown.stdout.split()[-1]
 

@@ -238,7 +238,7 @@ def test_a_script_ends_quietly(tmp_path: Path) -> None:
     script.write_text(OF_A_MODULE)
     assert run_python(f"import runpy; runpy.run_path({str(script)!r})").returncode == 0
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
 
 

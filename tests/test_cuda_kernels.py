@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -230,3 +231,19 @@ def test_grids() -> None:
     assert geometry.grid_for("step_f32_f32_noisy", 17) == 17
     assert geometry.grid_for("step_f32_f32", 17, at_most=4) == 4
     assert geometry.grid_for("pack_f32_f32", 0) == 1
+
+
+def test_who_builds_is_alone() -> None:
+    """Files of tests that run side by side would compile into the same files."""
+    entered = threading.Event()
+
+    def enter() -> None:
+        with emulation.only_one("test"):
+            entered.set()
+
+    thread = threading.Thread(target=enter)
+    with emulation.only_one("test"):
+        thread.start()
+        assert not entered.wait(0.05)
+    thread.join(60)
+    assert entered.is_set()

@@ -277,7 +277,7 @@ def test_a_clone_that_was_not_built_says_so(tmp_path: Path) -> None:
         shutil.copy(PACKAGE / name, clone)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-S", "-c", "from superoffload import _native"]  # nothing but the clone
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and last.startswith("ImportError: the compiled part of superoffload is not in ")
     assert str(clone) in last and "pip install --editable ." in last

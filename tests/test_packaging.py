@@ -223,6 +223,21 @@ def test_metadata_says_what_a_user_relies_on() -> None:
     assert "Apache License" in (ROOT / "LICENSE").read_text()
 
 
+# ---- make test ----
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize(
+    ("given", "processes"), [([], "[02]"), (["TEST_PROCESSES=0"], "0"), (["JOBS=1"], "0"), (["JOBS=8"], "2")]
+)
+def test_files_of_tests_run_side_by_side(given: list[str], processes: str) -> None:
+    alone = {"PATH": os.environ["PATH"]}  # not the variables of a `make test` that this is part of
+    shown = run("make", "--dry-run", "test", "PYTEST_ARGS=-k journal", *given, cwd=ROOT, env=alone)
+    assert shown.returncode == 0, shown.stderr
+    last = shown.stdout.strip().splitlines()[-1]
+    assert re.search(rf"-m pytest -n {processes} --dist loadfile --no-loadscope-reorder -k journal$", last)
+
+
 # ---- pinned requirements ----
 
 

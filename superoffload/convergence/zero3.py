@@ -21,6 +21,7 @@ class Zero3:
     def __init__(self, setup: Setup, speculation: str) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
+        os.environ.setdefault("LOCAL_SIZE", "1")  # or numactl is run in every reduction, to count what is one device
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # at every gather
         import deepspeed
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import warnings
 from datetime import timedelta
 
+import cpuinfo
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -24,6 +26,8 @@ def start() -> None:
     logger.setLevel(logging.ERROR)
     # DeepSpeed refuses fp16 on processors, where it is slow; the arithmetic is there, and loss scaling needs it.
     get_accelerator().is_fp16_supported = lambda: True
+    # DeepSpeed asks for the processor whenever it makes its own Adam, which takes over a second each time.
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     torch.set_num_threads(1)
     # Not DeepSpeed's own collectives over shared memory: they are compiled first, and ranks that wait in them spin.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -29,6 +29,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "DEEPSPEED_LOG_LEVEL": "error",
+    "LOCAL_SIZE": "1",  # of devices, as without it; DeepSpeed would run numactl to count them in every reduction
 }
 
 

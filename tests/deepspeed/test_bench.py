@@ -34,6 +34,7 @@ def bench(*arguments: str) -> int:
     return run(args)
 
 
+@pytest.mark.timeout(600)  # in a new clone DeepSpeed compiles two kernels first, beside other tests
 @pytest.mark.usefixtures("kernel")
 def test_rows(tmp_path: Path) -> None:
     json_path, plot_path = tmp_path / "rows.json", tmp_path / "rows.png"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -256,6 +258,12 @@ def write_in_the_window(what: str, options: dict[str, Any], dtype: str | None) -
     return digests, record["norms"][3], speculated
 
 
+@pytest.fixture(scope="module")
+def untouched(two_ranks: Ranks) -> Callable[[str | None], list[Any]]:
+    """The run in which nobody writes, of each data type; trained once."""
+    return cache(lambda dtype: two_ranks.run(write_in_the_window, "nothing", WAITING, dtype))
+
+
 def run_and_record(scenario: Scenario, engine: Any, before_step: Any) -> dict[str, Any]:
     from tests.deepspeed.training import run_steps
 
@@ -279,17 +287,19 @@ def run_and_record(scenario: Scenario, engine: Any, before_step: Any) -> dict[st
         ("state_dict", None),
     ],
 )
-def test_writes_before_the_step_count(what: str, dtype: str | None, two_ranks: Ranks) -> None:
-    untouched = two_ranks.run(write_in_the_window, "nothing", WAITING, dtype)
+def test_writes_before_the_step_count(
+    what: str, dtype: str | None, two_ranks: Ranks, untouched: Callable[[str | None], list[Any]]
+) -> None:
+    alone = untouched(dtype)
     waiting = two_ranks.run(write_in_the_window, what, WAITING, dtype)
     for options in (EAGER, LATER):
         found = two_ranks.run(write_in_the_window, what, options, dtype)
         assert [rank[:2] for rank in found] == [rank[:2] for rank in waiting]
         assert all(rank[2] for rank in found), "nothing was speculated when the user wrote"
     changes = what not in ("nothing", "state_dict")
-    assert (waiting[0][0] != untouched[0][0]) == changes
+    assert (waiting[0][0] != alone[0][0]) == changes
     if what == "gradients":
-        assert 0.5 * untouched[0][1] < waiting[0][1] < 0.95 * untouched[0][1]
+        assert 0.5 * alone[0][1] < waiting[0][1] < 0.95 * alone[0][1]
     if what == "zero_grad":
         assert waiting[0][1] == 0.0
 

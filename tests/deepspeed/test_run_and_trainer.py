@@ -22,12 +22,13 @@ ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "GLOO_SOCKET_IFNAME": "lo",
     "TOKENIZERS_PARALLELISM": "false",
+    "LOCAL_SIZE": "1",  # of devices, as without it; DeepSpeed would run numactl to count them in every reduction
     "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
 }
 RUN = [sys.executable, "-m", "superoffload", "run", "--"]
 
 
-def run(*command: str, timeout: float = 60, **more: str) -> subprocess.CompletedProcess[str]:
+def run(*command: str, timeout: float = 120, **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env={**ENVIRONMENT, **more}
     )
