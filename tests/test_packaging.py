@@ -169,7 +169,7 @@ def test_objects_are_remade_when_something_they_include_changes(tmp_path: Path) 
     assert not setup_py.is_current(target, depends)
 
 
-@pytest.mark.skipif(shutil.which("readelf") is None, reason="needs readelf (binutils)")
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="needs readelf: install binutils")
 def test_extension_needs_only_the_c_and_cpp_libraries() -> None:
     shown = run("readelf", "--dynamic", superoffload._native.__file__)
     needed = re.findall(r"\(NEEDED\).*\[(.+?)\]", shown.stdout)
@@ -226,7 +226,7 @@ def test_metadata_says_what_a_user_relies_on() -> None:
 # ---- make test ----
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make: install make")
 @pytest.mark.parametrize(
     ("given", "processes"), [([], "[02]"), (["TEST_PROCESSES=0"], "0"), (["JOBS=1"], "0"), (["JOBS=8"], "2")]
 )

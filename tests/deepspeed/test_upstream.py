@@ -20,7 +20,10 @@ from tests.deepspeed.training import config, end, make_engine, masters
 FOUND = version("deepspeed") if find_spec("deepspeed") is not None else "none"
 pytestmark = [
     pytest.mark.usefixtures("kernel"),
-    pytest.mark.skipif(FOUND != "0.19.8", reason=f"needs DeepSpeed 0.19.8, whose faults it records; here: {FOUND}"),
+    pytest.mark.skipif(
+        FOUND != "0.19.8",
+        reason=f"needs DeepSpeed 0.19.8, whose faults it records: pip install deepspeed==0.19.8; here: {FOUND}",
+    ),
 ]
 STEPS = 6
 UPSTREAM = {"device": "cpu", "super_offload": True}
