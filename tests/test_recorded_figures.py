@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from superoffload.benchmarking.adam_report import Target, targets
 from superoffload.cli import build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -181,3 +183,72 @@ def test_the_table_of_clipping() -> None:
         journal = total["journal_bytes"] / (speculated * run["parameters"] / round(buckets))
         cells = [f"{run['lr']:g}", *(f"{share:.0%}" for share in shares), f"{journal:.2f}"]
         assert f"| {' | '.join(cells)} |" in lines_of("clipping.md")
+
+
+def test_the_journals_table_is_what_was_recorded_and_its_aim_is_met() -> None:
+    text = "\n".join(lines_of("benchmarks.md"))
+    rows = recorded("journal")["rows"]
+    assert [row["factor"] for row in rows] == [1, 3, 10, 30, 100]
+    for row in rows:
+        assert row["steps"] >= 300 and len(row["bytes_per_param"]) == row["steps"]
+        shown = f"| {row['mean_after_step_10']:.2f} | {row['largest_after_step_10']:.2f} | {row['buckets_speculated']} "
+        assert f"{shown}| {row['journal_overflows']} | {row['buckets_replayed']} |" in text, row["name"]
+    assert rows[0]["mean_after_step_10"] <= 1.25
+
+
+def test_the_table_of_bf16_moments_is_what_was_recorded() -> None:
+    text = "\n".join(lines_of("benchmarks.md"))
+    loss = {(row["seed"], row["state_dtype"]): row["held_out_loss"] for row in recorded("state")["rows"]}
+    for seed in {seed for seed, _ in loss}:
+        assert f"| {seed} | {loss[seed, 'fp32']:.3f} | {loss[seed, 'bf16']:.3f} |" in text
+
+
+def test_the_table_of_errors_is_what_was_recorded() -> None:
+    text = "\n".join(lines_of("kernel.md"))
+    figures: dict[str, str] = {}
+    for row in recorded("adam-x86")["accuracy"]:
+        shown = f" {row['mean_ulp']:.3f}, {row['median_largest_ulp']:.1f}, {row['largest_ulp']:.1f} |"
+        figures[row["name"]] = figures.get(row["name"], "|") + shown
+    assert len(figures) == 3
+    assert all(line in text for line in figures.values()), figures
+
+
+def test_the_aims_of_the_kernels_are_what_two_runs_gave() -> None:
+    runs = [{target.text: target for target in targets(recorded(name))} for name in ("adam-x86", "adam-x86-short")]
+    shown = [
+        line.replace("AVX-512", "avx512").replace("AVX2", "avx2")
+        for line in lines_of("benchmarks.md")
+        if re.match(r"\| [^|]+ \| [<>]= [\d.]+ \| [\d.]+ \| [\d.]+ \|", line)
+    ]
+    assert len(shown) == len(runs[0]) == len(runs[1]) == 12
+    for found, line in zip(zip(*(run.values() for run in runs), strict=True), sorted_as(shown, runs[0]), strict=True):
+        assert f"| {found[0].value:.2f} | {found[1].value:.2f} |" in line, found
+        said = {2: "met |", 1: "met once |", 0: "missed"}[sum(target.met for target in found)]
+        assert said in line, line
+
+
+def sorted_as(shown: list[str], aims: Mapping[str, Target]) -> list[str]:
+    """The table's lines in the order of the command's aims: by instruction set, peers last."""
+    words = {
+        "torch fused, same job, times our step": "the same job with torch",
+        "DeepSpeedCPUAdam, same job, times our step": "the same job with DeepSpeed",
+        "one core: best peer's bare fp32 step, times our step": "one core: the better peer",
+    }
+    names = [words.get(aim, aim.replace("times the plain step", "times the step")) for aim in aims]
+    return [next(line for line in shown if line.startswith(f"| {name}")) for name in names]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_tables_of_the_kernels(threads: int) -> None:
+    rows = [row for row in recorded("adam-x86")["rows"] if row["threads"] == threads]
+    rows = [row for row in rows if row["numel"] == max(row["numel"] for row in rows if row["name"] == "undo")]
+    labels = {"journaled": "journaled, one-byte codes", "journaled, 2-byte codes": "journaled, two-byte codes"}
+    for name in ("step", "journaled", "journaled, 2-byte codes", "undo", "replay", "publish"):
+        limit, avx512, avx2 = (
+            next(row for row in rows if row["name"] == full and row["isa"] == isa)
+            for full, isa in ((f"limit of {name}", ""), (name, "avx512"), (name, "avx2"))
+        )
+        cells = [f"{limit['seconds_median'] * 1e3:.1f} ms"]
+        for row in (avx512, avx2):
+            cells += [f"{row['seconds_median'] * 1e3:.1f} ms", f"{row['ratio']:.2f}"]
+        assert f"| {labels.get(name, name)} | {' | '.join(cells)} |" in lines_of("benchmarks.md")
