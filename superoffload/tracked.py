@@ -79,9 +79,14 @@ class Tracked:
 
     @property
     def grad_changed(self) -> bool:
-        return self.param.grad is not self.grad or (
-            self.grad is not None and version_of(self.grad) != self.grad_version
-        )
+        """As far as it shows without a look at bits.
+
+        Versions of DTensors show nothing: an operation on lists of them raises none, and FSDP2, where it accumulates
+        gradients, raises those of all parameters that it reduces together, which share one buffer and its counter.
+        """
+        if self.param.grad is not self.grad:
+            return True
+        return self.grad is not None and not is_dtensor(self.grad) and version_of(self.grad) != self.grad_version
 
     def remember_grad(self, grad: Tensor, *, summed: bool = False) -> None:
         """``summed``: a DTensor whose bits cannot be compared with what the core has but for a copy."""

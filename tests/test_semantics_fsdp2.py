@@ -330,3 +330,17 @@ def compiled_step() -> list[bool]:
 
 def test_a_compiled_step() -> None:
     assert on_ranks(2, compiled_step) == [[True]] * 2
+
+
+def undone_while_accumulating(speculation: str) -> tuple[float, float]:
+    """In a rank: buckets undone and speculated; all gradients of a layer share one version counter."""
+    model = built({})
+    with optimizer_of_all(model, speculation, {}) as optimizer:
+        accumulate(model, optimizer)
+        stats = optimizer.stats()
+    return stats["buckets_undone"], stats["buckets_speculated"]
+
+
+def test_accumulated_gradients_are_not_taken_for_edited_ones() -> None:
+    for undone, speculated in on_ranks(2, undone_while_accumulating, "always"):
+        assert undone == 0 < speculated
