@@ -7,7 +7,8 @@ Environment variables, all optional:
   CXX                       the compiler (also for cross-building, together with the target's Python headers)
   SUPEROFFLOAD_TARGET       the machine to build for, when it is not this Python's: x86_64, aarch64, ...
   SUPEROFFLOAD_BUILD_ISAS   comma-separated instruction sets to build, where a compiler lacks one; must include scalar
-  SUPEROFFLOAD_BUILD_DIR    keep object files there and recompile only what changed
+  SUPEROFFLOAD_BUILD_DIR    keep object files there and recompile only what changed; the file `objects` lists them
+  SUPEROFFLOAD_DEBUG=1      debug information where CFLAGS or Python ask for it; a far larger extension, built slower
   SUPEROFFLOAD_WERROR=1     warnings are errors (for our own builds; a newer compiler must not break an install)
 """
 
@@ -87,6 +88,8 @@ def plan(machine: str, environment: Mapping[str, str] = os.environ) -> Plan:
     common, strict, known = read_flags()
     if environment.get("SUPEROFFLOAD_WERROR") == "1":
         common = common + strict
+    if environment.get("SUPEROFFLOAD_DEBUG") != "1":
+        common = [*common, "-g0"]  # after Python's own flags, which often have -g
     isas = chosen_isas(known, machine, environment)
     common = common + [f"-DSUPEROFFLOAD_BUILT_{name.upper()}=1" for name in isas]
     sources = {}
@@ -116,6 +119,9 @@ class BuildNative(build_ext):
         with ThreadPoolExecutor(self.parallel or os.cpu_count() or 1) as pool:
             jobs = [pool.submit(self.compile_one, source, flags, folders) for source, flags in what.sources.items()]
             objects = [job.result() for job in jobs]
+        kept = os.environ.get("SUPEROFFLOAD_BUILD_DIR")
+        if kept:  # for csrc/tests/Makefile
+            Path(kept, "objects").write_text("".join(f"{os.path.abspath(path)}\n" for path in objects))
         output = self.get_ext_fullpath(ext.name)
         dl = ["-ldl"] if sys.platform == "linux" else []  # a library of its own before glibc 2.34
         Path(output).parent.mkdir(parents=True, exist_ok=True)

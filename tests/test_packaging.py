@@ -111,6 +111,11 @@ def test_warnings_are_errors_only_when_asked() -> None:
     assert "-Werror" in setup_py.plan("x86_64", {"SUPEROFFLOAD_WERROR": "1"}).sources["csrc/bindings.cpp"]
 
 
+def test_debug_information_is_made_only_when_asked() -> None:
+    assert "-g0" in setup_py.plan("x86_64", {}).sources["csrc/bindings.cpp"]
+    assert "-g0" not in setup_py.plan("x86_64", {"SUPEROFFLOAD_DEBUG": "1"}).sources["csrc/bindings.cpp"]
+
+
 def test_target_machine_can_be_named() -> None:
     names = {"aarch64": "aarch64", "arm64": "aarch64", "AMD64": "x86_64", "riscv64": "riscv64"}
     assert {name: setup_py.target_machine({"SUPEROFFLOAD_TARGET": name}) for name in names} == names

@@ -16,6 +16,19 @@
 namespace superoffload::adam {
 namespace {
 
+template <typename F>
+inline auto with_element_type(ElementType type, F f) {
+    using std::integral_constant;
+    switch (type) {
+        case ElementType::bf16:
+            return f(integral_constant<ElementType, ElementType::bf16>{});
+        case ElementType::f16:
+            return f(integral_constant<ElementType, ElementType::f16>{});
+        default:
+            return f(integral_constant<ElementType, ElementType::f32>{});
+    }
+}
+
 // The types of a run as compile-time constants.
 template <ElementType gradient_type, ElementType shadow_type, ElementType state_type, bool is_l2>
 struct Types {
@@ -274,29 +287,123 @@ SUPEROFFLOAD_INLINE Range block_at(std::size_t begin, std::size_t end) {
     return {begin, begin + kBlock < end ? begin + kBlock : end};
 }
 
+// What is left of a range after its last whole vector, for the scalar lanes: a run of its own with an fp32 copy of the
+// gradient, which is exact, and an fp32 shadow. So one scalar loop serves every type of the two; with a loop for each,
+// half of what the compiler does for an instruction set would be for elements that hardly occur.
+struct Tail {
+    SUPEROFFLOAD_NOINLINE Tail(const Run& whole, Range range)
+        : run(whole), numel(range.end - range.begin), shadow_type_(whole.shadow_type), shadow_(whole.shadow) {
+        const std::size_t begin = range.begin;
+        run.master += begin;
+        run.exp_avg = static_cast<char*>(run.exp_avg) + begin * element_size(run.state_type);
+        run.exp_avg_sq = static_cast<char*>(run.exp_avg_sq) + begin * element_size(run.state_type);
+        run.journal.codes += run.journal.codes == nullptr ? 0 : begin * run.journal.width;
+        run.first_index += begin;
+        run.gradient = gradient_values_;
+        run.gradient_type = ElementType::f32;
+        with_element_type(whole.gradient_type, [&](auto type) {
+            for (std::size_t i = 0; i < numel; ++i) {
+                gradient_values_[i] = load_element<ScalarLanes, type.value>(whole.gradient, begin + i);
+            }
+        });
+        if (shadow_ == nullptr) return;
+        shadow_ = static_cast<char*>(shadow_) + begin * element_size(shadow_type_);
+        run.shadow = shadow_values_;
+        run.shadow_type = ElementType::f32;
+    }
+
+    SUPEROFFLOAD_NOINLINE void publish() const {
+        if (shadow_ == nullptr) return;
+        with_element_type(shadow_type_, [&](auto type) {
+            for (std::size_t i = 0; i < numel; ++i) {
+                store_element<ScalarLanes, type.value>(shadow_, i, shadow_values_[i]);
+            }
+        });
+    }
+
+    Run run;  // its element 0 is the first of the tail
+    std::size_t numel;
+
+   private:
+    ElementType shadow_type_;
+    void* shadow_;
+    float gradient_values_[kLongestVector];
+    float shadow_values_[kLongestVector];
+};
+
+template <typename T>
+using TailTypes = Types<ElementType::f32, ElementType::f32, T::state, T::l2>;
+// Of loops that write no shadow.
+template <typename T>
+using UndoTypes = Types<T::gradient, ElementType::f32, T::state, T::l2>;
+
+template <typename T>
+SUPEROFFLOAD_NOINLINE void step_tail(const Run& run, Range range) {
+    Tail tail(run, range);
+    step_lanes<ScalarLanes, T>(tail.run, 0, tail.numel);
+    tail.publish();
+}
+
+template <typename T>
+SUPEROFFLOAD_NOINLINE void publish_tail(const Run& run, Range range) {
+    Tail tail(run, range);
+    publish_lanes<ScalarLanes, T>(tail.run, 0, tail.numel);
+    tail.publish();
+}
+
+// Elements of a tail count from its own start: that of its block lies before it, at minus something modulo 2^64.
+template <typename T, int width>
+SUPEROFFLOAD_NOINLINE void undo_tail(const Run& run, std::size_t block, Range range, EscapeCursor& escapes) {
+    Tail tail(run, range);
+    undo_lanes<ScalarLanes, T, width>(tail.run, block - range.begin, {0, tail.numel}, escapes);
+}
+
+template <typename T, int width>
+SUPEROFFLOAD_NOINLINE void replay_tail(const Run& run, const Scalars& scalars, std::size_t block, Range range,
+                                       EscapeCursor& escapes) {
+    Tail tail(run, range);
+    replay_lanes<ScalarLanes, T, width>(tail.run, scalars, block - range.begin, {0, tail.numel}, escapes);
+    tail.publish();
+}
+
+template <typename T, int width>
+SUPEROFFLOAD_NOINLINE void journal_tail(const Run& run, std::uint8_t* codes, std::size_t block, Range range,
+                                        BlockEscapes& escapes) {
+    Tail tail(run, range);
+    journal_lanes<ScalarLanes, T, width>(tail.run, codes, block - range.begin, {0, tail.numel}, escapes);
+    tail.publish();
+}
+
 template <typename L, typename T>
-inline void step_range(const Run& run, Range range) {
+SUPEROFFLOAD_NOINLINE void step_range(const Run& run, Range range) {
     const std::size_t middle = vector_end<L>(range.begin, range.end);
     step_lanes<L, T>(run, range.begin, middle);
-    step_lanes<ScalarLanes, T>(run, middle, range.end);
+    if (middle != range.end) step_tail<TailTypes<T>>(run, {middle, range.end});
+}
+
+template <typename L, typename T>
+inline void publish_range(const Run& run, Range range) {
+    const std::size_t middle = vector_end<L>(range.begin, range.end);
+    publish_lanes<L, T>(run, range.begin, middle);
+    if (middle != range.end) publish_tail<TailTypes<T>>(run, {middle, range.end});
 }
 
 template <typename L, typename T, int width>
-inline void undo_block(const Run& run, Range block, EscapeCursor escapes) {
+SUPEROFFLOAD_NOINLINE void undo_block(const Run& run, Range block, EscapeCursor escapes) {
     const std::size_t middle = vector_end<L>(block.begin, block.end);
     undo_lanes<L, T, width>(run, block.begin, {block.begin, middle}, escapes);
-    undo_lanes<ScalarLanes, T, width>(run, block.begin, {middle, block.end}, escapes);
+    if (middle != block.end) undo_tail<TailTypes<T>, width>(run, block.begin, {middle, block.end}, escapes);
 }
 
 template <typename L, typename T, int width>
 inline void replay_block(const Run& run, const Scalars& scalars, Range block, EscapeCursor escapes) {
     const std::size_t middle = vector_end<L>(block.begin, block.end);
     replay_lanes<L, T, width>(run, scalars, block.begin, {block.begin, middle}, escapes);
-    replay_lanes<ScalarLanes, T, width>(run, scalars, block.begin, {middle, block.end}, escapes);
+    if (middle != block.end) replay_tail<TailTypes<T>, width>(run, scalars, block.begin, {middle, block.end}, escapes);
 }
 
 template <typename L, typename T, int width>
-inline void journal_loops(const Run& run, std::uint8_t* codes, Range block, BlockEscapes& escapes) {
+SUPEROFFLOAD_NOINLINE void journal_loops(const Run& run, std::uint8_t* codes, Range block, BlockEscapes& escapes) {
     const std::size_t middle = vector_end<L>(block.begin, block.end);
     std::size_t done = block.begin;
     if constexpr (L::kPairs) {
@@ -305,7 +412,7 @@ inline void journal_loops(const Run& run, std::uint8_t* codes, Range block, Bloc
         journal_pairs<L, T, width>(run, codes, block.begin, {block.begin, done}, escapes);
     }
     journal_lanes<L, T, width>(run, codes, block.begin, {done, middle}, escapes);
-    journal_lanes<ScalarLanes, T, width>(run, codes, block.begin, {middle, block.end}, escapes);
+    if (middle != block.end) journal_tail<TailTypes<T>, width>(run, codes, block.begin, {middle, block.end}, escapes);
 }
 
 // Past the caches codes go as whole lines, once the block is done.
@@ -326,7 +433,7 @@ inline void journal_block(const Run& run, Range block, BlockEscapes& escapes) {
 
 // Gives the escapes of the range's blocks their place in the arena. Without room there, the blocks are restored.
 template <typename L, typename T, int width>
-bool commit_or_undo(const Run& run, Range range, WaitingEscapes& waiting) {
+SUPEROFFLOAD_NOINLINE bool commit_or_undo(const Run& run, Range range, WaitingEscapes& waiting) {
     JournalBlock* const first = run.journal.blocks + range.begin / kBlock;
     JournalBlock* const last = run.journal.blocks + (range.end + kBlock - 1) / kBlock;
     if (waiting.commit(*run.journal.arena, first, last)) return true;
@@ -346,7 +453,7 @@ bool journal_range(const Run& run, Range range) {
     Range uncommitted{range.begin, range.begin};
     for (std::size_t begin = range.begin; begin < range.end; begin += kBlock) {
         if (!waiting.has_room()) {
-            if (!commit_or_undo<L, T, width>(run, uncommitted, waiting)) return false;
+            if (!commit_or_undo<L, UndoTypes<T>, width>(run, uncommitted, waiting)) return false;
             uncommitted.begin = begin;
         }
         const Range block = block_at(begin, range.end);
@@ -358,20 +465,7 @@ bool journal_range(const Run& run, Range range) {
             static_cast<std::uint16_t>(width == 1 ? escapes.total() : escapes.narrow + escapes.component[2].count);
         uncommitted.end = block.end;
     }
-    return commit_or_undo<L, T, width>(run, uncommitted, waiting);
-}
-
-template <typename F>
-inline auto with_element_type(ElementType type, F f) {
-    using std::integral_constant;
-    switch (type) {
-        case ElementType::bf16:
-            return f(integral_constant<ElementType, ElementType::bf16>{});
-        case ElementType::f16:
-            return f(integral_constant<ElementType, ElementType::f16>{});
-        default:
-            return f(integral_constant<ElementType, ElementType::f32>{});
-    }
+    return commit_or_undo<L, UndoTypes<T>, width>(run, uncommitted, waiting);
 }
 
 template <typename F>
@@ -408,11 +502,7 @@ void step_all(const Run& run, Range range) {
 
 template <typename L>
 void publish_all(const Run& run, Range range) {
-    with_types(run, run.shadow_type, [&](auto types) {
-        const std::size_t middle = vector_end<L>(range.begin, range.end);
-        publish_lanes<L, decltype(types)>(run, range.begin, middle);
-        publish_lanes<ScalarLanes, decltype(types)>(run, middle, range.end);
-    });
+    with_types(run, run.shadow_type, [&](auto types) { publish_range<L, decltype(types)>(run, range); });
     finish_stores<L>(run);
 }
 
@@ -443,7 +533,7 @@ void undo_all(const Run& run, Range range) {
         with_flag(run.state_type == ElementType::bf16, [&](auto narrow_state) {
             with_flag(run.frozen.l2, [&](auto l2) {
                 constexpr ElementType state = narrow_state.value ? ElementType::bf16 : ElementType::f32;
-                using T = Types<gradient.value, ElementType::f32, state, l2.value>;
+                using T = UndoTypes<Types<gradient.value, ElementType::f32, state, l2.value>>;
                 run.journal.width == 1 ? undo_range<L, T, 1>(run, range) : undo_range<L, T, 2>(run, range);
             });
         });

@@ -7,9 +7,12 @@
 #include "adam.h"
 
 #define SUPEROFFLOAD_INLINE inline __attribute__((always_inline))
+#define SUPEROFFLOAD_NOINLINE __attribute__((noinline))
 
 namespace superoffload::adam {
 namespace {
+
+constexpr std::size_t kLongestVector = 2048 / 32;  // SVE's
 
 template <typename L, ElementType type>
 SUPEROFFLOAD_INLINE typename L::F load_element(const void* base, std::size_t i) {

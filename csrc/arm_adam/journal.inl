@@ -249,7 +249,6 @@ class EscapeCursor {
     }
 
    private:
-    static constexpr std::size_t kLongestVector = 2048 / 32;  // SVE's
     struct List {
         const std::uint32_t* old;
         const std::uint16_t* index;

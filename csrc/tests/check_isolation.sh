@@ -3,9 +3,10 @@
 # set's own file, and no function in such a file that the linker might choose for the others (a weak definition, as
 # inline functions have) or that runs when the library is loaded (a static initializer).
 #
-# usage: check_isolation.sh MACHINE FOLDER
+# usage: check_isolation.sh MACHINE OBJECT...
 set -euo pipefail
-machine=$1 folder=$2 bad=0
+machine=$1 bad=0
+shift
 
 case $machine in
     x86_64) prefix="" beyond='%[yz]mm|[[:space:]]v[a-z0-9]+ .*%xmm|%k[0-7]' ;;
@@ -17,7 +18,7 @@ esac
 fail() { echo "$1" >&2; bad=1; }
 
 checked=0
-while IFS= read -r object; do
+for object in "$@"; do
     checked=$((checked + 1))
     case $(basename "$object") in
         isa_scalar.o | isa_neon.o) own=no ;;
@@ -36,8 +37,8 @@ while IFS= read -r object; do
             fail "$object: has a static initializer, which runs on CPUs without its instructions"
         fi
     fi
-done < <(find "$folder/arm_adam" "$folder/runtime" -name '*.o')
+done
 
-[ "$checked" -gt 3 ] || fail "$folder: only $checked object files found"
+[ "$checked" -gt 3 ] || fail "only $checked object files to check"
 [ "$bad" -eq 0 ] && echo "$checked object files of $machine: every instruction set stays in its own file"
 exit "$bad"
