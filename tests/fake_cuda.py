@@ -90,8 +90,8 @@ class Fake:
     def synchronize(self, stream: int | None = None) -> None:
         self._functions.fake_cuda_synchronize(ctypes.c_void_p(stream or self.current))
 
-    def sleep(self, microseconds: float) -> None:
-        self._functions.fake_cuda_sleep(ctypes.c_void_p(self.current), ctypes.c_double(microseconds))
+    def sleep(self, microseconds: float, stream: int | None = None) -> None:
+        self._functions.fake_cuda_sleep(ctypes.c_void_p(stream or self.current), ctypes.c_double(microseconds))
 
     def write(self, stream: int, target: Tensor, source: Tensor) -> None:
         self._functions.fake_cuda_write(

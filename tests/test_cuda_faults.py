@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from superoffload.cuda.link import CudaOptions
 from superoffload.cuda.start import LIBRARY_VARIABLE
 from superoffload.environment import DEVICE_TIMEOUT, device_timeout
 from superoffload.errors import ArgumentError, DeviceError, StateError, WorkerError
-from tests.adamw_tools import batch, train
+from tests.adamw_tools import batch, python, train
 from tests.cuda_tools import host_digests, state_of, training
 from tests.fake_cuda import Fake, LateLink
 
@@ -171,8 +168,6 @@ def test_forked_after_construction(fake: Fake) -> None:
 
 
 _LEAVES = """
-import sys
-sys.path.insert(0, sys.argv[1])
 from tests.adamw_tools import batch
 from tests.cuda_tools import training
 from tests.fake_cuda import Fake
@@ -187,10 +182,7 @@ print("leaving", flush=True)
 
 
 def test_interpreter_exit_with_work_in_flight(fake: Fake) -> None:
-    root = Path(__file__).resolve().parent.parent
-    done = subprocess.run(
-        [sys.executable, "-c", _LEAVES, str(root)], cwd=root, capture_output=True, text=True, timeout=120
-    )
+    done = python().run(["-c", _LEAVES])
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "leaving"
     assert "Traceback" not in done.stderr

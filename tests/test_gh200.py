@@ -18,9 +18,11 @@ from benchmarks.gh200.engines import ENGINES
 from benchmarks.gh200.plots import plot_published
 from benchmarks.gh200.report import measured, text, write_page
 from benchmarks.gh200.setting import LR, PUBLISHED_SIZES, Run, published_run, toy_run
+from benchmarks.gpu_suite.rows import SMOKE
 from benchmarks.gpu_suite.settings import parameters_of
 from superoffload.benchmarking.jobs import LEFT, check_keys
 from superoffload.cli import build_parser
+from superoffload.environment import DEVICE_TIMEOUT
 from superoffload.plan.published import PARAMETERS_WITHOUT_EMBEDDINGS
 from superoffload.ranks.launch import LocalRanks
 
@@ -34,7 +36,8 @@ def test_two_ranks_under_torchrun(tmp_path: Path, capfd: pytest.CaptureFixture[s
     arguments = toy(tmp_path, "--only", "published", "--ranks", "2", "--hidden", "32")
     assert main([*arguments, "--engines", "ours", "SuperOffload"]) == 0
     report = json.loads((tmp_path / NAME).read_text())
-    ours, peer = report["rows"]
+    smoke, ours, peer = report["rows"]
+    assert smoke["status"] == "done" and smoke["result"]["wrong"] == []
     assert (peer["status"], peer["error"]) == ("not here", "needs a GPU")
     result = ours["result"]
     run = Run.from_json(ours["settings"]["run"])
@@ -45,7 +48,7 @@ def test_two_ranks_under_torchrun(tmp_path: Path, capfd: pytest.CaptureFixture[s
     printed = capfd.readouterr().out
     assert "needs a GPU" in printed and f"{result['losses'][-1]:.4f}" in printed
     page = (tmp_path / "gh200.html").read_text()
-    assert "1 of 2 measured" in page and "data:image/png" in page
+    assert "2 of 3 measured" in page and "data:image/png" in page
     with LocalRanks(2) as ranks:
         others = ranks.run(published.train, replace(run, engine="on the GPU"))
     assert others[0]["losses"] == others[1]["losses"] == pytest.approx(result["losses"], abs=5e-3)
@@ -138,7 +141,9 @@ def test_everything_is_in_the_list_and_can_be_started(tmp_path: Path) -> None:
     jobs = all_jobs(args, tmp_path, gpus=2)
     check_keys(jobs)
     by_key = {job.key: job for job in jobs}
+    assert jobs[0].key == SMOKE and all(SMOKE in job.after for job in jobs[1:])
     assert by_key["hidden 2048, 2 ranks, ours"].absent is None
+    assert all(float(job.environment[DEVICE_TIMEOUT]) < job.seconds for job in jobs)
     assert {job.settings["run"]["ranks"] for job in jobs if job.settings.get("what") == "published"} == {1, 2}
     assert {job.settings["run"]["model"]["hidden"] for job in jobs if "run" in job.settings} == set(PUBLISHED_SIZES)
     for job in jobs:
@@ -165,4 +170,4 @@ def test_bad_arguments(arguments: list[str], said: str, tmp_path: Path, capsys: 
 
 def test_a_short_call_leaves_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(toy(tmp_path, "--only", "published", "--engines", "ours", "--time-limit", "0.01")) == LEFT
-    assert "4 of 4 left" in capsys.readouterr().out
+    assert "5 of 5 left" in capsys.readouterr().out

@@ -1,78 +1,74 @@
-"""The GPU suite at toy size on a CPU: rows, resuming after a kill, targets, races that are found."""
+"""The GPU suite's rows at toy size on a CPU: contestants, what each slot measures, races that are found, arguments."""
 
 from __future__ import annotations
 
 import ctypes
+import gzip
 import json
 import math
-import os
 import random
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu_suite import races, rows, targets
+from benchmarks.gpu_suite import races, rows, training
 from benchmarks.gpu_suite.__main__ import NAME, main
-from benchmarks.gpu_suite.contestants import ALL_ON_DEVICE, BARE, CONTESTANTS, OURS, OURS_CLIPPED, OURS_SYNCHRONOUS
+from benchmarks.gpu_suite.contestants import (
+    ALL_ON_DEVICE,
+    BARE,
+    CONTESTANTS,
+    FILES_VARIABLE,
+    OURS,
+    OURS_CLIPPED,
+    OURS_FSDP2,
+    OURS_SYNCHRONOUS,
+    Setting,
+)
 from benchmarks.gpu_suite.devices import Device
 from benchmarks.gpu_suite.pack_kernel import PackKernel
-from benchmarks.gpu_suite.settings import FULL, TOY, TrainRow, parameters_of, train_row
-from benchmarks.gpu_suite.table import table
+from benchmarks.gpu_suite.settings import ALWAYS_CLIPS, FULL, TOY, TrainRow, parameters_of, train_row
 from benchmarks.gpu_suite.training import build
 from superoffload.benchmarking.jobs import LEFT, Job, check_keys
 from superoffload.cuda import fallback, geometry
+from superoffload.environment import DEVICE_TIMEOUT
 from superoffload.errors import ArgumentError
 
 ROOT = Path(__file__).resolve().parents[1]
 PEER = "DeepSpeed ZeRO-Offload"
 GPU_PEER = "DeepSpeed SuperOffload"
+OURS_HALF, OURS_EAGER = "ours, 50 % clipped", "ours, eager"
 
 
 def suite(out: Path, *contestants: str) -> list[str]:
-    return ["--device", "cpu", "--toy", "--out", str(out), "--contestants", *contestants]
+    return ["--device", "cpu", "--toy", "--without-tests", "--out", str(out), "--contestants", *contestants]
 
 
-def test_rows_at_toy_size_go_on_after_a_kill(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    arguments = suite(tmp_path, OURS, GPU_PEER)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-m", "benchmarks.gpu_suite", *arguments], cwd=ROOT, env=environment)
-    first = tmp_path / "rows" / "link.json"
-    deadline = time.monotonic() + 120
-    while not first.exists():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    before = first.stat().st_mtime_ns
-    assert main(arguments) == 0
-    assert first.stat().st_mtime_ns == before, "what was measured is not measured again"
+def test_rows_of_contestants_that_were_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(suite(tmp_path, OURS, GPU_PEER)) == 0
     report = json.loads((tmp_path / NAME).read_text())
     found = {row["key"]: row for row in report["rows"]}
-    assert (
-        report["left"] == []
-        and report["gpu"] is None
-        and report["machine"]["cpu"]
-        and report["commit"]
-        and report["versions"]["torch"]
-    )
-    assert found["link"]["result"]["down_gb_per_s"] > 0 and found["pack"]["result"]["cpu kernel_of_copy"] > 0
-    assert found["adam"]["result"]["step_seconds_per_param"] > 0
+    assert report["left"] == [] and report["gpu"] is None and report["machine"]["cpu"] and report["versions"]["torch"]
+    assert ours_link(found) == {"policy": None, "pinned": None, "uses_flag": None}
+    assert found["smoke"]["result"]["wrong"] == [] and set(found["smoke"]["result"]["ways"]) == {"flag", "event"}
     ours = found[f"64 tokens, {OURS}"]["result"]
     assert ours["stats"]["steps"] == TOY.warm_up + TOY.blocks * TOY.steps and ours["stats"]["clip_rate"] == 0
+    assert ours["timed"]["steps"] == TOY.blocks * TOY.steps
     assert ours["final_loss"] == ours["losses"][-1] == pytest.approx(5.5, abs=0.3)
     assert ours["parameters"] == parameters_of(TOY.model) and ours["host_peak_resident_bytes"] > 1 << 20
     peer = found[f"64 tokens, {GPU_PEER}"]
     assert (peer["status"], peer["error"]) == ("not here", "needs a GPU")
     printed = capfd.readouterr().out
-    assert "needs a GPU" in printed and "not measured 64 tokens: ours, iteration over the bound" in printed
+    assert "needs a GPU" in printed and "smoke: ok, arrivals by event and event" in printed
     assert f"64 tokens, {OURS}" in printed and "toy sizes" in printed
+
+
+def ours_link(found: dict[str, Any]) -> Any:
+    return found[f"64 tokens, {OURS}"]["result"]["link"]
 
 
 def in_process(contestant: str) -> dict[str, Any]:
@@ -83,15 +79,65 @@ def in_process(contestant: str) -> dict[str, Any]:
 
 def test_all_contestants_of_a_cpu_train_the_same_way() -> None:
     """The same loss from the same model and batches, and clipping that does what the row says."""
-    results = {name: in_process(name) for name in (ALL_ON_DEVICE, OURS, OURS_CLIPPED, OURS_SYNCHRONOUS)}
+    names = (ALL_ON_DEVICE, OURS, OURS_CLIPPED, OURS_SYNCHRONOUS, OURS_HALF, OURS_EAGER, OURS_FSDP2)
+    results = {name: in_process(name) for name in names}
     assert len({result["losses"][0] for result in results.values()}) == 1
     assert results[OURS]["losses"] == pytest.approx(results[ALL_ON_DEVICE]["losses"], abs=2e-3)
     assert results[OURS]["digests"] == results[OURS_SYNCHRONOUS]["digests"]
     assert results[OURS_CLIPPED]["digests"] != results[OURS]["digests"]
     assert [results[name]["stats"]["clip_rate"] for name in (OURS, OURS_CLIPPED)] == [0.0, 1.0]
+    assert results[OURS_EAGER]["digests"] == results[OURS]["digests"]
+    assert results[OURS_FSDP2]["losses"] == pytest.approx(results[OURS]["losses"], abs=2e-3)
+    assert results[OURS_HALF]["timed"]["clipped_steps"] == results[OURS_HALF]["timed"]["steps"] / 2
     assert results[OURS_SYNCHRONOUS]["stats"]["buckets_speculated"] == 0 < results[OURS]["stats"]["buckets_speculated"]
     bare = in_process(BARE)
     assert bare["losses"][0] == results[OURS]["losses"][0] and "digests" not in bare
+
+
+@pytest.mark.parametrize(("clipped", "thresholds"), [(0.0, 0), (0.1, 2), (0.5, 10), (1.0, 20)])
+def test_clipped_steps_are_spread_evenly(clipped: float, thresholds: int) -> None:
+    setting = Setting(clipped=clipped)
+    clips = [setting.threshold(step) == ALWAYS_CLIPS for step in range(20)]
+    assert sum(clips) == thresholds == 2 * sum(clips[:10])
+
+
+def test_a_timeline_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FILES_VARIABLE, str(tmp_path))
+    in_process("ours, traced")
+    (path,) = tmp_path.iterdir()
+    assert path.name == "timeline.json.gz"
+    events = json.loads(gzip.decompress(path.read_bytes()))
+    assert any(event.get("name", "").startswith("bucket 0 speculate") for event in events)
+
+
+def test_deepspeed_compiles_its_kernel_before_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = first_slot()
+    keys = [job.key for job in jobs]
+    peer = jobs[keys.index(f"8192 tokens, {GPU_PEER}")]
+    assert rows.DEEPSPEED_KERNEL in peer.after and keys.index(rows.DEEPSPEED_KERNEL) == keys.index(peer.key) - 1
+    monkeypatch.setattr("benchmarks.gpu_suite.contestants.find_spec", lambda name: None)
+    absent = {job.key: job.absent for job in first_slot()}
+    assert absent[peer.key] == absent[rows.DEEPSPEED_KERNEL] == "deepspeed is not installed"
+
+
+def test_a_row_that_takes_long_has_fewer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(training.SECONDS_VARIABLE, "0.001")
+    row = replace(train_row(OURS, "cpu", TOY, 64, False), blocks=4)
+    assert len(training.measure(row)["seconds"]) == 2
+    monkeypatch.setenv(training.SECONDS_VARIABLE, "1e9")
+    assert len(training.measure(row)["seconds"]) == 4
+
+
+def test_what_went_wrong_first_is_what_a_row_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise torch.cuda.OutOfMemoryError("too little memory")
+
+    def close(*_: Any) -> None:
+        raise RuntimeError("cannot be closed after that")
+
+    monkeypatch.setattr(training, "_timed", fails)
+    monkeypatch.setattr("benchmarks.gpu_suite.contestants.Plain.close", close)
+    assert in_process(ALL_ON_DEVICE)["out_of_memory"] == "too little memory"
 
 
 def test_a_peer_that_cannot_be_imported_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +154,7 @@ def test_the_model_has_a_billion_parameters() -> None:
     assert parameters_of(TOY.model) == build(TOY.model, device, 0).parameter_count()
 
 
-@pytest.mark.parametrize("tokens", FULL.tokens)
+@pytest.mark.parametrize("tokens", [*FULL.tokens, *FULL.more_tokens])
 def test_tokens_per_step_are_what_was_asked_for(tokens: int) -> None:
     row = train_row(OURS, "cuda", FULL, tokens, False)
     assert row.tokens == tokens and row.batch * row.model.sequence <= FULL.micro_batch_tokens
@@ -119,90 +165,53 @@ def test_tokens_per_step_are_what_was_asked_for(tokens: int) -> None:
         assert capped.batch * capped.model.sequence <= FULL.capped_micro_batch_tokens
 
 
-def all_rows(device: str = "cuda") -> list[Job]:
-    return rows.all_jobs(rows.Plan(device, FULL, races=True, tests=True))
+def first_slot(device: str = "cuda") -> list[Job]:
+    return rows.all_jobs(rows.Plan(device, FULL))
 
 
-def test_the_most_telling_rows_come_first() -> None:
-    jobs = all_rows()
+def test_what_must_hold_comes_before_what_is_fast() -> None:
+    jobs = first_slot()
     check_keys(jobs)
     keys = [job.key for job in jobs]
-    assert keys[:2] == ["link", "adam"]
-    assert keys.index(f"8192 tokens, {OURS_CLIPPED}") < keys.index("tests") < keys.index(f"1024 tokens, {OURS}")
-    assert all(f"{tokens} tokens, {name}" in keys for tokens in FULL.tokens for name in CONTESTANTS)
-    assert all(f"{tokens} tokens, capped, {name}" in keys for tokens in FULL.capped_tokens for name in CONTESTANTS)
-    assert any(job.environment == {"TORCH_CUDA_SANITIZER": "1"} for job in jobs)
-    on_cpu = {job.key: job.absent for job in all_rows("cpu")}
-    assert on_cpu["races, always, eager, sanitizer"] == "needs a GPU" and on_cpu["races, always, eager"] is None
+    assert keys[0] == rows.SMOKE and all(rows.SMOKE in job.after for job in jobs[1:])
+    order = [rows.SMOKE, rows.TESTS, "link", "adam", "pack", f"8192 tokens, {OURS}", f"8192 tokens, {GPU_PEER}"]
+    assert sorted(order, key=keys.index) == order
+    trained = {key for key in keys if " tokens, " in key}
+    five = (BARE, ALL_ON_DEVICE, OURS, OURS_CLIPPED, GPU_PEER)
+    assert trained == {f"{tokens} tokens, {name}" for tokens in (8192, 32768) for name in five}
+    assert sum(key.startswith("races") for key in keys) == 2
+    for job in jobs:
+        timeout = float(job.environment.get(DEVICE_TIMEOUT, "0"))
+        assert timeout < job.seconds and (timeout or not job.key.startswith(("smoke", "tests", "races", "8192")))
 
 
-# ---- targets from rows ----------------------------------------------------------------------------------------------
-
-
-def machine_row(key: str, **result: Any) -> dict[str, Any]:
-    return {"key": key, "status": "done", "settings": {"what": key}, "result": result}
-
-
-def result_row(contestant: str, seconds: float | None, *, tokens: int = 8192, **more: Any) -> dict[str, Any]:
-    """A billion parameters on a GPU that does not exist; seconds None: it ran out of memory."""
-    times = {"seconds_median": seconds, "tokens_per_second": 1.0, "final_loss": 1.0, "host_peak_resident_bytes": 1}
-    result = {"parameters": 10**9, "device": "imagined", "losses": [5.0], "digests": {"master": "a"}, **times, **more}
-    return {
-        "key": f"{tokens} tokens, {contestant}",
-        "status": "done",
-        "settings": {"what": "train", "contestant": contestant, "tokens": tokens, "capped_gib": None},
-        "result": result if seconds is not None else {"out_of_memory": "too little"},
-    }
-
-
-MACHINE = [
-    machine_row("link", down_gb_per_s=50.0, up_gb_per_s=40.0, both_gb_per_s=20.0, device="imagined"),
-    machine_row("adam", step_seconds_per_param=0.2e-9, threads=16),
-]
-
-
-def judge(*training: dict[str, Any]) -> dict[str, tuple[str, Any]]:
-    found = [*MACHINE, *training]
-    judged = targets.all_targets(found)
-    text = table(found, judged)
-    assert all(target.name in text for target in judged)
-    return {target.name.partition(": ")[2]: (target.verdict, target.value) for target in judged}
-
-
-def test_targets_are_computed_from_the_rows() -> None:
-    """The bound is the largest of 0.1 s on the device, 0.2 s for a CPU pass and 0.05 s for the slower transfer."""
-    memory = {"gpu_used_bytes": 100}
-    verdicts = judge(
-        result_row(BARE, 0.08),
-        result_row(ALL_ON_DEVICE, 0.1),
-        result_row(OURS, 0.22, gpu_used_bytes=104),
-        result_row(OURS_CLIPPED, 0.24),
-        result_row(OURS_SYNCHRONOUS, 0.3),
-        result_row(PEER, 0.58, **memory),
-        result_row(GPU_PEER, 0.48, gpu_used_bytes=200),
+def test_the_other_slots_measure_the_rest() -> None:
+    second, third = (rows.all_jobs(rows.Plan("cuda", FULL, slot=slot)) for slot in ("second", "third"))
+    for jobs in (second, third):
+        check_keys(jobs)
+        assert jobs[0].key == rows.SMOKE
+    keys = {job.key for job in second}
+    for name, entry in CONTESTANTS.items():
+        assert f"8192 tokens, {name}" in keys or entry.kind != "ours"
+        assert f"32768 tokens, {name}" in {job.key for job in third}
+    assert {f"8192 tokens, ours, {count} threads" for count in (8, 12, 14, 16)} < keys and "adam, by threads" in keys
+    swept = {job.settings["tokens"] for job in third if job.settings["what"] == "train"}
+    assert swept == {*FULL.tokens, *FULL.more_tokens}
+    assert any(job.environment.get("TORCH_CUDA_SANITIZER") == "1" for job in third)
+    assert any(job.settings.get("ranks") == 2 for job in third)
+    on_cpu = {job.key: job.absent for job in rows.all_jobs(rows.Plan("cpu", FULL, slot="third"))}
+    assert (
+        on_cpu["races, always, eager, sanitizer"] == "needs a GPU" and on_cpu["races, always, eager, 2 ranks"] is None
     )
-    assert verdicts["ours, iteration over the bound"] == ("met", pytest.approx(1.1))
-    assert verdicts["ours, every step clipped, iteration over the bound"] == ("missed", pytest.approx(1.2))
-    assert verdicts["ours, exposed time over the best peer's"] == ("missed", pytest.approx(0.14 / 0.4))
-    assert verdicts["ours, GPU memory over the leanest peer's"] == ("met", pytest.approx(1.04))
-    assert verdicts["ours and ours, synchronous, parts of the state that differ"] == ("met", 0.0)
 
 
-def test_what_was_not_measured_is_said_to_be_so() -> None:
-    verdicts = judge(
-        result_row(OURS, 0.22),
-        result_row(ALL_ON_DEVICE, None),
-        result_row(OURS_SYNCHRONOUS, 0.3, digests={"master": "b"}),
-    )
-    assert verdicts["ours, iteration over the bound"] == ("not measured", None)
-    assert verdicts["ours, exposed time over the best peer's"] == ("not measured", None)
-    assert verdicts["ours, GPU memory over the leanest peer's"] == ("not measured", None)
-    assert verdicts["ours and ours, synchronous, parts of the state that differ"] == ("missed", 1.0)
-
-
-def test_times_of_a_cpu_meet_no_target() -> None:
-    verdicts = judge(result_row(ALL_ON_DEVICE, 0.1), result_row(OURS, 0.1, device="cpu"))
-    assert verdicts["ours, iteration over the bound"] == ("not measured", pytest.approx(0.5))
+def test_a_peers_row_outlives_a_change_of_our_optimizer() -> None:
+    by_key = {job.key: job for job in first_slot()}
+    assert "superoffload" in by_key[f"8192 tokens, {OURS}"].sources and "csrc" in by_key[rows.SMOKE].sources
+    assert not {"superoffload", "csrc"} & set(by_key[f"8192 tokens, {GPU_PEER}"].sources)
+    assert "tests/gpu" in by_key[rows.TESTS].sources
+    for job in by_key.values():
+        assert all((ROOT / part).exists() for part in job.sources), job.key
 
 
 # ---- packing --------------------------------------------------------------------------------------------------------
@@ -267,6 +276,9 @@ def test_a_parameter_that_a_delay_keeps_back_is_found(monkeypatch: pytest.Monkey
     [
         (["--device", "cpu"], "add --toy"),
         (["--device", "cpu", "--toy", "--contestants", "nobody"], "contestants=nobody: expected some of"),
+        (["--device", "stand-in"], "add --toy"),
+        (["--device", "cpu", "--toy", "--resume", "no.json"], "resume=no.json: expected the JSON of an earlier call"),
+        (["--device", "cpu", "--toy", "--row-limit", "-1"], "row_limit=-1.0: expected a positive number"),
         (["--device", "cpu", "--toy", "--tokens", "33"], "tokens=33: expected a multiple of 32"),
         (["--device", "cpu", "--toy", "--time-limit", "0"], "time_limit=0.0: expected a positive number"),
     ],
@@ -274,13 +286,6 @@ def test_a_parameter_that_a_delay_keeps_back_is_found(monkeypatch: pytest.Monkey
 def test_bad_arguments(arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--out", str(tmp_path), *arguments]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_without_a_gpu_it_says_what_can_be_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("needs a machine without a GPU")
-    assert main(["--out", str(tmp_path)]) == 2
-    assert "--device cpu --toy" in capsys.readouterr().err
 
 
 def test_what_is_left_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,15 +6,30 @@ import argparse
 import json
 import os
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.commands import ROOT, add_options, run_command, say, status_of
+from benchmarks.commands import (
+    ROOT,
+    add_options,
+    check_common,
+    describe_left,
+    prepare,
+    run_command,
+    say,
+    show_failed_preparations,
+    status_of,
+)
 from superoffload.errors import ArgumentError
 
 NAME = "gh200.json"
+_SOURCES = ("superoffload", "csrc", "setup.py", "benchmarks/gh200")
 PARTS = ("machine", "transfer", "schedule", "published")
 _RUN_SECONDS, _TOY_SECONDS = 5400.0, 300.0
+_LEAST_SECONDS = 600.0  # what a call must have left to begin one of these runs
+_DEVICE_SECONDS = 120.0  # after which our link gives a device up: before a run's own time is over
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -39,34 +54,49 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    check_common(args, NAME)
+    began = time.monotonic()
+    folder = Path(args.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    log = (folder / NAME).with_suffix(".log")
+    error = prepare(args, log, builds=args.device != "cpu")
+    if error is not None:
+        say(f"nothing was measured: {error}")
+        return 1
+    return _measure(args, folder, log, began)
+
+
+def _measure(args: argparse.Namespace, folder: Path, log: Path, began: float) -> int:
     import torch
 
     from benchmarks.gh200.report import text, write_page
     from superoffload.benchmarking.jobs import DONE, NOT_HERE, Results, run_jobs
 
-    if args.device == "cpu" and not args.toy:
-        raise ArgumentError("device=cpu: the published models are too large for a try on the CPU; add --toy")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if args.device == "cuda" and gpus == 0:
         raise ArgumentError("device=cuda: torch sees no CUDA device; --device cpu --toy tries the same code paths")
-    folder = Path(args.out)
     jobs = all_jobs(args, folder, gpus)
-    results = Results(folder, NAME)
-    left = run_jobs(jobs, results, args.time_limit, say, retry=args.retry)
+    results = Results(folder, NAME, earlier=Path(args.resume) if args.resume else None, log=log)
+    remaining = args.time_limit - (time.monotonic() - began)
+    left = run_jobs(jobs, results, remaining, say, retry=args.retry)
     names = [job.key for job in left]
     report = results.merge(jobs, {"command": sys.argv, "left": names})
     page = write_page(report, folder, names)
-    print("\n".join(text(report["rows"])))
-    print(page)
+    show_failed_preparations(jobs, results)
+    said, goes_on = describe_left(jobs, left, results)
+    print("\n".join([*text(report["rows"]), str(page), *said]))
     failed = any(row["status"] not in (DONE, NOT_HERE) for row in report["rows"])
-    return status_of(args, left, jobs, failed=failed)
+    return status_of(args, left, goes_on=goes_on, failed=failed)
 
 
 def all_jobs(args: argparse.Namespace, folder: Path, gpus: int) -> list[Any]:
+    from benchmarks.gpu_suite.rows import smoke_jobs
     from superoffload.benchmarking.everything import all_jobs as benchmarks
     from superoffload.cli.bench import BENCHMARKS
+    from superoffload.environment import DEVICE_TIMEOUT
 
     parts = args.only or PARTS
+    smoke = list(smoke_jobs(args.device, sanitized=not args.without_sanitizer))
     jobs: list[Any] = []
     if "machine" in parts:
         jobs += _machine(args, folder)
@@ -74,7 +104,12 @@ def all_jobs(args: argparse.Namespace, folder: Path, gpus: int) -> list[Any]:
     jobs += benchmarks(named, folder, quick=args.toy, cuda=gpus > 0)
     if "published" in parts:
         jobs += _published(args, gpus)
-    return jobs
+    after = tuple(job.key for job in smoke)
+    timeout = {DEVICE_TIMEOUT: f"{_DEVICE_SECONDS:g}"}
+    return [
+        *smoke,
+        *(replace(job, after=after, needs=_LEAST_SECONDS, environment={**timeout, **job.environment}) for job in jobs),
+    ]
 
 
 def _machine(args: argparse.Namespace, folder: Path) -> list[Any]:
@@ -122,7 +157,8 @@ def _published(args: argparse.Namespace, gpus: int) -> list[Any]:
                 settings = {"what": "published", "run": run.as_json()}
                 seconds = _TOY_SECONDS if args.toy else _RUN_SECONDS
                 key = f"hidden {hidden}, {ranks} rank{'s' if ranks > 1 else ''}, {name}"
-                jobs.append(Job(key, torchrun(run.as_json(), ranks), settings, seconds, _environment(), absent))
+                command = torchrun(run.as_json(), ranks)
+                jobs.append(Job(key, command, settings, seconds, _environment(), absent, sources=_SOURCES))
     return jobs
 
 

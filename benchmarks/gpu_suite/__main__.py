@@ -1,18 +1,27 @@
-"""python -m benchmarks.gpu_suite: runs what has no result yet, writes one JSON, prints one table."""
+"""python -m benchmarks.gpu_suite: runs what has no result yet, keeps every result as it comes, prints one table."""
 
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.commands import ROOT, add_options, run_command, say, status_of
+from benchmarks.commands import (
+    add_options,
+    check_common,
+    describe_left,
+    prepare,
+    run_command,
+    say,
+    show_failed_preparations,
+    status_of,
+)
 from superoffload.errors import ArgumentError
 
 NAME = "gpu_suite.json"
+SLOTS = ("first", "second", "third")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -20,18 +29,21 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.gpu_suite",
         description="Training steps on one GPU: ours, everything on the GPU, and peers. A call ends within its time "
         "limit, and the next one goes on where it ended. Exits with 0 once everything has been tried, 3 if something "
-        "is left for another call, 1 if GPU tests fail or delays change a bit.",
+        "is left for another call, 1 if smoke, a GPU test, a race or a row of ours failed.",
     )
     add_options(parser, time_limit=540.0)
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu with --toy (default: cuda)")
-    parser.add_argument("--row-limit", type=float, default=180.0, metavar="SECONDS", help="of one row (default: 180)")
-    parser.add_argument("--contestants", nargs="+", metavar="NAME", help="only these (default: all; see --list)")
-    parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="tokens per step (default: of the size)")
-    parser.add_argument("--races", action="store_true", help="random delays on every stream must not change a bit")
-    parser.add_argument("--only-races", action="store_true", help="nothing else")
-    parser.add_argument("--everything", action="store_true", help="build, tests marked gpu, races, all rows")
-    parser.add_argument("--json", metavar="PATH", help=f"write the merged results to this file too (DIR/{NAME})")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N; with --toy also cpu or stand-in")
+    parser.add_argument("--slot", choices=SLOTS, default="first", help="which measurements (default: first)")
+    parser.add_argument("--row-limit", type=float, default=120.0, metavar="SECONDS", help="of one row (default: 120)")
+    parser.add_argument("--contestants", nargs="+", metavar="NAME", help="rows of these instead (see --list)")
+    parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="rows with these tokens per step instead")
+    parser.add_argument("--without-tests", action="store_true", help="do not run tests/gpu")
+    parser.add_argument("--json", metavar="PATH", help=f"write the results to this file too (DIR/{NAME})")
     parser.add_argument("--list", action="store_true", help="show the contestants and what is left to do, and end")
+    parser.add_argument(
+        "--report", metavar="JSON", help="measure nothing: show all of this file; with --json, write there what was "
+        "made with this checkout's sources, with its commit",
+    )  # fmt: skip
     return parser.parse_args(arguments)
 
 
@@ -40,48 +52,60 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.report:
+        from benchmarks.gpu_suite.publish import report
+
+        return report(Path(args.report), Path(args.json) if args.json else None)
     _check(args)
     began = time.monotonic()
-    if args.everything:
-        _build()
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    log = (out / NAME).with_suffix(".log")
+    error = prepare(args, log, builds=args.device != "cpu" and not args.list)
+    if error is not None:
+        say(f"nothing was measured: {error}")
+        return 1
+    return _measure(args, out, log, began)
+
+
+def _measure(args: argparse.Namespace, out: Path, log: Path, began: float) -> int:
+    from benchmarks.gpu_suite.contestants import FILES_VARIABLE
     from benchmarks.gpu_suite.rows import all_jobs
-    from benchmarks.gpu_suite.table import descriptions, table
-    from benchmarks.gpu_suite.targets import all_targets
-    from superoffload.benchmarking.jobs import Results, run_jobs
-    from superoffload.reporting.run_folder import check_writable, write_json
+    from benchmarks.gpu_suite.smoke import sanitizer
+    from benchmarks.gpu_suite.table import descriptions, short_table
+    from benchmarks.gpu_suite.targets import all_targets, is_wrong
+    from superoffload.benchmarking.jobs import Results, run_jobs, write_json_whole
+    from superoffload.reporting.run_folder import check_writable
 
     check_writable(args.json, "json")
     jobs = all_jobs(_plan(args))
-    results = Results(Path(args.out), NAME)
+    results = Results(out, NAME, earlier=Path(args.resume) if args.resume else None, log=log)
     if args.list:
         print(descriptions())
         print("\n".join(f"left: {job.key}" for job in jobs if results.row(job) is None))
         return 0
+    files = {FILES_VARIABLE: str(out.resolve())}
+    if args.device.startswith("cuda") and not args.without_sanitizer and sanitizer() is None:
+        say("compute-sanitizer is not installed: smoke runs without it")
     remaining = args.time_limit - (time.monotonic() - began)
-    left = run_jobs(jobs, results, remaining, say, retry=args.retry)
-    rows = results.rows(jobs)
-    targets = all_targets(rows)
-    found = {"gpu": _gpu(rows), "left": [job.key for job in left], "targets": [target.as_json() for target in targets]}
-    report = results.merge(jobs, {"command": sys.argv, **found})
+    left = run_jobs(jobs, results, remaining, say, retry=args.retry, environment=files)
+    targets = all_targets(results.rows(jobs))
+    found = {"left": [job.key for job in left], "targets": [target.as_json() for target in targets]}
+    report = results.merge(jobs, {"command": sys.argv, "slot": args.slot, "gpu": _gpu(results.rows(jobs)), **found})
     if args.json:
-        write_json(args.json, report)
-    print(table(report["rows"], targets))
-    return status_of(args, left, jobs, failed=any(_is_wrong(row) for row in report["rows"]))
+        write_json_whole(Path(args.json), report)
+    show_failed_preparations(jobs, results)
+    said, goes_on = describe_left(jobs, left, results)
+    print("\n".join([short_table(report["rows"], targets), *said]))
+    return status_of(args, left, goes_on=goes_on, failed=any(map(is_wrong, report["rows"])))
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.device.startswith("cpu") and not args.toy:
-        raise ArgumentError("device=cpu: a billion parameters are too many for a try on the CPU; add --toy")
-    for name in ("time_limit", "row_limit"):
-        if not getattr(args, name) > 0:
-            raise ArgumentError(f"{name}={getattr(args, name)}: expected a positive number of seconds")
-    if args.device.startswith("cuda"):
-        import torch
-
-        if not torch.cuda.is_available():
-            raise ArgumentError(
-                f"device={args.device}: torch sees no CUDA device; --device cpu --toy tries the same code paths"
-            )
+    check_common(args, NAME)
+    if not args.row_limit > 0:
+        raise ArgumentError(f"row_limit={args.row_limit}: expected a positive number of seconds")
+    if args.device == "stand-in" and not args.toy:
+        raise ArgumentError("device=stand-in: it shows that the suite works and no times; add --toy")
 
 
 def _plan(args: argparse.Namespace) -> Any:
@@ -89,42 +113,27 @@ def _plan(args: argparse.Namespace) -> Any:
     from benchmarks.gpu_suite.rows import Plan
     from benchmarks.gpu_suite.settings import FULL, TOY
 
-    chosen = tuple(args.contestants or CONTESTANTS)
-    unknown = [name for name in chosen if name not in CONTESTANTS]
+    unknown = [name for name in args.contestants or () if name not in CONTESTANTS]
     if unknown:
         raise ArgumentError(f"contestants={unknown[0]}: expected some of {', '.join(CONTESTANTS)}")
     return Plan(
         device=args.device,
         size=TOY if args.toy else FULL,
         toy=args.toy,
-        contestants=chosen,
+        slot=args.slot,
+        contestants=tuple(args.contestants) if args.contestants else None,
         tokens=tuple(args.tokens) if args.tokens else None,
-        rows=not args.only_races,
-        races=args.races or args.only_races or args.everything,
-        tests=args.everything,
-        row_seconds=min(args.row_limit, args.time_limit),
+        row_seconds=args.row_limit,
+        sanitized=not args.without_sanitizer,
+        tests=not args.without_tests,
     )
 
 
-def _build() -> None:
-    """The extension, as far as it is not up to date; without it nothing of ours can be imported."""
-    print("building the extension", flush=True)
-    built = subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=ROOT, check=False)
-    if built.returncode:
-        raise ArgumentError(f"build: setup.py build_ext ended with {built.returncode}; see what it said above")
-
-
 def _gpu(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Name, memory and CUDA version, from the first row that knows them; None on a CPU."""
-    results = (row["result"] for row in rows if row.get("result"))
-    names = ("device", "gpu_memory_bytes", "cuda")
-    return next(({name: found[name] for name in names} for found in results if "gpu_memory_bytes" in found), None)
-
-
-def _is_wrong(row: dict[str, Any]) -> bool:
-    if row["settings"].get("what") == "races":
-        return bool(row["status"] == "done" and row["result"]["different_seeds"])
-    return bool(row["key"] == "tests" and row["status"] != "done")
+    """Name, memory, CUDA version and packages, from the smoke row; None on a CPU."""
+    smoke: dict[str, Any] = next((row["result"] for row in rows if row["key"] == "smoke" and row.get("result")), {})
+    names = ("device", "gpu_memory_bytes", "cuda", "versions")
+    return {name: smoke[name] for name in names} if "gpu_memory_bytes" in smoke else None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""One measurement in a process of its own: python -m benchmarks.gpu_suite.child WHAT ARGUMENTS-AS-JSON RESULT-PATH."""
+"""One measurement in a process of its own: python -m benchmarks.gpu_suite.child WHAT ARGUMENTS-AS-JSON RESULT-PATH.
+
+Exits with 1, its result written all the same, where the result says that something is wrong.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,17 @@ def run(what: str, values: dict[str, Any]) -> dict[str, Any]:
         from benchmarks.gpu_suite.races import run_races
 
         return run_races(**values)
+    if what in ("smoke", "sanitized"):
+        from benchmarks.gpu_suite import smoke
+
+        return smoke.run_smoke(**values) if what == "smoke" else smoke.run_sanitized(**values)
     from benchmarks.gpu_suite import machine_rows
 
     measurements: dict[str, Any] = {
         "link": machine_rows.measure_link,
         "pack": machine_rows.measure_pack,
         "adam": machine_rows.measure_adam,
+        "deepspeed kernel": machine_rows.compile_deepspeed_kernel,
     }
     found: dict[str, Any] = measurements[what](**values)
     return found
@@ -37,9 +45,11 @@ def main() -> int:
     what, values, path = sys.argv[1:]
     found = run(what, json.loads(values))
     Path(path).write_text(json.dumps(found), encoding="utf-8")
-    # Somebody else's threads and processes must not keep this one from ending.
+    for wrong in found.get("wrong", []):
+        print(f"wrong: {wrong}")
+    # Threads and processes of the packages that took part must not keep this one from ending.
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(1 if found.get("wrong") else 0)
 
 
 if __name__ == "__main__":

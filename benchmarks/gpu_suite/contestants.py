@@ -6,10 +6,14 @@ returns its mean loss as a tensor on the device, without waiting for it.
 
 from __future__ import annotations
 
+import gzip
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +22,7 @@ from torch import Tensor
 from benchmarks.gpu_suite.settings import ALWAYS_CLIPS, BETAS, EPS, LR, NEVER_CLIPS, WEIGHT_DECAY, TrainRow
 from superoffload.training.model import Transformer
 
+FILES_VARIABLE = "GPU_SUITE_FILES"  # in the environment: where files go that belong to the results
 HYPER: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
 
 
@@ -27,6 +32,9 @@ class Contestant(Protocol):
 
     def settle(self) -> None:
         """Returns once nothing runs on the CPU either."""
+
+    def counters(self) -> dict[str, float]:
+        """Totals so far: what a row reports is what was added while it was timed."""
 
     def facts(self) -> dict[str, Any]:
         """What it can tell of itself after the run."""
@@ -60,7 +68,7 @@ class Entry:
         try:
             if self.package is not None:
                 import_module(self.package)
-        except Exception as error:  # whatever goes wrong in somebody else's package
+        except Exception as error:  # whatever goes wrong in a package that is not ours
             return f"{self.package} cannot be imported: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return None
 
@@ -75,7 +83,7 @@ class Entry:
 class Plain:
     """Forward and backward, and nothing else: what an optimizer's exposed time is measured from."""
 
-    def __init__(self, model: Transformer, row: TrainRow) -> None:
+    def __init__(self, model: Any, row: TrainRow) -> None:
         self.model = model
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
@@ -88,7 +96,7 @@ class Plain:
         return total
 
     def backward(self, tokens: Tensor, share: float, *, last: bool) -> Tensor:
-        loss = self.model.loss(tokens) * share
+        loss: Tensor = self.model.loss(tokens) * share
         loss.backward()
         return loss.detach()
 
@@ -97,6 +105,9 @@ class Plain:
             param.grad = None
 
     def settle(self) -> None: ...
+
+    def counters(self) -> dict[str, float]:
+        return {}
 
     def facts(self) -> dict[str, Any]:
         return {}
@@ -126,18 +137,46 @@ class AllOnDevice(Plain):
         torch._foreach_copy_(targets, self.masters)
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What our rows differ in. ``clipped``: the part of the steps whose gradients are clipped, evenly spread."""
+
+    clipped: float = 0.0
+    speculation: str = "adaptive"
+    delivery: str = "on_demand"
+    threads: int | None = None
+    placement: Any = None
+    traced: bool = False
+
+    def threshold(self, step: int) -> float:
+        """``step`` counts from 0."""
+        return ALWAYS_CLIPS if int((step + 1) * self.clipped) > int(step * self.clipped) else NEVER_CLIPS
+
+
 class Ours(Plain):
     """superoffload.AdamW."""
 
-    def __init__(self, model: Transformer, row: TrainRow, threshold: float, speculation: str, delivery: str) -> None:
+    def __init__(self, model: Any, row: TrainRow, setting: Setting) -> None:
+        super().__init__(model, row)
+        self.compares = not row.device.startswith("cuda")
+        self.setting, self.steps = setting, 0
+        self.trace = timeline_path() if setting.traced else None
+        self.optimizer: Any = self.make_optimizer(model)
+
+    def make_optimizer(self, model: Any) -> Any:
         from superoffload import AdamW
 
-        super().__init__(model, row)
-        self.compares = row.device == "cpu"
-        modules: dict[str, Any] = {"module": model} if delivery == "on_demand" else {}
-        self.optimizer: Any = AdamW(
-            model.parameters(), **HYPER, max_grad_norm=threshold, speculation=speculation, delivery=delivery, **modules
-        )
+        setting = self.setting
+        whose = {"module" if setting.delivery == "on_demand" else "model": model}
+        return AdamW(
+            model.parameters(), **HYPER, max_grad_norm=setting.threshold(0), speculation=setting.speculation,
+            delivery=setting.delivery, threads=setting.threads, placement=setting.placement, trace=self.trace, **whose,
+        )  # fmt: skip
+
+    def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
+        self.optimizer.max_grad_norm = self.setting.threshold(self.steps)
+        self.steps += 1
+        return super().step(micro_batches)
 
     def backward(self, tokens: Tensor, share: float, *, last: bool) -> Tensor:
         if last:
@@ -152,6 +191,9 @@ class Ours(Plain):
     def settle(self) -> None:
         self.optimizer.synchronize()
 
+    def counters(self) -> dict[str, float]:
+        return dict(self.optimizer.stats())
+
     def facts(self) -> dict[str, Any]:
         """A wrong clip rate would make the row a measurement of something else.
 
@@ -159,10 +201,27 @@ class Ours(Plain):
         races compare bits instead, with deterministic kernels.
         """
         digests = {"digests": self.optimizer.state_digests()} if self.compares else {}
-        return {"stats": self.optimizer.stats(), **digests}
+        link = self.optimizer._core.link
+        policy = getattr(getattr(link, "policy", None), "name", None)
+        facts = {"policy": policy, **{name: getattr(link, name, None) for name in ("pinned", "uses_flag")}}
+        return {"stats": self.optimizer.stats(), "link": facts, **digests}
 
     def close(self) -> None:
         self.optimizer.close()
+        if self.trace is not None:
+            compress(self.trace)
+
+
+def timeline_path() -> str:
+    """In the folder that the suite's caller gets back, or in the current one."""
+    return str(Path(os.environ.get(FILES_VARIABLE, "."), "timeline.json"))
+
+
+def compress(path: str) -> None:
+    """PATH.gz instead of it, which Perfetto opens as it is."""
+    with open(path, "rb") as source, gzip.open(f"{path}.gz", "wb") as target:
+        shutil.copyfileobj(source, target)
+    os.unlink(path)
 
 
 class TorchAo(Plain):
@@ -183,38 +242,44 @@ class TorchAo(Plain):
         self.optimizer.zero_grad()
 
 
-def ours(threshold: float, speculation: str = "adaptive", delivery: str = "eager") -> Make:
-    return lambda model, row: Ours(model, row, threshold, speculation, delivery)
+def ours(**setting: Any) -> Make:
+    return lambda model, row: Ours(model, row, Setting(**setting))
 
 
 BARE, ALL_ON_DEVICE = "forward and backward only", "all on the device"
 OURS, OURS_CLIPPED, OURS_SYNCHRONOUS = "ours", "ours, every step clipped", "ours, synchronous"
-OURS_LATER = "ours, on demand"
+SUPEROFFLOAD, TORCHAO = "DeepSpeed SuperOffload", "torchao CPUOffloadOptimizer"
+ZERO_OFFLOAD = "DeepSpeed ZeRO-Offload"
+FSDP2_OFFLOAD = "FSDP2 CPU offload"
+OURS_FSDP2 = "ours, FSDP2"
+THREADS = (8, 12, 14, 16)
 _DEEPSPEED = "benchmarks.gpu_suite.deepspeed_contestants:"
+_FSDP2 = "benchmarks.gpu_suite.fsdp2_contestants:"
+_NO_CLIPPING = "clipping on, never triggered"
 
-# In the order in which they are measured: what the targets need first.
 CONTESTANTS: dict[str, Entry] = {
     BARE: Entry("bound", "no optimizer", Plain),
     ALL_ON_DEVICE: Entry("bound", "torch.optim.AdamW(fused=True) on fp32 masters", AllOnDevice),
-    OURS: Entry("ours", "clipping on, never triggered", ours(NEVER_CLIPS)),
-    OURS_CLIPPED: Entry("ours", "clipping at every step", ours(ALWAYS_CLIPS)),
-    "DeepSpeed SuperOffload": Entry(
-        "peer", "gradient_clipping off", _DEEPSPEED + "superoffload", "deepspeed", needs_gpu=True
+    OURS: Entry("ours", f'delivery="on_demand", {_NO_CLIPPING}', ours()),
+    OURS_CLIPPED: Entry("ours", "clipping at every step", ours(clipped=1.0)),
+    "ours, 10 % clipped": Entry("ours", "clipping at every tenth step", ours(clipped=0.1)),
+    "ours, 50 % clipped": Entry("ours", "clipping at every second step", ours(clipped=0.5)),
+    "ours, eager": Entry("ours", 'delivery="eager"', ours(delivery="eager")),
+    "ours, eager, every step clipped": Entry("ours", 'delivery="eager"', ours(clipped=1.0, delivery="eager")),
+    OURS_SYNCHRONOUS: Entry("ours", 'speculation="never"', ours(speculation="never")),
+    **{f"ours, {threads} threads": Entry("ours", f"threads={threads}", ours(threads=threads)) for threads in THREADS},
+    "ours, placement auto": Entry("ours", 'placement="auto"', ours(placement="auto"), needs_gpu=True),
+    "ours, placement 10 %": Entry(
+        "ours", "placement={'gpu_fraction': 0.1}", ours(placement={"gpu_fraction": 0.1}), needs_gpu=True
     ),
-    "torchao CPUOffloadOptimizer": Entry("peer", "no clipping, bf16 state", TorchAo, "torchao", needs_gpu=True),
+    "ours, traced": Entry("ours", "trace=: writes timeline.json.gz", ours(traced=True)),
+    OURS_FSDP2: Entry("ours", "fully_shard on one rank", _FSDP2 + "ours"),
+    SUPEROFFLOAD: Entry("peer", "gradient_clipping off", _DEEPSPEED + "superoffload", "deepspeed", needs_gpu=True),
+    TORCHAO: Entry("peer", "no clipping, bf16 state", TorchAo, "torchao", needs_gpu=True),
     "DeepSpeed SuperOffload, clipping": Entry(
-        "peer", "gradient_clipping on, never triggered", _DEEPSPEED + "superoffload_clipping", "deepspeed",
-        needs_gpu=True,
+        "peer", f"gradient_{_NO_CLIPPING}", _DEEPSPEED + "superoffload_clipping", "deepspeed", needs_gpu=True
     ),
-    "DeepSpeed ZeRO-Offload": Entry(
-        "peer", "stage 2, gradient_clipping on, never triggered", _DEEPSPEED + "zero_offload", "deepspeed"
-    ),
-    OURS_SYNCHRONOUS: Entry("ours", 'speculation="never"', ours(NEVER_CLIPS, "never")),
-    OURS_LATER: Entry("ours", 'delivery="on_demand", never triggered', ours(NEVER_CLIPS, delivery="on_demand")),
-    "ours, on demand, every step clipped": Entry(
-        "ours", 'delivery="on_demand", clipping at every step', ours(ALWAYS_CLIPS, delivery="on_demand")
-    ),
-    "DeepSpeed ZeRO-3 offload": Entry(
-        "peer", "stage 3, gradient_clipping on, never triggered", _DEEPSPEED + "zero3_offload", "deepspeed"
-    ),
-}  # fmt: skip
+    ZERO_OFFLOAD: Entry("peer", f"stage 2, {_NO_CLIPPING}", _DEEPSPEED + "zero_offload", "deepspeed"),
+    "DeepSpeed ZeRO-3 offload": Entry("peer", f"stage 3, {_NO_CLIPPING}", _DEEPSPEED + "zero3_offload", "deepspeed"),
+    FSDP2_OFFLOAD: Entry("peer", f"CPUOffloadPolicy, {_NO_CLIPPING}", _FSDP2 + "offload"),
+}

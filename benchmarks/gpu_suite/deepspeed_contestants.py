@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_suite.devices import be_a_rank
 from benchmarks.gpu_suite.settings import BETAS, EPS, LR, NEVER_CLIPS, WEIGHT_DECAY, TrainRow
 from superoffload.training.model import Transformer
 
@@ -41,6 +42,9 @@ class DeepSpeed:
 
     def settle(self) -> None: ...
 
+    def counters(self) -> dict[str, float]:
+        return {}
+
     def facts(self) -> dict[str, Any]:
         from importlib.metadata import version
 
@@ -66,14 +70,7 @@ def _with_loss(model: Transformer) -> torch.nn.Module:
 
 def prepare_environment(device: str) -> None:
     """A rank alone where no launcher has said otherwise; compilers of its kernels next to this Python."""
-    import sys
-
-    alone = "RANK" not in os.environ
-    if alone:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    be_a_rank()
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if device.startswith("cuda") else "cpu")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])

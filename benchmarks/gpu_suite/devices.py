@@ -1,20 +1,26 @@
-"""What a measurement asks of the device: waiting for it, its memory, delays. A CPU answers too."""
+"""What a measurement asks of the device: links to it, waiting for it, its memory, delays. A CPU answers too."""
 
 from __future__ import annotations
 
+import os
 import random
 import resource
+import socket
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import nn
 
 from benchmarks.gpu_suite.settings import GIB
 from superoffload.benchmarking.facts import available_memory_bytes
 from superoffload.errors import ArgumentError
 
-_LONGEST_DELAY = 2e-3  # seconds
+LONGEST_DELAY = 2e-3  # seconds
 _CYCLES_PER_SECOND = 1.5e9  # about; what counts is that delays differ
 
 
@@ -28,7 +34,22 @@ class Device:
         self._available = available_memory_bytes()
         self._least_available = self._available
 
+    @contextmanager
+    def links(self, **options: Any) -> Iterator[None]:
+        """AdamW made inside gets a link with these fields of CudaOptions, where the device has such links."""
+        yield
+
+    def prepare(self, model: nn.Module) -> None:
+        """Once the optimizer is made: the model's modules read what streams have delivered."""
+
+    def catch_up(self) -> None:
+        """Before the host reads parameters, which on a GPU is ordered behind their stream."""
+
     def synchronize(self) -> None: ...
+
+    def streams_of(self, link: Any) -> list[Any]:
+        """The link's own streams; a host link has none."""
+        return []
 
     def cap(self, gib: float) -> None:
         raise ArgumentError(f"capped_gib={gib:g}: only a GPU's memory can be capped; leave it out on the CPU")
@@ -60,11 +81,11 @@ class Device:
 
     def delay(self, generator: random.Random, stream: Any = None) -> None:
         """Keeps ``stream`` (the current one where it is None) busy for a random while."""
-        time.sleep(generator.random() * _LONGEST_DELAY)
+        time.sleep(generator.random() * LONGEST_DELAY)
 
 
 class Cuda(Device):
-    """One GPU through torch. Peaks of torch's own allocator, and of everybody on the device."""
+    """One GPU through torch. Peaks of torch's own allocator, and of all processes on the device."""
 
     kind = "cuda"
 
@@ -81,8 +102,24 @@ class Cuda(Device):
         free, total = torch.cuda.mem_get_info(self.torch)
         return int(total - free)
 
+    @contextmanager
+    def links(self, **options: Any) -> Iterator[None]:
+        from superoffload.cuda import start
+
+        options_for = start.options_for
+
+        def changed(*arguments: Any, **named: Any) -> Any:
+            return replace(options_for(*arguments, **named), **options)
+
+        with mock.patch.object(start, "options_for", changed) if options else nullcontext():
+            yield
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch)
+
+    def streams_of(self, link: Any) -> list[Any]:
+        handles = [getattr(link, f"_{name}_stream") for name in ("pack", "down", "up")]
+        return [torch.cuda.ExternalStream(handle, device=self.torch) for handle in handles]
 
     def cap(self, gib: float) -> None:
         total = torch.cuda.get_device_properties(self.torch).total_memory
@@ -110,18 +147,32 @@ class Cuda(Device):
         return {"device": properties.name, "gpu_memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
 
     def delay(self, generator: random.Random, stream: Any = None) -> None:
-        cycles = int(generator.random() * _LONGEST_DELAY * _CYCLES_PER_SECOND)
+        cycles = int(generator.random() * LONGEST_DELAY * _CYCLES_PER_SECOND)
         sleep: Any = torch.cuda._sleep
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             sleep(cycles)
 
 
 def open_device(name: str) -> Device:
-    kind = name.partition(":")[0]
-    if kind == "cpu":
+    """cpu, cuda, cuda:N, or stand-in."""
+    if name == "cpu":
         return Device()
-    if kind != "cuda":
-        raise ArgumentError(f"device={name}: expected cpu, cuda or cuda:N")
+    if name == "stand-in":
+        from benchmarks.gpu_suite.stand_in import StandIn
+
+        return StandIn()
+    if name.partition(":")[0] != "cuda":
+        raise ArgumentError(f"device={name}: expected cpu, cuda, cuda:N or stand-in")
     if not torch.cuda.is_available():
         raise ArgumentError(f"device={name}: torch sees no CUDA device; --device cpu --toy tries the same code paths")
     return Cuda(name)
+
+
+def be_a_rank() -> None:
+    """The only one, where no launcher has said otherwise."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)

@@ -91,7 +91,7 @@ def _pack_ways(
 ) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
     """Every way there is here, and why the others are missing."""
     ways: dict[str, Callable[[], None]] = {"torch fallback": lambda: _fallback_pack(gradient, packed)}
-    if device.kind == "cpu":
+    if device.kind != "cuda":
         return {**ways, "cpu kernel": _cpu_pack(gradient, packed)}, {"CUDA kernel": "needs a GPU"}
     try:
         kernels_here = DriverKernels(device.torch)
@@ -122,11 +122,28 @@ def _cpu_pack(gradient: Tensor, packed: Tensor) -> Callable[[], None]:
     return pack
 
 
-def measure_adam(numel: int, seconds: float, with_deepspeed: bool) -> dict[str, Any]:
-    """`superoffload bench adam` with the best instruction set and the threads that the optimizer would use."""
+def measure_adam(numel: int, seconds: float, with_deepspeed: bool, threads: list[int] | None = None) -> dict[str, Any]:
+    """`superoffload bench adam` with the best instruction set and the threads that the optimizer would use.
+
+    ``threads``: these numbers instead, as far as there are processors.
+    """
     check_memory("numel", numel, available_memory_bytes())
-    threads = len(worker_cpus(None))
-    benchmark = AdamBenchmark(numel, (), (threads,), (kernels.available_isas()[-1],), seconds, with_deepspeed)
+    usual = len(worker_cpus(None))
+    counts = tuple(count for count in threads or () if count <= usual) or (usual,)
+    benchmark = AdamBenchmark(numel, (), counts, (kernels.available_isas()[-1],), seconds, with_deepspeed)
     found = run_adam(benchmark, lambda text: print(text, flush=True))
-    step = next(row for row in found["rows"] if row["name"] == "step" and row["threads"] == threads)
-    return {"threads": threads, "step_seconds_per_param": step["seconds_median"] / numel, **found}
+    steps = {row["threads"]: row["seconds_median"] / numel for row in found["rows"] if row["name"] == "step"}
+    by_threads = {str(count): steps[count] for count in counts}
+    return {"threads": counts[-1], "step_seconds_per_param": steps[counts[-1]], "by_threads": by_threads, **found}
+
+
+def compile_deepspeed_kernel() -> dict[str, Any]:
+    """DeepSpeed compiles its CPU kernel at first use: here, so that no row's time goes to it."""
+    from benchmarks.gpu_suite.deepspeed_contestants import prepare_environment
+
+    prepare_environment("cuda" if torch.cuda.is_available() else "cpu")
+    began = time.perf_counter()
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    CPUAdamBuilder().load(verbose=True)
+    return {"seconds": time.perf_counter() - began}

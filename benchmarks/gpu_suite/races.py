@@ -60,7 +60,7 @@ def run_races(
 def _runs(device_name: str, variant: Variant, seeds: Sequence[int], steps: int) -> list[str]:
     """The reference first, then one run per seed."""
     device = open_device(device_name)
-    with _deterministic():
+    with _deterministic(), device.links():
         return [_train(device, Variant(), None, steps), *(_train(device, variant, seed, steps) for seed in seeds)]
 
 
@@ -93,12 +93,14 @@ def _train(device: Device, variant: Variant, seed: int | None, steps: int) -> st
     )  # fmt: skip
     digest = hashlib.sha256()
     try:
+        device.prepare(model)
         delays = Delays(device, seed, model, optimizer)
         for step in range(steps):
             for value in _step(model, reduced, optimizer, device, step):
                 digest.update(repr(value).encode())
         delays.remove()
         optimizer.synchronize()
+        device.catch_up()
         digest.update(repr(sorted(optimizer.state_digests().items())).encode())
         for param in model.parameters():
             digest.update(param.detach().cpu().view(torch.int16).numpy().tobytes())
@@ -147,7 +149,7 @@ class Delays:
         self._device, self._random = device, random.Random(seed)
         self._chance = 1 / 3 if seed is not None else 0.0  # so that most orders can come about
         self._link = optimizer._core.link
-        self._streams = [None, *streams_of(self._link, device)]  # None: the current one
+        self._streams = [None, *device.streams_of(self._link)]  # None: the current one
         self._undo: list[Callable[[], None]] = []
         for module in model.blocks:
             self._undo += [
@@ -182,14 +184,6 @@ class Delays:
     def remove(self) -> None:
         for undo in self._undo:
             undo()
-
-
-def streams_of(link: Any, device: Device) -> list[Any]:
-    """The link's own streams as torch sees them; a host link has none."""
-    if device.kind == "cpu":
-        return []
-    handles = [getattr(link, f"_{name}_stream") for name in ("pack", "down", "up")]
-    return [torch.cuda.ExternalStream(handle, device=device.torch) for handle in handles]
 
 
 def _on_ranks(device: str, variant: Variant, seeds: Sequence[int], ranks: int, steps: int) -> list[str]:

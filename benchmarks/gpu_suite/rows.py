@@ -1,22 +1,61 @@
-"""The list of all measurements, the most telling first; each is one process."""
+"""The list of all measurements, the most telling first; each is one process.
+
+What must hold comes before what is fast: smoke, then the GPU tests, then the machine's own limits, ours, races, peers.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.gpu_suite.contestants import CONTESTANTS
+from benchmarks.gpu_suite.contestants import (
+    ALL_ON_DEVICE,
+    BARE,
+    CONTESTANTS,
+    FSDP2_OFFLOAD,
+    OURS,
+    OURS_CLIPPED,
+    SUPEROFFLOAD,
+    THREADS,
+    TORCHAO,
+    ZERO_OFFLOAD,
+)
 from benchmarks.gpu_suite.settings import Size, train_row
+from benchmarks.gpu_suite.smoke import sanitizer
+from benchmarks.gpu_suite.training import SECONDS_VARIABLE
 from superoffload.benchmarking.jobs import RESULT_PATH, Job
+from superoffload.benchmarking.sources import PACKAGE
+from superoffload.environment import DEVICE_TIMEOUT, TRANSFER
 
-PYTEST_ARGUMENTS = ("-q", "-m", "gpu", "--no-header", "-p", "no:cacheprovider", "--durations=0")
+SMOKE, SANITIZED, TESTS, DEEPSPEED_KERNEL = "smoke", "smoke, compute-sanitizer", "tests", "DeepSpeed's kernel"
 
 # Each is compared with a synchronous, eager run without delays.
-RACES = (("always", "eager"), ("adaptive", "eager"), ("never", "eager"), ("always", "on_demand"))
-_RACE_SEEDS, _TOY_SEEDS = tuple(range(20)), (0, 1)
-_RACE_LIMIT = 240.0
+RACES = (("always", "eager"), ("always", "on_demand"), ("adaptive", "eager"), ("never", "eager"))
+_RACES_OF_FIRST = 2
+_SEEDS, _MORE_SEEDS, _TOY_SEEDS = tuple(range(6)), tuple(range(20)), (0, 1)
+
+
+def _suite_files(*names: str) -> tuple[str, ...]:
+    return tuple(f"benchmarks/gpu_suite/{name}.py" for name in names)
+
+
+# What a row is made from decides when it is measured again. A peer's stays when our optimizer changes.
+_PEER_SOURCES = (
+    *_suite_files(
+        "child", "contestants", "deepspeed_contestants", "devices", "fsdp2_contestants", "settings", "training"
+    ),
+    "superoffload/training",
+)
+_OUR_SOURCES = (
+    *PACKAGE,
+    *_PEER_SOURCES,
+    *_suite_files("given_gradients", "machine_rows", "pack_kernel", "races", "smoke"),
+)
+_TEST_SOURCES = (*_OUR_SOURCES, "tests/gpu", "tests/conftest.py")
+_DEVICE_SECONDS = 45.0  # after which our link gives a device up: before any job's own time is over
 
 
 @dataclass(frozen=True)
@@ -26,88 +65,217 @@ class Plan:
     device: str
     size: Size
     toy: bool = False
-    contestants: tuple[str, ...] = tuple(CONTESTANTS)
-    tokens: tuple[int, ...] | None = None
-    rows: bool = True
-    races: bool = False
-    tests: bool = False
-    row_seconds: float = 180.0
+    slot: str = "first"
+    contestants: tuple[str, ...] | None = None  # instead of the slot's
+    tokens: tuple[int, ...] | None = None  # likewise
+    row_seconds: float = 120.0
+    sanitized: bool = True
+    tests: bool = True
 
     @property
-    def all_tokens(self) -> tuple[int, ...]:
-        return self.tokens or self.size.tokens
+    def cuda(self) -> bool:
+        return self.device.startswith("cuda")
 
 
 def all_jobs(plan: Plan) -> list[Job]:
-    jobs: list[Job] = []
-    if plan.rows:
-        jobs += _machine_jobs(plan)
-        jobs += _train_jobs(plan, plan.all_tokens[:1], capped=False)
-    if plan.tests:
-        jobs.append(_tests())
-    if plan.races:
-        jobs += _race_jobs(plan)
-    if plan.rows:
-        jobs += _train_jobs(plan, plan.size.capped_tokens[:1], capped=True)
-        jobs += _train_jobs(plan, plan.all_tokens[1:], capped=False)
-        jobs += _train_jobs(plan, plan.size.capped_tokens[1:], capped=True)
-    return jobs
+    trusted = _trust(plan)
+    if plan.contestants or plan.tokens:
+        jobs = list(_train_jobs(plan, plan.contestants or _FIVE, plan.tokens or plan.size.tokens[:1]))
+    else:
+        jobs = {"first": _first, "second": _second, "third": _third}[plan.slot](plan)
+    jobs = _once(jobs)
+    waiting = [place for place, job in enumerate(jobs) if DEEPSPEED_KERNEL in job.after]
+    if waiting:
+        jobs.insert(waiting[0], _deepspeed_kernel(plan))
+    return [*trusted, *jobs]
+
+
+_FIVE = (BARE, ALL_ON_DEVICE, OURS, OURS_CLIPPED, SUPEROFFLOAD)
+_OURS = tuple(name for name, entry in CONTESTANTS.items() if entry.kind == "ours")
+
+
+def _first(plan: Plan) -> list[Job]:
+    """Trust and the headline."""
+    tokens = plan.size.tokens
+    return [
+        *_machine_jobs(plan),
+        *_train_jobs(plan, (BARE, ALL_ON_DEVICE, OURS, OURS_CLIPPED), tokens),
+        *(_race(plan, *variant) for variant in RACES[:_RACES_OF_FIRST]),
+        *_train_jobs(plan, (SUPEROFFLOAD,), tokens),
+    ]
+
+
+def _second(plan: Plan) -> list[Job]:
+    """What ours depends on, and the other peers at the headline's tokens."""
+    tokens = plan.size.tokens
+    return [
+        *_train_jobs(plan, _FIVE[:3], tokens[:1]),
+        *_train_jobs(plan, _OURS, tokens[:1]),
+        *_train_jobs(plan, (SUPEROFFLOAD, TORCHAO, ZERO_OFFLOAD, FSDP2_OFFLOAD), tokens[:1]),
+        _adam_by_threads(plan),
+        *_train_jobs(plan, (TORCHAO, ZERO_OFFLOAD), tokens[1:]),
+    ]
+
+
+def _third(plan: Plan) -> list[Job]:
+    """The sweep over tokens, capped memory, all races, every contestant."""
+    size = plan.size
+    return [
+        *_train_jobs(plan, _FIVE, size.capped_tokens, capped=True),
+        *_train_jobs(plan, _FIVE, size.more_tokens),
+        *(_race(plan, *variant, more=True) for variant in RACES),
+        *(_race(plan, *variant, ranks=2) for variant in RACES[:2]),
+        *(_race(plan, *variant, sanitizer=True) for variant in RACES),
+        *_train_jobs(plan, tuple(CONTESTANTS), size.tokens),
+        *_train_jobs(plan, (TORCHAO, ZERO_OFFLOAD), size.capped_tokens, capped=True),
+    ]
+
+
+def _once(jobs: Sequence[Job]) -> list[Job]:
+    return list({job.key: job for job in jobs}.values())
+
+
+def tests_command(marked: str) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.gpu_suite.gpu_tests", "-m", marked]
 
 
 def child(what: str, values: dict[str, Any]) -> list[str]:
     return [sys.executable, "-m", "benchmarks.gpu_suite.child", what, json.dumps(values), RESULT_PATH]
 
 
-def _tests() -> Job:
-    command = [sys.executable, "-m", "pytest", *PYTEST_ARGUMENTS]
-    return Job("tests", command, {}, seconds=300.0, keeps_output=True)
+# ---- trust -----------------------------------------------------------------------------------------------------------
+
+
+def _trust(plan: Plan) -> list[Job]:
+    jobs = list(smoke_jobs(plan.device, sanitized=plan.sanitized))
+    if plan.tests:
+        jobs.append(_tests(plan))
+    return jobs
+
+
+def smoke_jobs(device: str, *, sanitized: bool = True) -> Iterator[Job]:
+    """Where one of them fails, nothing that comes after it is begun."""
+    values: dict[str, Any] = {"device_name": device}
+    common: dict[str, Any] = {"environment": _environment(), "sources": _OUR_SOURCES, "prepares": True}
+    settings = {"what": "smoke", **values}
+    yield Job(SMOKE, child("smoke", values), settings, 180.0, keeps_output=True, needs=60.0, **common)
+    if sanitized and device.startswith("cuda") and sanitizer() is not None:
+        within: dict[str, Any] = {**values, "seconds": 120.0}
+        settings = {"what": "smoke", **within}
+        yield Job(SANITIZED, child("sanitized", within), settings, 140.0, after=(SMOKE,), **common)
+
+
+def smoke_keys(device: str, *, sanitized: bool = True) -> tuple[str, ...]:
+    return tuple(job.key for job in smoke_jobs(device, sanitized=sanitized))
+
+
+def _after(plan: Plan) -> tuple[str, ...]:
+    return smoke_keys(plan.device, sanitized=plan.sanitized)
+
+
+def _environment() -> dict[str, str]:
+    """One transfer policy in all rows; the job `transfer` compares it with the others."""
+    return {DEVICE_TIMEOUT: f"{_DEVICE_SECONDS:g}", TRANSFER: "narrow"}
+
+
+def _tests(plan: Plan) -> Job:
+    """In a worker process of their own where pytest-xdist is there: one that hangs or dies costs no other."""
+    command = tests_command("gpu" if plan.cuda else "not gpu")
+    settings = {"what": "tests", "device": plan.device}
+    return Job(
+        TESTS, command, settings, 300.0, _environment(), keeps_output=True, sources=_TEST_SOURCES, needs=120.0,
+        after=_after(plan),
+    )  # fmt: skip
+
+
+# ---- the machine's own limits ----------------------------------------------------------------------------------------
 
 
 def _machine_jobs(plan: Plan) -> list[Job]:
     size = plan.size
-    adam = {"numel": size.adam_numel, "seconds": size.adam_seconds, "with_deepspeed": not plan.toy}
+    copies = {"device_name": plan.device, "numbytes": size.copy_bytes}
+    adam = {"numel": size.adam_numel, "seconds": size.adam_seconds, "with_deepspeed": False}
+    quick = ["--quick"] if plan.toy else []
+    transfer = [sys.executable, "-m", "superoffload", "bench", "transfer", *quick, "--json", RESULT_PATH]
     return [
-        _job("link", "link", {"device_name": plan.device, "numbytes": size.copy_bytes}, plan),
-        _job("adam", "adam", adam, plan),
-        _job("pack", "pack", {"device_name": plan.device, "numbytes": size.copy_bytes}, plan),
+        _machine_job(plan, "link", "link", copies),
+        _machine_job(plan, "adam", "adam", adam),
+        _machine_job(plan, "pack", "pack", copies),
+        Job(
+            "transfer", transfer, {"what": "transfer", "quick": quick}, 90.0, {},
+            None if plan.cuda else "needs a GPU", sources=_OUR_SOURCES, needs=45.0, after=_after(plan),
+        ),
     ]  # fmt: skip
 
 
-def _job(key: str, what: str, values: dict[str, Any], plan: Plan, **more: Any) -> Job:
-    return Job(key, child(what, values), {"what": what, **values}, plan.row_seconds, **more)
+def _adam_by_threads(plan: Plan) -> Job:
+    size = plan.size
+    values = {"numel": size.adam_numel, "seconds": size.adam_seconds, "with_deepspeed": False}
+    return _machine_job(plan, "adam, by threads", "adam", {**values, "threads": list(THREADS)})
 
 
-def _train_jobs(plan: Plan, tokens: tuple[int, ...], *, capped: bool) -> list[Job]:
-    jobs = []
+def _machine_job(plan: Plan, key: str, what: str, values: dict[str, Any]) -> Job:
+    return Job(
+        key, child(what, values), {"what": what, **values}, 90.0, sources=_OUR_SOURCES, needs=45.0, after=_after(plan)
+    )
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def _deepspeed_kernel(plan: Plan) -> Job:
+    absent = CONTESTANTS[ZERO_OFFLOAD].absent(plan.device)
+    return Job(
+        DEEPSPEED_KERNEL, child("deepspeed kernel", {}), {"what": "deepspeed kernel"}, 240.0, absent=absent,
+        sources=_PEER_SOURCES, needs=120.0, after=_after(plan), prepares=True,
+    )  # fmt: skip
+
+
+def _train_jobs(
+    plan: Plan, contestants: Sequence[str], tokens: Sequence[int], *, capped: bool = False
+) -> Iterator[Job]:
     for count in tokens:
-        for name in plan.contestants:
-            row = train_row(name, plan.device, plan.size, count, capped)
-            key = f"{count} tokens{', capped' if capped else ''}, {name}"
-            absent = CONTESTANTS[name].absent(plan.device)
-            values = row.as_json()
-            jobs.append(Job(key, child("train", values), {"what": "train", **values}, plan.row_seconds, absent=absent))
-    return jobs
+        for name in contestants:
+            yield _train_job(plan, name, count, capped=capped)
 
 
-def _race_jobs(plan: Plan) -> list[Job]:
-    """Alone, under torch's sanitizer, and as two ranks that share the device."""
-    seeds = list(_TOY_SEEDS if plan.toy else _RACE_SEEDS)
-    on_cpu = None if plan.device.startswith("cuda") else "needs a GPU"
+def _train_job(plan: Plan, name: str, tokens: int, *, capped: bool) -> Job:
+    entry = CONTESTANTS[name]
+    values = train_row(name, plan.device, plan.size, tokens, capped).as_json()
+    compiled = (DEEPSPEED_KERNEL,) if entry.package == "deepspeed" else ()
+    return Job(
+        f"{tokens} tokens{', capped' if capped else ''}, {name}",
+        child("train", values),
+        {"what": "train", **values},
+        plan.row_seconds,
+        {**_environment(), SECONDS_VARIABLE: f"{plan.row_seconds:g}"},
+        entry.absent(plan.device),
+        sources=_OUR_SOURCES if entry.kind == "ours" else _PEER_SOURCES,
+        needs=plan.row_seconds / 2,
+        after=(*_after(plan), *compiled),
+    )
 
-    def race(note: str, speculation: str, delivery: str, *, ranks: int = 1, sanitizer: bool = False) -> Job:
-        chosen = seeds[:2] if sanitizer else seeds
-        values: dict[str, Any] = {"device": plan.device, "speculation": speculation, "delivery": delivery}
-        values |= {"seeds": chosen, "ranks": ranks}
-        environment = {"TORCH_CUDA_SANITIZER": "1"} if sanitizer else {}
-        return Job(
-            f"races, {speculation}, {delivery}{note}",
-            child("races", values),
-            {"what": "races", **values, **environment},
-            _RACE_LIMIT,
-            environment,
-            on_cpu if sanitizer else None,
-        )
 
-    jobs = [race("", *variant) for variant in RACES]
-    jobs += [race(", sanitizer", *variant, sanitizer=True) for variant in RACES]
-    return jobs + [race(", 2 ranks", *variant, ranks=2) for variant in RACES[:2]]
+def _race(
+    plan: Plan, speculation: str, delivery: str, *, more: bool = False, ranks: int = 1, sanitizer: bool = False
+) -> Job:
+    """Alone, as ranks that share the device, or under torch's own sanitizer of streams."""
+    seeds = list(_TOY_SEEDS if plan.toy or sanitizer else _MORE_SEEDS if more else _SEEDS)
+    values: dict[str, Any] = {"device": plan.device, "speculation": speculation, "delivery": delivery}
+    values |= {"seeds": seeds, "ranks": ranks}
+    environment = {"TORCH_CUDA_SANITIZER": "1"} if sanitizer else {}
+    absent = None
+    if (sanitizer and not plan.cuda) or (ranks > 1 and plan.device == "stand-in"):
+        absent = "needs a GPU"
+    note = f", {ranks} ranks" if ranks > 1 else ", sanitizer" if sanitizer else ", more seeds" if more else ""
+    return Job(
+        f"races, {speculation}, {delivery}{note}",
+        child("races", values),
+        {"what": "races", **values, **environment},
+        150.0,
+        {**_environment(), **environment},
+        absent,
+        sources=_OUR_SOURCES,
+        needs=60.0,
+        after=_after(plan),
+    )

@@ -19,10 +19,11 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Size:
-    """``tokens``: per step, the most telling first. ``capped_gib``: GPU memory of the capped rows."""
+    """``tokens``: per step, the headline's first. ``capped_gib``: GPU memory of the capped rows."""
 
     model: ModelConfig
     tokens: tuple[int, ...]
+    more_tokens: tuple[int, ...]  # of the sweep
     micro_batch_tokens: int
     capped_tokens: tuple[int, ...]
     capped_micro_batch_tokens: int
@@ -38,14 +39,15 @@ class Size:
 # A billion parameters; everything on the GPU takes 20 bytes for each of them, so 20 GB without a single activation.
 FULL = Size(
     model=ModelConfig(layers=16, hidden=2048, heads=32, kv_heads=8, mlp=8192, sequence=2048),
-    tokens=(8192, 4096, 2048, 16384, 1024, 32768, 65536),
+    tokens=(8192, 32768),
+    more_tokens=(16384, 4096, 2048, 65536, 1024),
     micro_batch_tokens=4096,
     capped_tokens=(8192, 32768),
     capped_micro_batch_tokens=2048,
     capped_gib=14.0,
     warm_up=4,
     blocks=4,
-    steps=3,
+    steps=5,
     adam_numel=1 << 26,
     adam_seconds=8.0,
     copy_bytes=1 << 28,
@@ -53,6 +55,7 @@ FULL = Size(
 TOY = Size(
     model=ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, mlp=128, sequence=32),
     tokens=(64,),
+    more_tokens=(32,),
     micro_batch_tokens=32,
     capped_tokens=(),  # the memory of a CPU is not capped
     capped_micro_batch_tokens=32,

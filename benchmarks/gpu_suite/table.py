@@ -10,10 +10,51 @@ from benchmarks.gpu_suite.targets import Found, Target, exposed_seconds
 from superoffload.benchmarking.jobs import DONE
 
 _GIB = 1 << 30
+_SHORT = 3900  # bytes: what is sure to be seen where only the end of the output is
+_WHY = 60  # characters of an error in the short table
+_CUT = "... the rest: python -m benchmarks.gpu_suite --report gpu_suite.json"
 
 
 def table(rows: Sequence[Mapping[str, Any]], targets: Sequence[Target]) -> str:
-    return "\n".join([*_machine(Found(rows)), *_training(rows), *_targets(targets), *_problems(rows)])
+    """All of it."""
+    return "\n".join([*_trust(rows), *_machine(Found(rows)), *_training(rows), *_targets(targets)])
+
+
+def short_table(rows: Sequence[Mapping[str, Any]], targets: Sequence[Target]) -> str:
+    """At most 4 KB: no targets that were not measured, and the end cut off where it is still too long."""
+    measured = [target for target in targets if target.value is not None or target.verdict == "missed"]
+    lines = [*_trust(rows, _WHY), *_machine(Found(rows)), *_training(rows, _WHY), *_targets(measured)]
+    found: list[str] = []
+    for line in lines:
+        if sum(len(each.encode()) + 1 for each in [*found, line, _CUT]) > _SHORT:
+            return "\n".join([*found, _CUT])
+        found.append(line)
+    return "\n".join(found)
+
+
+def _trust(rows: Sequence[Mapping[str, Any]], width: int | None = None) -> Iterator[str]:
+    """Smoke, tests, races and everything else besides training: what they said, or why they said nothing."""
+    for row in rows:
+        what = row["settings"].get("what")
+        if what == "train" or (row["status"] == DONE and what not in ("smoke", "tests", "races")):
+            continue
+        yield f"{row['key']}: {_outcome(row)[:width]}"
+
+
+def _outcome(row: Mapping[str, Any]) -> str:
+    if row["status"] != DONE:
+        return f"{row['status']}: {row['error']}"
+    if row["settings"]["what"] == "tests":
+        return str((row.get("output", "").strip().splitlines() or ["no output"])[-1].strip("= "))
+    result = row["result"]
+    if row["settings"]["what"] == "races":
+        return f"{len(result['different_seeds'])} of {len(result['seeds'])} runs with delays differ"
+    if "unchecked" in result:
+        return f"not checked: {result['unchecked']}"
+    if "errors" in result:
+        return f"ok, {result['errors']} errors"
+    ways = ["flag" if facts.get("uses_flag") else "event" for facts in result["ways"].values()]
+    return f"ok, arrivals by {' and '.join(ways)}"
 
 
 def _machine(found: Found) -> Iterator[str]:
@@ -30,46 +71,61 @@ def _machine(found: Found) -> Iterator[str]:
         yield "pack: " + "; ".join([*known, *missing])
     if adam is not None:
         yield f"CPU step: {1e9 * adam['step_seconds_per_param']:.3f} s per 10^9 parameters, {adam['threads']} threads"
+    threads = found.machine("adam, by threads")
+    if threads is not None:
+        times = [f"{count}: {1e9 * seconds:.3f}" for count, seconds in threads["by_threads"].items()]
+        yield f"CPU step by threads, s per 10^9 parameters: {', '.join(times)}"
+    transfer = found.machine("transfer")
+    if transfer is not None:
+        yield f"transfer policy: {transfer['chosen']}"
 
 
-def _training(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _training(rows: Sequence[Mapping[str, Any]], width: int | None = None) -> Iterator[str]:
     found = Found(rows)
     for setting in found.settings():
         tokens, capped = setting
         exposed = exposed_seconds(found, setting)
-        yield ""
         yield (
-            f"{f'{tokens} tokens per step' + (', GPU memory capped' if capped else ''):<38}"
-            f"{'iteration':>11}{'tokens/s':>10}{'exposed':>10}{'GPU GiB':>9}{'host GiB':>9}{'loss':>9}"
+            f"{f'{tokens} tokens per step' + (', GPU memory capped' if capped else ''):<34}"
+            f"{'ms/step':>9}{'tokens/s':>9}{'exposed':>8}{'GPU GiB':>8}{'host':>7}{'loss':>7}"
         )
-        for row in rows:
+        for row in found.rows:
             settings = row["settings"]
             if settings.get("what") == "train" and (settings["tokens"], settings["capped_gib"] is not None) == setting:
-                yield _line(row, exposed)
+                yield _line(row, exposed, width)
 
 
-def _line(row: Mapping[str, Any], exposed: Mapping[str, float]) -> str:
+def _line(row: Mapping[str, Any], exposed: Mapping[str, float], width: int | None) -> str:
     name = row["settings"]["contestant"]
     result = row.get("result") or {}
     if "seconds_median" not in result:
         why = result.get("missing") or ("out of memory" if "out_of_memory" in result else None)
-        return f"  {name:<36}{why or row['status'] + ': ' + row.get('error', '')}"
+        why = why or f"{row['status']}: {row.get('error', '')}"
+        return f"  {name:<32}{why[:width]}"
     seconds = 1e3 * result["seconds_median"]
-    shown = f"{1e3 * exposed[name]:8.1f} ms" if name in exposed else " " * 11
+    shown = f"{1e3 * exposed[name]:8.1f}" if name in exposed else " " * 8
     return (
-        f"  {name:<36}{seconds:8.1f} ms{result['tokens_per_second']:10.0f}{shown:>11}"
-        f"{_gib(result.get('gpu_used_bytes')):>8}{_gib(result['host_peak_resident_bytes']):>9}"
-        f"{result['final_loss']:9.4f}"
+        f"  {name:<32}{seconds:9.1f}{result['tokens_per_second']:9.0f}{shown}"
+        f"{_gib(result.get('gpu_used_bytes')):>8}{_gib(result['host_peak_resident_bytes']):>7}"
+        f"{result['final_loss']:7.3f}{_fates(result.get('timed') or {})}"
     )
 
 
 def _gib(size: int | None) -> str:
-    return "-" if size is None else f"{size / _GIB:.2f}"
+    return "-" if size is None else f"{size / _GIB:.1f}"
+
+
+def _fates(timed: Mapping[str, Any]) -> str:
+    """What became of the buckets of the timed steps, where any was clipped."""
+    if not timed.get("clipped_steps"):
+        return ""
+    buckets = {name: timed[f"buckets_{name}"] for name in ("committed", "replayed", "stepped", "two_phase")}
+    counts = ", ".join(f"{count} {name.replace('_', '-')}" for name, count in buckets.items() if count)
+    return f"  {timed['clipped_steps']}/{timed['steps']} clipped: {counts}"
 
 
 def _targets(targets: Sequence[Target]) -> Iterator[str]:
     if targets:
-        yield ""
         yield "targets"
     for target in targets:
         why = f" ({target.why})" if target.why else ""
@@ -77,15 +133,6 @@ def _targets(targets: Sequence[Target]) -> Iterator[str]:
             yield f"  {target.verdict:<13}{target.name}{why}"
         else:
             yield f"  {target.verdict:<13}{target.name}: {target.value:.2f}, at most {target.bound:.2f}{why}"
-
-
-def _problems(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Everything besides training rows that gave no result, and what the tests said."""
-    for row in rows:
-        if row["key"] == "tests" and row["status"] == DONE:
-            yield "GPU tests: " + (row["output"].strip().splitlines() or ["no output"])[-1]
-        elif row["status"] != DONE and row["settings"].get("what") not in ("train", "races"):
-            yield f"{row['key']}: {row['status']}: {row.get('error', '')}"
 
 
 def descriptions() -> str:

@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import suppress
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_suite.contestants import CONTESTANTS, Contestant
+from benchmarks.gpu_suite.contestants import CONTESTANTS, Contestant, Plain
 from benchmarks.gpu_suite.devices import Device, open_device
 from benchmarks.gpu_suite.settings import TrainRow
 from superoffload.training.batches import BatchSource
 from superoffload.training.config import ModelConfig
 from superoffload.training.corpus import load_corpus
 from superoffload.training.model import Transformer
+
+# Of superoffload.AdamW.stats(): what is reported for the timed steps alone.
+_COUNTED = frozenset(
+    [
+        "steps",
+        "skipped_steps",
+        "clipped_steps",
+        "buckets_speculated",
+        "buckets_committed",
+        "buckets_replayed",
+        "buckets_undone",
+        "buckets_stepped",
+        "buckets_two_phase",
+        "journal_overflows",
+        "optimizer_seconds",
+        "optimizer_seconds_exposed",
+        "bytes_down",
+        "bytes_up",
+    ]
+)
+
+
+SECONDS_VARIABLE = "GPU_SUITE_ROW_SECONDS"  # in the environment: after which this process is ended
+_BEGAN = time.monotonic()
+_LEAST_BLOCKS, _SHARE = 2, 0.7
+
+
+def _limit() -> float:
+    return float(os.environ.get(SECONDS_VARIABLE, "inf"))
 
 
 def measure(row: TrainRow) -> dict[str, Any]:
@@ -29,12 +60,19 @@ def measure(row: TrainRow) -> dict[str, Any]:
         device.cap(row.capped_gib)
     try:
         model = build(row.model, device, row.seed)
+        found = {"parameters": model.parameter_count(), "bare_seconds": _bare_seconds(model, row, device)}
         device.start_of_peaks()
-        contestant = entry.build(model, row)
-        try:
-            return {**_timed(contestant, row, device), "parameters": model.parameter_count(), **device.facts()}
-        finally:
+        with device.links():
+            contestant = entry.build(model, row)
+            device.prepare(model)
+            try:
+                found.update(_timed(contestant, row, device))
+            except BaseException:
+                with suppress(Exception):  # what went wrong first is what the row tells
+                    contestant.close()
+                raise
             contestant.close()
+        return {**found, **device.facts()}
     except torch.cuda.OutOfMemoryError as error:
         return {"out_of_memory": str(error).splitlines()[0][:300], **device.facts()}
 
@@ -63,31 +101,49 @@ class Batches:
         return [self._source.next().to(self._device, non_blocking=True) for _ in range(self._count)]
 
 
+def _bare_seconds(model: Transformer, row: TrainRow, device: Device) -> float:
+    """Of a step without an optimizer, in this process: what the contestant takes longer is exposed."""
+    bare, batches = Plain(model, row), Batches(row, device)
+    for _ in range(min(2, row.warm_up)):
+        bare.step(batches.next())
+    return _block(bare, [batches.next() for _ in range(row.steps)], device, [])
+
+
+def _block(contestant: Contestant, steps: list[list[Tensor]], device: Device, losses: list[Tensor]) -> float:
+    """Seconds per step; the losses go to the end of ``losses``."""
+    device.synchronize()
+    began = time.perf_counter()
+    for micro_batches in steps:
+        losses.append(contestant.step(micro_batches))
+    device.synchronize()
+    return (time.perf_counter() - began) / len(steps)
+
+
 def _timed(contestant: Contestant, row: TrainRow, device: Device) -> dict[str, Any]:
     batches = Batches(row, device)
     losses: list[Tensor] = []
     for _ in range(row.warm_up):
         losses.append(contestant.step(batches.next()))
         device.sample()
+    before = contestant.counters()  # what the processors still do for the last step belongs to the first block
     seconds: list[float] = []
     for _ in range(row.blocks):
-        steps = [batches.next() for _ in range(row.steps)]
-        device.synchronize()
-        began = time.perf_counter()
-        for micro_batches in steps:
-            losses.append(contestant.step(micro_batches))
-        device.synchronize()
-        seconds.append((time.perf_counter() - began) / row.steps)
+        seconds.append(_block(contestant, [batches.next() for _ in range(row.steps)], device, losses))
         device.sample()  # not between steps: it costs time
+        if len(seconds) >= _LEAST_BLOCKS and time.monotonic() - _BEGAN > _SHARE * _limit():
+            break  # fewer blocks are a result, and a row that is ended is none
     contestant.settle()
+    device.catch_up()
     return {
         "seconds_median": median(seconds),
         "seconds_min": min(seconds),
+        "seconds_mean": sum(seconds) / len(seconds),
         "seconds": seconds,
         "tokens": row.tokens,
         "tokens_per_second": row.tokens / median(seconds),
         "losses": [float(loss) for loss in losses],
         "final_loss": float(losses[-1]),
+        "timed": {name: value - before[name] for name, value in contestant.counters().items() if name in _COUNTED},
         **device.memory(),
         **contestant.facts(),
     }

@@ -10,7 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from superoffload.benchmarking.jobs import DONE, FAILED, NOT_HERE, RESULT_PATH, TIMED_OUT, Job
+from superoffload.benchmarking.jobs import DONE, FAILED, NOT_HERE, RESULT_PATH, TIMED_OUT, Job, with_numbers
+from superoffload.benchmarking.sources import PACKAGE
 from superoffload.reporting.page import Cell, Page, code, mark
 from superoffload.reporting.plots import matplotlib_installed
 
@@ -29,6 +30,7 @@ _QUICK = {
 }
 _SECONDS, _SECONDS_QUICK, _SECONDS_OF_SUITE = 3600.0, 300.0, 7200.0
 _MARGIN = 120.0  # for the suite to end by itself
+_LEAST_OF_SUITE = 300.0  # it keeps what it has measured, so it may be cut short
 
 
 def all_jobs(names: Sequence[str], folder: Path, *, quick: bool, cuda: bool) -> list[Job]:
@@ -81,7 +83,7 @@ def _gpu_suite(folder: Path, *, quick: bool, cuda: bool) -> Job:
     """In a folder of its own, which continues by itself when it was cut short."""
     toy = ["--toy"] if quick else []
     command = [
-        sys.executable, "-m", "benchmarks.gpu_suite", "--races", "--out", str(folder / GPU_SUITE),
+        sys.executable, "-m", "benchmarks.gpu_suite", "--out", str(folder / GPU_SUITE),
         "--time-limit", str(_SECONDS_OF_SUITE), "--json", RESULT_PATH, *toy,
     ]  # fmt: skip
     absent = None
@@ -92,7 +94,10 @@ def _gpu_suite(folder: Path, *, quick: bool, cuda: bool) -> Job:
     environment = {"PYTHONPATH": str(_ROOT)}
     settings = {"bench": GPU_SUITE, "options": toy}
     seconds = _SECONDS_OF_SUITE + _MARGIN
-    return Job(GPU_SUITE, command, settings, seconds, environment, absent, keeps_output=True, continues=True)
+    return Job(
+        GPU_SUITE, command, settings, seconds, environment, absent, keeps_output=True, continues=True,
+        sources=(*PACKAGE, "benchmarks", "tests/gpu"), needs=_LEAST_OF_SUITE,
+    )  # fmt: skip
 
 
 # ---- what is shown ------------------------------------------------------------------------------------------------
@@ -115,7 +120,7 @@ def headline(row: Row) -> str:
     """The figure one looks for first; why there is none otherwise."""
     if row["status"] != DONE:
         return str(row["error"])
-    result = row["result"]
+    result = with_numbers(row["result"])
     make = _HEADLINES.get(row["key"])
     return make(result) if make is not None else f"{len(result.get('rows', []))} rows"
 

@@ -1,26 +1,33 @@
 """Measurements as a list of processes, one after the other: a call that was cut short is continued by the next one.
 
-Every job leaves one JSON file in the results folder once it has ended, well or badly, and all of them are merged into
-one. A job whose file is there, with the same settings and of the same commit, is not run again.
+After every job all that is known is written to one JSON file, and whatever a job prints goes into one log as it prints
+it: a kill at any moment loses no more than the job that was running. A job that is in the file, with the same settings
+and made with the same sources, is not run again.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
+import math
 import os
-import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from superoffload.benchmarking.facts import benchmark_machine_facts, commit
+from superoffload.benchmarking.sources import PACKAGE, digest_of
 from superoffload.errors import ArgumentError
 from superoffload.reporting.machine import version_facts
 from superoffload.reporting.run_folder import naming_write_errors
@@ -32,14 +39,17 @@ DONE, FAILED, TIMED_OUT, NOT_HERE = "done", "failed", "timed out", "not here"
 LEFT = 3  # exit status
 RESULT_PATH = "{result}"  # in a command: where it has to write its JSON
 
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_PYTHON = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}  # a job that is ended has printed what it could
 _PR_SET_PDEATHSIG = 1
-_KEPT_OUTPUT, _SHOWN_OUTPUT = 20_000, 1200  # characters of what a job has said: one that keeps it, one that failed
-_LEAST_SECONDS = 5.0  # a job that would have less is left to the next call
+_KEPT_OUTPUT = 200_000  # characters of what a job has printed, in its row; the log has all of it
+_LOGGED_START, _LOGGED_END = 256 << 10, 768 << 10  # bytes of one job in the log, where it prints more than both
+_ABORTING_SECONDS = 5.0  # from SIGABRT, which makes Python print where its threads are, to SIGKILL
 
 
 @dataclass(frozen=True)
 class Job:
-    """One measurement. ``settings``: what its result depends on besides the machine and the commit."""
+    """One measurement. ``settings``: what its result depends on besides the machine and the sources."""
 
     key: str
     command: Sequence[str]
@@ -50,93 +60,162 @@ class Job:
     continues: bool = False  # exits with LEFT where it has more to do in another call
     accepts: tuple[int, ...] = (0,)  # exit statuses with which there is a result
     keeps_output: bool = False  # what it prints is part of the result: a table, what tests say
+    sources: tuple[str, ...] = PACKAGE  # what it is made from: superoffload/benchmarking/sources.py
+    needs: float | None = None  # seconds that a call must have left to begin it; None: ``seconds``
+    after: tuple[str, ...] = ()  # keys of jobs without which it would be a waste
+    prepares: bool = False  # for the jobs that come after it: run again on every machine, and whenever it has failed
+
+    @property
+    def needed_seconds(self) -> float:
+        return self.seconds if self.needs is None else min(self.needs, self.seconds)
 
 
 class Results:
-    """The folder: ``rows/KEY.json`` for each job, and all of them in ``NAME``."""
+    """One file, ``FOLDER/NAME``, with a row for each job that has ended, and a log beside it.
 
-    def __init__(self, folder: Path, name: str) -> None:
+    ``earlier``: such a file of another folder or machine, whose rows count here too. Rows that nothing has asked for in
+    this call stay in the file.
+    """
+
+    def __init__(self, folder: Path, name: str, *, earlier: Path | None = None, log: Path | None = None) -> None:
         self.folder, self.merged = folder, folder / name
-        self._rows = folder / "rows"
-        self._commit = commit()
+        self.log = log or self.merged.with_suffix(".log")
         with naming_write_errors(folder):
-            self._rows.mkdir(parents=True, exist_ok=True)
-        self._earlier = {row["key"]: row for row in _rows_of(_read(self.merged))}
+            folder.mkdir(parents=True, exist_ok=True)
+        self._header = {
+            "machine": benchmark_machine_facts(),
+            "versions": version_facts(),
+            "commit": commit(),
+            "limit": None,
+        }
+        self._rows: dict[str, Row] = {}
+        for path in (earlier, self.merged):
+            if path is not None:
+                self._rows.update({row["key"]: row for row in _rows_of(_read(path))})
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Refuses where another call is at work in the folder. The lock goes with its process, however that ends."""
+        with naming_write_errors(self.log):
+            file = self.log.open("ab")
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ArgumentError(
+                    f"out={self.folder}: another call is measuring into it; wait for its end, or name another folder"
+                ) from None
+            yield
+
+    def latest(self, job: Job) -> Row | None:
+        """What was found out with these sources and settings, here or elsewhere, well or badly."""
+        row = self._rows.get(job.key)
+        if row is None or row.get("sources") != digest_of(job.sources) or row.get("settings") != plain(job.settings):
+            return None
+        return row
 
     def row(self, job: Job) -> Row | None:
-        """What an earlier call has found out, where it still counts."""
-        row = _read(self._path(job.key)) or self._earlier.get(job.key)
-        if row is None or row.get("commit") != self._commit or row.get("settings") != _plain(job.settings):
-            return None
-        if row["status"] == NOT_HERE and job.absent != row["error"]:
+        """The same where it still counts and need not be found out again."""
+        row = self.latest(job)
+        if row is not None and row["status"] == NOT_HERE and job.absent != row["error"]:
             return None  # it may be possible by now
+        if row is not None and job.prepares and (row["status"] != DONE or row.get("boot") != boot()):
+            return None
         return row
 
     def add(self, job: Job, status: str, seconds: float, **found: Any) -> Row:
-        row = {
-            "key": job.key,
-            "status": status,
-            "settings": _plain(job.settings),
-            "commit": self._commit,
-            "wall_seconds": round(seconds, 3),
-            **found,
-        }
-        _write(self._path(job.key), row)
+        row: Row = plain(
+            {
+                "key": job.key,
+                "status": status,
+                "settings": job.settings,
+                "sources": digest_of(job.sources),
+                "made_from": job.sources,
+                "commit": self._header["commit"],
+                "boot": boot(),
+                "wall_seconds": round(seconds, 3),
+                **found,
+            }
+        )
+        self._rows[job.key] = row
+        self.write({})
         return row
 
     def forget(self, job: Job) -> None:
-        self._path(job.key).unlink(missing_ok=True)
-        self._earlier.pop(job.key, None)
+        self._rows.pop(job.key, None)
 
     def rows(self, jobs: Iterable[Job]) -> list[Row]:
         """What has been found so far, in the order of ``jobs``."""
-        return [row for job in jobs if (row := self.row(job)) is not None]
+        return [row for job in jobs if (row := self.latest(job)) is not None]
 
     def merge(self, jobs: Iterable[Job], extra: Mapping[str, Any]) -> dict[str, Any]:
-        """One report of everything found so far, in the order of ``jobs``; written whole or not at all."""
-        report = {
-            "machine": benchmark_machine_facts(),
-            "versions": version_facts(),
-            "commit": self._commit,
-            "limit": None,
-            **extra,
-            "rows": self.rows(jobs),
-        }
-        _write(self.merged, report)
-        return report
+        """One report of everything found so far, in the order of ``jobs``.
 
-    def _path(self, key: str) -> Path:
-        return self._rows / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', key)}.json"
+        The file gets it with the rows of other jobs behind it.
+        """
+        rows = self.rows(jobs)
+        self._rows = {**{row["key"]: row for row in rows}, **self._rows}
+        self.write(extra)
+        merged: dict[str, Any] = plain({**self._header, **extra, "rows": rows})
+        return merged
+
+    def write(self, extra: Mapping[str, Any]) -> None:
+        """Wholly or not at all."""
+        write_json_whole(self.merged, {**self._header, **extra, "rows": list(self._rows.values())})
 
 
 def run_jobs(
-    jobs: Sequence[Job], results: Results, time_limit: float, progress: Progress, *, retry: bool = False
+    jobs: Sequence[Job],
+    results: Results,
+    time_limit: float,
+    progress: Progress,
+    *,
+    retry: bool = False,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Job]:
-    """Runs what has no result yet for at most ``time_limit`` seconds; returns the jobs that are left.
+    """Runs what has no result yet for at most ``time_limit`` seconds; returns the jobs that are left, in order.
 
-    ``retry``: jobs that failed or took too long in an earlier call are tried again.
+    A job is not begun with less time left than it needs; a later one that needs less may be. ``retry``: jobs that
+    failed or took too long in an earlier call are tried again. ``environment``: of all jobs, beside their own.
     """
     check_keys(jobs)
     deadline = time.monotonic() + time_limit
+    before = {job.key for job in jobs if results.row(job) is not None}
+    if retry:
+        before -= {row["key"] for row in results.rows(jobs) if row["status"] in (FAILED, TIMED_OUT)}
+    wanted = _waited_for(jobs, before)
     left: list[Job] = []
-    for number, job in enumerate(jobs, 1):
-        row = results.row(job)
-        if row is not None and retry and row["status"] in (FAILED, TIMED_OUT):
-            results.forget(job)
-            row = None
-        if row is not None:
-            continue
-        if job.absent is not None:
-            results.add(job, NOT_HERE, 0.0, error=job.absent)
-            continue
-        remaining = deadline - time.monotonic()
-        if left or remaining < min(_LEAST_SECONDS, job.seconds):
-            left.append(job)  # in order: the next call begins with it
-            continue
-        progress(f"[{number}/{len(jobs)}] {job.key}")
-        if not _run(job, results, remaining):
-            left.append(job)
+    with results.alone(), tempfile.TemporaryDirectory(prefix="superoffload-jobs-") as scratch:
+        for number, job in enumerate(jobs, 1):
+            if job.key in before or (job.prepares and job.key not in wanted):
+                continue
+            if job.absent is not None:
+                results.add(job, NOT_HERE, 0.0, error=job.absent)
+                continue
+            remaining = deadline - time.monotonic()
+            if remaining < job.needed_seconds or unmet(job, jobs, results):
+                left.append(job)
+                continue
+            progress(f"[{number}/{len(jobs)}] {job.key}")
+            if not _run(job, results, remaining, Path(scratch), environment):
+                left.append(job)
     return left
+
+
+def _waited_for(jobs: Sequence[Job], ended: set[str]) -> set[str]:
+    """Keys of preparations for what this call would run."""
+    found: set[str] = set()
+    for job in reversed(jobs):
+        runs = job.key in found if job.prepares else job.key not in ended
+        if runs and job.absent is None:
+            found.update(job.after)
+    return found
+
+
+def unmet(job: Job, jobs: Sequence[Job], results: Results) -> list[str]:
+    """Keys of those that ``job`` comes after and that have not succeeded."""
+    by_key = {other.key: other for other in jobs}
+    return [key for key in job.after if (row := results.row(by_key[key])) is None or row["status"] != DONE]
 
 
 def check_keys(jobs: Sequence[Job]) -> None:
@@ -146,52 +225,74 @@ def check_keys(jobs: Sequence[Job]) -> None:
         raise ArgumentError(f"jobs: {twice[0]} is there twice; every job needs a name of its own")
 
 
-def _run(job: Job, results: Results, remaining: float) -> bool:
+def _run(job: Job, results: Results, remaining: float, scratch: Path, shared: Mapping[str, str]) -> bool:
     """False if the call's time was over before the job's own."""
-    scratch = results.folder / "running.json"
-    scratch.unlink(missing_ok=True)
-    command = [str(scratch) if part == RESULT_PATH else part for part in job.command]
+    result_path = scratch / "result.json"
+    result_path.unlink(missing_ok=True)
+    command = [str(result_path) if part == RESULT_PATH else part for part in job.command]
     seconds = min(job.seconds, remaining)
+    environment = {**os.environ, **_PYTHON, **shared, **job.environment}
     began = time.monotonic()
-    status, output = _ended(command, {**os.environ, **job.environment}, results.folder / "output.txt", seconds)
+    with naming_write_errors(results.log):
+        status, output = _logged(job.key, command, environment, results.log, seconds)
     took = time.monotonic() - began
-    kept = {"output": output} if job.keeps_output else {}
-    output = output[-_SHOWN_OUTPUT:]
+    kept = {"output": output[-_KEPT_OUTPUT:]}
     if status == LEFT and job.continues:
         return False
     if status is None:
         if seconds < job.seconds:
             return False
-        results.add(job, TIMED_OUT, took, error=f"not ended within {job.seconds:g} s", output=output)
+        results.add(job, TIMED_OUT, took, error=f"not ended within {job.seconds:g} s", **kept)
         return True
-    found = _read(scratch)
+    found = _read(result_path)
     if status not in job.accepts or (found is None and RESULT_PATH in job.command):
         why = f"exit status {status}" if status else "it wrote no result"
         partly = {"result": found} if found is not None else {}  # a check that did not hold still has its figures
-        results.add(job, FAILED, took, error=f"{why}: {_last_line(output)}", output=output, **partly)
+        results.add(job, FAILED, took, error=f"{why}: {_last_line(output)}", **kept, **partly)
     else:
-        results.add(job, DONE, took, result=found, **kept)
-    scratch.unlink(missing_ok=True)
+        results.add(job, DONE, took, result=found, **(kept if job.keeps_output else {}))
     return True
 
 
-def _ended(command: Sequence[str], environment: Mapping[str, str], log: Path, seconds: float) -> tuple[int | None, str]:
-    """Exit status (None: it was ended after so many seconds) and the end of what it said."""
-    with log.open("w+b") as file:
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-            start_new_session=True, preexec_fn=_die_with_parent if sys.platform == "linux" else None,
-        )  # fmt: skip
-        try:
-            status: int | None = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            with suppress(ProcessLookupError):  # and whatever it has started: it has a process group of its own
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _KEPT_OUTPUT))
-        return status, file.read().decode(errors="replace")
+def _logged(
+    key: str, command: Sequence[str], environment: Mapping[str, str], log: Path, seconds: float
+) -> tuple[int | None, str]:
+    """Exit status (None: it was ended after so many seconds) and what it printed, which is in the log too."""
+    with log.open("a+b") as file:
+        file.write(f"\n===== {key} (at most {seconds:.0f} s) at {time.strftime('%H:%M:%S')}\n".encode())
+        file.flush()
+        start = file.tell()
+        status = _ended(command, environment, file, seconds)
+        file.seek(start)
+        cut = os.fstat(file.fileno()).st_size - start - _LOGGED_START - _LOGGED_END
+        if cut <= 0:
+            printed = file.read()
+        else:
+            printed = file.read(_LOGGED_START) + f"\n[{cut} bytes cut out here]\n".encode()
+            file.seek(-_LOGGED_END, os.SEEK_END)
+            printed += file.read()
+            file.truncate(start)
+            file.write(printed)
+        return status, printed.decode(errors="replace")
+
+
+def _ended(command: Sequence[str], environment: Mapping[str, str], output: Any, seconds: float) -> int | None:
+    process = subprocess.Popen(
+        command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+        start_new_session=True, preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+    )  # fmt: skip
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        # Python's fault handler prints the stack of every thread, also of one that holds the interpreter's lock.
+        os.killpg(process.pid, signal.SIGABRT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_ABORTING_SECONDS)
+        return None
+    finally:
+        with suppress(ProcessLookupError):  # and whatever it has started: it has a process group of its own
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 _libc = ctypes.CDLL(None)  # before any fork: a forked process only calls it
@@ -202,19 +303,47 @@ def _die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+@cache
+def boot() -> str:
+    """Another one on every machine and after every start: by what the system says, and by a file that is ours."""
+    mark = Path(tempfile.gettempdir(), "superoffload-this-machine")
+    with suppress(FileExistsError), mark.open("x") as file:
+        file.write(uuid.uuid4().hex)
+    try:
+        started = _BOOT.read_text().strip()
+    except OSError:
+        started = ""
+    return f"{mark.read_text()}-{started}"
+
+
 def _last_line(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return lines[-1][:300] if lines else "it said nothing"
 
 
-def _plain(values: Mapping[str, Any]) -> Any:
-    """As it comes back from a file."""
-    return json.loads(json.dumps(values))
+def plain(values: Any) -> Any:
+    """As it comes back from a file. JSON has no number for NaN and infinities: they become "NaN", "Infinity"."""
+    if isinstance(values, Mapping):
+        return {str(name): plain(value) for name, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        return [plain(value) for value in values]
+    if isinstance(values, float) and not math.isfinite(values):
+        return json.dumps(values)
+    return values
+
+
+def with_numbers(values: Any) -> Any:
+    """The reverse of ``plain``, for code that computes or prints."""
+    if isinstance(values, Mapping):
+        return {name: with_numbers(value) for name, value in values.items()}
+    if isinstance(values, list):
+        return [with_numbers(value) for value in values]
+    return float(values) if values in ("NaN", "Infinity", "-Infinity") else values
 
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return plain(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):  # not there, or cut short
         return None
 
@@ -223,8 +352,9 @@ def _rows_of(report: Any) -> list[Row]:
     return list(report.get("rows", [])) if isinstance(report, dict) else []
 
 
-def _write(path: Path, values: Mapping[str, Any]) -> None:
+def write_json_whole(path: Path, values: Mapping[str, Any]) -> None:
+    """Never a part of it, whenever the process ends."""
     new = path.with_suffix(".new")
     with naming_write_errors(path):
-        new.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        new.write_text(json.dumps(plain(values), indent=1, allow_nan=False) + "\n", encoding="utf-8")
         os.replace(new, path)

@@ -14,9 +14,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "all",
         help="everything that can be measured here",
-        description="Runs every benchmark in a process of its own and writes DIR/rows/NAME.json, DIR/all.json and "
-        "DIR/all.html. What is there already, from the same commit, is not measured again. Exits with 0 once all has "
-        "been measured or cannot be measured here, 1 if something failed, 3 if something is left for another call.",
+        description="Runs every benchmark in a process of its own and writes DIR/all.json, DIR/all.html and "
+        "DIR/all.log, which has all that they print. What is there already, made with the same sources, is not "
+        "measured again. Exits with 0 once all has been measured or cannot be measured here, 1 if something failed, "
+        "3 if something is left for another call.",
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="results; the same folder continues")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything works")

@@ -27,11 +27,15 @@ _LEAKED: list[object] = []  # memory that a device was still using when its link
 
 @dataclass(frozen=True)
 class CudaOptions:
-    """``keep_grads``: see ``superoffload.AdamW``. ``image``: compiled kernels; empty: copies, summed on the CPU."""
+    """``keep_grads``: see ``superoffload.AdamW``. ``image``: compiled kernels; empty: copies, summed on the CPU.
+
+    ``arrival_flag``: the device writes a word of host memory behind each copy; False: its events are asked instead.
+    """
 
     keep_grads: bool = False
     policy: TransferPolicy = NARROW
     image: bytes = b""
+    arrival_flag: bool = True
     timeout_seconds: float = 600.0
     chunk: int = LARGEST_REGISTRATION
     library: str = "libcuda.so.1"
@@ -70,7 +74,7 @@ class CudaLink:
                 pack=self._pack_stream,
                 down=self._down_stream,
                 up=self._up_stream,
-                flag=flag.data_ptr() if self.can_pin else 0,
+                flag=flag.data_ptr() if self.can_pin and options.arrival_flag else 0,
                 image=options.image,
                 timeout_seconds=options.timeout_seconds,
             )
@@ -80,6 +84,11 @@ class CudaLink:
     def residency(self) -> CudaResidency | None:
         """What keeps state on the device (superoffload/placement.py); None without kernels."""
         return self._residency if self._pipeline.has_kernels else None
+
+    @property
+    def uses_flag(self) -> bool:
+        """Whether arrivals are seen in a word that the device writes; its driver may refuse to."""
+        return self._pipeline.uses_flag
 
     @property
     def pinned(self) -> bool:

@@ -19,10 +19,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.gpu_suite.given_gradients import NAN_STEP, STEPS, Model, Run, backward, make, train
 from benchmarks.gpu_suite.races import run_races
 from superoffload import AdamW
 from superoffload.errors import ArgumentError, StateError, WorkerError
-from tests.gpu.runs import NAN_STEP, STEPS, Model, Run, backward, make, train
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("always", "never", "adaptive")
@@ -279,7 +279,7 @@ def test_exit_with_work_in_flight_is_clean(device: str, ending: str) -> None:
     script = textwrap.dedent(
         f"""
         import time
-        from tests.gpu.runs import backward, make
+        from benchmarks.gpu_suite.given_gradients import backward, make
         import torch
         model, optimizer = make({device!r}, torch.bfloat16, speculation="always")
         backward(model, 0)
@@ -292,7 +292,7 @@ def test_exit_with_work_in_flight_is_clean(device: str, ending: str) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=45
     )
     after = time.time() - float(ended.stdout.split()[0])
     interrupted = "raise" in EXITS[ending]
@@ -303,7 +303,7 @@ def test_exit_with_work_in_flight_is_clean(device: str, ending: str) -> None:
 
 
 def test_the_model_of_these_tests_gets_the_gradients_it_is_given() -> None:
-    from tests.gpu.runs import gradients_of
+    from benchmarks.gpu_suite.given_gradients import gradients_of
 
     for dtype in DTYPES:
         model = Model(dtype, "cpu")

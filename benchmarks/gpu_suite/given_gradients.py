@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.gpu_suite.devices import open_device
 from superoffload import AdamW
 
 NUMELS = (3 * 1024 + 17, 33, 4096, 5, 2048 + 1, 1)
 STEPS = 9
 NAN_STEP, ACCUMULATED_STEP, LR_STEP = 4, 6, 7
+LINK_FACTS = ("uses_flag", "pinned", "pinned_bytes", "residency", "policy")
 
 
 class Weighted(nn.Module):
@@ -60,6 +62,7 @@ class Run:
     losses: list[float] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
     stats: dict[str, Any] = field(default_factory=dict)
+    link: dict[str, Any] = field(default_factory=dict)
 
     def bits(self) -> tuple[list[dict[str, str]], list[float]]:
         return self.digests, self.norms
@@ -84,40 +87,48 @@ def backward(model: Model, step: int, *, poisoned: bool = False) -> Tensor:
 
 
 def train(
-    device: str,
+    device_name: str,
     dtype: torch.dtype,
     *,
     before_step: Callable[[Any, Any], None] | None = None,
     waits: bool = True,
+    link: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Run:
     """Clips at every second step, a NaN, two micro-batches, another learning rate.
 
-    ``waits``: for the state after every step, to digest it; else only after the last.
+    ``waits``: for the state after every step, to digest it; else only after the last. ``link``: fields of CudaOptions.
     """
-    model, optimizer = make(device, dtype, **options)
+    device = open_device(device_name)
     run = Run()
-    try:
-        for step in range(STEPS):
-            optimizer.max_grad_norm = 0.05 if step % 2 else 1e6
-            if step == LR_STEP:
-                optimizer.param_groups[0]["lr"] = 3e-3
-            if step == ACCUMULATED_STEP:
-                with optimizer.accumulate():
-                    backward(model, 100 + step)
-            run.losses.append(float(backward(model, step, poisoned=step == NAN_STEP)))
-            if before_step is not None:
-                before_step(model, optimizer)
-            optimizer.step()
-            run.norms.append(optimizer.grad_norm)
-            optimizer.zero_grad()
-            if waits:
+    with device.links(**(link or {})):
+        model, optimizer = make(str(device.torch), dtype, **options)
+        device.prepare(model)
+        try:
+            for step in range(STEPS):
+                optimizer.max_grad_norm = 0.05 if step % 2 else 1e6
+                if step == LR_STEP:
+                    optimizer.param_groups[0]["lr"] = 3e-3
+                if step == ACCUMULATED_STEP:
+                    with optimizer.accumulate():
+                        backward(model, 100 + step)
+                run.losses.append(float(backward(model, step, poisoned=step == NAN_STEP)))
+                if before_step is not None:
+                    before_step(model, optimizer)
+                optimizer.step()
+                run.norms.append(optimizer.grad_norm)
+                optimizer.zero_grad()
+                if waits:
+                    device.catch_up()
+                    run.digests.append(optimizer.state_digests())
+            optimizer.synchronize()
+            device.catch_up()
+            if not waits:
                 run.digests.append(optimizer.state_digests())
-        optimizer.synchronize()
-        if not waits:
-            run.digests.append(optimizer.state_digests())
-        run.parameters = [param.detach().cpu().clone() for param in model.parameters()]
-        run.stats = optimizer.stats()
-    finally:
-        optimizer.close()
+            run.parameters = [param.detach().cpu().clone() for param in model.parameters()]
+            run.stats = optimizer.stats()
+            run.link = {name: getattr(optimizer._core.link, name, None) for name in LINK_FACTS}
+            run.link["policy"] = getattr(run.link["policy"], "name", None)
+        finally:
+            optimizer.close()
     return run

@@ -1,0 +1,65 @@
+"""FSDP2 on one rank: ours on its sharded parameters, and its own offload."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu_suite.contestants import HYPER, Ours, Plain, Setting
+from benchmarks.gpu_suite.devices import be_a_rank
+from benchmarks.gpu_suite.settings import NEVER_CLIPS, TrainRow
+from superoffload.training.model import Transformer
+
+
+def shard(model: Transformer, row: TrainRow, **options: Any) -> Any:
+    """fully_shard on every block and on the model; bf16 parameters, gradients reduced in fp32."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    be_a_rank()
+    cuda = row.device.startswith("cuda")
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if cuda else "gloo")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    options = {"mp_policy": policy, "mesh": init_device_mesh("cuda" if cuda else "cpu", (1,)), **options}
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class OursSharded(Ours):
+    def __init__(self, model: Transformer, row: TrainRow) -> None:
+        super().__init__(shard(model, row), row, Setting())
+
+    def close(self) -> None:
+        super().close()
+        leave()
+
+
+class Offload(Plain):
+    """CPUOffloadPolicy: parameters, gradients and state in host memory, stepped after backward; fp32 parameters."""
+
+    def __init__(self, model: Transformer, row: TrainRow) -> None:
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        policy = CPUOffloadPolicy(pin_memory=row.device.startswith("cuda"))
+        super().__init__(shard(model.float(), row, offload_policy=policy), row)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **HYPER, fused=True)
+
+    def optimize(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), NEVER_CLIPS)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def close(self) -> None:
+        leave()
+
+
+ours, offload = OursSharded, Offload

@@ -1,0 +1,49 @@
+"""From what came back to benchmarks/results/: rows made with this checkout's sources, under its commit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_suite.table import table
+from benchmarks.gpu_suite.targets import all_targets
+from superoffload.benchmarking.facts import commit
+from superoffload.benchmarking.jobs import plain, write_json_whole
+from superoffload.benchmarking.sources import digest_of
+from superoffload.errors import ArgumentError
+
+
+def report(path: Path, target: Path | None) -> int:
+    try:
+        found = plain(json.loads(path.read_text(encoding="utf-8")))
+        rows = list(found["rows"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArgumentError(
+            f"report={path}: expected results of this suite ({type(error).__name__}: {error})"
+        ) from error
+    made_here = [row for row in rows if digest_of(row.get("made_from", ())) == row.get("sources")]
+    print(table(made_here, all_targets(made_here)))
+    stale = [row["key"] for row in rows if row not in made_here]
+    if stale:
+        print(f"\n{len(stale)} of {len(rows)} rows were made with other sources than this checkout's and are left out:")
+        print("\n".join(f"  {key}" for key in stale))
+    if target is not None:
+        _write(target, found, made_here)
+    return 0
+
+
+def _write(target: Path, found: Mapping[str, Any], rows: list[dict[str, Any]]) -> None:
+    head = commit()
+    if head.endswith("+changes") or head == "unknown":
+        raise ArgumentError(
+            f"json={target}: results are published under a commit, and this checkout is {head}; commit first"
+        )
+    targets = [each.as_json() for each in all_targets(rows)]
+    kept = [{**row, "commit": head} for row in rows]
+    for row in kept:
+        if "output" in row:  # the log has all of it
+            row["output"] = row["output"].strip().rpartition("\n")[2]
+    write_json_whole(target, {**found, "commit": head, "targets": targets, "rows": kept})
+    print(f"{target}: {len(kept)} rows, commit {head}")

@@ -1,0 +1,129 @@
+"""The first thing that runs on a GPU: buckets down, stepped, up, and the bits of a synchronous run on the CPU.
+
+Seconds, not minutes; says what it is doing before it does it, so that a hang shows where.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_suite.devices import open_device
+from benchmarks.gpu_suite.given_gradients import Run, train
+from superoffload.errors import ArgumentError
+
+WAYS = {"flag": True, "event": False}  # how the host notices an arrival: CudaOptions.arrival_flag
+_SANITIZER = "compute-sanitizer"
+_FOUND = 99  # its exit status where it has found an error
+_ERRORS = re.compile(r"ERROR SUMMARY: (\d+) errors?")
+
+
+def run_smoke(device_name: str) -> dict[str, Any]:
+    """``wrong``: what differs from the CPU, or a way that was not taken; empty where all is well."""
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)
+
+    say(f"torch {torch.__version__}, CUDA {torch.version.cuda}; opening {device_name}")
+    device = open_device(device_name)
+    say(f"{device.facts()}; the reference on the CPU")
+    expected = train("cpu", torch.bfloat16, speculation="never")
+    found: dict[str, Any] = {**device.facts(), "ways": {}, "wrong": []}
+    for way, flag in WAYS.items():
+        say(f"down, step, up; arrivals by {way}")
+        run = train(device_name, torch.bfloat16, speculation="always", link={"arrival_flag": flag})
+        facts = {name: run.link[name] for name in ("uses_flag", "pinned", "pinned_bytes", "policy")}
+        facts["kernels"] = run.link["residency"] is not None
+        wrong = differences(run, expected)
+        if device.kind != "cpu":
+            wrong += [f"{what}: the link goes on without, but no figure of it would count" for what in missing(facts)]
+        counts = {name: run.stats[f"buckets_{name}"] for name in ("committed", "replayed", "skipped", "undone")}
+        found["ways"][way] = {**facts, **counts, "wrong": wrong}
+        found["wrong"] += [f"{way}: {text}" for text in wrong]
+        say(f"{facts}, {counts}: {wrong or 'the bits of the CPU'}")
+    if device.kind == "cuda":
+        found["versions"] = {"torch_cuda": torch.version.cuda, **_versions()}
+    return {**found, "seconds": round(time.monotonic() - began, 1)}
+
+
+def missing(facts: dict[str, Any]) -> list[str]:
+    """What the link gave up with no more than a warning."""
+    found = [] if facts["kernels"] else ["kernels could not be compiled or loaded"]
+    return found if facts["pinned"] else [*found, "host memory could not be pinned"]
+
+
+def differences(run: Run, expected: Run) -> list[str]:
+    """In words: step by step, then the parameters."""
+    found = []
+    for step, (one, other) in enumerate(zip(run.digests, expected.digests, strict=True)):
+        parts = sorted(name for name in other if one[name] != other[name])
+        if parts or run.norms[step] != expected.norms[step]:
+            norms = f"norm {run.norms[step]!r} instead of {expected.norms[step]!r}"
+            found.append(f"step {step}: {', '.join(parts) or 'no part of the state'} differs, {norms}")
+    for index, (param, other_param) in enumerate(zip(run.parameters, expected.parameters, strict=True)):
+        unequal = int((param != other_param).sum())
+        if unequal:
+            found.append(f"parameter {index}: {unequal} of {param.numel()} elements differ")
+    return found
+
+
+def _versions() -> dict[str, str]:
+    from benchmarks.machine import packages
+
+    return packages()
+
+
+# ---- under NVIDIA's memory checker -----------------------------------------------------------------------------------
+
+
+def sanitizer() -> str | None:
+    """The program, from PATH or a CUDA toolkit; None where there is none."""
+    places = [shutil.which(_SANITIZER), *map(str, sorted(Path("/usr/local").glob(f"cuda*/bin/{_SANITIZER}")))]
+    return next((place for place in places if place is not None), None)
+
+
+def run_sanitized(device_name: str, seconds: float) -> dict[str, Any]:
+    """The same under compute-sanitizer: ``wrong`` has what it found; ``unchecked`` why it could not look."""
+    program = sanitizer()
+    if program is None:
+        raise ArgumentError(f"{_SANITIZER} is not installed: it is part of the CUDA toolkit")
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        command = [
+            program, "--tool", "memcheck", "--report-api-errors", "no", "--target-processes", "all",
+            "--error-exitcode", str(_FOUND), "--log-file", str(log),
+            sys.executable, "-m", "benchmarks.gpu_suite.child", "smoke", json.dumps({"device_name": device_name}),
+            os.devnull,
+        ]  # fmt: skip
+        try:
+            status: int | None = subprocess.run(command, timeout=seconds).returncode
+        except subprocess.TimeoutExpired:
+            status = None
+        said = log.read_text(errors="replace") if log.exists() else ""
+    print(said, flush=True)
+    return judged(status, said, seconds)
+
+
+def judged(status: int | None, said: str, seconds: float) -> dict[str, Any]:
+    """What the exit status (None: not ended) and the words of compute-sanitizer come to."""
+    if status is None:
+        return {"unchecked": f"not ended within {seconds:g} s", "wrong": []}
+    summary = _ERRORS.findall(said)
+    if not summary:
+        lines = [line.strip("= ") for line in said.splitlines() if "rror" in line]
+        return {"unchecked": lines[0] if lines else f"it ended with {status} and no summary", "wrong": []}
+    errors = int(summary[-1])
+    if errors == 0 and status != 0:  # without it the same program has just run well: the tool's own trouble
+        return {"unchecked": f"what it ran ended with {status}; the log has why", "wrong": []}
+    return {"errors": errors, "wrong": [f"{errors} errors; the log has them"] if errors else []}

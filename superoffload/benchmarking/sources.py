@@ -1,0 +1,44 @@
+"""Which code a measurement was made with: a digest of the files that it depends on, also where there is no git."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ("superoffload", "csrc", "setup.py")
+_SUFFIXES = frozenset({".py", ".pyi", ".cpp", ".h", ".inl", ".cu", ".cuh", ".txt"})
+_APART = ("csrc/tests/", "superoffload/plan/", "superoffload/doctor/", "superoffload/reporting/")  # of no result
+_DIGITS = 16
+
+
+def digest_of(parts: Iterable[str] = PACKAGE) -> str:
+    """The digest of the sources below ``parts``: folders and files, relative to the folder that holds the package.
+
+    A part that is missing counts as absent; an installed package has no csrc, and its compiled library counts instead.
+    """
+    return _digest(tuple(parts), ROOT)
+
+
+@cache
+def _digest(parts: tuple[str, ...], root: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(_files(parts, root)):
+        contents = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()}\0{len(contents)}\0".encode())
+        digest.update(contents)
+    return digest.hexdigest()[:_DIGITS]
+
+
+def _files(parts: Sequence[str], root: Path) -> Iterator[Path]:
+    compiled = not (root / "csrc").is_dir()
+    for part in parts:
+        folder = root / part
+        if folder.is_file():
+            yield folder
+        for path in folder.rglob("*"):
+            counts = path.suffix in _SUFFIXES or (compiled and path.match("_native.*.so"))
+            if counts and not path.relative_to(root).as_posix().startswith(_APART):
+                yield path
