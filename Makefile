@@ -2,6 +2,7 @@
 #
 #   make demo     trains a language model on real text, verifies the promise, draws the report
 #   make test     the whole test suite
+#   make check    the quick part, for every change: lint, types, tests of one process, native tests; some 3 minutes
 #   make docs     the documentation site, in build/site; a broken link fails
 #   make help     the other targets
 #
@@ -27,10 +28,15 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-load
 NATIVE = $(MAKE) --no-print-directory -f csrc/tests/Makefile
 NATIVE_TESTS = $(NATIVE) -j$(JOBS)
 OLD_DEEPSPEED := build/deepspeed-0.18.0
-SVE_BYTES := 16 32 64
+SVE_BYTES := 32 64
 emulated_cpu = -cpu max,sve-default-vector-length=$(1)
-TARGETS := demo test docs build lint types format native-test sanitize arm-test arm-python-test old-cpu-test grace cuda-kernels \
-    old-deepspeed-test fresh-clone-test clean
+# The tests of `make check`: without ranks, training or programs of their own. pytest refuses a file that is gone.
+CHECKED := adamw adamw_gradients adamw_parameters bits bucket_states clipping_by_hand core_fates core_landing cpu_adamw \
+    cuda_link cuda_parameters cuda_streams delivery delivery_readers docs float_environment injection journal kernels masters \
+    metrics packaging placement plan public_names recorded_figures reference safetensors saving schedule timeline two_phase \
+    unknown_arguments verdict worker_faults
+TARGETS := demo test check docs build lint types format native-test clang-test sanitize arm-test arm-python-test \
+    old-cpu-test grace cuda-kernels old-deepspeed-test fresh-clone-test gpu-extension clean
 
 .DEFAULT_GOAL := help
 .PHONY: help FORCE $(TARGETS)
@@ -40,7 +46,7 @@ help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 	@echo "Targets: $(TARGETS)"
 
-# ---- what everybody runs --------------------------------------------------------------------------------------------
+# ---- the commands of README --------------------------------------------------------------------------------------------
 
 demo: $(VENV)/.demo-ready
 	$(BIN)/superoffload train --out $(RUNS)/train
@@ -51,6 +57,9 @@ demo: $(VENV)/.demo-ready
 
 test: $(VENV)/.test-ready
 	$(PYTEST) $(PYTEST_ARGS)
+
+check: lint types native-test $(VENV)/.test-ready
+	$(PYTEST) $(CHECKED:%=tests/test_%.py)
 
 docs: $(VENV)/.docs-requirements
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -88,6 +97,13 @@ $(VENV)/.test-ready: $(VENV)/.test-requirements $(VENV)/.built
 
 build: $(VENV)/.built
 
+# The extension for another machine's Python, PYTHON=python3.12 say, with nothing but what a build needs: in build/gpu.
+gpu-extension:
+	$(PYTHON) -m venv --clear build/gpu-venv
+	build/gpu-venv/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+	    $$(grep -E '^(setuptools|pybind11)==' requirements/demo.txt)
+	build/gpu-venv/bin/python -m benchmarks.extension
+
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 lint: $(VENV)/.test-requirements
@@ -103,33 +119,44 @@ format: $(VENV)/.test-requirements
 types: $(VENV)/.test-requirements
 	$(BIN)/mypy
 
-# The kernels and the worker pool without Python, warnings being errors; then whether the sets keep to themselves.
-native-test:
-	$(NATIVE_TESTS) check
-	$(NATIVE_TESTS) isolation
+# The extension's own objects without Python; then whether the instruction sets keep to themselves.
+native-test: $(VENV)/.built
+	$(NATIVE_TESTS) check VARIANT=shipped
+	$(NATIVE_TESTS) isolation VARIANT=shipped
+
+# The same, compiled by clang, whose warnings are errors here.
+CLANG ?= clang++-19
+clang-test:
+	$(NATIVE_TESTS) check CXX=$(CLANG)
+	$(NATIVE_TESTS) isolation CXX=$(CLANG)
 
 # AddressSanitizer and UBSan over everything, ThreadSanitizer over what threads share.
 sanitize:
 	$(NATIVE_TESTS) check VARIANT=asan
 	$(NATIVE_TESTS) check VARIANT=tsan
 
-# Cross-compiled and emulated. Then one battery on every set of both architectures, SVE at 128, 256 and 512 bits: the
-# digests must be the same. Needs g++-aarch64-linux-gnu and qemu-user-static.
-arm-test:
+# Cross-compiled and emulated. Then one battery on every set of both architectures, SVE at 128 bits (Grace's) with every
+# length from 0 to 4096, at 256 and 512 bits with some of them: the digests must be the same. Needs
+# g++-aarch64-linux-gnu and qemu-user-static.
+arm-test: $(VENV)/.built
 	$(NATIVE_TESTS) isolation MACHINE=aarch64
 	$(NATIVE_TESTS) check MACHINE=aarch64 EMULATOR_FLAGS="$(call emulated_cpu,16)"
-	$(NATIVE_TESTS) all
-	$(MAKE) --no-print-directory -j$(JOBS) $(SVE_BYTES:%=build/digests/sve-%) build/digests/host
-	for bytes in $(SVE_BYTES); do diff build/digests/host build/digests/sve-$$bytes || exit 1; done
-	@cat build/digests/host
-	@echo "equal on this machine and on ARM, SVE vectors of $(SVE_BYTES) bytes"
+	$(NATIVE_TESTS) all VARIANT=shipped
+	$(MAKE) --no-print-directory -j$(JOBS) build/digests/full-16 build/digests/full-host \
+	    $(SVE_BYTES:%=build/digests/short-%) build/digests/short-host
+	diff build/digests/full-host build/digests/full-16
+	for bytes in $(SVE_BYTES); do diff build/digests/short-host build/digests/short-$$bytes || exit 1; done
+	@cat build/digests/full-host
+	@echo "equal on this machine and on ARM: SVE vectors of 16 bytes at every length, of $(SVE_BYTES) at some"
 
-build/digests/host: FORCE
+digests = $(NATIVE) --silent battery $(if $(filter host,$(1)),VARIANT=shipped,\
+    MACHINE=aarch64 EMULATOR_FLAGS="$(call emulated_cpu,$(1))")
+build/digests/full-%: FORCE
 	@mkdir -p $(@D)
-	$(NATIVE) --silent battery BATTERY_FLAGS=--full > $@
-build/digests/sve-%: FORCE
+	$(call digests,$*) BATTERY_FLAGS=--full > $@
+build/digests/short-%: FORCE
 	@mkdir -p $(@D)
-	$(NATIVE) --silent battery MACHINE=aarch64 EMULATOR_FLAGS="$(call emulated_cpu,$*)" BATTERY_FLAGS=--full > $@
+	$(call digests,$*) > $@
 
 # The extension itself under an ARM Python: exits 75 where it cannot be had.
 arm-python-test: $(VENV)/.demo-requirements
@@ -149,8 +176,8 @@ build/cuda/sm_%.cubin: $(wildcard csrc/cuda/*.cu csrc/cuda/*.cuh csrc/cuda/optio
 	    --ptxas-options=--warning-as-error,--warn-on-spills,--warn-on-local-memory-usage csrc/cuda/kernels.cu -o $@
 
 # The same binary on a CPU without AVX: it must choose the scalar set and not meet an unknown instruction.
-old-cpu-test:
-	$(NATIVE_TESTS) check MACHINE=x86_64 EMULATOR=qemu-x86_64-static EMULATOR_FLAGS="-cpu Nehalem"
+old-cpu-test: $(VENV)/.built
+	$(NATIVE_TESTS) check VARIANT=shipped MACHINE=x86_64 EMULATOR=qemu-x86_64-static EMULATOR_FLAGS="-cpu Nehalem"
 
 # The oldest DeepSpeed that the adapter knows, in front of the newest one, which the tests have.
 old-deepspeed-test: $(OLD_DEEPSPEED)/.installed $(VENV)/.test-ready

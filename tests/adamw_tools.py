@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from superoffload import AdamW
 from superoffload.schedule import MODES
 from tests.core_tools import COUNTERS
+from tests.quick_python import QuickPython
 
 torch.set_num_threads(1)  # of torch's own: these models are too small for more, and idle ones would spin
 
@@ -169,9 +171,15 @@ def pair(**options: Any) -> Iterator[tuple[nn.Module, AdamW, nn.Module, AdamW]]:
 
 def run_python(script: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """In a process of its own, which must say nothing to standard error."""
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=timeout, env=environment, check=False
-    )
+    done = python().run(["-c", script], timeout=timeout)
     assert not done.stderr, done.stderr
     return done
+
+
+@cache
+def python() -> QuickPython:
+    """An optimizer loads torch._dynamo, which takes longer than most scripts. Ours is not loaded before a script asks
+    for it, since some look at what ends first."""
+    server = QuickPython(["torch", "torch._dynamo"], {**os.environ, "PYTHONPATH": os.getcwd()})
+    atexit.register(server.close)
+    return server

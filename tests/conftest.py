@@ -12,6 +12,8 @@ import pytest
 
 # Before torch is loaded: its OpenMP threads would otherwise spin on the cores that worker threads need.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# torch.compile would start processes that load torch, to compile a handful of small functions.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # A shell starts programs in the background with Ctrl-C ignored; the tests that send it would wait for nothing.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -27,6 +27,7 @@ from tests.adamw_tools import (
     check_counters,
     model_of,
     pair,
+    python,
     run_python,
     train,
     weights,
@@ -370,9 +371,7 @@ for index in range(6):
     if index % 2:
         kept[-1].close, kept[-1].__class__.__del__ = bad, lambda self: None
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = python().run(["-c", script, str(tmp_path)])
     assert "ValueError: as told" in done.stderr
     for index in (0, 2, 4):
         json.loads((tmp_path / f"{index}.json").read_text())

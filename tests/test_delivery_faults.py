@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from typing import Any
 from unittest import mock
 
@@ -14,6 +11,7 @@ import torch
 
 from superoffload.errors import StateError, WorkerError
 from superoffload.link import HostLink
+from tests.adamw_tools import run_python
 from tests.delivery_tools import in_flight, loss_of, made, odd, pending, plain_step
 
 
@@ -117,11 +115,6 @@ for ending in (lambda: sys.exit(3), lambda: quietly(ValueError()), lambda: quiet
 
 def test_processes_with_pending_work_end() -> None:
     """By sys.exit, by an error, by Ctrl-C, at their end; a forked child is told what it lacks, its parent goes on."""
-    done = subprocess.run(
-        [sys.executable, "-c", LEAVING],
-        capture_output=True, text=True, timeout=200, env={**os.environ, "PYTHONPATH": os.getcwd()}, check=False,
-    )  # fmt: skip
-    assert not done.stderr, done.stderr
-    codes = done.stdout.split()
+    codes = run_python(LEAVING, timeout=200).stdout.split()
     assert codes[::2] == ["3", "1", str(-signal.SIGINT), "0"]
     assert set(codes[1::2]) == {"True"}

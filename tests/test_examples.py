@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 import os
@@ -11,12 +10,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.compatibility import compat
+from tests.quick_python import QuickPython
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {
@@ -32,16 +34,31 @@ TORCHRUN = ["-m", "torch.distributed.run", "--master-port", "0", "--rdzv-backend
 
 
 def needs(*modules: str) -> pytest.MarkDecorator:
-    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    missing = [module for module in modules if find_spec(module) is None]
     return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}: pip install {' '.join(missing)}")
 
 
 def run(*command: str) -> str:
-    found = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=240, cwd=ROOT / "examples", env=ENVIRONMENT
-    )
+    folder = str(ROOT / "examples")
+    if command[0] == "-m":
+        arguments = [sys.executable, *command]
+        found = subprocess.run(arguments, capture_output=True, text=True, timeout=240, cwd=folder, env=ENVIRONMENT)
+    else:
+        found = python().run(command, cwd=folder, timeout=240)
     assert found.returncode == 0, found.stderr[-5000:]
     return found.stdout
+
+
+@cache
+def python() -> QuickPython:
+    """Loading transformers takes longer than most of the examples."""
+    return QuickPython(["torch._dynamo", *(["transformers.trainer"] if find_spec("transformers") else [])], ENVIRONMENT)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _closing() -> Iterator[None]:
+    yield
+    python().close()
 
 
 @pytest.fixture(scope="module")

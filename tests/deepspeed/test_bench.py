@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from superoffload.benchmarking.deepspeed_report import holds, line, rows_of
 from superoffload.cli.bench_deepspeed import add_parser, run
 from superoffload.errors import ArgumentError
 from tests.deepspeed import upstream
-from tests.deepspeed.ranks import Ranks
+from tests.deepspeed.ranks import QUICK_KERNELS, Ranks
 from tests.deepspeed.test_stock_kernel import kernel  # noqa: F401  (stock steps with DeepSpeed's kernel)
 
 
@@ -34,9 +35,10 @@ def bench(*arguments: str) -> int:
     return run(args)
 
 
-@pytest.mark.timeout(600)  # in a new clone DeepSpeed compiles two kernels first, beside other tests
+@pytest.mark.timeout(600)  # in a new clone DeepSpeed compiles its Adam first, beside other tests
 @pytest.mark.usefixtures("kernel")
-def test_rows(tmp_path: Path) -> None:
+def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", QUICK_KERNELS, prepend=os.pathsep)
     json_path, plot_path = tmp_path / "rows.json", tmp_path / "rows.png"
     small = ("--width", "32", "--layers", "2", "--tokens", "16", "--rounds", "2", "--steps", "2")
     outputs = ("--json", str(json_path), "--plot", str(plot_path))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.compatibility import compat
+from tests.deepspeed.ranks import QUICK_KERNELS
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
@@ -23,7 +24,7 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "TOKENIZERS_PARALLELISM": "false",
     "LOCAL_SIZE": "1",  # of devices, as without it; DeepSpeed would run numactl to count them in every reduction
-    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+    "PYTHONPATH": os.pathsep.join([str(ROOT), QUICK_KERNELS, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
 }
 RUN = [sys.executable, "-m", "superoffload", "run", "--"]
 
