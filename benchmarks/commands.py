@@ -92,6 +92,9 @@ def prepare(args: argparse.Namespace, log: Path, *, builds: bool) -> str | None:
             file.write(f"{text}\n")
             file.flush()
     say(machine.brief())
+    threads = os.environ.pop("OMP_NUM_THREADS", None)
+    if threads is not None:  # of the image, say; it would bound our worker threads
+        say(f"OMP_NUM_THREADS={threads} is in the environment; the measurements go without it")
     if args.wheels:
         _install(Path(args.wheels), log)
     if not builds:

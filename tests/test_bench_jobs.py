@@ -21,6 +21,7 @@ from superoffload.benchmarking import jobs as jobs_module
 from superoffload.benchmarking import sources
 from superoffload.benchmarking.jobs import (
     DONE,
+    ENDS_VARIABLE,
     FAILED,
     NOT_HERE,
     RESULT_PATH,
@@ -322,3 +323,18 @@ def test_two_calls_at_a_time_in_one_folder_are_refused(bench: Bench) -> None:
 def test_two_jobs_of_one_name_are_refused(bench: Bench) -> None:
     with pytest.raises(ArgumentError, match="one is there twice"):
         bench.run(bench.job("one"), bench.job("one"))
+
+
+def test_a_job_is_told_when_it_will_be_ended(tmp_path: Path) -> None:
+    """By the call's own limit where that comes first."""
+    code = f"import json, os, sys; json.dump(float(os.environ['{ENDS_VARIABLE}']), open(sys.argv[1], 'w'))"
+    jobs = [
+        Job(f"{seconds:g} s", [sys.executable, "-S", "-c", code, RESULT_PATH], {}, seconds, needs=5.0)
+        for seconds in (20.0, 90.0)
+    ]
+    results = Results(tmp_path, "merged.json")
+    began = time.monotonic()
+    assert run_jobs(jobs, results, 50.0, print) == []
+    took = time.monotonic() - began
+    short, long = (row["result"] - began for row in results.rows(jobs))
+    assert 20.0 <= short <= 20.0 + took and 50.0 <= long <= 50.0 + took

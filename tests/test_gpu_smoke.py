@@ -60,6 +60,18 @@ def test_smoke_is_not_content_with_a_link_that_has_given_something_up() -> None:
         ),
         (1, "========= ERROR SUMMARY: 0 errors", [], "what it ran ended with 1; the log has why"),
         (1, "========= Error: Device not supported.", [], "Error: Device not supported."),
+        (
+            99,
+            "========= Error: Device not supported.\n========= ERROR SUMMARY: 1 error",
+            [],
+            "Device not supported; the log has all of it",
+        ),
+        (
+            99,
+            "========= Internal Sanitizer Error\n========= Invalid read\n========= ERROR SUMMARY: 2 errors",
+            ["2 errors; the log has them"],
+            None,
+        ),
         (127, "", [], "it ended with 127 and no summary"),
         (None, "", [], "not ended within 120 s"),
     ],
@@ -118,3 +130,12 @@ def test_a_broken_wheel_costs_only_itself(
     site, before = os.environ["PYTHONPATH"].split(os.pathsep)
     assert before == "/before" and Path(site, "whole.py").is_file() and sys.path[0] == site
     assert "MemTotal" in (tmp_path / "log").read_text(), "what the machine is"
+
+
+def test_threads_of_an_image_do_not_bound_what_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    args = parse(["--device", "cpu", "--toy", "--out", str(tmp_path / "out")])
+    assert commands.prepare(args, tmp_path / "log", builds=False) is None
+    assert "OMP_NUM_THREADS" not in os.environ and "OMP_NUM_THREADS=1" in capsys.readouterr().out

@@ -33,7 +33,7 @@ from benchmarks.gpu_suite.devices import Device
 from benchmarks.gpu_suite.pack_kernel import PackKernel
 from benchmarks.gpu_suite.settings import ALWAYS_CLIPS, FULL, TOY, TrainRow, parameters_of, train_row
 from benchmarks.gpu_suite.training import build
-from superoffload.benchmarking.jobs import LEFT, Job, check_keys
+from superoffload.benchmarking.jobs import ENDS_VARIABLE, LEFT, Job, check_keys
 from superoffload.cuda import fallback, geometry
 from superoffload.environment import DEVICE_TIMEOUT
 from superoffload.errors import ArgumentError
@@ -121,10 +121,10 @@ def test_deepspeed_compiles_its_kernel_before_its_rows(monkeypatch: pytest.Monke
 
 
 def test_a_row_that_takes_long_has_fewer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(training.SECONDS_VARIABLE, "0.001")
+    monkeypatch.setenv(ENDS_VARIABLE, "0.001")
     row = replace(train_row(OURS, "cpu", TOY, 64, False), blocks=4)
     assert len(training.measure(row)["seconds"]) == 2
-    monkeypatch.setenv(training.SECONDS_VARIABLE, "1e9")
+    monkeypatch.setenv(ENDS_VARIABLE, "1e9")
     assert len(training.measure(row)["seconds"]) == 4
 
 

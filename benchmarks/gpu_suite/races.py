@@ -69,9 +69,11 @@ def _deterministic() -> Iterator[None]:
     """The gradients must not depend on the order in which the device happens to work."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        yield
-    torch.use_deterministic_algorithms(False)
+    try:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def _train(device: Device, variant: Variant, seed: int | None, steps: int) -> str:

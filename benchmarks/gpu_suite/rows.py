@@ -25,7 +25,6 @@ from benchmarks.gpu_suite.contestants import (
 )
 from benchmarks.gpu_suite.settings import Size, train_row
 from benchmarks.gpu_suite.smoke import sanitizer
-from benchmarks.gpu_suite.training import SECONDS_VARIABLE
 from superoffload.benchmarking.jobs import RESULT_PATH, Job
 from superoffload.benchmarking.sources import PACKAGE
 from superoffload.environment import DEVICE_TIMEOUT, TRANSFER
@@ -248,7 +247,7 @@ def _train_job(plan: Plan, name: str, tokens: int, *, capped: bool) -> Job:
         child("train", values),
         {"what": "train", **values},
         plan.row_seconds,
-        {**_environment(), SECONDS_VARIABLE: f"{plan.row_seconds:g}"},
+        _environment(),
         entry.absent(plan.device),
         sources=_OUR_SOURCES if entry.kind == "ours" else _PEER_SOURCES,
         needs=plan.row_seconds / 2,

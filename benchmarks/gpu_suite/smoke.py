@@ -26,6 +26,8 @@ WAYS = {"flag": True, "event": False}  # how the host notices an arrival: CudaOp
 _SANITIZER = "compute-sanitizer"
 _FOUND = 99  # its exit status where it has found an error
 _ERRORS = re.compile(r"ERROR SUMMARY: (\d+) errors?")
+_OWN_TROUBLE = re.compile(r"Device not supported|Internal Sanitizer Error")
+_REPORT = re.compile(r"Invalid|Misaligned|Uninitialized|Leaked|Program hit")
 
 
 def run_smoke(device_name: str) -> dict[str, Any]:
@@ -123,6 +125,9 @@ def judged(status: int | None, said: str, seconds: float) -> dict[str, Any]:
     if not summary:
         lines = [line.strip("= ") for line in said.splitlines() if "rror" in line]
         return {"unchecked": lines[0] if lines else f"it ended with {status} and no summary", "wrong": []}
+    trouble = _OWN_TROUBLE.search(said)
+    if trouble and not _REPORT.search(said):
+        return {"unchecked": f"{trouble[0]}; the log has all of it", "wrong": []}
     errors = int(summary[-1])
     if errors == 0 and status != 0:  # without it the same program has just run well: the tool's own trouble
         return {"unchecked": f"what it ran ended with {status}; the log has why", "wrong": []}

@@ -14,6 +14,7 @@ from torch import Tensor
 from benchmarks.gpu_suite.contestants import CONTESTANTS, Contestant, Plain
 from benchmarks.gpu_suite.devices import Device, open_device
 from benchmarks.gpu_suite.settings import TrainRow
+from superoffload.benchmarking.jobs import ENDS_VARIABLE
 from superoffload.training.batches import BatchSource
 from superoffload.training.config import ModelConfig
 from superoffload.training.corpus import load_corpus
@@ -40,13 +41,12 @@ _COUNTED = frozenset(
 )
 
 
-SECONDS_VARIABLE = "GPU_SUITE_ROW_SECONDS"  # in the environment: after which this process is ended
-_BEGAN = time.monotonic()
-_LEAST_BLOCKS, _SHARE = 2, 0.7
+_LEAST_BLOCKS, _ENDING_SECONDS = 2, 10.0
 
 
-def _limit() -> float:
-    return float(os.environ.get(SECONDS_VARIABLE, "inf"))
+def _seconds_left() -> float:
+    """Until this process is ended from outside."""
+    return float(os.environ.get(ENDS_VARIABLE, "inf")) - time.monotonic()
 
 
 def measure(row: TrainRow) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _timed(contestant: Contestant, row: TrainRow, device: Device) -> dict[str, A
     for _ in range(row.blocks):
         seconds.append(_block(contestant, [batches.next() for _ in range(row.steps)], device, losses))
         device.sample()  # not between steps: it costs time
-        if len(seconds) >= _LEAST_BLOCKS and time.monotonic() - _BEGAN > _SHARE * _limit():
+        if len(seconds) >= _LEAST_BLOCKS and _seconds_left() < 2 * max(seconds) * row.steps + _ENDING_SECONDS:
             break  # fewer blocks are a result, and a row that is ended is none
     contestant.settle()
     device.catch_up()

@@ -38,6 +38,7 @@ Progress = Callable[[str], None]
 DONE, FAILED, TIMED_OUT, NOT_HERE = "done", "failed", "timed out", "not here"
 LEFT = 3  # exit status
 RESULT_PATH = "{result}"  # in a command: where it has to write its JSON
+ENDS_VARIABLE = "BENCHMARK_JOB_ENDS"  # in a job's environment: when it is ended, by the monotonic clock
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _PYTHON = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}  # a job that is ended has printed what it could
@@ -231,8 +232,8 @@ def _run(job: Job, results: Results, remaining: float, scratch: Path, shared: Ma
     result_path.unlink(missing_ok=True)
     command = [str(result_path) if part == RESULT_PATH else part for part in job.command]
     seconds = min(job.seconds, remaining)
-    environment = {**os.environ, **_PYTHON, **shared, **job.environment}
     began = time.monotonic()
+    environment = {**os.environ, **_PYTHON, **shared, **job.environment, ENDS_VARIABLE: str(began + seconds)}
     with naming_write_errors(results.log):
         status, output = _logged(job.key, command, environment, results.log, seconds)
     took = time.monotonic() - began

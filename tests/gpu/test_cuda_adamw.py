@@ -200,7 +200,8 @@ def test_a_full_gpu_is_survived() -> None:
             continue
     try:
         backward(model, 1)
-    except torch.cuda.OutOfMemoryError:
+    except RuntimeError as error:  # the allocator's, or the driver's own
+        assert "out of memory" in str(error).lower()
         optimizer.zero_grad()
         assert optimizer.state_digests() == before
     taken.clear()
@@ -231,7 +232,7 @@ def test_memory_that_cannot_be_pinned_changes_no_bit(monkeypatch: pytest.MonkeyP
 @gpu
 def test_parameters_on_several_devices_are_refused() -> None:
     params = [nn.Parameter(torch.zeros(8, device="cuda")), nn.Parameter(torch.zeros(8))]
-    with pytest.raises(ArgumentError, match=r"params'\]\[1\]: on cpu, while parameters before it are on cuda"):
+    with pytest.raises(ArgumentError, match=r"parameter 1 of param_groups\[0\]: on cpu, while"):
         AdamW(params)
 
 
