@@ -135,22 +135,24 @@ sanitize:
 	$(NATIVE_TESTS) check VARIANT=asan
 	$(NATIVE_TESTS) check VARIANT=tsan
 
-# Cross-compiled and emulated. Then one battery on every set of both architectures, SVE at 128 bits (Grace's) with every
-# length from 0 to 4096, at 256 and 512 bits with some of them: the digests must be the same. Needs
-# g++-aarch64-linux-gnu and qemu-user-static.
+# Cross-compiled and emulated. Then one battery on every set of both architectures, SVE at 128 bits (Grace's) with many
+# lengths, at 256 and 512 bits with some of them: the digests must be the same. Needs g++-aarch64-linux-gnu and
+# qemu-user-static. ARM_VARIANT=shipped: with the objects that arm-python-test has just built.
+ARM_VARIANT ?= plain
+ARM := MACHINE=aarch64 VARIANT=$(ARM_VARIANT)
 arm-test: $(VENV)/.built
-	$(NATIVE_TESTS) isolation MACHINE=aarch64
-	$(NATIVE_TESTS) check MACHINE=aarch64 EMULATOR_FLAGS="$(call emulated_cpu,16)"
+	$(NATIVE_TESTS) isolation $(ARM)
+	$(NATIVE_TESTS) check $(ARM) EMULATOR_FLAGS="$(call emulated_cpu,16)"
 	$(NATIVE_TESTS) all VARIANT=shipped
 	$(MAKE) --no-print-directory -j$(JOBS) build/digests/full-16 build/digests/full-host \
 	    $(SVE_BYTES:%=build/digests/short-%) build/digests/short-host
 	diff build/digests/full-host build/digests/full-16
 	for bytes in $(SVE_BYTES); do diff build/digests/short-host build/digests/short-$$bytes || exit 1; done
 	@cat build/digests/full-host
-	@echo "equal on this machine and on ARM: SVE vectors of 16 bytes at every length, of $(SVE_BYTES) at some"
+	@echo "equal on this machine and on ARM: SVE vectors of 16 bytes at many lengths, of $(SVE_BYTES) at some"
 
 digests = $(NATIVE) --silent battery $(if $(filter host,$(1)),VARIANT=shipped,\
-    MACHINE=aarch64 EMULATOR_FLAGS="$(call emulated_cpu,$(1))")
+    $(ARM) EMULATOR_FLAGS="$(call emulated_cpu,$(1))")
 build/digests/full-%: FORCE
 	@mkdir -p $(@D)
 	$(call digests,$*) BATTERY_FLAGS=--full > $@
@@ -177,7 +179,8 @@ build/cuda/sm_%.cubin: $(wildcard csrc/cuda/*.cu csrc/cuda/*.cuh csrc/cuda/optio
 
 # The same binary on a CPU without AVX: it must choose the scalar set and not meet an unknown instruction.
 old-cpu-test: $(VENV)/.built
-	$(NATIVE_TESTS) check VARIANT=shipped MACHINE=x86_64 EMULATOR=qemu-x86_64-static EMULATOR_FLAGS="-cpu Nehalem"
+	$(NATIVE_TESTS) kernels VARIANT=shipped MACHINE=x86_64 EMULATOR=qemu-x86_64-static EMULATOR_FLAGS="-cpu Nehalem" \
+	    KERNEL_TESTS=every_combination
 
 # The oldest DeepSpeed that the adapter knows, in front of the newest one, which the tests have.
 old-deepspeed-test: $(OLD_DEEPSPEED)/.installed $(VENV)/.test-ready

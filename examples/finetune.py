@@ -160,6 +160,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--speculation", default="adaptive")
     parser.add_argument("--trainer", action="store_true")
+    parser.add_argument("--held-out", type=int, default=100, help="pairs that recall is measured on")
     args = parser.parse_args()
 
     torch.manual_seed(1)
@@ -169,8 +170,8 @@ def main() -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    data = pairs(100 + args.steps * args.batch)
-    held_out, data = data[:100], data[100:]
+    data = pairs(args.held_out + args.steps * args.batch)
+    held_out, data = data[: args.held_out], data[args.held_out :]
     before = recall(model, collate, held_out)
     optimizer, losses = (by_trainer if args.trainer else plainly)(model, data, collate, args)
     after = recall(model, collate, held_out)

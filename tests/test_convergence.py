@@ -1,4 +1,4 @@
-"""Several ranks converge as one process does, and a fault that would stop them is noticed: 120 real steps."""
+"""Several ranks converge as one process does, and a fault that would stop them is noticed: 80 real steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.rank_tools import pool, side_by_side
 pytestmark = pytest.mark.convergence
 
 # Long after the last trouble and the last late clip, and long enough to learn; `verify` trains for 200 steps.
-REAL = Setup(steps=120)
+REAL = Setup(steps=80)
 # As many rows in a backward on four ranks as on two with their micro-batches: half the time, the same global batch.
 FOUR = replace(REAL, micro_batches=1)
 # In fp32 the order of summation changes next to nothing, so that even one bucket stepped twice in one step stands out.

@@ -113,14 +113,14 @@ def losses(output: str) -> list[float]:
     return [float(value) for value in re.findall(r"loss (?:[\d.]+ -> )?([\d.]+)", output)]
 
 
-PLAIN = ("plain.py", "--text", "{text}", "--out", "{out}", "--steps", "30", "--save-steps", "10")
+PLAIN = ("plain.py", "--text", "{text}", "--out", "{out}", "--steps", "15", "--save-steps", "5")
 FSDP2 = (*TORCHRUN, "--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node")
 FINETUNE = ("finetune.py", "--out", "{out}", "--steps", "8", "--batch", "12")
 # The longest first.
 SCRIPTS: dict[str, tuple[str, ...]] = {
     "finetune": (*FINETUNE, "--speculation", "always"),
     "finetune by trainer": (*FINETUNE, "--speculation", "never", "--trainer"),
-    "finetune in bfloat16": (*FINETUNE, "--dtype", "bfloat16", "--steps", "2", "--batch", "4"),
+    "finetune in bfloat16": (*FINETUNE, "--dtype", "bfloat16", "--steps", "2", "--batch", "4", "--held-out", "8"),
     "fsdp2": (*FSDP2, "2", "fsdp2.py", "--text", "{text}", "--out", "{out}", "--steps", "12", "--save-steps", "6"),
     "plain": PLAIN,
     "trainer": ("trainer.py", "--text", "{text}", "--out", "{out}", "--family", "gpt-oss", "--steps", "12"),
@@ -167,8 +167,8 @@ def test_plain(output: Script, text: str, folders: dict[str, Path]) -> None:
     straight, folder = output("plain"), folders["plain"]
     found = losses(straight)
     assert found[-1] < 0.8 * found[0]
-    assert sorted(path.name for path in folder.iterdir()) == ["step-20", "step-30"]
-    (folder / "step-30").rename(folder / "gone")
+    assert sorted(path.name for path in folder.iterdir()) == ["step-10", "step-15"]
+    (folder / "step-15").rename(folder / "gone")
     (folder / "gone" / "manifest.json").unlink()
     resumed = run(*(part.format(text=text, out=folder) for part in PLAIN), "--resume")
     assert resumed.splitlines()[-1].split("masters")[1] == straight.splitlines()[-1].split("masters")[1]

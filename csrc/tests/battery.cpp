@@ -5,7 +5,7 @@
 //
 //   battery [--isa NAME] [--full]
 //
-// Without --isa, every instruction set of this machine runs and all must agree. --full: every length from 0 to 4096.
+// Without --isa, every instruction set of this machine runs and all must agree. --full: many more lengths.
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
