@@ -76,7 +76,7 @@ class Rehearsal:
         self.fault: Fault = lambda what, values: None
         self.capsys = capsys
         monkeypatch.setattr(rows, "child", self._command)
-        monkeypatch.setattr(rows, "tests_command", lambda marked: self._command("tests", {}))
+        monkeypatch.setattr(rows, "tests_command", lambda *options: self._command("tests", {}))
 
     def _command(self, what: str, values: dict[str, Any]) -> list[str]:
         fault = self.fault(what, values)
@@ -217,9 +217,9 @@ def test_a_failed_test_keeps_all_it_said(rehearsal: Rehearsal) -> None:
 
 def test_a_job_that_hangs_is_ended_and_shows_where_it_was(rehearsal: Rehearsal) -> None:
     rehearsal.fault = on("train", "hangs", OURS)
-    status, printed = rehearsal.call("--row-limit", "2")
+    status, printed = rehearsal.call("--row-limit", "10")
     row = rehearsal.stored()[f"64 tokens, {OURS}"]
-    assert (status, row["status"]) == (1, "timed out") and "not ended within 2 s" in printed
+    assert (status, row["status"]) == (1, "timed out") and "not ended within 10 s" in printed
     assert "Current thread" in row["output"] and f"working on train {OURS}" in row["output"]
 
 

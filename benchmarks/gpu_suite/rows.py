@@ -54,6 +54,7 @@ _OUR_SOURCES = (
     *_suite_files("given_gradients", "machine_rows", "pack_kernel", "races", "smoke"),
 )
 _TEST_SOURCES = (*_OUR_SOURCES, "tests/gpu", "tests/conftest.py")
+_TESTS_WITHOUT_A_GPU = "gets_the_gradients or kept_gradients"  # that tests run; `make test` has all of them
 _DEVICE_SECONDS = 45.0  # after which our link gives a device up: before any job's own time is over
 
 
@@ -134,8 +135,8 @@ def _once(jobs: Sequence[Job]) -> list[Job]:
     return list({job.key: job for job in jobs}.values())
 
 
-def tests_command(marked: str) -> list[str]:
-    return [sys.executable, "-m", "benchmarks.gpu_suite.gpu_tests", "-m", marked]
+def tests_command(*options: str) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.gpu_suite.gpu_tests", *options]
 
 
 def child(what: str, values: dict[str, Any]) -> list[str]:
@@ -179,8 +180,9 @@ def _environment() -> dict[str, str]:
 
 def _tests(plan: Plan) -> Job:
     """In a worker process of their own where pytest-xdist is there: one that hangs or dies costs no other."""
-    command = tests_command("gpu" if plan.cuda else "not gpu")
-    settings = {"what": "tests", "device": plan.device}
+    options = ("-m", "gpu") if plan.cuda else ("-m", "not gpu", "-k", _TESTS_WITHOUT_A_GPU)
+    command = tests_command(*options)
+    settings = {"what": "tests", "device": plan.device, "options": options}
     return Job(
         TESTS, command, settings, 300.0, _environment(), keeps_output=True, sources=_TEST_SOURCES, needs=120.0,
         after=_after(plan),
