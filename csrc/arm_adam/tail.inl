@@ -1,0 +1,95 @@
+// What is left of a range after its last whole vector. Part of algorithm.inl.
+#pragma once
+
+#include "lanes_scalar.h"
+#include "vectors.inl"
+
+namespace superoffload::adam {
+namespace {
+
+// What is left of a range after its last whole vector, for the scalar lanes: a run of its own with an fp32 copy of the
+// gradient, which is exact, and an fp32 shadow. So one scalar loop serves every type of the two; with a loop for each,
+// half of what the compiler does for an instruction set would be for elements that hardly occur.
+struct Tail {
+    SUPEROFFLOAD_NOINLINE Tail(const Run& whole, Range range)
+        : run(whole), numel(range.end - range.begin), shadow_type_(whole.shadow_type), shadow_(whole.shadow) {
+        const std::size_t begin = range.begin;
+        run.master += begin;
+        run.exp_avg = static_cast<char*>(run.exp_avg) + begin * element_size(run.state_type);
+        run.exp_avg_sq = static_cast<char*>(run.exp_avg_sq) + begin * element_size(run.state_type);
+        run.journal.codes += run.journal.codes == nullptr ? 0 : begin * run.journal.width;
+        run.first_index += begin;
+        run.gradient = gradient_values_;
+        run.gradient_type = ElementType::f32;
+        with_element_type(whole.gradient_type, [&](auto type) {
+            for (std::size_t i = 0; i < numel; ++i) {
+                gradient_values_[i] = load_element<ScalarLanes, type.value>(whole.gradient, begin + i);
+            }
+        });
+        if (shadow_ == nullptr) return;
+        shadow_ = static_cast<char*>(shadow_) + begin * element_size(shadow_type_);
+        run.shadow = shadow_values_;
+        run.shadow_type = ElementType::f32;
+    }
+
+    SUPEROFFLOAD_NOINLINE void publish() const {
+        if (shadow_ == nullptr) return;
+        with_element_type(shadow_type_, [&](auto type) {
+            for (std::size_t i = 0; i < numel; ++i) {
+                store_element<ScalarLanes, type.value>(shadow_, i, shadow_values_[i]);
+            }
+        });
+    }
+
+    Run run;  // its element 0 is the first of the tail
+    std::size_t numel;
+
+   private:
+    ElementType shadow_type_;
+    void* shadow_;
+    float gradient_values_[kLongestVector];
+    float shadow_values_[kLongestVector];
+};
+
+template <typename T>
+using TailTypes = Types<ElementType::f32, ElementType::f32, T::state, T::l2>;
+
+template <typename T>
+SUPEROFFLOAD_NOINLINE void step_tail(const Run& run, Range range) {
+    Tail tail(run, range);
+    step_lanes<ScalarLanes, T>(tail.run, 0, tail.numel);
+    tail.publish();
+}
+
+template <typename T>
+SUPEROFFLOAD_NOINLINE void publish_tail(const Run& run, Range range) {
+    Tail tail(run, range);
+    publish_lanes<ScalarLanes, T>(tail.run, 0, tail.numel);
+    tail.publish();
+}
+
+// Elements of a tail count from its own start: that of its block lies before it, at minus something modulo 2^64.
+template <typename T, int width>
+SUPEROFFLOAD_NOINLINE void undo_tail(const Run& run, std::size_t block, Range range, EscapeCursor& escapes) {
+    Tail tail(run, range);
+    undo_lanes<ScalarLanes, T, width>(tail.run, block - range.begin, {0, tail.numel}, escapes);
+}
+
+template <typename T, int width>
+SUPEROFFLOAD_NOINLINE void replay_tail(const Run& run, const Scalars& scalars, std::size_t block, Range range,
+                                       EscapeCursor& escapes) {
+    Tail tail(run, range);
+    replay_lanes<ScalarLanes, T, width>(tail.run, scalars, block - range.begin, {0, tail.numel}, escapes);
+    tail.publish();
+}
+
+template <typename T, int width>
+SUPEROFFLOAD_NOINLINE void journal_tail(const Run& run, std::uint8_t* codes, std::size_t block, Range range,
+                                        BlockEscapes& escapes) {
+    Tail tail(run, range);
+    journal_lanes<ScalarLanes, T, width>(tail.run, codes, block - range.begin, {0, tail.numel}, escapes);
+    tail.publish();
+}
+
+}  // namespace
+}  // namespace superoffload::adam

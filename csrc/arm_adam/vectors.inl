@@ -1,0 +1,255 @@
+// Loops over the whole vectors of a range, for any lane type: step, journaled step, undo, replay, publish. Part of
+// algorithm.inl.
+#pragma once
+
+#include <cstdint>
+
+#include "arithmetic.inl"
+#include "journal.inl"
+#include "kernels.h"
+#include "types.inl"
+
+namespace superoffload::adam {
+namespace {
+
+// Asks for the state and gradient that a loop will need soon: the processor's own prefetchers stop at page borders, and
+// its window is too short to hide memory behind a square root and a division. May point past the end; nothing is read.
+template <typename L, typename T, std::size_t elements = L::kPrefetchAhead>
+SUPEROFFLOAD_INLINE void prefetch(const Run& run, std::size_t i) {
+    if constexpr (elements != 0) {
+        const auto ahead = [i](const void* array, std::size_t size) {
+            const auto address = reinterpret_cast<std::uintptr_t>(array) + (i + elements) * size;
+            __builtin_prefetch(reinterpret_cast<const void*>(address));
+        };
+        ahead(run.master, sizeof(float));
+        ahead(run.exp_avg, element_size(T::state));
+        ahead(run.exp_avg_sq, element_size(T::state));
+        ahead(run.gradient, element_size(T::gradient));
+    }
+}
+
+// Stores past the caches go to aligned addresses only. Ranges start at whole blocks, so the array's start decides.
+constexpr std::size_t kLine = 64;
+SUPEROFFLOAD_INLINE bool is_aligned(const void* array) { return reinterpret_cast<std::uintptr_t>(array) % kLine == 0; }
+SUPEROFFLOAD_INLINE bool stores_past_cache(const Run& run) { return run.past_cache && is_aligned(run.shadow); }
+
+// The step of one vector, in place: canonical values, as they are stored.
+template <typename L, typename T>
+SUPEROFFLOAD_INLINE void step_vector(const Scalars& s, std::uint32_t index, typename L::F gradient, typename L::F& p,
+                                     typename L::F& m, typename L::F& v) {
+    const auto g = effective_gradient<L, T::l2>(s, gradient, p);
+    next_moments<L, T::state>(s, m, v, g, second_increment<L>(s, g), index);
+    p = next_master<L, T::l2>(s, p, direction<L>(s, m, v));
+    make_canonical<L>(m, v, p);
+}
+
+// Every loop works on a copy of the run that no store can alias, so that its fields stay in registers.
+
+template <typename L, typename T>
+SUPEROFFLOAD_INLINE void step_lanes(const Run& shared, std::size_t begin, std::size_t end) {
+    const Run run = shared;
+    const bool past_cache = stores_past_cache(run);
+    for (std::size_t i = begin; i < end; i += L::width()) {
+        prefetch<L, T>(run, i);
+        auto p = L::load(run.master + i);
+        auto m = load_element<L, T::state>(run.exp_avg, i);
+        auto v = load_element<L, T::state>(run.exp_avg_sq, i);
+        step_vector<L, T>(run.frozen, run.index_of(i), load_element<L, T::gradient>(run.gradient, i), p, m, v);
+        store_element<L, T::state>(run.exp_avg, i, m);
+        store_element<L, T::state>(run.exp_avg_sq, i, v);
+        L::store(run.master + i, p);
+        if (run.shadow != nullptr) store_shadow<L, T::shadow>(run.shadow, i, p, past_cache);
+    }
+}
+
+template <typename L, typename T>
+SUPEROFFLOAD_INLINE void publish_lanes(const Run& shared, std::size_t begin, std::size_t end) {
+    const Run run = shared;
+    const bool past_cache = stores_past_cache(run);
+    for (std::size_t i = begin; i < end; i += L::width()) {
+        prefetch<L, T>(run, i);
+        auto p = L::load(run.master + i);
+        auto m = load_element<L, T::state>(run.exp_avg, i);
+        auto v = load_element<L, T::state>(run.exp_avg_sq, i);
+        step_vector<L, T>(run.frozen, run.index_of(i), load_element<L, T::gradient>(run.gradient, i), p, m, v);
+        store_shadow<L, T::shadow>(run.shadow, i, p, past_cache);
+    }
+}
+
+// Stores nothing past the caches: a vector's shadow is half a line, and it takes so long until the other half follows
+// that both are written out by themselves. `codes`: of the block.
+template <typename L, typename T, int width>
+SUPEROFFLOAD_INLINE void journal_lanes(const Run& shared, std::uint8_t* codes, std::size_t block, Range range,
+                                       BlockEscapes& escapes) {
+    const Run run = shared;
+    const Scalars& s = run.frozen;
+    for (std::size_t i = range.begin; i < range.end; i += L::width()) {
+        prefetch<L, T>(run, i);
+        const auto p = L::load(run.master + i);
+        const auto m = load_element<L, T::state>(run.exp_avg, i);
+        const auto v = load_element<L, T::state>(run.exp_avg_sq, i);
+        const auto g = effective_gradient<L, T::l2>(s, load_element<L, T::gradient>(run.gradient, i), p);
+        const auto second = second_increment<L>(s, g);
+        auto next_m = m;
+        auto next_v = v;
+        next_moments<L, T::state>(s, next_m, next_v, g, second, run.index_of(i));
+        const auto q = direction<L>(s, next_m, next_v);
+        auto next_p = next_master<L, T::l2>(s, p, q);
+        make_canonical<L>(next_m, next_v, next_p);
+        store_element<L, T::state>(run.exp_avg, i, next_m);
+        store_element<L, T::state>(run.exp_avg_sq, i, next_v);
+        L::store(run.master + i, next_p);
+        store_shadow<L, T::shadow>(run.shadow, i, next_p, false);
+        const auto est_m = estimated_word<L, T::state>(estimate_exp_avg<L>(s, next_m, first_increment<L>(s, g)));
+        const auto est_v = estimated_word<L, T::state>(estimate_exp_avg_sq<L>(s, next_v, second));
+        const auto est_p = estimated_word<L, ElementType::f32>(estimate_master<L, T::l2>(s, next_p, q));
+        const auto packed = encode<L, width>(word_of<L, T::state>(m), est_m, word_of<L, T::state>(v), est_v, L::bits(p),
+                                             est_p, next_p, escapes, i - block);
+        store_codes<L, width>(codes, i - block, packed);
+    }
+}
+
+// Two vectors at a time. Nothing is stored before it is known whether every word has a code: old words that escape are
+// taken from memory, and a pair with a NaN begins again by itself.
+template <typename L>
+struct Pair {
+    typename L::F p[2], m[2], v[2];
+    PairDifferences<L> difference;
+};
+
+// In an order that ends lives of values early: registers decide how fast this is.
+template <typename L, typename T>
+SUPEROFFLOAD_INLINE Pair<L> compute_pair(const Run& run, std::size_t i) {
+    const Scalars& s = run.frozen;
+    Pair<L> pair;
+    typename L::U diff_p[2], diff_m[2], diff_v[2];
+#pragma GCC unroll 2
+    for (std::size_t k = 0; k < 2; ++k) {
+        const std::size_t at = i + k * L::width();
+        prefetch<L, T, L::kPrefetchAheadJournaled>(run, at);
+        const auto p = L::load(run.master + at);
+        const auto m = load_element<L, T::state>(run.exp_avg, at);
+        const auto v = load_element<L, T::state>(run.exp_avg_sq, at);
+        const auto g = effective_gradient<L, T::l2>(s, load_element<L, T::gradient>(run.gradient, at), p);
+        const auto second = second_increment<L>(s, g);
+        pair.m[k] = m;
+        pair.v[k] = v;
+        next_moments<L, T::state>(s, pair.m[k], pair.v[k], g, second, run.index_of(at));
+        const auto est_m = estimated_word<L, T::state>(estimate_exp_avg<L>(s, pair.m[k], first_increment<L>(s, g)));
+        diff_m[k] = L::sub_u(word_of<L, T::state>(m), est_m);
+        const auto est_v = estimated_word<L, T::state>(estimate_exp_avg_sq<L>(s, pair.v[k], second));
+        diff_v[k] = L::sub_u(word_of<L, T::state>(v), est_v);
+        const auto q = direction<L>(s, pair.m[k], pair.v[k]);
+        pair.p[k] = next_master<L, T::l2>(s, p, q);
+        const auto est_p = estimated_word<L, ElementType::f32>(estimate_master<L, T::l2>(s, pair.p[k], q));
+        diff_p[k] = L::sub_u(L::bits(p), est_p);
+    }
+    pair.difference = {L::narrow_pair(diff_m[0], diff_m[1]), L::narrow_pair(diff_v[0], diff_v[1]),
+                       L::narrow_pair(diff_p[0], diff_p[1])};
+    return pair;
+}
+
+template <typename L, typename T, int width>
+SUPEROFFLOAD_INLINE void finish_pair(const Run& run, std::uint8_t* codes, std::size_t block, std::size_t i,
+                                     const Pair<L>& pair, BlockEscapes& escapes, bool past_cache) {
+    if (__builtin_expect(L::any_nan(pair.p[0], pair.p[1]), 0)) {
+        journal_lanes<L, T, width>(run, codes, block, {i, i + 2 * L::width()}, escapes);
+        return;
+    }
+    const auto packed =
+        encode_pair<L, T::state, width>(pair.difference, run.exp_avg, run.exp_avg_sq, run.master, i, block, escapes);
+    store_pair_codes<L, width>(codes, i - block, packed);
+#pragma GCC unroll 2
+    for (std::size_t k = 0; k < 2; ++k) {
+        const std::size_t at = i + k * L::width();
+        store_element<L, T::state>(run.exp_avg, at, pair.m[k]);
+        store_element<L, T::state>(run.exp_avg_sq, at, pair.v[k]);
+        L::store(run.master + at, pair.p[k]);
+    }
+    store_shadow_pair<L, T::shadow>(run.shadow, i, pair.p[0], pair.p[1], past_cache);
+}
+
+// With registers for it, a pair is stored while the next one is computed: a branch taken by surprise, since something
+// escaped, then does not throw the next pair's work away.
+template <typename L, typename T, int width>
+SUPEROFFLOAD_INLINE void journal_pairs(const Run& shared, std::uint8_t* codes, std::size_t block, Range range,
+                                       BlockEscapes& escapes) {
+    const Run run = shared;
+    const bool past_cache = stores_past_cache(run);
+    const std::size_t step = 2 * L::width();
+    std::size_t i = range.begin;
+    if constexpr (L::kPairsOverlap) {
+        if (i == range.end) return;
+        auto pair = compute_pair<L, T>(run, i);
+        for (; i + step < range.end; i += step) {
+            const auto next = compute_pair<L, T>(run, i + step);
+            finish_pair<L, T, width>(run, codes, block, i, pair, escapes, past_cache);
+            pair = next;
+        }
+        finish_pair<L, T, width>(run, codes, block, i, pair, escapes, past_cache);
+    } else {
+        for (; i < range.end; i += step) {
+            const auto pair = compute_pair<L, T>(run, i);
+            finish_pair<L, T, width>(run, codes, block, i, pair, escapes, past_cache);
+        }
+    }
+}
+
+// The old words of one vector from the new ones, in place. An L2 penalty puts the old master into the gradient: the
+// master is restored first.
+template <typename L, typename T, int width>
+SUPEROFFLOAD_INLINE void undo_vector(const Run& run, std::size_t i, std::size_t block, EscapeCursor& escapes,
+                                     typename L::F& p, typename L::F& m, typename L::F& v) {
+    const Scalars& s = run.frozen;
+    const auto codes = load_codes<L, width>(run.journal.codes, i);
+    p = decode<L, width, 2, ElementType::f32>(codes, estimate_master<L, T::l2>(s, p, direction<L>(s, m, v)));
+    const bool escaped = escapes.reaches(i - block + L::width());
+    if (__builtin_expect(escaped, 0)) p = escapes.patch<L, 2, ElementType::f32>(p, i - block);
+    const auto g = effective_gradient<L, T::l2>(s, load_element<L, T::gradient>(run.gradient, i), p);
+    m = decode<L, width, 0, T::state>(codes, estimate_exp_avg<L>(s, m, first_increment<L>(s, g)));
+    v = decode<L, width, 1, T::state>(codes, estimate_exp_avg_sq<L>(s, v, second_increment<L>(s, g)));
+    if (__builtin_expect(escaped, 0)) {
+        m = escapes.patch<L, 0, T::state>(m, i - block);
+        v = escapes.patch<L, 1, T::state>(v, i - block);
+        escapes.advance();
+    }
+}
+
+template <typename L, typename T, int width>
+SUPEROFFLOAD_INLINE void undo_lanes(const Run& shared, std::size_t block, Range range, EscapeCursor& escapes) {
+    const Run run = shared;
+    for (std::size_t i = range.begin; i < range.end; i += L::width()) {
+        prefetch<L, T>(run, i);
+        auto p = L::load(run.master + i);
+        auto m = load_element<L, T::state>(run.exp_avg, i);
+        auto v = load_element<L, T::state>(run.exp_avg_sq, i);
+        undo_vector<L, T, width>(run, i, block, escapes, p, m, v);
+        store_element<L, T::state>(run.exp_avg, i, m);
+        store_element<L, T::state>(run.exp_avg_sq, i, v);
+        L::store(run.master + i, p);
+    }
+}
+
+// Undo and step while the words are in registers.
+template <typename L, typename T, int width>
+SUPEROFFLOAD_INLINE void replay_lanes(const Run& shared, const Scalars& scalars, std::size_t block, Range range,
+                                      EscapeCursor& escapes) {
+    const Run run = shared;
+    const Scalars again = scalars;
+    const bool past_cache = stores_past_cache(run);
+    for (std::size_t i = range.begin; i < range.end; i += L::width()) {
+        prefetch<L, T>(run, i);
+        auto p = L::load(run.master + i);
+        auto m = load_element<L, T::state>(run.exp_avg, i);
+        auto v = load_element<L, T::state>(run.exp_avg_sq, i);
+        undo_vector<L, T, width>(run, i, block, escapes, p, m, v);
+        step_vector<L, T>(again, run.index_of(i), load_element<L, T::gradient>(run.gradient, i), p, m, v);
+        store_element<L, T::state>(run.exp_avg, i, m);
+        store_element<L, T::state>(run.exp_avg_sq, i, v);
+        L::store(run.master + i, p);
+        if (run.shadow != nullptr) store_shadow<L, T::shadow>(run.shadow, i, p, past_cache);
+    }
+}
+
+}  // namespace
+}  // namespace superoffload::adam
