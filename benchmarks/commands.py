@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from superoffload.errors import ArgumentError
+from superoffload.errors import ArgumentError, SuperOffloadError
+from superoffload.reporting.run_folder import naming_write_errors
 
 ROOT = Path(__file__).resolve().parents[1]
 CARRIED = ROOT / "build" / "gpu"  # what travels to a bare machine: extension, results so far, wheels
@@ -44,12 +45,12 @@ def add_options(parser: argparse.ArgumentParser, *, time_limit: float = float("i
 
 
 def run_command(name: str, run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """The exit status; 2 for arguments that ``run`` refuses."""
+    """The exit status; 2 for arguments that ``run`` refuses, 1 where a result cannot be written."""
     try:
         return run(args)
-    except ArgumentError as error:
+    except SuperOffloadError as error:
         print(f"{name}: error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, ArgumentError) else 1
 
 
 def say(line: str) -> None:
@@ -69,6 +70,13 @@ def check_common(args: argparse.Namespace, name: str) -> None:
     if args.device.startswith("cuda"):
         args.resume = args.resume or _if_there(CARRIED / name)
         args.wheels = args.wheels or _if_there(CARRIED / "wheels")
+
+
+def out_folder(args: argparse.Namespace) -> Path:
+    """Made where it is missing."""
+    with naming_write_errors(args.out):
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+    return Path(args.out)
 
 
 def _if_there(path: Path) -> str | None:

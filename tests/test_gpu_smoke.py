@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from benchmarks import commands
+from benchmarks.gh200.__main__ import main as gh200
 from benchmarks.gpu_suite import smoke
 from benchmarks.gpu_suite.__main__ import NAME, parse
+from benchmarks.gpu_suite.__main__ import main as gpu_suite
 from benchmarks.gpu_suite.devices import Cuda
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -139,3 +141,15 @@ def test_threads_of_an_image_do_not_bound_what_is_measured(
     args = parse(["--device", "cpu", "--toy", "--out", str(tmp_path / "out")])
     assert commands.prepare(args, tmp_path / "log", builds=False) is None
     assert "OMP_NUM_THREADS" not in os.environ and "OMP_NUM_THREADS=1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("there", ["a dead link", "a file"])
+def test_a_folder_that_cannot_be_made_is_named(there: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    if there == "a file":
+        out.touch()
+    else:
+        out.symlink_to(tmp_path / "gone")
+    for main in (gpu_suite, gh200):
+        assert main(["--device", "cpu", "--toy", "--out", str(out)]) == 1
+        assert f"{out}: cannot be written (File exists)" in capsys.readouterr().err

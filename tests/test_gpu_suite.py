@@ -297,3 +297,13 @@ def test_what_is_left_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_no_memory_of_a_cpu_is_capped() -> None:
     with pytest.raises(ArgumentError, match="capped_gib=14: only a GPU's memory"):
         Device().cap(14.0)
+
+
+def test_a_race_that_fails_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("in the middle")
+
+    monkeypatch.setattr(races, "_train", fails)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        races.run_races("cpu", "always", "eager", [0])
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -16,6 +16,7 @@ from benchmarks.commands import (
     add_options,
     check_common,
     describe_left,
+    out_folder,
     prepare,
     run_command,
     say,
@@ -56,8 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     check_common(args, NAME)
     began = time.monotonic()
-    folder = Path(args.out)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = out_folder(args)
     log = (folder / NAME).with_suffix(".log")
     error = prepare(args, log, builds=args.device != "cpu")
     if error is not None:

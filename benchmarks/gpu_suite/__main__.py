@@ -12,6 +12,7 @@ from benchmarks.commands import (
     add_options,
     check_common,
     describe_left,
+    out_folder,
     prepare,
     run_command,
     say,
@@ -58,8 +59,7 @@ def _run(args: argparse.Namespace) -> int:
         return report(Path(args.report), Path(args.json) if args.json else None)
     _check(args)
     began = time.monotonic()
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
+    out = out_folder(args)
     log = (out / NAME).with_suffix(".log")
     error = prepare(args, log, builds=args.device != "cpu" and not args.list)
     if error is not None:

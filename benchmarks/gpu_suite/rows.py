@@ -54,7 +54,7 @@ _OUR_SOURCES = (
     *_suite_files("given_gradients", "machine_rows", "pack_kernel", "races", "smoke"),
 )
 _TEST_SOURCES = (*_OUR_SOURCES, "tests/gpu", "tests/conftest.py")
-_TESTS_WITHOUT_A_GPU = "gets_the_gradients or kept_gradients"  # that tests run; `make test` has all of them
+_TESTS_WITHOUT_A_GPU = "gets_the_gradients or kept_gradients"  # two of those that `make test` runs
 _DEVICE_SECONDS = 45.0  # after which our link gives a device up: before any job's own time is over
 
 
