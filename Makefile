@@ -33,7 +33,7 @@ emulated_cpu = -cpu max,sve-default-vector-length=$(1)
 # The tests of `make check`: without ranks, training or programs of their own. pytest refuses a file that is gone.
 CHECKED := adamw adamw_gradients adamw_parameters bits bucket_states clipping_by_hand core_fates core_landing cpu_adamw \
     cuda_link cuda_parameters cuda_streams delivery delivery_readers docs float_environment injection journal kernels masters \
-    metrics packaging placement plan public_names recorded_figures reference safetensors saving schedule timeline two_phase \
+    metrics packaging placement plan plan_advice plan_machines public_names recorded_figures reference safetensors saving schedule timeline two_phase \
     unknown_arguments verdict worker_faults
 TARGETS := demo test check docs build lint types format native-test clang-test sanitize arm-test arm-python-test \
     old-cpu-test grace cuda-kernels old-deepspeed-test fresh-clone-test gpu-extension clean

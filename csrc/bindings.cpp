@@ -6,6 +6,7 @@
 #include "arm_adam/adam.h"
 #include "cuda_bindings.h"
 #include "memory_limit/traversal.h"
+#include "runtime/bit_sums.h"
 #include "runtime/bucket_work.h"
 #include "runtime/completion.h"
 #include "runtime/huge_pages.h"
@@ -60,6 +61,19 @@ py::bytes freeze_scalars(double lr, double beta1, double beta2, double eps, doub
     return {reinterpret_cast<const char*>(&frozen), sizeof frozen};
 }
 
+// Pairs of sums, one per (address, bytes); the GIL is let go once for all of them.
+std::vector<std::pair<std::uint64_t, std::uint64_t>> bit_sums(const std::vector<std::pair<Address, std::size_t>>& runs,
+                                                              unsigned threads) {
+    const py::gil_scoped_release release;
+    std::vector<superoffload::Memory> memory;
+    memory.reserve(runs.size());
+    for (const auto& [address, bytes] : runs) memory.push_back({pointer<const void>(address), bytes});
+    std::vector<std::pair<std::uint64_t, std::uint64_t>> found;
+    found.reserve(runs.size());
+    for (const auto& sums : superoffload::bit_sums(memory, threads)) found.emplace_back(sums.plain, sums.weighted);
+    return found;
+}
+
 // True once done, false when the time is up; a failure becomes a RuntimeError. Wakes up for signals such as Ctrl-C.
 bool wait(Completion& completion, double timeout_seconds) {
     const double until = superoffload::now_seconds() + timeout_seconds;
@@ -112,6 +126,7 @@ void bind_kernels(py::module_& module) {
         },
         py::arg("gradient"), py::arg("packed"), py::arg("type"), py::arg("numel"), py::arg("block_sums"),
         py::call_guard<py::gil_scoped_release>());
+    module.def("bit_sums", &bit_sums, py::arg("runs"), py::arg("threads"));
     module.def("freeze_scalars", &freeze_scalars, py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
                py::arg("weight_decay"), py::arg("gradient_factor"), py::arg("l2"), py::arg("step"),
                py::arg("noise_stream") = 0);

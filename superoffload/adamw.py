@@ -34,13 +34,16 @@ from superoffload.errors import ArgumentError, StateError
 from superoffload.optimizer.delivery import Delivery
 from superoffload.optimizer.parameters import Given
 from superoffload.optimizer.weakly import weakly
+from superoffload.optimizer.whose_norm import say_whose_norm
 from superoffload.placement import check_placement
 from superoffload.timeline import Timeline, record
 from superoffload.unknown_arguments import refuse_unknown
 from superoffload.verdict import Verdict
 
 if TYPE_CHECKING:
-    from typing_extensions import Never
+    from typing_extensions import Unpack
+
+    from superoffload.unknown_arguments import TorchDefaults
 
 __all__ = ["AdamW", "kernels"]
 
@@ -52,8 +55,8 @@ class AdamW(Delivery):
     Regularization", 2019), with fp32 masters; docs/kernel.md has it operation by operation.
 
     Arguments:
-        params: parameters or param groups: float32, bfloat16 or float16, dense, contiguous, all on the CPU
-            or all on one CUDA device.
+        params: parameters or param groups: float32, bfloat16 or float16, dense (in any order of dimensions:
+            channels_last, transposed), all on the CPU or all on one CUDA device.
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; per group, changeable at any time.
         max_grad_norm: clip the global gradient norm to this (None: no clipping). Changeable between steps. Replaces
             ``torch.nn.utils.clip_grad_norm_``.
@@ -82,7 +85,8 @@ class AdamW(Delivery):
         replicated: what several ranks do about plain parameters, which each has in full: "replicate" the state,
             "shard" it over the ranks (each steps its part and gets the others'), or "local": this process is alone
             with them. None: "replicate".
-        process_group: the ranks that share a verdict (None: all). We exchange over a gloo group of our own.
+        process_group: the ranks that share a verdict (None: all). We exchange over a gloo group of our own. Where that
+            is not all of them, or with "local", ``max_grad_norm`` is about their norm alone: a warning says so once.
         rank_timeout: seconds to wait for other ranks (None: SUPEROFFLOAD_RANK_TIMEOUT, else 60).
         state_dtype: of exp_avg and exp_avg_sq: "fp32", or "bf16" with stochastic rounding: 20 instead of 28 bytes moved
             and 8 instead of 12 kept per parameter. docs/kernel.md shows what it costs in accuracy.
@@ -91,12 +95,15 @@ class AdamW(Delivery):
     A step whose gradients contain a NaN or an infinity is skipped and counted, as loss scalers do. A parameter
     without a gradient is left alone, as in torch. ``torch.amp.GradScaler`` works, with or without its ``unscale_``.
 
-    Writes to parameters and gradients are noticed by their version counters. Those that go through ``.data`` leave
-    no trace there: call ``refresh_masters()`` after such a write to a parameter, and edit ``p.grad`` itself.
+    Writes to parameters and gradients are noticed by their version counters. Those to a parameter that go through
+    ``.data`` leave no trace there; in host memory they are noticed by its bits and kept, with one warning, on a device
+    within 16 steps (docs/edits.md); ``refresh_masters()`` tells of them at once. Edit ``p.grad`` itself.
 
     Raises ArgumentError (a ValueError) for bad arguments before anything is changed; for a keyword argument that does
     not exist it is a TypeError too, and names the one that was meant.
     """
+
+    _said_whose_norm = False
 
     def __init__(
         self,
@@ -122,9 +129,9 @@ class AdamW(Delivery):
         rank_timeout: float | None = None,
         state_dtype: str | torch.dtype = "fp32",
         seed: int = 0,
-        **unknown: Never,
+        **torchs: Unpack[TorchDefaults],
     ) -> None:
-        refuse_unknown(AdamW, unknown)
+        refuse_unknown(AdamW, torchs)
         check_environment()
         self._max_grad_norm = check_max_grad_norm(max_grad_norm)
         asked = check_placement(placement)
@@ -157,6 +164,7 @@ class AdamW(Delivery):
             super().__init__(groups, defaults)
             self._announce()
             self._follow_reductions(model)
+            self._say_whose_norm()  # where warnings are errors, it raises
         except BaseException:
             self.close()
             raise
@@ -168,13 +176,15 @@ class AdamW(Delivery):
         if self._ranks.session is not None and model is not None:
             from superoffload.integrations.ddp import reduced_gradients
 
-            self._reduced = reduced_gradients(model, weakly(self._on_reduced), weakly(self._on_kept))
+            alone = self._work.alone
+            self._reduced = reduced_gradients(model, weakly(self._on_reduced), weakly(self._on_kept), alone)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. Without a ``step()`` since backward, the step is abandoned: nothing has changed."""
         if not self._out_of_use():
             with self._whole():
-                self._abandon()
+                if not self._out_of_use():  # since another thread had the lock
+                    self._abandon()
         for tracked in self._tracked.values():
             if tracked.stand_in is not None and tracked.param.grad is tracked.stand_in:
                 tracked.param.grad = None  # it has no elements that could be set to zero
@@ -188,6 +198,12 @@ class AdamW(Delivery):
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
         self._max_grad_norm = check_max_grad_norm(value)
+        self._say_whose_norm()
+
+    def _say_whose_norm(self) -> None:
+        """Once, where other ranks clip by other norms."""
+        if not self._said_whose_norm and self._ranks.first:
+            self._said_whose_norm = say_whose_norm(self._max_grad_norm, self._ranks.sharing, self._ranks.world)
 
     @property
     def last_verdict(self) -> Verdict | None:

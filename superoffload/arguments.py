@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from superoffload.bits import all_finite
 from superoffload.bucket import ELEMENT_TYPES
-from superoffload.errors import ArgumentError
-from superoffload.ranks.layout import REPLICATED, is_dtensor, local_of
+from superoffload.errors import ArgumentError, WrongType
+from superoffload.ranks.layout import REPLICATED, is_dense, is_dtensor, local_of
 from superoffload.unknown_arguments import refuse_in_group
 
 
@@ -83,7 +84,7 @@ def check_group(group: Mapping[str, Any]) -> None:
 def check_parameter(name: str, param: Any) -> None:
     """What a parameter must be to have its state in host memory."""
     if not isinstance(param, Tensor):
-        raise ArgumentError(f"{name}: {type(param).__name__}, expected a torch.Tensor (model.parameters())")
+        raise WrongType(f"{name}: {type(param).__name__}, expected a torch.Tensor (model.parameters())")
     if param.layout is not torch.strided:
         raise ArgumentError(f"{name}: layout {param.layout}, expected a dense tensor; leave sparse parameters out")
     if is_lazy(param):
@@ -99,10 +100,11 @@ def check_parameter(name: str, param: Any) -> None:
     param, whole = local_of(param), param
     if param.device.type not in ("cpu", "cuda"):
         raise ArgumentError(f"{name}: on {param.device}; expected the CPU or a CUDA device: move the model there")
-    if not param.is_contiguous():
+    if not (param.is_contiguous() if is_dtensor(whole) else is_dense(param)):
         raise ArgumentError(
-            f"{name}: shape {tuple(param.shape)} with strides {param.stride()} is not contiguous; "
-            "make it so with torch.nn.Parameter(param.detach().contiguous())"
+            f"{name}: shape {tuple(param.shape)} with strides {param.stride()}: expected elements that fill a run of "
+            "memory, each once, in any order of dimensions (a DTensor: contiguous); make it so with "
+            "torch.nn.Parameter(param.detach().contiguous())"
         )
     if not whole.is_leaf:
         raise ArgumentError(f"{name}: not a leaf of autograd; pass the parameters themselves, not results of theirs")
@@ -110,8 +112,9 @@ def check_parameter(name: str, param: Any) -> None:
 
 def as_groups(params: Any) -> list[dict[str, Any]]:
     """What the base class accepts (parameters, groups, named parameters) as a list of groups of lists."""
-    if isinstance(params, Tensor) or not isinstance(params, Iterable):
-        raise ArgumentError(f"params: {type(params).__name__}, expected an iterable such as model.parameters()")
+    if isinstance(params, (Tensor, str, bytes, Mapping)) or not isinstance(params, Iterable):
+        one = "; a single one goes into a list" if isinstance(params, (Tensor, Mapping)) else ""
+        raise WrongType(f"params: {type(params).__name__}, expected an iterable such as model.parameters(){one}")
     _refuse_set("params", params)
     items = list(params)
     if not items:
@@ -120,11 +123,13 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
         items = [{"params": items}]
     groups = []
     for group in items:
-        if not isinstance(group, dict) or "params" not in group:
-            raise ArgumentError(f"params: {group!r}, expected param groups, each a dict with 'params'")
+        if not isinstance(group, dict):
+            raise WrongType(f"params: {type(group).__name__} among param groups, expected each to be a dict")
+        if "params" not in group:
+            raise ArgumentError(f"params: {sorted(map(str, group))}, expected param groups, each a dict with 'params'")
         members = group["params"]
-        if not isinstance(members, Iterable):
-            raise ArgumentError(f"params: {type(members).__name__} in a param group, expected parameters")
+        if isinstance(members, (str, bytes, Mapping)) or not isinstance(members, Iterable):
+            raise WrongType(f"params: {type(members).__name__} in a param group, expected parameters")
         _refuse_set("params", members)
         groups.append({**group, "params": [members] if isinstance(members, Tensor) else list(members)})
     return groups
@@ -132,7 +137,7 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
 
 def _refuse_set(name: str, params: Any) -> None:
     if isinstance(params, Set) and not isinstance(params, Mapping):
-        raise ArgumentError(f"{name}: {type(params).__name__}, whose order changes between runs; expected a list")
+        raise WrongType(f"{name}: {type(params).__name__}, whose order changes between runs; expected a list")
 
 
 def check_groups(groups: Iterable[dict[str, Any]], defaults: dict[str, Any], taken: Iterable[Tensor] = ()) -> None:
@@ -198,7 +203,7 @@ def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
 def check_finite(name: str, param: Tensor) -> None:
     """Training from NaN or infinite weights cannot work, and a speculated step would hide where they came from."""
     values = local_of(param)
-    if not bool(torch.isfinite(values).all()):
+    if not all_finite(values):
         bad = int((~torch.isfinite(values)).sum())
         raise ArgumentError(
             f"{name}: {bad} of {values.numel()} initial values are NaN or infinite; initialize it first"

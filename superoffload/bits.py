@@ -1,11 +1,16 @@
-"""Tensors as their bits: compared and summed eight bytes at a time, ten to a hundred times as fast as two at a time."""
+"""Whole tensors at memory's speed: compared and summed as bits, eight bytes at a time, and searched for NaN."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+from superoffload import _native
+
+Sums: TypeAlias = Tensor | tuple[int, int]  # on a device, or of host memory
 
 WORD = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 _WIDE = 8
@@ -18,6 +23,19 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     if [len(words) for words in mine] != [len(words) for words in theirs]:  # aligned otherwise
         mine, theirs = [_narrow(one)], [_narrow(other)]
     return all(map(torch.equal, mine, theirs))
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or infinite. Needs no memory, where ``torch.isfinite`` copies the tensor twice."""
+    return tensor.numel() == 0 or bool(torch.isfinite(torch.stack(torch.aminmax(tensor.detach()))).all())
+
+
+def same_but_for_nan(one: Tensor, other: Tensor) -> bool:
+    """Likewise, with every NaN equal to every other: conversions by torch give them other bits than ours do."""
+    if same_bits(one, other):
+        return True
+    differ = _narrow(one) != _narrow(other)
+    return not bool((differ & ~(one.isnan() & other.isnan())).any())
 
 
 def run_sums(flat: Tensor) -> Tensor:
@@ -39,8 +57,26 @@ def run_sums(flat: Tensor) -> Tensor:
     return sums
 
 
-def differing(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
-    """Which pairs of tensors of one size differ; their device is waited for once, however many they are."""
+def sums_of(flats: Sequence[Tensor]) -> list[Sums]:
+    """Of the bits of every flat, contiguous tensor: of all that are in host memory by one native call, which takes as
+    long as reading them, with as many threads as torch has; of others on their device, without waiting for it."""
+    runs = [(flat.data_ptr(), flat.numel() * flat.element_size()) for flat in flats if flat.device.type == "cpu"]
+    of_host = iter(_native.bit_sums(runs, torch.get_num_threads()))
+    return [next(of_host) if flat.device.type == "cpu" else run_sums(flat) for flat in flats]
+
+
+def differing(ones: Sequence[Sums], others: Sequence[Sums]) -> list[bool]:
+    """Which pairs of sums differ; their device is waited for once, however many they are."""
+    found = [not isinstance(one, Tensor) and one != other for one, other in zip(ones, others, strict=True)]
+    pairs = enumerate(zip(ones, others, strict=True))
+    on_device = {i: (one, other) for i, (one, other) in pairs if isinstance(one, Tensor) and isinstance(other, Tensor)}
+    changed = _differing_tensors([one for one, _ in on_device.values()], [other for _, other in on_device.values()])
+    for i, differs in zip(on_device, changed, strict=True):
+        found[i] = differs
+    return found
+
+
+def _differing_tensors(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
     if not ones:
         return []
     for tensor in (*ones, *others):

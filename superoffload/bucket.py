@@ -14,6 +14,7 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.errors import StateError
+from superoffload.memory import refused
 
 if TYPE_CHECKING:
     from superoffload.placement import ResidentWork
@@ -177,6 +178,13 @@ class Bucket:
         self.state = state
 
     @property
+    def name(self) -> str:
+        """For errors."""
+        first, more = self.pieces[0].shard.name, len(self.pieces) - 1
+        others = f" and {more} more" if more else ""
+        return f"a bucket of {self.numel} parameters ({first}{others})"
+
+    @property
     def ended(self) -> bool:
         return self.state in _ENDED
 
@@ -222,7 +230,10 @@ class Bucket:
                     past_cache=past_cache,
                 )
             )
-        self.work = _native.BucketWork(runs, journal_bytes)
+        try:
+            self.work = _native.BucketWork(runs, journal_bytes)
+        except MemoryError as error:
+            raise refused(journal_bytes, f"the undo journal of {self.name}") from error
 
 
 def _aligned(numel: int) -> int:

@@ -25,16 +25,19 @@ from superoffload.arguments import (
     check_state_dtype,
 )
 from superoffload.bucket import ELEMENT_TYPES
-from superoffload.checkpoint import StateDict, read_state, write_state
+from superoffload.checkpoint import ParamState, StateDict, blocks_of, read_state, write_state
 from superoffload.closing import close_at_exit, is_closed
 from superoffload.cpus import worker_cpus
 from superoffload.errors import StateError, WorkerError
 from superoffload.interrupts import held_signals
 from superoffload.masters import follow
+from superoffload.ranks.layout import in_order, memory_order
 from superoffload.unknown_arguments import refuse_unknown
 
 if TYPE_CHECKING:
-    from typing_extensions import Never
+    from typing_extensions import Unpack
+
+    from superoffload.unknown_arguments import TorchDefaults
 
 
 class CPUAdamW(Optimizer):
@@ -45,7 +48,8 @@ class CPUAdamW(Optimizer):
     ``load_state_dict``).
 
     Arguments:
-        params: parameters or param groups: float32, bfloat16 or float16, dense, contiguous, on the CPU.
+        params: parameters or param groups: float32, bfloat16 or float16, dense (in any order of
+            dimensions: channels_last, transposed), on the CPU.
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; per group, changeable at any time.
         l2: plain Adam, with ``weight_decay`` as an L2 penalty (``torch.optim.Adam``).
         state_dtype: of exp_avg and exp_avg_sq: "fp32", or "bf16" with stochastic rounding (docs/kernel.md).
@@ -68,9 +72,9 @@ class CPUAdamW(Optimizer):
         state_dtype: str | torch.dtype = "fp32",
         seed: int = 0,
         threads: int | None = None,
-        **unknown: Never,
+        **torchs: Unpack[TorchDefaults],
     ) -> None:
-        refuse_unknown(CPUAdamW, unknown)
+        refuse_unknown(CPUAdamW, torchs)
         groups = as_groups(params)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_groups(groups, defaults)
@@ -121,13 +125,15 @@ class CPUAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         stepped = self._stepped()
-        for params in stepped.values():
-            for param in params:
-                if not self.state[param]:
-                    self._begin(param)
-        # Alive until all are done: those of contiguous() are nobody else's.
-        grads = {index: [_contiguous(param.grad) for param in params] for index, params in stepped.items()}
+        # Alive until all are done: no other name holds the copies.
+        grads = {index: [_grad_in_order(param) for param in params] for index, params in stepped.items()}
         with held_signals():
+            for params in stepped.values():
+                for param in params:
+                    if self.state[param]:
+                        self._follow_order(param)
+                    else:
+                        self.state[param] = self._fresh(param)
             running = [self._submit(self._pool, index, params, grads[index]) for index, params in stepped.items()]
             failures = [failure for failure in map(_failure_of, running) if failure is not None]
             for params in stepped.values():
@@ -149,13 +155,23 @@ class CPUAdamW(Optimizer):
                 found[index] = params
         return found
 
-    def _begin(self, param: Tensor) -> None:
-        state = self.state[param]
-        state["step"] = torch.zeros((), dtype=torch.float32)
-        state["exp_avg"] = torch.zeros_like(param, dtype=self._state_dtype)
-        state["exp_avg_sq"] = torch.zeros_like(param, dtype=self._state_dtype)
+    def _fresh(self, param: Tensor) -> dict[str, Tensor]:
+        """Its state before the first step."""
+        state = {
+            "step": torch.zeros((), dtype=torch.float32),
+            "exp_avg": torch.zeros_like(param, dtype=self._state_dtype),
+            "exp_avg_sq": torch.zeros_like(param, dtype=self._state_dtype),
+        }
         if param.dtype != torch.float32:
             state["master"] = param.detach().to(torch.float32)
+        return state
+
+    def _follow_order(self, param: Tensor) -> None:
+        """State lies in memory as its parameter does, also after ``model.to(memory_format=...)``."""
+        state, order = self.state[param], memory_order(param)
+        for name in ("exp_avg", "exp_avg_sq", "master"):
+            if name in state and memory_order(state[name]) != order:
+                state[name] = torch.empty_like(param, dtype=state[name].dtype).copy_(state[name])
 
     def _submit(
         self, pool: _native.WorkerPool, index: int, params: list[Tensor], grads: list[Tensor]
@@ -196,31 +212,55 @@ class CPUAdamW(Optimizer):
         return work
 
     def state_dict(self) -> StateDict:
-        """``torch.optim.AdamW``'s layout, plus ``master`` for bfloat16 and float16 parameters."""
+        """A copy in ``torch.optim.AdamW``'s layout, plus ``master`` for bfloat16 and float16 parameters."""
         return write_state(super().state_dict(), l2=self._l2)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Loads our own, ``superoffload.AdamW``'s or torch's; all of it is checked before anything changes."""
-        read = read_state(state_dict, self.param_groups, l2=self._l2)
-        states = iter(read.states)
-        for index, group in enumerate(self.param_groups):
-            group.update(read.groups[index])
-            for param in group["params"]:
-                values = next(states)
-                self.state.pop(param, None)
+        """Loads our own, ``superoffload.AdamW``'s or torch's; all of it is checked before anything changes.
+
+        Values go into the state there is, block by block, so no memory is needed beside ``state_dict`` itself.
+        """
+        read = read_state(state_dict, self.param_groups, l2=self._l2, part_of=_in_order_of)
+        params = [param for group in self.param_groups for param in group["params"]]
+        loaded = [(param, values) for param, values in zip(params, read.states, strict=True) if values is not None]
+        fresh = {param: self._fresh(param) for param, _ in loaded if not self._fits(param)}
+        with held_signals():
+            for group, saved in zip(self.param_groups, read.groups, strict=True):
+                group.update(saved)
+            for param, values in zip(params, read.states, strict=True):
                 if values is None:
+                    self.state.pop(param, None)
                     continue
-                self._begin(param)
-                state = self.state[param]
-                state["step"].fill_(float(values.step))
-                state["exp_avg"].view(-1).copy_(values.exp_avg)
-                state["exp_avg_sq"].view(-1).copy_(values.exp_avg_sq)
-                if "master" in state and values.master is not None:
-                    master = state["master"].view(-1)
-                    master.copy_(values.master)
-                    follow(master, param.detach().view(-1))  # the parameter is what the user sees
-        self._works.clear()
+                if param in fresh:
+                    self.state[param] = fresh[param]
+                self._load(param, values)
+            self._works.clear()
+
+    def _fits(self, param: Tensor) -> bool:
+        """Whether there is state for ``param`` as it is now."""
+        state = self.state.get(param, {})
+        return (
+            {"step", "exp_avg", "exp_avg_sq"} <= set(state)
+            and state["exp_avg"].shape == param.shape
+            and state["exp_avg"].dtype == self._state_dtype
+            and memory_order(state["exp_avg"]) == memory_order(param)
+            and ("master" in state) == (param.dtype != torch.float32)
+        )
+
+    def _load(self, param: Tensor, values: ParamState) -> None:
+        state = self.state[param]
+        state["step"].fill_(float(values.step))
+        values.exp_avg.copy_to(_in_order_of(param, state["exp_avg"]))
+        values.exp_avg_sq.copy_to(_in_order_of(param, state["exp_avg_sq"]))
+        if "master" in state:
+            master, published = _in_order_of(param, state["master"]), _in_order_of(param, param.detach())
+            if values.master is None:
+                master.copy_(published)
+            else:
+                values.master.copy_to(master)
+                for at, block in blocks_of(published):
+                    follow(master[at : at + len(block)], block)  # the parameter is what the user sees
 
     def close(self) -> None:
         """Ends the worker threads. The state stays readable."""
@@ -239,9 +279,14 @@ def _failure_of(completion: _native.Completion) -> str | None:
     return None
 
 
-def _contiguous(grad: Tensor | None) -> Tensor:
-    assert grad is not None
-    return grad.contiguous()
+def _in_order_of(param: Tensor, value: Tensor) -> Tensor:
+    """``value``, of the parameter's shape, flat and in the order in which the parameter's elements lie in memory."""
+    return in_order(value, memory_order(param))
+
+
+def _grad_in_order(param: Tensor) -> Tensor:
+    assert param.grad is not None
+    return _in_order_of(param, param.grad).contiguous()
 
 
 def _run(memory: tuple[Tensor, ...], own_master: bool, position: int, seed: int) -> _native.Run:

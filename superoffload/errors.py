@@ -15,8 +15,17 @@ class UnknownArgument(ArgumentError, TypeError):
     """A keyword argument that does not exist. Also a TypeError, which is what Python makes of one elsewhere."""
 
 
+class WrongType(ArgumentError, TypeError):
+    """Something of a type that cannot be used. Also a TypeError, which is what torch's optimizers raise there."""
+
+
 class StateError(SuperOffloadError):
     """A call that does not fit what happened before it (a closed optimizer, a forked process, ...)."""
+
+
+class HostMemoryError(SuperOffloadError, MemoryError):
+    """The system refused host memory; the message says how much, for what, and what needs less. Out of a ``step()``:
+    the step was completed, and the next gradient asks for the memory again."""
 
 
 class WorkerError(SuperOffloadError):
@@ -40,3 +49,13 @@ class RankError(SuperOffloadError):
 
 class KernelsUnavailable(SuperOffloadError):
     """The accelerator's kernels cannot be compiled here; the message says what to install."""
+
+
+class DiskError(OSError, SuperOffloadError):
+    """A file could not be written: a full disk, a quota, a failing device. What was there before is untouched.
+
+    ``errno`` is that of the system's call, as for any OSError.
+    """
+
+    def __str__(self) -> str:
+        return str(self.strerror)

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from superoffload.errors import ArgumentError, SuperOffloadError
-from superoffload.metrics import PER_STEP, PREFIX, TOTALS
+from superoffload.metrics import GAUGES, PER_STEP, PREFIX, TOTALS
 
 DEFAULT_PORT = 9464
-# Those of the totals that are no counters: they can fall.
-_GAUGES = ("journal_bytes_per_param", "params_on_device", "pinned_bytes", "clip_rate")
 
 
 class PrometheusExporter:
@@ -33,7 +31,7 @@ class PrometheusExporter:
         self._seen: dict[str, float] = {}
         self._series: dict[str, Any] = {}
         for name, (unit, text) in {**TOTALS, **PER_STEP}.items():
-            counts = name in TOTALS and name not in _GAUGES
+            counts = name in TOTALS and name not in GAUGES
             kind = prometheus_client.Counter if counts else prometheus_client.Gauge
             self._series[name] = kind(f"superoffload_{name}", f"{text} ({unit})", ["rank"], registry=self._registry)
         try:
@@ -52,7 +50,7 @@ class PrometheusExporter:
             series = self._series.get(name)
             if series is None:
                 continue
-            if name in TOTALS and name not in _GAUGES:
+            if name in TOTALS and name not in GAUGES:
                 grown = value - self._seen.get(name, 0.0)
                 self._seen[name] = value
                 series.labels(self._rank).inc(max(0.0, grown))

@@ -1,48 +1,118 @@
-"""Signals wait while a step's bookkeeping runs: Ctrl-C must not leave a step half-way."""
+"""Signals wait while bookkeeping runs: Ctrl-C, pressed any number of times, leaves no step half-way."""
 
 from __future__ import annotations
 
+import importlib
+import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, TypeAlias
 
+_Handler: TypeAlias = Callable[[int, FrameType | None], object]
+
+# What users, launchers and schedulers send to end a run or to have it saved, and the timers whose handlers raise.
 # SIGINT first, so that it is the last one to be let through again.
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_held = False  # only the main thread, where Python runs signal handlers, gets to write it
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGVTALRM", "SIGPROF")
+_SIGNALS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
+_NOTICE = (
+    b"superoffload: the signal is answered once the work in progress is whole, so that its state can be saved; "
+    b"SIGQUIT (Ctrl-\\) ends the process at once\n"
+)
+
+# What the module signal wraps: its conversions to enums take ten times as long as all the rest, at every gradient.
+_fast: Any = importlib.import_module("_signal")
+
+_main = threading.main_thread().ident  # Python runs handlers in this thread, and only it writes what follows
+_depth = 0
+_replaced: dict[int, _Handler] = {}  # what ``_hold`` stands for
+_waiting: dict[int, FrameType | None] = {}  # came while signals were held
 
 
-@contextmanager
-def held_signals() -> Iterator[None]:
-    """Runs handlers written in Python once the body is done; a second signal of the same number goes through at once.
+def _hold(number: int, frame: FrameType | None) -> None:
+    if not _depth:  # on the way in or out
+        _waiting.pop(number, None)  # one answer for both
+        try:
+            _replaced[number](number, frame)
+        except BaseException:  # there it goes no further
+            _give_back()
+            raise
+    elif number not in _waiting:
+        _waiting[number] = frame
+    elif os.isatty(2):  # again, from the keyboard; by a system call, since a handler may have interrupted print()
+        os.write(2, _NOTICE)
 
-    So Ctrl-C still ends a program that hangs inside, and pressed once it arrives between two operations.
-    """
-    global _held
-    if _held or threading.get_ident() != threading.main_thread().ident:
-        yield
-        return
-    replaced: dict[int, Callable[[int, FrameType | None], object]] = {}
-    caught: dict[int, FrameType | None] = {}
 
-    def hold(number: int, frame: FrameType | None) -> None:
-        if number in caught:
-            replaced[number](number, frame)
-        caught[number] = frame
+def _take_over() -> None:
+    for number in _SIGNALS:
+        handler = _fast.getsignal(number)
+        if callable(handler) and handler is not _hold:
+            _replaced[number] = handler
+            _fast.signal(number, _hold)
 
+
+def _give_back() -> None:
+    """Handlers may raise between any two lines: what is left here then is seen to by the next bookkeeping."""
     try:
-        _held = True
-        for number in _SIGNALS:
-            handler = signal.getsignal(number)
-            if callable(handler):
-                replaced[int(number)] = handler
-                signal.signal(number, hold)
-        yield
+        _let_through()
     finally:
-        _held = False
         for number in reversed(_SIGNALS):
-            if number in replaced:
-                signal.signal(number, replaced[number])
-        for caught_number, frame in caught.items():
-            replaced[caught_number](caught_number, frame)
+            if _fast.getsignal(number) is _hold:
+                _fast.signal(number, _replaced[number])
+
+
+def _let_through() -> None:
+    if not _waiting:
+        return
+    number = next(iter(_waiting))
+    try:
+        _hold(number, _waiting.get(number))
+    finally:
+        _let_through()
+
+
+class HeldSignals:
+    """A context in which no handler written in Python runs; those whose signal came meanwhile run at its end.
+
+    However many come: what is cut off half-way can never be saved again. Everything inside ends in bounded time.
+    Contexts nest, and one object serves any number of them.
+    """
+
+    def __enter__(self) -> None:
+        global _depth
+        if threading.get_ident() == _main:
+            if not _depth:
+                _take_over()
+            _depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        global _depth
+        if threading.get_ident() == _main:
+            _depth -= 1
+            if not _depth:
+                _give_back()
+
+
+_HELD = HeldSignals()
+
+
+def held_signals() -> HeldSignals:
+    """``with held_signals():`` around what must be done wholly or not at all."""
+    return _HELD
+
+
+def _after_fork() -> None:
+    """In a child that another thread has forked, which is its main thread: what was held goes on in the parent only."""
+    global _depth, _main
+    if threading.get_ident() != _main:
+        _main = threading.get_ident()
+        _depth = 0
+        _waiting.clear()
+        _give_back()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

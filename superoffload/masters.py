@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superoffload.bits import WORD
+from superoffload.bits import WORD, all_finite
 from superoffload.errors import ArgumentError
 from superoffload.ranks.setup import plain_name
 
@@ -60,7 +60,7 @@ def _read_master(name: str, param: Tensor, value: Any, part_of: Callable[[Tensor
         found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ArgumentError(f"masters: {name}: {found}, expected a tensor of shape {tuple(param.shape)}")
     flat = part_of(param, value.detach()).to("cpu", torch.float32)
-    if not bool(torch.isfinite(flat).all()):
+    if not all_finite(flat):
         raise ArgumentError(f"masters: {name}: NaN or infinite values")
     published = part_of(param, param.detach()).to("cpu")
     different = int((flat.to(param.dtype) != published).sum())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.errors import SuperOffloadError
+from superoffload.errors import HostMemoryError
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _UNKNOWN_CACHE = 32 << 20  # where the system does not tell: larger than most
@@ -17,23 +17,28 @@ _UNKNOWN_CACHE = 32 << 20  # where the system does not tell: larger than most
 BYTES_PER_PARAM = 18  # master, moments, packed gradient, shadow, journal: what a step touches, at least
 
 
-def host_empty(numel: int, dtype: torch.dtype) -> Tensor:
-    """A flat tensor on the CPU with undefined values, on huge pages where the system has them."""
+def refused(nbytes: int, what: str) -> HostMemoryError:
+    """The error that says so."""
+    return HostMemoryError(
+        f"host memory: {nbytes / 1e9:.3g} GB more were refused by the system, for {what}. superoffload plan adds up "
+        "what a model needs, superoffload doctor what there is and what limits it; speculation='never' (no journal) "
+        "and state_dtype='bf16' need less"
+    )
+
+
+def host_empty(numel: int, dtype: torch.dtype, what: str = "optimizer state or buckets") -> Tensor:
+    """A flat tensor on the CPU with undefined values, on huge pages where the system has them. ``what`` it is for."""
     try:
         tensor = torch.empty(numel, dtype=dtype)
     except RuntimeError as error:
-        raise SuperOffloadError(
-            f"host memory: {numel * dtype.itemsize / 1e9:.3g} GB more were refused by the system, for optimizer state "
-            "or buckets. superoffload plan adds up what a model needs, superoffload doctor what there is and what "
-            "limits it; speculation='never' and state_dtype='bf16' need less"
-        ) from error
+        raise refused(numel * dtype.itemsize, what) from error
     _native.prefer_huge_pages(tensor.data_ptr(), tensor.numel() * tensor.element_size())
     return tensor
 
 
-def host_zeros(numel: int, dtype: torch.dtype) -> Tensor:
+def host_zeros(numel: int, dtype: torch.dtype, what: str = "optimizer state or buckets") -> Tensor:
     """Likewise, zero."""
-    return host_empty(numel, dtype).zero_()
+    return host_empty(numel, dtype, what).zero_()
 
 
 @cache

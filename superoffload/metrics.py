@@ -51,6 +51,8 @@ TOTALS: Mapping[str, tuple[str, str]] = {
     ),
     "clip_rate": ("share", "clipped steps / decided steps"),
 }
+# Those of the totals that are no counters: they can fall.
+GAUGES = ("journal_bytes_per_param", "params_on_device", "pinned_bytes", "clip_rate")
 # What Monitor.step() adds: of the step since the call before.
 PER_STEP: Mapping[str, tuple[str, str]] = {
     "step_seconds": ("seconds", "wall time since the call before"),
@@ -117,6 +119,7 @@ class Monitor:
         self._clock = clock
         self._exporter = exporter
         self._before = dict(optimizer.stats())
+        self._earlier: dict[str, float] = {}  # what counters stand at, beyond the optimizer's own
         self._time = clock()
         own_rank, ranks = _rank_and_ranks()
         self._rank = own_rank if rank is None else rank
@@ -126,18 +129,38 @@ class Monitor:
         """The metrics of the step since the call before; logs what is wrong, once when it begins."""
         now, stats = self._clock(), self._optimizer.stats()
         verdict = self._optimizer.last_verdict
+        totals = self._continued(stats)
         values = {
-            **as_metrics(stats),
+            **as_metrics(totals),
             **{PREFIX + name: value for name, value in self._of_step(stats, now - self._time, verdict).items()},
         }
         skipped = stats["skipped_steps"] > self._before["skipped_steps"]
         overflows = int(stats["journal_overflows"] - self._before["journal_overflows"])
-        decided = int(stats["steps"] + stats["skipped_steps"])
+        decided = int(totals["steps"] + totals["skipped_steps"])
         self._anomalies.observe(decided, values, skipped=skipped, overflows=overflows)
         self._before, self._time = dict(stats), now
         if self._exporter is not None:
             self._exporter.update(values)
         return values
+
+    def state_dict(self) -> dict[str, float]:
+        """The counters so far, for ``load_state_dict`` of the run that resumes: plain numbers by name."""
+        return {name: value for name, value in self._continued(self._optimizer.stats()).items() if name not in GAUGES}
+
+    def load_state_dict(self, counters: Mapping[str, float]) -> None:
+        """Counters go on from those that an earlier run's ``state_dict`` had; names that are not known are left out."""
+        if not isinstance(counters, Mapping):
+            raise ArgumentError(f"counters: {type(counters).__name__}, expected what Monitor.state_dict() returned")
+        for name, value in counters.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ArgumentError(f"counters: {name}={value!r}, expected a number of at least 0")
+        stats = self._optimizer.stats()
+        self._earlier = {name: counters.get(name, 0) - value for name, value in stats.items() if name not in GAUGES}
+
+    def _continued(self, stats: Mapping[str, float | int]) -> dict[str, float | int]:
+        totals = {name: value + self._earlier.get(name, 0) for name, value in stats.items()}
+        decided = totals["steps"] + totals["skipped_steps"]
+        return {**totals, "clip_rate": totals["clipped_steps"] / decided if decided else 0.0}
 
     def _of_step(self, stats: Mapping[str, float | int], seconds: float, verdict: Verdict | None) -> dict[str, float]:
         grown = {name: stats[name] - self._before[name] for name in stats}

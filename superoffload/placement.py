@@ -191,7 +191,8 @@ def make_state(
 
 
 def _zeros(numel: int, dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    return host_zeros(numel, dtype) if device is None else torch.zeros(numel, dtype=dtype, device=device)
+    what = f"master, exp_avg or exp_avg_sq of all {numel} parameters that begin to train"
+    return host_zeros(numel, dtype, what) if device is None else torch.zeros(numel, dtype=dtype, device=device)
 
 
 def move_state(shard: Shard, device: torch.device | None) -> None:

@@ -28,11 +28,12 @@ def choose_fraction(measured: Measured) -> tuple[float, str]:
     """
     behind = 1.0 - measured.backward / measured.optimizer if measured.optimizer > 0 else 0.0
     wanted = max(behind, 1.0 / measured.buckets, 0.0)
-    room = SHARE_OF_FREE_MEMORY * max(0, measured.free_bytes) / (measured.bytes_per_param * measured.numel)
+    free = max(0, measured.free_bytes)
+    room = SHARE_OF_FREE_MEMORY * free / (measured.bytes_per_param * measured.numel)
     fraction = min(wanted, room, 1.0)
     why = (
         f"one pass on the processors takes {measured.optimizer:.4g} s and backward {measured.backward:.4g} s, so "
-        f"{wanted:.1%} of the state would best stay on the accelerator; half of its {measured.free_bytes / 2**30:.2f} "
+        f"{wanted:.1%} of the state would best stay on the accelerator; half of its {free / 2**30:.2f} "
         f"GiB of unused memory holds {min(room, 1.0):.1%}"
     )
     return fraction, why

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from superoffload.plan.hardware import GH200_96
+from superoffload.plan.profiles import GH200_96
 from superoffload.plan.step_time import JOURNALED_BYTES, REPLAY_BYTES
 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

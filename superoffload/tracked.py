@@ -7,18 +7,35 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from superoffload.arguments import check_parameter
-from superoffload.bits import differing, run_sums
+from superoffload.bits import Sums, differing, sums_of
 from superoffload.bucket import Shard
 from superoffload.checkpoint import ParamState
 from superoffload.errors import StateError
 from superoffload.masters import follow
 from superoffload.packed_gradient import PackedGradient
-from superoffload.ranks.layout import Holding, is_dtensor, local_of, version_of
+from superoffload.ranks.layout import Holding, is_dtensor, local_of, memory_order, version_of
 
 UNKNOWN = (-1, -1)
+
+
+class Place:
+    """Knows where a tensor's elements are: in which storage, from where on, in which order.
+
+    Of the storage it keeps the record alive and not the memory. So memory that is freed is free, and a storage that
+    gets the same address after it is another one all the same.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._rest = (tensor.data_ptr(), tensor.stride())
+
+    def is_of(self, tensor: Tensor) -> bool:
+        same_storage: bool = tensor.untyped_storage()._cdata == self._storage.cdata
+        return same_storage and (tensor.data_ptr(), tensor.stride()) == self._rest
 
 
 @dataclass(eq=False)
@@ -30,12 +47,12 @@ class Tracked:
     step: Tensor  # what state[p]["step"] shows
     holding: Holding  # which elements of the parameter the shard is
     early: bool = True  # the gradient is final when its hook runs (not where somebody reduces it over ranks later)
+    readable: bool = True  # read now, its bits are what was published last
     version: tuple[int, int] = UNKNOWN
-    address: int = 0
-    sums: Tensor | None = None  # of a DTensor's bits, on its device
+    sums: Sums | None = None  # of its bits, where they are compared
     grad: Tensor | None = None  # the gradient that was handed to the core in this step
     grad_version: tuple[int, int] = UNKNOWN
-    grad_sums: Tensor | None = None  # of its bits, where the core has it on another device
+    grad_sums: Sums | None = None  # of its bits, where the core has it on another device
     reduced: Tensor | None = None  # what a reduction gave and the core has; p.grad must turn out to be the same
     stand_in: PackedGradient | None = None  # what stands in p.grad once the gradient was packed and freed
     arrivals: int = 0  # backward passes that reached it since the last step
@@ -44,12 +61,19 @@ class Tracked:
     hook: RemovableHandle | None = None  # None while it is frozen
 
     def __post_init__(self) -> None:
-        self._device = local_of(self.param).device
+        local = local_of(self.param)
+        self._device = local.device
+        self._place = Place(local)
 
     def remember_value(self) -> None:
-        self.version = version_of(self.param)
-        self.address = local_of(self.param).data_ptr()
-        self.sums = self._sums()
+        remember_values([self])
+
+    def remember(self, sums: Sums | None) -> None:
+        """The value is ours, and has these sums (None: is not compared until it is remembered again)."""
+        self.version, self.sums = version_of(self.param), sums
+        local = local_of(self.param)
+        if not self._place.is_of(local):
+            self._place = Place(local)
 
     def outdate(self) -> None:
         """A new value is to be delivered later: graphs that still need the old one must not be used any more."""
@@ -62,20 +86,14 @@ class Tracked:
         self.version = UNKNOWN
 
     @property
-    def written(self) -> bool:
-        """Whether somebody else wrote to the parameter since we last looked."""
-        return bool(notice([self]).written)
-
-    @property
     def plainly_written(self) -> bool:
-        """The same, as far as version counters show it; at no cost."""
-        return version_of(self.param) != self.version or local_of(self.param).data_ptr() != self.address
+        """Whether the parameter was written since we last looked, as far as versions and storage show; at no cost."""
+        return version_of(self.param) != self.version or not self._place.is_of(local_of(self.param))
 
-    def _sums(self) -> Tensor | None:
-        """Of a DTensor's bits, since operations on lists of them (torch._foreach_mul_) raise nobody's version."""
-        if not is_dtensor(self.param):
-            return None
-        return run_sums(local_of(self.param).reshape(-1))
+    def is_compared(self, *, on_device: bool) -> bool:
+        """Whether its bits are. A DTensor's always: operations on lists of them (torch._foreach_mul_) raise no version.
+        Those of others, which ``.data`` leaves as it is, always in host memory and, if ``on_device``, elsewhere."""
+        return is_dtensor(self.param) or (self.readable and (on_device or self._device.type == "cpu"))
 
     @property
     def grad_changed(self) -> bool:
@@ -91,7 +109,7 @@ class Tracked:
     def remember_grad(self, grad: Tensor, *, summed: bool = False) -> None:
         """``summed``: a DTensor whose bits cannot be compared with what the core has but for a copy."""
         self.grad, self.grad_version = grad, version_of(grad)
-        self.grad_sums = run_sums(self.holding.part(grad)) if summed and is_dtensor(grad) else None
+        self.grad_sums = sums_of([self.holding.part(grad)])[0] if summed and is_dtensor(grad) else None
 
     def check_still_fits(self) -> None:
         """Raises where the parameter was converted or resized since the optimizer was made."""
@@ -109,6 +127,12 @@ class Tracked:
                 f"{param.dtype}; make a new optimizer after converting or resizing a model"
             )
 
+        if not is_dtensor(param) and memory_order(param) != self.holding.order:
+            raise StateError(
+                f"{shard.name}: its elements are in another order in memory now, strides {param.stride()}; call "
+                "model.to(memory_format=...) and the like before the optimizer is made"
+            )
+
     def refresh_master(self) -> None:
         """Takes over what somebody wrote to the parameter; elements that still are round(master) keep their master."""
         follow(self.shard.master, self.holding.part(self.param))
@@ -124,39 +148,60 @@ class Tracked:
             shard.exp_avg_sq.zero_()
             shard.master.copy_(published)
         else:
-            shard.exp_avg.copy_(values.exp_avg)
-            shard.exp_avg_sq.copy_(values.exp_avg_sq)
-            shard.master.copy_(published if values.master is None else values.master)
+            values.exp_avg.copy_to(shard.exp_avg)
+            values.exp_avg_sq.copy_to(shard.exp_avg_sq)
+            if values.master is None:
+                shard.master.copy_(published)
+            else:
+                values.master.copy_to(shard.master)
         self.forget_value()  # compare with the parameter at the next opportunity
+
+
+def remember_values(several: Iterable[Tracked], *, on_device: bool = True) -> None:
+    """What these parameters have now is ours: whatever is there instead when ``notice`` looks was written by others.
+
+    ``on_device``: also the bits of parameters outside of host memory, where that takes a kernel for each.
+    """
+    all_of_them = list(several)
+    compared = [tracked for tracked in all_of_them if tracked.is_compared(on_device=on_device)]
+    sums = dict(zip(compared, sums_of([one.holding.part(one.param) for one in compared]), strict=True))
+    for tracked in all_of_them:
+        tracked.remember(sums.get(tracked))
 
 
 @dataclass(frozen=True)
 class Noticed:
-    """Whose value, and whose kept gradient, somebody has edited since we last looked."""
+    """Whose value, and whose kept gradient, was edited since we last looked.
+
+    ``untold``: those of ``written`` of which no version counter tells that should have.
+    """
 
     written: frozenset[Tracked]
     edited: frozenset[Tracked]
+    untold: frozenset[Tracked]
 
 
 def notice(several: Iterable[Tracked]) -> Noticed:
-    """By version counters, and where those do not show everything, by bits: a device is waited for once for all."""
+    """By versions and storage, and where those do not show everything, by bits: a device is waited for once for all."""
     written: set[Tracked] = set()
     edited: set[Tracked] = set()
     compared: list[tuple[set[Tracked], Tracked]] = []  # where it belongs if its bits have changed
-    before: list[Tensor] = []
+    before: list[Sums] = []
     now: list[Tensor] = []
     for tracked in several:
         if tracked.plainly_written:
             written.add(tracked)
-        elif tracked.sums is not None and (sums := tracked._sums()) is not None:
+        elif tracked.sums is not None:
             compared.append((written, tracked))
             before.append(tracked.sums)
-            now.append(sums)
+            now.append(tracked.holding.part(tracked.param))
         if tracked.grad is not None and tracked.grad_sums is not None and not tracked.grad_changed:
             compared.append((edited, tracked))
             before.append(tracked.grad_sums)
-            now.append(run_sums(tracked.holding.part(tracked.grad)))
-    for (found, tracked), differs in zip(compared, differing(before, now), strict=True):
+            now.append(tracked.holding.part(tracked.grad))
+    plainly = frozenset(written)
+    for (found, tracked), differs in zip(compared, differing(before, sums_of(now)), strict=True):
         if differs:
             found.add(tracked)
-    return Noticed(frozenset(written), frozenset(edited))
+    untold = frozenset(tracked for tracked in written - plainly if not is_dtensor(tracked.param))
+    return Noticed(frozenset(written), frozenset(edited), untold)

@@ -5,9 +5,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from superoffload.errors import UnknownArgument
+
+
+class TorchDefaults(TypedDict, total=False):
+    """Arguments of ``torch.optim.AdamW`` that are not ours, with the values that change nothing here."""
+
+    amsgrad: Literal[False]
+    maximize: Literal[False]
+    capturable: Literal[False]
+    differentiable: Literal[False]
+    foreach: Literal[False] | None
+    fused: Literal[False] | None
+
 
 # What other optimizers and trainers call our arguments, where no spelling leads there.
 _OTHER_NAMES = {
@@ -40,8 +52,16 @@ _DEEPSPEEDS = {
 }
 
 
-def refuse_unknown(optimizer: type, unknown: Mapping[str, Any]) -> None:
-    """``unknown``: what the constructor of ``optimizer`` was given beyond its arguments."""
+# What torch makes of them where nothing is given. A loop over parameters is chosen by None, too.
+_MAY_BE_NONE = ("foreach", "fused")
+# These change the result, or what can be done with it; which loop there is does neither.
+_CHANGE_THE_STEP = ("amsgrad", "maximize", "capturable", "differentiable")
+
+
+def refuse_unknown(optimizer: type, given: Mapping[str, Any]) -> None:
+    """``given``: what the constructor of ``optimizer`` was given beyond its arguments. What torch's optimizers do by
+    default may be said by name."""
+    unknown = {name: value for name, value in given.items() if not _changes_nothing(name, value)}
     if not unknown:
         return
     parameters = inspect.signature(optimizer).parameters.values()
@@ -50,12 +70,21 @@ def refuse_unknown(optimizer: type, unknown: Mapping[str, Any]) -> None:
     raise UnknownArgument(" ".join([*advice, f"{optimizer.__name__} accepts {', '.join(accepted)}"]))
 
 
+def _changes_nothing(name: str, value: Any) -> bool:
+    return name in _TORCHS and (value is False or (value is None and name in _MAY_BE_NONE))
+
+
 _NO_KEYS_OF_GROUPS = ("learning_rate", "wd", "beta1", "beta2", "adam_beta1", "adam_beta2")
 
 
 def refuse_in_group(where: str, group: Mapping[str, Any]) -> None:
     """Settings in a param group that nobody would read. Other keys of their own groups are the users' business."""
     for name, value in group.items():
+        if name in _CHANGE_THE_STEP and value:
+            raise UnknownArgument(
+                f"{where}: {name}={_shown(value)}: torch.optim.AdamW has it ({_TORCHS[name]}): leave it out, or "
+                f"pass {name}=False"
+            )
         if name in _NO_KEYS_OF_GROUPS:
             raise UnknownArgument(
                 f"{where}: {name}={_shown(value)} would not be read; did you mean {_OTHER_NAMES[name]}?"
@@ -77,7 +106,7 @@ def _shown(value: Any) -> str:
 
 def _advice(name: str, accepted: list[str]) -> str:
     if name in _TORCHS:
-        return f"torch.optim.AdamW has it ({_TORCHS[name]}): leave it out."
+        return f"torch.optim.AdamW has it ({_TORCHS[name]}): leave it out, or pass {name}=False."
     if name in _DEEPSPEEDS:
         return f"DeepSpeedCPUAdam has it ({_DEEPSPEEDS[name]}): leave it out."
     words = name.lower()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,6 +48,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason is not None:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def torch_threads_as_before() -> Iterator[None]:
+    """Lightning sets how many threads torch has, and sums of the tests behind it would have other bits."""
+    torch = sys.modules.get("torch")
+    threads = None if torch is None else torch.get_num_threads()
+    yield
+    if torch is not None and torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture

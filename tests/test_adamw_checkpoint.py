@@ -263,3 +263,23 @@ def test_layout() -> None:
             for name in ("exp_avg", "exp_avg_sq", "master"):
                 assert values[name].shape == param.shape
                 assert values[name].dtype is torch.float32
+
+
+def test_a_state_dict_that_cannot_be_made_leaves_the_optimizer_usable() -> None:
+    """A user's hook raises, or the system has no memory for the copy."""
+    model = model_of()
+    optimizer = AdamW(model.parameters(), threads=1)
+    train(model, optimizer, range(2))
+    digests = optimizer.state_digests()
+
+    def refuse(_: Any) -> None:
+        raise RuntimeError("no memory for the copy")
+
+    hook = optimizer.register_state_dict_pre_hook(refuse)
+    with pytest.raises(RuntimeError, match="no memory for the copy"):
+        optimizer.state_dict()
+    hook.remove()
+    assert optimizer.state_digests() == digests
+    assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
+    train(model, optimizer, range(2, 3))
+    optimizer.close()

@@ -92,7 +92,30 @@ def test_ctrl_c_while_speculation_is_taken_back(method: str) -> None:
         check_counters(optimizer)
 
 
-def test_a_second_ctrl_c_goes_through_and_the_optimizer_says_so() -> None:
+@pytest.mark.parametrize("method", ["_end_all_speculation", "_finish", "_count_step", "_end_step"])
+def test_pressed_often_it_still_comes_out_of_a_finished_step(method: str) -> None:
+    original = getattr(Core, method)
+
+    def pressed_often(*args: Any, **kwargs: Any) -> Any:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        return original(*args, **kwargs)
+
+    with pair(bucket_numel=1024, max_grad_norm=1.0) as (model, optimizer, twin, plain):
+        train(model, optimizer, range(3))
+        train(twin, plain, range(4))
+        optimizer.zero_grad()
+        batch(model, 3).backward()
+        with mock.patch.object(Core, method, pressed_often), pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        assert optimizer.state_digests() == plain.state_digests()
+        train(model, optimizer, range(4, 6))
+        train(twin, plain, range(4, 6))
+        assert optimizer.state_digests() == plain.state_digests()
+        check_counters(optimizer)
+
+
+def test_an_error_from_the_middle_makes_the_optimizer_say_so() -> None:
     gc.collect()  # what other tests have left
     threads = set(worker_threads())
     model = model_of()
@@ -100,15 +123,12 @@ def test_a_second_ctrl_c_goes_through_and_the_optimizer_says_so() -> None:
     train(model, optimizer, range(2))
     batch(model, 3).backward()
 
-    def twice(*_: object) -> None:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-
-    with mock.patch.object(Core, "_finish", twice), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(Core, "_finish", side_effect=MemoryError("as told")), pytest.raises(MemoryError):
         optimizer.step()
     for use in (optimizer.step, optimizer.state_dict, optimizer.state_digests, optimizer.synchronize):
-        with pytest.raises(StateError, match="interrupted in the middle"):
+        with pytest.raises(StateError, match="interrupted in the middle") as caught:
             use()
+        assert isinstance(caught.value.__cause__, MemoryError), "also where the first one was lost with its thread"
     batch(model, 4).backward()
     optimizer.close()
     assert_worker_threads(threads)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from superoffload.bits import WORD, differing, run_sums, same_bits
+from superoffload import _native
+from superoffload.bits import WORD, all_finite, differing, run_sums, same_bits, same_but_for_nan, sums_of
 
 
 def flat(dtype: torch.dtype, numel: int, offset: int, seed: int = 0) -> Tensor:
@@ -26,14 +27,17 @@ def test_every_changed_bit_is_seen(dtype: torch.dtype) -> None:
             other = torch.cat([flat(dtype, offset, 0, 1), one])[offset:]
             assert same_bits(one, other) and same_bits(other, one)
             before = run_sums(other)
+            in_memory = sums_of([other])
             assert differing([before], [run_sums(other)]) == [False]
             for i in range(numel):
                 bits = other.view(WORD[dtype])
                 bits[i] ^= 1 << (i % 15)
                 assert not same_bits(one, other)
                 assert differing([before], [run_sums(other)]) == [True]
+                assert differing(in_memory, sums_of([other])) == [True]
                 bits[i] ^= 1 << (i % 15)
             assert same_bits(one, other) and torch.equal(run_sums(other), before)
+            assert sums_of([other, one]) == 2 * in_memory
 
 
 def test_of_what_is_not_contiguous() -> None:
@@ -43,6 +47,19 @@ def test_of_what_is_not_contiguous() -> None:
     assert not same_bits(torch.zeros(3), -torch.zeros(3))
 
 
+def test_nans_of_other_bits() -> None:
+    """torch's own conversion gives a NaN other bits in the vector's middle than at its end."""
+    one = torch.tensor([1.0, torch.nan, -0.0, torch.inf] * 9, dtype=torch.bfloat16)
+    other = one.clone()
+    other.view(torch.int16)[one.isnan()] = -1
+    assert same_but_for_nan(one, other) and not same_bits(one, other)
+    assert same_but_for_nan(one[1::2], other[1::2])
+    for place, value in ((0, torch.nan), (1, 1.0), (2, 0.0), (3, torch.nan)):
+        wrong = other.clone()
+        wrong[place] = value
+        assert not same_but_for_nan(one, wrong) and not same_but_for_nan(wrong, one)
+
+
 @pytest.mark.parametrize("numel", [2, 4, 8, 512, 5000, 70_001])
 def test_signs_that_change_as_often_one_way_as_the_other_are_seen(numel: int) -> None:
     """A plain sum of words would be the same."""
@@ -50,8 +67,19 @@ def test_signs_that_change_as_often_one_way_as_the_other_are_seen(numel: int) ->
         values = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0], dtype=dtype)
         one = values.repeat(-(-numel // 8))[:numel].clone()
         before = run_sums(one)
+        in_memory = sums_of([one])
         one[len(one) // 4 :] *= -1
         assert differing([before], [run_sums(one)]) == [True]
+        assert differing(in_memory, sums_of([one])) == [True]
+
+
+@pytest.mark.parametrize("dtype", list(WORD), ids=str)
+def test_the_same_words_in_other_places_are_seen_in_host_memory(dtype: torch.dtype) -> None:
+    for numel in (40, 4096, 5001):
+        one = flat(dtype, numel, 1)
+        before = sums_of([one])
+        for other in (one.roll(1), one.roll(32), one.flip(0), torch.cat([one[numel // 2 :], one[: numel // 2]])):
+            assert differing(before, sums_of([other])) == [True]
 
 
 def test_several_at_once() -> None:
@@ -59,3 +87,49 @@ def test_several_at_once() -> None:
     others = [run_sums(flat(torch.float32, numel, 0, seed)) for numel, seed in ((0, 1), (5, 1), (3000, 0))]
     assert differing(ones, others) == [False, True, False]
     assert differing([], []) == []
+
+
+@pytest.mark.parametrize("dtype", list(WORD), ids=str)
+def test_one_value_that_is_not_finite_is_found_wherever_it_is(dtype: torch.dtype) -> None:
+    for numel in (1, 2, 7, 8, 15, 16, 33, 65, 1001):
+        values = torch.full((numel,), torch.finfo(dtype).max, dtype=dtype)
+        assert all_finite(values) and all_finite(-values)
+        for i in {0, numel // 3, numel // 2, numel - 1}:
+            for bad in (float("nan"), float("inf"), -float("inf")):
+                values[i] = bad
+                assert not all_finite(values), (numel, i, bad)
+            values[i] = 1.0
+    assert all_finite(torch.empty(0, dtype=dtype))
+
+
+def test_sums_of_host_memory_beside_those_of_a_device() -> None:
+    values = [flat(torch.float32, 70, 0, seed) for seed in range(4)]
+    before = [run_sums(values[0]), *sums_of(values[1:3]), run_sums(values[3])]
+    now = [run_sums(values[0]), *sums_of([values[1], values[3]]), run_sums(values[2])]
+    assert differing(before, now) == [False, False, True, True]
+
+
+def test_sums_of_host_memory_are_what_their_definition_says() -> None:
+    """On every machine: sixty-four bytes at a time, words by the odd number of their lane and how long they counted."""
+    odd = [(2 * (lane * 0x9E3779B97F4A7C15) + 1) % 2**64 for lane in range(8)]
+    for nbytes in (0, 2, 62, 64, 66, 640):
+        values = flat(torch.bfloat16, nbytes // 2, 0)
+        data = values.view(torch.int16).numpy().tobytes()
+        words = [int.from_bytes(data[at : at + 8], "little") for at in range(0, nbytes, 8)]
+        lines = nbytes // 64 + 1
+        plain = nbytes + sum(word * odd[i % 8] for i, word in enumerate(words))
+        weighted = sum((lines - i // 8) * word * odd[i % 8] for i, word in enumerate(words))
+        assert sums_of([values]) == [(plain % 2**64, weighted % 2**64) if nbytes else (0, 0)]
+
+
+def test_sums_of_host_memory_do_not_depend_on_threads() -> None:
+    """More than two threads' worth; a run of several chunks beside small ones."""
+    large = flat(torch.float32, (96 << 20) // 4 + 5, 1)
+    runs = [(part.data_ptr(), 4 * len(part)) for part in (large, large[:7], large[:0], large[: 5 << 20])]
+    alone = _native.bit_sums(runs, 1)
+    assert _native.bit_sums(runs, 4) == alone
+    large[20 << 20] *= -1
+    assert [one == other for one, other in zip(_native.bit_sums(runs, 3), alone, strict=True)] == [0, 1, 1, 1]
+    large[20 << 20] *= -1
+    swapped = torch.cat([large[1 << 20 : 2 << 20], large[: 1 << 20], large[2 << 20 :]])  # whole chunks
+    assert _native.bit_sums([(swapped.data_ptr(), 4 * len(swapped))], 2) != alone[:1]

@@ -39,14 +39,17 @@ def test_out_of_memory_while_packing(fake: Fake, call: str) -> None:
         assert optimizer.state_digests() == host_digests(range(4))
 
 
-def test_a_step_after_a_failed_packing_packs_again(fake: Fake) -> None:
+def test_a_step_after_a_failed_packing_is_refused_until_backward_ran_again(fake: Fake) -> None:
     with training(fake, bucket_numel=100_000) as (model, optimizer):
         optimizer.zero_grad()
-        fake.fail("cuLaunchKernel", OUT_OF_MEMORY)  # of the only bucket: backward has ended all the same
+        fake.fail("cuLaunchKernel", OUT_OF_MEMORY)
         with pytest.raises(DeviceError):
             batch(model, 2).backward()
         fake.synchronize()
-        optimizer.step()
+        for _ in range(2):
+            with pytest.raises(StateError, match="gradients are missing"):
+                optimizer.step()
+        train(model, optimizer, [2])
         fake.synchronize()
         assert optimizer.state_digests() == host_digests(range(3))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.bits import run_sums
 from superoffload.cuda.link import CudaLink, CudaOptions
 from superoffload.errors import StateError
 from superoffload.integrations import fsdp2
 from superoffload.integrations.ddp import ReducedGradients
 from superoffload.optimizer import module_hooks
+from superoffload.optimizer.lifetime import Alone
 from superoffload.tracked import Tracked
 from tests.adamw_tools import batch
 from tests.fake_cuda import IMAGE, Fake, FakeDevice, LateLink, garbage_like, on_fake_device
@@ -87,7 +90,7 @@ def test_gradients_of_several_streams_are_all_waited_for(fake: Fake) -> None:
 
 def test_bits_that_a_delivery_has_changed_are_nobodys_write(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters whose writes are noticed by their bits, as those of DTensors; the copy is over before forward asks."""
-    monkeypatch.setattr(Tracked, "_sums", lambda tracked: run_sums(tracked.param.detach().reshape(-1)))
+    monkeypatch.setattr(Tracked, "is_compared", lambda tracked, *, on_device: True)
 
     def run(model: nn.Module, links: list[LateLink]) -> dict[str, str]:
         with AdamW(model.parameters(), delivery="on_demand", module=model, threads=1) as optimizer:
@@ -128,12 +131,32 @@ class Reduction:
 
 def test_a_reduction_is_waited_for_before_it_is_read() -> None:
     delivered: list[Tensor] = []
-    model = SimpleNamespace(process_group=None, register_comm_hook=lambda state, hook: None)
-    reduced = ReducedGradients(model, lambda param, gradient: delivered.append(gradient), lambda param: None)  # type: ignore[arg-type]
+    model: Any = SimpleNamespace(process_group=None, register_comm_hook=lambda state, hook: None)
+    told = (lambda param, gradient: delivered.append(gradient)), (lambda param: None)
+    reduced = ReducedGradients(model, *told, threading.Lock())
     params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))]
     reduced._waiting.append((Reduction(torch.arange(5.0)), params))  # type: ignore[arg-type]
     reduced.drain()
     assert [one.tolist() for one in delivered] == [[0.0, 1.0, 2.0], [3.0, 4.0]]
+
+
+def test_handlers_of_signals_wait_until_all_that_was_reduced_is_handed_over() -> None:
+    done: list[str] = []
+
+    def deliver(param: Tensor, gradient: Tensor) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        done.append("delivered")
+
+    model: Any = SimpleNamespace(process_group=None, register_comm_hook=lambda state, hook: None)
+    reduced = ReducedGradients(model, deliver, lambda param: None, Alone())
+    future: Any = Reduction(torch.arange(4.0))
+    reduced._waiting.append((future, [nn.Parameter(torch.zeros(2)) for _ in range(2)]))
+    before = signal.signal(signal.SIGUSR1, lambda *_: done.append("handled"))
+    try:
+        reduced.drain()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert done == ["delivered", "delivered", "handled"]
 
 
 @pytest.mark.parametrize(("mesh", "waits"), [("cuda", 1), ("cpu", 0), (None, 0)])

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from superoffload.errors import StateError, WorkerError
+from superoffload.errors import WorkerError
 from superoffload.link import HostLink
 from tests.adamw_tools import run_python
 from tests.delivery_tools import in_flight, loss_of, made, odd, pending, plain_step
@@ -31,9 +31,9 @@ def test_a_worker_that_fails_is_reported_where_it_lands() -> None:
         plain_step(model, optimizer, 3)
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", [1, 3])
 def test_ctrl_c_while_a_forward_waits(times: int) -> None:
-    """One comes out once what was waited for has arrived; a second one goes through, and everybody is told."""
+    """It comes out once what was waited for has arrived, however often it was pressed."""
     twin = odd()
     with made(twin, "eager", speculation="never") as eager:
         for seed in range(2):
@@ -55,14 +55,9 @@ def test_ctrl_c_while_a_forward_waits(times: int) -> None:
         with mock.patch.object(HostLink, "deliver", interrupted), pytest.raises(KeyboardInterrupt):
             loss_of(model, 5)
         assert pending(optimizer)
-        if times == 1:
-            assert optimizer.state_digests() == expected
-            plain_step(model, optimizer, 2)
-            assert optimizer.state_digests() == after
-        else:
-            for use in (lambda: loss_of(model, 5), optimizer.step, optimizer.synchronize):
-                with pytest.raises(StateError, match="interrupted in the middle"):
-                    use()
+        assert optimizer.state_digests() == expected
+        plain_step(model, optimizer, 2)
+        assert optimizer.state_digests() == after
 
 
 LEAVING = """

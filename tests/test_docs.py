@@ -20,7 +20,7 @@ from superoffload.environment import OF_THE_BUILD, VARIABLES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-_BLOCK = re.compile(r"(?m)^(?P<skip><!-- not run: .+ -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL)
+_BLOCK = re.compile(r"(?m)^(?P<skip><!-- not run: [^\n]+ -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL)
 
 
 def load_hooks() -> ModuleType:

@@ -14,7 +14,7 @@ import pytest
 from superoffload import kernels
 from superoffload.cli import EXIT_USAGE, main
 from superoffload.doctor import self_test
-from superoffload.doctor.bandwidth import measure
+from superoffload.doctor.bandwidth import examine_bandwidth, measure, measure_step
 from superoffload.doctor.control_groups import cpu_quota, memory_limit
 from superoffload.doctor.cpu import examine_cpu, examine_instruction_sets
 from superoffload.doctor.examine import Diagnosis, diagnose
@@ -107,6 +107,12 @@ def test_bandwidth_is_measured_over_every_way_to_walk() -> None:
     rate, way, walks = measure(1 << 18, [-1], seconds=0.0)
     assert 1e8 < rate < 1e13
     assert walks >= 6 and way.block in (64, 256, 1024)
+
+
+def test_the_kernel_s_own_step_is_measured_for_the_planner() -> None:
+    assert 1e8 < measure_step(1 << 18, [-1], steps=2) < 1e13
+    found = examine_bandwidth(System(), [-1], 256 << 20, superchip=False)
+    assert found.facts["step_bytes_per_second"] > 1e8 and "the kernel's own step reaches" in found.findings[0].text
 
 
 def test_self_test_leaves_the_instruction_set_as_it_was() -> None:

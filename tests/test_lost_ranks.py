@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,8 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from superoffload import AdamW
 from superoffload.errors import RankError
-from superoffload.ranks.group import _GROUPS, RankGroup
+from superoffload.ranks.group import _GROUPS
 from superoffload.ranks.launch import LocalRanks, Outcome
+from superoffload.ranks.roll_call import RollCall
 from superoffload.ranks.session import RankSession
 from tests.rank_tools import BF16, Net, flat_mesh, net, optimizer_of, shard, tokens_of
 
@@ -200,10 +202,35 @@ class EndingStore:
 
 @pytest.mark.parametrize(("answers", "missing"), [(0, [0]), (1, [0]), (2, [2])])
 def test_a_first_rank_that_has_answered_and_ended_is_not_called_lost(answers: int, missing: list[int]) -> None:
-    group = RankGroup.__new__(RankGroup)
-    group.ranks, group.rank, group.timeout, group._calls = [0, 1, 2], 1, 5.0, 7
-    group._store = EndingStore(answers)  # type: ignore[assignment]
-    assert group._missing() == missing
+    roll_call = RollCall([0, 1, 2], 1, 1.0)
+    store: Any = EndingStore(answers)
+    roll_call._store = store
+    assert roll_call.who_is_missing(7)[0] == missing
+
+
+class SilentStore(EndingStore):
+    """The same behind a link that breaks: once it is cut, no answer comes any more, and no error either."""
+
+    def check(self, keys: list[str]) -> bool:
+        try:
+            return super().check(keys)
+        except RuntimeError:
+            threading.Event().wait(30.0)
+            raise
+
+
+@pytest.mark.parametrize(("answers", "missing"), [(0, [0]), (1, [0]), (2, [2])])
+def test_a_roll_call_behind_a_broken_link_ends_in_time(answers: int, missing: list[int]) -> None:
+    roll_call = RollCall([0, 1, 2], 1, 0.2)
+    roll_call.address = ("10.0.0.1", 29500)
+    store: Any = SilentStore(answers)
+    roll_call._store = store
+    began = time.monotonic()
+    assert roll_call.who_is_missing(7) == (
+        missing,
+        "; the roll call of rank 0 on 10.0.0.1 could not be reached, so nothing is known of rank 2" * (missing == [0]),
+    )
+    assert time.monotonic() - began < 5.0
 
 
 def train_in_two_worlds(folder: str) -> tuple[int, int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import subprocess
@@ -75,6 +76,34 @@ def test_metrics_of_a_step(optimizer: superoffload.AdamW) -> None:
     second = monitor.step()
     assert second[PREFIX + "skipped_steps"] == 1.0 and PREFIX + "grad_norm" not in second
     assert second[PREFIX + "step_seconds"] == 0.5 and second[PREFIX + "step_up_bytes_per_second"] == 0.0
+
+
+def test_counters_go_on_where_an_earlier_run_ended(optimizer: superoffload.AdamW) -> None:
+    earlier = Monitor(optimizer)
+    train_step(optimizer)
+    train_step(optimizer, float("nan"))
+    before = earlier.step()
+    kept = json.loads(json.dumps(earlier.state_dict()))
+    assert set(kept) == set(TOTALS) - {"clip_rate", "journal_bytes_per_param", "params_on_device", "pinned_bytes"}
+    later = Monitor(optimizer)  # of the same optimizer, as a second train() in one process has it: counted once
+    later.load_state_dict({**kept, "of_a_later_version": 3})
+    train_step(optimizer, 1e-6)
+    after = later.step()
+    assert after[PREFIX + "steps"] == 2 and after[PREFIX + "skipped_steps"] == 1
+    assert after[PREFIX + "clip_rate"] == pytest.approx(1 / 3) and before[PREFIX + "clip_rate"] == 1 / 2
+    assert after[PREFIX + "bytes_down"] == pytest.approx(1.5 * before[PREFIX + "bytes_down"])
+    assert after[PREFIX + "step_down_bytes_per_second"] > 0 and optimizer.stats()["steps"] == 2, "as before"
+    empty = Monitor(optimizer)
+    empty.load_state_dict({})
+    assert empty.state_dict()["steps"] == 0
+
+
+@pytest.mark.parametrize("counters", [{"steps": -1}, {"steps": "3"}, {"steps": float("nan")}, {"steps": True}, [3]])
+def test_counters_that_cannot_be_are_refused(optimizer: superoffload.AdamW, counters: Any) -> None:
+    monitor = Monitor(optimizer)
+    with pytest.raises(ArgumentError, match=r"^counters: "):
+        monitor.load_state_dict(counters)
+    assert monitor.state_dict()["steps"] == 0
 
 
 # ---- anomalies ----

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -155,9 +156,10 @@ def test_a_monitor_of_something_else() -> None:
 def test_memory_that_the_system_refuses_is_counted() -> None:
     from superoffload.memory import host_zeros
 
-    with pytest.raises(
-        SuperOffloadError, match=r"^host memory: 4e\+09 GB more were refused .* superoffload plan adds up"
-    ):
+    told = (
+        r"^host memory: 4e\+09 GB more were refused by the system, for optimizer state or buckets\. superoffload plan"
+    )
+    with pytest.raises(SuperOffloadError, match=told):
         host_zeros(10**18, torch.float32)
 
 
@@ -180,6 +182,21 @@ def empty(model: nn.Module, optimizer: AdamW) -> None:
 def test_steps_without_any_gradient_are_told_once() -> None:
     (message,) = said(empty)
     assert "none of the" in message and "Call backward() before step()" in message and "fully_shard" in message
+
+
+def test_a_warning_that_is_an_error_comes_once_the_step_is_whole() -> None:
+    model = model_of()
+    with warnings.catch_warnings(), AdamW(model.parameters(), threads=1) as optimizer:
+        warnings.simplefilter("error")
+        for step in range(SKIPPED):
+            optimizer.zero_grad()
+            (batch(model, step) * float("nan")).backward()
+            with pytest.raises(RuntimeWarning, match="were skipped") if step == SKIPPED - 1 else nullcontext():
+                optimizer.step()
+        optimizer.zero_grad()
+        batch(model, 0).backward()
+        optimizer.step()
+        assert (optimizer.stats()["skipped_steps"], optimizer.stats()["steps"]) == (SKIPPED, 1)
 
 
 def test_an_optimizer_that_has_trained_may_rest() -> None:

@@ -14,10 +14,11 @@ from superoffload.cli import main
 from superoffload.errors import ArgumentError
 from superoffload.plan import published
 from superoffload.plan.explanations import AutoPlacement, auto_placement, placement_lines
-from superoffload.plan.hardware import GB, GH200_96, PROFILES, find_hardware
-from superoffload.plan.memory import ENGINES, SHARDINGS, Settings, activation_bytes, check_fit, estimate_memory
+from superoffload.plan.machines import GB
+from superoffload.plan.memory import ENGINES, Settings, activation_bytes, check_fit, estimate_memory
 from superoffload.plan.models import ModelShape, parse_parameter_count, read_config, typical_shape
-from superoffload.plan.settings import all_choices, configuration, evaluate, largest_model, recommend
+from superoffload.plan.profiles import GH200_96
+from superoffload.plan.settings import evaluate, largest_model
 from superoffload.plan.step_time import estimate_step
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -213,65 +214,7 @@ def test_slower_link_is_never_faster() -> None:
         assert estimate_step(LLAMA_8B, slow, settings).total > estimate_step(LLAMA_8B, GH200_96, settings).total
 
 
-# ---- hardware, advice, command ----
-
-
-def test_every_bandwidth_has_a_source() -> None:
-    for profile in PROFILES.values():
-        numbers = {name for name, value in vars(profile).items() if isinstance(value, (int, float))}
-        assert numbers - {"gpus_per_node"} == set(profile.sources)
-        assert all(len(text) > 10 for text in profile.sources.values())
-
-
-def doctor_file(path: Path, devices: list[dict[str, object]]) -> Path:
-    machine = {
-        "GPU": {"devices": devices},
-        "memory": {"usable_bytes": 64e9},
-        "memory bandwidth": {"bytes_per_second": 50e9},
-    }
-    path.write_text(json.dumps({"machine": machine}))
-    return path
-
-
-def test_profile_that_doctor_measured(tmp_path: Path) -> None:
-    device = {"name": "NVIDIA H200", "memory_bytes": 150e9, "host_to_device": 55e9, "device_to_host": 52e9}
-    found = find_hardware(str(doctor_file(tmp_path / "box.json", [device, device])))
-    assert (found.gpu_memory, found.link_up, found.link_down, found.gpus_per_node) == (150e9, 55e9, 52e9, 2)
-    assert found.host_memory == 32e9 and found.host_bandwidth == 25e9, "two GPUs share the host"
-    assert "measured by doctor" in found.sources["link_up"] and "data sheet" in found.sources["flops"]
-    bare = doctor_file(tmp_path / "bare.json", [])
-    with pytest.raises(ArgumentError, match="pass --gpu"):
-        find_hardware(str(bare))
-    assert find_hardware(str(bare), "a100-pcie4").host_memory == 64e9
-
-
-def test_a_file_without_bandwidths_says_what_is_missing_and_how_to_give_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = doctor_file(tmp_path / "quick.json", [])
-    values = json.loads(path.read_text())
-    del values["machine"]["memory bandwidth"]  # as `superoffload doctor --no-bandwidth` leaves it
-    path.write_text(json.dumps(values))
-    command = ["plan", "--model", "1B", "--hardware", str(path), "--gpu", "h200-pcie5"]
-    assert main(command) == 2
-    error = capsys.readouterr().err
-    for part in ("--no-bandwidth", "bandwidth is missing", f"superoffload doctor --json {path}", "--host-bandwidth GB"):
-        assert part in error
-    assert main([*command, "--host-bandwidth", "37.5"]) == 0
-    assert "host_bandwidth: 38 GB/s: given (--host-bandwidth)" in capsys.readouterr().out
-    assert find_hardware(str(path), "h200-pcie5", 37.5e9).host_bandwidth == 37.5e9
-    values["machine"]["memory"]["usable_bytes"] = None
-    path.write_text(json.dumps(values))
-    with pytest.raises(ArgumentError, match="could not tell how much memory there is"):
-        find_hardware(str(path), "h200-pcie5", 37.5e9)
-
-
-def test_a_bandwidth_that_is_given_counts_for_built_in_machines_too() -> None:
-    assert find_hardware("gh200-96", None, 100e9).host_bandwidth == 100e9
-    assert find_hardware("gh200-96").host_bandwidth == GH200_96.host_bandwidth
-    for wrong in (0.0, -1e9, float("inf"), float("nan")):
-        with pytest.raises(ArgumentError, match=r"host_bandwidth=.*expected GB/s, a number above 0"):
-            find_hardware("gh200-96", None, wrong)
+# ---- placement, command ----
 
 
 def test_auto_placement_is_explained_with_the_numbers_of_the_plan(
@@ -322,40 +265,6 @@ def test_the_journal_is_shown_as_a_reservation_with_what_is_used(capsys: pytest.
     assert f"on average 1.1 to 1.25 are used ({1.1 * count / GB:.1f} to {1.25 * count / GB:.1f} GB)" in shown
     assert main(["plan", "--model", "1B", "--engine", "torch"]) == 0
     assert "journal" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("text", ["{}", "nonsense", '{"machine": 3}'])
-def test_files_that_doctor_did_not_write_are_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "x.json").write_text(text)
-    with pytest.raises(ArgumentError, match="superoffload doctor --json"):
-        find_hardware(str(tmp_path / "x.json"))
-
-
-def test_what_is_recommended_fits_and_is_the_fastest() -> None:
-    model, base = typical_shape(7e9), Settings(ranks=4, sharding="zero3")
-    best = recommend(model, GH200_96, base)
-    assert best is not None and best.fit.fits
-    for other in all_choices(model, GH200_96, base):
-        if other.fit.fits and other.settings.engine in ("torch", "superoffload"):
-            assert other.tokens_per_second <= best.tokens_per_second
-    assert recommend(typical_shape(1e12), GH200_96, Settings()) is None
-
-
-def test_configurations_can_be_pasted() -> None:
-    for engine in ENGINES:
-        for sharding in SHARDINGS:
-            try:
-                settings = Settings(engine, sharding, ranks=2, micro_batch=3)
-            except ArgumentError:
-                continue
-            text = configuration(settings)
-            if sharding.startswith("zero"):
-                values = json.loads(text)
-                assert values["train_micro_batch_size_per_gpu"] == 3
-                assert values["zero_optimization"]["stage"] == int(sharding[-1])
-                assert ("offload_optimizer" in values["zero_optimization"]) == (engine != "torch")
-            else:
-                compile(text, "configuration", "exec")
 
 
 def test_command_reports_and_fails_if_it_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import AdamW
 from superoffload.errors import ArgumentError
+from tests.adamw_tools import worker_threads
 from tests.rank_tools import Net, net, on_ranks, optimizer_of, tokens_of
 
 STEPS = 6
@@ -171,6 +173,59 @@ def on_its_own() -> float:
 def test_local_parameters_have_nothing_to_do_with_other_ranks() -> None:
     first, second = on_ranks(2, on_its_own)
     assert second == 2 * first > 0
+
+
+def warnings_of(**options: Any) -> list[str]:
+    """What is said when the optimizer is made, and again when its threshold is set."""
+    weight = nn.Parameter(torch.ones(4))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = AdamW([weight], threads=1, rank_timeout=20.0, **options)
+        made = len(caught)
+        optimizer.max_grad_norm = 2.0
+        optimizer.close()
+    said = [str(warning.message) for warning in caught if "max_grad_norm" in str(warning.message)]
+    assert len(said) <= 1
+    return [f"{'made' if made else 'set'}: {text}" for text in said]
+
+
+def whose_norms() -> list[list[str]]:
+    """Of three ranks, two are a group; then each on its own; then all; and a group whose threshold comes later."""
+    stage, rest, everyone = [dist.new_group(ranks) for ranks in ([0, 1], [2], [0, 1, 2])]
+    mine = stage if dist.get_rank() < 2 else rest
+    return [
+        warnings_of(process_group=mine, max_grad_norm=1.0),
+        warnings_of(replicated="local", max_grad_norm=1.0),
+        warnings_of(process_group=everyone, max_grad_norm=1.0),
+        warnings_of(max_grad_norm=1.0),
+        warnings_of(process_group=mine),
+    ]
+
+
+def closed_by_a_warning() -> bool:
+    """Where warnings are errors, the constructor raises: whether its worker threads have ended by then."""
+    before = worker_threads()
+    with warnings.catch_warnings(), pytest.raises(RuntimeWarning, match="max_grad_norm") as caught:
+        warnings.simplefilter("error")
+        AdamW([nn.Parameter(torch.ones(4))], threads=1, replicated="local", max_grad_norm=1.0)
+    return caught.tb is not None and worker_threads() == before
+
+
+def test_a_warning_that_is_an_error_leaves_no_optimizer() -> None:
+    assert on_ranks(2, closed_by_a_warning) == [True, True]
+
+
+def test_clipping_by_the_norm_of_some_ranks_is_said_once() -> None:
+    first, second, third = on_ranks(3, whose_norms)
+    of_the_group = "max_grad_norm=1 clips by the norm of the gradients on rank 0, 1 alone (2 of 3)"
+    assert of_the_group in first[0][0] and first[0][0].startswith("made: superoffload: max_grad_norm")
+    assert second[0] == [], "the group's first rank has said it"
+    assert "rank 2 alone (1 of 3)" in third[0][0] and "the other 2 " in third[0][0]
+    for rank, said in enumerate((first, second, third)):
+        assert f"rank {rank} alone (1 of 3)" in said[1][0] and "clip by hand" in said[1][0]
+        assert said[2] == said[3] == []
+    assert first[4][0].startswith("set: superoffload: max_grad_norm=2 ")
+    assert third[4][0].startswith("set: ")
 
 
 def two_hooks() -> str:

@@ -115,6 +115,13 @@ def test_what_the_rank_checks_cost() -> None:
     assert f"{light['notice_seconds_median'] * 1e3:.0f} ms here, {light['notice_of_step']:.1%} of a step" in text
 
 
+def test_what_noticing_writes_costs() -> None:
+    shares = {row["name"]: f"{row['share']:.1%}" for row in recorded("noticing-x86")["rows"]}
+    for tokens in (128, 512, 2048):
+        cells = [shares[f"{dtype}, {tokens} tokens"] for dtype in ("bf16", "fp32")]
+        assert f"| {tokens} | {' | '.join(cells)} |" in lines_of("edits.md")
+
+
 def of_the_model(*, clips: bool) -> list[dict[str, Any]]:
     rows = recorded("schedule")["rows"]
     return [row for row in rows if row["part"] == "model" and row["clips"] is clips]

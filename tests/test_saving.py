@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+import re
+import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +21,7 @@ from superoffload import AdamW, checkpoints
 from superoffload.checkpoints import folder as folders
 from superoffload.checkpoints.safetensors import TensorFile
 from superoffload.checkpoints.snapshot import ShardState, Snapshot
-from superoffload.errors import ArgumentError, StateError
+from superoffload.errors import ArgumentError, DiskError, StateError
 from tests.adamw_tools import DTYPES, batch, model_of, train
 from tests.compatibility import compat
 from tests.saving_tools import Run, Tied, assert_same, save_two_steps
@@ -38,7 +41,7 @@ def test_resume_is_bit_exact(dtype: torch.dtype, state: str, background: bool, t
         elif step in at:
             checkpoints.save(tmp_path / f"step-{step}", straight.model, straight.optimizer, extra=straight.extra())
         losses += straight.steps(range(step, step + 1))
-    straight.optimizer.end_snapshot()
+    straight.optimizer.await_snapshots()
     for step in at:
         other = Run(5, dtype, "never", state_dtype=state)
         other.steps(range(50, 53))
@@ -214,9 +217,12 @@ def test_a_frozen_parameter_written_meanwhile_is_an_error(tmp_path: Path, monkey
     run.optimizer.close()
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_leaves_the_checkpoint_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A quota that is used up is one too."""
+    reason = os.strerror(number)
     run = Run(0, torch.float32)
     run.steps(range(2))
     checkpoints.save(tmp_path / "step-2", run.model, run.optimizer, extra=run.extra())
@@ -224,20 +230,22 @@ def test_a_full_disk_leaves_the_checkpoint_before(
     run.steps(range(2, 3))
 
     def full(*_: Any) -> int:
-        raise OSError(28, "No space left on device")
+        raise OSError(number, reason)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        with pytest.raises(OSError, match="No space left"):
+        words = rf"step-3: not saved \({reason}; [\d,]+ bytes were to be written, [\d,]+ bytes are free"
+        with pytest.raises(DiskError, match=words + ".* free some space .* or save to another place") as caught:
             checkpoints.save(tmp_path / "step-3", run.model, run.optimizer)
+        assert caught.value.errno == number
         saving = checkpoints.save_in_background(tmp_path / "step-3", run.model, run.optimizer)
         run.steps(range(3, 5))  # does not wait for what will not come
         for _ in range(2):  # it was not saved, however often one asks
-            with pytest.raises(OSError, match="No space left"):
+            with pytest.raises(DiskError, match=reason):
                 saving.wait(60)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(DiskError, match=rf"model.safetensors: not saved \({reason}.* [\d,]+ bytes were to"):
             checkpoints.export_weights(tmp_path, run.model, run.optimizer)
-        assert "step-3 was not saved: [Errno 28] No space left" in caplog.text
+        assert re.search(f"saving .*step-3 in the background failed: .*{reason}", caplog.text)
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
     other = Run(3, torch.float32)
     found = checkpoints.latest(tmp_path)
@@ -248,18 +256,43 @@ def test_a_full_disk_leaves_the_checkpoint_before(
         one.optimizer.close()
 
 
-def test_a_thread_that_cannot_be_started_leaves_nothing_to_wait_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_limit_of_the_system_on_the_size_of_files(tmp_path: Path) -> None:
+    run = Run(0, torch.float32)
+    run.steps(range(1))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
+    try:
+        with pytest.raises(DiskError, match=r"step-1: not saved .*free some space") as caught:
+            checkpoints.save(tmp_path / "step-1", run.model, run.optimizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.errno == errno.EFBIG
+    assert list(tmp_path.iterdir()) == []
+    run.steps(range(1, 2))
+    checkpoints.save(tmp_path / "step-2", run.model, run.optimizer)
+    assert checkpoints.latest(tmp_path) == tmp_path / "step-2"
+    run.optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        (threading.Thread, "start", RuntimeError("can't start new thread")),
+        (Snapshot, "__init__", MemoryError("a copy of state on the accelerator")),
+    ],
+)
+def test_what_cannot_be_started_leaves_nothing_to_wait_for(
+    owner: type, name: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(0, torch.float32)
     run.steps(range(2))
 
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
+    def refuse(*_: Any) -> None:
+        raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
+        patch.setattr(owner, name, refuse)
+        with pytest.raises(type(error), match=str(error)):
             checkpoints.save_in_background(tmp_path / "step-2", run.model, run.optimizer, memory=0)
     assert list(tmp_path.iterdir()) == []
     run.steps(range(2, 4))

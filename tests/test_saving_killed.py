@@ -43,7 +43,7 @@ def train_and_save(root: str, steps: int, kill_at: int | None, background: bool)
             checkpoints.save_in_background(f"{root}/step-{step}", model, optimizer, keep=2)
         else:
             checkpoints.save(f"{root}/step-{step}", model, optimizer, keep=2)
-    optimizer.end_snapshot()
+    optimizer.await_snapshots()
     optimizer.close()
     os._exit(0)
 
@@ -91,10 +91,10 @@ def check_what_is_left(root: Path) -> int:
 @compat("killed while it saves: the checkpoint before loads", "single")
 @pytest.mark.parametrize("background", [False, True])
 def test_killed_at_every_call_to_the_system(background: bool, tmp_path: Path) -> None:
-    """Some forty of them write a checkpoint; those killed are spread over the first ones."""
+    """Some hundred of them write a checkpoint; those killed are spread over the first ones."""
     newest = []
     children = []
-    for kill_at in range(2, 220, 27 if background else 20):
+    for kill_at in range(2, 420, 52 if background else 38):
         root = tmp_path / str(kill_at)
         root.mkdir()
         children.append((root, start(root, 4, kill_at, background)))

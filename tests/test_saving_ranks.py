@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from superoffload import AdamW, checkpoints
 from superoffload.checkpoints import folder as folders
+from superoffload.checkpoints import leftovers, parts
 from tests.compatibility import compat
 from tests.rank_tools import Net, error_of, flat_mesh, net, on_ranks, optimizer_of, replica_mesh, shard, tokens_of
 
@@ -146,27 +151,66 @@ def test_what_one_rank_cannot_do_no_rank_does() -> None:
         assert left == ["b"]
 
 
-def saver_dies(folder: str) -> str:
-    """The second rank never writes its part."""
+def saver_dies(folder: str) -> list[str]:
+    """The second rank never writes its part; then it has no room for it, which takes no time-out to be known."""
     model, options = build("fsdp2")
+    errors = []
     with optimizer_of(model, **options) as optimizer:
-        if dist.get_rank() == 1:
-            from superoffload.checkpoints import saving as module
-
-            write, module._write_own = module._write_own, lambda *_: None
-            try:
-                return error_of(lambda: checkpoints.save(folder, model, optimizer, timeout=3.0))
-            finally:
-                module._write_own = write
-        return error_of(lambda: checkpoints.save(folder, model, optimizer, timeout=1.0))
+        for name, harm, timeout in (
+            ("saving.hand_in", mock.Mock(), 1.0),
+            ("safetensors.os.pwrite", mock.Mock(side_effect=OSError(28, "No space left on device")), 100.0),
+        ):
+            with contextlib.ExitStack() as stack:
+                if dist.get_rank() == 1:
+                    stack.enter_context(mock.patch(f"superoffload.checkpoints.{name}", harm))
+                    timeout *= 3
+                errors.append(error_of(lambda: checkpoints.save(folder, model, optimizer, timeout=timeout)))  # noqa: B023
+            dist.barrier()
+    return errors
 
 
 @compat("killed while it saves: the checkpoint before loads", "fsdp2", note="and the missing rank is named")
 def test_a_rank_that_does_not_write_is_named_and_nothing_is_left(tmp_path: Path) -> None:
-    first, second = on_ranks(2, saver_dies, str(tmp_path / "a"))
-    assert "RankError" in first and "rank 1 has not written its part" in first
+    began = time.monotonic()
+    (lost, told), (second, full) = on_ranks(2, saver_dies, str(tmp_path / "a"))
+    assert "RankError" in lost and "rank 1 has not written its part" in lost
     assert "RankError" in second
+    assert "RankError" in told and "rank 1 could not write its part" in told
+    assert "DiskError" in full and f"{tmp_path / 'a'}: not saved (No space left on device; " in full
     assert folders.finished(tmp_path) == [] and list(tmp_path.iterdir()) == []
+    assert time.monotonic() - began < 90
+
+
+def others_meanwhile(folder: str) -> list[str]:
+    """Another process sweeps while a save runs; then another save takes the name."""
+    model, options = build("fsdp2")
+    root, write = Path(folder), parts.write_part
+
+    def swept(*arguments: Any) -> Any:
+        if dist.get_rank() == 1:  # the folder is the first rank's
+            leftovers.sweep(root)
+        return write(*arguments)
+
+    def taken(*arguments: Any) -> Any:
+        if dist.get_rank() == 0:
+            shutil.copytree(root / "a", root / "b")
+        return write(*arguments)
+
+    with optimizer_of(model, **options) as optimizer:
+        with mock.patch("superoffload.checkpoints.saving.write_part", swept):
+            checkpoints.save(root / "a", model, optimizer)
+        step(model, optimizer, 0)
+        with mock.patch("superoffload.checkpoints.saving.write_part", taken):
+            error = error_of(lambda: checkpoints.save(root / "b", model, optimizer))
+        dist.barrier()
+        checkpoints.load(root / "a", model, optimizer)
+        return [error, *sorted(os.listdir(root))]
+
+
+def test_ranks_and_other_processes_that_save_into_their_folder(tmp_path: Path) -> None:
+    first, second = on_ranks(2, others_meanwhile, str(tmp_path))
+    assert "exists already" in first[0] and "another save has taken this name" in second[0]
+    assert first[1:] == second[1:] == ["a", "b"]
 
 
 # ---- torch.distributed.checkpoint -------------------------------------------------------------------------------

@@ -399,17 +399,6 @@ def test_a_compiled_step() -> None:
 
 
 @compat(
-    "non-contiguous parameters",
-    "single",
-    refused="is not contiguous; make it so with torch.nn.Parameter(param.detach().contiguous())",
-)
-def test_non_contiguous_parameters(refusal: Refusal) -> None:
-    param = nn.Parameter(torch.randn(48, 16).t())
-    with refusal():
-        AdamW([param])
-
-
-@compat(
     "copy.deepcopy and pickle of the optimizer",
     "single",
     refused="an optimizer with worker threads cannot be copied or pickled; save its state_dict() instead",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from superoffload import AdamW, checkpoints
 from superoffload.errors import ArgumentError
+from superoffload.metrics import PER_STEP, TOTALS
 from tests.compatibility import compat
 
 transformers: Any = None
@@ -59,8 +61,8 @@ class Counting(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return {"input_ids": tokens, "labels": tokens}
 
 
-def trainer_of(folder: Path, model: Any, ours: str | None, **options: Any) -> Any:
-    """``ours``: how to speculate; None: torch's AdamW, clipped by Trainer."""
+def trainer_of(folder: Path, model: Any, ours: str | None, metrics: Any = True, **options: Any) -> Any:
+    """``ours``: how to speculate; None: torch's AdamW, clipped by Trainer. ``metrics``: what ``offload`` logs."""
     values: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": 10,
@@ -82,7 +84,7 @@ def trainer_of(folder: Path, model: Any, ours: str | None, **options: Any) -> An
     if ours is not None:
         from superoffload.integrations.transformers import offload
 
-        offload(trainer, speculation=ours, threads=1)
+        offload(trainer, metrics=metrics, speculation=ours, threads=1)
     return trainer
 
 
@@ -136,7 +138,7 @@ def test_delivery_on_demand(family: str, tmp_path: Path) -> None:
 
 
 def test_metrics_appear_in_the_logs(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, model_of(), "always", max_grad_norm=1e6)
+    trainer = trainer_of(tmp_path, model_of(), "always", metrics="all", max_grad_norm=1e6)
     seen: list[dict[str, float]] = []
 
     class Reporter(transformers.TrainerCallback):
@@ -151,6 +153,67 @@ def test_metrics_appear_in_the_logs(tmp_path: Path) -> None:
         assert logs[-1]["superoffload/buckets_speculated"] > 0  # committed, unless the workers never had a processor
     assert not any(key.startswith("superoffload/") for key in seen[-1])  # the summary of the whole run
     end(trainer)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "names"),
+    [
+        (
+            True,
+            {
+                "clip_rate", "skipped_steps", "step_optimizer_seconds_exposed", "step_exposed_share",
+                "step_speculated_share",
+            },
+        ),
+        (False, set()),
+        ("all", {*TOTALS, *PER_STEP}),
+        (["steps", "grad_norm"], {"steps", "grad_norm"}),
+    ],
+    ids=["usual", "none", "all", "some"],
+)  # fmt: skip
+def test_a_handful_of_metrics_is_logged_and_others_on_request(metrics: Any, names: set[str], tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, model_of(), "never", metrics=metrics, max_steps=2)
+    trainer.train()
+    for entry in logs_of(trainer):
+        found = {key.removeprefix("superoffload/") for key in entry if key.startswith("superoffload/")}
+        assert found == names
+    end(trainer)
+
+
+@pytest.mark.parametrize("metrics", ["grad_norm", ["grad_norms"], 3, None])
+def test_metrics_that_do_not_exist_are_refused(metrics: Any, tmp_path: Path) -> None:
+    from superoffload.integrations.transformers import offload
+
+    trainer = trainer_of(tmp_path, model_of(), None)
+    with pytest.raises(ArgumentError, match=r"metrics: .*expected True, False, 'all' or a list out of"):
+        offload(trainer, metrics=metrics)
+
+
+@pytest.mark.parametrize("before", ["ours", "of another optimizer"])
+def test_counters_go_on_after_a_resume(before: str, tmp_path: Path) -> None:
+    first = trainer_of(
+        tmp_path, model_of(), "never" if before == "ours" else None, metrics="all", max_steps=4, save_strategy="steps",
+        save_steps=2,
+    )  # fmt: skip
+    first.train()
+    resumed = trainer_of(tmp_path, model_of(), "never", metrics="all", max_steps=4, save_strategy="steps", save_steps=4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    mine = logs_of(resumed)[-2:]
+    if before == "ours":
+        whole = logs_of(first)
+        assert [entry["superoffload/steps"] for entry in mine] == [3, 4]
+        for name in ("bytes_down", "buckets_stepped", "clipped_steps", "clip_rate"):
+            key = "superoffload/" + name
+            assert [entry[key] for entry in mine] == [entry[key] for entry in whole[2:]], name
+        assert mine[0]["superoffload/optimizer_seconds"] > whole[1]["superoffload/optimizer_seconds"]
+        end(first)
+    else:
+        assert [entry["superoffload/steps"] for entry in mine] == [1, 2], "there was nothing to go on from"
+    again = trainer_of(tmp_path, model_of(), "never", metrics="all", max_steps=5)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert logs_of(again)[-1]["superoffload/steps"] == (5 if before == "ours" else 3), "saved once more, by the resumed"
+    end(resumed)
+    end(again)
 
 
 @compat("Hugging Face Trainer, and its resume", "single")
@@ -251,7 +314,7 @@ def test_sft_trainer(family: str, tmp_path: Path) -> None:
     ours, theirs = (logs_of(runs[mode]) for mode in ("always", None))
     for mine, other in zip(ours, theirs, strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=2e-3)
-    assert ours[-1]["loss"] < ours[0]["loss"] and ours[-1]["superoffload/steps"] == 6
+    assert ours[-1]["loss"] < ours[0]["loss"] and ours[-1]["superoffload/skipped_steps"] == 0
     assert end(runs["always"]) == end(runs["never"])
 
 
@@ -270,3 +333,10 @@ def test_trainer_on_deepspeed_is_told_to_use_the_other_adapter(tmp_path: Path) -
     trainer.is_deepspeed_enabled = True
     with pytest.raises(ArgumentError, match=r"use superoffload.integrations.deepspeed.enable"):
         offload(trainer)
+
+
+def test_documentation_names_what_is_logged_by_default() -> None:
+    from superoffload.integrations.transformers import LOGGED
+
+    page = (Path(__file__).resolve().parent.parent / "docs/metrics.md").read_text()
+    assert set(re.findall(r"(?m)^\| `superoffload/(\w+)` \|", page)) == set(LOGGED)

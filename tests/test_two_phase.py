@@ -184,7 +184,7 @@ def test_a_snapshot_sees_neither_phase_halfway() -> None:
                     self.seen.setdefault(shard.index, shard.master.clone())
 
         reader: Any = Reader()
-        made.core.snapshot = reader
+        made.core.snapshots.add(reader)
         step(made)
         made.core.settle()
         assert all(torch.equal(reader.seen[i], before[i]) for i in range(4))

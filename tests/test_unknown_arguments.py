@@ -9,11 +9,96 @@ import pytest
 import torch
 
 import superoffload
-from superoffload.errors import ArgumentError, UnknownArgument
+from superoffload.errors import ArgumentError, UnknownArgument, WrongType
 
 
 def params() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.zeros(4))]
+
+
+BOTH: list[Any] = [superoffload.AdamW, superoffload.CPUAdamW]
+OFF = dict.fromkeys(["amsgrad", "maximize", "capturable", "differentiable", "foreach", "fused"], False)
+
+
+@pytest.mark.parametrize("optimizer", BOTH)
+def test_what_torch_does_by_default_may_be_said_by_name(optimizer: Any) -> None:
+    defaults = inspect.signature(torch.optim.AdamW).parameters
+    for values in (OFF, {name: defaults[name].default for name in OFF}):
+        group = {"params": params(), **values}
+        for made in (optimizer(params(), **values), optimizer([group]), optimizer([group], **values)):
+            made.add_param_group({"params": params(), **values})
+            made.load_state_dict(made.state_dict())
+            made.close()
+
+
+@pytest.mark.parametrize("optimizer", BOTH)
+@pytest.mark.parametrize("name", OFF)
+def test_what_is_not_done_is_refused(optimizer: Any, name: str) -> None:
+    for value in (True, 1, 0, "no", *([None] if name not in ("foreach", "fused") else [])):
+        with pytest.raises(UnknownArgument, match=rf"{name}={value!r}: no such argument.*or pass {name}=False"):
+            optimizer(params(), **{name: value})
+    groups = [{"params": params(), name: True}]
+    if name in ("foreach", "fused"):  # which loop there is changes no result; groups of torch's optimizers have it
+        optimizer(groups).close()
+        return
+    with pytest.raises(UnknownArgument, match=rf"param_groups\[0\]: {name}=True: torch.optim.AdamW has it"):
+        optimizer(groups)
+
+
+@pytest.mark.parametrize("optimizer", BOTH)
+def test_state_of_torchs_fused_optimizer_loads(optimizer: Any) -> None:
+    theirs = params()
+    stock = torch.optim.AdamW(theirs, fused=True)
+    theirs[0].grad = torch.ones(4)
+    stock.step()
+    with torch.no_grad():
+        ours = [torch.nn.Parameter(param.detach().clone()) for param in theirs]
+    made = optimizer(ours)
+    made.load_state_dict(stock.state_dict())
+    ours[0].grad = theirs[0].grad = torch.ones(4)
+    made.step()
+    stock.step()
+    torch.testing.assert_close(ours, theirs)
+    made.close()
+
+
+WRONG: dict[str, Any] = {
+    "a bare tensor": params()[0],
+    "a number": 5,
+    "None": None,
+    "a text": "parameters",
+    "a group that is in no list": {"params": params()},
+    "parameters by name": {"weight": params()[0]},
+    "a method that was not called": torch.nn.Linear(2, 2).parameters,
+    "numbers": [1, 2],
+    "a number among parameters": [*params(), 1],
+    "a list in a list": [params()],
+    "a group among parameters": [*params(), {"params": params()}],
+    "a parameter among groups": [{"params": params()}, *params()],
+    "a group of a number": [{"params": 5}],
+    "a group of a text": [{"params": "weight"}],
+    "a group by name": [{"params": {"weight": params()[0]}}],
+    "a set in a group": [{"params": set(params())}],
+    "a name without a parameter": [("weight", 1)],
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_params_of_a_wrong_type_are_a_type_error_as_in_torch(what: str) -> None:
+    with pytest.raises(TypeError):
+        torch.optim.AdamW(WRONG[what])
+    for optimizer in BOTH:
+        with pytest.raises(WrongType, match=r"expected") as caught:
+            optimizer(WRONG[what])
+        assert isinstance(caught.value, TypeError) and isinstance(caught.value, ValueError)
+
+
+def test_a_wrong_value_is_no_type_error() -> None:
+    for wrong in ([], [torch.zeros(4) * params()[0]], [("a", params()[0]), params()[0]]):
+        for optimizer in BOTH:
+            with pytest.raises(ArgumentError) as caught:
+                optimizer(wrong)
+            assert not isinstance(caught.value, TypeError)
 
 
 CLIPPING = ["grad_clip", "max_norm", "clip_grad_norm", "gradient_clipping", "clip_grad", "gradient_clip_val", "clip",
@@ -61,8 +146,7 @@ def test_what_deepspeeds_has_is_known(name: str, said: str) -> None:
 
 
 def test_the_error_is_of_both_kinds_and_lists_everything() -> None:
-    both: list[Any] = [superoffload.AdamW, superoffload.CPUAdamW]
-    for optimizer in both:
+    for optimizer in BOTH:
         with pytest.raises(UnknownArgument) as caught:
             optimizer(params(), zebra=params(), fused=True)
         assert isinstance(caught.value, ArgumentError) and isinstance(caught.value, TypeError)

@@ -14,7 +14,7 @@ import torch
 
 from superoffload import AdamW
 from superoffload.bucket import GroupHyper
-from superoffload.errors import WorkerError
+from superoffload.errors import StateError, WorkerError
 from tests.core_tools import COUNTERS, Rig, Settings, assert_same_bits, rig, to_numpy
 
 HYPER = GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1)
@@ -210,6 +210,10 @@ def test_a_fault_that_a_second_backward_meets_comes_out_of_backward() -> None:
         parameter.square().sum().backward()
         with pytest.raises(WorkerError, match="a bit fell over"):
             parameter.square().sum().backward()
+        with pytest.raises(StateError, match=r"a bit fell over.*gradients are missing"):
+            optimizer.step()
+        optimizer.zero_grad()
+        (2 * parameter.square()).sum().backward()
         optimizer.step()
         (2 * twin.square()).sum().backward()
         plain.step()

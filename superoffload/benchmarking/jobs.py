@@ -31,6 +31,7 @@ from superoffload.benchmarking.sources import PACKAGE, digest_of
 from superoffload.errors import ArgumentError
 from superoffload.reporting.machine import version_facts
 from superoffload.reporting.run_folder import naming_write_errors
+from superoffload.untrusted import read_json
 
 Row = dict[str, Any]
 Progress = Callable[[str], None]
@@ -344,7 +345,7 @@ def with_numbers(values: Any) -> Any:
 
 def _read(path: Path) -> Any:
     try:
-        return plain(json.loads(path.read_text(encoding="utf-8")))
+        return plain(read_json(path))
     except (OSError, ValueError):  # not there, or cut short
         return None
 

@@ -17,6 +17,7 @@ from superoffload.ranks.session import RankSession
 from superoffload.ranks.setup import plain_name
 from superoffload.tracked import Tracked
 
+_EXTRA_STATE = "_extra_state"
 MODEL, MASTER, EXP_AVG, EXP_AVG_SQ = "model.", "master.", "exp_avg.", "exp_avg_sq."
 
 
@@ -55,12 +56,13 @@ class Named:
     """The model's tensors and the optimizer's parameters by plain names.
 
     ``aliases``: names of tensors that another name has already (tied weights). ``other``: entries of the model's
-    state_dict that are no tensors.
+    state_dict that are no tensors, and what ``get_extra_state`` gave, a tensor or not: ``modules`` take it back.
     """
 
     tensors: dict[str, Tensor]
     aliases: dict[str, str]
     other: dict[str, Any]
+    modules: dict[str, nn.Module]
     groups: list[list[str]]
     params: dict[str, Tensor]
     session: RankSession | None
@@ -99,7 +101,7 @@ def name_everything(model: nn.Module, optimizer: Optimizer | None) -> Named:
     first: dict[Any, str] = {}
     for key, value in model.state_dict(keep_vars=True).items():
         name = plain_name(key)
-        if not isinstance(value, Tensor):
+        if is_extra_state(name) or not isinstance(value, Tensor):
             other[name] = value
         elif id(value) in first:
             aliases[name] = first[id(value)]
@@ -118,7 +120,13 @@ def name_everything(model: nn.Module, optimizer: Optimizer | None) -> Named:
             params[names[id(param)]] = param
         groups.append([names[id(param)] for param in group["params"]])
     session = optimizer._ranks.session if isinstance(optimizer, AdamW) else None
-    return Named(tensors, aliases, other, groups, params, session)
+    modules = {plain_name(f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE): m for name, m in model.named_modules()}
+    return Named(tensors, aliases, other, modules, groups, params, session)
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a module's ``get_extra_state`` made this entry of a state_dict."""
+    return name.rpartition(".")[2] == _EXTRA_STATE
 
 
 def stepped(optimizer: Optimizer, named: Named) -> Iterator[tuple[str, Tensor, Tracked]]:
@@ -137,7 +145,7 @@ def on_all_ranks(session: RankSession | None, what: str, work: Callable[[], Any]
     """``work``, which changes nothing and may refuse; where one rank refuses, all of them raise."""
     try:
         result = work()
-    except ArgumentError as error:
+    except Exception as error:
         if session is not None:
             session.agree(what, error)
         raise

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload.adamw import AdamW
+from superoffload.checkpoints import leftovers, writing
 from superoffload.checkpoints.contents import name_everything
 from superoffload.checkpoints.safetensors import Entry, TensorFile, flat_runs
 from superoffload.errors import ArgumentError
@@ -33,33 +36,41 @@ def export_weights(
     if isinstance(optimizer, AdamW):
         optimizer.synchronize()
         optimizer.refresh_written()
-    path = Path(folder) / WEIGHTS
+    path = writing.path_of(folder) / WEIGHTS
     values = {name: _value(tensor, optimizer if masters else None) for name, tensor in named.tensors.items()}
-    file, part = None, path.with_name(f".{WEIGHTS}.part")
-    try:
-        if named.is_first:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part.unlink(missing_ok=True)
-            entries = [Entry(name, value.dtype, tuple(value.shape)) for name, value in values.items()]
-            file = TensorFile(part, entries, {"format": "pt"})
-        for name, value in values.items():
-            whole = value.full_tensor() if is_dtensor(value) else value
-            if file is not None:
-                file.write(name, flat_runs(whole))
-        if file is not None:
-            file.finish()
-    except BaseException:
-        if file is not None:
-            file.close()
-        if named.is_first:
-            part.unlink(missing_ok=True)
-        raise
-    if file is not None:
-        os.replace(part, path)
+    entries = [Entry(name, value.dtype, tuple(value.shape)) for name, value in values.items()]
+    with writing.naming(path, sum(entry.nbytes for entry in entries)):
+        with _weights(path, entries) if named.is_first else nullcontext() as file:
+            for name, value in values.items():
+                whole = value.full_tensor() if is_dtensor(value) else value
+                if file is not None:
+                    file.write(name, flat_runs(whole))
         config: Any = getattr(model, "config", None)
-        if hasattr(config, "to_json_string"):
-            (path.parent / "config.json").write_text(config.to_json_string())
+        if named.is_first and hasattr(config, "to_json_string"):
+            with _replacing(path.with_name("config.json")) as part:
+                writing.write_durably(part, config.to_json_string().encode())
     return path
+
+
+@contextmanager
+def _weights(path: Path, entries: Sequence[Entry]) -> Iterator[TensorFile]:
+    writing.make_parents(path)
+    leftovers.sweep(path.parent)
+    with _replacing(path) as part, closing(TensorFile(part, entries, {"format": "pt"})) as file:
+        yield file
+        file.finish()
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A file of this process alone, which gets its name when it is whole and on the disk."""
+    part = leftovers.claim(path.parent)
+    try:
+        yield part
+        os.replace(part, path)
+        writing.sync_folder(path.parent)
+    finally:
+        writing.give_up(part)
 
 
 def _value(tensor: Tensor, optimizer: AdamW | None) -> Any:

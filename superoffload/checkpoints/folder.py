@@ -1,91 +1,28 @@
-"""A folder that exists wholly or not at all, and a manifest that says what belongs into it."""
+"""Reading of a checkpoint's folder: its manifest, which says what belongs into it, and which folders are whole."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
 import re
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from superoffload.checkpoints.manifest import LARGEST_STATE, check_content
 from superoffload.errors import ArgumentError
+from superoffload.untrusted import read_bounded, read_json, regular_size, shown
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "superoffload checkpoint", 1
-_WRITING, _REMOVING = ".writing-", ".removing-"
-_NOT_THERE = (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)  # a full disk is none
-_being_written: set[Path] = set()  # by this process
-
-
-def begin(final: Path, token: str) -> Path:
-    """A folder beside ``final`` to write into. What earlier runs left unfinished there is removed."""
-    if final.exists():
-        raise ArgumentError(f"folder={str(final)!r}: exists already; save under another name, or remove it first")
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        if error.errno not in _NOT_THERE:
-            raise
-        raise _cannot_be_made(final, error) from error
-    for left in final.parent.glob(f"{_WRITING}*"):
-        if left not in _being_written:
-            shutil.rmtree(left, ignore_errors=True)
-    folder = writing_folder(final, token)
-    try:
-        folder.mkdir()
-    except OSError as error:
-        if error.errno not in _NOT_THERE:
-            raise
-        raise _cannot_be_made(final, error) from error
-    _being_written.add(folder)
-    return folder
-
-
-def _cannot_be_made(final: Path, error: OSError) -> ArgumentError:
-    return ArgumentError(f"folder={str(final)!r}: cannot be made ({error.strerror}); name one where you may write")
-
-
-def writing_folder(final: Path, token: str) -> Path:
-    return final.parent / f"{_WRITING}{final.name}-{token}"
-
-
-def finish(folder: Path, final: Path, content: Mapping[str, Any]) -> None:
-    """Adds the manifest and gives the folder its name; from here on it is a checkpoint."""
-    write_durably(folder / MANIFEST, manifest_text(content))
-    sync_folder(folder)
-    os.rename(folder, final)
-    sync_folder(final.parent)
-    _being_written.discard(folder)
-
-
-def give_up(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    _being_written.discard(folder)
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+LARGEST_MANIFEST = 1 << 30  # bytes of a manifest: 300 per tensor and rank
 
 
 def manifest_text(content: Mapping[str, Any]) -> bytes:
     whole = {"format": FORMAT, "version": VERSION, **content}
-    return json.dumps({**whole, "checksum": _checksum(whole)}, indent=1, sort_keys=True).encode()
+    return json.dumps({**whole, "checksum": _checksum(whole)}, separators=(",", ":"), sort_keys=True).encode()
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
@@ -96,18 +33,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Raises ArgumentError, with the file's name, for anything but a whole manifest of ours."""
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_bytes())
+        content: Any = read_json(path, LARGEST_MANIFEST, links=False)
     except (FileNotFoundError, NotADirectoryError):
         raise ArgumentError(f"{folder}: {_instead_of_a_manifest(folder)}") from None
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"{path}: cannot be read ({error}); take the checkpoint before it") from error
+    except ArgumentError as error:
+        raise ArgumentError(f"{error}; take the checkpoint before it") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ArgumentError(f"{path}: not of superoffload; expected a folder that superoffload.checkpoints.save wrote")
     if content.get("version") != VERSION:
-        raise ArgumentError(f"{path}: version {content.get('version')!r}, this superoffload reads {VERSION}")
+        raise ArgumentError(f"{path}: version {shown(content.get('version'))}, this superoffload reads {VERSION}")
     if content.pop("checksum", None) != _checksum(content):
         raise ArgumentError(f"{path}: differs from its own checksum; take the checkpoint before it")
-    return content
+    check_content(str(path), content)
+    checked: dict[str, Any] = content
+    return checked
 
 
 _FILES_OF_OTHERS = (
@@ -131,12 +70,12 @@ def check_file(folder: Path, name: str, expected: Mapping[str, Any]) -> bytes | 
     """Size of a file of the manifest and, where that has one, the checksum of all of it; then also its bytes."""
     path = folder / name
     try:
-        size = path.stat().st_size
+        size = regular_size(path)
         if size != expected["bytes"]:
             raise ArgumentError(f"{path}: {size} bytes, the manifest says {expected['bytes']}; the file is damaged")
         if "sha256" not in expected:
             return None
-        data = path.read_bytes()
+        data = read_bounded(path, min(size, LARGEST_STATE), links=False)
     except OSError as error:
         raise ArgumentError(f"{path}: {error.strerror}; the checkpoint is not whole") from error
     if hashlib.sha256(data).hexdigest() != expected["sha256"]:
@@ -149,28 +88,28 @@ def _order(path: Path) -> tuple[list[int], str]:
 
 
 def finished(root: str | os.PathLike[str]) -> list[Path]:
-    """Checkpoints below ``root`` whose files have the sizes of their manifests, by the numbers in their names."""
-    found = []
-    for path in sorted(Path(root).glob(f"*/{MANIFEST}"), key=lambda path: _order(path.parent)):
-        if path.parent.name.startswith("."):
-            continue
-        with contextlib.suppress(ArgumentError, OSError, KeyError, AttributeError):
-            files = read_manifest(path.parent)["files"]
-            if all((path.parent / name).stat().st_size == one["bytes"] for name, one in files.items()):
-                found.append(path.parent)
-    return found
+    """Checkpoints below ``root`` whose files have the sizes of their manifests, by the numbers in their names.
+
+    OSError where ``root`` cannot be listed.
+    """
+    return list(_finished(root))[::-1]
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
-    """The newest whole checkpoint below ``root`` (by the number in its name, as in ``step-100``), or None."""
-    return next(iter(reversed(finished(root))), None)
+    """The newest whole checkpoint below ``root`` (by the number in its name, as in ``step-100``), or None.
+
+    What cannot be read there, whatever it is, is passed over.
+    """
+    with contextlib.suppress(OSError, ValueError):  # not there, no folder, or no path that can exist
+        return next(_finished(root), None)
+    return None
 
 
-def keep_only(final: Path, count: int) -> None:
-    """Removes the oldest checkpoints beside ``final``, never itself."""
-    others = [path for path in finished(final.parent) if path != final]
-    for path in others[: max(0, len(others) - (count - 1))]:
-        going = path.parent / f"{_REMOVING}{path.name}"
-        shutil.rmtree(going, ignore_errors=True)
-        os.rename(path, going)  # at once: a half removed folder must not look like a checkpoint
-        shutil.rmtree(going)
+def _finished(root: str | os.PathLike[str]) -> Iterator[Path]:
+    """The newest first. What a manifest does not list, such as the lock of a save that was killed, does not count."""
+    inside = [path for path in Path(root).iterdir() if not path.name.startswith(".")]
+    inside = [path for path in inside if os.path.isfile(path / MANIFEST)]
+    for path in sorted(inside, key=_order, reverse=True):
+        with contextlib.suppress(ArgumentError, OSError):
+            if all(regular_size(path / name) == one["bytes"] for name, one in read_manifest(path)["files"].items()):
+                yield path

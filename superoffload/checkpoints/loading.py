@@ -1,12 +1,9 @@
-"""Loading: everything is read and checked before anything changes, on any rank."""
+"""Loading: all is compared and verified before anything changes, on any rank; then it streams into place."""
 
 from __future__ import annotations
 
-import hashlib
-import io
 import os
-import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from superoffload.adamw import AdamW
+from superoffload.checkpoint import Values, blocks_of, check_saved_group, is_on
 from superoffload.checkpoints.contents import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -23,14 +21,16 @@ from superoffload.checkpoints.contents import (
     Named,
     check_optimizer,
     holding_of,
+    is_extra_state,
     name_everything,
     on_all_ranks,
 )
-from superoffload.checkpoints.folder import check_file, read_manifest
-from superoffload.checkpoints.safetensors import TensorReader
-from superoffload.checkpoints.saving import STATE
+from superoffload.checkpoints.stored import Stored
 from superoffload.errors import ArgumentError
-from superoffload.ranks.layout import Chunk, Holding, like_parameter, local_of
+from superoffload.interrupts import held_signals
+from superoffload.optimizer.saved_state import loaded_in_part
+from superoffload.ranks.layout import Holding, like_parameter, local_of
+from superoffload.untrusted import printable, shortened, shown
 
 
 def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -39,149 +39,236 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer 
     Only tensors in the safetensors format and what ``torch.load(weights_only=True)`` takes is read, and all of it is
     compared with the manifest's checksums. ArgumentError names the file or the parameter that does not fit; then
     nothing was changed, on any rank. ``optimizer`` None: the weights alone.
+
+    The files are read twice, to verify and to load them, in blocks of a few MiB: no memory is needed beside the state.
+    StateError: a file that was whole at first could not be read a second time, or had changed. Then model and optimizer
+    are loaded in part, and ``superoffload.AdamW`` refuses everything but another load.
     """
-    if folder is None:
-        raise ArgumentError("folder=None: expected a checkpoint's folder; latest() gives None where there is none yet")
+    path = _folder(folder)
     if optimizer is not None:
         check_optimizer(optimizer)
     named = name_everything(model, optimizer)
-    session = named.session
 
-    def read() -> tuple[_Stored, dict[str, Tensor], dict[str, Any] | None]:
-        stored = _Stored(Path(folder))
+    def verified() -> tuple[Stored, Callable[[], None]]:
+        stored = Stored(path)
+        other = _other_values(stored, named)
         values = _model_values(stored, named)
-        return stored, values, None if optimizer is None else _optimizer_state(stored, optimizer, named)
+        state = None if optimizer is None else _optimizer_state(stored, optimizer, named)
+        for one in values.values():
+            _verify(one)
 
-    stored, values, state = on_all_ranks(session, "load()", read)
-    if optimizer is not None and state is not None:
-        optimizer.load_state_dict(state)
-    with torch.no_grad():
-        for name, value in values.items():
-            local_of(named.tensors[name]).copy_(value)
-            torch.autograd.graph.increment_version(named.tensors[name])
-    if stored.state["other"]:
-        _load_other(model, stored.state["other"])
-    extra: dict[str, Any] = stored.state["extra"]
-    return extra
+        return stored, _prepared(optimizer, named, state, lambda: _load_model(named, values, other))
+
+    stored, commit = on_all_ranks(named.session, "load()", verified)
+    commit()
+    return dict(stored.state.extra)
 
 
-class _Stored:
-    """A checkpoint's content, checked as far as it is read."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        manifest = read_manifest(folder)
-        self._files: Mapping[str, Any] = manifest["files"]
-        self.tensors: Mapping[str, list[dict[str, Any]]] = manifest["tensors"]
-        self._open: dict[str, TensorReader] = {}
-        for name, expected in self._files.items():
-            data = check_file(folder, name, expected)
-            if name == STATE:
-                self.state = self._read_state(folder / name, data)
-        if not hasattr(self, "state"):
-            raise ArgumentError(f"{folder}: the manifest has no {STATE}")
-
-    def _read_state(self, path: Path, data: bytes | None) -> dict[str, Any]:
-        try:
-            content: dict[str, Any] = torch.load(io.BytesIO(data or b""), weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-            raise ArgumentError(f"{path}: cannot be read safely ({str(error).splitlines()[0]})") from error
-        return content
-
-    def part(self, key: str, tensor: Tensor, holding: Holding) -> Tensor:
-        """This rank's elements of an entry, flat, put together from the pieces that hold any of them."""
-        pieces = self.tensors[key]
-        shape = tuple(pieces[0]["shape"])
-        if shape != tuple(tensor.shape):
-            raise ArgumentError(
-                f"{self.folder}: {key} has shape {shape}, expected {tuple(tensor.shape)}; is it of another model?"
-            )
-        own = holding.own
-        same = [p for p in pieces if (p["dim"], p["start"], p["length"]) == (own.dim, own.start, own.length)]
-        if same and all(p["flat"] == holding.flat_chunks for p in same):
-            return self._piece(key, same[0]).reshape(-1)
-        return holding.part_of_whole(self._whole(key, shape, pieces))
-
-    def whole(self, key: str) -> Tensor:
-        pieces = self.tensors[key]
-        return self._whole(key, tuple(pieces[0]["shape"]), pieces)
-
-    def _whole(self, key: str, shape: tuple[int, ...], pieces: list[dict[str, Any]]) -> Tensor:
-        values = [self._piece(key, piece) for piece in pieces]
-        if len(values) == 1 and values[0].numel() == torch.Size(shape).numel():
-            return values[0].view(shape)
-        whole, covered = torch.empty(shape, dtype=values[0].dtype), 0
-        for piece, value in zip(pieces, values, strict=True):
-            where = whole.view(-1) if piece["flat"] else whole
-            chunk = Chunk(0, piece["dim"], piece["start"], piece["length"])
-            chunk.of(where).copy_(value)
-            covered += value.numel()
-        if covered != whole.numel():
-            raise ArgumentError(f"{self.folder}: {key} has {covered} elements, expected {whole.numel()}")
-        return whole
-
-    def _piece(self, key: str, piece: Mapping[str, Any]) -> Tensor:
-        name = piece["file"]
-        if name not in self._open:
-            reader = TensorReader(self.folder / name)
-            if hashlib.sha256(reader.header).hexdigest() != self._files[name]["header"]:
-                raise ArgumentError(f"{reader.path}: its header differs from its checksum; the file is damaged")
-            self._open[name] = reader
-        return self._open[name].tensor(key, piece["sha256"])
+def _folder(given: Any) -> Path:
+    if not isinstance(given, (str, os.PathLike)):
+        none = "; latest() gives None where there is none yet" if given is None else ""
+        raise ArgumentError(f"folder={given!r}: expected a checkpoint's folder{none}")
+    return Path(given)
 
 
-def _model_values(stored: _Stored, named: Named) -> dict[str, Tensor]:
-    """The model's own tensors in their shapes, on this rank."""
-    saved = {key.removeprefix(MODEL) for key in stored.tensors if key.startswith(MODEL)}
-    saved |= set(stored.state["aliases"])
-    ours = set(named.tensors) | set(named.aliases)
-    for what, names in (("the model lacks", saved - ours), ("the checkpoint lacks", ours - saved)):
+def _prepared(
+    optimizer: Optimizer | None,
+    named: Named,
+    state: dict[str, Any] | None,
+    load_model: Callable[[], None],
+) -> Callable[[], None]:
+    """What is left to do once all ranks have verified what they need."""
+    if optimizer is None or state is None:
+        return lambda: _told_apart(load_model)
+    if isinstance(optimizer, AdamW):
+        ours, read = optimizer, optimizer.check_state_dict(state)
+        return lambda: ours.take_over(read, "load()", load_model)
+    for entry in state["state"].values():
+        for value in entry.values():
+            if isinstance(value, Values):
+                _verify(value)
+
+    def load_both() -> None:
+        _load_torch(optimizer, named, state)
+        load_model()
+
+    return lambda: _told_apart(load_both)
+
+
+def _verify(values: Values) -> None:
+    for _ in values.read():
+        pass
+
+
+def _told_apart(work: Callable[[], None]) -> None:
+    """``work``, which changes something: what fails now did not fail when it was verified."""
+    try:
+        with held_signals():
+            work()
+    except Exception as error:
+        raise loaded_in_part("load()", error) from error
+
+
+# ---- compared ---------------------------------------------------------------------------------------------------
+
+
+def _refuse_differing(stored: Stored, what: str, saved: set[str], ours: set[str]) -> None:
+    for who, names in (("the model lacks", saved - ours), ("the checkpoint lacks", ours - saved)):
         if names:
-            raise ArgumentError(f"{stored.folder}: {what} {', '.join(sorted(names)[:5])}; is it of another model?")
+            listed = printable(", ".join(map(shortened, sorted(names)[:5])))
+            raise ArgumentError(f"{stored.folder}: {who} {what}{listed}; is it of another model?")
+
+
+def _other_values(stored: Stored, named: Named) -> dict[str, Any]:
+    """What modules' ``set_extra_state`` will get. Other entries that are no tensors cannot be put back: they agree."""
+    other = dict(stored.state.other)
+    tensors = [key for key in stored.tensors if key.startswith(MODEL) and is_extra_state(key)]
+    names = {key.removeprefix(MODEL) for key in tensors}  # extra state that is a tensor was saved as such once
+    _refuse_differing(stored, "the extra state ", set(other) | names, set(named.other))
+    for key in tensors:  # not before: all of each is read
+        other[key.removeprefix(MODEL)] = stored.whole(key)
+    found = {}
+    for name, value in other.items():
+        module = named.modules.get(name)
+        if module is not None and type(module).set_extra_state is not nn.Module.set_extra_state:
+            found[name] = value
+        elif is_extra_state(name):
+            raise ArgumentError(
+                f"{stored.folder}: {name}: the module has get_extra_state and no set_extra_state; add it"
+            )
+        elif not _equal(value, named.other[name]):
+            raise ArgumentError(
+                f"{stored.folder}: {name} is {shown(value)}, the model's is {shown(named.other[name])}, no tensor, and "
+                "cannot be changed from here; make the model as the one that was saved"
+            )
+    return found
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except (RuntimeError, ValueError, TypeError):  # tensors inside
+        return False
+
+
+def _model_values(stored: Stored, named: Named) -> dict[str, Values]:
+    """This rank's part of the model's own tensors."""
+    aliases = stored.state.aliases
+    saved = {key.removeprefix(MODEL) for key in stored.tensors if key.startswith(MODEL) and not is_extra_state(key)}
+    _refuse_differing(stored, "", saved | set(aliases), set(named.tensors) | set(named.aliases))
+    for tied, name in named.aliases.items():
+        one, other = (stored.tensors[MODEL + aliases.get(either, either)] for either in (tied, name))
+        if [piece["sha256"] for piece in one] != [piece["sha256"] for piece in other]:
+            raise ArgumentError(
+                f"{stored.folder}: {tied} differs from {name}, and is one with it in the model; untie them"
+            )
     values = {}
     for name, tensor in named.tensors.items():
-        key = MODEL + str(stored.state["aliases"].get(name, name))
-        part = stored.part(key, tensor, holding_of(name, tensor))
-        if part.dtype != tensor.dtype:
-            raise ArgumentError(f"{stored.folder}: {name} is {part.dtype}, expected {tensor.dtype}; convert the model")
-        values[name] = part.view(local_of(tensor).shape)
+        found = stored.values(MODEL + aliases.get(name, name), tensor, holding_of(name, tensor))
+        if found.dtype != tensor.dtype:
+            raise ArgumentError(f"{stored.folder}: {name} is {found.dtype}, expected {tensor.dtype}; convert the model")
+        values[name] = found
     return values
 
 
-def _optimizer_state(stored: _Stored, optimizer: Optimizer, named: Named) -> dict[str, Any]:
-    """In the layout of ``torch.optim.Optimizer.load_state_dict``."""
-    groups: list[dict[str, Any]] = stored.state["groups"]
-    theirs = [group["params"] for group in groups]
+def _optimizer_state(stored: Stored, optimizer: Optimizer, named: Named) -> dict[str, Any]:
+    """In the layout of ``torch.optim.Optimizer.load_state_dict``, with ``Values`` in the place of tensors."""
+    groups, theirs = stored.state.groups, [group["params"] for group in stored.state.groups]
     if theirs != named.groups:
-        for g, (saved, ours) in enumerate(zip(theirs, named.groups, strict=False)):
-            different = sorted(set(saved) ^ set(ours)) or ["their order"]
-            if saved != ours:
-                raise ArgumentError(f"{stored.folder}: param group {g} differs: {', '.join(different[:5])}")
-        raise ArgumentError(f"{stored.folder}: {len(theirs)} param groups, the optimizer has {len(named.groups)}")
+        _refuse_groups(stored, theirs, named.groups)
     positions = {name: i for i, name in enumerate(name for names in named.groups for name in names)}
     result: dict[str, Any] = {"state": {}, "param_groups": []}
-    for values, names in zip(groups, named.groups, strict=True):
+    for index, (values, names) in enumerate(zip(groups, named.groups, strict=True)):
+        try:
+            check_saved_group(index, values)
+        except ArgumentError as error:
+            raise ArgumentError(f"{stored.folder}: {printable(shortened(str(error)))}") from None
+        if not isinstance(optimizer, AdamW):
+            _refuse_amsgrad(stored, index, values, optimizer.param_groups[index])
         result["param_groups"].append({**values, "params": [positions[name] for name in names]})
+    wanted = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ, "master": MASTER}
+    if not isinstance(optimizer, AdamW):
+        del wanted["master"]
     for name, param in named.params.items():
         if EXP_AVG + name not in stored.tensors:
             continue
-        entry: dict[str, Any] = {"step": torch.tensor(float(stored.state["steps"][name]))}
-        for key, prefix in (("exp_avg", EXP_AVG), ("exp_avg_sq", EXP_AVG_SQ), ("master", MASTER)):
-            if prefix + name in stored.tensors and (key != "master" or isinstance(optimizer, AdamW)):
-                entry[key] = _value(stored, prefix + name, name, param)
+        entry: dict[str, Any] = {"step": stored.state.steps[name]}
+        for key, prefix in wanted.items():
+            if prefix + name in stored.tensors:
+                holding = _state_holding(optimizer, name, param)
+                entry[key] = _as_in_memory(stored.values(prefix + name, param, holding), holding)
         result["state"][positions[name]] = entry
     return result
 
 
-def _value(stored: _Stored, key: str, name: str, param: Tensor) -> Tensor:
-    """Whole for plain parameters, which are cut by whoever loads them; a DTensor for a DTensor."""
-    holding = holding_of(name, param)
-    return like_parameter(param, holding, stored.part(key, param, holding))
+def _refuse_amsgrad(stored: Stored, index: int, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Torch would miss max_exp_avg_sq, or drop it, at the next step."""
+    for whose, group in (("the checkpoint's", saved), ("the optimizer's", ours)):
+        if is_on(group.get("amsgrad")):
+            raise ArgumentError(
+                f"{stored.folder}: {whose} param group {index} has amsgrad=True, and the checkpoint has no "
+                "max_exp_avg_sq; make the optimizer without amsgrad, or load the model alone (optimizer=None)"
+            )
 
 
-def _load_other(model: nn.Module, other: Mapping[str, Any]) -> None:
-    """Values of ``get_extra_state``, to the modules that have them."""
-    suffix = "_extra_state"
+def _state_holding(optimizer: Optimizer, name: str, param: Tensor) -> Holding:
+    return optimizer.holding_of(param) if isinstance(optimizer, AdamW) else holding_of(name, param)
+
+
+def _as_in_memory(values: Values, holding: Holding) -> Values:
+    """As the elements of the parameter follow each other; where that is another order, through a copy of one tensor."""
+    if holding.order is None:
+        return values
+
+    def read() -> Iterator[tuple[int, Tensor]]:
+        whole = torch.empty(values.shape, dtype=values.dtype)
+        values.copy_to(whole.view(-1))
+        yield from blocks_of(holding.part_of_whole(whole))
+
+    return Values(values.shape, values.dtype, read)
+
+
+def _refuse_groups(stored: Stored, theirs: Sequence[list[str]], ours: Sequence[list[str]]) -> None:
+    for index, (saved, mine) in enumerate(zip(theirs, ours, strict=False)):
+        different = sorted(set(saved) ^ set(mine)) or ["their order"]
+        if saved != mine:
+            listed = printable(", ".join(map(shortened, different[:5])))
+            raise ArgumentError(f"{stored.folder}: param group {index} differs: {listed}")
+    raise ArgumentError(f"{stored.folder}: {len(theirs)} param groups, the optimizer has {len(ours)}")
+
+
+# ---- put into place ---------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _load_model(named: Named, values: Mapping[str, Values], other: Mapping[str, Any]) -> None:
+    for name, found in values.items():
+        local = local_of(named.tensors[name])
+        flat = local.view(-1) if local.is_contiguous() else local.new_empty(local.numel())
+        found.copy_to(flat)
+        if not local.is_contiguous():
+            local.copy_(flat.view(local.shape))
+        torch.autograd.graph.increment_version(named.tensors[name])
     for name, value in other.items():
-        module = model.get_submodule(name.removesuffix(suffix).removesuffix("."))
-        module.set_extra_state(value)
+        set_extra_state: Any = named.modules[name].set_extra_state
+        set_extra_state(value)
+
+
+@torch.no_grad()
+def _load_torch(optimizer: Optimizer, named: Named, state: dict[str, Any]) -> None:
+    """Into new tensors; those there were go first."""
+    optimizer.state.clear()
+    for (name, param), entry in zip(named.params.items(), _in_order(named, state), strict=True):
+        for key, value in entry.items():
+            if isinstance(value, Values):
+                local = local_of(param)
+                flat = torch.empty(local.numel(), dtype=value.dtype, device=local.device)
+                value.copy_to(flat)
+                entry[key] = like_parameter(param, holding_of(name, param), flat)
+        if "step" in entry:
+            entry["step"] = torch.tensor(float(entry["step"]))
+    optimizer.load_state_dict(state)
+
+
+def _in_order(named: Named, state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [state["state"].get(position, {}) for position in range(len(named.params))]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from superoffload.errors import ArgumentError
+from superoffload.untrusted import is_count, is_shape, open_regular, parse_json, printable, shortened
 
 _NAMES = {
     torch.float64: "F64",
@@ -120,55 +122,112 @@ def flat_runs(tensor: Tensor) -> Iterator[Tensor]:
 
 
 class TensorReader:
-    """An open file. Every error names it; tensors share the file's pages until they are written to."""
+    """A file's header, checked. Tensors are read in blocks through one small buffer; every error names the file.
 
-    def __init__(self, path: Path) -> None:
+    ``digest``: SHA-256 that the header must have.
+    """
+
+    def __init__(self, path: Path, digest: str | None = None) -> None:
         self.path = path
-        try:
-            with open(path, "rb") as file:
-                self.nbytes = os.fstat(file.fileno()).st_size
-                self._map: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if self.nbytes else b""
-        except OSError as error:
-            raise ArgumentError(f"{path}: {error.strerror}; the checkpoint is not whole") from error
-        length = int.from_bytes(self._map[:8], "little")
-        if self.nbytes < 8 or length > min(self.nbytes - 8, _LONGEST_HEADER):
-            raise self._damaged("its header is longer than the file")
-        self.header = bytes(self._map[: 8 + length])
+        with self._reading() as file:
+            self.nbytes = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if self.nbytes < 8 or length > min(self.nbytes - 8, _LONGEST_HEADER):
+                raise self._damaged("its header is longer than the file")
+            file.seek(0)
+            self.header = _read_exactly(file, 8 + length)
+        if digest is not None and hashlib.sha256(self.header).hexdigest() != digest:
+            raise ArgumentError(f"{path}: its header differs from its checksum; the file is damaged")
         self.metadata: dict[str, str] = {}
         self.entries = self._read_header()
 
+    @contextmanager
+    def _reading(self) -> Iterator[FileIO]:
+        try:
+            with open_regular(self.path, links=False) as file:
+                yield file
+        except OSError as error:
+            raise ArgumentError(f"{self.path}: {error.strerror}; the checkpoint is not whole") from error
+        except EOFError:
+            raise self._damaged("it ends too early") from None
+
     def _damaged(self, what: str) -> ArgumentError:
-        return ArgumentError(f"{self.path}: not a safetensors file, or damaged: {what}")
+        return ArgumentError(f"{self.path}: not a safetensors file, or damaged: {printable(shortened(what))}")
 
     def _read_header(self) -> dict[str, tuple[Entry, int]]:
         try:
-            table = json.loads(self.header[8:])
+            table = parse_json(self.header[8:])
             self.metadata = table.pop("__metadata__", {})
             entries = {}
             for name, one in table.items():
-                entry = Entry(name, _DTYPES[one["dtype"]], tuple(int(size) for size in one["shape"]))
-                begin, end = one["data_offsets"]
-                if begin < 0 or end - begin != entry.nbytes or min(entry.shape, default=0) < 0:
+                shape, (begin, end) = one["shape"], one["data_offsets"]
+                if not (is_shape(shape) and is_count(begin) and is_count(end)):
+                    raise ValueError(f"numbers of {name}")
+                entry = Entry(name, _DTYPES[one["dtype"]], tuple(shape))
+                if end - begin != entry.nbytes:
                     raise ValueError(f"offsets of {name}")
-                entries[name] = (entry, len(self.header) + int(begin))
+                entries[name] = (entry, len(self.header) + begin)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._damaged(f"its header cannot be read ({error})") from error
-        end = max((at + entry.nbytes for entry, at in entries.values()), default=len(self.header))
+        end = len(self.header)
+        for entry, at in sorted(entries.values(), key=lambda found: (found[1], found[0].nbytes)):
+            if at != end:
+                raise self._damaged(f"{entry.name} begins at {at}, expected {end}, where the one before it ends")
+            end = at + entry.nbytes
         if end != self.nbytes:
             raise self._damaged(f"{self.nbytes} bytes, expected {end}")
         return entries
 
-    def tensor(self, name: str, digest: str | None = None) -> Tensor:
-        """``digest``: SHA-256 that its bytes must have."""
+    def entry(self, name: str) -> Entry:
         if name not in self.entries:
             raise self._damaged(f"it has no {name}")
-        entry, at = self.entries[name]
-        if digest is not None and hashlib.sha256(memoryview(self._map)[at : at + entry.nbytes]).hexdigest() != digest:
-            raise ArgumentError(f"{self.path}: {name} differs from its checksum in the manifest; the file is damaged")
-        if entry.nbytes == 0:
-            return torch.empty(entry.shape, dtype=entry.dtype)
-        count = entry.nbytes // entry.dtype.itemsize
-        return torch.frombuffer(self._map, dtype=entry.dtype, count=count, offset=at).view(entry.shape)
+        return self.entries[name][0]
+
+    def blocks(self, name: str, digest: str | None = None) -> Iterator[tuple[int, Tensor]]:
+        """The elements of an entry as flat blocks with where they begin; each is overwritten by the next one.
+
+        ``digest``: SHA-256 that its bytes must have; ArgumentError after the last block where they do not.
+        """
+        entry, at = self.entry(name), self.entries[name][1]
+        summed, done = hashlib.sha256(), 0
+        buffer = torch.empty(min(_RUN, entry.nbytes), dtype=torch.uint8)
+        bytes_of: Any = buffer.numpy()
+        with self._reading() as file:
+            file.seek(at)
+            while done < entry.nbytes:
+                size = min(_RUN, entry.nbytes - done)
+                _fill(file, memoryview(bytes_of)[:size])
+                if digest is not None:
+                    summed.update(memoryview(bytes_of)[:size])
+                block = buffer[:size]
+                yield done // entry.dtype.itemsize, block != 0 if entry.dtype is torch.bool else block.view(entry.dtype)
+                done += size
+        if digest is not None and summed.hexdigest() != digest:
+            what = printable(shortened(name))
+            raise ArgumentError(f"{self.path}: {what} differs from its checksum in the manifest; the file is damaged")
+
+    def tensor(self, name: str, digest: str | None = None) -> Tensor:
+        """All of an entry. ``digest``: see ``blocks``."""
+        entry = self.entry(name)
+        whole = torch.empty(entry.shape, dtype=entry.dtype)
+        for at, block in self.blocks(name, digest):
+            whole.view(-1)[at : at + len(block)].copy_(block)
+        return whole
+
+
+def _read_exactly(file: FileIO, count: int) -> bytes:
+    data = bytearray(count)
+    _fill(file, memoryview(data))
+    return bytes(data)
+
+
+def _fill(file: FileIO, view: memoryview) -> None:
+    """EOFError where the file has less; a read may give less than was asked for, though there is more."""
+    while len(view):
+        count = file.readinto(view)
+        if not count:
+            raise EOFError
+        view = view[count:]
 
 
 def _known() -> str:

@@ -2,66 +2,47 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import logging
 import os
 import pickle
 import threading
-import time
-import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from superoffload.adamw import AdamW
-from superoffload.checkpoints import folder as folders
+from superoffload.checkpoint import is_on
+from superoffload.checkpoints import writing as folders
+from superoffload.checkpoints.archive import check_archive
 from superoffload.checkpoints.contents import (
-    EXP_AVG,
     EXP_AVG_SQ,
-    MASTER,
-    MODEL,
     Named,
-    Piece,
     check_extra,
     check_optimizer,
     group_values,
-    holding_of,
     name_everything,
     on_all_ranks,
-    piece_of,
     stepped,
 )
-from superoffload.checkpoints.safetensors import Entry, TensorFile, flat_runs
-from superoffload.checkpoints.snapshot import ShardState, Snapshot
-from superoffload.errors import ArgumentError, RankError, StateError
-from superoffload.ranks.layout import is_dtensor, local_of
+from superoffload.checkpoints.joining import complete, hand_in, tell_failure, wait_until_named
+from superoffload.checkpoints.manifest import LONGEST_KEY
+from superoffload.checkpoints.parts import Part, plan_part, write_part
+from superoffload.checkpoints.snapshot import Snapshot
+from superoffload.errors import ArgumentError, DiskError, StateError
+from superoffload.interrupts import held_signals
+from superoffload.ranks.layout import is_dtensor
+from superoffload.untrusted import nested_deeply, shortened
 
 LOGGER = logging.getLogger("superoffload")
-STATE = "state.pt"
-_POLL_SECONDS = 0.02
-Write = Callable[[TensorFile], None]
-
-
-@dataclass
-class _Plan:
-    """What this rank writes: entries with their place in the whole, and who produces their bytes."""
-
-    entries: list[Entry] = field(default_factory=list)
-    pieces: dict[str, Piece] = field(default_factory=dict)
-    plain: list[tuple[str, Tensor, int | None]] = field(default_factory=list)  # with version, if not copied
-    shards: dict[int, tuple[str, torch.dtype]] = field(default_factory=dict)  # by index: name, published dtype
-
-    def add(self, name: str, dtype: torch.dtype, piece: Piece) -> None:
-        self.entries.append(Entry(name, dtype, piece.own_shape))
-        self.pieces[name] = piece
+_ends: WeakKeyDictionary[Optimizer, threading.Event] = WeakKeyDictionary()  # of each optimizer's last save
 
 
 class Saving:
@@ -97,7 +78,7 @@ class Saving:
             except BaseException as error:
                 self._error = error
                 if in_background:  # also where nobody waits
-                    LOGGER.error("%s was not saved: %s", self.folder, error)
+                    LOGGER.error("saving %s in the background failed: %s", self.folder, error)
             finally:
                 self._ended.set()
 
@@ -123,8 +104,13 @@ def save(
 
     Arguments:
         extra: values that ``torch.load(weights_only=True)`` reads: state_dicts of schedulers, counters, RNG states.
-        keep: afterwards remove the oldest checkpoints beside this one until so many are left.
-        timeout: seconds that ranks wait for each other's files.
+        keep: afterwards remove the oldest checkpoints of this series (names that are alike up to their last number)
+            until so many are left; never this one, newer ones or links.
+        timeout: seconds for which the first rank, once it has written its part, waits for those of the others, and
+            these for a sign that it goes on.
+
+    Raises ArgumentError for a folder that cannot be made, or is there; DiskError, also an OSError, where the disk is
+    full or fails; RankError for lost ranks. What was saved before is untouched then.
     """
     saving = _begin(folder, model, optimizer, extra, keep, timeout, memory=None)
     return saving.wait()
@@ -165,86 +151,75 @@ def _begin(
     check_optimizer(optimizer)
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ArgumentError(f"keep={keep!r}: expected a whole number of at least 1, or None")
-    final = Path(os.path.abspath(folder))
+    final = folders.path_of(folder)
     if isinstance(optimizer, AdamW):
         optimizer.synchronize()
         optimizer.refresh_written()
-        optimizer.end_snapshot()
+        optimizer.await_snapshots()
     named = name_everything(model, optimizer)
     if named.session is None and any(is_dtensor(t) and t.device_mesh.size() > 1 for t in named.tensors.values()):
         raise ArgumentError("model: sharded over ranks; that needs superoffload.AdamW, or torch.distributed.checkpoint")
-    plan = _plan(optimizer, named, copy=memory is not None)
-    state = on_all_ranks(named.session, "save()", lambda: _state_bytes(optimizer, named, check_extra(extra)))
+    part = plan_part(optimizer, named, copy=memory is not None)
+    part.state = on_all_ranks(named.session, "save()", lambda: _state_bytes(optimizer, named, check_extra(extra)))
     writing = _agree_on_folder(named, final)
     snapshot = None
-    if isinstance(optimizer, AdamW):
-        shards = [tracked.shard for _, _, tracked in stepped(optimizer, named) if tracked.shard.index in plan.shards]
-        snapshot = Snapshot(shards, memory or 0)
-        if memory is not None:
-            optimizer.begin_snapshot(snapshot)
-    saving = Saving(final, snapshot)
-
-    def work() -> None:
-        try:
-            _write_own(plan, named, writing, snapshot, state)
-            if named.is_first:
-                _complete(named, writing, final, timeout)
-                if keep is not None:
-                    folders.keep_only(final, keep)
-            else:
-                _wait_until_named(writing, final, timeout)
-        except BaseException:
-            if named.is_first:
-                folders.give_up(writing)
-            raise
-
     try:
-        saving._run(work, in_background=memory is not None)
-    except BaseException:  # no thread could be started: nobody may wait for the snapshot
+        if isinstance(optimizer, AdamW):
+            shards = [
+                tracked.shard for _, _, tracked in stepped(optimizer, named) if tracked.shard.index in part.shards
+            ]
+            snapshot = Snapshot(shards, memory)
+        saving = Saving(final, snapshot)
+        work = partial(_write, part, named, writing, final, snapshot, keep, timeout, _ends.get(optimizer))
+        with nullcontext() if memory is None else held_signals():  # a thread that reads, or none and no snapshot
+            if isinstance(optimizer, AdamW) and snapshot is not None:
+                optimizer.begin_snapshot(snapshot)  # also for save(): another thread may run backward
+            saving._run(work, in_background=memory is not None)
+        _ends[optimizer] = saving._ended
+    except BaseException:  # Ctrl-C, no memory, or no thread could be started: steps must not wait
         if snapshot is not None:
             snapshot.end()
-        if named.is_first:
-            folders.give_up(writing)
+        _give_up(named, writing)
         raise
+    finally:
+        if snapshot is not None and memory is None:  # again, where a second Ctrl-C has cut off the writing's own end
+            snapshot.end()
     return saving
 
 
-def _plan(optimizer: Optimizer, named: Named, *, copy: bool) -> _Plan:
-    """``copy``: buffers may change before they are written."""
-    plan = _Plan()
-    own = {}
-    if isinstance(optimizer, AdamW):
-        for name, param, tracked in stepped(optimizer, named):
-            own[name] = tracked
-            if named.writes(tracked.holding):
-                piece = piece_of(param, tracked.holding)
-                shard = tracked.shard
-                plan.shards[shard.index] = (name, param.dtype)
-                plan.add(MODEL + name, param.dtype, piece)
-                plan.add(MASTER + name, torch.float32, piece)
-                plan.add(EXP_AVG + name, shard.exp_avg.dtype, piece)
-                plan.add(EXP_AVG_SQ + name, shard.exp_avg_sq.dtype, piece)
-    trains = {id(param) for param in named.params.values()}
-    for name, tensor in named.tensors.items():
-        holding = holding_of(name, tensor)
-        if name in own or not (named.writes(holding) if is_dtensor(tensor) else named.is_first):
-            continue
-        local = local_of(tensor)
-        plan.add(MODEL + name, tensor.dtype, piece_of(tensor, holding))
-        buffer = copy and not isinstance(tensor, nn.Parameter) and id(tensor) not in trains
-        plan.plain.append((MODEL + name, local.clone() if buffer else local, None if buffer else local._version))
-    if not isinstance(optimizer, AdamW):
-        _plan_of_torch(plan, optimizer, named)
-    return plan
+def _give_up(named: Named, writing: Path) -> None:
+    if named.is_first:
+        folders.give_up(writing)
+    else:
+        tell_failure(writing, named.rank)
 
 
-def _plan_of_torch(plan: _Plan, optimizer: Optimizer, named: Named) -> None:
-    for name, param in named.params.items():
-        state = optimizer.state.get(param, {})
-        for prefix, key in ((EXP_AVG, "exp_avg"), (EXP_AVG_SQ, "exp_avg_sq")):
-            if key in state:
-                plan.add(prefix + name, state[key].dtype, piece_of(param, holding_of(name, param)))
-                plan.plain.append((prefix + name, local_of(state[key]), None))
+def _write(
+    part: Part,
+    named: Named,
+    writing: Path,
+    final: Path,
+    snapshot: Snapshot | None,
+    keep: int | None,
+    timeout: float,
+    previous: threading.Event | None,
+) -> None:
+    """In the thread that writes. ``previous``: the end of the save before it."""
+    try:
+        with folders.naming(final, part.nbytes):
+            written = write_part(part, named, writing, snapshot)
+            if previous is not None:  # otherwise keep could remove what this rank has not yet seen under its name
+                previous.wait()
+            hand_in(written, named, writing)
+            if named.is_first:
+                complete(named, writing, final, timeout)
+    except BaseException:
+        _give_up(named, writing)
+        raise
+    if not named.is_first:
+        wait_until_named(written, named, writing, final, timeout)
+    elif keep is not None:
+        folders.keep_only(final, keep)
 
 
 def _state_bytes(optimizer: Optimizer, named: Named, extra: dict[str, Any]) -> bytes:
@@ -255,13 +230,38 @@ def _state_bytes(optimizer: Optimizer, named: Named, extra: dict[str, Any]) -> b
             steps[name] = int(optimizer.state[param]["step"])
     groups = [{**values, "params": names} for values, names in zip(group_values(optimizer), named.groups, strict=True)]
     content = {"groups": groups, "steps": steps, "other": named.other, "aliases": named.aliases, "extra": extra}
+    _check_loadable(optimizer, named)
     try:
-        return _safely(content)
+        data = _safely(content)
     except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
         raise ArgumentError(
             f"{_unreadable(extra) or 'a value of a param group or of get_extra_state()'}: not saved, since only what "
             "torch.load(weights_only=True) reads back is: tensors, numbers, strings, lists, tuples, dicts of these"
         ) from error
+    try:
+        check_archive(data)
+    except ArgumentError as error:
+        raise ArgumentError(
+            f"extra, param groups and get_extra_state(): {error}; keep large values elsewhere"
+        ) from None
+    return data
+
+
+def _check_loadable(optimizer: Optimizer, named: Named) -> None:
+    """By ``load``, which bounds what it reads and knows the state of AdamW alone."""
+    longest = max(named.tensors, key=len, default="")
+    if len(EXP_AVG_SQ + longest) > LONGEST_KEY:
+        raise ArgumentError(f"model: a name of {len(longest)} characters, {shortened(longest)}; expected at most 4000")
+    for index, group in enumerate(optimizer.param_groups):
+        if is_on(group.get("amsgrad")):
+            raise ArgumentError(
+                f"optimizer: param group {index} has amsgrad=True, whose max_exp_avg_sq is not saved; save it with "
+                "torch.save(optimizer.state_dict(), ...)"
+            )
+        if nested_deeply({**group, "params": None}):
+            raise ArgumentError(
+                f"optimizer: param group {index} has values nested too deeply; expected 60 levels or less"
+            )
 
 
 def _safely(content: Any) -> bytes:
@@ -282,101 +282,21 @@ def _unreadable(extra: Mapping[str, Any]) -> str | None:
 
 def _agree_on_folder(named: Named, final: Path) -> Path:
     """The first rank makes it; all of them know its name."""
-    token = uuid.uuid4().hex[:12]
+    name = ""
     error: Exception | None = None
     if named.is_first:
         try:
-            folders.begin(final, token)
-        except (ArgumentError, OSError) as failed:
+            name = folders.begin(final).name
+        except (ArgumentError, DiskError) as failed:
             error = failed
-    if named.session is not None:
-        token = named.session.group.exchange_objects("save()", token)[0]
-        named.session.agree("save()", error)
-    if error is not None:
-        raise error
-    return folders.writing_folder(final, token)
-
-
-# ---- in the writing thread --------------------------------------------------------------------------------------
-
-
-def _file_name(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
-
-
-def _write_own(plan: _Plan, named: Named, writing: Path, snapshot: Snapshot | None, state: bytes) -> None:
-    """This rank's tensors, and last of all what belongs into the manifest about them."""
-    name = _file_name(named.rank)
-    file: TensorFile | None = None
-    files: dict[str, Any] = {}
-
-    def read(index: int, values: ShardState) -> None:
-        assert file is not None
-        shard, dtype = plan.shards[index]
-        file.write(MASTER + shard, flat_runs(values.master))
-        file.write(EXP_AVG + shard, flat_runs(values.exp_avg))
-        file.write(EXP_AVG_SQ + shard, flat_runs(values.exp_avg_sq))
-        file.write(MODEL + shard, (run.to(dtype) for run in flat_runs(values.master)))
-
     try:
-        file = TensorFile(writing / name, plan.entries, {"format": "pt"})
-        if snapshot is not None:
-            snapshot.read_all(read)
-        _write_plain(plan, file)
-        file.finish()
-    finally:
-        if snapshot is not None:  # also where the file could not be made: nobody may wait for it
-            snapshot.end()
-        if file is not None:
-            file.close()
-    files[name] = {"bytes": file.nbytes, "header": _sha256(file.header)}
-    if named.is_first:
-        folders.write_durably(writing / STATE, state)
-        files[STATE] = {"bytes": len(state), "sha256": _sha256(state)}
-    tensors = {key: {**plan.pieces[key].as_json(), "file": name, "sha256": file.digests[key]} for key in plan.pieces}
-    report = json.dumps({"files": files, "tensors": tensors}).encode()
-    folders.write_durably(writing / f".{name}.part", report)
-    os.rename(writing / f".{name}.part", writing / f".{name}.json")
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _write_plain(plan: _Plan, file: TensorFile) -> None:
-    for name, tensor, _ in plan.plain:
-        file.write(name, flat_runs(tensor))
-    for name, tensor, version in plan.plain:
-        if version is not None and tensor._version != version:
-            raise StateError(f"{name.removeprefix(MODEL)}: written to while it was saved; save it again, with save()")
-
-
-def _complete(named: Named, writing: Path, final: Path, timeout: float) -> None:
-    """The first rank: once all others have written their part, the folder gets its name."""
-    files: dict[str, Any] = {}
-    tensors: dict[str, list[Any]] = {}
-    deadline = time.monotonic() + timeout
-    for rank in named.ranks:
-        path = writing / f".{_file_name(rank)}.json"
-        while not path.exists():
-            if time.monotonic() > deadline:
-                raise RankError(f"save(): rank {rank} has not written its part of {final} within {timeout:g} s")
-            time.sleep(_POLL_SECONDS)
-        report = json.loads(path.read_bytes())
-        path.unlink()
-        files.update(report["files"])
-        for name, piece in report["tensors"].items():
-            tensors.setdefault(name, []).append(piece)
-    folders.finish(writing, final, {"ranks": len(named.ranks), "files": files, "tensors": tensors})
-
-
-def _wait_until_named(writing: Path, final: Path, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while not (final / folders.MANIFEST).exists():
-        gone = False
-        with suppress(OSError):
-            gone = not writing.exists() and not final.exists()
-        if gone or time.monotonic() > deadline:
-            why = "the first rank gave up" if gone else f"not finished within {timeout:g} s"
-            raise RankError(f"save(): {final}: {why}; see the first rank's output")
-        time.sleep(_POLL_SECONDS)
+        if named.session is not None:
+            name = named.session.group.exchange_objects("save()", name)[0]
+            named.session.agree("save()", error)
+        if error is not None:
+            raise error
+    except BaseException:
+        if named.is_first and name:
+            folders.give_up(final.parent / name)
+        raise
+    return final.parent / name

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from superoffload.bucket import Shard
+from superoffload.interrupts import held_signals
 
 
 @dataclass(frozen=True)
@@ -40,17 +41,20 @@ class Snapshot:
 
     Copies take at most ``memory`` bytes at a time; beyond that ``protect`` waits until the shard has been read. Those
     of resident shards are made at once and count; where they are more, nothing else is copied until they are read.
+    ``memory`` None: this thread reads. Then ``protect`` is called only by other threads and by handlers of signals,
+    which copy instead of waiting for a thread that may have to wait for them.
     """
 
-    def __init__(self, shards: Sequence[Shard], memory: int) -> None:
+    def __init__(self, shards: Sequence[Shard], memory: int | None) -> None:
+        self._reader = threading.get_ident() if memory is None else None
         self._states = {s.index: _state_of(s) for s in shards}
         self._waiting = deque(shard.index for shard in shards)  # not read yet
         self._apart = {shard.index for shard in shards if shard.resident}  # copied already
         self._copied: set[int] = set()
         self._urgent: deque[int] = deque()
         self.largest_extra = sum(self._states[index].nbytes for index in self._apart)  # bytes of copies at any time
-        self._free = memory - self.largest_extra
-        self._memory = memory
+        self._memory = memory or 0
+        self._free = self._memory - self.largest_extra
         self._changed = threading.Condition()
         self._over = False
 
@@ -66,7 +70,7 @@ class Snapshot:
         state = self._states.get(index)
         if state is None or index in self._copied or index in self._apart:
             return
-        if index in self._waiting and state.nbytes <= self._free:
+        if index in self._waiting and (state.nbytes <= self._free or self._reader is not None):
             self._states[index] = state.copy()
             self._copied.add(index)
             self._free -= state.nbytes
@@ -74,13 +78,23 @@ class Snapshot:
             return
         if index in self._waiting:
             self._urgent.append(index)
+        elif self.is_read_here:  # reading was cut off in the middle of this shard
+            self.end()
+            return
         self._changed.wait_for(lambda: self._over or index not in self._states)
 
     def read_all(self, read: Callable[[int, ShardState], None]) -> None:
-        """Calls ``read(index, state)`` for every shard, the awaited ones first."""
-        while (index := self._next()) is not None:
-            read(index, self._states[index])
-            self._done(index)
+        """Calls ``read(index, state)`` for every shard, the awaited ones first. Handlers of signals run between two."""
+        while self._read_one(read):
+            pass
+
+    def _read_one(self, read: Callable[[int, ShardState], None]) -> bool:
+        with held_signals():
+            index = self._next()
+            if index is not None:
+                read(index, self._states[index])
+                self._done(index)
+        return index is not None
 
     def end(self) -> None:
         """Nothing is read any more, whether all was or not; nobody need wait."""
@@ -112,6 +126,11 @@ class Snapshot:
     def over(self) -> bool:
         """Whether everything was read."""
         return self._over
+
+    @property
+    def is_read_here(self) -> bool:
+        """Whether the thread that reads is the one that asks."""
+        return self._reader == threading.get_ident()
 
     def wait(self) -> None:
         """Until everything was read, or reading failed."""

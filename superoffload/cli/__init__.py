@@ -14,6 +14,7 @@ from importlib import import_module
 
 from superoffload import __version__
 from superoffload.errors import ArgumentError, SuperOffloadError
+from superoffload.untrusted import printable
 
 COMMANDS = ("train", "verify", "bench", "doctor", "plan", "report", "run")
 _RUN_FOLDER_COMMANDS = ("train", "verify")
@@ -75,5 +76,5 @@ def _let_waiting_threads_sleep() -> None:
 
 
 def _fail(message: str, status: int) -> int:
-    print("superoffload: error: " + " ".join(message.split()), file=sys.stderr)
+    print("superoffload: error: " + printable(" ".join(message.split())), file=sys.stderr)
     return status

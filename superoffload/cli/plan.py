@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    from superoffload.plan.hardware import PROFILES
     from superoffload.plan.memory import CHECKPOINTING, ENGINES, SHARDINGS
+    from superoffload.plan.profiles import PROFILES
 
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
@@ -37,9 +38,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--hardware",
         default="gh200-96",
         metavar="NAME_OR_PATH",
-        help=f"{', '.join(PROFILES)}, or a file of superoffload doctor --json",
+        help=f"a built-in profile ({', '.join(PROFILES)}), or a file of superoffload doctor --json",
     )
-    machine.add_argument("--gpu", metavar="NAME", help="with a file: take the GPU from this built-in profile")
+    machine.add_argument("--gpu", metavar="NAME", help="with a file: the profile for what doctor did not measure")
     machine.add_argument(
         "--host-bandwidth",
         type=float,
@@ -49,11 +50,16 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add_option(machine, "--ranks", type=int, default=1, help="one per GPU")
     run = parser.add_argument_group("settings")
     add_option(run, "--engine", choices=ENGINES, default="superoffload", help="what steps the optimizer")
-    run.add_argument("--sharding", choices=SHARDINGS, help="(default: none for one rank, zero3 for several)")
+    run.add_argument(
+        "--sharding",
+        choices=SHARDINGS,
+        help="(default: none for one rank, fsdp2 for several; zero3 for the engines that are DeepSpeed's)",
+    )
     add_option(run, "--sequence", type=int, default=2048, help="tokens per sequence")
     add_option(run, "--micro-batch", type=int, default=1, help="sequences per rank at once")
     add_option(run, "--accumulation", type=int, default=1, help="micro-batches per step")
     add_option(run, "--checkpointing", choices=CHECKPOINTING, default="none", help="of activations")
+    add_option(run, "--gpu-fraction", type=float, default=0.0, help="of the state that placement= keeps on the GPU")
     add_option(run, "--clip-rate", type=float, default=0.0, help="share of the steps that clip")
     add_option(run, "--utilization", type=float, default=0.4, help="of the GPU's peak in forward and backward")
     add_option(run, "--state-dtype", choices=("fp32", "bf16"), default="fp32", help="of the moments (superoffload)")
@@ -68,7 +74,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from superoffload.plan.hardware import GB, find_hardware
+    from superoffload.plan.hardware import find_hardware
+    from superoffload.plan.machines import GB
     from superoffload.plan.report import comparison_table, plan_as_json, plan_as_text
     from superoffload.plan.settings import all_choices, evaluate
     from superoffload.reporting.run_folder import check_writable, write_json
@@ -104,7 +111,7 @@ def model_from(args: argparse.Namespace) -> ModelShape:
     if args.model is not None:
         if args.layers or args.hidden:
             raise ArgumentError(f"model={args.model} together with layers or hidden: give either the one or the others")
-        if args.model.endswith(".json") or Path(args.model).exists():
+        if args.model.endswith(".json") or os.path.exists(args.model):
             return read_config(args.model)
         return typical_shape(parse_parameter_count(args.model))
     if not (args.layers and args.hidden and args.heads):
@@ -119,8 +126,11 @@ def settings_from(args: argparse.Namespace) -> Settings:
     sharding = args.sharding
     if sharding is None:
         needs_zero3 = args.engine in ("zero-offload", "deepspeed-superoffload")
-        sharding = "zero3" if args.ranks > 1 or needs_zero3 else "none"
-    names = ("engine", "ranks", "sequence", "micro_batch", "accumulation", "checkpointing", "clip_rate", "utilization")
+        sharding = "zero3" if needs_zero3 else "fsdp2" if args.ranks > 1 else "none"
+    names = (
+        "engine", "ranks", "sequence", "micro_batch", "accumulation", "checkpointing", "gpu_fraction", "clip_rate",
+        "utilization",
+    )  # fmt: skip
     return Settings(sharding=sharding, state_dtype=args.state_dtype, **{name: getattr(args, name) for name in names})
 
 

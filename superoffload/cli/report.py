@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from superoffload.cli.options import add_option
+from superoffload.untrusted import printable
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -16,7 +17,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="compare runs in one page",
         description="Compare loss, throughput, overlap, memory, settings and final bits of run folders that\n"
         "superoffload train has written, in one HTML page that needs no network. A run that did not end\n"
-        "is shown as far as it came. Exits with 0 if all runs could be read.",
+        "is shown as far as it came. Exits with 0 if all runs could be read, with 1 if one is damaged.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders (--out of superoffload train)")
@@ -27,9 +28,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from superoffload.reporting.comparison import comparison_page, different_settings, figures, load_runs
+    from superoffload.reporting.comparison import comparison_page, different_settings, figures
     from superoffload.reporting.comparison_plot import plot_comparison
     from superoffload.reporting.plots import PLOT_HINT, matplotlib_installed
+    from superoffload.reporting.recorded_runs import load_runs
     from superoffload.reporting.run_folder import check_writable, naming_write_errors, write_json
 
     runs = load_runs(args.runs)
@@ -51,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
             + (f", held-out loss {held_out:.3f}" if held_out is not None else "")
             + ("" if values["ended"] else "; did not end")
         )
-    print(f"report: {args.out}")
+    print(f"report: {printable(args.out)}")
     if args.json:
         write_json(
             args.json,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -44,14 +43,19 @@ def replace_process(command: list[str]) -> NoReturn:
     """Becomes the command, so that signals and the exit status are its own."""
     if shutil.which(command[0]) is None:
         raise ArgumentError(f"run: {command[0]}: not found or not executable; expected a program on PATH or its path")
-    os.execvpe(command[0], command, environment(os.environ))
+    try:
+        os.execvpe(command[0], command, environment(os.environ))
+    except (OSError, ValueError) as error:  # no #! line, another processor's, its interpreter not there, too long
+        why = getattr(error, "strerror", None) or str(error)
+        raise ArgumentError(
+            f"run: {command[0]}: cannot be started ({why}); expected a program: give a script its #! line, or name its "
+            f"interpreter, such as: superoffload run -- python {command[0]}"
+        ) from error
 
 
 def environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    """PYTHONPATH begins with our ``sitecustomize``; where superoffload is a checkout, that can be imported too."""
+    """PYTHONPATH begins with our ``sitecustomize``, which finds superoffload, and nothing else beside it."""
     path = [str(_INJECT)]
     if inherited.get("PYTHONPATH"):
         path.append(inherited["PYTHONPATH"])
-    if str(_PACKAGE.parent) not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        path.append(str(_PACKAGE.parent))
     return {**inherited, "PYTHONPATH": os.pathsep.join(path)}

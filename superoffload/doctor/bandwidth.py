@@ -1,4 +1,4 @@
-"""Memory bandwidth in about a second: a walk over the arrays of one optimizer step that only loads and stores."""
+"""Memory bandwidth in about a second, over the arrays of one optimizer step: loads and stores alone, then the step."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ _BYTES_PER_ELEMENT = 4 + 4 + 4 + 2 + 2 + 2
 _LEAST_BYTES, _MOST_BYTES = 256 << 20, 4 * GIB
 _UNKNOWN_CACHE = 32 << 20
 _SECONDS = 1.0
+_STEPS = 8
+_STEP_BYTES = 28.0  # master and moments both ways, gradient, shadow
 # A tenth of what one channel of DDR4 gives: below it something is wrong with the machine, not with the measurement.
 _SUSPICIOUS = 2e9
 
@@ -37,6 +39,9 @@ class _Vector:
     def numel(self) -> int:
         return int(self._array.size)
 
+    def fill(self, value: int) -> None:
+        self._array.fill(value)
+
 
 def examine_bandwidth(system: System, cpus: Sequence[int], usable_bytes: int | None, superchip: bool) -> Examination:
     """`cpus`: the real ones of this process, one thread is bound to each."""
@@ -44,8 +49,10 @@ def examine_bandwidth(system: System, cpus: Sequence[int], usable_bytes: int | N
     numel = _choose_numel(system, usable_bytes)
     began = time.perf_counter()
     rate, way, walks = measure(numel, cpus)
+    stepping = measure_step(numel, cpus)
     found.facts.update(
         bytes_per_second=rate,
+        step_bytes_per_second=stepping,
         threads=len(cpus),
         buffer_bytes=numel * _BYTES_PER_ELEMENT,
         walks=walks,
@@ -55,7 +62,7 @@ def examine_bandwidth(system: System, cpus: Sequence[int], usable_bytes: int | N
     found.ok(
         f"{rate / 1e9:.1f} GB/s with {len(cpus)} threads over the arrays of one step "
         f"({numel * _BYTES_PER_ELEMENT / 2**20:.0f} MiB), so a step of 1 B bf16 parameters takes "
-        f"{28e9 / rate:.2g} s at best"
+        f"{28e9 / rate:.2g} s at best; the kernel's own step reaches {stepping / 1e9:.1f} GB/s"
     )
     if rate < _SUSPICIOUS:
         found.warn(
@@ -109,7 +116,43 @@ def measure(numel: int, cpus: Sequence[int], seconds: float = _SECONDS) -> tuple
             walks += 1
 
 
+def measure_step(numel: int, cpus: Sequence[int], steps: int = _STEPS) -> float:
+    """Bytes per second of the kernel's plain step, bf16 gradient and shadow, by one worker thread per processor."""
+    vectors = _vectors(numel)
+    for vector in vectors:
+        vector.fill(0)
+    master, exp_avg, exp_avg_sq, gradient, shadow = (vector.data_ptr() for vector in vectors)
+    run = _native.Run(
+        master=master,
+        exp_avg=exp_avg,
+        exp_avg_sq=exp_avg_sq,
+        gradient=gradient,
+        shadow=shadow,
+        numel=numel,
+        gradient_type=_native.ElementType.bf16,
+        shadow_type=_native.ElementType.bf16,
+        past_cache=True,  # as for any model that needs this project
+    )
+    work = _native.BucketWork([run], 0)
+    work.freeze(1e-3, 0.9, 0.999, 1e-8, 0.01, 1.0, False, [1])
+    pool = _native.WorkerPool(list(cpus))
+    best = float("inf")
+    try:
+        for _ in range(steps):
+            began = time.perf_counter()
+            pool.submit(work, _native.Operation.step).wait()
+            best = min(best, time.perf_counter() - began)
+    finally:
+        pool.close()
+    return _STEP_BYTES * numel / best
+
+
+def _vectors(numel: int) -> list[_Vector]:
+    """Master, exp_avg, exp_avg_sq, gradient, shadow."""
+    kinds = (np.float32, np.float32, np.float32, np.uint16, np.uint16)
+    return [_Vector(np.empty(numel, kind)) for kind in kinds]
+
+
 def _arrays(numel: int) -> Arrays:
-    master, exp_avg, exp_avg_sq = (_Vector(np.empty(numel, np.float32)) for _ in range(3))
-    gradient, shadow = (_Vector(np.empty(numel, np.uint16)) for _ in range(2))
+    master, exp_avg, exp_avg_sq, gradient, shadow = _vectors(numel)
     return Arrays(master, exp_avg, exp_avg_sq, gradient, shadow, codes=_Vector(np.empty(1, np.uint16)))

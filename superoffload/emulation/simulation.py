@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -331,8 +332,10 @@ class Simulation:
         self._undelivered.clear()
         if self._snapshot is not None:
             self._snapshot.finish(self.core.shards)
-        self._snapshot = _Snapshot(self.core.shards)
-        self.core.snapshot = self._snapshot  # type: ignore[assignment]
+        stands_for: Any = _Snapshot(self.core.shards)
+        self._snapshot = stands_for
+        self.core.snapshots.clear()
+        self.core.snapshots.add(stands_for)
 
     # ---- the promises -----------------------------------------------------------------------------------------
 

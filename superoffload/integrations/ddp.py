@@ -6,7 +6,7 @@ inspects the annotations of hooks, so this file must not postpone their evaluati
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from superoffload.errors import ArgumentError
 
 Deliver = Callable[[Tensor, Tensor], None]
 Kept = Callable[[Tensor], None]
+Alone = AbstractContextManager[Any]
 
 
 class ReducedGradients:
@@ -29,9 +30,10 @@ class ReducedGradients:
     see them: ``kept(param)`` says that ``param.grad`` has just what was delivered, so that nobody need compare them.
     """
 
-    def __init__(self, model: DistributedDataParallel, deliver: Deliver, kept: Kept) -> None:
+    def __init__(self, model: DistributedDataParallel, deliver: Deliver, kept: Kept, alone: Alone) -> None:
         self._deliver = deliver
         self._kept = kept
+        self._alone = alone  # another thread, or a signal's handler, may call finish() or forget()
         self._waiting: deque[tuple[torch.futures.Future[Tensor], Sequence[Tensor]]] = deque()
         self._delivered: list[tuple[Tensor, Tensor]] = []  # in this backward
         self._shown: dict[Tensor, tuple[Tensor | None, int]] = {}  # p.grad and its version, before DDP puts it there
@@ -77,15 +79,18 @@ class ReducedGradients:
 
     def drain(self) -> None:
         """Hands over what has been reduced by now."""
-        while self._waiting and self._waiting[0][0].done():
-            future, params = self._waiting.popleft()
-            with self._beside_backward(params[0]):
-                reduced, at = future.wait(), 0
-                for param in params:
-                    gradient = reduced.view(-1)[at : at + param.numel()]
-                    self._deliver(param, gradient)
-                    self._delivered.append((param, gradient))
-                    at += param.numel()
+        with self._alone:
+            while self._waiting and self._waiting[0][0].done():
+                self._hand_over(*self._waiting.popleft())
+
+    def _hand_over(self, future: torch.futures.Future[Tensor], params: Sequence[Tensor]) -> None:
+        with self._beside_backward(params[0]):
+            reduced, at = future.wait(), 0
+            for param in params:
+                gradient = reduced.view(-1)[at : at + param.numel()]
+                self._deliver(param, gradient)
+                self._delivered.append((param, gradient))
+                at += param.numel()
 
     @contextmanager
     def _beside_backward(self, param: Tensor) -> Iterator[None]:
@@ -119,6 +124,6 @@ def _state_of(grad: Tensor | None) -> tuple[Tensor | None, int]:
     return grad, 0 if grad is None else grad._version
 
 
-def reduced_gradients(model: nn.Module | None, deliver: Deliver, kept: Kept) -> ReducedGradients | None:
+def reduced_gradients(model: nn.Module | None, deliver: Deliver, kept: Kept, alone: Alone) -> ReducedGradients | None:
     """None if ``model`` is not DDP."""
-    return ReducedGradients(model, deliver, kept) if isinstance(model, DistributedDataParallel) else None
+    return ReducedGradients(model, deliver, kept, alone) if isinstance(model, DistributedDataParallel) else None

@@ -6,6 +6,7 @@ step can be taken during backward. What the norm was is known after ``step()``, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from superoffload.adamw import AdamW
 from superoffload.errors import ArgumentError
-from superoffload.metrics import Monitor
+from superoffload.metrics import PER_STEP, PREFIX, TOTALS, Monitor
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -23,20 +24,32 @@ except ImportError as error:
         "pip install 'superoffload[transformers]'"
     ) from error
 
+# What can be acted upon, for every line of the log; docs/metrics.md says how.
+LOGGED = (
+    "clip_rate",
+    "skipped_steps",
+    "step_optimizer_seconds_exposed",
+    "step_exposed_share",
+    "step_speculated_share",
+)
+_KEPT = "superoffload"  # our key in Trainer's state
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 _OURS_TO_SET = ("params", "model", "module", "max_grad_norm")
 
 
-def offload(trainer: Trainer, *, metrics: bool = True, **options: Any) -> Offload:
+def offload(trainer: Trainer, *, metrics: bool | str | Iterable[str] = True, **options: Any) -> Offload:
     """Makes ``trainer`` train with ``superoffload.AdamW``, set as its TrainingArguments say; returns its callback.
 
     Arguments:
         trainer: made, and not trained yet.
-        metrics: add what ``superoffload.Monitor`` measures to Trainer's training logs.
+        metrics: which of the names in docs/metrics.md are added to Trainer's training logs, as ``superoffload/NAME``:
+            True for a handful (``LOGGED``), "all", an iterable of names, or False for none. Counters go on when a run
+            resumes from a checkpoint of Trainer.
         options: further arguments of ``superoffload.AdamW`` (speculation, threads, bucket_numel, ...). With
             delivery="on_demand", callbacks that read parameters call ``synchronize()`` of the optimizer first.
     """
     _check(trainer, options)
+    names = _names(metrics)
     args = trainer.args
     given: dict[str, Any] = {
         "lr": args.learning_rate,
@@ -46,7 +59,7 @@ def offload(trainer: Trainer, *, metrics: bool = True, **options: Any) -> Offloa
     }
     if options.get("delivery") == "on_demand":
         given["module"] = trainer.model
-    callback = Offload(metrics)
+    callback = Offload(names)
     trainer.optimizer_cls_and_kwargs = (AdamW, {**given, **options})
     trainer._clip_grad_norm = callback.norm_to_come
     trainer._get_grad_norm = callback.norm_to_come
@@ -73,11 +86,28 @@ def _check(trainer: Any, options: dict[str, Any]) -> None:
             raise ArgumentError(f"{option}: set by Trainer; max_grad_norm belongs into TrainingArguments")
 
 
-class Offload(TrainerCallback):
-    """Gives Trainer the norm that the verdict came from, and our metrics to its logs."""
+def _names(metrics: Any) -> frozenset[str]:
+    """Of the metrics to log."""
+    if isinstance(metrics, bool):
+        return frozenset(LOGGED if metrics else ())
+    known = {*TOTALS, *PER_STEP}
+    if metrics == "all":
+        return frozenset(known)
+    usable = isinstance(metrics, Iterable) and not isinstance(metrics, str)
+    wrong = [name for name in metrics if name not in known] if usable else [metrics]
+    if wrong:
+        raise ArgumentError(f"metrics: {wrong[0]!r}, expected True, False, 'all' or a list out of {sorted(known)}")
+    return frozenset(metrics)
 
-    def __init__(self, metrics: bool) -> None:
-        self._metrics = metrics
+
+class Offload(TrainerCallback):
+    """Gives Trainer the norm that the verdict came from, and our metrics to its logs.
+
+    The counters are kept in Trainer's state, which it saves with every checkpoint.
+    """
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
         self._monitor: Monitor | None = None
         self._values: dict[str, float] = {}
         self._norm = torch.tensor(0.0)
@@ -89,14 +119,19 @@ class Offload(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **more: Any) -> None:
         ours = optimizer_of(optimizer)
-        self._monitor = Monitor(ours) if self._metrics else None
+        self._monitor = Monitor(ours) if self._names else None
+        kept = state.stateful_callbacks.get(_KEPT)
+        if self._monitor is not None and kept is not None:
+            self._monitor.load_state_dict(kept)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **more: Any) -> None:
         ours = optimizer_of(optimizer)
         if ours.last_verdict is not None:
             self._norm.fill_(ours.last_verdict.grad_norm)
         if self._monitor is not None:
-            self._values = self._monitor.step()
+            values = self._monitor.step()
+            self._values = {key: value for key, value in values.items() if key.removeprefix(PREFIX) in self._names}
+            state.stateful_callbacks[_KEPT] = self._monitor.state_dict()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:
         if logs is not None and "loss" in logs:  # not those of an evaluation

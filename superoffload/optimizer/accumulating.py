@@ -6,21 +6,18 @@ import warnings
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Accumulates(Protocol):
-    _accumulating: bool
-
-
 class Accumulating(ContextDecorator):
-    """Backward inside is not the boundary. Contexts nest; as it was before on leaving, also by an exception."""
+    """Backward inside is not the boundary, as long as ``contexts`` has any. They nest, also those of other threads."""
 
-    def __init__(self, optimizer: Accumulates) -> None:
-        self._optimizer = optimizer
-        self._before: list[bool] = []
+    _entered = True  # where Ctrl-C comes before the constructor, there is nothing to warn of
+
+    def __init__(self, contexts: list[Accumulating]) -> None:
+        self._contexts = contexts
         self._entered = False
 
     def __call__(self, function: F) -> F:
@@ -29,13 +26,12 @@ class Accumulating(ContextDecorator):
 
     def __enter__(self) -> None:
         self._entered = True
-        self._before.append(self._optimizer._accumulating)
-        self._optimizer._accumulating = True
+        self._contexts.append(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._optimizer._accumulating = self._before.pop()
+        self._contexts.pop()
 
     def __del__(self) -> None:
         if not self._entered:

@@ -7,6 +7,7 @@ writes parameters calls ``synchronize()`` first; ``check_reads()`` finds what do
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from superoffload.optimizer.saved_state import SavedState
 from superoffload.optimizer.untraced import untraced
 from superoffload.optimizer.weakly import weakly
 from superoffload.pipeline.delivering import LandingWatch
-from superoffload.tracked import Tracked, notice
+from superoffload.tracked import Tracked, notice, remember_values
 from superoffload.undelivered import CheckReads
 from superoffload.verdict import Verdict
 
@@ -36,7 +37,7 @@ class Delivery(SavedState):
 
     _module_hooks: ModuleHooks | None = None
     _look_is_due = False
-    _delivering = False
+    _delivering: int | None = None  # the thread that does
 
     @property
     def _on_demand(self) -> bool:
@@ -70,18 +71,18 @@ class Delivery(SavedState):
     @untraced
     def _await(self, params: Iterable[Tensor] | None, streams: Sequence[int] = ()) -> None:
         """Delivers ``params``, or all of them, before somebody reads them; ``streams``: not only on the current one."""
-        if not self._core.is_landing or self._delivering or self._closed:
+        if not self._core.is_landing or self._is_delivering or self._closed:
             return
         if self._pid != os.getpid():
             raise StateError(
                 "this process was forked while parameters of the last step were not delivered yet, and its copy of "
                 "them is old; call synchronize() before fork()"
             )
-        Lifetime._check_usable(self)
         shards = None
         if params is not None:
             shards = [self._tracked[param].shard for param in params if param in self._tracked]
         with torch.inference_mode(False), torch.no_grad(), self._whole():
+            Lifetime._check_usable(self, closed_too=True)
             for stream in streams:
                 self._core.link.read_on(stream)
             self._core.land(shards)
@@ -95,23 +96,27 @@ class Delivery(SavedState):
 
     def _undelivered(self) -> list[tuple[str, Tensor]]:
         """Names and values of what must not be read now."""
-        if self._delivering or self._closed or not self._core.is_landing:
+        if self._is_delivering or self._closed or not self._core.is_landing:
             return []
         return [(shard.name, shard.target()) for shard in self._core.landing_shards().values()]
+
+    @property
+    def _is_delivering(self) -> bool:
+        """This thread is; others that read parameters must wait for it."""
+        return self._delivering == threading.get_ident()
 
     # ---- what arrives -----------------------------------------------------------------------------------------
 
     def _before_landing(self, buckets: Sequence[Bucket]) -> None:
         """Values that users wrote meanwhile are not overwritten, where that can be helped: their pieces stay behind."""
-        self._delivering = True
+        self._delivering = threading.get_ident()
         self._overtaken: dict[int, Tracked] = {}
         # Bits tell nothing where the new ones are on their way, nor may a stream read them that does not wait for them.
         under_way = self._core.link.asynchronous
-        for index in {piece.shard.index for bucket in buckets for piece in bucket.stepped_pieces()}:
-            tracked = self._of_shard[index]
-            if tracked.plainly_written if under_way else tracked.written:
-                self._overtaken[index] = tracked
-        if self._overtaken and not self._core.link.asynchronous:  # else they are on their way since step()
+        landing = self._stepped_in(buckets)
+        overtaken = [one for one in landing if one.plainly_written] if under_way else notice(landing).written
+        self._overtaken.update((tracked.shard.index, tracked) for tracked in overtaken)
+        if self._overtaken and not under_way:  # else they are on their way since step()
             for bucket in buckets:
                 bucket.present = [
                     present and piece.shard.index not in self._overtaken
@@ -119,11 +124,14 @@ class Delivery(SavedState):
                 ]
 
     def _after_landing(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None:
-        self._delivering = False
-        for index in {piece.shard.index for bucket in buckets for piece in bucket.stepped_pieces()}:
-            self._of_shard[index].remember_value()
+        self._delivering = None
+        remember_values(self._stepped_in(buckets), on_device=self._untold.on_device)
         errors = [self._overtaken_error(tracked) for tracked in self._overtaken.values()]
         return errors[0] if errors else None
+
+    def _stepped_in(self, buckets: Sequence[Bucket]) -> list[Tracked]:
+        indices = {piece.shard.index for bucket in buckets for piece in bucket.stepped_pieces()}
+        return [self._of_shard[index] for index in sorted(indices)]
 
     def _overtaken_error(self, tracked: Tracked) -> SuperOffloadError:
         """Once; whatever the parameter has from now on is what its user wants."""
@@ -144,11 +152,11 @@ class Delivery(SavedState):
     # ---- the step ---------------------------------------------------------------------------------------------
 
     def _apply(self, verdict: Verdict) -> None:
-        self._delivering = True
+        self._delivering = threading.get_ident()
         try:
             self._core.apply(verdict, later=self._on_demand)
         finally:
-            self._delivering = False
+            self._delivering = None
 
     def _take_stock(self) -> None:
         self._core.link.check_stream()
@@ -182,8 +190,7 @@ class Delivery(SavedState):
         seen = session.seen_next()
         for held in seen:
             self._core.settle(held.shard)
-        for tracked in notice(self._tracked[held.param] for held in seen).written:
-            self._refresh(tracked)
+        self._refresh_written(notice(self._tracked[held.param] for held in seen))
         session.look()
 
 

@@ -6,10 +6,10 @@ gradients had been changed.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 
 from superoffload.bucket import Bucket, BucketState, Shard
+from superoffload.optimizer.advice import Advice
 
 STEPS_IN_A_ROW = 2
 
@@ -17,7 +17,8 @@ STEPS_IN_A_ROW = 2
 class EditedGradients:
     """One step's: ``begin()`` before gradients are looked at, ``edited()`` per gradient, ``end()`` after all."""
 
-    def __init__(self) -> None:
+    def __init__(self, advice: Advice) -> None:
+        self._advice = advice
         self._speculated: list[Bucket] = []
         self._edited: set[int] = set()
         self._in_a_row = 0
@@ -41,13 +42,13 @@ class EditedGradients:
         self._speculated = []
         if self._in_a_row == STEPS_IN_A_ROW:
             self._said = True
-            warnings.warn(_message(len(lost)), RuntimeWarning, stacklevel=2)
+            self._advice.keep(_message(len(lost)))
 
 
 def _message(buckets: int) -> str:
     undone = "the bucket that was" if buckets == 1 else f"all {buckets} buckets that were"
     return (
-        f"superoffload: gradients changed between backward and step() in {STEPS_IN_A_ROW} steps in a row, so {undone} "
+        f"gradients changed between backward and step() in {STEPS_IN_A_ROW} steps in a row, so {undone} "
         "stepped during backward had to be undone and stepped again. The result is right, but nothing is hidden behind "
         "backward. If you clip by hand (torch.nn.utils.clip_grad_norm_, GradScaler.unscale_): pass max_grad_norm= to "
         "superoffload.AdamW instead, the norm is in optimizer.grad_norm. Other changes belong into a hook "

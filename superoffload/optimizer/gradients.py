@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,15 +11,18 @@ from torch import Tensor
 
 from superoffload.arguments import check_gradient
 from superoffload.bucket import Shard
+from superoffload.errors import StateError
 from superoffload.integrations.fsdp2 import await_offload
 from superoffload.optimizer.accumulating import Accumulating
+from superoffload.optimizer.advice import Advice
 from superoffload.optimizer.edited_gradients import EditedGradients
 from superoffload.optimizer.idle_steps import IdleSteps
 from superoffload.optimizer.parameters import Parameters
+from superoffload.optimizer.untold_writes import UntoldWrites
 from superoffload.optimizer.weakly import weakly
 from superoffload.packed_gradient import PackedGradient, gradient_is_gone
 from superoffload.ranks.layout import Holding, is_dtensor
-from superoffload.tracked import Tracked, notice
+from superoffload.tracked import Noticed, Tracked, notice, remember_values
 
 if TYPE_CHECKING:
     from superoffload.integrations.ddp import ReducedGradients
@@ -28,14 +32,21 @@ class Gradients(Parameters):
     """Keeps the core's view of gradients and parameters that of the user."""
 
     _max_grad_norm: float | None
-    _accumulating = False
     _unscale = 1.0  # of the last step; speculation expects it again
     _reduced: ReducedGradients | None = None
 
+    def _begin(self) -> None:
+        super()._begin()
+        self._accumulating: list[Accumulating] = []  # the contexts that are open, in any thread
+        # Whose hook has ended a backward: with which p.grad, in which thread, and why.
+        self._unfinished: dict[Tracked, tuple[int, str, Exception]] = {}
+
     def _connect(self, params: Sequence[Tensor]) -> None:
         super()._connect(params)
-        self._edits = EditedGradients()
-        self._idle = IdleSteps()
+        self._advice = Advice()
+        self._edits = EditedGradients(self._advice)
+        self._idle = IdleSteps(self._advice)
+        self._untold = UntoldWrites(self._advice)
         self._core.packed = weakly(self._on_packed)
 
     # ---- hooks ------------------------------------------------------------------------------------------------
@@ -59,14 +70,37 @@ class Gradients(Parameters):
 
     def accumulate(self) -> Accumulating:
         """Backward inside this context is not the boundary: gradients add up and nothing is packed yet."""
-        return Accumulating(self)
+        return Accumulating(self._accumulating)
 
     def _on_gradient(self, param: Tensor) -> None:
+        self._in_backward(param, self._take_gradient)
+
+    def _in_backward(self, param: Tensor, take: Callable[[Tracked], None]) -> None:
+        """One thread at a time, whichever of them runs backward. What it raises may be lost with its thread, but then
+        the gradients are not whole, so ``step()`` raises it again."""
         tracked = self._tracked.get(param)
         if tracked is None or self._out_of_use():
             return
         with self._whole():
-            self._take_gradient(tracked)
+            if self._out_of_use():  # since another thread had the lock
+                return
+            try:
+                take(tracked)
+            except Exception as error:
+                self._unfinished[tracked] = (id(tracked.param.grad), threading.current_thread().name, error)
+                raise
+            self._unfinished.pop(tracked, None)
+
+    def _check_finished(self) -> None:
+        """A gradient that was taken away or replaced since then is the user's answer to the error."""
+        for tracked, (grad, thread, error) in self._unfinished.items():
+            if tracked.param.grad is not None and id(tracked.param.grad) == grad:
+                raise StateError(
+                    f"step(): a backward() in thread {thread!r} was ended at {tracked.shard.name} by an error "
+                    f"({type(error).__name__}: {error}), so gradients are missing. Nothing has changed; call "
+                    "zero_grad() and run backward again"
+                ) from error
+        self._unfinished.clear()
 
     def _take_gradient(self, tracked: Tracked) -> None:
         core = self._core
@@ -110,31 +144,37 @@ class Gradients(Parameters):
 
     def _on_reduced(self, param: Tensor, gradient: Tensor) -> None:
         """A reduction over ranks has ended during backward; what it gave becomes ``param.grad``."""
-        tracked = self._tracked.get(param)
-        if tracked is None or self._out_of_use():
-            return
-        with self._whole():
-            if self._core.has_gradient(tracked.shard):
-                self._let_go(tracked)
-            if tracked.written:
-                self._refresh(tracked)
-            if not self._core.is_filling:
-                self._start_filling()
-            tracked.reduced = gradient
-            self._core.arrive(tracked.shard, tracked.holding.part_of_whole(gradient.view(param.shape)))
+        self._in_backward(param, lambda tracked: self._take_reduced(tracked, gradient))
+
+    def _take_reduced(self, tracked: Tracked, gradient: Tensor) -> None:
+        if self._core.has_gradient(tracked.shard):
+            self._let_go(tracked)
+        if tracked.plainly_written:
+            self._refresh(tracked)
+        if not self._core.is_filling:
+            self._start_filling()
+        tracked.reduced = gradient
+        self._core.arrive(tracked.shard, tracked.holding.part_of_memory(gradient.view(-1)))
 
     def _on_kept(self, param: Tensor) -> None:
         """``param.grad`` has what the reduction gave; from here on its version counter shows what is done to it."""
-        tracked = self._tracked.get(param) if not self._out_of_use() else None
-        if tracked is not None and tracked.reduced is not None and param.grad is not None:
+        self._in_backward(param, self._keep_reduced)
+
+    def _keep_reduced(self, tracked: Tracked) -> None:
+        if tracked.reduced is not None and tracked.param.grad is not None:
             tracked.reduced = None
-            tracked.remember_grad(param.grad)
+            tracked.remember_grad(tracked.param.grad)
 
     def _refresh(self, tracked: Tracked) -> None:
         tracked.check_still_fits()
         self._core.restore(tracked.shard)  # or an undo would put back the old master
         self._core.protect([tracked.shard])
         tracked.refresh_master()
+
+    def _refresh_written(self, noticed: Noticed) -> None:
+        self._untold.found(noticed.untold)
+        for tracked in noticed.written:
+            self._refresh(tracked)
 
     # ---- at the boundary --------------------------------------------------------------------------------------
 
@@ -151,6 +191,7 @@ class Gradients(Parameters):
         """Makes the core's view of gradients and parameters that of the user, whatever happened since backward."""
         core = self._core
         noticed = notice(self._tracked.values())
+        self._untold.found(noticed.untold)
         for tracked in self._tracked.values():
             self._hook(tracked)  # frozen before, trains now
             if tracked.reduced is not None:
@@ -188,7 +229,7 @@ class Gradients(Parameters):
                 self._let_go_of_edited(tracked)
 
     def _after_step(self) -> None:
-        moved = []
+        moved, ours = [], []
         landing = self._core.landing_shards()
         for tracked in self._tracked.values():
             tracked.grad = tracked.reduced = None
@@ -197,14 +238,17 @@ class Gradients(Parameters):
             if tracked.shard.index in landing:
                 tracked.outdate()
             else:
-                tracked.remember_value()
+                ours.append(tracked)
             if tracked.shown_steps != tracked.shard.steps:
                 tracked.shown_steps = tracked.shard.steps
                 moved.append(tracked.step)
+        self._untold.step_ended()
+        remember_values(ours, on_device=self._untold.on_device)
         if moved:
             torch._foreach_add_(moved, 1.0)
 
     def _abandon(self) -> None:
+        self._unfinished.clear()
         if self._reduced is not None:
             self._reduced.forget()
         for tracked in self._tracked.values():

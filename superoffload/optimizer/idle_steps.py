@@ -5,7 +5,7 @@ Both are right answers to what the program does, as in torch, and look from outs
 
 from __future__ import annotations
 
-import warnings
+from superoffload.optimizer.advice import Advice
 
 WITHOUT_GRADIENTS = 3  # steps, before the first gradient of all
 SKIPPED = 20  # in a row: a loss scale of 65536 that is halved as often is below 0.1
@@ -14,7 +14,8 @@ SKIPPED = 20  # in a row: a loss scale of 65536 that is halved as often is below
 class IdleSteps:
     """One optimizer's: ``without_gradients()`` or ``decided()`` per step."""
 
-    def __init__(self) -> None:
+    def __init__(self, advice: Advice) -> None:
+        self._advice = advice
         self._empty = 0
         self._skipped = 0
         self._said_skipped = False
@@ -25,13 +26,11 @@ class IdleSteps:
         self._empty += 1
         if self._empty == WITHOUT_GRADIENTS:
             self._empty = -1
-            warnings.warn(
-                f"superoffload: step() was called {WITHOUT_GRADIENTS} times, and none of the {parameters} parameters "
+            self._advice.keep(
+                f"step() was called {WITHOUT_GRADIENTS} times, and none of the {parameters} parameters "
                 "has had a gradient yet, so nothing is trained. Call backward() before step(). If you do, the model "
                 "has other parameters now than the optimizer was given: make the optimizer after whatever replaces "
-                "them (fully_shard, loading, a conversion)",
-                RuntimeWarning,
-                stacklevel=2,
+                "them (fully_shard, loading, a conversion)"
             )
 
     def decided(self, *, skipped: bool) -> None:
@@ -39,11 +38,9 @@ class IdleSteps:
         self._skipped = self._skipped + 1 if skipped else 0
         if self._skipped == SKIPPED and not self._said_skipped:
             self._said_skipped = True
-            warnings.warn(
-                f"superoffload: {SKIPPED} steps in a row were skipped, because gradients or their norm were NaN or "
+            self._advice.keep(
+                f"{SKIPPED} steps in a row were skipped, because gradients or their norm were NaN or "
                 "infinite, so nothing is trained. Look at the loss of these steps: where it is finite and the model is "
                 "float16, use torch.amp.GradScaler, or bfloat16; where it is not, look at the forward pass, the data "
-                "and the learning rate",
-                RuntimeWarning,
-                stacklevel=2,
+                "and the learning rate"
             )

@@ -65,7 +65,8 @@ class Parameters(Lifetime):
         """As in torch. The tensors are those that are stepped: after a two-phase step they follow a little later, so
         read them anew from here, which waits for that, or after ``synchronize()``."""
         if not self._out_of_use():
-            self._core.settle()
+            with self._whole():
+                self._core.settle()
         return self._state
 
     @state.setter
@@ -113,12 +114,13 @@ class Parameters(Lifetime):
             self._check_usable()
             (group,) = as_groups([param_group])
             check_groups([group], self.defaults, taken=[p for g in self.param_groups for p in g["params"]])
-        with self._whole():
-            super().add_param_group(group)
-            self._firsts.append(id(group["params"][0]) if group["params"] else 0)
-            self._adopt(len(self.param_groups) - 1, [p for p in group["params"] if p.requires_grad])
-            if not self._constructing:
-                self._announce()
+        with self._work.alone:
+            super().add_param_group(group)  # may refuse, as where some groups have names and others have not
+            with self._whole():
+                self._firsts.append(id(group["params"][0]) if group["params"] else 0)
+                self._adopt(len(self.param_groups) - 1, [p for p in group["params"] if p.requires_grad])
+                if not self._constructing:
+                    self._announce()
 
     def _announce(self) -> None:
         """Tells the other ranks which parameters are new; they must have the same ones."""
@@ -165,7 +167,10 @@ class Parameters(Lifetime):
 
     def _track(self, param: Tensor, shard: Shard, holding: Holding) -> Tracked:
         step = torch.zeros((), dtype=torch.float32)
-        tracked = Tracked(param, shard, step, holding, early=self._ranks.is_early(param))
+        # Where a link has parameters of the CPU written later, nothing can be said of their bits before.
+        readable = param.is_cuda or not self._core.link.asynchronous
+        early = self._ranks.is_early(param)
+        tracked = Tracked(param, shard, step, holding, early=early, readable=readable)
         tracked.remember_value()
         self._tracked[param] = self._of_shard[shard.index] = tracked
         self._show_state(tracked)
@@ -201,8 +206,8 @@ class Parameters(Lifetime):
 
     # ---- parameters that others put in their place ------------------------------------------------------------
 
-    def _check_usable(self, *, closed_too: bool = False) -> None:
-        super()._check_usable(closed_too=closed_too)
+    def _check_usable(self, *, closed_too: bool = False, to_load: bool = False) -> None:
+        super()._check_usable(closed_too=closed_too, to_load=to_load)
         if not self._closed:
             self._follow_replaced()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from superoffload.arguments import as_float, check_group
-from superoffload.errors import RankError, WorkerError
+from superoffload.errors import HostMemoryError, RankError, WorkerError
 from superoffload.optimizer.gradients import Gradients
 from superoffload.optimizer.untraced import untraced
 from superoffload.ranks.spread import Spread, gather
@@ -40,7 +40,9 @@ class Steps(Gradients):
             with torch.enable_grad():
                 loss = closure()
         with self._whole():
+            self._check_usable()  # the closure, or another thread, may have closed it
             self._end_step()
+        self._advice.tell()
         return loss
 
     @untraced
@@ -52,10 +54,10 @@ class Steps(Gradients):
             return
         self._idle.decided(skipped=verdict.found_inf)
         self._last_verdict = verdict
-        failure: WorkerError | None = None
+        failure: WorkerError | HostMemoryError | None = None
         try:
             self._apply(verdict)
-        except WorkerError as error:  # with the step done, or abandoned where no other rank acts on it
+        except (WorkerError, HostMemoryError) as error:  # the step done, or abandoned where no other rank acts on it
             failure = error
         finally:
             try:
@@ -99,6 +101,7 @@ class Steps(Gradients):
             raise
 
     def _take_stock(self) -> None:
+        self._check_finished()
         for index, group in enumerate(self.param_groups):
             check_group(group)
             unfrozen = [p for p in group["params"] if p.grad is not None and p not in self._tracked]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import numpy as np
 
@@ -29,7 +30,8 @@ class Speculating(Settling):
         self._unsummed: dict[Bucket, _native.Completion] = {}  # packed in this step, not in _partial yet
         self._proves_clip = math.inf
         self._unscale = 1.0
-        self.snapshot: Snapshot | None = None  # state of an earlier moment that is still being read
+        # States of earlier moments that are still being read; one whose save has been cut off is gone by itself.
+        self.snapshots: WeakSet[Snapshot] = WeakSet()
 
     def expect(self, *, unscale: float, max_grad_norm: float | None) -> None:
         """What the coming verdict will most likely use; speculation is right when it does."""
@@ -68,10 +70,13 @@ class Speculating(Settling):
 
     def protect(self, shards: Iterable[Shard]) -> None:
         """Before masters or moments change: whoever reads an earlier state has them, or a copy, when it returns."""
-        if self.snapshot is not None:
-            self.snapshot.protect(shards)
-            if self.snapshot.over:
-                self.snapshot = None
+        if not self.snapshots:
+            return
+        changing = list(shards)
+        for snapshot in list(self.snapshots):
+            snapshot.protect(changing)
+            if snapshot.over:
+                self.snapshots.discard(snapshot)
 
     def _speculate(self, bucket: Bucket) -> None:
         if bucket.resident:  # stepped on the accelerator, after the verdict

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from superoffload.placement_choice import STEPS_MEASURED, Measured, choose_fraction
-from superoffload.plan.hardware import GB
+from superoffload.plan.machines import GB
 from superoffload.plan.memory import BUCKET_ELEMENTS, JOURNAL, Fit, Needs, Settings
 from superoffload.plan.models import ModelShape
 from superoffload.plan.step_time import StepTime, plain_pass_seconds
@@ -36,8 +36,8 @@ def own_parameters(model: ModelShape, settings: Settings) -> float:
 def auto_placement(
     model: ModelShape, settings: Settings, fit: Fit, step: StepTime, host_bandwidth: float
 ) -> AutoPlacement | None:
-    """None where there is no such choice: another engine, or DeepSpeed's partitions."""
-    if settings.engine != "superoffload" or settings.sharding == "zero3":
+    """None where there is no such choice: another engine, DeepSpeed's partitions, or a fraction that is given."""
+    if not settings.can_place or settings.gpu_fraction > 0:
         return None
     own = own_parameters(model, settings)
     bytes_per_param = (12 if settings.state_dtype == "fp32" else 8) + 2  # state and the packed gradient

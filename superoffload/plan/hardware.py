@@ -1,200 +1,47 @@
-"""Machines as the planner sees them: sizes and bandwidths per GPU, each with where the number comes from."""
+"""The machine that a plan is for: a built-in profile, or what `superoffload doctor --json` measured."""
 
 from __future__ import annotations
 
-import json
 import math
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from superoffload.errors import ArgumentError
+from superoffload.plan.cards import SHARED_LINK
+from superoffload.plan.machines import GB, NUMBERS, Hardware
+from superoffload.plan.profiles import PROFILES, resembling
+from superoffload.untrusted import printable, read_json, shortened, shown
 
-GB, GIB = 10**9, 1 << 30
-
-_KTH = "measured: Schieffer et al., KTH, 'Harnessing integrated CPU-GPU system memory', 2024"
-_GRACE_SHARE = "486 GB/s STREAM measured (KTH, 2024); 420 while transfers run is this project's planning figure"
-_PCIE = "x16 nominal per direction, times 0.85 for packet overhead (assumption; doctor measures it)"
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """Everything per GPU; bytes, bytes per second and bf16 operations per second.
-
-    `link_down` is GPU to host. `collectives` is what one GPU sends and receives at once within a node, in use.
-    """
-
-    name: str
-    gpu_memory: float
-    flops: float
-    gpu_bandwidth: float
-    host_memory: float
-    host_bandwidth: float
-    link_down: float
-    link_up: float
-    collectives: float
-    gpus_per_node: int
-    sources: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in _NUMBERS:
-            if not getattr(self, name) > 0:
-                raise ArgumentError(f"hardware {self.name}: {name}={getattr(self, name)}: expected a positive number")
-
-
-_NUMBERS = (
-    "gpu_memory", "flops", "gpu_bandwidth", "host_memory", "host_bandwidth", "link_down", "link_up", "collectives",
-)  # fmt: skip
-
-GH200_96 = Hardware(
-    name="gh200-96",
-    gpu_memory=96 * GIB,
-    flops=989e12,
-    gpu_bandwidth=3.4e12,
-    host_memory=480 * GB,
-    host_bandwidth=420e9,
-    link_down=297e9,
-    link_up=375e9,
-    collectives=150e9,
-    gpus_per_node=4,
-    sources={
-        "gpu_memory": "NVIDIA GH200 data sheet, 96 GB HBM3",
-        "flops": "NVIDIA GH200 data sheet, bf16 without sparsity",
-        "gpu_bandwidth": _KTH + " (4.0 TB/s nominal)",
-        "host_memory": "NVIDIA GH200 data sheet, up to 480 GB LPDDR5X",
-        "host_bandwidth": _GRACE_SHARE,
-        "link_down": _KTH + " (450 GB/s nominal each way)",
-        "link_up": _KTH + " (450 GB/s nominal each way)",
-        "collectives": "450 GB/s each way nominal; a third of it fits the published stage 1 row (docs/plan.md)",
-    },
-)
-GH200_144 = replace(
-    GH200_96,
-    name="gh200-144",
-    gpu_memory=144 * GB,
-    gpu_bandwidth=4.2e12,
-    sources={
-        **GH200_96.sources,
-        "gpu_memory": "NVIDIA GH200 data sheet, 144 GB HBM3e",
-        "gpu_bandwidth": "NVIDIA data sheet, 4.9 TB/s nominal, times the 0.85 measured on the 96 GB part",
-    },
-)
-GB200 = Hardware(
-    name="gb200",
-    gpu_memory=186 * GB,
-    flops=2500e12,
-    gpu_bandwidth=6.8e12,
-    host_memory=240 * GB,
-    host_bandwidth=210e9,
-    link_down=148e9,
-    link_up=187e9,
-    collectives=300e9,
-    gpus_per_node=4,
-    sources={
-        "gpu_memory": "NVIDIA GB200 data sheet, 372 GB per Superchip of two GPUs",
-        "flops": "NVIDIA GB200 data sheet, bf16 without sparsity, half of a Superchip",
-        "gpu_bandwidth": "NVIDIA data sheet, 8 TB/s nominal, times the 0.85 measured on GH200",
-        "host_memory": "NVIDIA GB200 data sheet, 480 GB per Grace, which two GPUs share",
-        "host_bandwidth": "half of Grace's; " + _GRACE_SHARE,
-        "link_down": "half of the GH200's measured NVLink-C2C, since two GPUs share it (not measured)",
-        "link_up": "half of the GH200's measured NVLink-C2C, since two GPUs share it (not measured)",
-        "collectives": "900 GB/s each way nominal, times GH200's share in use (not measured)",
-    },
-)
-_X86_DDR5 = "two sockets with 8 channels of DDR5-4800, 614 GB/s nominal, for 8 GPUs, times 0.85 (assumption)"
-H100 = Hardware(
-    name="h100-pcie5",
-    gpu_memory=80 * GIB,
-    flops=989e12,
-    gpu_bandwidth=2.85e12,
-    host_memory=256 * GB,
-    host_bandwidth=65e9,
-    link_down=54e9,
-    link_up=54e9,
-    collectives=150e9,
-    gpus_per_node=8,
-    sources={
-        "gpu_memory": "NVIDIA H100 SXM data sheet, 80 GB",
-        "flops": "NVIDIA H100 SXM data sheet, bf16 without sparsity",
-        "gpu_bandwidth": "NVIDIA data sheet, 3.35 TB/s nominal, times 0.85",
-        "host_memory": "2 TB in a server of 8 GPUs (assumption)",
-        "host_bandwidth": _X86_DDR5,
-        "link_down": "PCIe 5 " + _PCIE,
-        "link_up": "PCIe 5 " + _PCIE,
-        "collectives": "NVLink 450 GB/s each way nominal, times GH200's share in use (not measured)",
-    },
-)
-H200 = replace(
-    H100,
-    name="h200-pcie5",
-    gpu_memory=141 * GB,
-    gpu_bandwidth=4.1e12,
-    sources={
-        **H100.sources,
-        "gpu_memory": "NVIDIA H200 data sheet, 141 GB",
-        "flops": "NVIDIA H200 data sheet, bf16 without sparsity",
-        "gpu_bandwidth": "NVIDIA data sheet, 4.8 TB/s nominal, times 0.85",
-    },
-)
-A100 = Hardware(
-    name="a100-pcie4",
-    gpu_memory=80 * GIB,
-    flops=312e12,
-    gpu_bandwidth=1.73e12,
-    host_memory=128 * GB,
-    host_bandwidth=43e9,
-    link_down=27e9,
-    link_up=27e9,
-    collectives=100e9,
-    gpus_per_node=8,
-    sources={
-        "gpu_memory": "NVIDIA A100 SXM data sheet, 80 GB",
-        "flops": "NVIDIA A100 data sheet, bf16 without sparsity",
-        "gpu_bandwidth": "NVIDIA data sheet, 2.04 TB/s nominal, times 0.85",
-        "host_memory": "1 TB in a server of 8 GPUs (assumption)",
-        "host_bandwidth": "two sockets of DDR4-3200, 410 GB/s nominal, for 8 GPUs, times 0.85 (assumption)",
-        "link_down": "PCIe 4 " + _PCIE,
-        "link_up": "PCIe 4 " + _PCIE,
-        "collectives": "NVLink 300 GB/s each way nominal, times GH200's share in use (not measured)",
-    },
-)
-_PCIE4 = {"link_down": "PCIe 4 " + _PCIE, "link_up": "PCIe 4 " + _PCIE}
-PROFILES = {
-    profile.name: profile
-    for profile in (
-        GH200_96,
-        GH200_144,
-        GB200,
-        H100,
-        replace(H100, name="h100-pcie4", link_down=27e9, link_up=27e9, sources={**H100.sources, **_PCIE4}),
-        H200,
-        replace(H200, name="h200-pcie4", link_down=27e9, link_up=27e9, sources={**H200.sources, **_PCIE4}),
-        A100,
-    )
-}
+_SLOWEST, _LARGEST = 1e3, 1e18  # bytes, or bytes per second, of anything that is measured
 
 
 def find_hardware(name: str, gpu: str | None = None, host_bandwidth: float | None = None) -> Hardware:
-    """A built-in profile, or the machine in a file of `superoffload doctor --json` with the GPU of profile `gpu`.
+    """A built-in profile, or the machine in a file of `superoffload doctor`; `gpu`: profile of what is not measured.
 
     `host_bandwidth`: bytes per second and GPU, in the place of the one that is known.
     """
     if host_bandwidth is not None and not 0 < host_bandwidth < math.inf:
         raise ArgumentError(f"host_bandwidth={host_bandwidth / GB:g}: expected GB/s, a number above 0")
     if name in PROFILES:
+        if gpu is not None:
+            raise ArgumentError(f"gpu={gpu}: hardware={name} has its own GPU; give --gpu with a file of doctor only")
         return _given(PROFILES[name], host_bandwidth)
-    path = Path(name)
-    if path.suffix != ".json" and not path.exists():
+    if Path(name).suffix != ".json" and not os.path.exists(name):
         raise ArgumentError(
             f"hardware={name}: expected one of {', '.join(PROFILES)}, or a file written by superoffload doctor --json"
         )
     try:
-        machine = json.loads(path.read_text(encoding="utf-8"))["machine"]
-        return from_doctor(machine, gpu, name, host_bandwidth)
+        content = read_json(name)
     except OSError as error:
         raise ArgumentError(f"hardware={name}: cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except ArgumentError as error:
+        raise ArgumentError(f"hardware={name}: not a file written by superoffload doctor --json ({error})") from error
+    try:
+        return from_doctor(content["machine"], gpu, printable(name), host_bandwidth)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         if isinstance(error, ArgumentError):
             raise
         raise ArgumentError(f"hardware={name}: not a file written by superoffload doctor --json") from error
@@ -204,46 +51,86 @@ def _given(hardware: Hardware, host_bandwidth: float | None) -> Hardware:
     if host_bandwidth is None:
         return hardware
     sources = {**hardware.sources, "host_bandwidth": "given (--host-bandwidth)"}
-    return replace(hardware, host_bandwidth=host_bandwidth, sources=sources)
+    measured = tuple(name for name in hardware.measured if name != "host_bandwidth")
+    return replace(hardware, host_bandwidth=host_bandwidth, sources=sources, measured=measured)
 
 
 def from_doctor(
     machine: Mapping[str, Any], gpu: str | None, source: str, host_bandwidth: float | None = None
 ) -> Hardware:
-    """Host side as measured; of the GPU, what doctor cannot know (arithmetic) from the profile it resembles."""
+    """Whatever was measured, as measured; what doctor cannot know (the GPU's arithmetic) from profile `gpu`.
+
+    Without `gpu`, from the profile that the device resembles by its name.
+    """
     devices = machine["GPU"]["devices"]
-    base = PROFILES.get(gpu) if gpu else _resembling(devices)
-    if base is None:
-        raise ArgumentError(
-            f"hardware={source}: {'gpu=' + gpu if gpu else 'doctor saw no GPU that is known here'}; pass --gpu with "
-            f"one of {', '.join(PROFILES)} for the GPU, and this file stays the host"
-        )
-    sharing = max(1, len(devices))
-    measured = f"measured by doctor ({source})"
+    base = _profile_for(devices, gpu, source, machine["memory"]["usable_bytes"])
     if machine["memory"]["usable_bytes"] is None:
         raise ArgumentError(
             f"hardware={source}: doctor could not tell how much memory there is; mount /proc there and run it again"
         )
-    values: dict[str, Any] = {"host_memory": machine["memory"]["usable_bytes"] / sharing}
-    if "memory bandwidth" in machine:
-        values["host_bandwidth"] = machine["memory bandwidth"]["bytes_per_second"] / sharing
-    elif host_bandwidth is None:
+    if "memory bandwidth" not in machine and host_bandwidth is None:
         raise ArgumentError(
             f"hardware={source}: written with --no-bandwidth, so the memory bandwidth is missing; run superoffload "
             f"doctor --json {source} there without --no-bandwidth, or give it: --host-bandwidth GB_PER_SECOND (per GPU)"
         )
-    if devices and not gpu:
-        device = devices[0]
-        values["gpu_memory"] = device["memory_bytes"]
-        if device["host_to_device"]:
-            values.update(link_up=device["host_to_device"], link_down=device["device_to_host"])
+    values = {**_host_values(machine, max(1, len(devices))), **_gpu_values(devices)}
+    for what, value in values.items():
+        if isinstance(value, bool) or not _SLOWEST <= value <= _LARGEST:
+            raise ArgumentError(
+                f"hardware={source}: {what} is {shown(value)}, expected a number from {_SLOWEST:g} to {_LARGEST:g}"
+            )
+    measured = tuple(name for name in NUMBERS if name in values)
+    found = f"measured by doctor ({source})"
+    shared = f"{found}, divided by the {len(devices)} GPUs that share it" if len(devices) > 1 else found
+    sources = {**base.sources, **{name: shared if name.startswith("host") else found for name in measured}}
+    if base.sources["collectives"] == SHARED_LINK and "link_up" in values:
+        values["collectives"] = min(values["link_up"], values["link_down"]) / 2
+        sources["collectives"] = SHARED_LINK
+    name = f"{Path(source).stem} ({_name_of(devices[0])})" if devices else f"{Path(source).stem} + {base.name}"
+    if devices:
         values["gpus_per_node"] = len(devices)
-    sources = {**base.sources, **{key: measured for key in values if key in _NUMBERS}}
-    found = replace(base, name=f"{Path(source).stem} + {base.name}", sources=sources, **values)
-    return _given(found, host_bandwidth)
+    return _given(replace(base, name=name, sources=sources, measured=measured, **values), host_bandwidth)
 
 
-def _resembling(devices: list[Mapping[str, Any]]) -> Hardware | None:
-    words = devices[0]["name"].lower() if devices else ""
-    names = (("gb200", GB200), ("gh200", GH200_96), ("h200", H200), ("h100", H100), ("a100", A100))
-    return next((profile for word, profile in names if word in words), None)
+def _profile_for(devices: list[Mapping[str, Any]], gpu: str | None, source: str, usable: float | None) -> Hardware:
+    if gpu is not None:
+        if gpu not in PROFILES:
+            raise ArgumentError(f"gpu={gpu}: expected one of {', '.join(PROFILES)}")
+        return PROFILES[gpu]
+    if not devices:
+        room = "" if usable is None else f" (here: {usable / GB:.0f} GB)"
+        raise ArgumentError(
+            f"hardware={source}: doctor saw no GPU, and a plan is about training on one: pass --gpu with one of "
+            f"{', '.join(PROFILES)} to put that GPU into this machine. To train on processors, superoffload.CPUAdamW "
+            f"keeps 12 bytes of state per bf16 parameter in host memory{room}, beside 2 for it and 2 for its gradient"
+        )
+    base = resembling(devices[0]["name"])
+    if base is None:
+        raise ArgumentError(
+            f"hardware={source}: there is no profile of {_name_of(devices[0])}; pass --gpu with the one of "
+            f"{', '.join(PROFILES)} whose arithmetic is nearest; memory and link stay as doctor measured them"
+        )
+    return base
+
+
+def _name_of(device: Mapping[str, Any]) -> str:
+    return printable(shortened(str(device["name"])))
+
+
+def _host_values(machine: Mapping[str, Any], sharing: int) -> dict[str, Any]:
+    values = {"host_memory": machine["memory"]["usable_bytes"] / sharing}
+    if "memory bandwidth" in machine:
+        found = machine["memory bandwidth"]
+        # What the kernels reached in a step; files of earlier versions have only what memory can do.
+        values["host_bandwidth"] = found.get("step_bytes_per_second", found["bytes_per_second"]) / sharing
+    return values
+
+
+def _gpu_values(devices: list[Mapping[str, Any]]) -> dict[str, Any]:
+    if not devices:
+        return {}
+    device = devices[0]
+    values: dict[str, Any] = {"gpu_memory": device["memory_bytes"]}
+    if device["host_to_device"] and device["device_to_host"]:
+        values.update(link_up=device["host_to_device"], link_down=device["device_to_host"])
+    return values

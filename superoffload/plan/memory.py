@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from superoffload.errors import ArgumentError
-from superoffload.plan.hardware import Hardware
+from superoffload.plan.machines import GB, Hardware
 from superoffload.plan.models import ModelShape
 
 ENGINES = ("torch", "zero-offload", "deepspeed-superoffload", "superoffload")
@@ -16,6 +17,7 @@ CHECKPOINTING = ("none", "full")
 CONTEXT_BYTES = 1.5e9  # CUDA context, cuBLAS and NCCL
 FRAGMENTATION = 0.15  # of a GPU's memory, for what the caching allocator cannot reuse; docs/plan.md says why so much
 HOST_RESERVE = 16e9  # operating system, Python, data loading
+HOST_RESERVE_SHARE = 0.25  # of a host's memory, that the reserve takes at most
 GATHERED_ELEMENTS = 1e9  # DeepSpeed's stage3_max_live_parameters, and its sub_group_size
 REDUCE_ELEMENTS = 2 * 5e8  # two reduce buckets, one in use while the other is filled
 BUCKET_ELEMENTS = 32 << 20  # this project's largest bucket; four are on their way at once
@@ -25,7 +27,10 @@ GPU_SHARE = 0.10  # of the optimizer, which DeepSpeed SuperOffload's examples ke
 
 @dataclass(frozen=True)
 class Settings:
-    """`clip_rate`: share of the steps that clip. `micro_batch` sequences per rank, `accumulation` of them per step."""
+    """`clip_rate`: share of the steps that clip. `micro_batch` sequences per rank, `accumulation` of them per step.
+
+    `gpu_fraction`: of the optimizer's state, what superoffload's ``placement`` keeps on the GPU.
+    """
 
     engine: str = "superoffload"
     sharding: str = "none"
@@ -37,6 +42,7 @@ class Settings:
     clip_rate: float = 0.0
     utilization: float = 0.40
     state_dtype: str = "fp32"
+    gpu_fraction: float = 0.0
 
     def __post_init__(self) -> None:
         for name, choices in (("engine", ENGINES), ("sharding", SHARDINGS), ("checkpointing", CHECKPOINTING)):
@@ -53,10 +59,27 @@ class Settings:
             raise ArgumentError(f"state_dtype={self.state_dtype}: expected fp32 or bf16")
         if self.engine in ("zero-offload", "deepspeed-superoffload") and self.sharding != "zero3":
             raise ArgumentError(f"engine={self.engine} with sharding={self.sharding}: expected sharding zero3")
+        if not 0 <= self.gpu_fraction <= 1:
+            raise ArgumentError(f"gpu_fraction={self.gpu_fraction}: expected a share of the state, from 0 to 1")
+        if self.gpu_fraction > 0 and not self.can_place:
+            raise ArgumentError(
+                f"gpu_fraction={self.gpu_fraction} with engine={self.engine}, sharding={self.sharding}: expected 0; "
+                "placement= is superoffload's, with sharding none or fsdp2"
+            )
         if self.engine == "superoffload" and self.sharding in ("zero1", "zero2"):
             raise ArgumentError(
                 f"sharding={self.sharding}: superoffload does not serve ZeRO stages 1 and 2; use zero3, fsdp2 or none"
             )
+
+    @property
+    def can_place(self) -> bool:
+        """Whether ``placement=`` exists: DeepSpeed's partitions have a key of its own."""
+        return self.engine == "superoffload" and self.sharding != "zero3"
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank has all parameters, under ``DistributedDataParallel``."""
+        return self.ranks > 1 and self.sharding == "none"
 
     @property
     def shards_parameters(self) -> bool:
@@ -144,9 +167,14 @@ def _add_offloaded(
     own = shard if settings.ranks > 1 else count
     if settings.engine == "superoffload":
         gpu["staging"] = 2 * 4 * min(BUCKET_ELEMENTS, own)
-        host["master"] = 4 * own
-        host["moments"] = (8 if settings.state_dtype == "fp32" else 4) * own
+        moments = 8 if settings.state_dtype == "fp32" else 4
+        if settings.gpu_fraction > 0:
+            gpu["state on the GPU (placement)"] = settings.gpu_fraction * (4 + moments + 2) * own
+            own *= 1 - settings.gpu_fraction
+        host["master"], host["moments"] = 4 * own, moments * own
         host["packed gradient"], host["shadow"], host[JOURNAL] = 2 * own, 2 * own, 2.5 * own
+        if settings.is_replicated:
+            gpu["gradients"] = 2 * count  # DistributedDataParallel keeps them
     elif settings.engine == "zero-offload":
         gpu["staging"] = 2 * min(GATHERED_ELEMENTS, own)
         host["master"], host["moments"] = 4 * own, 8 * own
@@ -172,7 +200,7 @@ def _add_gradient_moments(
 ) -> None:
     """What lives on the GPU late in a step and not at the start of backward."""
     if settings.engine != "torch":
-        if settings.accumulation > 1:  # partial sums wait on the GPU for the boundary
+        if settings.accumulation > 1 and not settings.is_replicated:  # partial sums wait on the GPU for the boundary
             gpu["accumulated gradients"] = 2 * (shard if settings.shards_parameters else count)
         elif settings.engine == "superoffload":
             moments["end of backward"] = 2 * 4 * min(BUCKET_ELEMENTS, count)
@@ -203,7 +231,20 @@ class Fit:
     @property
     def binds(self) -> str:
         """Of GPU and host memory the one that is fuller."""
-        return "GPU memory" if self.gpu_need / self.gpu_room >= self.host_need / self.host_room else "host memory"
+        gpu, host = (
+            need / room if room > 0 else math.inf
+            for need, room in ((self.gpu_need, self.gpu_room), (self.host_need, self.host_room))
+        )
+        return "GPU memory" if gpu >= host else "host memory"
+
+    @property
+    def lacking(self) -> list[str]:
+        """What is missing, such as `18.9 GB of GPU memory`; empty where it fits."""
+        kinds = (
+            ("GPU memory", self.gpu_need - self.gpu_room),
+            ("host memory", self.host_need - self.host_room),
+        )
+        return [f"{missing / GB:.1f} GB of {kind}" for kind, missing in kinds if missing > 0]
 
     def as_json(self) -> dict[str, Any]:
         return {**vars(self), "fits": self.fits, "binds": self.binds}
@@ -211,9 +252,10 @@ class Fit:
 
 def check_fit(model: ModelShape, hardware: Hardware, settings: Settings) -> Fit:
     needs = estimate_memory(model, settings)
+    reserve = HOST_RESERVE / min(settings.ranks, hardware.gpus_per_node)
     return Fit(
         gpu_need=needs.gpu_peak,
-        gpu_room=hardware.gpu_memory * (1 - FRAGMENTATION) - CONTEXT_BYTES,
+        gpu_room=max(0.0, hardware.gpu_memory * (1 - FRAGMENTATION) - CONTEXT_BYTES),
         host_need=needs.host_peak,
-        host_room=hardware.host_memory - HOST_RESERVE / min(settings.ranks, hardware.gpus_per_node),
+        host_room=hardware.host_memory - min(reserve, HOST_RESERVE_SHARE * hardware.host_memory),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from superoffload.errors import ArgumentError
+from superoffload.untrusted import read_json, shown
 
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_LARGEST_SIZE = 1 << 40  # of anything in a model; their products stay far from what a float cannot hold
 # The first name of each row that a config.json has; the older ones are GPT-2's.
 _CONFIG_NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -43,8 +44,11 @@ class ModelShape:
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary", "experts", "experts_used"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ArgumentError(f"{name}={value!r}: expected a whole number of at least 1")
+            if type(value) is not int or not 1 <= value <= _LARGEST_SIZE:
+                raise ArgumentError(f"{name}={shown(value)}: expected a whole number of at least 1")
+        width = self.head_width
+        if width is not None and (type(width) is not int or not 1 <= width <= _LARGEST_SIZE):
+            raise ArgumentError(f"head_width={shown(width)}: expected a whole number of at least 1, or None")
         if self.experts_used > self.experts:
             raise ArgumentError(f"experts_used={self.experts_used}: more than the {self.experts} experts there are")
 
@@ -126,14 +130,21 @@ def typical_shape(parameters: float, vocabulary: int = 128_000) -> ModelShape:
 def read_config(path: str | Path) -> ModelShape:
     """A Hugging Face `config.json` of a decoder-only transformer."""
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        values = read_json(path)
     except OSError as error:
         raise ArgumentError(f"model={path}: cannot be read ({error.strerror}); name a config.json") from error
-    except ValueError as error:
-        raise ArgumentError(f"model={path}: not JSON ({error}); name a Hugging Face config.json") from error
+    except ArgumentError as error:
+        raise ArgumentError(f"model={path}: {error}; name a Hugging Face config.json") from error
     if not isinstance(values, dict):
         raise ArgumentError(f"model={path}: expected a JSON object such as a Hugging Face config.json has")
-    return shape_from_config({**values, **values.get("text_config", {})}, str(path))
+    try:
+        return shape_from_config({**values, **values.get("text_config", {})}, str(path))
+    except (TypeError, ValueError, OverflowError) as error:
+        if isinstance(error, ArgumentError):
+            raise
+        raise ArgumentError(
+            f"model={path}: not the sizes of a model ({error}); name a Hugging Face config.json"
+        ) from error
 
 
 def shape_from_config(values: Mapping[str, Any], source: str) -> ModelShape:

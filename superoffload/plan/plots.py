@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from superoffload.plan.hardware import GB, Hardware
+from superoffload.plan.machines import GB, Hardware
 from superoffload.plan.memory import Settings, check_fit, estimate_memory
 from superoffload.plan.models import ModelShape, typical_shape
 from superoffload.plan.step_time import estimate_step
@@ -25,7 +25,7 @@ _COLOURS = {
 
 
 def _contestants(settings: Settings) -> dict[str, Settings]:
-    ranked = "zero3" if settings.ranks > 1 else "none"
+    ranked = "fsdp2" if settings.ranks > 1 else "none"
     return {
         "all on the GPU": replace(settings, engine="torch", sharding=ranked),
         "ZeRO-Offload": replace(settings, engine="zero-offload", sharding="zero3"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from superoffload.plan.hardware import GB, GH200_96, Hardware
+from superoffload.plan.machines import GB, Hardware
 from superoffload.plan.memory import Settings, check_fit, estimate_memory
 from superoffload.plan.models import ModelShape, swiglu_width, typical_shape
+from superoffload.plan.profiles import GH200_96
 from superoffload.plan.step_time import estimate_step
 
 # All from https://rahulsteiger.github.io/notes/2025/lsaie-project/

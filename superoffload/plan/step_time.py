@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from superoffload.plan.hardware import Hardware
+from superoffload.plan.machines import Hardware
 from superoffload.plan.memory import GPU_SHARE, Settings
 from superoffload.plan.models import ModelShape
 
@@ -102,21 +102,27 @@ def _deepspeed_superoffload(own: float, hardware: Hardware, settings: Settings, 
 
 
 def _superoffload(own: float, hardware: Hardware, settings: Settings, window: float) -> tuple[float, float]:
-    """Speculation commits, or is replayed; where clips are frequent, adaptive waits for the verdict instead."""
-    down, up = 2 * own / hardware.link_down, 2 * own / hardware.link_up
+    """Speculation commits, or is replayed; where clips are frequent, adaptive waits for the verdict instead.
+
+    What is placed on the GPU becomes ready last, and is stepped there after the verdict.
+    """
+    on_gpu = PLAIN_BYTES * settings.gpu_fraction * own / hardware.gpu_bandwidth
+    on_host = (1 - settings.gpu_fraction) * own
+    down, up = 2 * on_host / hardware.link_down, 2 * on_host / hardware.link_up
     saving = BF16_STATE_SAVING if settings.state_dtype == "bf16" else 0.0
     plain, journaled, replay = (
-        (size - saving) * own / hardware.host_bandwidth for size in (PLAIN_BYTES, JOURNALED_BYTES, REPLAY_BYTES)
+        (size - saving) * on_host / hardware.host_bandwidth for size in (PLAIN_BYTES, JOURNALED_BYTES, REPLAY_BYTES)
     )
-    stepped = _pipeline(window, [down, journaled]) - window
-    verdict = _pipeline(window, [down]) - window
+    ready = (1 - settings.gpu_fraction) * window
+    stepped = max(0.0, _pipeline(ready, [down, journaled]) - window)
+    verdict = max(0.0, _pipeline(ready, [down]) - window)
     after_commit = max(stepped + up / BUCKETS, verdict + up)
     after_replay = max(stepped, verdict) + max(replay, up) + min(replay, up) / BUCKETS
     after_one_pass = verdict + max(plain, up) + min(plain, up) / BUCKETS
     speculating = (1 - settings.clip_rate) * after_commit + settings.clip_rate * after_replay
     if speculating <= after_one_pass:
-        return down + journaled + settings.clip_rate * replay + up, speculating
-    return down + plain + up, after_one_pass
+        return down + journaled + settings.clip_rate * replay + up + on_gpu, speculating + on_gpu
+    return down + plain + up + on_gpu, after_one_pass + on_gpu
 
 
 def plain_pass_seconds(own: float, host_bandwidth: float, settings: Settings) -> float:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from superoffload.bits import all_finite
 from superoffload.packed_gradient import PackedGradient
 from superoffload.ranks.compare import odd_ranks
 from superoffload.ranks.group import RankGroup
@@ -94,7 +95,7 @@ class FullCheck:
         seen = {one.shard.index: (full.dtype, self._chunk_checksums(one, full)) for one, full in self._wholes()}
         own = np.zeros(len(self._held), np.uint32)
         for index, (dtype, _) in seen.items():
-            own[index] = crc(self._held[index].shard.target().to(dtype))
+            own[index] = _checksum(self._held[index].shard.target().to(dtype))
         published = self._exchange(where, own)
         report = np.zeros(2, np.uint32)
         for index, (_, checksums) in seen.items():
@@ -110,7 +111,7 @@ class FullCheck:
         return None
 
     def _chunk_checksums(self, one: Held, full: Tensor) -> dict[int, int]:
-        return {chunk.owner: crc(one.holding.chunk_of_whole(full, chunk)) for chunk in one.holding.chunks}
+        return {chunk.owner: _checksum(one.holding.chunk_of_whole(full, chunk)) for chunk in one.holding.chunks}
 
     def _wholes(self) -> Iterator[tuple[Held, Tensor]]:
         """Whole parameters as a forward sees them, one after the other."""
@@ -125,6 +126,11 @@ class FullCheck:
             yield one, whole.full_tensor() if is_dtensor(whole) else whole
 
 
+def _checksum(values: Tensor) -> int:
+    """Of what was converted on one rank or another: which bits a NaN then has depends on its place in memory."""
+    return crc(values.masked_fill(values.isnan(), torch.nan))
+
+
 def _gradient(one: Held) -> int:
     """Checksum of a gradient that every rank has in full, 0 if there is none to compare: another, or none, or freed.
 
@@ -134,4 +140,4 @@ def _gradient(one: Held) -> int:
     if not one.is_spread or gradient is None or isinstance(gradient, PackedGradient):
         return 0
     values = gradient.detach().reshape(-1)
-    return crc(values) if bool(torch.isfinite(values).all()) else 0
+    return crc(values) if all_finite(values) else 0

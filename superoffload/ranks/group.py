@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import socket
 import struct
-import time
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
@@ -21,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from superoffload.arguments import check_number
 from superoffload.errors import ArgumentError, RankError
+from superoffload.ranks.roll_call import GRACE, RollCall, within
 
 DEFAULT_TIMEOUT = 60.0
 TIMEOUT_VARIABLE = "SUPEROFFLOAD_RANK_TIMEOUT"
@@ -32,7 +30,6 @@ FRAME = 128  # bytes of the message that every exchange begins with
 _HEAD = struct.Struct("<IQ")  # a checksum of what the exchange is about, and how many bytes follow
 ROOM = FRAME - _HEAD.size  # is left for the payload of a small exchange, which is that message alone
 _ROLL_CALL = 0.2  # share of the time-out that is kept for finding out who is missing
-_POLL_SECONDS = 0.05
 
 
 def rank_timeout(value: float | None) -> float:
@@ -95,34 +92,31 @@ class RankGroup:
         self.patience = timeout * (1.0 - _ROLL_CALL)
         self.failure: str | None = None
         self.sessions = 0
-        whole_world = len(self.ranks) == dist.get_world_size()
-        self.gloo = dist.new_group(
-            self.ranks,
-            timeout=timedelta(seconds=timeout),
-            backend="gloo",
-            use_local_synchronization=not whole_world,
-        )
+        self.gloo = self._make_gloo()
         self._calls = 0
-        self._store: TCPStore | None = None
-        self._store = self._open_store()
+        self._roll_call = RollCall(self.ranks, self.rank, timeout * _ROLL_CALL)
+        self._roll_call.join(self.exchange_objects("the roll call", self._roll_call.address)[0], timeout)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
-    def _open_store(self) -> TCPStore | None:
-        """Where ranks say that they are alive once an exchange has failed. The first rank hosts it."""
-        store = None
-        first = self.rank == self.ranks[0]
-        if first:
-            with contextlib.suppress(RuntimeError, OSError):
-                store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        ((host, port), *_) = self.exchange_objects("the roll call", (_host_of(self.rank), store.port if store else 0))
-        if not first and port:
-            with contextlib.suppress(RuntimeError, OSError):
-                limit = timedelta(seconds=min(self.timeout, 5.0))
-                store = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
-        return store
+    def _make_gloo(self) -> Any:
+        whole_world = len(self.ranks) == dist.get_world_size()
+
+        def make() -> Any:
+            limit = timedelta(seconds=self.timeout)
+            return dist.new_group(self.ranks, timeout=limit, backend="gloo", use_local_synchronization=not whole_world)
+
+        try:
+            return within(self.timeout + GRACE, make)
+        except (RuntimeError, TimeoutError) as error:
+            raise RankError(
+                f"the group of ranks {', '.join(map(str, self.ranks))} was not made within {self.timeout:g} s (seen "
+                f"from rank {self.rank}): a rank did not come to its constructor, or could not be reached, or the "
+                f"store of torch.distributed could not (MASTER_ADDR={os.environ.get('MASTER_ADDR', '')!r}). Start all "
+                f"ranks again. [{str(error).splitlines()[0]}]"
+            ) from error
 
     def gather(self, what: str, mine: Tensor) -> Gather:
         if self.failure is not None:
@@ -181,35 +175,13 @@ class RankGroup:
         try:
             yield
         except RuntimeError as error:
-            missing = self._missing()
+            missing, unreachable = self._roll_call.who_is_missing(self._calls)
             who = f"rank {', '.join(map(str, missing))} did not take part" if missing else "the connection broke"
             self.failure = (
-                f"{what}: {who} within {self.timeout:g} s (seen from rank {self.rank}). The ranks that still run must "
-                f"be restarted from the last checkpoint. [{str(error).splitlines()[0]}]"
+                f"{what}: {who} within {self.timeout:g} s (seen from rank {self.rank}{unreachable}). The ranks that "
+                f"still run must be restarted from the last checkpoint. [{str(error).splitlines()[0]}]"
             )
             raise RankError(self.failure) from error
-
-    def _missing(self) -> list[int]:
-        """Ranks that do not answer the roll call; what they were doing instead, their own output tells."""
-        if self._store is None:
-            return []
-        deadline = time.monotonic() + min(self.timeout * _ROLL_CALL, 5.0)
-        prefix = f"{self._calls}/"
-        missing = [rank for rank in self.ranks if rank != self.rank]
-        try:
-            self._store.set(f"{prefix}{self.rank}", "here")
-            while missing and time.monotonic() < deadline:
-                missing = [rank for rank in missing if not self._store.check([f"{prefix}{rank}"])]
-                time.sleep(_POLL_SECONDS)
-        except RuntimeError:  # the store was in the first rank's process, which has ended; before its answer, or after?
-            return [self.ranks[0]] if self.ranks[0] in missing else missing
-        return missing
-
-
-def _host_of(rank: int) -> str:
-    """An address of this host for the other ranks: where everybody met already, if that was here."""
-    meeting = os.environ.get("MASTER_ADDR", "localhost")
-    return meeting if rank == 0 or meeting in ("localhost", "127.0.0.1", "::1") else socket.gethostname()
 
 
 def _this_world() -> Any:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from superoffload.bits import same_bits
+from superoffload.bits import same_but_for_nan
 from superoffload.bucket import Shard
-from superoffload.ranks.layout import Holding, local_of
+from superoffload.ranks.layout import Holding, in_order, local_of
 
 _UNITS = 32
 _SAMPLE = 1 << 16  # elements that a light check reads of a shard, spread over it
@@ -38,11 +38,12 @@ class Held:
 
     def copy(self) -> Tensor:
         """The elements of the published parameter that this rank has, flat."""
-        return local_of(self.param).reshape(-1)
+        return in_order(local_of(self.param), self.holding.order)
 
-    def signature(self) -> tuple[str, tuple[int, ...], str, int, str]:
+    def signature(self) -> tuple[object, ...]:
         """What must be the same on all ranks."""
-        return self.name, tuple(self.param.shape), str(self.param.dtype), self.shard.group, self.holding.kind
+        about = (self.name, tuple(self.param.shape), str(self.param.dtype), self.shard.group, self.holding.kind)
+        return about if self.holding.order is None else (*about, f"dimensions in memory {self.holding.order}")
 
 
 def crc(tensor: Tensor, start: int = 0) -> int:
@@ -58,7 +59,7 @@ def is_published(held: Held, stride: int = 1, phase: int = 0) -> bool:
     """Whether the published part is round(master), in every ``stride``-th element from ``phase``."""
     master = held.shard.master[phase::stride]
     published = held.shard.target()[phase::stride].to(master.device)
-    return same_bits(published, master.to(published.dtype))
+    return same_but_for_nan(published, master.to(published.dtype))
 
 
 @dataclass(frozen=True)

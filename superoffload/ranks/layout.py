@@ -36,6 +36,34 @@ def version_of(tensor: Tensor) -> tuple[int, int]:
     return tensor._version, local_of(tensor)._version if is_dtensor(tensor) else 0
 
 
+def dims_in_memory(tensor: Tensor) -> tuple[int, ...]:
+    """Dimensions from that of the largest steps in memory to that of the smallest; those of one index come first."""
+    steps = tensor.stride()
+    return tuple(sorted(range(tensor.dim()), key=lambda dim: (tensor.shape[dim] > 1, -steps[dim])))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill a run of memory, each once, in whatever order of dimensions."""
+    return tensor.is_contiguous() or tensor.permute(dims_in_memory(tensor)).is_contiguous()
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """Of a dense tensor, the dimensions as they follow each other in memory; None where that is their own order."""
+    return None if tensor.is_contiguous() else dims_in_memory(tensor)
+
+
+def in_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """Flat, with the dimensions in this order: a view where they have it in memory, else a copy."""
+    return (tensor if order is None else tensor.permute(order)).reshape(-1)
+
+
+def out_of_order(flat: Tensor, shape: Sequence[int], order: tuple[int, ...] | None) -> Tensor:
+    """What ``in_order`` has made of a tensor of ``shape``, in that shape: a view."""
+    if order is None:
+        return flat.view(tuple(shape))
+    return flat.view([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(order))])
+
+
 @dataclass(frozen=True)
 class Chunk:
     """The elements that ``owner`` holds: ``length`` indices from ``start`` of dimension ``dim``."""
@@ -56,6 +84,8 @@ class Holding:
     ``replicas``: the ranks whose shard has the same elements. ``chunks``: all owners' parts of the whole parameter,
     as this rank sees it; one chunk where nothing is sharded. ``start``: index of the first element of the part in the
     flat parameter. ``flat_chunks``: chunks count in the flat parameter rather than in one of its dimensions.
+    ``order``: the dimensions as they follow each other in the parameter's memory, which is the shard's order too; None:
+    as ever. Then this rank holds all of the parameter.
     """
 
     kind: str
@@ -64,13 +94,22 @@ class Holding:
     own: Chunk
     start: int
     flat_chunks: bool = False
+    order: tuple[int, ...] | None = None
 
     def part(self, tensor: Tensor) -> Tensor:
         """This rank's elements of the parameter or of a tensor laid out like it (its gradient), flat."""
         local = local_of(tensor)
         if self.flat_chunks and not is_dtensor(tensor):
             return self.own.of(local.reshape(-1))
-        return local.reshape(-1)
+        return in_order(local, self.order)
+
+    def part_of_memory(self, flat: Tensor) -> Tensor:
+        """This rank's elements of a flat tensor whose elements follow each other as the parameter's do in memory."""
+        return self.own.of(flat) if self.flat_chunks else flat
+
+    def in_own_order(self, part: Tensor, shape: Sequence[int]) -> Tensor:
+        """A shard's elements in the order of a contiguous parameter of ``shape``, flat: what is kept on disk."""
+        return part if self.order is None else out_of_order(part, shape, self.order).reshape(-1)
 
     def part_of_whole(self, whole: Tensor) -> Tensor:
         """This rank's elements of a plain tensor of the parameter's full shape, flat."""
@@ -78,6 +117,8 @@ class Holding:
 
     def chunk_of_whole(self, whole: Tensor, chunk: Chunk) -> Tensor:
         plain = whole.detach()
+        if self.order is not None:
+            return in_order(plain, self.order)
         if plain.dim() == 0 or self.flat_chunks:
             plain = plain.reshape(-1)
         return chunk.of(plain).reshape(-1)
@@ -141,11 +182,18 @@ def holder(replicated: str, ranks: tuple[int, ...] | None, rank: int) -> Callabl
     def holding_of(name: str, param: Tensor) -> Holding:
         if is_dtensor(param):
             return dtensor_holding(name, param)
+        order = memory_order(param)
         if ranks is None or replicated == "local":
-            return whole_holding(param, (rank,))
+            return replace(whole_holding(param, (rank,)), order=order)
         if replicated == "shard":
+            if order is not None:
+                raise ArgumentError(
+                    f"{name}: shape {tuple(param.shape)} with strides {param.stride()} is not contiguous, and "
+                    "replicated='shard' cuts parameters in the order of their dimensions; pass replicated='replicate', "
+                    "or make it contiguous before making the optimizer"
+                )
             return sharded_holding(param, ranks, rank)
-        return whole_holding(param, ranks)
+        return replace(whole_holding(param, ranks), order=order)
 
     return holding_of
 
@@ -156,7 +204,7 @@ def like_parameter(param: Tensor, holding: Holding, state: Tensor) -> Tensor:
     Flat where this rank has only a run of a plain parameter.
     """
     if not is_dtensor(param):
-        return state if holding.flat_chunks else state.view(param.shape)
+        return state if holding.flat_chunks else out_of_order(state, param.shape, holding.order)
     dtensor = sys.modules["torch.distributed.tensor"].DTensor
     local = state.view(local_of(param).shape)
     if param.device_mesh.device_type != state.device.type:  # from_local would move the state to the mesh's device

@@ -104,14 +104,14 @@ class RankSession:
         self._factor = 0.0
         self._applied = self._skipped = 0
 
-    def agree(self, what: str, error: Exception | None) -> None:
-        """A load or the like that is done on all ranks or on none."""
+    def agree(self, what: str, error: Exception | None, left: str = "nothing was changed on any") -> None:
+        """A load or the like that is done on all ranks or on none. ``left``: what there is where one has failed."""
         told = self.group.exchange_objects(
             f"{what}{self._name}", None if error is None else f"{type(error).__name__}: {error}"
         )
         for rank, theirs in zip(self.group.ranks, told, strict=True):
             if theirs is not None and error is None:
-                raise RankError(f"{what}: rank {rank} failed, so nothing was changed on any: {theirs}")
+                raise RankError(f"{what}: rank {rank} failed, so {left}: {theirs}")
 
     # ---- one step ---------------------------------------------------------------------------------------------
 

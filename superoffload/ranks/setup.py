@@ -21,11 +21,15 @@ _WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
 @dataclass(frozen=True)
 class RankSetup:
-    """``session`` None: this process decides alone."""
+    """``session`` None: this process decides alone. ``sharing``: the ranks, of all ``world``, that share a verdict;
+    ``first``: this is the first of them."""
 
     session: RankSession | None
     holding_of: Callable[[str, Tensor], Holding]
     cpus: list[int] | None = None  # this rank's share of the node's processors, where other ranks are on it
+    sharing: tuple[int, ...] = (0,)
+    world: int = 1
+    first: bool = True
 
     def is_early(self, param: Tensor) -> bool:
         """Whether a gradient is final when its accumulation hook runs: not before somebody has reduced it."""
@@ -47,14 +51,14 @@ def set_up_ranks(
     from superoffload.ranks.group import rank_group, rank_timeout
 
     seconds = rank_timeout(timeout)
-    alone = RankSetup(None, holder("local", None, 0))
     if not dist.is_available() or not dist.is_initialized():
-        return alone
+        return RankSetup(None, holder("local", None, 0))
+    rank, world = dist.get_rank(), dist.get_world_size()
     if replicated == "local" and not any(is_dtensor(param) for param in params):
-        return alone
+        return RankSetup(None, holder("local", None, 0), sharing=(rank,), world=world)
     group = rank_group(process_group, seconds)
     if group is None:
-        return RankSetup(None, holder("local", None, dist.get_rank()))
+        return RankSetup(None, holder("local", None, rank), sharing=(rank,), world=world)
     from superoffload.integrations.fsdp2 import forward_view
     from superoffload.ranks.session import RankCheck, RankSession
 
@@ -62,7 +66,8 @@ def set_up_ranks(
     session = RankSession(group, RankCheck(*check), view)
     mine = RankOnNode(socket.gethostname(), group.rank, tuple(allowed_cpus()), near_gpu(params))
     cpus = share_cpus(group.exchange_objects("the processors of each rank", mine), group.rank)
-    return RankSetup(session, holder(replicated, tuple(group.ranks), group.rank), cpus)
+    ranks = tuple(group.ranks)
+    return RankSetup(session, holder(replicated, ranks, rank), cpus, ranks, world, rank == ranks[0])
 
 
 def near_gpu(params: Sequence[Tensor]) -> tuple[int, ...]:

@@ -2,85 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from superoffload.errors import ArgumentError
 from superoffload.reporting.page import Cell, Page, code, mark
+from superoffload.reporting.recorded_runs import Run
 from superoffload.training.digests import STATE_PARTS
-
-
-@dataclass(frozen=True)
-class Run:
-    """`summary` is None where the run did not end; then only its finished steps are known."""
-
-    name: str
-    path: Path
-    steps: Sequence[Mapping[str, Any]]
-    summary: Mapping[str, Any] | None
-
-    def column(self, name: str) -> list[float]:
-        """One value per step; NaN where there is none."""
-        return [math.nan if step.get(name) is None else float(step[name]) for step in self.steps]
-
-    @property
-    def exposed_share(self) -> list[float]:
-        return [
-            exposed / seconds if seconds > 0 else math.nan
-            for exposed, seconds in zip(self.column("optimizer_seconds_exposed"), self.column("seconds"), strict=True)
-        ]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        config = dict(self.summary["config"]) if self.summary else {}
-        return {**config.pop("model", {}), **config}
-
-    def stat(self, name: str) -> float | None:
-        return self.summary["stats"].get(name) if self.summary else None
-
-
-def load_runs(paths: Sequence[str]) -> list[Run]:
-    names = _short_names([Path(path) for path in paths])
-    return [_load(Path(path), name) for path, name in zip(paths, names, strict=True)]
-
-
-def _short_names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as it takes to tell them apart."""
-    parts = [path.resolve().parts for path in paths]
-    for depth in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-depth:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    raise ArgumentError(f"run {paths[0]}: given twice; name different run folders")
-
-
-def _load(path: Path, name: str) -> Run:
-    metrics = path / "metrics.jsonl"
-    try:
-        lines = metrics.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ArgumentError(
-            f"run {path}: {metrics.name} cannot be read ({error.strerror}); expected a folder that superoffload train "
-            f"has written (--out)"
-        ) from error
-    try:
-        steps = [json.loads(line) for line in lines if line.strip()]
-        summary = None
-        if (path / "summary.json").exists():
-            summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
-        usable = all(isinstance(step, dict) and {"step", "loss", "seconds"} <= set(step) for step in steps)
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"run {path}: damaged ({error}); run it again") from error
-    if not usable or (summary is not None and summary.get("command") != "train"):
-        raise ArgumentError(f"run {path}: not written by superoffload train, whose runs are what can be compared")
-    if not steps:
-        raise ArgumentError(f"run {path}: has no finished step yet")
-    return Run(name, path, steps, summary)
 
 
 def figures(run: Run) -> dict[str, Any]:

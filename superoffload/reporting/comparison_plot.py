@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from superoffload.reporting import style
-from superoffload.reporting.comparison import Run
 from superoffload.reporting.plots import smooth
+from superoffload.reporting.recorded_runs import Run
 
 _COLOURS = (style.BLUE, style.ORANGE, style.GREEN, style.RED, "#8e5ea2", "#4f9fb5", style.MUTED, style.INK)
 
@@ -28,7 +28,7 @@ def plot_comparison(runs: Sequence[Run], path: Path) -> None:
             colour = _COLOURS[index % len(_COLOURS)]
             steps = run.column("step")
             loss.plot(steps, run.column("loss"), color=colour, linewidth=0.6, alpha=0.3)
-            loss.plot(steps, smooth(run.column("loss")), color=colour, label=run.name)
+            loss.plot(steps, smooth(run.column("loss")), color=colour, label=_label(run))
             tokens = [
                 count / seconds if seconds > 0 else math.nan
                 for count, seconds in zip(run.column("tokens"), run.column("seconds"), strict=True)
@@ -49,13 +49,18 @@ def plot_comparison(runs: Sequence[Run], path: Path) -> None:
         figure.savefig(path)
 
 
+def _label(run: Run) -> str:
+    """Not as a formula, which a dollar sign would begin."""
+    return run.name.replace("$", r"\$")
+
+
 def _draw_memory(axes: Any, runs: Sequence[Run]) -> None:
     known = [(run.summary or {}).get("peak_host_memory_bytes") for run in runs]
     sizes = [0.0 if size is None else size / 2**20 for size in known]
     colours = [_COLOURS[index % len(_COLOURS)] for index in range(len(runs))]
     bars = axes.barh(range(len(runs)), sizes, color=colours)
     axes.bar_label(bars, [f"{size:,.0f}" if size else "not known" for size in sizes], padding=3, fontsize=8)
-    axes.set_yticks(range(len(runs)), [run.name for run in runs])
+    axes.set_yticks(range(len(runs)), [_label(run) for run in runs])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_xlim(0, 1.18 * max([*sizes, 1.0]))

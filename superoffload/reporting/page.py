@@ -5,10 +5,11 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from html import escape
+from html import escape as as_markup
 from pathlib import Path
 
 from superoffload.reporting import style
+from superoffload.untrusted import printable
 
 _CSS = f"""
 :root {{ color-scheme: light; }}
@@ -41,6 +42,11 @@ pre {{ margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; }}
 footer {{ margin-top: 40px; color: {style.MUTED}; font-size: 13px; }}
 @media print {{ body {{ background: white; }} .panel, .card {{ break-inside: avoid; }} }}
 """
+
+
+def escape(text: str) -> str:
+    """Also of what is no valid text, or no text at all, in a name that another program gave."""
+    return as_markup("\n".join(map(printable, text.split("\n"))))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from superoffload.reporting.plots import PLOT_HINT, matplotlib_installed, smooth
 from superoffload.reporting.run_folder import RunFolder, naming_write_errors
 from superoffload.reporting.summary import add_plot, common_summary, json_stats
 from superoffload.training.record import finite_or_none
+from superoffload.untrusted import printable
 
 _COLOURS = (style.BLUE, style.ORANGE, style.GREEN, style.RED)
 
@@ -60,7 +61,7 @@ def finish_ranks(folder: RunFolder, summary: dict[str, Any], result: Result) -> 
     lines += [f"FAILED: {problem}" for problem in summary["problems"]]
     if summary["inconclusive"]:
         lines.append(f"INCONCLUSIVE: {summary['inconclusive']}")
-    lines.append(f"report: {folder.report_path}")
+    lines.append(f"report: {printable(str(folder.report_path))}")
     return "\n".join(lines)
 
 

@@ -22,6 +22,7 @@ from superoffload.training.corpus import Corpus
 from superoffload.training.digests import STATE_PARTS
 from superoffload.training.record import StepRecord, finite_or_none
 from superoffload.training.trainer import Trainer
+from superoffload.untrusted import printable
 
 
 def training_summary(
@@ -86,7 +87,7 @@ def _text(folder: RunFolder, summary: dict[str, Any]) -> str:
     if not folder.plot_path.exists():
         lines.append(PLOT_HINT)
     lines += [f"FAILED: {problem}" for problem in summary["problems"]]
-    lines.append(f"report: {folder.report_path}")
+    lines.append(f"report: {printable(str(folder.report_path))}")
     return "\n".join(lines)
 
 

@@ -21,6 +21,7 @@ from superoffload.training.corpus import Corpus
 from superoffload.training.digests import STATE_PARTS
 from superoffload.training.injection import Injection
 from superoffload.training.verification import Verification
+from superoffload.untrusted import printable
 
 
 def verification_summary(
@@ -74,7 +75,7 @@ def _text(folder: RunFolder, summary: dict[str, Any], result: Verification) -> s
     lines += [f"FAILED: {problem}" for problem in summary["problems"]]
     if result.inconclusive:
         lines.append(f"INCONCLUSIVE: {result.inconclusive}")
-    lines.append(f"report: {folder.report_path}")
+    lines.append(f"report: {printable(str(folder.report_path))}")
     return "\n".join(lines)
 
 

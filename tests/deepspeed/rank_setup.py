@@ -24,7 +24,7 @@ gc.collect()
 gc.freeze()
 
 
-def start() -> None:
+def start(timeout: float) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     logger.setLevel(logging.ERROR)
     # DeepSpeed refuses fp16 on processors, where it is slow; the arithmetic is there, and loss scaling needs it.
@@ -33,6 +33,6 @@ def start() -> None:
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # DeepSpeed asked before `install()` changed it
-    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=60))
+    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=timeout))
     # On demand must be tested on demand, also on a machine with one processor.
     vars(integration)["is_crowded"] = lambda ranks: False

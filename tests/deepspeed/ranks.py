@@ -41,9 +41,12 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """``world`` processes; ``run(case, ...)`` calls ``case`` on all of them and returns their results in rank order."""
+    """``world`` processes; ``run(case, ...)`` calls ``case`` on all of them and returns their results in rank order.
 
-    def __init__(self, world: int) -> None:
+    ``hosts``: a network namespace for each (tests/network_tools.py). ``timeout``: seconds, of DeepSpeed's collectives.
+    """
+
+    def __init__(self, world: int, hosts: tuple[str, ...] = (), timeout: float = 60.0) -> None:
         context = multiprocessing.get_context("forkserver")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -52,7 +55,7 @@ class Ranks:
         self.processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, world, port))
+            process = context.Process(target=_serve, args=(theirs, rank, world, port, hosts, timeout))
             _start(process)
             theirs.close()
             self._pipes.append(ours)
@@ -95,7 +98,7 @@ def _start(process: ForkServerProcess) -> None:
         process.start()
 
 
-def _serve(pipe: Connection, rank: int, world: int, port: int) -> None:
+def _serve(pipe: Connection, rank: int, world: int, port: int, hosts: tuple[str, ...], timeout: float) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -106,7 +109,11 @@ def _serve(pipe: Connection, rank: int, world: int, port: int) -> None:
     )
     from tests.deepspeed import rank_setup
 
-    rank_setup.start()
+    if hosts:
+        from tests.network_tools import enter
+
+        enter(hosts, rank)
+    rank_setup.start(timeout)
     while True:
         try:
             case, args, kwargs = pipe.recv()

@@ -12,6 +12,7 @@ import pytest
 from tests.deepspeed.ranks import RankError, Ranks
 from tests.deepspeed.scenarios import CLIP_SOME, WAYS, Scenario
 from tests.deepspeed.training import OURS, end
+from tests.network_tools import ADDRESSES, Link, missing_for_namespaces
 
 SCENARIO = Scenario({"clip": CLIP_SOME})
 
@@ -57,6 +58,63 @@ def test_a_dying_rank(way: str, where: str, words: str, tmp_path: Path) -> None:
         group.close()
     assert time.monotonic() - began < 100
     assert re.search(words, report.read_text(), re.DOTALL)
+
+
+OURS_TO_WAIT, OF_DEEPSPEED, GRACE = 5.0, 8.0, 5.0  # seconds
+
+
+def cut_link(hosts: tuple[str, ...], point: str, how: str, cuts: int) -> tuple[str, float]:
+    """The error that the fourth step ends with on this rank, and how long that took."""
+    from unittest import mock
+
+    from superoffload.ranks.session import RankSession
+    from tests.network_tools import cut
+
+    engine = SCENARIO.engine(OURS, {"speculation": "always", "rank_timeout": OURS_TO_WAIT})
+    SCENARIO.train(engine, range(3))
+    start = RankSession.start
+
+    def come_to(there: str) -> None:
+        if there == point and engine.global_rank == cuts:
+            cut(hosts, how, cuts)
+
+    def starting(session: RankSession, sums: dict[int, float]) -> None:
+        come_to("exchange")
+        start(session, sums)
+
+    began = time.monotonic()
+    try:
+        come_to("forward")
+        engine.backward(SCENARIO.loss_of(engine, 3, 0))
+        with mock.patch.object(RankSession, "start", starting):
+            began = time.monotonic()
+            engine.step()
+    except Exception as error:
+        return f"{type(error).__module__}.{type(error).__name__}: {error}", time.monotonic() - began
+    return "", 0.0
+
+
+@pytest.mark.skipif(missing_for_namespaces() is not None, reason=str(missing_for_namespaces()))
+@pytest.mark.parametrize(
+    ("point", "how", "cuts"), [("exchange", "silent", 1), ("exchange", "down", 0), ("forward", "silent", 0)]
+)
+def test_a_link_that_is_cut(point: str, how: str, cuts: int) -> None:
+    """In our exchange our time-out ends the wait, in DeepSpeed's all-gather theirs does."""
+    with Link() as link:
+        group = Ranks(2, link.names, OF_DEEPSPEED)
+        try:
+            ends = group.run(cut_link, link.names, point, how, cuts, timeout=60)
+        finally:
+            group.close()
+    for rank, (said, seconds) in enumerate(ends):
+        if point == "exchange":
+            assert said.startswith("superoffload.errors.RankError: the verdict of step 4"), said
+            assert f"rank {1 - rank} did not take part within 5 s" in said
+            assert seconds < OURS_TO_WAIT + GRACE
+        else:
+            assert said and "superoffload" not in said and seconds < OF_DEEPSPEED + GRACE
+    if point == "exchange":
+        assert f"the roll call of rank 0 on {ADDRESSES[0]} could not be reached" in ends[1][0]
 
 
 def failing_worker(delivery: str) -> tuple[str, bool, bool]:

@@ -172,7 +172,7 @@ def processors(threads: int | None) -> tuple[list[int], int, int]:
     from superoffload.integrations.deepspeed.ranks import cpus_of_this_rank
 
     engine = make_engine(config(options={} if threads is None else {"threads": threads}), _seeded(1))
-    found, _ = cpus_of_this_rank(threads, [torch.zeros(1)], dist.group.WORLD)
+    found, _ = cpus_of_this_rank(threads, [torch.zeros(1)], dist.group.WORLD, None)
     running = engine.optimizer._driver.core.pool.threads
     end(engine)
     return found, running, len(os.sched_getaffinity(0))

@@ -14,6 +14,8 @@ import pytest
 from superoffload.errors import ArgumentError, StateError
 from superoffload.integrations.deepspeed.config import Options, load, read_options, rewrite, selects_us
 from superoffload.integrations.deepspeed.switch import NEWEST, OLDEST, check_version
+from superoffload.plan.configuration import configuration
+from superoffload.plan.memory import Settings
 from tests.deepspeed.ranks import RankError, Ranks
 from tests.deepspeed.training import STOCK, Small, config, end, make_engine, run_steps
 
@@ -200,6 +202,22 @@ def initialize(configuration: dict[str, Any], optimizer: str | None = None) -> s
     name = type(engine.optimizer).__name__
     end(engine)
     return name
+
+
+def train_as_planned(text: str) -> bool:
+    """One step with a configuration that `superoffload plan` printed, as it is."""
+    values = json.loads(text)
+    engine = make_engine(values)
+    run_steps(engine, range(1), micros=values["gradient_accumulation_steps"])
+    applied = bool(engine.was_step_applied())
+    end(engine)
+    return applied
+
+
+@pytest.mark.parametrize("engine, stage", [("superoffload", 3), ("torch", 3), ("torch", 2), ("torch", 1)])
+def test_what_a_plan_prints_can_be_pasted(engine: str, stage: int, two_ranks: Ranks) -> None:
+    settings = Settings(engine, f"zero{stage}", ranks=2, micro_batch=2, accumulation=2)
+    assert two_ranks.run(train_as_planned, configuration(settings)) == [True, True]
 
 
 def initialize_with_tensor_parallelism() -> str:

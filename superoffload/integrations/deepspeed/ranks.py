@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
 from torch import Tensor
 
 from superoffload.bucket import Shard
@@ -20,15 +21,17 @@ from superoffload.ranks.session import RankCheck, RankSession
 from superoffload.ranks.setup import near_gpu
 
 
-def cpus_of_this_rank(threads: int | None, published: Sequence[Tensor], group: Any) -> tuple[list[int], bool]:
-    """One processor per worker thread; ranks of one host share out those that they may use. A collective of ``group``.
+def cpus_of_this_rank(
+    threads: int | None, published: Sequence[Tensor], group: Any, timeout: float | None
+) -> tuple[list[int], bool]:
+    """One processor per worker thread; ranks of one host share out those that they may use. Collective.
 
     Also, alike on all ranks: whether some host has more ranks than processors. ``published``: tensors on the device of
     the parameters, near which the processors should be.
     """
     mine = RankOnNode(socket.gethostname(), dist.get_rank(), tuple(allowed_cpus()), near_gpu(published))
-    all_ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(all_ranks, mine, group=group)
+    own_group = rank_group(group, rank_timeout(timeout))
+    all_ranks = [mine] if own_group is None else own_group.exchange_objects("the processors of each rank", mine)
     return worker_cpus(threads, share_cpus(all_ranks, mine.rank)), is_crowded(all_ranks)
 
 
@@ -59,7 +62,8 @@ def open_session(
     def gathered() -> Iterator[tuple[Tensor, Tensor]]:
         for param in params:
             with whole_parameter(param) as full:
-                yield by_whole[id(param)], full
+                # torch_autocast gathers in its dtype and casts back; in that dtype every rank has the same values.
+                yield by_whole[id(param)], full.to(get_allgather_dtype(param, param.ds_tensor))
 
     session = RankSession(own_group, RankCheck(*check), gathered)
     session.add(held)

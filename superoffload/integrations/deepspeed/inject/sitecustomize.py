@@ -1,5 +1,8 @@
 """Calls ``enable()`` right after ``import deepspeed``, in every Python that a launcher starts.
 
+``superoffload`` is the one that this file is part of, installed or a checkout: what lies beside it in a checkout
+(``tests``, ``setup.py``) must not hide modules of the program that is run, so it is on no path.
+
 Imports nothing else: a launcher starts many short-lived interpreters that never use DeepSpeed.
 """
 
@@ -15,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
+_BESIDE_PACKAGE = os.path.abspath(os.path.join(_HERE, *[os.pardir] * 4))
 
 
 class _Enabling(importlib.abc.Loader):
@@ -41,6 +45,8 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        if name == "superoffload":
+            return importlib.machinery.PathFinder.find_spec(name, [_BESIDE_PACKAGE])
         if name != "deepspeed":
             return None
         sys.meta_path.remove(self)  # so that the other finders are asked

@@ -50,7 +50,7 @@ class Shards(DeepSpeedZeroOptimizer_Stage3):
         partitions = self._make_partitions(resident)
         options = self.superoffload_options
         cpus, self._crowded = cpus_of_this_rank(
-            options.threads, self.fp16_partitioned_groups_flat, self.dp_process_group
+            options.threads, self.fp16_partitioned_groups_flat, self.dp_process_group, options.rank_timeout
         )
         reference = weakref.ref(self.optimizer)  # an engine that is let go of must not keep itself alive
         return PartitionDriver(

@@ -10,7 +10,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from superoffload.errors import RankError, WorkerError
+from superoffload.errors import ArgumentError, RankError, WorkerError
 from superoffload.integrations.deepspeed.driver import Window
 from superoffload.integrations.deepspeed.stage3.gradients import Gradients
 from superoffload.ranks.session import RankSession
@@ -30,6 +30,8 @@ def _fold(sums: Sequence[float]) -> float:
 class Verdicts(Gradients):
     """What a step is decided by."""
 
+    _weights_are_checked = False
+
     def _close_window(self) -> tuple[Window, Tensor]:
         """This rank's window, and the norm of the scaled gradients over all ranks, from fp64 sums."""
         driver, session = self._opened(), self._session
@@ -45,13 +47,29 @@ class Verdicts(Gradients):
         try:
             if failure is not None:
                 raise WorkerError(f"{failure}; no rank stepped")
+            self._check_weights()
             total = _fold(list(window.sums.values()) if session is None else _exchanged(session, window))
-        except (WorkerError, RankError):
+        except (ArgumentError, WorkerError, RankError):
             if session is not None:
                 session.fail()
             driver.abandon()
             raise
         return window, torch.tensor(math.sqrt(total), dtype=torch.float64)
+
+    def _check_weights(self) -> None:
+        """In the first step, so that a checkpoint can be loaded over what memory held before. Published values, since
+        masters may have been stepped with a gradient that is not finite."""
+        if self._weights_are_checked:
+            return
+        for partition in self._opened().partitions.values():
+            shard = partition.shard
+            bad = shard.numel - int(torch.isfinite(shard.target()).sum())
+            if bad:
+                raise ArgumentError(
+                    f"{shard.name}: {bad} of the {shard.numel} values that this rank has are NaN or infinite before "
+                    "the first step; initialize it first. No rank stepped"
+                )
+        self._weights_are_checked = True
 
     def _stock_norm(self, window: Window) -> Tensor:
         """DeepSpeed's own: per parameter, per sub-group, in fp32; infinite where it would skip the step."""

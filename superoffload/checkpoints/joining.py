@@ -1,0 +1,126 @@
+"""How the parts of all ranks become one checkpoint: the ranks tell each other by files in its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from superoffload.checkpoints import writing as folders
+from superoffload.checkpoints.contents import Named
+from superoffload.checkpoints.parts import Written, file_name
+from superoffload.errors import DiskError, RankError
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two looks; hundreds of ranks look at one folder
+
+
+def hand_in(written: Written, named: Named, writing: Path) -> None:
+    """Tells the first rank that this one's part is on the disk."""
+    name = file_name(named.rank)
+    folders.write_durably(writing / f".{name}.part", json.dumps(written.report).encode())
+    os.rename(writing / f".{name}.part", writing / f".{name}.json")
+
+
+def tell_failure(writing: Path, rank: int) -> None:
+    """To the first rank, which would wait for this one's part. An empty file often fits on a full disk."""
+    with suppress(OSError):
+        (writing / f".{file_name(rank)}.failed").touch()
+
+
+def complete(named: Named, writing: Path, final: Path, timeout: float) -> None:
+    """The first rank: once all others have written their part, the folder gets its name."""
+    files: dict[str, Any] = {}
+    tensors: dict[str, list[Any]] = {}
+    deadline = time.monotonic() + timeout
+    pauses = _pauses()
+    for rank in named.ranks:
+        path = writing / f".{file_name(rank)}.json"
+        while not path.exists():
+            if path.with_suffix(".failed").exists():
+                raise RankError(f"save(): rank {rank} could not write its part of {final}; its output says why")
+            if time.monotonic() > deadline:
+                raise RankError(f"save(): rank {rank} has not written its part of {final} within {timeout:g} s")
+            with suppress(OSError):
+                os.utime(writing)  # a sign of life for those that have handed in theirs
+            next(pauses)
+        report = json.loads(path.read_bytes())
+        path.unlink()
+        files.update(report["files"])
+        for name, piece in report["tensors"].items():
+            tensors.setdefault(name, []).append(piece)
+    folders.finish(writing, final, {"ranks": len(named.ranks), "files": files, "tensors": tensors})
+
+
+def wait_until_named(written: Written, named: Named, writing: Path, final: Path, timeout: float) -> None:
+    """The other ranks: until their part is there under its name, and on the disk.
+
+    They wait as long as the first rank gives signs of life, however long it writes. Their part is handed in, so that an
+    error here says nothing about the checkpoint, which is the first rank's business.
+    """
+    leads, name = writing / file_name(named.ranks[0]), file_name(named.rank)
+    signs: list[int] | None = None
+    deadline, absent, pauses = 0.0, 0, _pauses()
+    while True:
+        there = _there(writing, final)
+        if writing.name in there:
+            absent = 0
+        elif final.name in there and _begins_with(final, name, written.header):
+            break
+        else:
+            absent += 1  # it may be renamed just now: look twice
+        if absent > 1:
+            why = "another save has taken this name" if final.name in there else "the first rank gave up"
+            raise RankError(f"save(): {final}: {why}; see the first rank's output")
+        seen = _times_of(writing, leads)
+        if seen != signs:
+            signs, deadline = seen, time.monotonic() + timeout
+        if time.monotonic() > deadline:
+            raise RankError(
+                f"save(): {final}: no sign of life of the first rank within {timeout:g} s; see its output. If it goes "
+                "on, the checkpoint may still be finished"
+            )
+        next(pauses)
+    folders.confirm(final)
+
+
+def _pauses() -> Iterator[None]:
+    seconds = _FIRST_PAUSE
+    while True:
+        time.sleep(seconds)
+        seconds = min(seconds * 1.1, _LONGEST_PAUSE)
+        yield
+
+
+def _there(writing: Path, final: Path) -> set[str]:
+    """Which of the two names are. Listed, since NFS remembers for a while that a name was not there."""
+    try:
+        return {writing.name, final.name} & set(os.listdir(final.parent))
+    except PermissionError:  # it can be written but not read
+        return {path.name for path in (writing, final) if path.exists()}
+    except OSError:
+        return {writing.name}  # not known: until the deadline
+
+
+def _begins_with(final: Path, name: str, header: bytes) -> bool:
+    """Whether it is this save's file; the manifest would tell too, but may have hundreds of MB."""
+    try:
+        with open(final / name, "rb") as file:
+            return file.read(len(header)) == header
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise DiskError(
+            error.errno, f"{final}: written, but {name} could not be looked at ({error.strerror}); look after the disk"
+        ) from error
+
+
+def _times_of(*paths: Path) -> list[int]:
+    times = []
+    for path in paths:
+        with suppress(OSError):
+            times.append(os.stat(path).st_mtime_ns)
+    return times

@@ -1,0 +1,99 @@
+"""What a manifest may say: names, types, ranges and coverage are checked here and nowhere else."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from superoffload.errors import ArgumentError
+from superoffload.untrusted import is_count, is_shape, printable, shortened, shown
+
+STATE = "state.pt"
+LARGEST_STATE = 1 << 30  # bytes; all of it is held in memory
+LONGEST_KEY = 4096  # characters of a tensor's name with its prefix
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_TENSORS = re.compile(r"rank-[0-9]{5,9}\.safetensors")
+
+
+def check_content(where: str, content: Mapping[str, Any]) -> None:
+    """Raises ArgumentError, with ``where`` and what is wrong, for a manifest whose parts do not fit together."""
+    files, tensors = content.get("files"), content.get("tensors")
+    try:
+        _expect(isinstance(files, dict) and isinstance(tensors, dict), "files and tensors", (files, tensors))
+        assert isinstance(files, dict) and isinstance(tensors, dict)
+        for name, one in files.items():
+            _check_file(name, one)
+        _expect(STATE in files, f"a file {STATE}", files)
+        for key, pieces in tensors.items():
+            _expect(len(key) <= LONGEST_KEY, f"a name of at most {LONGEST_KEY} characters", key)
+            try:
+                _check_pieces(pieces, files)
+            except _Unexpected as error:  # the name goes into what is said, not into every check
+                raise _Unexpected(f"{printable(shortened(key))}: {error}") from None
+    except _Unexpected as error:
+        raise ArgumentError(f"{where}: {error}; the manifest is damaged, or not of superoffload") from None
+
+
+class _Unexpected(Exception):
+    """What was expected, and what was found."""
+
+
+def _expect(holds: bool, what: str, found: Any) -> None:
+    if not holds:
+        raise _Unexpected(f"expected {what}, found {shown(found)}")
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
+
+
+def _check_file(name: str, one: Any) -> None:
+    known = name == STATE or _TENSORS.fullmatch(name) is not None
+    _expect(known, f"only files {STATE} and rank-NUMBER.safetensors", name)
+    _expect(isinstance(one, dict) and is_count(one.get("bytes")), f"a number of bytes of {name}", one)
+    if name == STATE:
+        _expect(_is_digest(one.get("sha256")), f"a SHA-256 of {name}", one)
+        _expect(one["bytes"] <= LARGEST_STATE, f"at most {LARGEST_STATE} bytes of {name}", one["bytes"])
+    else:
+        _expect(_is_digest(one.get("header")), f"a SHA-256 of the header of {name}", one)
+
+
+def _check_pieces(pieces: Any, files: Mapping[str, Any]) -> None:
+    _expect(isinstance(pieces, list) and len(pieces) > 0, "a list of pieces", pieces)
+    for piece in pieces:
+        _check_piece(piece, files)
+    _check_coverage(pieces)
+
+
+def _check_piece(piece: Any, files: Mapping[str, Any]) -> None:
+    _expect(isinstance(piece, dict), "a piece", piece)
+    shape, flat, file = piece.get("shape"), piece.get("flat"), piece.get("file")
+    _expect(is_shape(shape), "a shape", shape)
+    _expect(isinstance(flat, bool), "whether flat", flat)
+    dim, start, length = numbers = piece.get("dim"), piece.get("start"), piece.get("length")
+    _expect(all(map(is_count, numbers)), "dim, start and length", numbers)
+    _expect(dim == 0 or (not flat and dim < len(shape)), "a dim of the shape", dim)
+    _expect(start + length <= extent_of(piece), "start and length within the shape", numbers)
+    _expect(isinstance(file, str) and file != STATE and file in files, "a file of tensors in the manifest", file)
+    _expect(_is_digest(piece.get("sha256")), "a SHA-256", piece.get("sha256"))
+
+
+def extent_of(piece: Mapping[str, Any]) -> int:
+    """Indices of the dimension that a piece is a run of."""
+    if piece["flat"]:
+        return math.prod(piece["shape"])
+    return int(piece["shape"][piece["dim"]]) if piece["shape"] else 1
+
+
+def _check_coverage(pieces: Sequence[Mapping[str, Any]]) -> None:
+    """Every element once, in pieces that are cut in one way, each in a file of its own: none can be read many times."""
+    kinds = {(tuple(piece["shape"]), piece["flat"], piece["dim"]) for piece in pieces}
+    _expect(len(kinds) == 1, "pieces of one shape, cut in one way", kinds)
+    _expect(len({piece["file"] for piece in pieces}) == len(pieces), "pieces in different files", pieces)
+    covered = 0
+    for start, length in sorted((piece["start"], piece["length"]) for piece in pieces):
+        _expect(start == covered, "pieces that cover it once", start)
+        covered += length
+    _expect(covered == extent_of(pieces[0]), "pieces that cover all of it", covered)

@@ -1,0 +1,117 @@
+"""Operations by which users change parameters, gradients and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tests.fuzz.model import values
+from tests.fuzz.program import Op
+from tests.fuzz.world import World
+
+
+def hyper(world: World, op: Op) -> None:
+    groups = world.optimizer.param_groups
+    value = tuple(op["value"]) if isinstance(op["value"], list) else op["value"]
+    groups[op["group"] % len(groups)][op["name"]] = value
+
+
+def max_grad_norm(world: World, op: Op) -> None:
+    world.optimizer.max_grad_norm = op["value"]
+
+
+@torch.no_grad()
+def edit(world: World, op: Op) -> None:
+    """Of gradients."""
+    how = op["how"]
+    world.count(f"edit, {how}")
+    if how == "clip":
+        nn.utils.clip_grad_norm_(world.grouped(), 0.5)
+        return
+    for param in world.params(op):
+        if how == "none":
+            param.grad = None
+        elif param.grad is not None:
+            _edit(param, param.grad, how)
+
+
+def _edit(param: nn.Parameter, grad: Tensor, how: str) -> None:
+    if how == "replace":
+        param.grad = 2.0 * grad
+    elif how == "multiply":
+        grad.mul_(0.5)
+    elif how == "add":
+        grad.add_(0.25)
+    elif how == "zero":
+        grad.zero_()
+    elif how == "nan":
+        grad[0] = torch.nan
+    else:
+        nn.utils.clip_grad_value_([param], 0.5)
+
+
+def freeze(world: World, op: Op) -> None:
+    world.wait_for_savings()
+    for param in world.params(op):
+        param.requires_grad_(not op["frozen"])
+
+
+def add_group(world: World, op: Op) -> None:
+    if world.later:
+        world.wait_for_savings()
+        world.optimizer.add_param_group({"params": world.members(world.later.pop(0)), "lr": op["lr"]})
+        world.count("add_group, added")
+
+
+def write(world: World, op: Op) -> None:
+    before_writing(world, world.params(op))
+    world.count(f"write, {op['how']}")
+    with torch.no_grad():
+        for param in world.params(op):
+            _write(param, op)
+
+
+def write_data(world: World, op: Op) -> None:
+    before_writing(world, world.params(op))
+    for param in world.params(op):
+        if op["how"] == "copy":
+            param.data = (0.1 * values(op["seed"], param.numel())).to(param.dtype)
+        else:
+            _write(param.data, op)
+
+
+def _write(param: Tensor, op: Op) -> None:
+    how = op["how"]
+    if how == "multiply":
+        param.mul_(0.5)
+    elif how == "copy":
+        param.copy_(0.1 * values(op["seed"], param.numel()))
+    elif how == "clamp":
+        param.clamp_(-0.05, 0.05)
+    elif how == "one":
+        param[op["seed"] % param.numel()] = 0.25
+    else:
+        param.zero_().neg_()
+
+
+def load_weights(world: World, op: Op) -> None:
+    """Into the model alone; the optimizer goes on."""
+    before_writing(world, list(world.net.parameters()))
+    world.net.load_state_dict({name: 0.5 * value for name, value in world.net.state_dict().items()})
+
+
+def refresh_masters(world: World, op: Op) -> None:
+    world.optimizer.refresh_masters()
+
+
+def before_writing(world: World, params: Sequence[Tensor]) -> None:
+    """What the documentation asks of those who write parameters."""
+    if world.settings.delivery == "on_demand":
+        world.optimizer.synchronize()
+    if world.is_saving() and any(param not in world.optimizer.state for param in params):
+        world.wait_for_savings()  # which reads parameters that do not train as they are
+    world.written = True
+    if world.oracle is not None:
+        world.oracle.written(params)

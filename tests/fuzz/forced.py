@@ -1,0 +1,67 @@
+"""What a program's settings force on the run that speculates: its schedule, journals of odd sizes, slow disks.
+
+On the host link the schedule never chooses two phases by itself: there the model computes with the same processors that
+step buckets, so nothing would be hidden (``Situation.apart``). Random programs meet them only where they are forced to.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from random import Random
+from unittest import mock
+
+from superoffload.checkpoints.snapshot import ShardState, Snapshot
+from superoffload.core import CoreOptions
+from superoffload.schedule import Schedule, Situation
+from tests.fuzz.program import Settings
+
+_READING_SECONDS = 0.001  # per shard, so that training goes on while a save is under way
+SHARES = (0.0, 0.3, 0.5, 1.0)
+
+
+class MixedSchedule(Schedule):
+    """Any bucket of any step may be speculated, stepped in one pass or in two phases."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__("always")
+        self._random = Random(seed)
+        self._speculates = 1.0  # the chance of a bucket of this step
+
+    def wants(self, packed: float = 0.0) -> bool:
+        return self._random.random() < self._speculates
+
+    def publishes(self, situation: Situation) -> float:
+        self._speculates = self._random.choice(SHARES)  # of the step that comes
+        return self._random.choice(SHARES)
+
+
+def _slow_reader(read_all: Callable[..., None]) -> Callable[..., None]:
+    def slowly(snapshot: Snapshot, read: Callable[[int, ShardState], None]) -> None:
+        def later(index: int, state: ShardState) -> None:
+            time.sleep(_READING_SECONDS)
+            read(index, state)
+
+        read_all(snapshot, later)
+
+    return slowly
+
+
+@contextmanager
+def forced(settings: Settings) -> Iterator[None]:
+    """Around the construction and the use of an optimizer."""
+    with ExitStack() as stack:
+        if settings.schedule == "mixed":
+            mixed = MixedSchedule(settings.schedule_seed)
+            stack.enter_context(mock.patch.object(CoreOptions, "make_schedule", lambda options: mixed))
+        width, room = settings.journal_width, settings.journal_room
+        if width is not None:
+            chosen = mock.patch("superoffload.pipeline.speculating.choose_width", lambda bucket, next_step: width)
+            stack.enter_context(chosen)
+        if room is not None:
+            share = (width or 2) + room
+            size = mock.patch("superoffload.pipeline.layout._journal_bytes", lambda bucket: int(share * bucket.padded))
+            stack.enter_context(size)
+        stack.enter_context(mock.patch.object(Snapshot, "read_all", _slow_reader(Snapshot.read_all)))
+        yield

@@ -1,0 +1,205 @@
+"""torch's AdamW beside the run that waits, one step at a time: from the same state, parameters and gradients.
+
+So the tolerance is that of one step whatever a program does, and between steps every bit of the state must stay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from superoffload import AdamW
+
+_STATED = 1e-6  # of the larger of the weight and the learning rate: README
+_DENORMAL = 3e-45
+
+
+class Differs(AssertionError):
+    """From torch, or from what it was where nothing should have changed."""
+
+
+@dataclass
+class ParamState:
+    """A copy of one parameter's state, and of the parameter."""
+
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    steps: int
+    value: Tensor
+
+
+@dataclass
+class Expected:
+    """After a step: ``stepped``, or left as it was."""
+
+    state: ParamState
+    stepped: bool
+    lr: float
+    gradient: Tensor  # as it counts: unscaled and clipped
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    word = torch.int32 if one.dtype is torch.float32 else torch.int16
+    return torch.equal(one.detach().view(word), other.detach().view(word))
+
+
+def follow(master: Tensor, value: Tensor) -> Tensor:
+    """What a user wrote wins; where the parameter is the master's rounding, the master stays."""
+    word = torch.int32 if value.dtype is torch.float32 else torch.int16
+    kept = master.to(value.dtype).view(word) == value.detach().view(word)
+    return torch.where(kept, master, value.detach().float())
+
+
+class Oracle:
+    """Looks at an optimizer with speculation="never" and eager delivery."""
+
+    def __init__(self, optimizer: AdamW, *, compares: bool) -> None:
+        self._optimizer = optimizer
+        self._compares = compares  # else moments are rounded at random, and torch cannot tell
+        self._known: dict[Tensor, ParamState] = {}
+        self._written: set[Tensor] = set()
+        self._expected: dict[Tensor, Expected] = {}
+        self.steps = 0
+
+    def written(self, params: Iterable[Tensor]) -> None:
+        """By the user; from here on the master follows at a moment that is ours to choose."""
+        self._written.update(params)
+
+    # ---- a step -------------------------------------------------------------------------------------------------
+
+    def before(self, unscale: float) -> None:
+        """Works out what ``step()`` will do."""
+        params = [(group, param) for group in self._optimizer.param_groups for param in group["params"]]
+        gradients = [param.grad for _, param in params if param.grad is not None]
+        factor = self._factor(gradients, unscale)
+        self._expected = {}
+        for group, param in params:
+            begin = self._begin(param)
+            if begin is None:
+                continue
+            stepped = param.grad is not None and factor is not None
+            gradient = param.grad.float() * factor if stepped else torch.zeros(())
+            if stepped:
+                _step(begin, gradient, group)
+            self._expected[param] = Expected(begin, stepped, float(group["lr"]), gradient)
+        self.steps += bool(gradients)
+
+    def _factor(self, gradients: list[Tensor], unscale: float) -> float | None:
+        """None: the step is skipped."""
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients)) * unscale
+        if not math.isfinite(norm):
+            return None
+        limit = self._optimizer.max_grad_norm
+        return unscale if limit is None else unscale * min(1.0, limit / (norm + 1e-6))
+
+    def _begin(self, param: Tensor) -> ParamState | None:
+        now = self._read(param)
+        if now is None:
+            if param.grad is None:
+                return None
+            value = param.detach().clone()
+            return ParamState(value.float().clone(), torch.zeros(value.shape), torch.zeros(value.shape), 0, value)
+        known = self._known.get(param)
+        if known is not None:
+            self._check("before step()", now, known, master=param not in self._written)
+        now.master = follow(now.master, param)
+        return now
+
+    def after(self) -> None:
+        for param, expected in self._expected.items():
+            now = self._read(param)
+            if now is None:  # never had a gradient that counted
+                continue
+            if not expected.stepped:
+                self._check("not stepped", now, expected.state, master=True)
+                if not same(now.value, expected.state.value):
+                    raise Differs("not stepped: the parameter changed")
+            else:
+                self._check_stepped(now, expected)
+            self._known[param] = now
+        self._written.clear()
+
+    def _check_stepped(self, now: ParamState, expected: Expected) -> None:
+        then = expected.state
+        if now.steps != then.steps:
+            raise Differs(f"count of steps: {now.steps}, torch counts {then.steps}")
+        if not same(now.value, now.master.to(now.value.dtype)):
+            raise Differs("published: not the master's rounding")
+        if self._compares:
+            weight = torch.maximum(now.master.abs(), then.value.float().abs()).clamp(min=expected.lr)
+            _compare("master", now.master, then.master, weight)
+            _compare("exp_avg", now.exp_avg, then.exp_avg, torch.maximum(then.exp_avg.abs(), expected.gradient.abs()))
+            _compare("exp_avg_sq", now.exp_avg_sq, then.exp_avg_sq, then.exp_avg_sq)
+
+    # ---- saving and loading -------------------------------------------------------------------------------------
+
+    def copy(self, params: Iterable[Tensor]) -> dict[Tensor, ParamState | None]:
+        return {param: self._read(param) for param in params}
+
+    def loaded(self, saved: Mapping[Tensor, ParamState | None]) -> None:
+        """The state must be that which was saved, to the bit."""
+        for param, then in saved.items():
+            now = self._read(param)
+            if then is not None and now is not None:
+                self._check("loaded", now, then, master=True)
+                if not same(now.value, then.value):
+                    raise Differs("loaded: the parameter is not the one that was saved")
+            elif then is not None:
+                raise Differs("loaded: state that was saved is not there")
+            if now is not None:
+                self._known[param] = now
+                self._written.add(param)
+
+    def _read(self, param: Tensor) -> ParamState | None:
+        state: Any = self._optimizer.state.get(param)
+        if not state:
+            return None
+        master, exp_avg, exp_avg_sq = (state[name].clone() for name in ("master", "exp_avg", "exp_avg_sq"))
+        return ParamState(master, exp_avg, exp_avg_sq, int(state["step"]), param.detach().clone())
+
+    def _check(self, when: str, now: ParamState, then: ParamState, *, master: bool) -> None:
+        for name in ("exp_avg", "exp_avg_sq", *(["master"] if master else [])):
+            if not same(getattr(now, name), getattr(then, name)):
+                raise Differs(f"{when}: {name} changed")
+        if now.steps != then.steps:
+            raise Differs(f"{when}: step {now.steps}, expected {then.steps}")
+
+
+def _step(state: ParamState, gradient: Tensor, group: Mapping[str, Any]) -> None:
+    """In place, by torch."""
+    steps = torch.tensor(float(state.steps))
+    state.exp_avg, state.exp_avg_sq = state.exp_avg.float(), state.exp_avg_sq.float()
+    adamw(
+        [state.master],
+        [gradient],
+        [state.exp_avg],
+        [state.exp_avg_sq],
+        [],
+        [steps],
+        foreach=False,
+        capturable=False,
+        differentiable=False,
+        fused=False,
+        amsgrad=False,
+        beta1=float(group["betas"][0]),
+        beta2=float(group["betas"][1]),
+        lr=float(group["lr"]),
+        weight_decay=float(group["weight_decay"]),
+        eps=float(group["eps"]),
+        maximize=False,
+    )
+    state.steps += 1
+
+
+def _compare(name: str, ours: Tensor, theirs: Tensor, size: Tensor) -> None:
+    fine = (ours == theirs) | ((ours - theirs).abs() <= _STATED * size + _DENORMAL) | (ours.isnan() & theirs.isnan())
+    if not bool(fine.all()):
+        worst = int((~fine).nonzero()[0])
+        raise Differs(f"beside torch: {name}[{worst}] is {ours[worst].item()!r}, torch's {theirs[worst].item()!r}")

@@ -1,0 +1,100 @@
+"""Two hosts on this machine: network namespaces with a link between them, which ranks enter and which can be cut.
+
+Both ends have the same name and the same addresses in every pair, so that any number of pairs can be there at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import os
+import shutil
+import subprocess
+from datetime import timedelta
+from types import TracebackType
+
+import torch.distributed as dist
+
+DEVICE = "wire"
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+CUTS = ("down", "silent")
+_CLONE_NEWNET = 0x40000000
+_NOWHERE = "02:00:00:00:00:99"  # has no host: what is sent to it is gone, without an answer
+_numbers = itertools.count()
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@functools.cache
+def missing_for_namespaces() -> str | None:
+    """Why tests with network namespaces cannot run here; None where they can."""
+    if shutil.which("ip") is None:
+        return "needs ip: apt-get install iproute2"
+    try:
+        with Link():
+            return None
+    except subprocess.CalledProcessError as error:
+        return f"needs to make network namespaces, as root: {error.stderr.strip()}"
+
+
+class Link:
+    """Use ``with``. ``names``: of the namespaces, by host."""
+
+    def __init__(self) -> None:
+        number = next(_numbers)
+        self.names = tuple(f"superoffload-{os.getpid()}-{number}-{host}" for host in range(2))
+
+    def __enter__(self) -> Link:
+        try:
+            for name in self.names:
+                _ip("netns", "add", name)
+            first, second = self.names
+            _ip("link", "add", "name", DEVICE, "netns", first, "type", "veth", "peer", "name", DEVICE, "netns", second)
+            for name, address in zip(self.names, ADDRESSES, strict=True):
+                _ip("-n", name, "link", "set", "lo", "up")
+                _ip("-n", name, "address", "add", f"{address}/24", "dev", DEVICE)
+                _ip("-n", name, "link", "set", DEVICE, "up")
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for name in self.names:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def enter(names: tuple[str, ...], host: int) -> None:
+    """This thread, and those that it starts from now on, are on that host."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    namespace = os.open(f"/run/netns/{names[host]}", os.O_RDONLY)
+    try:
+        if libc.setns(namespace, _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"setns({names[host]})")
+    finally:
+        os.close(namespace)
+    os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = ADDRESSES[0], "29500"
+
+
+def join_world(names: tuple[str, ...], timeout: float) -> int:
+    """One rank per host; the store of torch.distributed is on the first."""
+    rank = int(os.environ["RANK"])
+    enter(names, rank)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    return rank
+
+
+def cut(names: tuple[str, ...], how: str, host: int) -> None:
+    """``down``: the device of that host goes down. ``silent``: nothing arrives any more on either, and nothing shows
+    it, as when a switch fails."""
+    if how == "down":
+        _ip("-n", names[host], "link", "set", DEVICE, "down")
+        return
+    for name, address in zip(names, reversed(ADDRESSES), strict=True):
+        _ip("-n", name, "neighbor", "replace", address, "lladdr", _NOWHERE, "dev", DEVICE, "nud", "permanent")
