@@ -70,10 +70,11 @@ for _ in range(STEPS):
     expected.append(plain.state_digests())
 
 params, optimizer = optimizer_of("always")
-over, wrong, looked = threading.Event(), [], []
+caught, over, wrong, looked = threading.Event(), threading.Event(), [], []
 
 def shoot():
     rng = random.Random(1)
+    caught.wait()
     for _ in range(BURSTS):
         time.sleep(rng.random() * 0.004)
         for _ in range(rng.randrange(1, 6)):
@@ -88,6 +89,7 @@ def look():
         wrong.append(found)
 
 def through_the_storm():
+    caught.set()  # not before: start() of a thread does not catch them
     while not over.is_set():
         look()
         if optimizer.stats()["steps"] < STEPS:
