@@ -1,0 +1,124 @@
+"""The kernel battery on a device: every kernel, every format, state in host memory and on the device; the CPU's bits.
+
+Over the stand-in for the driver everywhere, through libcuda on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+
+from tests import device_battery as battery
+from tests import kernel_cases as cases
+from tests.device_battery import PACKS, STEPS, UNPACKS, Place, Setting, Types
+from tests.kernel_battery import RECORDED
+from tests.kernel_tools import assert_bits
+
+PLACES = ("stand-in", pytest.param("gpu", marks=pytest.mark.gpu))
+MODES = pytest.mark.parametrize("l2", [False, True], ids=["adamw", "l2"])
+PLACEMENTS = pytest.mark.parametrize("resident", [False, True], ids=["host", "device"])
+
+
+@cache
+def gpu_place() -> Place:
+    return battery.gpu()
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> Place:
+    if request.param == "gpu":
+        return gpu_place()
+    return battery.stand_in(request.getfixturevalue("fake"))
+
+
+places = pytest.mark.parametrize("place", PLACES, indirect=True)
+
+
+def by_types(types: Sequence[Types]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("types", types, ids="-".join)
+
+
+@cache
+def expected(setting: Setting) -> list[battery.Stepped]:
+    """By the CPU's kernels; where moments are fp32 they have the digest that the repository keeps."""
+    found = battery.stepped_by_pipeline(battery.this_processor(), setting)
+    if setting.moments == "fp32":
+        assert battery.digest(one.results for one in found) == recorded()[setting.recorded]
+    return found
+
+
+@cache
+def recorded() -> dict[str, str]:
+    found: dict[str, str] = json.loads(RECORDED.read_text())
+    return found
+
+
+def check_steps(place: Place, setting: Setting) -> None:
+    for one, other in zip(
+        battery.stepped_by_pipeline(place, setting),
+        expected(Setting(setting.types, setting.l2, setting.moments)),
+        strict=True,
+    ):
+        names = ("master", "exp_avg", "exp_avg_sq", "parameter")
+        for name, got, wanted in zip(names, one.results, other.results, strict=True):
+            assert_bits(name, got, wanted, str(one.case))
+        assert_bits("gradient", one.gradient.read("the gradient"), one.case.gradient, str(one.case))
+        assert_bits("block sums", one.shard.block_sums, other.shard.block_sums, str(one.case))
+
+
+@MODES
+@PLACEMENTS
+@by_types(STEPS)
+@places
+def test_steps(place: Place, types: Types, resident: bool, l2: bool) -> None:
+    """Hostile and ordinary values, all hyper-parameters, lengths around blocks, gradients of any alignment."""
+    check_steps(place, Setting(types, l2, resident=resident))
+
+
+@PLACEMENTS
+@by_types(STEPS)
+@places
+def test_steps_with_bf16_moments(place: Place, types: Types, resident: bool) -> None:
+    """Rounded stochastically: by step, seed, shard and index only, so the same in both places."""
+    check_steps(place, Setting(types, moments="bf16", resident=resident))
+
+
+@PLACEMENTS
+@pytest.mark.parametrize("form", cases.FORMATS)
+@places
+def test_packed_gradients_and_norms(place: Place, form: str, resident: bool) -> None:
+    """NaN keep their bits and make their block's sum infinite; denormals and negative zeros stay."""
+    here = battery.packed_by_pipeline(battery.this_processor(), form, resident=False)
+    there = battery.packed_by_pipeline(place, form, resident=resident)
+    for number, (one, other) in enumerate(zip(there, here, strict=True)):
+        for name, got, wanted in zip(("packed gradient", "block sums"), one, other, strict=True):
+            assert_bits(name, got, wanted, f"gradient {number}")
+    assert battery.digest(iter(there)) == recorded()[f"pack {form}"]
+
+
+@by_types(PACKS)
+@places
+def test_pack_kernels(place: Place, types: Types) -> None:
+    """Also those that widen, all inputs in one launch."""
+    (found, sums, nonfinite), (wanted, wanted_sums, infinite) = (
+        battery.packed_by_kernel(place, types),
+        battery.packed_here(types),
+    )
+    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert_bits("packed gradient", one, other, f"gradient {number}")
+    assert_bits("block sums", sums, wanted_sums)
+    assert nonfinite and infinite and not np.isnan(sums).any()
+
+
+@by_types(UNPACKS)
+@places
+def test_unpack_kernels(place: Place, types: Types) -> None:
+    """Rounded to nearest even, denormals kept, one pattern for NaN."""
+    for number, (one, other) in enumerate(
+        zip(battery.unpacked_by_kernel(place, types), battery.unpacked_here(types), strict=True)
+    ):
+        assert_bits("parameter", one, other, f"parameter {number}")
