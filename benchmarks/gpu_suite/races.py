@@ -60,12 +60,12 @@ def run_races(
 def _runs(device_name: str, variant: Variant, seeds: Sequence[int], steps: int) -> list[str]:
     """The reference first, then one run per seed."""
     device = open_device(device_name)
-    with _deterministic(), device.links():
+    with deterministic(), device.links():
         return [_train(device, Variant(), None, steps), *(_train(device, variant, seed, steps) for seed in seeds)]
 
 
 @contextmanager
-def _deterministic() -> Iterator[None]:
+def deterministic() -> Iterator[None]:
     """The gradients must not depend on the order in which the device happens to work."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

@@ -9,10 +9,15 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
+import torch
 from torch import nn
 
 from benchmarks.gpu_suite.devices import LONGEST_DELAY, Device
+from superoffload.bucket import Shard
+from superoffload.pipeline import layout
+from superoffload.placement import move_state
 from tests.fake_cuda import Fake, on_fake_device
 
 
@@ -27,7 +32,11 @@ class StandIn(Device):
 
     @contextmanager
     def links(self, **options: Any) -> Iterator[None]:
-        with on_fake_device(self._fake, **options):
+        def move(shard: Shard, device: torch.device | None) -> None:
+            self._fake.synchronize()  # as a copy from a GPU does, behind its stream
+            move_state(shard, device)
+
+        with mock.patch.object(layout, "move_state", move), on_fake_device(self._fake, **options):
             yield
 
     def prepare(self, model: nn.Module) -> None:

@@ -6,6 +6,9 @@ import os
 import sys
 from collections.abc import Iterator
 
+# Before a GPU is used: without it torch refuses to multiply matrices where only deterministic kernels are allowed.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 import pytest
 import torch
 

@@ -29,6 +29,7 @@ MODES = ("always", "never", "adaptive")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 devices = pytest.mark.parametrize("device", DEVICES)
+with_stand_in = pytest.mark.parametrize("device", ("stand-in", *DEVICES))  # where the device makes the links
 gpu = pytest.mark.gpu
 
 
@@ -41,7 +42,7 @@ def reference(dtype: torch.dtype) -> Run:
 # ---- the same bits --------------------------------------------------------------------------------------------------
 
 
-@devices
+@with_stand_in
 @pytest.mark.parametrize("speculation", MODES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_are_those_of_the_synchronous_cpu_run(device: str, speculation: str, dtype: torch.dtype) -> None:
@@ -55,7 +56,7 @@ def test_bits_are_those_of_the_synchronous_cpu_run(device: str, speculation: str
     assert (run.stats["buckets_speculated"] > 0) == (speculation != "never")
 
 
-@devices
+@with_stand_in
 @pytest.mark.parametrize("speculation", MODES)
 def test_delivery_on_demand_changes_no_bit(device: str, speculation: str) -> None:
     run = train(device, torch.bfloat16, speculation=speculation, delivery="on_demand", waits=False)
@@ -79,7 +80,7 @@ def test_kept_gradients_may_be_edited(device: str) -> None:
     assert run.bits() == expected.bits() != reference(torch.float32).bits()
 
 
-@devices
+@with_stand_in
 @pytest.mark.parametrize("delivery", ["eager", "on_demand"])
 def test_random_delays_change_no_bit(device: str, delivery: str) -> None:
     assert run_races(device, "always", delivery, seeds=[1, 2, 3], steps=6)["different_seeds"] == []

@@ -1,0 +1,31 @@
+"""torch's other allocators: memory that grows in place, and CUDA's own pools. Each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.on_allocator import SETTINGS
+
+ROOT = Path(__file__).resolve().parents[2]
+DEVICES = ("stand-in", pytest.param("cuda", marks=pytest.mark.gpu))
+# The first is the name since torch 2.9.
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_bits_with_another_allocator(device: str, name: str) -> None:
+    """Without a GPU the program is tried, without the allocator."""
+    settings = dict.fromkeys(VARIABLES, SETTINGS[name])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **settings}
+    command = [sys.executable, "-m", "tests.gpu.on_allocator", device, name]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=50)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert found == {"wrong": [], "in_use": None if device == "stand-in" else True}, ended.stderr
