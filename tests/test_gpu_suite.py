@@ -209,7 +209,7 @@ def test_a_peers_row_outlives_a_change_of_our_optimizer() -> None:
     by_key = {job.key: job for job in first_slot()}
     assert "superoffload" in by_key[f"8192 tokens, {OURS}"].sources and "csrc" in by_key[rows.SMOKE].sources
     assert not {"superoffload", "csrc"} & set(by_key[f"8192 tokens, {GPU_PEER}"].sources)
-    assert "tests/gpu" in by_key[rows.TESTS].sources
+    assert {"tests/gpu", "tests/device_battery.py", "tests/kernel_battery.json"} < set(by_key[rows.TESTS].sources)
     for job in by_key.values():
         assert all((ROOT / part).exists() for part in job.sources), job.key
 

@@ -25,7 +25,7 @@ def test_bits_with_another_allocator(device: str, name: str) -> None:
     settings = dict.fromkeys(VARIABLES, SETTINGS[name])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **settings}
     command = [sys.executable, "-m", "tests.gpu.on_allocator", device, name]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=50)
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=45)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])
     assert found == {"wrong": [], "in_use": None if device == "stand-in" else True}, ended.stderr
