@@ -1,10 +1,9 @@
-"""The kernel battery on a device: its kernels launched through the driver, and buckets that go down, are stepped and
-come up through the native pipeline. On a GPU, or over the stand-in for the driver: the same cases, the same bits.
+"""The kernel battery on a device: buckets go down through the native pipeline, are stepped in host memory or on the
+device, and come up. On a GPU, or over the stand-in for the driver: the same cases, the same bits.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -19,20 +18,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_suite.pack_kernel import DriverKernels, Launch
-from superoffload import _native, kernels
+from superoffload import _native
 from superoffload.bucket import Bucket, Shard, lay_out
-from superoffload.cuda import geometry
 from superoffload.link import HostLink
 from superoffload.placement import ResidentWork
 from tests import kernel_cases as cases
 from tests.kernel_battery import Case, norm_inputs, span_cases
 from tests.kernel_tools import GUARD_BYTES, GUARD_VALUE
-from tests.reference.convert import narrow, widen
+from tests.reference.convert import narrow
 
 KERNELS = Path(__file__).resolve().parents[1] / "csrc" / "cuda" / "kernels.cu"
-NAMES = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
-FORMATS = {name: form for form, name in NAMES.items()}
+FORMATS = {"f32": "fp32", "bf16": "bf16", "f16": "fp16"}  # as kernels.cu has them -> as the battery
 WORDS = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.float16}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BUCKET_NUMEL = 2048  # longer shards are cut into pieces of several buckets
@@ -43,19 +39,11 @@ Types = tuple[str, str]
 Array = npt.NDArray[Any]
 
 
-def types_of(operation: str) -> tuple[Types, ...]:
-    """The formats that kernels of this operation ("pack") are made for, by their list in kernels.cu."""
-    name = f"SUPEROFFLOAD_{operation.upper()}_KERNELS"
-    listed = re.search(rf"#define {name}\(X\)(.*?)\n\n", KERNELS.read_text(), re.DOTALL)
-    assert listed is not None, f"kernels.cu lists no {operation} kernels"
+def step_types() -> tuple[Types, ...]:
+    """The formats of gradient and parameter that the device can step, by their list in kernels.cu."""
+    listed = re.search(r"#define SUPEROFFLOAD_STEP_KERNELS\(X\)(.*?)\n\n", KERNELS.read_text(), re.DOTALL)
+    assert listed is not None, "kernels.cu lists no step kernels"
     return tuple((FORMATS[a], FORMATS[b]) for a, b in re.findall(r"X\((\w+), \w+, (\w+), \w+\)", listed[1]))
-
-
-PACKS, UNPACKS, STEPS = (types_of(operation) for operation in ("pack", "unpack", "step"))
-
-
-def kernel_of(operation: str, types: Types) -> str:
-    return f"{operation}_{NAMES[types[0]]}_{NAMES[types[1]]}"
 
 
 # ---- where ----------------------------------------------------------------------------------------------------------
@@ -63,21 +51,16 @@ def kernel_of(operation: str, types: Types) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Where kernels run. ``launch`` enqueues one by its name, ``synchronize`` waits for the current stream."""
+    """Where gradients come from and parameters are. ``synchronize`` waits for the current stream."""
 
     device: torch.device
     open_link: Callable[[], Any]
-    launch: Launch
     synchronize: Callable[[], None]
 
 
 def this_processor() -> Place:
-    """Where the answers come from: the CPU's own kernels. It has none of the device's."""
-
-    def launch(name: str, grid: int, arguments: Sequence[Any]) -> None:
-        raise NotImplementedError(name)
-
-    return Place(torch.device("cpu"), HostLink, launch, lambda: None)
+    """Where the answers come from: the CPU's own kernels."""
+    return Place(torch.device("cpu"), HostLink, lambda: None)
 
 
 def gpu() -> Place:
@@ -89,8 +72,7 @@ def gpu() -> Place:
     device = TorchDevice(torch.device("cuda", 0))
     options = options_for(device, keep_grads=False)
     assert options.image, "no kernels: the warning above says why"
-    launched = DriverKernels(0, options.image, device.current_stream, options.library)
-    return Place(device.torch_device, lambda: CudaLink(device, options), launched.launch, torch.cuda.synchronize)
+    return Place(device.torch_device, lambda: CudaLink(device, options), torch.cuda.synchronize)
 
 
 def stand_in(fake: Any) -> Place:
@@ -99,10 +81,7 @@ def stand_in(fake: Any) -> Place:
     from tests.fake_cuda import IMAGE, FakeDevice
 
     options = CudaOptions(image=IMAGE, timeout_seconds=TIMEOUT, library=fake.library)
-    launched = DriverKernels(0, IMAGE, lambda: int(fake.current), fake.library)
-    return Place(
-        torch.device("cpu"), lambda: CudaLink(FakeDevice(fake), options), launched.launch, lambda: fake.synchronize()
-    )
+    return Place(torch.device("cpu"), lambda: CudaLink(FakeDevice(fake), options), lambda: fake.synchronize())
 
 
 class Placed:
@@ -117,7 +96,6 @@ class Placed:
         self._words = values.dtype
         form = next(form for form, word in WORDS.items() if values.dtype == word)
         self.tensor = self._raw[self._begin : self._end].view(DTYPES[form])
-        self.address = int(self._raw.data_ptr()) + self._begin
 
     def read(self, what: str) -> Array:
         """Its values now; nothing beside them was written."""
@@ -126,98 +104,6 @@ class Placed:
         assert (outside == GUARD_VALUE).all(), f"written outside of {what}"
         values: Array = raw[self._begin : self._end].view(self._words).copy()
         return values
-
-
-# ---- kernels alone --------------------------------------------------------------------------------------------------
-
-
-def _starts(count: int) -> Iterator[int]:
-    """Aligned every second time."""
-    for number in range(count):
-        yield cases.STARTS[number // 2 % len(cases.STARTS)] if number % 2 else 0
-
-
-def _on(device: torch.device, array: Array) -> Tensor:
-    return torch.from_numpy(array.view(np.uint8).reshape(-1)).to(device, copy=True)
-
-
-def _arguments(table: Tensor, count: int, *addresses: Tensor) -> list[Any]:
-    return [
-        ctypes.c_void_p(table.data_ptr()),
-        ctypes.c_uint(count),
-        *(ctypes.c_void_p(address.data_ptr()) for address in addresses),
-    ]
-
-
-def packed_by_kernel(place: Place, types: Types) -> tuple[list[Array], Array, bool]:
-    """Every input of the battery in one launch: packed gradients, block sums, whether anything is not finite."""
-    inputs = list(norm_inputs(types[0]))
-    gradients = [Placed(one, start, place.device) for one, start in zip(inputs, _starts(len(inputs)), strict=True)]
-    offsets = [int(n) for n in np.cumsum([0, *(-(-one.size // 64) * 64 + i % 3 for i, one in enumerate(inputs))])]
-    pieces = geometry.copy_pieces(
-        (gradient.address, offset, one.size) for gradient, offset, one in zip(gradients, offsets, inputs, strict=False)
-    )
-    blocks = geometry.count_blocks(pieces)
-    table = _on(place.device, pieces)
-    packed = Placed(np.zeros(offsets[-1], WORDS[types[1]]), 0, place.device)
-    sums = torch.full((blocks,), -1.0, dtype=torch.float64, device=place.device)
-    flag = torch.zeros(1, dtype=torch.int32, device=place.device)
-    name = kernel_of("pack", types)
-    arguments = _arguments(table, len(pieces), packed.tensor, sums, flag)
-    place.launch(name, geometry.grid_for(name, blocks), arguments)
-    place.synchronize()
-    values = packed.read(name)
-    found = [values[offset : offset + one.size] for offset, one in zip(offsets, inputs, strict=False)]
-    return found, sums.cpu().numpy(), bool(flag.item())
-
-
-def packed_here(types: Types) -> tuple[list[Array], Array, bool]:
-    """Likewise, by this processor's kernel."""
-    found, sums = [], []
-    for one in norm_inputs(types[0]):
-        native = np.empty_like(one)
-        sums.append(kernels.pack(one, native))
-        found.append(native if types[0] == types[1] else widened(native, types[0]))
-    joined = np.concatenate(sums)
-    return found, joined, bool(np.isinf(joined).any())
-
-
-def widened(gradient: Array, form: str) -> npt.NDArray[np.float32]:
-    """As the kernels do it: which NaN it is stays, where widen() makes a signalling one quiet."""
-    if form != "fp16":
-        return widen(gradient)
-    values = widen(gradient).view(np.uint32).copy()
-    words = gradient.view(np.uint16).astype(np.uint32)
-    raw = ((words & 0x8000) << 16) | 0x7F800000 | ((words & 0x3FF) << 13)
-    return np.where((words & 0x7C00) == 0x7C00, raw, values).view(np.float32)
-
-
-_STAGED = 9000
-# (offset, numel) in the staged parameters: whole blocks and rests, aligned and not
-_UNPACKED = ((0, 9000), (1024, 2048), (3, 1024), (5, 777), (64, 1), (0, 0), (128, 1023), (256, 1025), (6000, 3000))
-
-
-def unpacked_by_kernel(place: Place, types: Types) -> list[Array]:
-    """Hostile staged values into parameters of several lengths and alignments, in one launch."""
-    staged = Placed(cases.gradient("hostile", types[0], _STAGED, 17), 0, place.device)
-    targets = [
-        Placed(np.zeros(numel, WORDS[types[1]]), start, place.device)
-        for (_, numel), start in zip(_UNPACKED, _starts(len(_UNPACKED)), strict=True)
-    ]
-    pieces = geometry.copy_pieces(
-        (target.address, offset, numel) for target, (offset, numel) in zip(targets, _UNPACKED, strict=True)
-    )
-    table, name = _on(place.device, pieces), kernel_of("unpack", types)
-    grid = geometry.grid_for(name, geometry.count_blocks(pieces))
-    place.launch(name, grid, _arguments(table, len(pieces), staged.tensor))
-    place.synchronize()
-    return [target.read(name) for target in targets]
-
-
-def unpacked_here(types: Types) -> list[Array]:
-    staged = cases.gradient("hostile", types[0], _STAGED, 17)
-    values = staged if types[0] == types[1] else narrow(staged, types[1])
-    return [values[offset : offset + numel] for offset, numel in _UNPACKED]
 
 
 # ---- buckets through the pipeline -----------------------------------------------------------------------------------
@@ -269,6 +155,12 @@ class Stepped:
     def results(self) -> list[Array]:
         """master, exp_avg, exp_avg_sq, parameter."""
         return [part.read(str(self.case)) for part in (*self._state, self._parameter)]
+
+
+def _starts(count: int) -> Iterator[int]:
+    """Aligned every second time."""
+    for number in range(count):
+        yield cases.STARTS[number // 2 % len(cases.STARTS)] if number % 2 else 0
 
 
 def stepped_by_pipeline(place: Place, setting: Setting) -> list[Stepped]:

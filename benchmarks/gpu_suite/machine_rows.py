@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_suite.devices import Device, open_device
-from benchmarks.gpu_suite.pack_kernel import PackKernel, kernels_of
+from benchmarks.gpu_suite.pack_kernel import DriverKernels, PackKernel
 from superoffload import kernels
 from superoffload.benchmarking.adam import AdamBenchmark, check_memory, run_adam
 from superoffload.benchmarking.facts import available_memory_bytes
@@ -94,7 +94,7 @@ def _pack_ways(
     if device.kind != "cuda":
         return {**ways, "cpu kernel": _cpu_pack(gradient, packed)}, {"CUDA kernel": "needs a GPU"}
     try:
-        kernels_here = kernels_of(device.torch)
+        kernels_here = DriverKernels(device.torch)
     except SuperOffloadError as error:
         return ways, {"CUDA kernel": str(error)}
     return {**ways, "CUDA kernel": PackKernel(gradient, packed, kernels_here.launch)}, {}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,25 +19,15 @@ Launch = Callable[[str, int, Sequence[Any]], None]
 
 
 class DriverKernels:
-    """Compiled kernels in a device's primary context, which torch uses too; each is enqueued on ``stream()``."""
+    """The compiled kernels in the context that torch uses."""
 
-    def __init__(self, ordinal: int, image: bytes, stream: Callable[[], int], library: str = "libcuda.so.1") -> None:
-        self._driver = ctypes.CDLL(library)
-        self._stream = stream
-        self._module, self._context = ctypes.c_void_p(), ctypes.c_void_p()
+    def __init__(self, device: torch.device) -> None:
+        major, minor = torch.cuda.get_device_capability(device)
+        cubin = compile_kernels(f"sm_{major}{minor}")
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._module = ctypes.c_void_p()
         self._functions: dict[str, ctypes.c_void_p] = {}
-        self._call("cuInit", 0)
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), ordinal)
-        with self._current():
-            self._call("cuModuleLoadData", ctypes.byref(self._module), ctypes.c_char_p(image))
-
-    @contextmanager
-    def _current(self) -> Iterator[None]:
-        self._call("cuCtxPushCurrent_v2", self._context)
-        try:
-            yield
-        finally:
-            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+        self._call("cuModuleLoadData", ctypes.byref(self._module), ctypes.c_char_p(cubin))
 
     def _call(self, name: str, *arguments: Any) -> None:
         result = getattr(self._driver, name)(*arguments)
@@ -48,22 +37,14 @@ class DriverKernels:
             )
 
     def launch(self, name: str, grid: int, arguments: Sequence[Any]) -> None:
+        if name not in self._functions:
+            function = ctypes.c_void_p()
+            self._call("cuModuleGetFunction", ctypes.byref(function), self._module, name.encode())
+            self._functions[name] = function
         values = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
-        threads, stream = geometry.THREADS, ctypes.c_void_p(self._stream())
-        with self._current():
-            if name not in self._functions:
-                function = ctypes.c_void_p()
-                self._call("cuModuleGetFunction", ctypes.byref(function), self._module, name.encode())
-                self._functions[name] = function
-            self._call("cuLaunchKernel", self._functions[name], grid, 1, 1, threads, 1, 1, 0, stream, values, None)
-
-
-def kernels_of(device: torch.device) -> DriverKernels:
-    """Those of this architecture, enqueued on torch's current stream."""
-    major, minor = torch.cuda.get_device_capability(device)
-    ordinal = torch.cuda.current_device() if device.index is None else device.index
-    stream = torch.cuda.current_stream
-    return DriverKernels(ordinal, compile_kernels(f"sm_{major}{minor}"), lambda: int(stream(device).cuda_stream))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        threads = geometry.THREADS
+        self._call("cuLaunchKernel", self._functions[name], grid, 1, 1, threads, 1, 1, 0, stream, values, None)
 
 
 class PackKernel:

@@ -6,15 +6,13 @@ Over the stand-in for the driver everywhere, through libcuda on a GPU.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from functools import cache
 
-import numpy as np
 import pytest
 
 from tests import device_battery as battery
 from tests import kernel_cases as cases
-from tests.device_battery import PACKS, STEPS, UNPACKS, Place, Setting, Types
+from tests.device_battery import Place, Setting, Types
 from tests.kernel_battery import RECORDED
 from tests.kernel_tools import assert_bits
 
@@ -36,10 +34,7 @@ def place(request: pytest.FixtureRequest) -> Place:
 
 
 places = pytest.mark.parametrize("place", PLACES, indirect=True)
-
-
-def by_types(types: Sequence[Types]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("types", types, ids="-".join)
+by_types = pytest.mark.parametrize("types", battery.step_types(), ids="-".join)
 
 
 @cache
@@ -72,7 +67,7 @@ def check_steps(place: Place, setting: Setting) -> None:
 
 @MODES
 @PLACEMENTS
-@by_types(STEPS)
+@by_types
 @places
 def test_steps(place: Place, types: Types, resident: bool, l2: bool) -> None:
     """Hostile and ordinary values, all hyper-parameters, lengths around blocks, gradients of any alignment."""
@@ -80,7 +75,7 @@ def test_steps(place: Place, types: Types, resident: bool, l2: bool) -> None:
 
 
 @PLACEMENTS
-@by_types(STEPS)
+@by_types
 @places
 def test_steps_with_bf16_moments(place: Place, types: Types, resident: bool) -> None:
     """Rounded stochastically: by step, seed, shard and index only, so the same in both places."""
@@ -98,27 +93,3 @@ def test_packed_gradients_and_norms(place: Place, form: str, resident: bool) -> 
         for name, got, wanted in zip(("packed gradient", "block sums"), one, other, strict=True):
             assert_bits(name, got, wanted, f"gradient {number}")
     assert battery.digest(iter(there)) == recorded()[f"pack {form}"]
-
-
-@by_types(PACKS)
-@places
-def test_pack_kernels(place: Place, types: Types) -> None:
-    """Also those that widen, all inputs in one launch."""
-    (found, sums, nonfinite), (wanted, wanted_sums, infinite) = (
-        battery.packed_by_kernel(place, types),
-        battery.packed_here(types),
-    )
-    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
-        assert_bits("packed gradient", one, other, f"gradient {number}")
-    assert_bits("block sums", sums, wanted_sums)
-    assert nonfinite and infinite and not np.isnan(sums).any()
-
-
-@by_types(UNPACKS)
-@places
-def test_unpack_kernels(place: Place, types: Types) -> None:
-    """Rounded to nearest even, denormals kept, one pattern for NaN."""
-    for number, (one, other) in enumerate(
-        zip(battery.unpacked_by_kernel(place, types), battery.unpacked_here(types), strict=True)
-    ):
-        assert_bits("parameter", one, other, f"parameter {number}")
