@@ -13,15 +13,14 @@ import pytest
 from tests.gpu.on_allocator import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
-DEVICES = ("stand-in", pytest.param("cuda", marks=pytest.mark.gpu))
+# Without a GPU the program is tried once, without the allocator.
+TRIED = (("stand-in", "expandable segments"), *(pytest.param("cuda", name, marks=pytest.mark.gpu) for name in SETTINGS))
 # The first is the name since torch 2.9.
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(("device", "name"), TRIED)
 def test_bits_with_another_allocator(device: str, name: str) -> None:
-    """Without a GPU the program is tried, without the allocator."""
     settings = dict.fromkeys(VARIABLES, SETTINGS[name])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **settings}
     command = [sys.executable, "-m", "tests.gpu.on_allocator", device, name]
