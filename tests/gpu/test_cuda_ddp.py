@@ -21,6 +21,7 @@ from superoffload.integrations import ddp
 from tests.rank_tools import on_ranks
 
 STEPS = 6
+CLIPS = 0.65  # every norm is a little larger
 CYCLES = 20_000_000  # some 10 ms
 COPIES, COPIED = 8, 64 << 20  # bytes up, of pinned memory: some 10 ms in front of gloo's
 Outcome = list[tuple[dict[str, str], list[float], float]]
@@ -43,7 +44,7 @@ def in_rank(
     planted = mock.patch.object(ddp, "allreduce_hook", late_hook) if late == "planted" else nullcontext()
     with planted, AdamW(model.parameters(), model=reduced, speculation=speculation, **options) as optimizer:
         for step in range(STEPS):
-            optimizer.max_grad_norm = 0.05 if step % 2 else 1e6
+            optimizer.max_grad_norm = CLIPS if step % 2 else 1e6
             gradients = gradients_of(2 * step + dist.get_rank(), dtype, device)
             backward(reduced, gradients, before)
             optimizer.step()
@@ -98,7 +99,7 @@ def test_averages_over_gloo_have_the_bits_of_the_cpu(device: str, dtype: torch.d
     found, expected = on_ranks(2, in_rank, device, dtype, "always"), reference(dtype)
     assert [one[:2] for one in found] == [one[:2] for one in expected]
     assert all(speculated > 0 for _, _, speculated in found)
-    assert found[0][1] == found[1][1] and max(found[0][1]) > 0.05, "some steps clip"
+    assert found[0][1] == found[1][1] and min(found[0][1]) > CLIPS
 
 
 @pytest.mark.gpu

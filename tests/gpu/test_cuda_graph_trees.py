@@ -15,6 +15,7 @@ from superoffload import AdamW
 NUMEL = 1 << 18
 PAIRS, STEPS = 4, 8  # a graph is warmed up in the first step and recorded in the second
 CYCLES = 20_000_000  # some 10 ms, which the pack stream is behind backward
+CLIPS = 14.0  # every norm is a little larger, and shows it with the last bucket only: those before are replayed
 DTYPES = (torch.float32, torch.bfloat16)
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton: torch compiles for GPUs with it")
@@ -47,7 +48,8 @@ class Chain(nn.Module):
         torch._dynamo.graph_break()
         total = self.third(total, gradients[4], gradients[5])
         torch._dynamo.graph_break()
-        return self.last(total, gradients[6], gradients[7])
+        total = self.last(total, gradients[6], gradients[7])
+        return total
 
 
 def gradients_of(step: int, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -72,7 +74,7 @@ def train(
     options: dict[str, Any] = {"lr": 1e-2, "bucket_numel": NUMEL, "threads": 2, "speculation": speculation}
     with AdamW(model.parameters(), **options) as optimizer:
         for step in range(STEPS):
-            optimizer.max_grad_norm = 0.05 if step % 2 else 1e6
+            optimizer.max_grad_norm = CLIPS if step % 2 else 1e6
             gradients = gradients_of(step, dtype, device)
             loss = model(gradients)
             if device == "cuda":
@@ -91,7 +93,7 @@ def train(
 def test_the_reference_does_not_depend_on_speculation(dtype: torch.dtype) -> None:
     digests, norms = train("cpu", dtype, None, "always")
     assert (digests, norms) == train("cpu", dtype, None, "never")
-    assert len({digest["published"] for digest in digests}) == STEPS and max(norms) > 0.05
+    assert len({digest["published"] for digest in digests}) == STEPS and min(norms) > CLIPS
 
 
 @pytest.mark.gpu
