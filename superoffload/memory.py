@@ -1,4 +1,4 @@
-"""Host memory for state, gradients and shadows, and whether all of it exceeds the processor's caches."""
+"""Host memory for state, gradients and shadows; whether it exceeds the processor's caches; a device without memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from superoffload import _native
 from superoffload.errors import HostMemoryError
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_NO_MEMORY = 2  # cudaErrorMemoryAllocation
 _UNKNOWN_CACHE = 32 << 20  # where the system does not tell: larger than most
 
 BYTES_PER_PARAM = 18  # master, moments, packed gradient, shadow, journal: what a step touches, at least
@@ -61,3 +62,13 @@ def exceeds_caches(numel: int) -> bool:
     Then what nobody reads soon (shadows, journal codes) is stored past them, which saves reading it first.
     """
     return numel * BYTES_PER_PARAM > largest_cache_bytes()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch says that an accelerator has no memory left: its allocator, or the runtime in a later call."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    later = getattr(torch, "AcceleratorError", None)  # since torch 2.8
+    if later is None or not isinstance(error, later):
+        return False
+    return getattr(error, "error_code", None) == _NO_MEMORY or "out of memory" in str(error).lower()

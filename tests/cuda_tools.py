@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -52,3 +53,20 @@ def check_against_host(fake: Fake, code: Callable[[nn.Module, AdamW], None], **o
         code(model, optimizer)
         fake.synchronize()
         assert optimizer.state_digests() == expected
+
+
+def accelerator_error(text: str, code: int | None = None) -> RuntimeError:
+    """What the runtime says in a later call; ``code`` is the runtime's own."""
+    made: Any = getattr(torch, "AcceleratorError", None)
+    if made is None:
+        pytest.skip("needs torch.AcceleratorError, which torch has since 2.8")
+    error: RuntimeError = made(text)
+    if code is not None:
+        vars(error)["error_code"] = code
+    return error
+
+
+def out_of_memory(of_allocator: bool) -> RuntimeError:
+    if of_allocator:
+        return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    return accelerator_error("CUDA error: out of memory", 2)

@@ -63,6 +63,14 @@ class Fake:
         self._functions.fake_cuda_registered_bytes.restype = ctypes.c_size_t
         self.current = self.make_stream()
 
+    @property
+    def driver(self) -> ctypes.CDLL:
+        """The driver's own functions, with a context that is current in the calling thread."""
+        context = ctypes.c_void_p()
+        self._functions.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+        self._functions.cuCtxSetCurrent(context)
+        return self._functions
+
     def make_stream(self) -> int:
         return int(self._functions.fake_cuda_stream())
 
@@ -128,6 +136,8 @@ class FakeDevice:
     def __init__(self, fake: Fake) -> None:
         self.fake = fake
         self.streams: list[int] = []
+        self.ahead: list[int] = []  # of these, the ones whose kernels go first
+        self.reusing = False  # memory of gradients is written again without regard to release()
         self.released: dict[int, int] = {}  # address of a gradient -> stream that still reads it
         self.kept: list[Tensor] = []
         self.capturing = False
@@ -139,8 +149,10 @@ class FakeDevice:
     def is_capturing(self) -> bool:
         return self.capturing
 
-    def make_stream(self) -> int:
+    def make_stream(self, *, ahead: bool = False) -> int:
         self.streams.append(self.fake.make_stream())
+        if ahead:
+            self.ahead.append(self.streams[-1])
         return self.streams[-1]
 
     def empty(self, nbytes: int) -> Tensor:
@@ -151,6 +163,9 @@ class FakeDevice:
 
     def free_bytes(self) -> int:
         return 1 << 30
+
+    def reuses_unasked(self) -> bool:
+        return self.reusing
 
     def release(self, gradients: Sequence[Tensor], stream: int) -> None:
         self.released.update((gradient.data_ptr(), stream) for gradient in gradients)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -61,7 +63,18 @@ def test_a_step_in_a_graph_capture_is_refused(fake: Fake) -> None:
 
 
 def test_torch_is_asked_whether_it_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the link's device, whichever is the current one."""
     device = object.__new__(TorchDevice)
-    for answer in (True, False):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda answer=answer: answer)
-        assert device.is_capturing() is answer
+    device.torch_device = torch.device("cuda", 1)
+    current = [torch.device("cuda", 0)]
+
+    @contextmanager
+    def of(chosen: torch.device) -> Iterator[None]:
+        current.append(chosen)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", of)
+    for capturing in (torch.device("cuda", 0), torch.device("cuda", 1)):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda one=capturing: one == current[-1])
+        assert device.is_capturing() is (capturing == device.torch_device)

@@ -17,6 +17,7 @@ from superoffload.errors import DeviceError, KernelsUnavailable, StateError, Tor
 from superoffload.placement import move_state
 from superoffload.schedule import MODES
 from tests.adamw_tools import DTYPES, batch, model_of
+from tests.cuda_tools import out_of_memory
 from tests.fake_cuda import Fake, on_fake_device
 from tests.test_cuda_link import LATE, deep_model, run_on_host
 
@@ -174,14 +175,15 @@ def test_a_device_that_fails_behind_a_launch_is_not_a_step_that_never_was(fake: 
         optimizer.close()
 
 
-def test_state_that_finds_no_room_stays_where_it_was(fake: Fake) -> None:
+@pytest.mark.parametrize("of_allocator", [True, False])
+def test_state_that_finds_no_room_stays_where_it_was(fake: Fake, of_allocator: bool) -> None:
     """The first step's order asks for other parameters; some of them cannot be moved to the device."""
     expected, _ = run_on_host(steps, torch.float32, max_grad_norm=0.5)
     moved: list[str] = []
 
     def move(shard: Shard, device: torch.device | None) -> None:
         if device is not None and moved:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise out_of_memory(of_allocator)
         fake.synchronize()
         move_state(shard, device)
         moved.append(shard.name)

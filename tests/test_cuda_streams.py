@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from superoffload import AdamW
 from superoffload.cuda.link import CudaLink, CudaOptions
 from superoffload.errors import StateError
-from superoffload.integrations import fsdp2
+from superoffload.integrations import ddp, fsdp2
 from superoffload.integrations.ddp import ReducedGradients
 from superoffload.optimizer import module_hooks
 from superoffload.optimizer.lifetime import Alone
@@ -135,7 +135,8 @@ def test_a_reduction_is_waited_for_before_it_is_read() -> None:
     told = (lambda param, gradient: delivered.append(gradient)), (lambda param: None)
     reduced = ReducedGradients(model, *told, threading.Lock())
     params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))]
-    reduced._waiting.append((Reduction(torch.arange(5.0)), params))  # type: ignore[arg-type]
+    future: Any = Reduction(torch.arange(5.0))
+    reduced._waiting.append(ddp.Reduction(future, params))
     reduced.drain()
     assert [one.tolist() for one in delivered] == [[0.0, 1.0, 2.0], [3.0, 4.0]]
 
@@ -150,7 +151,7 @@ def test_handlers_of_signals_wait_until_all_that_was_reduced_is_handed_over() ->
     model: Any = SimpleNamespace(process_group=None, register_comm_hook=lambda state, hook: None)
     reduced = ReducedGradients(model, deliver, lambda param: None, Alone())
     future: Any = Reduction(torch.arange(4.0))
-    reduced._waiting.append((future, [nn.Parameter(torch.zeros(2)) for _ in range(2)]))
+    reduced._waiting.append(ddp.Reduction(future, [nn.Parameter(torch.zeros(2)) for _ in range(2)]))
     before = signal.signal(signal.SIGUSR1, lambda *_: done.append("handled"))
     try:
         reduced.drain()

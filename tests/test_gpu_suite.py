@@ -37,6 +37,7 @@ from superoffload.benchmarking.jobs import ENDS_VARIABLE, LEFT, Job, check_keys
 from superoffload.cuda import fallback, geometry
 from superoffload.environment import DEVICE_TIMEOUT
 from superoffload.errors import ArgumentError
+from tests.cuda_tools import out_of_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 PEER = "DeepSpeed ZeRO-Offload"
@@ -128,16 +129,19 @@ def test_a_row_that_takes_long_has_fewer_blocks(monkeypatch: pytest.MonkeyPatch)
     assert len(training.measure(row)["seconds"]) == 4
 
 
-def test_what_went_wrong_first_is_what_a_row_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("of_allocator", [True, False])
+def test_what_went_wrong_first_is_what_a_row_tells(monkeypatch: pytest.MonkeyPatch, of_allocator: bool) -> None:
+    error = out_of_memory(of_allocator)
+
     def fails(*_: Any) -> Any:
-        raise torch.cuda.OutOfMemoryError("too little memory")
+        raise error
 
     def close(*_: Any) -> None:
         raise RuntimeError("cannot be closed after that")
 
     monkeypatch.setattr(training, "_timed", fails)
     monkeypatch.setattr("benchmarks.gpu_suite.contestants.Plain.close", close)
-    assert in_process(ALL_ON_DEVICE)["out_of_memory"] == "too little memory"
+    assert in_process(ALL_ON_DEVICE)["out_of_memory"] == str(error)
 
 
 def test_a_peer_that_cannot_be_imported_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

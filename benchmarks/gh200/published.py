@@ -20,6 +20,8 @@ from torch import Tensor
 from benchmarks.gh200.engines import ENGINES, Engine, local_device
 from benchmarks.gh200.setting import SAMPLES, SETTLED_FROM, Run
 from superoffload.benchmarking.facts import available_memory_bytes
+from superoffload.cuda.device import peak_active_bytes
+from superoffload.memory import is_out_of_memory
 from superoffload.training.corpus import load_corpus
 
 _TEXT_BYTES = 32 << 20
@@ -33,7 +35,9 @@ def train(run: Run) -> dict[str, Any]:
     try:
         engine = ENGINES[run.engine].make(run, device)
         return {**_trained(run, engine, batches, memory, device), **engine.close()}
-    except torch.cuda.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         return {"out_of_memory": str(error).splitlines()[0][:300]}
 
 
@@ -104,7 +108,7 @@ class Memory:
         """Host memory is that of all ranks on this machine."""
         found = {**_peak_and_average("gpu", self._gpu), **_peak_and_average("host", self._host)}
         if self._device.type == "cuda":
-            found["gpu_peak_allocated_bytes"] = torch.cuda.max_memory_allocated(self._device)
+            found["gpu_peak_active_bytes"] = peak_active_bytes(self._device)
         return found
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from benchmarks.gpu_suite.settings import GIB
 from superoffload.benchmarking.facts import available_memory_bytes
+from superoffload.cuda.device import peak_active_bytes
 from superoffload.errors import ArgumentError
 
 LONGEST_DELAY = 2e-3  # seconds
@@ -137,7 +138,7 @@ class Cuda(Device):
     def memory(self) -> dict[str, int | None]:
         return {
             **super().memory(),
-            "gpu_peak_allocated_bytes": torch.cuda.max_memory_allocated(self.torch),
+            "gpu_peak_active_bytes": peak_active_bytes(self.torch),
             "gpu_peak_reserved_bytes": torch.cuda.max_memory_reserved(self.torch),
             "gpu_used_bytes": self._most_used,
         }

@@ -15,6 +15,7 @@ from benchmarks.gpu_suite.contestants import CONTESTANTS, Contestant, Plain
 from benchmarks.gpu_suite.devices import Device, open_device
 from benchmarks.gpu_suite.settings import TrainRow
 from superoffload.benchmarking.jobs import ENDS_VARIABLE
+from superoffload.memory import is_out_of_memory
 from superoffload.training.batches import BatchSource
 from superoffload.training.config import ModelConfig
 from superoffload.training.corpus import load_corpus
@@ -73,7 +74,9 @@ def measure(row: TrainRow) -> dict[str, Any]:
                 raise
             contestant.close()
         return {**found, **device.facts()}
-    except torch.cuda.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         return {"out_of_memory": str(error).splitlines()[0][:300], **device.facts()}
 
 

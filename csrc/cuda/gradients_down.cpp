@@ -87,7 +87,7 @@ GradientsDown::Ticket GradientsDown::enqueue(const std::shared_ptr<DeviceBucket>
     const std::uint64_t blocks =
         ticket.summed ? enqueue_kernel(b, addresses, ticket, slot, target) : enqueue_copies(b, addresses, ticket);
     streams_.record(b.packed, streams_.pack(), "cuEventRecord on the pack stream");
-    if (keep) streams_.order(current, b.packed, "the current stream's wait for the pack kernel");
+    if (keep) hold_back(b, current, others);
     streams_.order(streams_.down(), b.packed, "the down stream's wait for the pack kernel");
     if (slot != nullptr) copy_from_slot(b, addresses, target);
     if (slot != nullptr || b.spec.resident != 0) {
@@ -116,6 +116,12 @@ void GradientsDown::await_gradients(DeviceBucket& b, Stream current, const std::
     if (b.was_delivered.load()) {
         streams_.order(streams_.pack(), b.delivered, "the pack stream's wait for the last delivery");
     }
+}
+
+// Whatever is enqueued from here on where the gradients came from runs once they have been read.
+void GradientsDown::hold_back(const DeviceBucket& b, Stream current, const std::vector<Stream>& others) const {
+    streams_.order(current, b.packed, "the current stream's wait for the pack kernel");
+    for (Stream other : others) streams_.order(other, b.packed, "another stream's wait for the pack kernel");
 }
 
 GradientsDown::Slot* GradientsDown::next_slot(const DeviceBucket& b, DeviceAddress* target) {

@@ -54,6 +54,7 @@ class GradientsDown {
     Ticket enqueue(const std::shared_ptr<DeviceBucket>& bucket, Stream current,
                    const std::vector<DeviceAddress>& addresses, bool keep, const std::vector<Stream>& others);
     void await_gradients(DeviceBucket& bucket, Stream current, const std::vector<Stream>& others) const;
+    void hold_back(const DeviceBucket& bucket, Stream current, const std::vector<Stream>& others) const;
     // The next slot, and in `target` its address; null for a bucket that needs none.
     Slot* next_slot(const DeviceBucket& bucket, DeviceAddress* target);
     // Both on the pack stream; they return the number of blocks.

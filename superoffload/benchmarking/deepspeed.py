@@ -186,6 +186,8 @@ class _Entrant:
     def turn(self, *, warm_up: bool) -> None:
         import torch
 
+        from superoffload.cuda.device import peak_active_bytes
+
         others = _on_gpu() - self.gpu_at_rest
         if on_gpus():
             torch.cuda.reset_peak_memory_stats()
@@ -211,7 +213,7 @@ class _Entrant:
         if warm_up:
             self.host_bytes = _resident() - self.host_before
         if on_gpus():
-            self.gpu_bytes = max(self.gpu_bytes, torch.cuda.max_memory_allocated() - others)
+            self.gpu_bytes = max(self.gpu_bytes, peak_active_bytes() - others)
 
     def result(self) -> dict[str, Any]:
         from superoffload import kernels
@@ -298,9 +300,9 @@ def _device_is_idle() -> None:
 
 def _on_gpu() -> int:
     """Bytes of this process on its GPU."""
-    import torch
+    from superoffload.cuda.device import active_bytes
 
-    return torch.cuda.memory_allocated() if on_gpus() else 0
+    return active_bytes() if on_gpus() else 0
 
 
 def _resident() -> int:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+_AHEAD = -1  # the priority of a stream whose kernels go before those of ordinary streams
+_ASK_BEFORE_REUSE = ("native", "cudaMallocAsync")  # torch's allocators; those of others may ignore record_stream
 
 
 class Device(Protocol):
@@ -21,14 +25,20 @@ class Device(Protocol):
     def is_capturing(self) -> bool:
         """Whether what the calling thread enqueues becomes part of a graph instead of being done."""
 
-    def make_stream(self) -> int:
-        """A stream that does not wait for the default stream, and lives as long as the process."""
+    def make_stream(self, *, ahead: bool = False) -> int:
+        """A stream that does not wait for the default stream, and lives as long as the process.
+
+        ``ahead``: its kernels start before those of ordinary streams that have not begun.
+        """
 
     def empty(self, nbytes: int) -> Tensor:
         """Memory on the device, as uint8, from the allocator that the model uses."""
 
     def free_bytes(self) -> int:
         """Memory that nothing has used so far, at the peak of forward and backward included."""
+
+    def reuses_unasked(self) -> bool:
+        """Whether memory of gradients that arrive now may be written again although ``release`` has named a stream."""
 
     def release(self, gradients: Sequence[Tensor], stream: int) -> None:
         """Their memory may be used again only after what is on ``stream`` (one of ``make_stream``'s) by now."""
@@ -41,17 +51,19 @@ class TorchDevice:
         self.ordinal = torch.cuda.current_device() if device.index is None else device.index
         self.torch_device = torch.device("cuda", self.ordinal)
         torch.cuda.init()
+        self._asks = torch.cuda.get_allocator_backend() in _ASK_BEFORE_REUSE
         self._streams: dict[int, torch.cuda.Stream] = {}
 
     def current_stream(self) -> int:
         return int(torch.cuda.current_stream(self.torch_device).cuda_stream)
 
     def is_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        with torch.cuda.device(self.torch_device):  # torch asks the current device, which need not be ours
+            return torch.cuda.is_current_stream_capturing()
 
-    def make_stream(self) -> int:
+    def make_stream(self, *, ahead: bool = False) -> int:
         # Of torch's pool: its streams are never destroyed, so memory that is recorded on them can go at any time.
-        stream = torch.cuda.Stream(self.torch_device)
+        stream = torch.cuda.Stream(self.torch_device, priority=_AHEAD if ahead else 0)
         handle = int(stream.cuda_stream)
         self._streams[handle] = stream
         return handle
@@ -62,8 +74,49 @@ class TorchDevice:
     def free_bytes(self) -> int:
         device = self.torch_device
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device))
+        return int(free + torch.cuda.memory_reserved(device) - peak_active_bytes(device))
+
+    def reuses_unasked(self) -> bool:
+        return not self._asks or _replays_graphs(self.ordinal)
 
     def release(self, gradients: Sequence[Tensor], stream: int) -> None:
         for gradient in gradients:
             gradient.record_stream(self._streams[stream])
+
+
+def peak_active_bytes(device: torch.device | None = None) -> int:
+    """The most memory that was in use at a time since ``torch.cuda.reset_peak_memory_stats``.
+
+    A freed gradient counts until the pack stream has read it: its memory is allocated no more, and nothing else can
+    have it.
+    """
+    return _in_use(device, "peak")
+
+
+def active_bytes(device: torch.device | None = None) -> int:
+    """Likewise, now."""
+    return _in_use(device, "current")
+
+
+def _in_use(device: torch.device | None, when: str) -> int:
+    found = torch.cuda.memory_stats(device)
+    # cudaMallocAsync counts what is allocated only; elsewhere the active bytes are never fewer.
+    return max(int(found.get(f"{kind}_bytes.all.{when}", 0)) for kind in ("active", "allocated"))
+
+
+def _replays_graphs(ordinal: int) -> bool:
+    """Whether inductor's CUDA graph trees have run something on this device (``mode="reduce-overhead"``).
+
+    Each of their graphs writes its gradients to the same addresses at every replay. Later graphs of the same pool
+    have them too, once nothing refers to the gradient. What was recorded with ``record_stream`` counts for neither.
+    """
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None:
+        return False
+    get_manager = getattr(trees, "get_manager", None)
+    if get_manager is None:  # a version that we do not know: waiting is always right
+        return True
+    try:
+        return get_manager(ordinal, create_if_none_exists=False) is not None
+    except AssertionError:  # older versions, in a thread that has run nothing compiled
+        return False

@@ -68,7 +68,9 @@ class CudaLink:
             self._flag = PinnedArena(self._gpu, _FLAG_BYTES)
             flag = self._flag.take(1, torch.int32)
             self.can_pin = self._flag.pinned  # at least a little
-            self._pack_stream, self._down_stream, self._up_stream = (device.make_stream() for _ in range(3))
+            # What it packs frees memory, and is on its way to the workers: backward's own kernels can wait for that.
+            self._pack_stream = device.make_stream(ahead=True)
+            self._down_stream, self._up_stream = device.make_stream(), device.make_stream()
             self._pipeline = _native.CudaPipeline(
                 self._gpu,
                 pack=self._pack_stream,
@@ -224,18 +226,22 @@ class CudaLink:
                 if not bucket.resident:
                     self.bytes_down += bucket.packed_dtype.itemsize * piece.numel
         current = self._device.current_stream()
+        # Memory that is written again without asking the allocator: then the streams of backward wait themselves.
+        waits = not self.frees_gradients or self._device.reuses_unasked()
+        released = [grad for grad in grads if grad is not None] if self.frees_gradients else []
         try:
             with _translated(f"packing {bucket.pieces[0].shard.name}"):
                 arrival = self._pipeline.pack(
                     self._buckets[bucket],
                     current=current,
                     addresses=addresses,
-                    keep=not self.frees_gradients,
+                    keep=waits,
                     others=sorted(self._written_on.pop(bucket, set()) - {current}),
                 )
+            if waits:
+                released = []
         finally:  # the kernel may run although something after it has failed
-            if self.frees_gradients:
-                self._device.release([grad for grad in grads if grad is not None], self._pack_stream)
+            self._device.release(released, self._pack_stream)
         return PackTicket(bucket, arrival)
 
     def arrived(self, ticket: PackTicket) -> _native.Completion:

@@ -7,12 +7,13 @@ inspects the annotations of hooks, so this file must not postpone their evaluati
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.distributed_c10d import get_backend_config
 from torch.nn.parallel import DistributedDataParallel
 
 from superoffload.errors import ArgumentError
@@ -20,6 +21,14 @@ from superoffload.errors import ArgumentError
 Deliver = Callable[[Tensor, Tensor], None]
 Kept = Callable[[Tensor], None]
 Alone = AbstractContextManager[Any]
+
+
+class Reduction(NamedTuple):
+    """One bucket of DDP's under way."""
+
+    future: torch.futures.Future[Tensor]
+    params: Sequence[Tensor]
+    began_on: torch.cuda.Stream | None = None  # the current stream then; None on processors
 
 
 class ReducedGradients:
@@ -34,12 +43,13 @@ class ReducedGradients:
         self._deliver = deliver
         self._kept = kept
         self._alone = alone  # another thread, or a signal's handler, may call finish() or forget()
-        self._waiting: deque[tuple[torch.futures.Future[Tensor], Sequence[Tensor]]] = deque()
+        self._waiting: deque[Reduction] = deque()
         self._delivered: list[tuple[Tensor, Tensor]] = []  # in this backward
         self._shown: dict[Tensor, tuple[Tensor | None, int]] = {}  # p.grad and its version, before DDP puts it there
         self._watches = False
         self._group = model.process_group
         self._stream: torch.cuda.Stream | None = None
+        self._ordered_by_future = False  # known once there is a stream
         try:
             model.register_comm_hook(None, self._hook)
         except RuntimeError as error:
@@ -54,9 +64,10 @@ class ReducedGradients:
             # Run in the order in which they were queued, and DDP queues its own, which ends backward, after this one.
             torch.autograd.Variable._execution_engine.queue_callback(self._before_the_end)
             self._watches = True
-        future = allreduce_hook(self._group, bucket)
         params = bucket.parameters()
-        self._waiting.append((future, params))
+        began_on = torch.cuda.current_stream(params[0].device) if _on_gpu(params[0]) else None
+        future = allreduce_hook(self._group, bucket)
+        self._waiting.append(Reduction(future, params, began_on))
         self._shown.update(dict.fromkeys(params, (None, 0)))
         return future
 
@@ -80,27 +91,35 @@ class ReducedGradients:
     def drain(self) -> None:
         """Hands over what has been reduced by now."""
         with self._alone:
-            while self._waiting and self._waiting[0][0].done():
-                self._hand_over(*self._waiting.popleft())
+            while self._waiting and self._waiting[0].future.done():
+                self._hand_over(self._waiting.popleft())
 
-    def _hand_over(self, future: torch.futures.Future[Tensor], params: Sequence[Tensor]) -> None:
-        with self._beside_backward(params[0]):
-            reduced, at = future.wait(), 0
-            for param in params:
+    def _hand_over(self, reduction: Reduction) -> None:
+        with self._beside_backward(reduction):
+            reduced, at = reduction.future.wait(), 0
+            for param in reduction.params:
                 gradient = reduced.view(-1)[at : at + param.numel()]
                 self._deliver(param, gradient)
                 self._delivered.append((param, gradient))
                 at += param.numel()
 
     @contextmanager
-    def _beside_backward(self, param: Tensor) -> Iterator[None]:
+    def _beside_backward(self, reduction: Reduction) -> Iterator[None]:
         """On a GPU a reduction is "done" once it is enqueued, and waiting for it makes the current stream wait: one of
         our own, or backward would stand still for the reduction."""
-        if not param.is_cuda:
+        if reduction.began_on is None:
             yield
             return
+        device = reduction.params[0].device
         if self._stream is None:
-            self._stream = torch.cuda.Stream(param.device)
+            self._stream = torch.cuda.Stream(device)
+            self._ordered_by_future = _is_nccl(self._group)
+        if not self._ordered_by_future:
+            # Gloo's worker thread copies the sum to the device on a stream that only it knows, and its future orders
+            # nothing: torch 2.6 to 2.10 make the worker's own current stream wait for that copy, which is the default
+            # stream, before the future is done. Other versions and backends go by the stream of the caller.
+            self._stream.wait_stream(torch.cuda.default_stream(device))
+            self._stream.wait_stream(reduction.began_on)
         with torch.cuda.stream(self._stream):
             yield
 
@@ -118,6 +137,16 @@ class ReducedGradients:
         self._delivered.clear()
         self._shown.clear()
         self._watches = False
+
+
+def _on_gpu(param: Tensor) -> bool:
+    return param.is_cuda
+
+
+def _is_nccl(group: ProcessGroup) -> bool:
+    """Whether ``group`` reduces tensors on GPUs by NCCL, whose futures order the stream that waits for them."""
+    backends = dict(one.split(":") for one in get_backend_config(group).split(","))
+    return backends.get("cuda") == "nccl"
 
 
 def _state_of(grad: Tensor | None) -> tuple[Tensor | None, int]:

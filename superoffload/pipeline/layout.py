@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from superoffload import _native
 from superoffload.bucket import Bucket, GroupHyper, Shard, lay_out
 from superoffload.link import Link
-from superoffload.memory import exceeds_caches
+from superoffload.memory import exceeds_caches, is_out_of_memory
 from superoffload.pipeline.options import CoreOptions
 from superoffload.placement import Placer, ResidentWork, move_state
 from superoffload.placement_choice import Measured
@@ -117,7 +115,9 @@ class Layout:
         for shard in sorted(moving, key=lambda shard: not shard.resident):  # those that make room first
             try:
                 move_state(shard, None if shard.resident else self.placer.residency.device)
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 self.placer.why += f"; the accelerator had no room left for {shard.name} and what would have followed"
                 break
             moved += 1

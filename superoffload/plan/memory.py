@@ -105,7 +105,7 @@ class Needs:
 
     @property
     def gpu_peak(self) -> float:
-        """What torch reports as the most that was ever allocated."""
+        """The most that is in use at a time: what torch reports as the peak of active bytes."""
         return sum(self.gpu.values()) + max(self.gpu_moments.values(), default=0.0)
 
     @property

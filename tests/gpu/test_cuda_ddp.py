@@ -1,0 +1,109 @@
+"""DistributedDataParallel over gloo, two ranks on one GPU: sums that come back late on a stream of gloo's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache, partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.gpu_suite.given_gradients import Model, gradients_of
+from superoffload import AdamW
+from superoffload.integrations import ddp
+from tests.rank_tools import on_ranks
+
+STEPS = 6
+CLIPS = 0.65  # every norm is a little larger
+CYCLES = 20_000_000  # some 10 ms
+COPIES, COPIED = 8, 64 << 20  # bytes up, of pinned memory: some 10 ms in front of gloo's
+Outcome = list[tuple[dict[str, str], list[float], float]]
+
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def in_rank(
+    device: str, dtype: torch.dtype, speculation: str, late: str = ""
+) -> tuple[dict[str, str], list[float], float]:
+    """Digests, norms, and how much was speculated, of gradients that are given bit for bit and averaged over ranks.
+
+    ``late``: what keeps sums from being on the device when their future is done.
+    """
+    model = Model(dtype, device)
+    reduced = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    options: dict[str, Any] = {"lr": 1e-2, "bucket_numel": 2048, "threads": 1, "rank_timeout": 30.0}
+    norms = []
+    before = partial(busy_copies, COPIES, COPIED) if late == "copies" else None
+    planted = mock.patch.object(ddp, "allreduce_hook", late_hook) if late == "planted" else nullcontext()
+    with planted, AdamW(model.parameters(), model=reduced, speculation=speculation, **options) as optimizer:
+        for step in range(STEPS):
+            optimizer.max_grad_norm = CLIPS if step % 2 else 1e6
+            gradients = gradients_of(2 * step + dist.get_rank(), dtype, device)
+            backward(reduced, gradients, before)
+            optimizer.step()
+            norms.append(optimizer.grad_norm)
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return optimizer.state_digests(), norms, optimizer.stats()["buckets_speculated"]
+
+
+def backward(model: Any, gradients: list[Tensor], before: Callable[[], None] | None) -> None:
+    loss = model(gradients)
+    if before is not None:
+        before()
+    loss.backward()
+
+
+def busy_copies(count: int, nbytes: int) -> None:
+    """Gloo's own copies stand in line behind these."""
+    source = torch.empty(nbytes, dtype=torch.uint8).pin_memory()
+    with torch.cuda.stream(torch.cuda.Stream(priority=-1)):
+        for _ in range(count):
+            torch.empty(nbytes, dtype=torch.uint8, device="cuda").copy_(source, non_blocking=True)
+
+
+def late_hook(group: Any, bucket: Any) -> Any:
+    """As gloo's threads do it, always too late: the sum is written behind a delay on the default stream."""
+    buffer = allreduce_hook(group, bucket).wait()
+    torch.cuda.synchronize()
+    total = buffer.clone()
+    buffer.fill_(torch.nan)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.default_stream()):
+        sleep: Any = torch.cuda._sleep
+        sleep(CYCLES)
+        buffer.copy_(total)
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(buffer)
+    return future
+
+
+@cache
+def reference(dtype: torch.dtype) -> Outcome:
+    """Synchronous, on the CPU."""
+    return on_ranks(2, in_rank, "cpu", dtype, "never")
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_averages_over_gloo_have_the_bits_of_the_cpu(device: str, dtype: torch.dtype) -> None:
+    found, expected = on_ranks(2, in_rank, device, dtype, "always"), reference(dtype)
+    assert [one[:2] for one in found] == [one[:2] for one in expected]
+    assert all(speculated > 0 for _, _, speculated in found)
+    assert found[0][1] == found[1][1] and min(found[0][1]) > CLIPS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("late", ["copies", "planted"])
+def test_sums_that_are_late_are_waited_for(late: str) -> None:
+    found = on_ranks(2, in_rank, "cuda", torch.float32, "always", late)
+    assert [one[:2] for one in found] == [one[:2] for one in reference(torch.float32)]
