@@ -71,15 +71,14 @@ def launch(kernel: str, pieces: geometry.Pieces, *addresses: int, grid: int | No
 
 def pack(
     kernel: str, gradients: Sequence[npt.NDArray[Any]], offsets: Sequence[int], packed: npt.NDArray[Any]
-) -> tuple[npt.NDArray[np.float64], bool]:
-    """Block sums of all gradients one after the other, and the flag for anything that is not finite."""
+) -> npt.NDArray[np.float64]:
+    """Block sums of all gradients one after the other."""
     pieces = geometry.copy_pieces(
         (gradient.ctypes.data, offset, gradient.size) for gradient, offset in zip(gradients, offsets, strict=True)
     )
     sums = np.full(geometry.count_blocks(pieces), np.nan)
-    flag = np.zeros(1, np.uint32)
-    launch(kernel, pieces, packed.ctypes.data, sums.ctypes.data, flag.ctypes.data)
-    return sums, bool(flag[0])
+    launch(kernel, pieces, packed.ctypes.data, sums.ctypes.data)
+    return sums
 
 
 def blocks_of(gradient: npt.NDArray[Any] | Tensor) -> int:

@@ -132,10 +132,10 @@ struct Device {
         : gpu(std::make_shared<Gpu>(cuda::Driver::load(library()), 0)),
           current(new_stream()),
           flag(gpu, {4096}),
-          staging(2 * 4 * kPadded),
+          staging(3 * 4 * kPadded),
           streams({new_stream(), new_stream(), new_stream()}),
           pipeline(Pipeline::create(gpu, streams, flag.data(), image, timeout)) {
-        pipeline->set_staging({address(staging.data()), 4 * kPadded, 2, 0});
+        pipeline->set_staging({address(staging.data()), 4 * kPadded, 2, address(staging.data()) + 8 * kPadded});
     }
 
     std::shared_ptr<Gpu> gpu;

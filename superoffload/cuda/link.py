@@ -15,7 +15,6 @@ from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket
 from superoffload.cuda.device import Device
 from superoffload.cuda.pinned import ALIGN, LARGEST_REGISTRATION, PinnedArena, warn_unpinned
 from superoffload.cuda.residency import CudaResidency
-from superoffload.cuda.transfer import NARROW, TransferPolicy
 from superoffload.errors import DeviceError
 from superoffload.link import PackTicket
 
@@ -33,7 +32,6 @@ class CudaOptions:
     """
 
     keep_grads: bool = False
-    policy: TransferPolicy = NARROW
     image: bytes = b""
     arrival_flag: bool = True
     timeout_seconds: float = 600.0
@@ -50,7 +48,6 @@ class CudaLink:
         self.bytes_down = 0
         self.bytes_up = 0
         self.frees_gradients = not options.keep_grads
-        self.policy = options.policy
         self._options = options
         self._device = device
         self._pid = os.getpid()
@@ -102,9 +99,6 @@ class CudaLink:
     # ---- memory -----------------------------------------------------------------------------------------------
 
     def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
-        for bucket in (bucket for bucket in buckets if not bucket.resident):
-            bucket.packed_dtype = self.policy.packed_dtype(bucket.gradient_dtype)
-            bucket.shadow_dtype = self.policy.shadow_dtype(bucket.published_dtype)
         with _translated("reserving memory"):
             if anew:
                 self._start_anew()
@@ -144,28 +138,26 @@ class CudaLink:
         # Buckets in the order of the first backward may need a little more, for gaps between their pieces.
         arena = PinnedArena(self._gpu, nbytes + (nbytes >> 6) + (1 << 16), chunk=self._options.chunk)
         warn_unpinned(arena)
-        if self.policy.direct and not arena.pinned:
-            self.policy = NARROW  # the same formats; but kernels cannot reach memory that is not pinned
         self._arenas.append(arena)
 
     def _reserve_staging(self, buckets: Sequence[Bucket]) -> None:
         if not self._pipeline.has_kernels:
             return
-        down = max((_nbytes(b.padded, b.packed_dtype) for b in buckets), default=0) if not self.policy.direct else 0
-        up = max((_nbytes(b.padded, b.shadow_dtype) for b in buckets if b.shadow_dtype != b.published_dtype), default=0)
+        down = max((_nbytes(b.padded, b.gradient_dtype) for b in buckets), default=0)
+        up = max((_nbytes(b.padded, b.published_dtype) for b in buckets if len(b.pieces) > 1), default=0)
         if self._staging and self._staging[0].numel() >= SLOTS * down and self._staging[1].numel() >= up:
             return
         if not self._pipeline.drain(self._options.timeout_seconds):
             raise DeviceError(f"the device did not finish its copies within {self._options.timeout_seconds} s")
         self._staging = [self._device.empty(SLOTS * down), self._device.empty(up)]
-        for_packing, for_casts = (memory.data_ptr() for memory in self._staging)
-        self._pipeline.set_staging(down=for_packing, slot_bytes=down, slots=SLOTS if down else 0, up=for_casts)
+        below, above = (memory.data_ptr() for memory in self._staging)
+        self._pipeline.set_staging(down=below, slot_bytes=down, slots=SLOTS if down else 0, up=above)
 
     def attach(self, bucket: Bucket) -> None:
         arena = self._arenas[-1]
         with _translated("reserving memory"):
-            bucket.gradient = arena.take(bucket.padded, bucket.packed_dtype)
-            bucket.shadow = arena.take(bucket.padded, bucket.shadow_dtype)
+            bucket.gradient = arena.take(bucket.padded, bucket.gradient_dtype)
+            bucket.shadow = arena.take(bucket.padded, bucket.published_dtype)
         self._attach_native(bucket, packed=bucket.gradient.data_ptr(), shadow=bucket.shadow.data_ptr())
 
     def _attach_resident(self, bucket: Bucket, packed: int, step_kernel: str) -> _native.DeviceBucket:
@@ -185,14 +177,11 @@ class CudaLink:
                     for piece in bucket.pieces
                 ],
                 gradient_type=ELEMENT_TYPES[bucket.gradient_dtype],
-                packed_type=ELEMENT_TYPES[bucket.packed_dtype],
-                shadow_type=ELEMENT_TYPES[bucket.shadow_dtype],
                 published_type=ELEMENT_TYPES[bucket.published_dtype],
                 packed=packed,
                 shadow=shadow,
                 scratch=scratch.data_ptr(),
                 device_scratch=on_device,
-                direct=self.policy.direct and not resident,
                 resident=resident,
                 step_kernel=step_kernel,
             )
@@ -222,7 +211,7 @@ class CudaLink:
             if grad is not None:
                 addresses[i] = grad.data_ptr() + size * piece.start
                 if not bucket.resident:
-                    self.bytes_down += bucket.packed_dtype.itemsize * piece.numel
+                    self.bytes_down += size * piece.numel
         current = self._device.current_stream()
         try:
             with _translated(f"packing {bucket.pieces[0].shard.name}"):
@@ -250,7 +239,7 @@ class CudaLink:
                 target = piece.shard.target()
                 targets.append(target)
                 addresses[i] = target.data_ptr() + size * piece.start
-                self.bytes_up += bucket.shadow_dtype.itemsize * piece.numel
+                self.bytes_up += size * piece.numel
         self._targets[bucket] = targets  # so that their memory stays until the copy is ordered
         with _translated(f"delivering {bucket.pieces[0].shard.name}"):
             return self._pipeline.deliver(
@@ -311,7 +300,7 @@ def _scratch_bytes(bucket: Bucket) -> int:
 def _host_bytes(bucket: Bucket) -> int:
     if bucket.resident:
         return _aligned(_scratch_bytes(bucket))
-    packed, shadow = _nbytes(bucket.padded, bucket.packed_dtype), _nbytes(bucket.padded, bucket.shadow_dtype)
+    packed, shadow = (_nbytes(bucket.padded, dtype) for dtype in (bucket.gradient_dtype, bucket.published_dtype))
     return _aligned(packed) + _aligned(shadow) + _aligned(_scratch_bytes(bucket))
 
 
