@@ -103,12 +103,13 @@ def test_parameters_of_one_bucket_travel_together(fake: Fake) -> None:
     assert fake.calls("cuLaunchKernel") == 6 * 2
 
 
-def test_only_what_has_a_gradient_is_delivered(fake: Fake) -> None:
-    """Parameters of the same bucket before, between and behind others whose gradients never come."""
+@pytest.mark.parametrize("which", [0, 1])
+def test_only_what_has_a_gradient_is_delivered(fake: Fake, which: int) -> None:
+    """Parameters of the same bucket before, between and behind others whose gradients do not come."""
 
     def some(model: nn.Module, optimizer: AdamW) -> None:
         for number, param in enumerate(model.parameters()):
-            param.requires_grad_(number % 2 == 1)
+            param.requires_grad_(number % 2 == which)
         steps(model, optimizer)
         for param in model.parameters():
             param.requires_grad_(True)
