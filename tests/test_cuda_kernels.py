@@ -170,7 +170,6 @@ def test_grids() -> None:
     assert geometry.grid_for("pack_f32", 17) == 3
     assert geometry.grid_for("unpack_32", 17) == 5
     assert geometry.grid_for("step_f32_f32_noisy", 17) == 17
-    assert geometry.grid_for("step_f32_f32", 17, at_most=4) == 4
     assert geometry.grid_for("pack_f32", 0) == 1
 
 

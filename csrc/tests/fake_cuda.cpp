@@ -41,7 +41,8 @@ EXPORT Result cuGetErrorName(Result error, const char** text) {
     };
     const auto found = names.find(error);
     *text = found == names.end() ? nullptr : found->second;
-    return found == names.end() ? kInvalidValue : kSuccess;
+    if (found == names.end()) return kInvalidValue;
+    return kSuccess;
 }
 
 EXPORT Result cuGetErrorString(Result, const char** text) {
@@ -52,7 +53,8 @@ EXPORT Result cuGetErrorString(Result, const char** text) {
 EXPORT Result cuDeviceGet(int* device, int ordinal) {
     if (const Result result = enter("cuDeviceGet", false); result != kSuccess) return result;
     *device = ordinal;
-    return ordinal == 0 ? kSuccess : kInvalidValue;
+    if (ordinal != 0) return kInvalidValue;
+    return kSuccess;
 }
 
 EXPORT Result cuDeviceGetPCIBusId(char* text, int length, int) {

@@ -63,11 +63,9 @@ def count_blocks(pieces: Pieces) -> int:
     return sum(blocks_of(int(numel)) for numel in pieces["numel"])
 
 
-def grid_for(kernel: str, blocks: int, at_most: int | None = None) -> int:
-    """CUDA blocks for so many 1024-element blocks; kernels stride, so fewer do the same work on fewer processors."""
-    per_cuda_block = BLOCKS_PER_CUDA_BLOCK[kernel.partition("_")[0]]
-    grid = max(1, -(-blocks // per_cuda_block))
-    return grid if at_most is None else min(grid, max(1, at_most))
+def grid_for(kernel: str, blocks: int) -> int:
+    """CUDA blocks for so many 1024-element blocks; kernels stride, so any other grid does the same work."""
+    return max(1, -(-blocks // BLOCKS_PER_CUDA_BLOCK[kernel.partition("_")[0]]))
 
 
 _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}

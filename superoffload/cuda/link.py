@@ -13,7 +13,7 @@ from torch import Tensor
 from superoffload import _native
 from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket
 from superoffload.cuda.device import Device
-from superoffload.cuda.pinned import ALIGN, LARGEST_REGISTRATION, PinnedArena, warn_unpinned
+from superoffload.cuda.pinned import ALIGN, LARGEST_REGISTRATION, PinnedArena, aligned, warn_unpinned
 from superoffload.cuda.residency import CudaResidency
 from superoffload.errors import DeviceError
 from superoffload.link import PackTicket
@@ -64,14 +64,13 @@ class CudaLink:
             self._gpu = _native.CudaGpu(options.library, device.ordinal)
             self._flag = PinnedArena(self._gpu, _FLAG_BYTES)
             flag = self._flag.take(1, torch.int32)
-            self.can_pin = self._flag.pinned  # at least a little
             self._pack_stream, self._down_stream, self._up_stream = (device.make_stream() for _ in range(3))
             self._pipeline = _native.CudaPipeline(
                 self._gpu,
                 pack=self._pack_stream,
                 down=self._down_stream,
                 up=self._up_stream,
-                flag=flag.data_ptr() if self.can_pin and options.arrival_flag else 0,
+                flag=flag.data_ptr() if self._flag.pinned and options.arrival_flag else 0,
                 image=options.image,
                 timeout_seconds=options.timeout_seconds,
             )
@@ -90,7 +89,7 @@ class CudaLink:
     @property
     def pinned(self) -> bool:
         """Whether all host memory could be pinned."""
-        return self.can_pin and all(arena.pinned for arena in self._arenas)
+        return all(arena.pinned for arena in [*self._arenas, self._flag])
 
     @property
     def pinned_bytes(self) -> int:
@@ -117,9 +116,8 @@ class CudaLink:
 
     def _start_anew(self) -> None:
         """Nothing of the buckets so far is needed any more."""
-        timeout = self._options.timeout_seconds
-        if self._buckets and not (self._pipeline.drain(timeout) and self._residency.drain(timeout)):
-            raise DeviceError(f"the device did not finish its copies within {self._options.timeout_seconds} s")
+        if self._buckets:
+            self.drain(self._options.timeout_seconds, steps=True)
         self._buckets.clear()
         self._targets.clear()
         self._written_on.clear()
@@ -147,8 +145,7 @@ class CudaLink:
         up = max((_nbytes(b.padded, b.published_dtype) for b in buckets if len(b.pieces) > 1), default=0)
         if self._staging and self._staging[0].numel() >= SLOTS * down and self._staging[1].numel() >= up:
             return
-        if not self._pipeline.drain(self._options.timeout_seconds):
-            raise DeviceError(f"the device did not finish its copies within {self._options.timeout_seconds} s")
+        self.drain(self._options.timeout_seconds)
         self._staging = [self._device.empty(SLOTS * down), self._device.empty(up)]
         below, above = (memory.data_ptr() for memory in self._staging)
         self._pipeline.set_staging(down=below, slot_bytes=down, slots=SLOTS if down else 0, up=above)
@@ -169,7 +166,7 @@ class CudaLink:
         nbytes = _scratch_bytes(bucket)
         with _translated("reserving memory"):
             scratch = self._arenas[-1].take(nbytes, torch.uint8)
-            on_device = _aligned(self._on_device[-1].data_ptr()) + self._scratch_used
+            on_device = aligned(self._on_device[-1].data_ptr()) + self._scratch_used
             self._scratch_used += nbytes
             self._buckets[bucket] = self._pipeline.make_bucket(
                 pieces=[
@@ -254,9 +251,9 @@ class CudaLink:
         if targets:
             torch.autograd.graph.increment_version(targets)
 
-    def drain(self, timeout_seconds: float) -> None:
-        """Returns once nothing is under way."""
-        if not self._pipeline.drain(timeout_seconds):
+    def drain(self, timeout_seconds: float, *, steps: bool = False) -> None:
+        """Returns once no copy is under way; with ``steps`` no step on the device either, whose buckets then go."""
+        if not self._pipeline.drain(timeout_seconds) or (steps and not self._residency.drain(timeout_seconds)):
             raise DeviceError(f"the device did not finish its copies within {timeout_seconds:g} s")
 
     # ---- the end ----------------------------------------------------------------------------------------------
@@ -289,19 +286,15 @@ def _nbytes(numel: int, dtype: torch.dtype) -> int:
     return numel * dtype.itemsize
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
-
-
 def _scratch_bytes(bucket: Bucket) -> int:
     return _native.cuda_scratch_bytes([piece.numel for piece in bucket.pieces])
 
 
 def _host_bytes(bucket: Bucket) -> int:
     if bucket.resident:
-        return _aligned(_scratch_bytes(bucket))
+        return aligned(_scratch_bytes(bucket))
     packed, shadow = (_nbytes(bucket.padded, dtype) for dtype in (bucket.gradient_dtype, bucket.published_dtype))
-    return _aligned(packed) + _aligned(shadow) + _aligned(_scratch_bytes(bucket))
+    return aligned(packed) + aligned(shadow) + aligned(_scratch_bytes(bucket))
 
 
 @contextmanager
