@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from benchmarks.gpu_suite.launches import COPY_PIECE, copy_pieces, grid_for
 from superoffload import _native, kernels
 from superoffload.cuda import geometry
 from tests import emulation
@@ -54,7 +55,7 @@ def test_packed_bits_and_sums_are_those_of_the_native_kernel(form: str) -> None:
 @pytest.mark.parametrize("grid", [1, 2, 100])
 def test_the_grid_changes_nothing(grid: int) -> None:
     gradient = cases.finite(cases.gradient("hostile", "fp32", 30_000, 3), "fp32")
-    pieces = geometry.copy_pieces([(gradient.ctypes.data, 0, gradient.size)])
+    pieces = copy_pieces([(gradient.ctypes.data, 0, gradient.size)])
     packed, sums = np.zeros_like(gradient), np.zeros(30)
     emulation.launch("pack_f32", pieces, packed.ctypes.data, sums.ctypes.data, grid=grid)
     assert_bits("packed gradient", packed, gradient)
@@ -66,7 +67,7 @@ def test_unpack_keeps_every_bit(form: str) -> None:
     staged = cases.gradient("hostile", form, 9000, 17)
     for start, numel in ((0, 9000), (1024, 2048), (3, 1024), (5, 777), (0, 0)):
         target = Guarded(np.zeros(numel, WORDS[form]), start % 4)
-        pieces = geometry.copy_pieces([(target.array.ctypes.data, start, numel)])
+        pieces = copy_pieces([(target.array.ctypes.data, start, numel)])
         emulation.launch(f"unpack_{8 * staged.itemsize}", pieces, staged.ctypes.data)
         assert_bits("parameter", target.array, staged[start : start + numel])
         assert target.intact()
@@ -159,18 +160,18 @@ def test_noisy_step_gives_the_bits_of_the_native_kernel(first_index: int) -> Non
 
 
 def test_piece_tables_are_what_the_kernels_read() -> None:
-    assert (geometry.COPY_PIECE.itemsize, geometry.STEP_PIECE.itemsize) == (32, 128)
+    assert (COPY_PIECE.itemsize, geometry.STEP_PIECE.itemsize) == (32, 128)
     assert len(scalars_of(span_cases("fp32", "fp32", False)[0])) == geometry.SCALARS_BYTES
-    table = geometry.copy_pieces([(64, 0, 1024), (128, 1024, 0), (192, 1024, 1), (256, 1088, 3000)])
+    table = copy_pieces([(64, 0, 1024), (128, 1024, 0), (192, 1024, 1), (256, 1088, 3000)])
     assert table["first_block"].tolist() == [0, 1, 1, 2]
     assert geometry.count_blocks(table) == 5
 
 
 def test_grids() -> None:
-    assert geometry.grid_for("pack_f32", 17) == 3
-    assert geometry.grid_for("unpack_32", 17) == 5
-    assert geometry.grid_for("step_f32_f32_noisy", 17) == 17
-    assert geometry.grid_for("pack_f32", 0) == 1
+    assert grid_for("pack_f32", 17) == 3
+    assert grid_for("unpack_32", 17) == 5
+    assert grid_for("step_f32_f32_noisy", 17) == 17
+    assert grid_for("pack_f32", 0) == 1
 
 
 def test_who_builds_is_alone() -> None:
