@@ -34,8 +34,8 @@ _FILES = (
     "/sys/fs/cgroup/cpu.max",
 )
 _PACKAGES = (
-    "torch", "numpy", "cupy-cuda13x", "cupy-cuda12x", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime",
-    "nvidia-nccl-cu13", "setuptools", "pybind11", "ninja", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis",
+    "torch", "numpy", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime", "nvidia-nccl-cu13",
+    "setuptools", "pybind11", "ninja", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis",
     "deepspeed", "torchao", "transformers", "matplotlib",
 )  # fmt: skip
 _SECONDS = 20.0
@@ -47,7 +47,7 @@ def brief() -> str:
     memory = next((line.split()[1] for line in _read("/proc/meminfo").splitlines() if line.startswith("MemTotal")), "0")
     cpu = next((line.split(":")[1].strip() for line in _output(("lscpu",)).splitlines() if "Model name" in line), "?")
     found = packages()
-    named = [f"{name} {found[name]}" for name in ("torch", "cupy-cuda13x", "setuptools", "pybind11") if name in found]
+    named = [f"{name} {found[name]}" for name in ("torch", "setuptools", "pybind11") if name in found]
     return (
         f"GPU: {gpu.strip() or 'nvidia-smi finds none'}\n"
         f"CPU: {cpu}, {len(os.sched_getaffinity(0))} processors, {int(memory) >> 20} GiB\n"

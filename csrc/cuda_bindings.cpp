@@ -47,22 +47,18 @@ std::shared_ptr<cuda::Pipeline> make_pipeline(std::shared_ptr<cuda::Gpu> gpu, Ad
 
 std::shared_ptr<cuda::DeviceBucket> make_bucket(
     cuda::Pipeline& pipeline, const std::vector<std::tuple<std::uint64_t, std::uint64_t, Address>>& pieces,
-    adam::ElementType gradient_type, adam::ElementType packed_type, adam::ElementType shadow_type,
-    adam::ElementType published_type, Address packed, Address shadow, Address scratch,
-    cuda::DeviceAddress device_scratch, bool direct, cuda::DeviceAddress resident, const std::string& step_kernel) {
+    adam::ElementType gradient_type, adam::ElementType published_type, Address packed, Address shadow, Address scratch,
+    cuda::DeviceAddress device_scratch, cuda::DeviceAddress resident, const std::string& step_kernel) {
     cuda::BucketSpec spec;
     for (const auto& [offset, numel, block_sums] : pieces) {
         spec.pieces.push_back({offset, numel, pointer<double*>(block_sums)});
     }
     spec.gradient_type = gradient_type;
-    spec.packed_type = packed_type;
-    spec.shadow_type = shadow_type;
     spec.published_type = published_type;
     spec.packed = pointer<void*>(packed);
     spec.shadow = pointer<void*>(shadow);
     spec.scratch = pointer<void*>(scratch);
     spec.device_scratch = device_scratch;
-    spec.direct = direct;
     spec.resident = resident;
     spec.step_kernel = step_kernel;
     const py::gil_scoped_release release;
@@ -74,11 +70,10 @@ using Release = py::call_guard<py::gil_scoped_release>;
 void bind_memory(py::module_& module) {
     py::class_<cuda::Gpu, std::shared_ptr<cuda::Gpu>>(module, "CudaGpu")
         .def(py::init(&open_gpu), py::arg("library"), py::arg("ordinal"))
-        .def_property_readonly("pci_bus_id", &cuda::Gpu::pci_bus_id)
-        .def_property_readonly("compute_capability", &cuda::Gpu::compute_capability);
+        .def_property_readonly("pci_bus_id", &cuda::Gpu::pci_bus_id);
     py::class_<cuda::PinnedMemory, std::shared_ptr<cuda::PinnedMemory>>(module, "PinnedMemory", py::buffer_protocol())
-        .def(py::init(&make_pinned), py::arg("gpu"), py::arg("bytes"), py::arg("node") = -1, py::arg("strict") = false,
-             py::arg("threads") = 1, py::arg("chunk") = std::size_t{1} << 36)
+        .def(py::init(&make_pinned), py::arg("gpu"), py::arg("bytes"), py::arg("node"), py::arg("strict"),
+             py::arg("threads"), py::arg("chunk"))
         .def_buffer([](cuda::PinnedMemory& memory) {
             return py::buffer_info(static_cast<std::uint8_t*>(memory.data()), static_cast<py::ssize_t>(memory.bytes()));
         })
@@ -103,10 +98,9 @@ void bind_pipeline(py::module_& module) {
             [](cuda::Pipeline& pipeline, cuda::DeviceAddress down, std::uint64_t slot_bytes, unsigned slots,
                cuda::DeviceAddress up) { pipeline.set_staging({down, slot_bytes, slots, up}); },
             py::arg("down"), py::arg("slot_bytes"), py::arg("slots"), py::arg("up"), release)
-        .def("make_bucket", &make_bucket, py::arg("pieces"), py::arg("gradient_type"), py::arg("packed_type"),
-             py::arg("shadow_type"), py::arg("published_type"), py::arg("packed"), py::arg("shadow"),
-             py::arg("scratch"), py::arg("device_scratch"), py::arg("direct"), py::arg("resident") = 0,
-             py::arg("step_kernel") = "")
+        .def("make_bucket", &make_bucket, py::arg("pieces"), py::arg("gradient_type"), py::arg("published_type"),
+             py::arg("packed"), py::arg("shadow"), py::arg("scratch"), py::arg("device_scratch"),
+             py::arg("resident") = 0, py::arg("step_kernel") = "")
         .def(
             "pack",
             [](cuda::Pipeline& pipeline, const std::shared_ptr<cuda::DeviceBucket>& bucket, Address current,
@@ -115,8 +109,7 @@ void bind_pipeline(py::module_& module) {
                 for (const Address other : others) streams.push_back(pointer<cuda::Stream>(other));
                 return pipeline.pack(bucket, pointer<cuda::Stream>(current), addresses, keep, streams);
             },
-            py::arg("bucket"), py::arg("current"), py::arg("addresses"), py::arg("keep"),
-            py::arg("others") = std::vector<Address>(), release)
+            py::arg("bucket"), py::arg("current"), py::arg("addresses"), py::arg("keep"), py::arg("others"), release)
         .def(
             "deliver",
             [](cuda::Pipeline& pipeline, const std::shared_ptr<cuda::DeviceBucket>& bucket,

@@ -102,18 +102,16 @@ class CudaGpu:
     def __init__(self, library: str, ordinal: int) -> None: ...
     @property
     def pci_bus_id(self) -> str: ...
-    @property
-    def compute_capability(self) -> int: ...
 
 class PinnedMemory:
     def __init__(
         self,
-        gpu: CudaGpu | None,
+        gpu: CudaGpu,
         bytes: int,
-        node: int = -1,
-        strict: bool = False,
-        threads: int = 1,
-        chunk: int = ...,
+        node: int,
+        strict: bool,
+        threads: int,
+        chunk: int,
     ) -> None: ...
     def unpin(self) -> None: ...
     def leak(self) -> None: ...
@@ -139,19 +137,16 @@ class CudaPipeline:
         self,
         pieces: list[tuple[int, int, int]],
         gradient_type: ElementType,
-        packed_type: ElementType,
-        shadow_type: ElementType,
         published_type: ElementType,
         packed: int,
         shadow: int,
         scratch: int,
         device_scratch: int,
-        direct: bool,
         resident: int = 0,
         step_kernel: str = "",
     ) -> DeviceBucket: ...
     def pack(
-        self, bucket: DeviceBucket, current: int, addresses: list[int], keep: bool, others: list[int] = []
+        self, bucket: DeviceBucket, current: int, addresses: list[int], keep: bool, others: list[int]
     ) -> Completion: ...
     def deliver(self, bucket: DeviceBucket, after: Completion, current: int, addresses: list[int]) -> Completion: ...
     def make_visible(self, bucket: DeviceBucket, current: int) -> None: ...

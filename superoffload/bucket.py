@@ -143,9 +143,6 @@ class Bucket:
         self.resident = first.resident
         self.gradient_dtype = first.gradient_dtype
         self.published_dtype = first.published_dtype
-        # In host memory; a link may choose wider ones (superoffload/cuda/transfer.py):
-        self.packed_dtype = self.gradient_dtype
-        self.shadow_dtype = self.published_dtype
         self.numel = sum(piece.numel for piece in pieces)
         self.padded = _aligned(max(piece.offset + piece.numel for piece in pieces))
         self.state = BucketState.FILLING
@@ -207,7 +204,7 @@ class Bucket:
         ``past_cache``: a step over all buckets exceeds the caches (superoffload/memory.py).
         """
         runs = []
-        size = self.packed_dtype.itemsize
+        size = self.gradient_dtype.itemsize
         for i, piece in enumerate(self.pieces):
             shard = piece.shard
             if self.gradients is None:
@@ -222,8 +219,8 @@ class Bucket:
                     gradient=gradient,
                     shadow=self.shadow.data_ptr() + self.shadow.element_size() * piece.offset,
                     numel=piece.numel,
-                    gradient_type=ELEMENT_TYPES[self.packed_dtype],
-                    shadow_type=ELEMENT_TYPES[self.shadow_dtype],
+                    gradient_type=ELEMENT_TYPES[self.gradient_dtype],
+                    shadow_type=ELEMENT_TYPES[self.published_dtype],
                     state_type=ELEMENT_TYPES[shard.exp_avg.dtype],
                     first_index=piece.shard.offset + piece.start,
                     noise_stream=shard.noise_stream,

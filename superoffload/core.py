@@ -109,6 +109,7 @@ class Core(Arriving):
         if any(bucket.state is BucketState.FILLING and any(bucket.present) for bucket in self.buckets):
             raise StateError("apply(): gradients arrived since decide(); the verdict does not know them")
         with self._caller_at_work():
+            self._hypers.clear()  # they may have changed since they were speculated with
             self.policy.observe(verdict)
             if self.timeline is not None:
                 self.timeline.decided(verdict)
@@ -183,7 +184,7 @@ class Core(Arriving):
             self._raise_failure()
 
     def _finish(self, bucket: Bucket, factor: float) -> None:
-        if bucket.state is BucketState.SPECULATED and bucket.frozen != self._hyper_of(bucket.group):
+        if bucket.state is BucketState.SPECULATED and bucket.frozen != self._hyper(bucket.group):
             self._undo_one(bucket)  # lr, betas, eps or weight_decay changed after speculation
         if bucket.state is BucketState.SPECULATED:
             if _same_bits(bucket.factor, factor):

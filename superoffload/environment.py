@@ -10,12 +10,10 @@ from difflib import get_close_matches
 from superoffload.errors import ArgumentError
 
 DEVICE_TIMEOUT = "SUPEROFFLOAD_DEVICE_TIMEOUT"
-TRANSFER = "SUPEROFFLOAD_TRANSFER"
-TRANSFERS = ("auto", "narrow", "wide", "direct")
 _DEVICE_SECONDS = 600.0
 
 PREFIX = "SUPEROFFLOAD_"
-VARIABLES = ("SUPEROFFLOAD_ISA", TRANSFER, DEVICE_TIMEOUT, "SUPEROFFLOAD_RANK_TIMEOUT", "SUPEROFFLOAD_LIBCUDA")
+VARIABLES = ("SUPEROFFLOAD_ISA", DEVICE_TIMEOUT, "SUPEROFFLOAD_RANK_TIMEOUT", "SUPEROFFLOAD_LIBCUDA")
 OF_THE_BUILD = (
     "SUPEROFFLOAD_BUILD_ISAS",
     "SUPEROFFLOAD_BUILD_DIR",
@@ -30,7 +28,6 @@ _told: set[str] = set()
 def check_environment() -> None:
     tell_unknown_names()
     device_timeout()
-    transfer_name()
 
 
 def tell_unknown_names() -> None:
@@ -63,11 +60,3 @@ def device_timeout() -> float:
     if not 0 < seconds < float("inf"):
         raise ArgumentError(f"{DEVICE_TIMEOUT}={text!r}: expected a number of seconds above 0; unset: 600")
     return seconds
-
-
-def transfer_name() -> str:
-    """Of the transfer policy that was asked for; "auto": the fastest that a trial finds."""
-    name = os.environ.get(TRANSFER) or "auto"
-    if name not in TRANSFERS:
-        raise ArgumentError(f"{TRANSFER}={name!r}: expected {', '.join(map(repr, TRANSFERS))}, or unset for 'auto'")
-    return name

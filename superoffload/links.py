@@ -20,14 +20,11 @@ def keeps_gradients(params: Sequence[Tensor], asked: bool | None, model: nn.Modu
     return True if reduced else asked
 
 
-def link_for(params: Sequence[Tensor], *, keep_grads: bool | None, cpus: Sequence[int]) -> Link:
-    """The link for parameters that are all on one device (superoffload/arguments.py has checked that).
-
-    ``cpus``: of the worker threads, whose speed decides which format on the link is best.
-    """
+def link_for(params: Sequence[Tensor], *, keep_grads: bool | None) -> Link:
+    """The link for parameters that are all on one device (superoffload/arguments.py has checked that)."""
     device = local_of(params[0]).device
     if device.type == "cpu":
         return HostLink()
     from superoffload.cuda.start import cuda_link  # loads the driver
 
-    return cuda_link(device, keep_grads=keep_grads, dtypes=[param.dtype for param in params], cpus=cpus)
+    return cuda_link(device, keep_grads=keep_grads)

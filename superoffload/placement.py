@@ -106,7 +106,7 @@ def placer_for(asked: Asked, link: Link, params: Sequence[Tensor]) -> Placer | N
         )
     raise KernelsUnavailable(
         f"placement={_shown(asked)}: state on the accelerator is stepped by kernels, which could not be compiled (see "
-        "the warning before this); install superoffload[cuda], or pass placement=None"
+        "the warning before this); make NVRTC available, or pass placement=None"
     )
 
 

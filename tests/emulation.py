@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pytest
 from torch import Tensor
 
+from benchmarks.gpu_suite.launches import THREADS, copy_pieces, grid_for
 from superoffload.bucket import BLOCK
 from superoffload.cuda import geometry
 
@@ -63,23 +64,22 @@ def kernel_names() -> list[str]:
 def launch(kernel: str, pieces: geometry.Pieces, *addresses: int, grid: int | None = None) -> None:
     """One kernel over ``pieces``; ``addresses``: what it takes behind them and their number."""
     if grid is None:
-        grid = geometry.grid_for(kernel, geometry.count_blocks(pieces))
+        grid = grid_for(kernel, geometry.count_blocks(pieces))
     values = [ctypes.c_void_p(pieces.ctypes.data), ctypes.c_uint(len(pieces)), *map(ctypes.c_void_p, addresses)]
     arguments = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-    _library().emulate_launch(kernel.encode(), ctypes.c_uint(grid), ctypes.c_uint(geometry.THREADS), arguments)
+    _library().emulate_launch(kernel.encode(), ctypes.c_uint(grid), ctypes.c_uint(THREADS), arguments)
 
 
 def pack(
     kernel: str, gradients: Sequence[npt.NDArray[Any]], offsets: Sequence[int], packed: npt.NDArray[Any]
-) -> tuple[npt.NDArray[np.float64], bool]:
-    """Block sums of all gradients one after the other, and the flag for anything that is not finite."""
-    pieces = geometry.copy_pieces(
+) -> npt.NDArray[np.float64]:
+    """Block sums of all gradients one after the other."""
+    pieces = copy_pieces(
         (gradient.ctypes.data, offset, gradient.size) for gradient, offset in zip(gradients, offsets, strict=True)
     )
     sums = np.full(geometry.count_blocks(pieces), np.nan)
-    flag = np.zeros(1, np.uint32)
-    launch(kernel, pieces, packed.ctypes.data, sums.ctypes.data, flag.ctypes.data)
-    return sums, bool(flag[0])
+    launch(kernel, pieces, packed.ctypes.data, sums.ctypes.data)
+    return sums
 
 
 def blocks_of(gradient: npt.NDArray[Any] | Tensor) -> int:

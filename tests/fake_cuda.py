@@ -239,7 +239,7 @@ def on_fake_device(fake: Fake, **options: Any) -> Iterator[list[LateLink]]:
     """AdamW made inside gets a CudaLink; yields the links."""
     links: list[LateLink] = []
 
-    def link_for(params: Sequence[Tensor], *, keep_grads: bool | None, cpus: Sequence[int]) -> LateLink:
+    def link_for(params: Sequence[Tensor], *, keep_grads: bool | None) -> LateLink:
         given = CudaOptions(keep_grads=bool(keep_grads), image=IMAGE, timeout_seconds=60.0, library=fake.library)
         links.append(LateLink(FakeDevice(fake), replace(given, **options)))
         return links[-1]

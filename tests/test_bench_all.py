@@ -55,7 +55,7 @@ def test_one_page_of_everything(
 ) -> None:
     jobs = [
         small_job("ranks", RANKS),
-        small_job("transfer", None, absent="needs a GPU"),
+        small_job("deepspeed", None, absent="deepspeed is not installed"),
         small_job("new", {"rows": []}),
     ]
     status, report, page = run_all(jobs, tmp_path, monkeypatch)
@@ -63,9 +63,9 @@ def test_one_page_of_everything(
     assert [row["status"] for row in report["rows"]] == ["done", "not here", "done"]
     assert report["left"] == [] and report["command"][:3] == ["superoffload", "bench", "all"]
     printed = capsys.readouterr().out
-    for text in ("rank_check=light: 0.50% of a step", "needs a GPU", "0 rows"):
+    for text in ("rank_check=light: 0.50% of a step", "is not installed", "0 rows"):
         assert text in page and text in printed
-    assert "table of ranks" in page and "2 of 3 measured" in page and "Not measured here: transfer" in page
+    assert "table of ranks" in page and "2 of 3 measured" in page and "Not measured here: deepspeed" in page
 
 
 def test_a_failure_is_told_and_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from superoffload.bucket import BucketState, GroupHyper
+from superoffload.bucket import Bucket, BucketState, GroupHyper
 from superoffload.errors import StateError
 from tests.core_tools import COUNTERS, Rig, Settings, rig
 
@@ -32,6 +33,72 @@ def counts(made: Rig) -> dict[str, float]:
     names = ("buckets_speculated", *COUNTERS, "buckets_stepped", "journal_overflows", "clipped_steps")
     stats = made.core.stats()
     return {name.removeprefix("buckets_"): stats[name] for name in names if stats[name]}
+
+
+class Counted(list[Bucket]):
+    """Buckets that somebody may go through."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Bucket]:
+        self.passes += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("mode", ["always", "adaptive"])
+def test_a_gradient_that_arrives_goes_through_no_list_of_all_buckets(mode: str) -> None:
+    with rig(Settings([[1024] * 40], bucket_numel=1024, mode=mode)) as made:
+        for _ in range(3):
+            made.core.buckets = buckets = Counted(made.core.buckets)
+            gradients = backward(made)
+            assert len(buckets) == 40 and buckets.passes == 0
+            made.step_both(gradients)
+            made.check()
+
+
+def test_what_is_packed_is_known_after_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The share that the schedule is asked with, against the states of all buckets."""
+    asked: list[float] = []
+    with rig(Settings([[1024, 1500, 700]], bucket_numel=1024)) as made:
+
+        def wants(packed: float) -> bool:
+            in_this_step = (BucketState.READY, BucketState.SPECULATED)
+            counted = sum(bucket.numel for bucket in made.core.buckets if bucket.state in in_this_step)
+            assert packed == counted / 3224
+            asked.append(packed)
+            return len(asked) % 2 == 1
+
+        monkeypatch.setattr(made.core.policy, "wants", wants)
+        for _ in range(3):
+            gradients = backward(made)
+            for shard in made.shards[:2]:  # two of them come anew
+                made.core.retract(shard)
+                made.arrive(shard, gradients[shard.index])
+            made.core.decide(unscale=1.0, max_grad_norm=None)
+            made.core.retract(made.shards[2])
+            made.arrive(made.shards[2], gradients[2])
+            made.step_both(gradients)
+            made.check()
+    assert max(asked) == 1.0 and len(set(asked)) > 3
+
+
+def test_hyper_parameters_are_read_once_in_backward_and_once_with_the_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with rig(Settings([[1024] * 8, [1024] * 8], bucket_numel=1024)) as made:
+        read: list[int] = []
+
+        def hyper_of(group: int) -> GroupHyper:
+            read.append(group)
+            return made.hypers[group]
+
+        monkeypatch.setattr(made.core, "_hyper_of", hyper_of)
+        for step in range(3):
+            made.hypers[1] = replace(HYPER, lr=0.01 / (step + 1))
+            made.step_both(backward(made), max_grad_norm=1.0 if step == 2 else None)
+            made.check()
+            assert sorted(read) == [0, 0, 1, 1]
+            read.clear()
 
 
 def test_commit() -> None:

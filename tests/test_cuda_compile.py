@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from superoffload.cuda import compile as compiling
 from superoffload.cuda import nvrtc
@@ -15,12 +17,11 @@ from superoffload.cuda.nvrtc import CompileError, Nvrtc, Program
 from superoffload.errors import ArgumentError, KernelsUnavailable
 
 
-class Compiler:
+class Compiler(Nvrtc):
     """An NVRTC that gives back what it was asked for."""
 
-    name = "made up"
-
     def __init__(self, version: tuple[int, int] = (13, 0), architectures: Sequence[int] = (80, 90, 100)) -> None:
+        self.name = "made up"
         self.asked: list[list[str]] = []
         self._version = version
         self._architectures = list(architectures)
@@ -39,8 +40,13 @@ class Compiler:
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     made = Compiler()
-    monkeypatch.setattr(nvrtc, "WAYS", (("made up", lambda: made),))
+    offer(monkeypatch, made)
     return made
+
+
+def offer(monkeypatch: pytest.MonkeyPatch, *compilers: Nvrtc) -> None:
+    """These are what is found."""
+    monkeypatch.setattr(nvrtc, "find", lambda refusals: iter(compilers))
 
 
 def test_options_forbid_what_changes_bits(compiler: Compiler, tmp_path: Path) -> None:
@@ -103,7 +109,7 @@ def test_an_architecture_that_is_too_new_gets_the_closest_before_it(compiler: Co
     compile_kernels("sm_103", cache=tmp_path)
     assert compiler.asked[0][-1] == "--gpu-architecture=sm_100"
     with pytest.raises(
-        KernelsUnavailable, match=r"no kernels for sm_120.*NVRTC 13.0 compiles for sm_80, sm_90, sm_100"
+        KernelsUnavailable, match=r"no kernels for sm_120.*made up: it compiles for sm_80, sm_90, sm_100"
     ):
         compile_kernels("sm_120", cache=tmp_path)
     with pytest.raises(KernelsUnavailable, match="no kernels for sm_75"):  # code for newer ones does not run there
@@ -116,50 +122,98 @@ def test_wrong_architectures_are_refused(arch: str) -> None:
         compile_kernels(arch)
 
 
-def test_without_nvrtc_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> Nvrtc:
-        raise ImportError("No module named 'cuda'")
-
-    monkeypatch.setattr(nvrtc, "WAYS", (("cuda-bindings", missing),))
-    with pytest.raises(KernelsUnavailable, match=r"superoffload\[cuda\].*cuda-bindings: ImportError: No module named"):
-        compile_kernels("sm_90", cache=tmp_path)
-
-
-def test_the_next_way_is_tried_and_logs_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_one_is_tried_and_logs_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(Compiler):
-        name = "broken"
-
         def compile(self, program: Program, options: Sequence[str]) -> bytes:
             raise CompileError("kernels.cu(3): error: expected a ;")
 
-    monkeypatch.setattr(nvrtc, "WAYS", (("broken", Broken), ("made up", Compiler)))
+    offer(monkeypatch, Broken(), Compiler())
     assert compile_kernels("sm_90", cache=tmp_path).startswith(b"\x7fELF")
-    monkeypatch.setattr(nvrtc, "WAYS", (("broken", Broken),))
-    with pytest.raises(KernelsUnavailable, match=r"broken: kernels.cu\(3\): error: expected a ;"):
+    offer(monkeypatch, Broken())
+    with pytest.raises(KernelsUnavailable, match=r"made up: kernels.cu\(3\): error: expected a ;"):
         compile_kernels("sm_80", cache=tmp_path)
+
+
+# ---- where NVRTC is found ----
+
+
+class Places:
+    """Folders as wheels, torch and a toolkit have them; whatever is found there opens."""
+
+    def __init__(self, root: Path) -> None:
+        self.nvidia, self.torch, self.toolkit = root / "nvidia", root / "torch" / "lib", root / "cuda"
+        self.opened: list[str] = []
+
+    def put(self, folder: Path, *names: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            (folder / name).touch()
+
+    def open(self, name: str) -> object:
+        if not os.path.isabs(name):
+            raise OSError(f"{name}: cannot open shared object file")
+        self.opened.append(name)
+        return object()
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
+    made = Places(tmp_path)
+    wheels = SimpleNamespace(submodule_search_locations=[str(made.nvidia)])
+    monkeypatch.setattr(nvrtc, "find_spec", lambda name: wheels)
+    monkeypatch.setattr(torch, "__file__", str(made.torch.parent / "__init__.py"))
+    monkeypatch.setattr("superoffload.cuda.nvrtc.ctypes.CDLL", made.open)
+    monkeypatch.setenv("CUDA_HOME", str(made.toolkit))
+    return made
+
+
+@pytest.mark.parametrize(("version", "first"), [("13.0", "cu13"), ("12.8", "cuda_nvrtc"), (None, "cuda_nvrtc")])
+def test_that_of_torchs_cuda_comes_first(
+    places: Places, monkeypatch: pytest.MonkeyPatch, version: str | None, first: str
+) -> None:
+    """Where two versions of CUDA are installed; builtins, aliases and other libraries are no compilers."""
+    monkeypatch.setattr(torch.version, "cuda", version)
+    nvidia = places.nvidia
+    places.put(nvidia / "cuda_nvrtc" / "lib", "libnvrtc.so.12", "libnvrtc-builtins.so.12.8", "libnvrtc.alt.so.12")
+    places.put(nvidia / "cu13" / "lib", "libnvrtc.so.13", "libnvrtc-builtins.so.13.0", "libcudart.so.13")
+    found = [Path(one.name).relative_to(nvidia).parts for one in nvrtc.find([])]
+    assert len(found) == 2 and found[0][0] == first
+    assert {parts[-1] for parts in found} == {"libnvrtc.so.12", "libnvrtc.so.13"}
+
+
+def test_in_torchs_own_folder_and_in_a_toolkit(places: Places) -> None:
+    places.put(places.torch, "libnvrtc-672ee683.so.12.1", "libtorch.so")
+    places.put(places.toolkit / "lib64", "libnvrtc.so.12.8.93")
+    (places.toolkit / "lib64" / "libnvrtc.so.12").symlink_to("libnvrtc.so.12.8.93")
+    names = [Path(one.name).name for one in nvrtc.find([])]
+    assert names == ["libnvrtc-672ee683.so.12.1", "libnvrtc.so.12.8.93"], "each once"
+
+
+def test_without_nvrtc_it_says_what_was_tried(places: Places, tmp_path: Path) -> None:
+    with pytest.raises(KernelsUnavailable, match=r"superoffload\[cuda13\]") as caught:
+        compile_kernels("sm_90", cache=tmp_path)
+    tried = str(caught.value).partition("Tried: ")[2]
+    for folder in nvrtc.folders():
+        assert str(folder) in tried
+    assert "libnvrtc.so.13: cannot open" in tried and "libnvrtc.so.12: cannot open" in tried
+    places.put(places.torch, "libnvrtc.so.11")
+    with pytest.raises(KernelsUnavailable) as caught:
+        compile_kernels("sm_90", cache=tmp_path)
+    assert f"{places.torch / 'libnvrtc.so.11'}: has no nvrtcGetNumSupportedArchs" in str(caught.value)
 
 
 # ---- with the real compiler, where there is one ----
 
 
-def real_compilers() -> Iterator[tuple[str, Nvrtc]]:
-    for name, way in nvrtc.WAYS:
-        try:
-            yield name, way()
-        except Exception:  # not installed; the tests that need one say so
-            continue
-
-
-@pytest.mark.parametrize("name", [name for name, _ in nvrtc.WAYS])
-def test_nvrtc_compiles_the_kernels(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = dict(real_compilers()).get(name)
+def test_nvrtc_compiles_the_kernels(tmp_path: Path) -> None:
+    compiler = next(nvrtc.find([]), None)
     if compiler is None:
-        pytest.skip(f"needs NVRTC by way of {name} (pip install nvidia-cuda-nvrtc cuda-bindings, or CuPy)")
+        pytest.skip("needs NVRTC (pip install nvidia-cuda-nvrtc)")
     program, options = compiling.load_program()
-    monkeypatch.setattr(nvrtc, "WAYS", ((name, lambda: compiler),))
     cubin = compile_kernels("sm_90", cache=tmp_path)
     assert cubin.startswith(b"\x7fELF")
-    for kernel in ("pack_bf16_f32", "unpack_f32_f16", "step_bf16_bf16_noisy"):
+    assert compiler.described == f"NVRTC {'.'.join(map(str, compiler.version()))} ({compiler.name})"
+    for kernel in ("pack_bf16", "unpack_16", "step_bf16_bf16_noisy"):
         assert kernel.encode() in cubin
     broken = Program(program.name, program.source + "\nnonsense", program.headers)
     with pytest.raises(CompileError, match=r"kernels\.cu.*error"):

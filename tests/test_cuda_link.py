@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.cuda.transfer import DIRECT, NARROW, WIDE, TransferPolicy
 from superoffload.schedule import MODES
 from tests.adamw_tools import DTYPES, batch, model_of
 from tests.fake_cuda import Fake, LateLink, on_fake_device
@@ -86,16 +85,41 @@ def test_bits_of_the_host_link(fake: Fake, dtype: torch.dtype, mode: str, clip: 
     assert fake.mismatches == 0, "a parameter was overwritten before its readers were done"
 
 
-@pytest.mark.parametrize("policy", [NARROW, WIDE, DIRECT], ids=lambda policy: policy.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bits_of_every_transfer_policy(fake: Fake, dtype: torch.dtype, policy: TransferPolicy) -> None:
-    expected, on_host = run_on_host(steps, dtype, max_grad_norm=0.5)
-    fake.delays(2, LATE)
-    digests, stats = run_on_fake(fake, steps, dtype, link={"policy": policy}, max_grad_norm=0.5)
+def test_what_travels_is_in_the_models_dtype(fake: Fake, dtype: torch.dtype) -> None:
+    _, stats = run_on_fake(fake, steps, dtype)
+    parameters = sum(param.numel() for param in model_of(dtype).parameters())
+    assert stats["bytes_down"] == stats["bytes_up"] == 6 * dtype.itemsize * parameters
+
+
+def test_parameters_of_one_bucket_travel_together(fake: Fake) -> None:
+    """One copy of all of them and one of the table, then one kernel, whose bits are those of a copy each."""
+    options: dict[str, Any] = {"bucket_numel": 100_000, "threads": 1}
+    expected, _ = run_on_host(steps, torch.bfloat16, **options)
+    fake.delays(9, LATE)
+    digests, _ = run_on_fake(fake, steps, torch.bfloat16, **options)
     assert digests == expected
-    wider = 4 // dtype.itemsize if policy.wide else 1
-    assert stats["bytes_down"] == wider * on_host["bytes_down"]
-    assert stats["bytes_up"] == wider * on_host["bytes_up"]
+    assert fake.calls("cuMemcpyHtoDAsync_v2") == 6 * 3, "the pack kernel's table, parameters, the unpack kernel's table"
+    assert fake.calls("cuLaunchKernel") == 6 * 2
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_only_what_has_a_gradient_is_delivered(fake: Fake, which: int) -> None:
+    """Parameters of the same bucket before, between and behind others whose gradients do not come."""
+
+    def some(model: nn.Module, optimizer: AdamW) -> None:
+        for number, param in enumerate(model.parameters()):
+            param.requires_grad_(number % 2 == which)
+        steps(model, optimizer)
+        for param in model.parameters():
+            param.requires_grad_(True)
+        steps(model, optimizer, range(6, 8))
+
+    options: dict[str, Any] = {"bucket_numel": 100_000}
+    expected, _ = run_on_host(some, torch.bfloat16, **options)
+    fake.delays(10, LATE)
+    digests, _ = run_on_fake(fake, some, torch.bfloat16, **options)
+    assert digests == expected and fake.mismatches == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -125,7 +149,7 @@ def test_any_delays(fake: Fake, seed: int) -> None:
                 optimizer.step()
 
     chance_of = [chance.choice([0.1, 1.0, 4.0]) for _ in range(8)]
-    options = {
+    options: dict[str, Any] = {
         "max_grad_norm": chance.choice([None, 0.3, 1.0]),
         "bucket_numel": chance.choice([1024, 2048, 100_000]),
         "threads": chance.choice([1, 3]),
@@ -134,7 +158,7 @@ def test_any_delays(fake: Fake, seed: int) -> None:
     }
     expected, on_host = run_on_host(train, dtype, **{**options, "keep_grads": None})
     fake.delays(seed, chance.choice([300, 3000]))
-    digests, stats = run_on_fake(fake, train, dtype, link={"policy": chance.choice([NARROW, WIDE, DIRECT])}, **options)
+    digests, stats = run_on_fake(fake, train, dtype, **options)
     assert digests == expected
     assert stats["skipped_steps"] == on_host["skipped_steps"] == 1
     assert fake.mismatches == 0
@@ -248,14 +272,11 @@ def test_a_missing_wait_changes_the_result(fake: Fake, later: str, earlier: str,
     assert _differs_without(fake, later, earlier, **options)
 
 
-@pytest.mark.parametrize("policy", [NARROW, WIDE, DIRECT], ids=["narrow", "wide", "direct"])
 @pytest.mark.parametrize("mode", MODES)
-def test_gradients_that_span_buckets_are_freed_when_all_of_them_was_packed(
-    mode: str, policy: TransferPolicy, fake: Fake
-) -> None:
+def test_gradients_that_span_buckets_are_freed_when_all_of_them_was_packed(mode: str, fake: Fake) -> None:
     options: dict[str, Any] = {"speculation": mode, "max_grad_norm": 0.5}
     expected = _run(steps, torch.bfloat16, options, lambda: None, wide_model)
     fake.delays(7, LATE)
-    with on_fake_device(fake, policy=policy):
+    with on_fake_device(fake):
         found = _run(steps, torch.bfloat16, options, fake.synchronize, wide_model)
     assert found[0] == expected[0]

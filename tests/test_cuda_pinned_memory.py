@@ -9,20 +9,18 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.cuda.transfer import DIRECT, NARROW, WIDE, TransferPolicy
 from superoffload.errors import DeviceError
 from tests.adamw_tools import train
 from tests.cuda_tools import host_digests, training
 from tests.fake_cuda import Fake, on_fake_device, on_host
 
 
-@pytest.mark.parametrize("policy", [NARROW, WIDE, DIRECT], ids=lambda policy: policy.name)
-def test_pinned_memory_refused(fake: Fake, policy: TransferPolicy) -> None:
+def test_pinned_memory_refused(fake: Fake) -> None:
     """It goes on with ordinary memory, and says so once per piece of memory."""
     fake.registrable(4096)
     with (
         pytest.warns(RuntimeWarning, match=r"refused to pin .*memlock"),
-        training(fake, link={"policy": policy}) as (model, optimizer),
+        training(fake) as (model, optimizer),
     ):
         fake.delays(1, 1000)
         train(model, optimizer, range(2, 5))

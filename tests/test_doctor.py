@@ -37,16 +37,23 @@ class NoGpu:
     def devices(self) -> list[Device]:
         raise AssertionError("asked for devices although there are none")
 
+    def compiler(self) -> tuple[str, str]:
+        raise AssertionError("asked for a compiler although there is no GPU")
+
 
 class Gpus:
-    def __init__(self, *devices: Device) -> None:
+    def __init__(self, *devices: Device, compiler: tuple[str, str] = ("NVRTC 13.0 (made up)", "")) -> None:
         self._devices = list(devices)
+        self._compiler = compiler
 
     def missing(self) -> str | None:
         return None
 
     def devices(self) -> list[Device]:
         return self._devices
+
+    def compiler(self) -> tuple[str, str]:
+        return self._compiler
 
 
 def warnings_of(found: Examination) -> list[str]:
@@ -360,6 +367,16 @@ def test_gpu_over_pcie(tmp_path: Path) -> None:
     found = examine_gpu(system, Gpus(Device("Example H100", 80 * GIB, "0000:17:00.0", 55e9, 53e9)))
     assert found.facts["devices"][0]["link"] == "32.0 GT/s x16"
     assert "measured 55.0 GB/s up and 53.0 GB/s down" in found.findings[0].text and warnings_of(found) == []
+
+
+def test_gpu_without_a_compiler(tmp_path: Path) -> None:
+    system = make_machine(tmp_path, PLAIN)
+    device = Device("Example", 8 * GIB, None, 25e9, 25e9)
+    found = examine_gpu(system, Gpus(device))
+    assert "compiled by NVRTC 13.0" in found.findings[-1].text and found.facts["nvrtc"] == "NVRTC 13.0 (made up)"
+    text = one_warning(examine_gpu(system, Gpus(device, compiler=("", "libnvrtc.so.13: cannot open"))))
+    assert "summed by the processors" in text and "tried: libnvrtc.so.13: cannot open" in text
+    assert "superoffload[cuda13]" in text
 
 
 def test_slow_and_unmeasured_gpu_links(tmp_path: Path) -> None:

@@ -47,7 +47,6 @@ def test_values_that_cannot_be_meant(arguments: dict[str, Any], words: str) -> N
 @pytest.mark.parametrize(
     ("variable", "value", "words"),
     [
-        ("SUPEROFFLOAD_TRANSFER", "narrwo", "'narrwo': expected 'auto', 'narrow', 'wide', 'direct', or unset for"),
         ("SUPEROFFLOAD_DEVICE_TIMEOUT", "-5", "'-5': expected a number of seconds above 0"),
         ("SUPEROFFLOAD_DEVICE_TIMEOUT", "1 min", "'1 min': expected a number of seconds above 0"),
         ("SUPEROFFLOAD_RANK_TIMEOUT", "1 min", "'1 min': expected a number of seconds"),
@@ -70,7 +69,7 @@ def test_the_environment_is_checked_where_it_is_not_needed_too(
     [
         ("SUPEROFFLOAD_RANK_TIME_OUT", "did you mean SUPEROFFLOAD_RANK_TIMEOUT?"),
         ("SUPEROFFLOAD_ISAS", "did you mean SUPEROFFLOAD_ISA?"),
-        ("superoffload_transfer", "did you mean SUPEROFFLOAD_TRANSFER?"),
+        ("superoffload_libcuda", "did you mean SUPEROFFLOAD_LIBCUDA?"),
         ("SUPEROFFLOAD_COLOUR", "nothing here has a similar name."),
     ],
 )

@@ -223,7 +223,7 @@ def test_metadata_says_what_a_user_relies_on() -> None:
     required = [Requirement(line) for line in importlib.metadata.requires("superoffload") or []]
     assert {each.name for each in required if each.marker is None} == {"torch", "numpy"}
     assert set(metadata.get_all("Provides-Extra") or []) == {
-        *("deepspeed", "transformers", "cuda", "cuda12", "cuda13", "metrics", "demo", "dev")
+        *("deepspeed", "transformers", "cuda12", "cuda13", "metrics", "demo", "dev")
     }
     assert "Apache License" in (ROOT / "LICENSE").read_text()
 

@@ -27,7 +27,7 @@ from superoffload.errors import ArgumentError
 
 NAME = "gh200.json"
 _SOURCES = ("superoffload", "csrc", "setup.py", "benchmarks/gh200")
-PARTS = ("machine", "transfer", "schedule", "published")
+PARTS = ("machine", "schedule", "published")
 _RUN_SECONDS, _TOY_SECONDS = 5400.0, 300.0
 _LEAST_SECONDS = 600.0  # what a call must have left to begin one of these runs
 _DEVICE_SECONDS = 120.0  # after which our link gives a device up: before a run's own time is over
@@ -36,8 +36,8 @@ _DEVICE_SECONDS = 120.0  # after which our link gives a device up: before a run'
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gh200",
-        description="Bandwidths, Adam on every number of cores, transfer policies, schedule, and the setting of the "
-        "published evaluation on one to four GPUs. Exits with 0 once all has been tried, 3 if something is left.",
+        description="Bandwidths, Adam on every number of cores, schedule, and the setting of the published evaluation "
+        "on one to four GPUs. Exits with 0 once all has been tried, 3 if something is left.",
     )
     add_options(parser)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu with --toy (default: cuda)")
@@ -100,7 +100,7 @@ def all_jobs(args: argparse.Namespace, folder: Path, gpus: int) -> list[Any]:
     jobs: list[Any] = []
     if "machine" in parts:
         jobs += _machine(args, folder)
-    named = [name for name in ("transfer", "schedule") if name in parts and name in BENCHMARKS]
+    named = [name for name in BENCHMARKS if name in parts]
     jobs += benchmarks(named, folder, quick=args.toy, cuda=gpus > 0)
     if "published" in parts:
         jobs += _published(args, gpus)

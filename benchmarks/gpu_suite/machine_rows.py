@@ -16,7 +16,6 @@ from superoffload.benchmarking.adam import AdamBenchmark, check_memory, run_adam
 from superoffload.benchmarking.facts import available_memory_bytes
 from superoffload.benchmarking.timing import Contestant, Rounds, interleave
 from superoffload.cpus import worker_cpus
-from superoffload.cuda import fallback
 from superoffload.errors import SuperOffloadError
 
 _ROUNDS = Rounds(5, 50, 3.0)
@@ -72,7 +71,7 @@ def _seconds(calls: dict[str, Callable[[], None]], device: Device) -> dict[str, 
 
 
 def measure_pack(device_name: str, numbytes: int) -> dict[str, Any]:
-    """Packing bf16 gradients (a copy, sums of squares, a flag) against a plain copy of the same bytes."""
+    """Packing bf16 gradients (a copy, sums of squares) against a plain copy of the same bytes."""
     device = open_device(device_name)
     numel = numbytes // 2
     gradient = torch.randn(numel, device=device.torch).bfloat16()
@@ -89,19 +88,14 @@ def measure_pack(device_name: str, numbytes: int) -> dict[str, Any]:
 def _pack_ways(
     device: Device, gradient: Tensor, packed: Tensor
 ) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
-    """Every way there is here, and why the others are missing."""
-    ways: dict[str, Callable[[], None]] = {"torch fallback": lambda: _fallback_pack(gradient, packed)}
+    """The way that a link has here, and why another one is missing."""
     if device.kind != "cuda":
-        return {**ways, "cpu kernel": _cpu_pack(gradient, packed)}, {"CUDA kernel": "needs a GPU"}
+        return {"cpu kernel": _cpu_pack(gradient, packed)}, {"CUDA kernel": "needs a GPU"}
     try:
         kernels_here = DriverKernels(device.torch)
     except SuperOffloadError as error:
-        return ways, {"CUDA kernel": str(error)}
-    return {**ways, "CUDA kernel": PackKernel(gradient, packed, kernels_here.launch)}, {}
-
-
-def _fallback_pack(gradient: Tensor, packed: Tensor) -> None:
-    fallback.pack(gradient, packed)
+        return {}, {"CUDA kernel": str(error)}
+    return {"CUDA kernel": PackKernel(gradient, packed, kernels_here.launch)}, {}
 
 
 def _cpu_pack(gradient: Tensor, packed: Tensor) -> Callable[[], None]:

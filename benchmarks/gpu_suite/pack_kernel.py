@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from superoffload.cuda import geometry
+from benchmarks.gpu_suite.launches import THREADS, copy_pieces, grid_for
 from superoffload.cuda.compile import compile_kernels
+from superoffload.cuda.geometry import count_blocks
 from superoffload.errors import SuperOffloadError
 
 # Enqueues a kernel by its name: (name, grid, arguments as ctypes values).
@@ -43,30 +44,28 @@ class DriverKernels:
             self._functions[name] = function
         values = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        threads = geometry.THREADS
-        self._call("cuLaunchKernel", self._functions[name], grid, 1, 1, threads, 1, 1, 0, stream, values, None)
+        self._call("cuLaunchKernel", self._functions[name], grid, 1, 1, THREADS, 1, 1, 0, stream, values, None)
 
 
 class PackKernel:
-    """Packs one flat gradient; ``sums`` and ``nonfinite`` are as the kernel leaves them."""
+    """Packs one flat gradient of bf16; ``sums`` are as the kernel leaves them."""
 
     def __init__(self, gradient: Tensor, packed: Tensor, launch: Launch) -> None:
-        pieces = geometry.copy_pieces([(gradient.data_ptr(), 0, gradient.numel())])
-        blocks = geometry.count_blocks(pieces)
+        pieces = copy_pieces([(gradient.data_ptr(), 0, gradient.numel())])
+        blocks = count_blocks(pieces)
         device = gradient.device
         self.sums = torch.zeros(blocks, dtype=torch.float64, device=device)
-        self.nonfinite = torch.zeros(1, dtype=torch.int32, device=device)
         self._pieces = torch.from_numpy(pieces.view(np.uint8)).to(device)
         self._kept = gradient, packed
-        self._launch, self._grid = launch, geometry.grid_for(self.name, blocks)
-        addresses = (packed.data_ptr(), self.sums.data_ptr(), self.nonfinite.data_ptr())
+        self._launch, self._grid = launch, grid_for(self.name, blocks)
+        addresses = (packed.data_ptr(), self.sums.data_ptr())
         self._arguments = [
             ctypes.c_void_p(self._pieces.data_ptr()),
             ctypes.c_uint(len(pieces)),
             *map(ctypes.c_void_p, addresses),
         ]
 
-    name = "pack_bf16_bf16"
+    name = "pack_bf16"
 
     def __call__(self) -> None:
         self._launch(self.name, self._grid, self._arguments)

@@ -27,7 +27,7 @@ from benchmarks.gpu_suite.settings import Size, train_row
 from benchmarks.gpu_suite.smoke import sanitizer
 from superoffload.benchmarking.jobs import RESULT_PATH, Job
 from superoffload.benchmarking.sources import PACKAGE
-from superoffload.environment import DEVICE_TIMEOUT, TRANSFER
+from superoffload.environment import DEVICE_TIMEOUT
 
 SMOKE, SANITIZED, TESTS, DEEPSPEED_KERNEL = "smoke", "smoke, compute-sanitizer", "tests", "DeepSpeed's kernel"
 
@@ -181,8 +181,7 @@ def _after(plan: Plan) -> tuple[str, ...]:
 
 
 def _environment() -> dict[str, str]:
-    """One transfer policy in all rows; the job `transfer` compares it with the others."""
-    return {DEVICE_TIMEOUT: f"{_DEVICE_SECONDS:g}", TRANSFER: "narrow"}
+    return {DEVICE_TIMEOUT: f"{_DEVICE_SECONDS:g}"}
 
 
 def _tests(plan: Plan) -> Job:
@@ -203,17 +202,11 @@ def _machine_jobs(plan: Plan) -> list[Job]:
     size = plan.size
     copies = {"device_name": plan.device, "numbytes": size.copy_bytes}
     adam = {"numel": size.adam_numel, "seconds": size.adam_seconds, "with_deepspeed": False}
-    quick = ["--quick"] if plan.toy else []
-    transfer = [sys.executable, "-m", "superoffload", "bench", "transfer", *quick, "--json", RESULT_PATH]
     return [
         _machine_job(plan, "link", "link", copies),
         _machine_job(plan, "adam", "adam", adam),
         _machine_job(plan, "pack", "pack", copies),
-        Job(
-            "transfer", transfer, {"what": "transfer", "quick": quick}, 90.0, {},
-            None if plan.cuda else "needs a GPU", sources=_OUR_SOURCES, needs=45.0, after=_after(plan),
-        ),
-    ]  # fmt: skip
+    ]
 
 
 def _adam_by_threads(plan: Plan) -> Job:

@@ -75,9 +75,6 @@ def _machine(found: Found) -> Iterator[str]:
     if threads is not None:
         times = [f"{count}: {1e9 * seconds:.3f}" for count, seconds in threads["by_threads"].items()]
         yield f"CPU step by threads, s per 10^9 parameters: {', '.join(times)}"
-    transfer = found.machine("transfer")
-    if transfer is not None:
-        yield f"transfer policy: {transfer['chosen']}"
 
 
 def _training(rows: Sequence[Mapping[str, Any]], width: int | None = None) -> Iterator[str]:

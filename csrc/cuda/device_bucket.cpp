@@ -18,8 +18,7 @@ std::size_t scratch_bytes(const std::vector<std::uint64_t>& numels) {
 
 Scratch::Scratch(std::size_t pieces, std::uint64_t blocks) {
     up_table = aligned(pieces * sizeof(CopyPiece));
-    nonfinite = 2 * up_table;
-    sums = nonfinite + kAlign;
+    sums = 2 * up_table;
     end = aligned(sums + 8 * blocks);
 }
 

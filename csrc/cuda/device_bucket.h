@@ -31,29 +31,25 @@ struct PieceSpec {
 
 struct BucketSpec {
     std::vector<PieceSpec> pieces;
-    adam::ElementType gradient_type = adam::ElementType::f32;   // on the device
-    adam::ElementType packed_type = adam::ElementType::f32;     // in host memory
-    adam::ElementType shadow_type = adam::ElementType::f32;     // in host memory
-    adam::ElementType published_type = adam::ElementType::f32;  // on the device
+    adam::ElementType gradient_type = adam::ElementType::f32;
+    adam::ElementType published_type = adam::ElementType::f32;
     void* packed = nullptr;
     void* shadow = nullptr;
     void* scratch = nullptr;           // scratch_bytes() of host memory, for tables and block sums
     DeviceAddress device_scratch = 0;  // as many on the device
-    bool direct = false;               // the pack kernel stores into host memory, which then must be pinned
     DeviceAddress resident = 0;        // of a packed gradient that stays on the device: only its sums go down
     std::string step_kernel;           // what steps it there
 };
 
 std::size_t scratch_bytes(const std::vector<std::uint64_t>& numels);
 
-// Where things are in scratch memory, in bytes: the table of the pack kernel, that of the unpack kernel, a word for its
-// flag, the block sums.
+// Where things are in scratch memory, in bytes: the table of the pack kernel, that of the unpack kernel, the block
+// sums.
 struct Scratch {
     Scratch(std::size_t pieces, std::uint64_t blocks);
 
     std::size_t down_table = 0;
     std::size_t up_table;
-    std::size_t nonfinite;
     std::size_t sums;
     std::size_t end;
 };
@@ -69,18 +65,16 @@ struct DeviceBucket {
     const BucketSpec spec;
     std::vector<std::uint64_t> blocks;  // of each piece
     std::uint64_t all_blocks = 0;
-    Function pack = nullptr;           // null: no kernels
-    Function unpack = nullptr;         // null: copied straight into the parameters
-    Function step = nullptr;           // of a resident bucket
-    std::string step_table;            // what it reads; kept until it has been copied
-    DeviceAddress packed_address = 0;  // of host memory, as kernels see it (direct)
-    DeviceAddress sums_address = 0;
-    OwnedEvent ready;      // current stream: the gradients are written
-    OwnedEvent packed;     // pack stream: the gradients are read
-    OwnedEvent arrived;    // down stream: they are in host memory
-    OwnedEvent readers;    // current stream: whatever reads the old parameters was enqueued before
-    OwnedEvent delivered;  // up stream: the parameters are new
-    OwnedEvent stepped;    // current stream: a resident bucket's table is read, and all that its step reads
+    Function pack = nullptr;    // null: no kernels
+    Function unpack = nullptr;  // null: copied straight into the parameters
+    Function step = nullptr;    // of a resident bucket
+    std::string step_table;     // what it reads; kept until it has been copied
+    OwnedEvent ready;           // current stream: the gradients are written
+    OwnedEvent packed;          // pack stream: the gradients are read
+    OwnedEvent arrived;         // down stream: they are in host memory
+    OwnedEvent readers;         // current stream: whatever reads the old parameters was enqueued before
+    OwnedEvent delivered;       // up stream: the parameters are new
+    OwnedEvent stepped;         // current stream: a resident bucket's table is read, and all that its step reads
     std::atomic<bool> was_delivered{false};
     std::shared_ptr<Completion> arrival;  // of the last pack
     bool half_packed = false;             // a pack has failed, but some of it may be under way

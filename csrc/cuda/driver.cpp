@@ -95,14 +95,6 @@ std::string Gpu::pci_bus_id() const {
     return text;
 }
 
-int Gpu::compute_capability() const {
-    int major = 0;
-    int minor = 0;
-    driver_->check(driver_->device_get_attribute(&major, kComputeCapabilityMajor, device_), "cuDeviceGetAttribute");
-    driver_->check(driver_->device_get_attribute(&minor, kComputeCapabilityMinor, device_), "cuDeviceGetAttribute");
-    return 10 * major + minor;
-}
-
 Gpu::Current::Current(const Gpu& gpu) : driver_(gpu.driver()) {
     driver_.check(driver_.context_push(gpu.context_), "cuCtxPushCurrent");
 }

@@ -22,7 +22,6 @@ using Function = struct CUfunc_st*;
 
 enum : Result {
     kSuccess = 0,
-    kInvalidValue = 1,
     kOutOfMemory = 2,
     kDeinitialized = 4,
     kNotFound = 500,
@@ -30,13 +29,12 @@ enum : Result {
     kNotSupported = 801,
 };
 enum : unsigned {
-    kStreamNonBlocking = 1,
     kEventDisableTiming = 2,
     kRegisterPortable = 1,
     kRegisterDeviceMap = 2,
     kWriteValueDefault = 0,
 };
-enum : int { kCaptureModeRelaxed = 2, kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76 };
+enum : int { kCaptureModeRelaxed = 2 };
 
 // name in Driver, symbol in the library, parameters. Where there are several versions of a function it is the one that
 // cuda.h chooses, by its full name.
@@ -45,7 +43,6 @@ enum : int { kCaptureModeRelaxed = 2, kComputeCapabilityMajor = 75, kComputeCapa
     F(get_error_name, cuGetErrorName, (Result, const char**))                                        \
     F(get_error_string, cuGetErrorString, (Result, const char**))                                    \
     F(device_get, cuDeviceGet, (Device*, int))                                                       \
-    F(device_get_attribute, cuDeviceGetAttribute, (int*, int, Device))                               \
     F(device_get_pci_bus_id, cuDeviceGetPCIBusId, (char*, int, Device))                              \
     F(primary_context_retain, cuDevicePrimaryCtxRetain, (Context*, Device))                          \
     F(primary_context_release, cuDevicePrimaryCtxRelease_v2, (Device))                               \
@@ -53,8 +50,6 @@ enum : int { kCaptureModeRelaxed = 2, kComputeCapabilityMajor = 75, kComputeCapa
     F(context_push, cuCtxPushCurrent_v2, (Context))                                                  \
     F(context_pop, cuCtxPopCurrent_v2, (Context*))                                                   \
     F(exchange_capture_mode, cuThreadExchangeStreamCaptureMode, (int*))                              \
-    F(stream_create, cuStreamCreate, (Stream*, unsigned))                                            \
-    F(stream_destroy, cuStreamDestroy_v2, (Stream))                                                  \
     F(stream_query, cuStreamQuery, (Stream))                                                         \
     F(stream_wait_event, cuStreamWaitEvent, (Stream, Event, unsigned))                               \
     F(stream_write_value, cuStreamWriteValue32_v2, (Stream, DeviceAddress, std::uint32_t, unsigned)) \
@@ -112,7 +107,6 @@ class Gpu {
     // breaking a stream capture of another one.
     void adopt_thread() const;
     std::string pci_bus_id() const;  // "0000:17:00.0"
-    int compute_capability() const;  // 90 for 9.0
 
     // False where the driver is shutting down. Undone with context_pop.
     bool try_push() const { return driver_->context_push(context_) == kSuccess; }

@@ -53,24 +53,6 @@ struct F16 {
     }
 };
 
-// From one format to another. Between the same ones bits stay as they are, NaN's too; so they do on the way to fp32.
-template <typename From, typename To>
-struct Conversion {
-    __device__ static typename To::Word convert(typename From::Word word) { return To::word(From::value(word)); }
-};
-template <typename Same>
-struct Conversion<Same, Same> {
-    __device__ static typename Same::Word convert(typename Same::Word word) { return word; }
-};
-template <typename From>
-struct Conversion<From, F32> {
-    __device__ static unsigned convert(typename From::Word word) { return __float_as_uint(From::value(word)); }
-};
-template <>
-struct Conversion<F32, F32> {
-    __device__ static unsigned convert(unsigned word) { return word; }
-};
-
 // Consecutive words that are loaded and stored at once: `bytes` is 8 or 16. Held in words of 32 bits, and stored to
 // global memory by an intrinsic: compilers split plain stores of several words, and arrays of smaller ones.
 template <unsigned bytes>
@@ -84,9 +66,6 @@ struct Access<8> {
     }
     __device__ static void store(void* to, const unsigned* from) {
         __stcg(static_cast<uint2*>(to), make_uint2(from[0], from[1]));
-    }
-    __device__ static void stage(void* to, const unsigned* from) {
-        *static_cast<uint2*>(to) = make_uint2(from[0], from[1]);
     }
 };
 template <>
@@ -134,33 +113,13 @@ struct Packet<Word, 1> {
     __device__ void set(unsigned, Word value) { word = value; }
 };
 
-template <typename From, typename To, unsigned count>
-struct PacketConversion {
-    __device__ static Packet<typename To::Word, count> convert(const Packet<typename From::Word, count>& packet) {
-        Packet<typename To::Word, count> converted;
-#pragma unroll
-        for (unsigned i = 0; i < count; ++i) converted.set(i, Conversion<From, To>::convert(packet.get(i)));
-        return converted;
-    }
-};
-template <typename Same, unsigned count>
-struct PacketConversion<Same, Same, count> {
-    __device__ static Packet<typename Same::Word, count> convert(const Packet<typename Same::Word, count>& packet) {
-        return packet;
-    }
-};
-
 __device__ inline bool is_aligned(const void* address, unsigned bytes) {
     return reinterpret_cast<unsigned long long>(address) % bytes == 0;
 }
 
-// Words per packet, so that those of the larger type fill 16 bytes and a warp's accesses stay dense on both sides.
-template <typename From, typename To>
-struct Width {
-    static constexpr unsigned words =
-        16 / (sizeof(typename From::Word) > sizeof(typename To::Word) ? sizeof(typename From::Word)
-                                                                      : sizeof(typename To::Word));
-};
+// Words per packet of 16 bytes.
+template <typename Word>
+constexpr unsigned kWidth = 16 / sizeof(Word);
 
 }  // namespace cuda
 }  // namespace superoffload

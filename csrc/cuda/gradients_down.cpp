@@ -82,7 +82,7 @@ GradientsDown::Ticket GradientsDown::enqueue(const std::shared_ptr<DeviceBucket>
     ticket.bucket = bucket;
     ticket.summed = b.pack != nullptr;
     await_gradients(b, current, others);
-    DeviceAddress target = b.packed_address;
+    DeviceAddress target = b.spec.resident;
     Slot* const slot = next_slot(b, &target);
     const std::uint64_t blocks =
         ticket.summed ? enqueue_kernel(b, addresses, ticket, slot, target) : enqueue_copies(b, addresses, ticket);
@@ -90,9 +90,9 @@ GradientsDown::Ticket GradientsDown::enqueue(const std::shared_ptr<DeviceBucket>
     if (keep) hold_back(b, current, others);
     streams_.order(streams_.down(), b.packed, "the down stream's wait for the pack kernel");
     if (slot != nullptr) copy_from_slot(b, addresses, target);
-    if (slot != nullptr || b.spec.resident != 0) {
-        streams_.copy_down(b.host_scratch(b.scratch.sums), b.sums_address, 8 * blocks, streams_.down(),
-                           "cuMemcpyDtoHAsync of block sums");
+    if (ticket.summed) {
+        streams_.copy_down(b.host_scratch(b.scratch.sums), b.device_scratch(b.scratch.sums), 8 * blocks,
+                           streams_.down(), "cuMemcpyDtoHAsync of block sums");
     }
     if (slot != nullptr) {
         streams_.record(slot->copied, streams_.down(), "cuEventRecord on the down stream");
@@ -125,7 +125,7 @@ void GradientsDown::hold_back(const DeviceBucket& b, Stream current, const std::
 }
 
 GradientsDown::Slot* GradientsDown::next_slot(const DeviceBucket& b, DeviceAddress* target) {
-    if (b.pack == nullptr || b.spec.direct || b.spec.resident != 0) return nullptr;
+    if (b.pack == nullptr || b.spec.resident != 0) return nullptr;
     if (slots_.empty()) throw std::runtime_error("no staging memory was given");
     *target = staging_ + next_slot_ * slot_bytes_;
     Slot* const slot = slots_[next_slot_].get();
@@ -150,18 +150,17 @@ std::uint64_t GradientsDown::enqueue_kernel(const DeviceBucket& b, const std::ve
     if (slot != nullptr && slot->used) {
         streams_.order(streams_.pack(), slot->copied, "the pack stream's wait for a staging slot");
     }
-    DeviceAddress nonfinite = b.device_scratch(b.scratch.nonfinite);
-    DeviceAddress sums = b.sums_address;
-    void* arguments[] = {&device_table, &count, &target, &sums, &nonfinite};
+    DeviceAddress sums = b.device_scratch(b.scratch.sums);
+    void* arguments[] = {&device_table, &count, &target, &sums};
     streams_.launch(b.pack, (blocks + kBlocksPerPack - 1) / kBlocksPerPack, streams_.pack(), arguments,
                     "the pack kernel's launch");
     return blocks;
 }
 
-// Gradients that have the packed type are copied as they are, and summed once they are here.
+// Without kernels: copied one by one, and summed once they are here.
 std::uint64_t GradientsDown::enqueue_copies(const DeviceBucket& b, const std::vector<DeviceAddress>& addresses,
                                             Ticket& ticket) const {
-    const std::size_t size = adam::element_size(b.spec.packed_type);
+    const std::size_t size = adam::element_size(b.spec.gradient_type);
     std::uint64_t blocks = 0;
     for (std::size_t i = 0; i < addresses.size(); ++i) {
         if (addresses[i] == 0) continue;
@@ -177,7 +176,7 @@ std::uint64_t GradientsDown::enqueue_copies(const DeviceBucket& b, const std::ve
 // On the down stream: in one piece, unless some of the bucket must stay as it is.
 void GradientsDown::copy_from_slot(const DeviceBucket& b, const std::vector<DeviceAddress>& addresses,
                                    DeviceAddress source) const {
-    const std::size_t size = adam::element_size(b.spec.packed_type);
+    const std::size_t size = adam::element_size(b.spec.gradient_type);
     const auto copy = [&](std::uint64_t offset, std::uint64_t numel) {
         streams_.copy_down(static_cast<char*>(b.spec.packed) + size * offset, source + size * offset, size * numel,
                            streams_.down(), "cuMemcpyDtoHAsync of a packed gradient");
@@ -215,8 +214,8 @@ std::string GradientsDown::await(const Ticket& ticket) const {
         if (closing_.out_of_time()) return "the optimizer was closed before this gradient arrived";
         if (turn < 2000) {
             pause();
-        } else {
-            std::this_thread::sleep_for(std::chrono::microseconds(turn < 4000 ? 20 : 100));
+        } else if (ticket.done->await_waiter(100e-6)) {  // the verdict waits for it
+            std::this_thread::sleep_for(std::chrono::microseconds(20));
         }
     }
 }
@@ -224,13 +223,13 @@ std::string GradientsDown::await(const Ticket& ticket) const {
 void GradientsDown::hand_over_sums(const Ticket& ticket) const {
     const DeviceBucket& b = *ticket.bucket;
     const auto* const sums = reinterpret_cast<const double*>(b.host_scratch(b.scratch.sums));
-    const std::size_t size = adam::element_size(b.spec.packed_type);
+    const std::size_t size = adam::element_size(b.spec.gradient_type);
     for (const auto& [i, first] : ticket.pieces) {
         const PieceSpec& piece = b.spec.pieces[i];
         if (ticket.summed) {
             std::memcpy(piece.block_sums, sums + first, 8 * b.blocks[i]);
         } else {
-            adam::sum_of_squares(static_cast<const char*>(b.spec.packed) + size * piece.offset, b.spec.packed_type,
+            adam::sum_of_squares(static_cast<const char*>(b.spec.packed) + size * piece.offset, b.spec.gradient_type,
                                  piece.numel, piece.block_sums);
         }
     }

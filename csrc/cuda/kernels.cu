@@ -1,16 +1,16 @@
 // All kernels that run on an accelerator: one translation unit without system headers, for NVRTC as for nvcc.
 //
-//   pack_FROM_TO(const CopyPiece* pieces, unsigned count, void* packed, double* sums, unsigned* nonfinite)
-//       gradients -> packed gradient (device memory, or mapped host memory); sums[first_block + k]: of block k of the
-//       piece; *nonfinite becomes 1 if any element is not finite, and is otherwise left alone
-//   unpack_FROM_TO(const CopyPiece* pieces, unsigned count, const void* staged)
-//       staged parameters -> parameters
+//   pack_GRADIENT(const CopyPiece* pieces, unsigned count, void* packed, double* sums)
+//       gradients -> packed gradient; sums[first_block + k]: of block k of the piece, infinite if an element is not
+//       finite
+//   unpack_BITS(const CopyPiece* pieces, unsigned count, const void* staged)
+//       staged parameters -> parameters, of 16 or 32 bits each
 //   step_GRADIENT_PUBLISHED(const StepPiece* pieces, unsigned count)
 //       one step of state in device memory; fp32 moments
 //   step_GRADIENT_PUBLISHED_noisy(...)
 //       the same with bf16 moments, rounded stochastically
 //
-// FROM, TO, GRADIENT, PUBLISHED: f32, bf16 or f16. pieces.cuh has the pieces and the launch geometry. Compile without
+// GRADIENT, PUBLISHED: f32, bf16 or f16. pieces.cuh has the pieces and the launch geometry. Compile without
 // fused multiply-adds, approximations or flush-to-zero: options.txt.
 #include "elements.cuh"
 #include "pack.cuh"
@@ -19,18 +19,13 @@
 #include "unpack.cuh"
 
 #define SUPEROFFLOAD_PACK_KERNELS(X) \
-    X(f32, F32, f32, F32)            \
-    X(bf16, Bf16, bf16, Bf16)        \
-    X(f16, F16, f16, F16)            \
-    X(bf16, Bf16, f32, F32)          \
-    X(f16, F16, f32, F32)
+    X(f32, F32)                      \
+    X(bf16, Bf16)                    \
+    X(f16, F16)
 
 #define SUPEROFFLOAD_UNPACK_KERNELS(X) \
-    X(f32, F32, f32, F32)              \
-    X(bf16, Bf16, bf16, Bf16)          \
-    X(f16, F16, f16, F16)              \
-    X(f32, F32, bf16, Bf16)            \
-    X(f32, F32, f16, F16)
+    X(16, unsigned short)              \
+    X(32, unsigned)
 
 #define SUPEROFFLOAD_STEP_KERNELS(X) \
     X(f32, F32, f32, F32)            \
@@ -41,17 +36,16 @@
 
 #define SUPEROFFLOAD_KERNEL extern "C" __global__ void __launch_bounds__(superoffload::cuda::kThreads)
 
-#define SUPEROFFLOAD_DEFINE_PACK(from, From, to, To)                                                                  \
-    SUPEROFFLOAD_KERNEL pack_##from##_##to(const superoffload::cuda::CopyPiece* pieces, unsigned count, void* packed, \
-                                           double* sums, unsigned* nonfinite) {                                       \
-        superoffload::cuda::pack<superoffload::cuda::From, superoffload::cuda::To>(pieces, count, packed, sums,       \
-                                                                                   nonfinite);                        \
+#define SUPEROFFLOAD_DEFINE_PACK(gradient, Gradient)                                                               \
+    SUPEROFFLOAD_KERNEL pack_##gradient(const superoffload::cuda::CopyPiece* pieces, unsigned count, void* packed, \
+                                        double* sums) {                                                            \
+        superoffload::cuda::pack<superoffload::cuda::Gradient>(pieces, count, packed, sums);                       \
     }
 
-#define SUPEROFFLOAD_DEFINE_UNPACK(from, From, to, To)                                                       \
-    SUPEROFFLOAD_KERNEL unpack_##from##_##to(const superoffload::cuda::CopyPiece* pieces, unsigned count,    \
-                                             const void* staged) {                                           \
-        superoffload::cuda::unpack<superoffload::cuda::From, superoffload::cuda::To>(pieces, count, staged); \
+#define SUPEROFFLOAD_DEFINE_UNPACK(bits, Word)                                                     \
+    SUPEROFFLOAD_KERNEL unpack_##bits(const superoffload::cuda::CopyPiece* pieces, unsigned count, \
+                                      const void* staged) {                                        \
+        superoffload::cuda::unpack<Word>(pieces, count, staged);                                   \
     }
 
 #define SUPEROFFLOAD_DEFINE_STEP(gradient, Gradient, published, Published)                                           \

@@ -18,42 +18,38 @@ constexpr unsigned kBlocksPerWarp = kWarp / kSums;
 constexpr unsigned kBlocksPerGroup = kWarps * kBlocksPerWarp;  // what a CUDA block takes at a time
 constexpr unsigned kStride = kBlock + kSums;                   // the columns of a warp's two blocks meet no bank twice
 
-template <typename From, typename To>
-__device__ inline void stage_block(const Found<CopyPiece>& block, void* packed, typename From::Word* stage,
-                                   unsigned lane) {
-    using Source = typename From::Word;
-    using Target = typename To::Word;
-    constexpr unsigned width = Width<From, To>::words;
+template <typename Word>
+__device__ inline void stage_block(const Found<CopyPiece>& block, Word* packed, Word* stage, unsigned lane) {
+    constexpr unsigned width = kWidth<Word>;
     constexpr unsigned packets = kBlock / width / kWarp;  // per lane
-    const Source* source = static_cast<const Source*>(block.piece->parameter_or_gradient) + block.begin;
-    Target* target = static_cast<Target*>(packed) + block.piece->offset + block.begin;
-    if (block.numel == kBlock && is_aligned(source, width * sizeof(Source)) &&
-        is_aligned(target, width * sizeof(Target))) {
-        Packet<Source, width> loaded[packets];
+    const Word* source = static_cast<const Word*>(block.piece->parameter_or_gradient) + block.begin;
+    Word* target = packed + block.piece->offset + block.begin;
+    if (block.numel == kBlock && is_aligned(source, 16) && is_aligned(target, 16)) {
+        Packet<Word, width> loaded[packets];
 #pragma unroll
         for (unsigned k = 0; k < packets; ++k) loaded[k].load(source + (k * kWarp + lane) * width);
 #pragma unroll
         for (unsigned k = 0; k < packets; ++k) {
             const unsigned i = (k * kWarp + lane) * width;
             loaded[k].stage(stage + i);
-            PacketConversion<From, To, width>::convert(loaded[k]).store(target + i);
+            loaded[k].store(target + i);
         }
         return;
     }
     for (unsigned i = lane; i < kBlock; i += kWarp) {
         const bool exists = i < block.numel;
-        const Source word = exists ? source[i] : static_cast<Source>(0);
+        const Word word = exists ? source[i] : static_cast<Word>(0);
         stage[i] = word;
-        if (exists) target[i] = Conversion<From, To>::convert(word);
+        if (exists) target[i] = word;
     }
 }
 
-template <typename From>
-__device__ inline double sum_column(const typename From::Word* column) {
+template <typename Format>
+__device__ inline double sum_column(const typename Format::Word* column) {
     double sum = 0;
 #pragma unroll 8
     for (unsigned row = 0; row < kBlock / kSums; ++row) {
-        const double x = From::value(column[row * kSums]);
+        const double x = Format::value(column[row * kSums]);
         sum = __fma_rn(x, x, sum);
     }
     return sum;
@@ -77,9 +73,9 @@ __device__ inline double fold_columns(const double* columns) {
     return __dadd_rn(sums[0], -sums[0]) == 0 ? sums[0] : __longlong_as_double(0x7ff0000000000000ll);
 }
 
-template <typename From, typename To>
-__device__ inline void pack(const CopyPiece* pieces, unsigned count, void* packed, double* sums, unsigned* nonfinite) {
-    using Word = typename From::Word;
+template <typename Format>
+__device__ inline void pack(const CopyPiece* pieces, unsigned count, void* packed, double* sums) {
+    using Word = typename Format::Word;
     __shared__ uint4 staged[kBlocksPerGroup * kStride * sizeof(Word) / sizeof(uint4)];
     __shared__ double columns[kThreads];
     const unsigned warp = threadIdx.x / kWarp;
@@ -94,17 +90,14 @@ __device__ inline void pack(const CopyPiece* pieces, unsigned count, void* packe
 #pragma unroll
         for (unsigned k = 0; k < kBlocksPerWarp; ++k) {
             if (first + k < blocks) {
-                stage_block<From, To>(find_block(pieces, count, first + k), packed, stage + k * kStride, lane);
+                stage_block(find_block(pieces, count, first + k), static_cast<Word*>(packed), stage + k * kStride,
+                            lane);
             }
         }
         __syncwarp();
-        if (first + mine < blocks) columns[threadIdx.x] = sum_column<From>(stage + mine * kStride + column);
+        if (first + mine < blocks) columns[threadIdx.x] = sum_column<Format>(stage + mine * kStride + column);
         __syncwarp();
-        if (column == 0 && first + mine < blocks) {
-            const double sum = fold_columns(columns + threadIdx.x);
-            sums[first + mine] = sum;
-            if (__dadd_rn(sum, -sum) != 0) *nonfinite = 1;
-        }
+        if (column == 0 && first + mine < blocks) sums[first + mine] = fold_columns(columns + threadIdx.x);
     }
 }
 

@@ -52,32 +52,51 @@ std::string ParametersUp::await_step(const Job& job) const {
 
 void ParametersUp::enqueue(const Job& job) const {
     DeviceBucket& b = *job.bucket;
-    const std::size_t size = adam::element_size(b.spec.shadow_type);
     streams_.order(streams_.up(), b.readers, "the up stream's wait for readers of the old parameters");
-    const bool casts = b.unpack != nullptr;
+    if (b.unpack != nullptr) {
+        copy_together(job);
+    } else {
+        copy_each(job);
+    }
+    streams_.record(b.delivered, streams_.up(), "cuEventRecord on the up stream");
+    b.was_delivered.store(true);
+}
+
+void ParametersUp::copy_each(const Job& job) const {
+    const BucketSpec& spec = job.bucket->spec;
+    for (std::size_t i = 0; i < job.addresses.size(); ++i) {
+        if (job.addresses[i] != 0) copy(spec, spec.pieces[i].offset, spec.pieces[i].numel, job.addresses[i]);
+    }
+}
+
+// Into staging memory, from the first of them to the last, and from there by one kernel.
+void ParametersUp::copy_together(const Job& job) const {
+    const DeviceBucket& b = *job.bucket;
     auto* const table = reinterpret_cast<CopyPiece*>(b.host_scratch(b.scratch.up_table));
     unsigned count = 0;
     std::uint64_t blocks = 0;
     for (std::size_t i = 0; i < job.addresses.size(); ++i) {
         if (job.addresses[i] == 0) continue;
-        const PieceSpec& piece = b.spec.pieces[i];
-        const DeviceAddress target = casts ? staging_ + size * piece.offset : job.addresses[i];
-        streams_.copy_up(target, static_cast<const char*>(b.spec.shadow) + size * piece.offset, size * piece.numel,
-                         streams_.up(), "cuMemcpyHtoDAsync of new parameters");
-        table[count++] = {job.addresses[i], piece.offset, piece.numel, blocks};
+        table[count++] = {job.addresses[i], b.spec.pieces[i].offset, b.spec.pieces[i].numel, blocks};
         blocks += b.blocks[i];
     }
-    if (casts && count > 0) {
-        DeviceAddress device_table = b.device_scratch(b.scratch.up_table);
-        DeviceAddress staged = staging_;
-        streams_.copy_up(device_table, table, count * sizeof(CopyPiece), streams_.up(),
-                         "cuMemcpyHtoDAsync of the unpack kernel's table");
-        void* arguments[] = {&device_table, &count, &staged};
-        streams_.launch(b.unpack, (blocks + kBlocksPerUnpack - 1) / kBlocksPerUnpack, streams_.up(), arguments,
-                        "the unpack kernel's launch");
-    }
-    streams_.record(b.delivered, streams_.up(), "cuEventRecord on the up stream");
-    b.was_delivered.store(true);
+    if (count == 0) return;
+    const std::uint64_t begin = table[0].offset;
+    const std::uint64_t end = table[count - 1].offset + table[count - 1].numel;
+    copy(b.spec, begin, end - begin, staging_ + adam::element_size(b.spec.published_type) * begin);
+    DeviceAddress device_table = b.device_scratch(b.scratch.up_table);
+    streams_.copy_up(device_table, table, count * sizeof(CopyPiece), streams_.up(),
+                     "cuMemcpyHtoDAsync of the unpack kernel's table");
+    DeviceAddress staged = staging_;
+    void* arguments[] = {&device_table, &count, &staged};
+    streams_.launch(b.unpack, (blocks + kBlocksPerUnpack - 1) / kBlocksPerUnpack, streams_.up(), arguments,
+                    "the unpack kernel's launch");
+}
+
+void ParametersUp::copy(const BucketSpec& spec, std::uint64_t offset, std::uint64_t numel, DeviceAddress target) const {
+    const std::size_t size = adam::element_size(spec.published_type);
+    streams_.copy_up(target, static_cast<const char*>(spec.shadow) + size * offset, size * numel, streams_.up(),
+                     "cuMemcpyHtoDAsync of new parameters");
 }
 
 }  // namespace superoffload::cuda

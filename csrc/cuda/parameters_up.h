@@ -18,7 +18,7 @@ class ParametersUp {
    public:
     ParametersUp(const std::shared_ptr<Gpu>& gpu, const StreamSet& streams, const Closing& closing);
 
-    // Room for one shadow on the device, where a cast is needed on the way up.
+    // Room for one shadow on the device.
     void set_staging(DeviceAddress address) { staging_ = address; }
     // As Pipeline::deliver says. The device's context must be current.
     std::shared_ptr<Completion> deliver(const std::shared_ptr<DeviceBucket>& bucket, std::shared_ptr<Completion> after,
@@ -42,6 +42,9 @@ class ParametersUp {
     std::string work(const Job& job);
     std::string await_step(const Job& job) const;
     void enqueue(const Job& job) const;
+    void copy_each(const Job& job) const;
+    void copy_together(const Job& job) const;
+    void copy(const BucketSpec& spec, std::uint64_t offset, std::uint64_t numel, DeviceAddress target) const;
     void failed(const std::string& error);
 
     const StreamSet& streams_;

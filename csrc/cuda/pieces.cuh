@@ -2,7 +2,6 @@
 // blocks of kBlock elements that are numbered through. Pieces are sorted by their first block; empty ones are allowed.
 //
 // Launch geometry: kThreads threads per CUDA block, and any grid: kernels stride over the blocks that are there.
-// superoffload/cuda/geometry.py says which grid is worth launching.
 #pragma once
 
 namespace superoffload {

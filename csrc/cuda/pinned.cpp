@@ -38,7 +38,7 @@ PinnedMemory::PinnedMemory(std::shared_ptr<Gpu> gpu, const PinnedRequest& reques
     try {
         place();
         touch();
-        if (gpu_) pin();
+        pin();
     } catch (...) {  // the destructor will not run
         munmap(data_, mapped_);
         throw;

@@ -21,7 +21,7 @@ struct PinnedRequest {
 class PinnedMemory {
    public:
     // Throws std::bad_alloc where there is no memory at all. Where it cannot be registered it is ordinary memory, and
-    // refusal() says why. `gpu` null: it is not registered.
+    // refusal() says why.
     PinnedMemory(std::shared_ptr<Gpu> gpu, const PinnedRequest& request);
     ~PinnedMemory();
     PinnedMemory(const PinnedMemory&) = delete;

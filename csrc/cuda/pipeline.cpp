@@ -74,31 +74,14 @@ std::shared_ptr<DeviceBucket> Pipeline::make_bucket(const BucketSpec& spec) {
     check_open();
     const Gpu::Current here(*gpu_);
     auto bucket = std::make_shared<DeviceBucket>(gpu_, spec);
-    const bool casts = spec.gradient_type != spec.packed_type || spec.shadow_type != spec.published_type;
-    if (!has_kernels()) {
-        if (casts || spec.direct) throw std::runtime_error("this transfer policy needs the kernels");
-        return bucket;
-    }
-    bucket->pack = find("pack", spec.gradient_type, spec.packed_type);
+    if (!has_kernels()) return bucket;
+    bucket->pack = find(std::string("pack_") + name_of(spec.gradient_type));
     if (spec.resident != 0) {
-        bucket->packed_address = spec.resident;
         bucket->step = find(spec.step_kernel);
-    } else if (spec.shadow_type != spec.published_type) {
-        bucket->unpack = find("unpack", spec.shadow_type, spec.published_type);
-    }
-    bucket->sums_address = bucket->device_scratch(bucket->scratch.sums);
-    if (spec.direct) {
-        const Driver& driver = gpu_->driver();
-        driver.check(driver.host_device_pointer(&bucket->packed_address, spec.packed, 0),
-                     "cuMemHostGetDevicePointer of a packed gradient");
-        driver.check(driver.host_device_pointer(&bucket->sums_address, bucket->host_scratch(bucket->scratch.sums), 0),
-                     "cuMemHostGetDevicePointer of block sums");
+    } else if (spec.pieces.size() > 1) {
+        bucket->unpack = find("unpack_" + std::to_string(8 * adam::element_size(spec.published_type)));
     }
     return bucket;
-}
-
-Function Pipeline::find(const char* kind, adam::ElementType from, adam::ElementType to) const {
-    return find(std::string(kind) + "_" + name_of(from) + "_" + name_of(to));
 }
 
 Function Pipeline::find(const std::string& name) const {

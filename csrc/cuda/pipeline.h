@@ -32,7 +32,7 @@ struct Staging {
     DeviceAddress down = 0;  // slots * slot_bytes on the device
     std::uint64_t slot_bytes = 0;
     unsigned slots = 0;
-    DeviceAddress up = 0;  // room for one shadow, where a cast is needed on the way up
+    DeviceAddress up = 0;  // room for one shadow of several parameters
 };
 
 class Pipeline {
@@ -83,7 +83,6 @@ class Pipeline {
     bool close();
 
    private:
-    Function find(const char* kind, adam::ElementType from, adam::ElementType to) const;
     Function find(const std::string& name) const;
     bool forked() const;
     void check_open() const;

@@ -36,11 +36,21 @@ class Completion {
     bool wait(double timeout_seconds = -1) {
         std::unique_lock<std::mutex> lock(mutex_);
         const auto is_done = [this] { return done(); };
+        bool ended = true;
+        if (waiting_++ == 0) changed_.notify_all();  // of await_waiter()
         if (timeout_seconds < 0) {
             changed_.wait(lock, is_done);
-            return true;
+        } else {
+            ended = changed_.wait_for(lock, std::chrono::duration<double>(timeout_seconds), is_done);
         }
-        return changed_.wait_for(lock, std::chrono::duration<double>(timeout_seconds), is_done);
+        --waiting_;
+        return ended;
+    }
+
+    // For the thread that will end this: true as soon as another one waits for it, false after `seconds`.
+    bool await_waiter(double seconds) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        return changed_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return waiting_ > 0; });
     }
 
     // Empty when it succeeded. Only meaningful once done.
@@ -67,6 +77,7 @@ class Completion {
     std::atomic<bool> done_{false};
     mutable std::mutex mutex_;
     std::condition_variable changed_;
+    unsigned waiting_ = 0;
     std::string error_;
 };
 

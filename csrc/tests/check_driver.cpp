@@ -63,11 +63,8 @@ static_assert(int(CUDA_ERROR_DEINITIALIZED) == int(superoffload::cuda::kDeinitia
 static_assert(int(CUDA_ERROR_NOT_FOUND) == int(superoffload::cuda::kNotFound));
 static_assert(int(CUDA_ERROR_NOT_READY) == int(superoffload::cuda::kNotReady));
 static_assert(int(CUDA_ERROR_NOT_SUPPORTED) == int(superoffload::cuda::kNotSupported));
-static_assert(int(CU_STREAM_NON_BLOCKING) == int(superoffload::cuda::kStreamNonBlocking));
 static_assert(int(CU_EVENT_DISABLE_TIMING) == int(superoffload::cuda::kEventDisableTiming));
 static_assert(int(CU_MEMHOSTREGISTER_PORTABLE) == int(superoffload::cuda::kRegisterPortable));
 static_assert(int(CU_MEMHOSTREGISTER_DEVICEMAP) == int(superoffload::cuda::kRegisterDeviceMap));
 static_assert(int(CU_STREAM_WRITE_VALUE_DEFAULT) == int(superoffload::cuda::kWriteValueDefault));
 static_assert(int(CU_STREAM_CAPTURE_MODE_RELAXED) == int(superoffload::cuda::kCaptureModeRelaxed));
-static_assert(int(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) == int(superoffload::cuda::kComputeCapabilityMajor));
-static_assert(int(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR) == int(superoffload::cuda::kComputeCapabilityMinor));

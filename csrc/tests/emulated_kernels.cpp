@@ -23,8 +23,8 @@ void launch(void (*kernel)(Types...), unsigned grid, unsigned block, void** argu
 
 #define ENTRY(name) \
     {#name, [](unsigned grid, unsigned block, void** arguments) { launch(name, grid, block, arguments); }},
-#define PACK_ENTRY(from, From, to, To) ENTRY(pack_##from##_##to)
-#define UNPACK_ENTRY(from, From, to, To) ENTRY(unpack_##from##_##to)
+#define PACK_ENTRY(gradient, Gradient) ENTRY(pack_##gradient)
+#define UNPACK_ENTRY(bits, Word) ENTRY(unpack_##bits)
 #define STEP_ENTRY(from, From, to, To) ENTRY(step_##from##_##to) ENTRY(step_##from##_##to##_noisy)
 
 const Kernel kKernels[] = {SUPEROFFLOAD_PACK_KERNELS(PACK_ENTRY) SUPEROFFLOAD_UNPACK_KERNELS(UNPACK_ENTRY)

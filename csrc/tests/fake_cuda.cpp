@@ -41,7 +41,8 @@ EXPORT Result cuGetErrorName(Result error, const char** text) {
     };
     const auto found = names.find(error);
     *text = found == names.end() ? nullptr : found->second;
-    return found == names.end() ? kInvalidValue : kSuccess;
+    if (found == names.end()) return kInvalidValue;
+    return kSuccess;
 }
 
 EXPORT Result cuGetErrorString(Result, const char** text) {
@@ -52,11 +53,7 @@ EXPORT Result cuGetErrorString(Result, const char** text) {
 EXPORT Result cuDeviceGet(int* device, int ordinal) {
     if (const Result result = enter("cuDeviceGet", false); result != kSuccess) return result;
     *device = ordinal;
-    return ordinal == 0 ? kSuccess : kInvalidValue;
-}
-
-EXPORT Result cuDeviceGetAttribute(int* value, int attribute, int) {
-    *value = attribute == superoffload::cuda::kComputeCapabilityMajor ? 9 : 0;
+    if (ordinal != 0) return kInvalidValue;
     return kSuccess;
 }
 
@@ -96,15 +93,6 @@ EXPORT Result cuThreadExchangeStreamCaptureMode(int* mode) {
     *mode = 0;
     return kSuccess;
 }
-
-EXPORT Result cuStreamCreate(CUstream_st** stream, unsigned flags) {
-    ENTER("cuStreamCreate");
-    if (flags > 1) return kInvalidValue;
-    *stream = new CUstream_st;
-    return kSuccess;
-}
-
-EXPORT Result cuStreamDestroy_v2(CUstream_st*) { return enter("cuStreamDestroy_v2"); }
 
 EXPORT Result cuStreamQuery(CUstream_st* stream) {
     ENTER("cuStreamQuery");
@@ -253,7 +241,7 @@ EXPORT Result cuModuleGetFunction(CUfunc_st** function, CUmod_st*, const char* n
     return kSuccess;
 }
 
-// The second parameter of every kernel is an unsigned, the others are pointers: pack has five, unpack three, step two.
+// The second parameter of every kernel is an unsigned, the others are pointers: pack has four, unpack three, step two.
 EXPORT Result cuLaunchKernel(CUfunc_st* function, unsigned grid, unsigned, unsigned, unsigned block, unsigned, unsigned,
                              unsigned, CUstream_st* stream, void** parameters, void**) {
     ENTER("cuLaunchKernel");
@@ -264,7 +252,7 @@ EXPORT Result cuLaunchKernel(CUfunc_st* function, unsigned grid, unsigned, unsig
         if (w.functions.count(function) == 0) return kInvalidHandle;
     }
     const std::string name = function->name;
-    const std::size_t count = name[0] == 'p' ? 5 : name[0] == 'u' ? 3 : 2;
+    const std::size_t count = name[0] == 'p' ? 4 : name[0] == 'u' ? 3 : 2;
     std::vector<std::uint64_t> values(count, 0);
     for (std::size_t i = 0; i < count; ++i) std::memcpy(&values[i], parameters[i], i == 1 ? 4 : 8);
     stream_of(stream)->enqueue([name, grid, block, values]() mutable {

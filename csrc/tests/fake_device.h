@@ -25,7 +25,6 @@
 namespace fake {
 
 using superoffload::cuda::DeviceAddress;
-using superoffload::cuda::kInvalidValue;
 using superoffload::cuda::kNotFound;
 using superoffload::cuda::kNotReady;
 using superoffload::cuda::kNotSupported;
@@ -34,7 +33,13 @@ using superoffload::cuda::kSuccess;
 using superoffload::cuda::Result;
 
 // Results that the pipeline itself never asks for.
-enum : Result { kInvalidContext = 201, kInvalidHandle = 400, kAlreadyRegistered = 712, kNotRegistered = 713 };
+enum : Result {
+    kInvalidValue = 1,
+    kInvalidContext = 201,
+    kInvalidHandle = 400,
+    kAlreadyRegistered = 712,
+    kNotRegistered = 713,
+};
 
 // What an event waits for: one recording of it.
 struct Recording {

@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <memory>
 #include <random>
@@ -132,10 +133,10 @@ struct Device {
         : gpu(std::make_shared<Gpu>(cuda::Driver::load(library()), 0)),
           current(new_stream()),
           flag(gpu, {4096}),
-          staging(2 * 4 * kPadded),
+          staging(3 * 4 * kPadded),
           streams({new_stream(), new_stream(), new_stream()}),
           pipeline(Pipeline::create(gpu, streams, flag.data(), image, timeout)) {
-        pipeline->set_staging({address(staging.data()), 4 * kPadded, 2, 0});
+        pipeline->set_staging({address(staging.data()), 4 * kPadded, 2, address(staging.data()) + 8 * kPadded});
     }
 
     std::shared_ptr<Gpu> gpu;
@@ -247,6 +248,22 @@ TEST(a_device_that_fails_ends_every_wait) {
     device.pipeline->close();
     device.settle();
     reset();
+}
+
+TEST(a_nap_ends_when_somebody_waits) {
+    Completion arrival;
+    EXPECT(!arrival.await_waiter(0.01));
+    std::thread waiter([&arrival] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        EXPECT(arrival.wait(60));
+    });
+    const double began = now_seconds();
+    EXPECT(arrival.await_waiter(60));
+    EXPECT(now_seconds() - began < 30);
+    EXPECT(!arrival.done());
+    arrival.finish();
+    waiter.join();
+    EXPECT(!arrival.await_waiter(0.01));
 }
 
 TEST(a_device_that_hangs_is_an_error_after_the_timeout) {

@@ -20,7 +20,6 @@ Row = Mapping[str, Any]
 GPU_SUITE = "gpu_suite"
 _ROOT = Path(__file__).resolve().parents[2]
 _NEEDS_PACKAGE = {"deepspeed": "deepspeed"}
-_NEEDS_GPU = frozenset({"transfer"})
 # Small sizes of those that have no --quick of their own.
 _QUICK = {
     "deepspeed": "--ranks 1 --width 64 --layers 1 --tokens 16 --rounds 1 --steps 1 --clip off",
@@ -37,12 +36,12 @@ def all_jobs(names: Sequence[str], folder: Path, *, quick: bool, cuda: bool) -> 
     """``names``: of ``superoffload bench``, and GPU_SUITE."""
     (folder / "plots").mkdir(parents=True, exist_ok=True)
     return [
-        _gpu_suite(folder, quick=quick, cuda=cuda) if name == GPU_SUITE else _job(name, folder, quick=quick, cuda=cuda)
+        _gpu_suite(folder, quick=quick, cuda=cuda) if name == GPU_SUITE else _job(name, folder, quick=quick)
         for name in names
     ]
 
 
-def _job(name: str, folder: Path, *, quick: bool, cuda: bool) -> Job:
+def _job(name: str, folder: Path, *, quick: bool) -> Job:
     known = options_of(name)
     options: list[str] = []
     if quick:
@@ -56,7 +55,7 @@ def _job(name: str, folder: Path, *, quick: bool, cuda: bool) -> Job:
         command,
         {"bench": name, "options": options},
         _SECONDS_QUICK if quick else _SECONDS,
-        absent=_absent(name, cuda=cuda),
+        absent=_absent(name),
         keeps_output=True,
     )
 
@@ -72,11 +71,11 @@ def plot_path(folder: Path, name: str) -> Path:
     return folder / "plots" / f"{name}.png"
 
 
-def _absent(name: str, *, cuda: bool) -> str | None:
+def _absent(name: str) -> str | None:
     package = _NEEDS_PACKAGE.get(name)
     if package is not None and find_spec(package) is None:
         return f"{package} is not installed"
-    return "needs a GPU" if name in _NEEDS_GPU and not cuda else None
+    return None
 
 
 def _gpu_suite(folder: Path, *, quick: bool, cuda: bool) -> Job:
@@ -153,16 +152,11 @@ def _of_suite(result: Row) -> str:
     return ", ".join(f"{verdicts.count(verdict)} targets {verdict}" for verdict in dict.fromkeys(verdicts))
 
 
-def _of_transfer(result: Row) -> str:
-    return f"chosen: {result['chosen']}"
-
-
 _HEADLINES = {
     "adam": _of_adam,
     "journal": _of_journal,
     "state": _of_state,
     "ranks": _of_ranks,
-    "transfer": _of_transfer,
     GPU_SUITE: _of_suite,
 }
 

@@ -1,1 +1,1 @@
-"""What only an accelerator needs: kernels, the link, transfer policies. Nothing here is imported without one."""
+"""What only an accelerator needs: kernels and the link. Nothing here is imported without one."""

@@ -17,8 +17,8 @@ from superoffload.errors import ArgumentError, KernelsUnavailable
 MAIN = "kernels.cu"
 _ELF = b"\x7fELF"
 _INSTALL = (
-    "torch's CUDA wheels bring NVRTC; otherwise install superoffload[cuda] (cuda-bindings, which finds that of a CUDA "
-    "toolkit) or CuPy. Without kernels torch's own operations pack gradients, with the same bits"
+    "torch's CUDA wheels bring NVRTC; otherwise install superoffload[cuda12] or superoffload[cuda13], as the driver's "
+    "version says, or a CUDA toolkit"
 )
 
 
@@ -74,8 +74,7 @@ def _closest(compiler: Nvrtc, arch: str) -> str:
     fitting = [other for other in known if other // 10 == number // 10 and other < number]
     if not fitting:
         listed = ", ".join(f"sm_{other}" for other in known)
-        version = ".".join(map(str, compiler.version()))
-        raise CompileError(f"NVRTC {version} compiles for {listed}")
+        raise CompileError(f"it compiles for {listed}")
     return f"sm_{max(fitting)}"
 
 

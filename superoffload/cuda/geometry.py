@@ -1,4 +1,4 @@
-"""What the kernels of csrc/cuda read, and how many of their blocks to launch."""
+"""What the step kernels of csrc/cuda read."""
 
 from __future__ import annotations
 
@@ -10,12 +10,6 @@ import torch
 
 from superoffload.bucket import BLOCK, Bucket
 
-THREADS = 128  # per CUDA block, for every kernel
-BLOCKS_PER_CUDA_BLOCK = {"pack": 8, "unpack": 4, "step": 1}  # 1024-element blocks that a CUDA block takes at a time
-
-# struct CopyPiece of csrc/cuda/pieces.cuh. `address`: of the piece's gradient or parameter; `offset`: elements into the
-# packed gradient or the staged parameters.
-COPY_PIECE = np.dtype([("address", "<u8"), ("offset", "<u8"), ("numel", "<u8"), ("first_block", "<u8")])
 SCALARS_BYTES = 64
 # struct StepPiece of csrc/cuda/step.cuh; `scalars` as superoffload._native.freeze_scalars returns them.
 STEP_PIECE = np.dtype(
@@ -37,18 +31,14 @@ def blocks_of(numel: int) -> int:
     return -(-numel // BLOCK)
 
 
-def copy_pieces(pieces: Iterable[tuple[int, int, int]]) -> Pieces:
-    """From (address, offset, numel) of each piece, in the order of their block sums."""
-    return _numbered(list(pieces), COPY_PIECE, ("address", "offset", "numel"))
-
-
 def step_pieces(pieces: Iterable[tuple[int | bytes, ...]]) -> Pieces:
     """From (master, exp_avg, exp_avg_sq, gradient, parameter, numel, first_index, scalars) of each piece."""
     names = ("master", "exp_avg", "exp_avg_sq", "gradient", "parameter", "numel", "first_index", "scalars")
-    return _numbered(list(pieces), STEP_PIECE, names)
+    return numbered(list(pieces), STEP_PIECE, names)
 
 
-def _numbered(rows: Sequence[tuple[object, ...]], dtype: np.dtype[np.void], names: Sequence[str]) -> Pieces:
+def numbered(rows: Sequence[tuple[object, ...]], dtype: np.dtype[np.void], names: Sequence[str]) -> Pieces:
+    """A table of pieces, each with the number of its first block."""
     table = np.zeros(len(rows), dtype)
     for i, row in enumerate(rows):
         for name, value in zip(names, row, strict=True):
@@ -59,15 +49,8 @@ def _numbered(rows: Sequence[tuple[object, ...]], dtype: np.dtype[np.void], name
 
 
 def count_blocks(pieces: Pieces) -> int:
-    """Of all pieces together: the number of sums that a pack kernel writes."""
+    """Of all pieces together."""
     return sum(blocks_of(int(numel)) for numel in pieces["numel"])
-
-
-def grid_for(kernel: str, blocks: int, at_most: int | None = None) -> int:
-    """CUDA blocks for so many 1024-element blocks; kernels stride, so fewer do the same work on fewer processors."""
-    per_cuda_block = BLOCKS_PER_CUDA_BLOCK[kernel.partition("_")[0]]
-    grid = max(1, -(-blocks // per_cuda_block))
-    return grid if at_most is None else min(grid, max(1, at_most))
 
 
 _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}

@@ -13,9 +13,8 @@ from torch import Tensor
 from superoffload import _native
 from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket
 from superoffload.cuda.device import Device
-from superoffload.cuda.pinned import ALIGN, LARGEST_REGISTRATION, PinnedArena, warn_unpinned
+from superoffload.cuda.pinned import ALIGN, LARGEST_REGISTRATION, PinnedArena, aligned, warn_unpinned
 from superoffload.cuda.residency import CudaResidency
-from superoffload.cuda.transfer import NARROW, TransferPolicy
 from superoffload.errors import DeviceError
 from superoffload.link import PackTicket
 
@@ -33,7 +32,6 @@ class CudaOptions:
     """
 
     keep_grads: bool = False
-    policy: TransferPolicy = NARROW
     image: bytes = b""
     arrival_flag: bool = True
     timeout_seconds: float = 600.0
@@ -50,7 +48,6 @@ class CudaLink:
         self.bytes_down = 0
         self.bytes_up = 0
         self.frees_gradients = not options.keep_grads
-        self.policy = options.policy
         self._options = options
         self._device = device
         self._pid = os.getpid()
@@ -67,7 +64,6 @@ class CudaLink:
             self._gpu = _native.CudaGpu(options.library, device.ordinal)
             self._flag = PinnedArena(self._gpu, _FLAG_BYTES)
             flag = self._flag.take(1, torch.int32)
-            self.can_pin = self._flag.pinned  # at least a little
             # What it packs frees memory, and is on its way to the workers: backward's own kernels can wait for that.
             self._pack_stream = device.make_stream(ahead=True)
             self._down_stream, self._up_stream = device.make_stream(), device.make_stream()
@@ -76,7 +72,7 @@ class CudaLink:
                 pack=self._pack_stream,
                 down=self._down_stream,
                 up=self._up_stream,
-                flag=flag.data_ptr() if self.can_pin and options.arrival_flag else 0,
+                flag=flag.data_ptr() if self._flag.pinned and options.arrival_flag else 0,
                 image=options.image,
                 timeout_seconds=options.timeout_seconds,
             )
@@ -95,7 +91,7 @@ class CudaLink:
     @property
     def pinned(self) -> bool:
         """Whether all host memory could be pinned."""
-        return self.can_pin and all(arena.pinned for arena in self._arenas)
+        return all(arena.pinned for arena in [*self._arenas, self._flag])
 
     @property
     def pinned_bytes(self) -> int:
@@ -104,9 +100,6 @@ class CudaLink:
     # ---- memory -----------------------------------------------------------------------------------------------
 
     def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
-        for bucket in (bucket for bucket in buckets if not bucket.resident):
-            bucket.packed_dtype = self.policy.packed_dtype(bucket.gradient_dtype)
-            bucket.shadow_dtype = self.policy.shadow_dtype(bucket.published_dtype)
         with _translated("reserving memory"):
             if anew:
                 self._start_anew()
@@ -125,9 +118,8 @@ class CudaLink:
 
     def _start_anew(self) -> None:
         """Nothing of the buckets so far is needed any more."""
-        timeout = self._options.timeout_seconds
-        if self._buckets and not (self._pipeline.drain(timeout) and self._residency.drain(timeout)):
-            raise DeviceError(f"the device did not finish its copies within {self._options.timeout_seconds} s")
+        if self._buckets:
+            self.drain(self._options.timeout_seconds, steps=True)
         self._buckets.clear()
         self._targets.clear()
         self._written_on.clear()
@@ -146,28 +138,25 @@ class CudaLink:
         # Buckets in the order of the first backward may need a little more, for gaps between their pieces.
         arena = PinnedArena(self._gpu, nbytes + (nbytes >> 6) + (1 << 16), chunk=self._options.chunk)
         warn_unpinned(arena)
-        if self.policy.direct and not arena.pinned:
-            self.policy = NARROW  # the same formats; but kernels cannot reach memory that is not pinned
         self._arenas.append(arena)
 
     def _reserve_staging(self, buckets: Sequence[Bucket]) -> None:
         if not self._pipeline.has_kernels:
             return
-        down = max((_nbytes(b.padded, b.packed_dtype) for b in buckets), default=0) if not self.policy.direct else 0
-        up = max((_nbytes(b.padded, b.shadow_dtype) for b in buckets if b.shadow_dtype != b.published_dtype), default=0)
+        down = max((_nbytes(b.padded, b.gradient_dtype) for b in buckets), default=0)
+        up = max((_nbytes(b.padded, b.published_dtype) for b in buckets if len(b.pieces) > 1), default=0)
         if self._staging and self._staging[0].numel() >= SLOTS * down and self._staging[1].numel() >= up:
             return
-        if not self._pipeline.drain(self._options.timeout_seconds):
-            raise DeviceError(f"the device did not finish its copies within {self._options.timeout_seconds} s")
+        self.drain(self._options.timeout_seconds)
         self._staging = [self._device.empty(SLOTS * down), self._device.empty(up)]
-        for_packing, for_casts = (memory.data_ptr() for memory in self._staging)
-        self._pipeline.set_staging(down=for_packing, slot_bytes=down, slots=SLOTS if down else 0, up=for_casts)
+        below, above = (memory.data_ptr() for memory in self._staging)
+        self._pipeline.set_staging(down=below, slot_bytes=down, slots=SLOTS if down else 0, up=above)
 
     def attach(self, bucket: Bucket) -> None:
         arena = self._arenas[-1]
         with _translated("reserving memory"):
-            bucket.gradient = arena.take(bucket.padded, bucket.packed_dtype)
-            bucket.shadow = arena.take(bucket.padded, bucket.shadow_dtype)
+            bucket.gradient = arena.take(bucket.padded, bucket.gradient_dtype)
+            bucket.shadow = arena.take(bucket.padded, bucket.published_dtype)
         self._attach_native(bucket, packed=bucket.gradient.data_ptr(), shadow=bucket.shadow.data_ptr())
 
     def _attach_resident(self, bucket: Bucket, packed: int, step_kernel: str) -> _native.DeviceBucket:
@@ -179,7 +168,7 @@ class CudaLink:
         nbytes = _scratch_bytes(bucket)
         with _translated("reserving memory"):
             scratch = self._arenas[-1].take(nbytes, torch.uint8)
-            on_device = _aligned(self._on_device[-1].data_ptr()) + self._scratch_used
+            on_device = aligned(self._on_device[-1].data_ptr()) + self._scratch_used
             self._scratch_used += nbytes
             self._buckets[bucket] = self._pipeline.make_bucket(
                 pieces=[
@@ -187,14 +176,11 @@ class CudaLink:
                     for piece in bucket.pieces
                 ],
                 gradient_type=ELEMENT_TYPES[bucket.gradient_dtype],
-                packed_type=ELEMENT_TYPES[bucket.packed_dtype],
-                shadow_type=ELEMENT_TYPES[bucket.shadow_dtype],
                 published_type=ELEMENT_TYPES[bucket.published_dtype],
                 packed=packed,
                 shadow=shadow,
                 scratch=scratch.data_ptr(),
                 device_scratch=on_device,
-                direct=self.policy.direct and not resident,
                 resident=resident,
                 step_kernel=step_kernel,
             )
@@ -224,7 +210,7 @@ class CudaLink:
             if grad is not None:
                 addresses[i] = grad.data_ptr() + size * piece.start
                 if not bucket.resident:
-                    self.bytes_down += bucket.packed_dtype.itemsize * piece.numel
+                    self.bytes_down += size * piece.numel
         current = self._device.current_stream()
         # Memory that is written again without asking the allocator: then the streams of backward wait themselves.
         waits = not self.frees_gradients or self._device.reuses_unasked()
@@ -256,7 +242,7 @@ class CudaLink:
                 target = piece.shard.target()
                 targets.append(target)
                 addresses[i] = target.data_ptr() + size * piece.start
-                self.bytes_up += bucket.shadow_dtype.itemsize * piece.numel
+                self.bytes_up += size * piece.numel
         self._targets[bucket] = targets  # so that their memory stays until the copy is ordered
         with _translated(f"delivering {bucket.pieces[0].shard.name}"):
             return self._pipeline.deliver(
@@ -271,9 +257,9 @@ class CudaLink:
         if targets:
             torch.autograd.graph.increment_version(targets)
 
-    def drain(self, timeout_seconds: float) -> None:
-        """Returns once nothing is under way."""
-        if not self._pipeline.drain(timeout_seconds):
+    def drain(self, timeout_seconds: float, *, steps: bool = False) -> None:
+        """Returns once no copy is under way; with ``steps`` no step on the device either, whose buckets then go."""
+        if not self._pipeline.drain(timeout_seconds) or (steps and not self._residency.drain(timeout_seconds)):
             raise DeviceError(f"the device did not finish its copies within {timeout_seconds:g} s")
 
     # ---- the end ----------------------------------------------------------------------------------------------
@@ -306,19 +292,15 @@ def _nbytes(numel: int, dtype: torch.dtype) -> int:
     return numel * dtype.itemsize
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
-
-
 def _scratch_bytes(bucket: Bucket) -> int:
     return _native.cuda_scratch_bytes([piece.numel for piece in bucket.pieces])
 
 
 def _host_bytes(bucket: Bucket) -> int:
     if bucket.resident:
-        return _aligned(_scratch_bytes(bucket))
-    packed, shadow = _nbytes(bucket.padded, bucket.packed_dtype), _nbytes(bucket.padded, bucket.shadow_dtype)
-    return _aligned(packed) + _aligned(shadow) + _aligned(_scratch_bytes(bucket))
+        return aligned(_scratch_bytes(bucket))
+    packed, shadow = (_nbytes(bucket.padded, dtype) for dtype in (bucket.gradient_dtype, bucket.published_dtype))
+    return aligned(packed) + aligned(shadow) + aligned(_scratch_bytes(bucket))
 
 
 @contextmanager

@@ -1,14 +1,20 @@
-"""NVRTC, NVIDIA's compiler as a library, by whichever way this Python has it. None of them needs a driver or a GPU."""
+"""NVRTC, NVIDIA's compiler as a library, called by ctypes. It needs neither a driver nor a GPU."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import torch
+
+_FILE = re.compile(r"libnvrtc(?:-[0-9a-f]+)?\.so\.(\d+)[.\d]*")  # of wheels, of torch/lib, of a toolkit
+_MAJORS = ("13", "12")  # that the loader is asked for
 
 
 class CompileError(Exception):
@@ -24,44 +30,24 @@ class Program:
     headers: Mapping[str, str]
 
 
-class Nvrtc(Protocol):
-    """One way to NVRTC."""
+class Nvrtc:
+    """One NVRTC. OSError: it cannot be loaded."""
 
-    name: str
-
-    def version(self) -> tuple[int, int]: ...
-
-    def architectures(self) -> list[int]:
-        """That it compiles for: 90 for sm_90."""
-
-    def compile(self, program: Program, options: Sequence[str]) -> bytes:
-        """A cubin, or CompileError."""
-
-
-class LibraryNvrtc:
-    """The shared library itself. torch's own wheels bring the one that fits their CUDA version."""
-
-    def __init__(self) -> None:
-        path = self._find()
-        self.name = str(path)
-        self._library = ctypes.CDLL(self.name)
-
-    @staticmethod
-    def _find() -> Path:
-        folders = []
-        nvidia = importlib.import_module("nvidia")  # the namespace of NVIDIA's wheels
-        for root in nvidia.__path__:
-            folders += [*Path(root).glob("cuda_nvrtc/lib"), *sorted(Path(root).glob("cu*/lib"), reverse=True)]
-        for folder in folders:
-            for path in sorted(folder.glob("libnvrtc.so.*")):
-                if re.fullmatch(r"libnvrtc\.so\.\d+", path.name):
-                    return path
-        raise FileNotFoundError("no libnvrtc.so in the wheels below nvidia/")
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._library = ctypes.CDLL(name)
 
     def _call(self, function: str, *arguments: Any) -> None:
-        status = getattr(self._library, function)(*arguments)
+        try:
+            status = getattr(self._library, function)(*arguments)
+        except AttributeError:
+            raise CompileError(f"has no {function}: too old") from None
         if status != 0:
             raise CompileError(f"{function} returned {status}")
+
+    @property
+    def described(self) -> str:
+        return f"NVRTC {'.'.join(map(str, self.version()))} ({self.name})"
 
     def version(self) -> tuple[int, int]:
         major, minor = ctypes.c_int(), ctypes.c_int()
@@ -69,6 +55,7 @@ class LibraryNvrtc:
         return major.value, minor.value
 
     def architectures(self) -> list[int]:
+        """That it compiles for: 90 for sm_90."""
         count = ctypes.c_int()
         self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
         values = (ctypes.c_int * count.value)()
@@ -76,6 +63,7 @@ class LibraryNvrtc:
         return list(values)
 
     def compile(self, program: Program, options: Sequence[str]) -> bytes:
+        """A cubin, or CompileError."""
         handle = ctypes.c_void_p()
         headers = _strings(program.headers.values())
         names = _strings(program.headers)
@@ -97,96 +85,40 @@ class LibraryNvrtc:
         return buffer.raw
 
 
-def _strings(values: Any) -> Any:
+def _strings(values: Iterable[str]) -> Any:
     encoded = [value.encode() for value in values]
     return (ctypes.c_char_p * len(encoded))(*encoded)
 
 
-class BindingsNvrtc:
-    """The package cuda-bindings, of CUDA 12 or 13."""
-
-    name = "cuda-bindings"
-
-    def __init__(self) -> None:
-        self._nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
-        self.version()  # loads the library, or says that there is none
-
-    def _call(self, function: str, *arguments: Any) -> Any:
-        status, *results = getattr(self._nvrtc, function)(*arguments)
-        if int(status) != 0:
-            raise CompileError(f"{function}: {status}")
-        return results[0] if len(results) == 1 else tuple(results)
-
-    def version(self) -> tuple[int, int]:
-        major, minor = self._call("nvrtcVersion")
-        return int(major), int(minor)
-
-    def architectures(self) -> list[int]:
-        count = self._call("nvrtcGetNumSupportedArchs")
-        values = self._call("nvrtcGetSupportedArchs")
-        return [int(value) for value in values][: int(count)]
-
-    def compile(self, program: Program, options: Sequence[str]) -> bytes:
-        headers = [text.encode() for text in program.headers.values()]
-        names = [name.encode() for name in program.headers]
-        source = program.source.encode()
-        handle = self._call("nvrtcCreateProgram", source, program.name.encode(), len(headers), headers, names)
-        try:
-            (status,) = self._nvrtc.nvrtcCompileProgram(handle, len(options), [option.encode() for option in options])
-            if int(status) != 0:
-                raise CompileError(self._bytes(handle, "nvrtcGetProgramLog").rstrip(b"\0").decode(errors="replace"))
-            return self._bytes(handle, "nvrtcGetCUBIN")
-        finally:
-            self._nvrtc.nvrtcDestroyProgram(handle)
-
-    def _bytes(self, handle: Any, function: str) -> bytes:
-        buffer = b" " * int(self._call(f"{function}Size", handle))
-        self._call(function, handle, buffer)
-        return buffer
-
-
-class CupyNvrtc:
-    """CuPy's lowest level; cupy.RawModule needs a driver even to compile."""
-
-    name = "CuPy"
-
-    def __init__(self) -> None:
-        self._nvrtc: Any = importlib.import_module("cupy.cuda.nvrtc")
-        self.version()
-
-    def version(self) -> tuple[int, int]:
-        major, minor = self._nvrtc.getVersion()
-        return int(major), int(minor)
-
-    def architectures(self) -> list[int]:
-        return [int(value) for value in self._nvrtc.getSupportedArchs()]
-
-    def compile(self, program: Program, options: Sequence[str]) -> bytes:
-        handle = self._nvrtc.createProgram(
-            program.source, program.name, list(program.headers.values()), list(program.headers)
-        )
-        try:
-            try:
-                self._nvrtc.compileProgram(handle, list(options))
-            except self._nvrtc.NVRTCError as error:
-                raise CompileError(self._nvrtc.getProgramLog(handle) or str(error)) from error
-            return bytes(self._nvrtc.getCUBIN(handle))
-        finally:
-            self._nvrtc.destroyProgram(handle)
-
-
-# The one that came with torch first: code of a newer toolkit may be too new for the driver.
-WAYS: tuple[tuple[str, Callable[[], Nvrtc]], ...] = (
-    ("the library in NVIDIA's wheels", LibraryNvrtc),
-    ("cuda-bindings", BindingsNvrtc),
-    ("CuPy", CupyNvrtc),
-)
+def folders() -> list[Path]:
+    """Where NVRTC may be: NVIDIA's wheels, which torch's CUDA wheels bring; torch's own folder; a CUDA toolkit."""
+    nvidia = find_spec("nvidia")  # the namespace of NVIDIA's wheels
+    roots = [Path(root) for root in (nvidia.submodule_search_locations or () if nvidia is not None else ())]
+    wheels = [folder for root in roots for folder in (root / "cuda_nvrtc" / "lib", *sorted(root.glob("cu[0-9]*/lib")))]
+    toolkit = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")
+    return [*wheels, Path(torch.__file__).parent / "lib", toolkit / "lib64"]
 
 
 def find(refusals: list[str]) -> Iterator[Nvrtc]:
-    """Every way that this Python has; why not, of the others, goes into ``refusals``."""
-    for name, way in WAYS:
+    """Every NVRTC here; what was tried in vain goes into ``refusals``.
+
+    That of torch's version of CUDA comes first, since code of a newer toolkit may be too new for the driver.
+    """
+    searched = folders()
+    found = {path.resolve(): match[1] for folder in searched for path, match in _libraries(folder)}
+    if not found:
+        refusals.append(f"no libnvrtc.so in {', '.join(map(str, searched))}")
+    major = str(torch.version.cuda).partition(".")[0]
+    by_the_loader = (f"libnvrtc.so.{number}" for number in _MAJORS if number not in found.values())
+    for name in [*sorted(found, key=lambda path: found[path] != major), *by_the_loader]:
         try:
-            yield way()
-        except Exception as error:  # each has its own ways to be missing or broken
-            refusals.append(f"{name}: {type(error).__name__}: {error}")
+            yield Nvrtc(str(name))
+        except OSError as error:  # which may not name the file
+            refusals.append(f"{name}: {error}")
+
+
+def _libraries(folder: Path) -> Iterator[tuple[Path, re.Match[str]]]:
+    for path in sorted(folder.glob("libnvrtc*.so.*")):
+        match = _FILE.fullmatch(path.name)
+        if match is not None:
+            yield path, match

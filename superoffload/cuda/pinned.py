@@ -105,9 +105,13 @@ class PinnedArena:
             self._memory.leak()
 
 
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
 def place(used: int, nbytes: int, chunk: int) -> int:
     """Where the next ``nbytes`` go: aligned, and not across a multiple of ``chunk``."""
-    start = -(-used // ALIGN) * ALIGN
+    start = aligned(used)
     if start // chunk != (start + nbytes - 1) // chunk:
         start = -(-start // chunk) * chunk
     return start

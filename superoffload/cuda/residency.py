@@ -13,9 +13,8 @@ from superoffload import _native
 from superoffload.bucket import Bucket
 from superoffload.cuda import geometry
 from superoffload.cuda.device import Device
+from superoffload.cuda.pinned import aligned
 from superoffload.errors import DeviceError, TornStep
-
-_ALIGN = 256
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,11 @@ class CudaResidency:
 
     def attach(self, bucket: Bucket) -> None:
         nbytes = bucket.padded * bucket.gradient_dtype.itemsize
-        aligned = -(-nbytes // _ALIGN) * _ALIGN
-        memory = self._device.empty(aligned + len(bucket.pieces) * geometry.STEP_PIECE.itemsize)
+        table = aligned(nbytes)
+        memory = self._device.empty(table + len(bucket.pieces) * geometry.STEP_PIECE.itemsize)
         bucket.gradient = memory[:nbytes].view(bucket.gradient_dtype)
         native = self._attach_native(bucket, bucket.gradient.data_ptr(), geometry.step_kernel(bucket))
-        self._memory[bucket] = _Memory(native, memory[aligned:])
+        self._memory[bucket] = _Memory(native, memory[table:])
 
     def drain(self, timeout_seconds: float) -> bool:
         """True once no step is under way; then nothing of the buckets so far is needed any more, and it goes."""

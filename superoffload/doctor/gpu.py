@@ -33,6 +33,9 @@ class Accelerators(Protocol):
 
     def devices(self) -> list[Device]: ...
 
+    def compiler(self) -> tuple[str, str]:
+        """The NVRTC that compiles our kernels; where there is none: nothing, and what was tried."""
+
 
 class TorchAccelerators:
     """CUDA through torch, which is imported here only."""
@@ -50,6 +53,13 @@ class TorchAccelerators:
         import torch
 
         return [self._device(torch, index) for index in range(torch.cuda.device_count())]
+
+    def compiler(self) -> tuple[str, str]:
+        from superoffload.cuda import nvrtc
+
+        tried: list[str] = []
+        found = next(nvrtc.find(tried), None)
+        return (found.described, "") if found is not None else ("", "; ".join(tried))
 
     def _device(self, torch: Any, index: int) -> Device:
         properties = torch.cuda.get_device_properties(index)
@@ -105,7 +115,20 @@ def examine_gpu(system: System, accelerators: Accelerators) -> Examination:
         link = "NVLink-C2C" if c2c else pcie_link(system, device.address)
         found.facts["devices"].append({**vars(device), "index": index, "link": link})
         _judge_device(found, index, device, link, c2c)
+    _judge_compiler(found, *accelerators.compiler())
     return found
+
+
+def _judge_compiler(found: Examination, compiler: str, tried: str) -> None:
+    found.facts["nvrtc"] = compiler or None
+    if compiler:
+        found.ok(f"kernels are compiled by {compiler}")
+        return
+    found.warn(
+        f"no NVRTC, so no kernels on the GPU: gradients are copied one by one and summed by the processors, with the "
+        f"same result, and placement= is refused (tried: {tried})",
+        "install a torch with CUDA from NVIDIA's wheels, or superoffload[cuda12] or superoffload[cuda13]",
+    )
 
 
 def _judge_device(found: Examination, index: int, device: Device, link: str | None, c2c: bool) -> None:

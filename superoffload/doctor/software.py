@@ -13,7 +13,7 @@ from superoffload import __version__
 from superoffload.doctor.findings import Examination
 from superoffload.integrations.deepspeed.switch import NEWEST, OLDEST
 
-PACKAGES = ("torch", "numpy", "deepspeed", "transformers", "accelerate", "cupy-cuda12x", "cupy-cuda13x", "matplotlib")
+PACKAGES = ("torch", "numpy", "deepspeed", "transformers", "accelerate", "matplotlib")
 _OLDEST_TORCH = (2, 6)
 
 

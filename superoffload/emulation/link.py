@@ -42,7 +42,7 @@ class VirtualLink(HostLink):
         staged = [None if grad is None else grad.clone() for grad in grads]  # on the device, which pays no host memory
         numel = sum(piece.numel for piece, grad in zip(bucket.pieces, grads, strict=True) if grad is not None)
         began = max(self._clock.now, self._down_until)
-        self._down_until = began + self._seconds_down(numel * bucket.packed_dtype.itemsize)
+        self._down_until = began + self._seconds_down(numel * bucket.gradient_dtype.itemsize)
         lost = self._is_lost()
 
         def arrive() -> None:

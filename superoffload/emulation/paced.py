@@ -80,7 +80,7 @@ class PacedLink(HostLink):
         self._open = True
 
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
-        size = bucket.numel * bucket.packed_dtype.itemsize
+        size = bucket.numel * bucket.gradient_dtype.itemsize
 
         def copy() -> None:
             HostLink.pack(self, bucket, grads)
@@ -88,7 +88,7 @@ class PacedLink(HostLink):
         return PackTicket(bucket, self._down.copy(size, copy))
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
-        size = bucket.numel * bucket.shadow_dtype.itemsize
+        size = bucket.numel * bucket.published_dtype.itemsize
         pieces = [piece for piece, present in zip(bucket.pieces, bucket.present, strict=True) if present]
 
         def copy() -> None:

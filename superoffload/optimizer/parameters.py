@@ -90,7 +90,7 @@ class Parameters(Lifetime):
         options = CoreOptions(given.speculation, given.bucket_numel, cpus, two_phase=True)
         keep_grads = keeps_gradients(params, given.keep_grads, model)
         sizes = self._sizes(params) if given.placement is not None else []
-        link = link_for(params, keep_grads=keep_grads, cpus=cpus)
+        link = link_for(params, keep_grads=keep_grads)
         try:
             placer = placer_for(given.placement, link, params)
         except BaseException:

@@ -46,8 +46,7 @@ class Arriving(Speculating):
             self._order.append(shard.index)
         places = self._places.get(shard.index, ())
         for bucket, place in places:  # first of all, so that an error further down leaves nothing half-known
-            if bucket.state is BucketState.READY:  # packed by a decide() that came before this gradient
-                bucket.move(BucketState.FILLING)
+            self._unpack(bucket)  # packed by a decide() that came before this gradient
             bucket.present[place] = True
             bucket.missing -= 1
             self.link.received(bucket)
@@ -80,12 +79,13 @@ class Arriving(Speculating):
         if shard.index not in self._incoming:
             return
         del self._incoming[shard.index]
+        if not self._incoming:
+            self._hypers.clear()
         if not self._observed and shard.index in self._order:
             self._order.remove(shard.index)
         for bucket, place in self._places.get(shard.index, ()):
             self._undo_one(bucket)
-            if bucket.state is BucketState.READY:
-                bucket.move(BucketState.FILLING)
+            self._unpack(bucket)
             bucket.present[place] = False
             bucket.missing += 1
             bucket.squares = 0.0
@@ -141,10 +141,17 @@ class Arriving(Speculating):
             ticket = self.link.pack(bucket, grads)
         bucket.arrival = bucket.running = self.link.arrived(ticket)
         bucket.move(BucketState.READY)
+        self._packed += bucket.numel
         self._unsummed[bucket] = bucket.running
         self._stopwatch.packed(bucket.running)
         if self.link.frees_gradients:
             self._let_go_of(bucket)
+
+    def _unpack(self, bucket: Bucket) -> None:
+        """A bucket that was packed takes gradients again."""
+        if bucket.state is BucketState.READY:
+            bucket.move(BucketState.FILLING)
+            self._packed -= bucket.numel
 
     def _keep_what_was_packed(self, bucket: Bucket) -> None:
         """Gradients that were let go, of a bucket that is packed again: their part of the packed one must have come."""

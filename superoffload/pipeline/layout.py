@@ -32,6 +32,7 @@ class Layout:
         self.pool = options.make_pool()
         self.shards: list[Shard] = []
         self.buckets: list[Bucket] = []
+        self._numel = 0  # of all buckets
         self.timeline: Timeline | None = None  # sets itself, and stands before link and pool, where a trace is wanted
         self._clock = options.clock
         self._may_settle_later = options.two_phase
@@ -77,6 +78,7 @@ class Layout:
             for i, piece in enumerate(bucket.pieces):
                 self._places.setdefault(piece.shard.index, []).append((bucket, i))
         self.buckets.extend(buckets)
+        self._numel = sum(bucket.numel for bucket in self.buckets)
 
     def _attach_resident(self, bucket: Bucket) -> None:
         assert self.placer is not None

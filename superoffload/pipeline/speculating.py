@@ -26,6 +26,7 @@ class Speculating(Settling):
     def __init__(self, link: Link, options: CoreOptions, hyper_of: Callable[[int], GroupHyper]) -> None:
         super().__init__(link, options, hyper_of)
         self._speculating = True  # for this step: no early stop so far
+        self._packed = 0  # elements of buckets that are packed in this step
         self._partial = 0.0  # sum of squares of what has arrived in this step, as far as it was looked at
         self._unsummed: dict[Bucket, _native.Completion] = {}  # packed in this step, not in _partial yet
         self._proves_clip = math.inf
@@ -48,7 +49,7 @@ class Speculating(Settling):
             self._speculating = self._partial < self._proves_clip
             if not self._speculating:
                 self._withdraw()
-        return self._speculating and self.policy.wants(self._packed_share())
+        return self._speculating and self.policy.wants(self._packed / self._numel)
 
     def _sum_what_arrived(self) -> None:
         """For the early stop: the block sums of packed gradients that have reached host memory since the last look."""
@@ -62,11 +63,6 @@ class Speculating(Settling):
                     sums = piece.shard.block_sums[first : first + -(-piece.numel // BLOCK)]
                     bucket.squares += float(np.sum(sums))
             self._partial += bucket.squares
-
-    def _packed_share(self) -> float:
-        in_this_step = (BucketState.READY, BucketState.SPECULATED)
-        packed = sum(bucket.numel for bucket in self.buckets if bucket.state in in_this_step)
-        return packed / sum(bucket.numel for bucket in self.buckets)
 
     def protect(self, shards: Iterable[Shard]) -> None:
         """Before masters or moments change: whoever reads an earlier state has them, or a copy, when it returns."""
@@ -160,6 +156,8 @@ class Speculating(Settling):
             if bucket not in self._landing and bucket.state is not BucketState.PUBLISHED:
                 bucket.renew()
         self._stopwatch.step_ended()
+        self._hypers.clear()
+        self._packed = 0
         self._partial = 0.0
         self._unsummed.clear()
         self._speculating = True

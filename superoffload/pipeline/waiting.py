@@ -23,6 +23,7 @@ class Waiting(Layout):
 
     def __init__(self, link: Link, options: CoreOptions, hyper_of: Callable[[int], GroupHyper]) -> None:
         super().__init__(link, options, hyper_of)
+        self._hypers: dict[int, GroupHyper] = {}  # of groups, as they were read in this step
         self._stats = Stats()
         self._failure: SuperOffloadError | None = None
         self._stopwatch = Stopwatch(options.clock)
@@ -32,9 +33,16 @@ class Waiting(Layout):
         bucket.running = self.pool.submit(bucket.work, operation, width, bucket.running)
         bucket.doing = operation
 
+    def _hyper(self, group: int) -> GroupHyper:
+        """Read and checked when the first bucket of ``group`` is speculated, and anew with the verdict."""
+        hyper = self._hypers.get(group)
+        if hyper is None:
+            hyper = self._hypers[group] = self._hyper_of(group)
+        return hyper
+
     def _freeze(self, bucket: Bucket, factor: float) -> None:
         """Fixes the scalars that ``bucket`` is stepped with; those of its group may change afterwards."""
-        hyper = self._hyper_of(bucket.group)
+        hyper = self._hyper(bucket.group)
         ahead = 1 if hyper.bias_correction else _CORRECTED_BY_ONE
         steps = [
             piece.shard.steps + ahead if present else 0

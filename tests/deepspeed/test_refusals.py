@@ -134,6 +134,6 @@ def test_the_kernel_is_built_for_the_first_who_calls_it() -> None:
 def test_the_environment_is_checked_first(monkeypatch: pytest.MonkeyPatch) -> None:
     from superoffload.integrations.deepspeed.stage3.optimizer import SpeculativeStage3
 
-    monkeypatch.setenv("SUPEROFFLOAD_TRANSFER", "fast")
-    with pytest.raises(ArgumentError, match="SUPEROFFLOAD_TRANSFER='fast': expected 'auto', 'narrow'"):
+    monkeypatch.setenv("SUPEROFFLOAD_DEVICE_TIMEOUT", "soon")
+    with pytest.raises(ArgumentError, match="SUPEROFFLOAD_DEVICE_TIMEOUT='soon': expected a number"):
         SpeculativeStage3(None, None, None, None, {})

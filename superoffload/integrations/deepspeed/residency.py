@@ -34,17 +34,14 @@ def check_resident(masters: Mapping[int, Tensor], published: Mapping[int, Tensor
 
 def accelerator_link(device: torch.device) -> Link:
     """Packs and steps on ``device``. KernelsUnavailable: nothing could be compiled that would."""
-    from superoffload.cuda.device import TorchDevice  # loads the driver
-    from superoffload.cuda.link import CudaLink
-    from superoffload.cuda.start import options_for
+    from superoffload.cuda.start import cuda_link  # loads the driver
 
-    opened = TorchDevice(device)
-    link = CudaLink(opened, options_for(opened, keep_grads=True))
+    link = cuda_link(device, keep_grads=True)
     if link.residency is None:
         link.close()
         raise KernelsUnavailable(
             '"offload_optimizer": "ratio" below 1: state on the accelerator is stepped by kernels, which could not be '
-            "compiled (see the warning before this); install superoffload[cuda], or set ratio to 1.0"
+            "compiled (see the warning before this); make NVRTC available, or set ratio to 1.0"
         )
     return link
 

@@ -1,0 +1,26 @@
+"""How the pipeline launches a kernel, for who launches one without it (csrc/cuda/device_bucket.h, streams.cpp)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from superoffload.cuda.geometry import Pieces, numbered
+
+THREADS = 128  # per CUDA block, for every kernel
+BLOCKS_PER_CUDA_BLOCK = {"pack": 8, "unpack": 4, "step": 1}  # 1024-element blocks that a CUDA block takes at a time
+
+# struct CopyPiece of csrc/cuda/pieces.cuh. `address`: of the piece's gradient or parameter; `offset`: elements into the
+# packed gradient or the staged parameters.
+COPY_PIECE = np.dtype([("address", "<u8"), ("offset", "<u8"), ("numel", "<u8"), ("first_block", "<u8")])
+
+
+def copy_pieces(pieces: Iterable[tuple[int, int, int]]) -> Pieces:
+    """From (address, offset, numel) of each piece, in the order of their block sums."""
+    return numbered(list(pieces), COPY_PIECE, ("address", "offset", "numel"))
+
+
+def grid_for(kernel: str, blocks: int) -> int:
+    """CUDA blocks for so many 1024-element blocks; kernels stride, so any other grid does the same work."""
+    return max(1, -(-blocks // BLOCKS_PER_CUDA_BLOCK[kernel.partition("_")[0]]))
