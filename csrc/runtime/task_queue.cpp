@@ -49,17 +49,12 @@ void TaskQueue::make_ready(const std::weak_ptr<Task>& weak) {
 }
 
 void TaskQueue::add_undo(const TaskPointer& task) {
-    std::size_t threads = 0;
-    {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        task->undoing = true;
-        task->operation = Operation::undo;
-        task->remaining.store(task->chunks());
-        task->next.store(0, std::memory_order_release);
-        ready_.emplace(task->number, task);
-        threads = to_wake(task->untaken());
-    }
-    wake(threads);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    task->undoing = true;
+    task->operation = Operation::undo;
+    task->remaining.store(task->chunks());
+    task->next.store(0, std::memory_order_release);
+    ready_.emplace(task->number, task);
 }
 
 bool TaskQueue::withdraw(const std::shared_ptr<Completion>& done) {

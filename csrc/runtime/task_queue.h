@@ -47,7 +47,7 @@ class TaskQueue : public std::enable_shared_from_this<TaskQueue> {
 
     // The task can be taken once its `after` is done: whoever ends that wakes the threads. Throws once closing.
     void add(const TaskPointer& task);
-    // All chunks of a task that was run are to be run again, as an undo.
+    // All chunks of a task that was run are to be run again, as an undo. For a worker, which takes next.
     void add_undo(const TaskPointer& task);
     // False where a chunk may have been taken.
     bool withdraw(const std::shared_ptr<Completion>& done);

@@ -104,7 +104,7 @@ void WorkerPool::run_chunks(const std::shared_ptr<Task>& task) {
             task->done->began.store(now_seconds());
         }
         run_chunk(*task, chunk);
-        if (task->remaining.fetch_sub(1, std::memory_order_acq_rel) == 1) end_of_task(task);
+        if (task->remaining.fetch_sub(1, std::memory_order_acq_rel) == 1) return end_of_task(task);
     }
 }
 

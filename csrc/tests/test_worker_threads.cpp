@@ -1,6 +1,7 @@
 // The threads of the worker pool: they sleep until they are woken, by whoever ends what a bucket waits for, and no more
 // of them wake than there is work for.
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <filesystem>
 #include <fstream>
@@ -298,18 +299,12 @@ TEST(a_forked_child_gets_an_error_and_no_hang) {
     WorkerPool& pool = *shared;
     Subject subject({3000});
     subject.freeze(1);
-    std::vector<std::shared_ptr<Completion>> arrived;  // which nothing of the child's has to do with
-    for (int i = 0; i < 4; ++i) {
-        arrived.push_back(std::make_shared<Completion>());
-        pool.submit(subject.work, Operation::settle, 1, arrived.back());
-    }
     std::fflush(stdout);
     const pid_t child = fork();
     if (child == 0) {
         alarm(60);
         const bool refused =
             throws<std::runtime_error>([&] { pool.submit(subject.work, Operation::step, 1, nullptr); });
-        for (const auto& each : arrived) each->finish();
         pool.close();
         shared.reset();
         _exit(refused ? 0 : 1);
@@ -320,6 +315,36 @@ TEST(a_forked_child_gets_an_error_and_no_hang) {
     does(pool, subject, Operation::step);  // the parent goes on
     subject.step_twin(1);
     EXPECT(subject.same());
+}
+
+TEST(a_forked_child_may_end_what_its_parent_waits_for) {
+    const std::shared_ptr<WorkerPool> pool = WorkerPool::create(unbound(2));
+    Subject subject({100});
+    subject.freeze(1);
+    std::atomic<bool> over{false};
+    std::thread busy([&] {  // a child is likely to be born while the queue is locked, for good
+        Subject other({100});
+        other.freeze(1);
+        while (!over.load()) pool->withdraw(pool->submit(other.work, Operation::publish, 1, pending()));
+    });
+    std::fflush(stdout);
+    for (int round = 0; round < 100; ++round) {
+        const auto arrived = pending();
+        const auto done = pool->submit(subject.work, Operation::publish, 1, arrived);
+        const pid_t child = fork();
+        if (child == 0) {
+            alarm(20);
+            arrived->finish();
+            _exit(0);
+        }
+        int status = -1;
+        EXPECT(child > 0 && waitpid(child, &status, 0) == child);
+        if (!EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == 0)) break;
+        arrived->finish();
+        succeeds(done);
+    }
+    over.store(true);
+    busy.join();
 }
 #endif
 
