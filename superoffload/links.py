@@ -11,10 +11,15 @@ from superoffload.link import HostLink, Link
 from superoffload.ranks.layout import local_of
 
 
+def on_device(params: Sequence[Tensor]) -> bool:
+    """Whether these parameters are on an accelerator, all of them or none."""
+    return local_of(params[0]).device.type != "cpu"
+
+
 def keeps_gradients(params: Sequence[Tensor], asked: bool | None, model: nn.Module | None) -> bool | None:
     """What ``keep_grads`` comes to for these parameters; None: as the link likes."""
     reduced = isinstance(model, nn.parallel.DistributedDataParallel)
-    if asked is False and (reduced or local_of(params[0]).device.type == "cpu"):
+    if asked is False and (reduced or not on_device(params)):
         where = "under DistributedDataParallel, which reuses their memory," if reduced else "on the CPU"
         raise ArgumentError(f"keep_grads=False: gradients {where} are always kept; pass True or None")
     return True if reduced else asked
@@ -25,9 +30,9 @@ def link_for(params: Sequence[Tensor], *, keep_grads: bool | None, cpus: Sequenc
 
     ``cpus``: of the worker threads, whose speed decides which format on the link is best.
     """
-    device = local_of(params[0]).device
-    if device.type == "cpu":
+    if not on_device(params):
         return HostLink()
     from superoffload.cuda.start import cuda_link  # loads the driver
 
+    device = local_of(params[0]).device
     return cuda_link(device, keep_grads=keep_grads, dtypes=[param.dtype for param in params], cpus=cpus)

@@ -46,7 +46,7 @@ def run_transfer(place: Place, dtype_name: str, numel: int, rounds: int) -> tupl
         worth_measuring([dtype], kernels=bool(place.options.image), pinned=True),
         dtype=dtype,
         numel=numel,
-        cpus=worker_cpus(None),
+        cpus=worker_cpus(None, beside_device=True),
         rounds=rounds,
         device=place.torch_device,
     )
