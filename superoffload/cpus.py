@@ -105,9 +105,7 @@ def _share_with_others(ranks: Sequence[RankOnNode], given: dict[int, list[int]])
         users[cpu] += 1
 
 
-def thread_limit(
-    cpus: int, environment: Mapping[str, str], quota: float | None, *, beside_device: bool = False
-) -> int:
+def thread_limit(cpus: int, environment: Mapping[str, str], quota: float | None, *, beside_device: bool = False) -> int:
     """How many threads the environment allows on ``cpus`` processors; at least one.
 
     Beside a device two of more than four processors are left to the threads that feed and follow it.

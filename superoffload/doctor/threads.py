@@ -40,8 +40,8 @@ def examine_threads(system: System, environment: Mapping[str, str] = os.environ)
     found.ok(text)
     if beside_gpu != threads and system.names(_DRIVER):
         found.ok(
-            f"for parameters on a GPU {beside_gpu}: the other processors are left to the threads that feed and follow it; "
-            "threads= overrides"
+            f"for parameters on a GPU {beside_gpu}: the other processors are left to the threads that feed and follow "
+            "it; threads= overrides"
         )
     for name, value in found.facts["environment"].items():
         if set_by_torchrun(name, environment):
