@@ -73,7 +73,8 @@ class AdamW(Delivery):
             {"gpu_fraction": f}, the parameters whose gradients come last in backward, up to that part of all; "auto",
             chosen after a few steps from measured times and free memory; None. docs/pipeline.md. Not on the CPU.
         bucket_numel: elements per bucket (None: a 32nd of the parameters, within 64 Ki and 32 Mi).
-        threads: worker threads (None: one per core this process may use, shared with other ranks on the node).
+        threads: worker threads (None: one per core this process may use, shared with other ranks on the node; beside a
+            GPU two of more than four are left to the threads that feed and follow it).
         rank_check: "off", "light" (every step, one exchange of at most 128 bytes), "full" (every step, everything) or
             {"full": N}: light, and everything every N steps. Unless it is "off", everything is checked in the first
             three steps and after a load. docs/ranks.md. No effect in a single process.

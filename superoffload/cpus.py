@@ -12,6 +12,10 @@ from superoffload.doctor.system import System, parse_cpu_list
 
 LIMITING_VARIABLES = ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK")
 
+# Beside a device the training thread, autograd's and the two that follow copies are at work while buckets are stepped.
+_LEFT_BESIDE_DEVICE = 2
+_TOO_FEW_TO_LEAVE = 4
+
 
 def allowed_cpus() -> list[int]:
     """The processors this process may run on (taskset, cgroup cpusets, SLURM), in ascending order."""
@@ -20,17 +24,18 @@ def allowed_cpus() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def worker_cpus(threads: int | None, mine: Sequence[int] | None = None) -> list[int]:
+def worker_cpus(threads: int | None, mine: Sequence[int] | None = None, *, beside_device: bool = False) -> list[int]:
     """One entry per worker thread: the processor it is bound to, or -1 where there are more threads than those.
 
-    ``mine``: this rank's share of the node (None: all that the process may use).
+    ``mine``: this rank's share of the node (None: all that the process may use). ``beside_device``: the model computes
+    on an accelerator.
     """
     from superoffload.arguments import check_threads  # loads torch, which the doctor must do without
 
     check_threads("threads", threads)
     allowed = list(mine) if mine is not None else allowed_cpus()
     if threads is None:
-        return allowed[: thread_limit(len(allowed), os.environ, cpu_quota(System()))]
+        return allowed[: thread_limit(len(allowed), os.environ, cpu_quota(System()), beside_device=beside_device)]
     return allowed[:threads] + [-1] * (threads - len(allowed))
 
 
@@ -100,21 +105,25 @@ def _share_with_others(ranks: Sequence[RankOnNode], given: dict[int, list[int]])
         users[cpu] += 1
 
 
-def thread_limit(cpus: int, environment: Mapping[str, str], quota: float | None) -> int:
+def thread_limit(cpus: int, environment: Mapping[str, str], quota: float | None, *, beside_device: bool = False) -> int:
     """How many threads the environment allows on ``cpus`` processors; at least one.
+
+    Beside a device two of more than four processors are left to the threads that feed and follow it.
 
     OMP_NUM_THREADS counts, except for the 1 that torchrun sets where the user has set nothing: that is meant for
     libraries that would each start as many threads as there are processors, which our share of them already avoids.
     """
     limit = cpus
-    by_user = _number(environment.get("OMP_NUM_THREADS"))
-    if by_user is not None and not set_by_torchrun("OMP_NUM_THREADS", environment):
-        limit = min(limit, by_user)
     by_slurm = _number(environment.get("SLURM_CPUS_PER_TASK"))
     if by_slurm is not None:
         limit = min(limit, by_slurm)
     if quota is not None:
         limit = min(limit, max(1, int(quota)))
+    if beside_device and limit > _TOO_FEW_TO_LEAVE:
+        limit -= _LEFT_BESIDE_DEVICE
+    by_user = _number(environment.get("OMP_NUM_THREADS"))
+    if by_user is not None and not set_by_torchrun("OMP_NUM_THREADS", environment):
+        limit = min(limit, by_user)
     return max(1, limit)
 
 

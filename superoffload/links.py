@@ -11,10 +11,15 @@ from superoffload.link import HostLink, Link
 from superoffload.ranks.layout import local_of
 
 
+def on_device(params: Sequence[Tensor]) -> bool:
+    """Whether these parameters are on an accelerator, all of them or none."""
+    return local_of(params[0]).device.type != "cpu"
+
+
 def keeps_gradients(params: Sequence[Tensor], asked: bool | None, model: nn.Module | None) -> bool | None:
     """What ``keep_grads`` comes to for these parameters; None: as the link likes."""
     reduced = isinstance(model, nn.parallel.DistributedDataParallel)
-    if asked is False and (reduced or local_of(params[0]).device.type == "cpu"):
+    if asked is False and (reduced or not on_device(params)):
         where = "under DistributedDataParallel, which reuses their memory," if reduced else "on the CPU"
         raise ArgumentError(f"keep_grads=False: gradients {where} are always kept; pass True or None")
     return True if reduced else asked
@@ -22,9 +27,8 @@ def keeps_gradients(params: Sequence[Tensor], asked: bool | None, model: nn.Modu
 
 def link_for(params: Sequence[Tensor], *, keep_grads: bool | None) -> Link:
     """The link for parameters that are all on one device (superoffload/arguments.py has checked that)."""
-    device = local_of(params[0]).device
-    if device.type == "cpu":
+    if not on_device(params):
         return HostLink()
     from superoffload.cuda.start import cuda_link  # loads the driver
 
-    return cuda_link(device, keep_grads=keep_grads)
+    return cuda_link(local_of(params[0]).device, keep_grads=keep_grads)

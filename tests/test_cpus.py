@@ -11,7 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from superoffload import AdamW
 from superoffload.cpus import (
+    LIMITING_VARIABLES,
     RankOnNode,
     allowed_cpus,
     cpus_near_gpu,
@@ -22,6 +24,7 @@ from superoffload.cpus import (
 )
 from superoffload.doctor.system import System
 from superoffload.doctor.threads import examine_threads
+from superoffload.links import on_device
 from tests.fake_machine import GRACE, make_machine
 from tests.rank_tools import net, on_ranks, optimizer_of
 
@@ -107,6 +110,45 @@ def test_limits_of_the_environment(environment: dict[str, str], quota: float | N
     assert thread_limit(16, environment, quota) == expected
 
 
+@pytest.mark.parametrize(
+    ("cpus", "environment", "quota", "expected"),
+    [
+        (72, {}, None, 70),
+        (16, {}, None, 14),
+        (5, {}, None, 3),
+        (4, {}, None, 4),  # too few to leave any
+        (1, {}, None, 1),
+        (16, {"OMP_NUM_THREADS": "8"}, None, 8),  # threads, and there are processors besides
+        (16, {"OMP_NUM_THREADS": "16"}, None, 14),
+        (16, {"SLURM_CPUS_PER_TASK": "8"}, None, 6),  # processors
+        (16, {}, 8.0, 6),
+        (16, {}, 2.5, 2),
+    ],
+)
+def test_two_processors_are_left_beside_a_device(
+    cpus: int, environment: dict[str, str], quota: float | None, expected: int
+) -> None:
+    assert thread_limit(cpus, environment, quota, beside_device=True) == expected
+
+
+@pytest.mark.parametrize(("device", "threads", "expected"), [(False, None, 16), (True, None, 14), (True, 16, 16)])
+def test_an_optimizer_beside_a_device_leaves_two(
+    device: bool, threads: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in LIMITING_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("superoffload.cpus.allowed_cpus", lambda: list(range(16)))
+    monkeypatch.setattr("superoffload.cpus.cpu_quota", lambda system: None)
+    monkeypatch.setattr("superoffload.optimizer.parameters.on_device", lambda params: device)
+    with AdamW(net(torch.float32).parameters(), threads=threads) as optimizer:
+        assert optimizer._core.pool.threads == expected  # type: ignore[attr-defined]  # the protocol has no count
+
+
+def test_parameters_on_a_device_are_told_apart() -> None:
+    assert on_device([torch.empty(3, device="meta")])
+    assert not on_device([torch.empty(3)])
+
+
 def test_processors_next_to_a_gpu(tmp_path: Path) -> None:
     system = make_machine(tmp_path, {"/sys/bus/pci/devices/0000:17:00.0/local_cpulist": "0-2,8\n"})
     assert cpus_near_gpu("0000:17:00.0", system) == (0, 1, 2, 8)
@@ -125,9 +167,11 @@ def test_doctor_shows_a_ranks_threads(tmp_path: Path) -> None:
     assert found.facts["environment"] == {"OMP_NUM_THREADS": "16"}
     assert found.facts["near_gpus"] == {"0009:01:00.0": "0-71"}
     assert any("the share of rank 1 of 4" in finding.text for finding in found.findings)
+    assert found.facts["threads_beside_gpu"] == 16 and not any("on a GPU 16" in one.text for one in found.findings)
     assert any("OMP_NUM_THREADS=16 is taken into account" in finding.text for finding in found.findings)
     by_torchrun = examine_threads(system, {**environment, "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"})
     assert by_torchrun.facts["threads"] == 18
+    assert any("for parameters on a GPU 16" in finding.text for finding in by_torchrun.findings)
     assert any("=1 is torchrun's own default, which does not bound" in one.text for one in by_torchrun.findings)
     assert examine_threads(system, {}).facts["cpus"] == "0-71"
     crowded = examine_threads(system, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "73"})

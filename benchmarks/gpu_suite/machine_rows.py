@@ -122,8 +122,8 @@ def measure_adam(numel: int, seconds: float, with_deepspeed: bool, threads: list
     ``threads``: these numbers instead, as far as there are processors.
     """
     check_memory("numel", numel, available_memory_bytes())
-    usual = len(worker_cpus(None))
-    counts = tuple(count for count in threads or () if count <= usual) or (usual,)
+    most = len(worker_cpus(None))
+    counts = tuple(count for count in threads or () if count <= most) or (len(worker_cpus(None, beside_device=True)),)
     benchmark = AdamBenchmark(numel, (), counts, (kernels.available_isas()[-1],), seconds, with_deepspeed)
     found = run_adam(benchmark, lambda text: print(text, flush=True))
     steps = {row["threads"]: row["seconds_median"] / numel for row in found["rows"] if row["name"] == "step"}

@@ -4,9 +4,12 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace superoffload {
 
@@ -53,6 +56,19 @@ class Completion {
         return changed_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return waiting_ > 0; });
     }
 
+    // Calls `told` once this is done, on the thread that ends it; at once where that has happened. It must neither
+    // throw nor block, and what it reaches may be gone by then: it should hold no more than weak pointers.
+    void when_done(std::function<void()> told) {
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            if (!done()) {
+                told_.push_back(std::move(told));
+                return;
+            }
+        }
+        told();
+    }
+
     // Empty when it succeeded. Only meaningful once done.
     std::string error() const {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -65,13 +81,16 @@ class Completion {
 
    private:
     void settle(std::string error) {
+        std::vector<std::function<void()>> told;
         {
             const std::lock_guard<std::mutex> lock(mutex_);
             if (done()) return;
             error_ = std::move(error);
             done_.store(true, std::memory_order_release);
+            told.swap(told_);
         }
         changed_.notify_all();
+        for (const auto& each : told) each();
     }
 
     std::atomic<bool> done_{false};
@@ -79,6 +98,7 @@ class Completion {
     std::condition_variable changed_;
     unsigned waiting_ = 0;
     std::string error_;
+    std::vector<std::function<void()>> told_;
 };
 
 }  // namespace superoffload

@@ -1,10 +1,8 @@
 #include "worker_pool.h"
 
-#include <algorithm>
 #include <stdexcept>
 
 #include <pthread.h>
-#include <unistd.h>
 #ifdef __linux__
 #include <sched.h>
 #endif
@@ -36,19 +34,7 @@ void name_and_bind(std::size_t index, int cpu) {
 
 }  // namespace
 
-struct WorkerPool::Task {
-    std::shared_ptr<BucketWork> work;
-    Operation operation;
-    std::shared_ptr<Completion> after;
-    std::shared_ptr<Completion> done;
-    std::atomic<std::size_t> next{0};       // the next chunk that nobody has taken
-    std::atomic<std::size_t> remaining{0};  // chunks not finished
-    bool undoing = false;                   // a journaled step that did not fit is being taken back
-    std::mutex error_mutex;
-    std::string error;
-};
-
-WorkerPool::WorkerPool(const std::vector<int>& cpus) : creator_(static_cast<long>(getpid())) {
+WorkerPool::WorkerPool(const std::vector<int>& cpus) : queue_(std::make_shared<TaskQueue>()) {
     if (cpus.empty()) throw std::invalid_argument("threads: 0, expected at least 1");
     threads_.reserve(cpus.size());
     for (std::size_t i = 0; i < cpus.size(); ++i) threads_.emplace_back([this, i, cpus] { work(i, cpus[i]); });
@@ -60,15 +46,13 @@ std::shared_ptr<WorkerPool> WorkerPool::create(const std::vector<int>& cpus) {
     // The threads exist only in the parent. In a forked child their descriptors may already be those of other threads,
     // so they can be neither joined nor detached, and a condition variable with waiters that are gone is never free.
     return {new WorkerPool(cpus), [](WorkerPool* pool) {
-                if (!pool->forked()) delete pool;
+                if (!pool->queue_->forked()) delete pool;
             }};
 }
 
-bool WorkerPool::forked() const { return creator_ != static_cast<long>(getpid()); }
-
 std::shared_ptr<Completion> WorkerPool::submit(std::shared_ptr<BucketWork> work, Operation operation, int width,
                                                std::shared_ptr<Completion> after) {
-    if (forked()) {
+    if (queue_->forked()) {
         throw std::runtime_error(
             "worker threads do not survive fork(): create the optimizer in the process that trains, after forking");
     }
@@ -84,77 +68,30 @@ std::shared_ptr<Completion> WorkerPool::submit(std::shared_ptr<BucketWork> work,
         done->finish();
         return done;
     }
-    {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        if (closing_) throw std::runtime_error("the optimizer is closed");
-        queue_.push_back(std::move(task));
-    }
-    changed_.notify_all();
+    queue_->add(task);
     return done;
 }
 
 bool WorkerPool::withdraw(const std::shared_ptr<Completion>& done) {
-    {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        const auto found =
-            std::find_if(queue_.begin(), queue_.end(), [&](const auto& task) { return task->done == done; });
-        if (found == queue_.end() || (*found)->undoing) return false;
-        std::size_t untouched = 0;  // a worker that looks at the task at this moment takes a chunk, or finds none
-        if (!(*found)->next.compare_exchange_strong(untouched, (*found)->work->chunks())) return false;
-        queue_.erase(found);
-    }
+    if (!queue_->withdraw(done)) return false;
     done->fail("withdrawn before it began");
     return true;
 }
 
 void WorkerPool::close() {
-    if (forked()) return;
-    {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        closing_ = true;
-    }
-    changed_.notify_all();
+    if (queue_->forked()) return;
+    queue_->begin_closing();
     for (std::thread& thread : threads_) {
         if (thread.joinable()) thread.join();
     }
-    for (const std::shared_ptr<Task>& task : queue_) task->done->fail("the optimizer was closed before this ran");
-    queue_.clear();
-}
-
-std::shared_ptr<WorkerPool::Task> WorkerPool::next_task(std::unique_lock<std::mutex>& lock) {
-    for (;;) {
-        bool waiting = false;
-        for (auto it = queue_.begin(); it != queue_.end();) {
-            const std::shared_ptr<Task>& task = *it;
-            if (task->next.load(std::memory_order_relaxed) >= task->work->chunks()) {
-                it = queue_.erase(it);
-                continue;
-            }
-            if (!task->after || task->after->done()) return task;
-            waiting = true;
-            ++it;
-        }
-        if (closing_) return nullptr;
-        // A completion that a device sets cannot notify us: look again soon.
-        if (waiting) {
-            changed_.wait_for(lock, std::chrono::microseconds(50));
-        } else {
-            changed_.wait(lock);
-        }
+    for (const std::shared_ptr<Task>& task : queue_->abandon()) {
+        task->done->fail("the optimizer was closed before this ran");
     }
 }
 
 void WorkerPool::work(std::size_t index, int cpu) {
     name_and_bind(index, cpu);
-    for (;;) {
-        std::shared_ptr<Task> task;
-        {
-            std::unique_lock<std::mutex> lock(mutex_);
-            task = next_task(lock);
-        }
-        if (!task) return;
-        run_chunks(task);
-    }
+    while (const std::shared_ptr<Task> task = queue_->take()) run_chunks(task);
 }
 
 void WorkerPool::run_chunks(const std::shared_ptr<Task>& task) {
@@ -167,7 +104,7 @@ void WorkerPool::run_chunks(const std::shared_ptr<Task>& task) {
             task->done->began.store(now_seconds());
         }
         run_chunk(*task, chunk);
-        if (task->remaining.fetch_sub(1, std::memory_order_acq_rel) == 1) end_of_task(task);
+        if (task->remaining.fetch_sub(1, std::memory_order_acq_rel) == 1) return end_of_task(task);
     }
 }
 
@@ -190,15 +127,7 @@ void WorkerPool::end_of_task(const std::shared_ptr<Task>& task) {
     const bool take_back = task->operation == Operation::step_journaled && !task->undoing &&
                            (task->work->overflowed() || !task->error.empty());
     if (take_back) {
-        {
-            const std::lock_guard<std::mutex> lock(mutex_);
-            task->undoing = true;
-            task->operation = Operation::undo;
-            task->remaining.store(task->work->chunks());
-            task->next.store(0, std::memory_order_release);
-            queue_.push_front(task);
-        }
-        changed_.notify_all();
+        queue_->add_undo(task);
         return;
     }
     task->done->ended.store(now_seconds());

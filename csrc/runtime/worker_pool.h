@@ -3,8 +3,6 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -13,6 +11,7 @@
 
 #include "bucket_work.h"
 #include "completion.h"
+#include "task_queue.h"
 
 namespace superoffload {
 
@@ -52,21 +51,13 @@ class WorkerPool {
     void inject_fault(int chunks_until, const std::string& message);
 
    private:
-    struct Task;
-
     void work(std::size_t index, int cpu);
-    std::shared_ptr<Task> next_task(std::unique_lock<std::mutex>& lock);
     void run_chunks(const std::shared_ptr<Task>& task);
     void run_chunk(Task& task, std::size_t chunk);
     void end_of_task(const std::shared_ptr<Task>& task);
-    bool forked() const;
 
+    std::shared_ptr<TaskQueue> queue_;  // a completion that is told of may outlive us
     std::vector<std::thread> threads_;
-    mutable std::mutex mutex_;
-    std::condition_variable changed_;
-    std::deque<std::shared_ptr<Task>> queue_;
-    bool closing_ = false;
-    long creator_;
 
     mutable std::mutex busy_mutex_;
     int busy_ = 0;

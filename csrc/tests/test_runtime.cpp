@@ -1,101 +1,17 @@
-// The worker pool: every bucket is stepped once, errors come back, shutting down never hangs. Also the program that
-// runs under ThreadSanitizer.
-#include <algorithm>
+// The worker pool: every bucket is stepped once, errors come back, shutting down never hangs. With
+// test_worker_threads.cpp also the program that runs under ThreadSanitizer.
 #include <chrono>
-#include <filesystem>
-#include <fstream>
-#include <map>
 #include <memory>
 #include <stdexcept>
 #include <thread>
 
-#include <sched.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
-#include "bucket.h"
 #include "harness.h"
 #include "runtime/worker_pool.h"
+#include "subject.h"
 
 using namespace harness;
-using superoffload::BucketWork;
-using superoffload::Completion;
-using superoffload::Operation;
-using superoffload::WorkerPool;
 
 namespace {
-
-constexpr std::size_t kSeveralChunks = 2 * superoffload::kChunk + 777;
-constexpr double kLong = 120;  // seconds: a wait that lasts this long is a hang
-
-std::vector<int> unbound(std::size_t threads) { return std::vector<int>(threads, -1); }
-
-// A bucket of several runs with its work, and a copy to compare with.
-struct Subject {
-    explicit Subject(std::vector<std::size_t> sizes, std::uint64_t seed = 3, bool room_for_escapes = true) {
-        std::uint64_t padded = 0;
-        std::uint64_t arena = 0;
-        for (const std::size_t numel : sizes) {
-            Case c;
-            c.numel = numel;
-            c.seed = seed;
-            c.contents = room_for_escapes ? Contents::trained : Contents::hostile;
-            runs.push_back(std::make_unique<Bucket>(c));
-            twins.push_back(std::make_unique<Bucket>(c));
-            padded += numel + 64;
-            arena += 4 * full_arena(numel);
-        }
-        std::vector<superoffload::RunOfShard> described;
-        for (const auto& run : runs) described.push_back({run->run({}), 0});
-        work = std::make_shared<BucketWork>(described, padded + (room_for_escapes ? padded + arena : 0));
-    }
-
-    void freeze(std::uint64_t step, double gradient_factor = 1) {
-        hyper.gradient_factor = gradient_factor;
-        hyper.step = step;
-        work->freeze(hyper, std::vector<std::uint64_t>(runs.size(), step));
-    }
-    // The same operation, in one piece, on the copy.
-    void step_twin(std::uint64_t step, double gradient_factor = 1) {
-        hyper.gradient_factor = gradient_factor;
-        hyper.step = step;
-        for (const auto& twin : twins) adam::step(twin->run(adam::freeze(hyper)), twin->all());
-    }
-    bool same() const {
-        for (std::size_t i = 0; i < runs.size(); ++i) {
-            if (runs[i]->state() != twins[i]->state()) return false;
-        }
-        return true;
-    }
-    bool same_shadow() const {
-        for (std::size_t i = 0; i < runs.size(); ++i) {
-            if (runs[i]->shadow() != twins[i]->shadow()) return false;
-        }
-        return true;
-    }
-
-    adam::Hyper hyper{1e-3, 0.9, 0.999, 1e-8, 1e-2, 1, 1.0, false};
-    std::vector<std::unique_ptr<Bucket>> runs, twins;
-    std::shared_ptr<BucketWork> work;
-};
-
-bool succeeds(const std::shared_ptr<Completion>& done) {
-    return EXPECT(done->wait(kLong)) && EXPECT_FOR(done->error().empty(), done->error());
-}
-
-bool does(WorkerPool& pool, const Subject& subject, Operation operation, int width = 1) {
-    return succeeds(pool.submit(subject.work, operation, width, nullptr));
-}
-
-template <typename Error, typename F>
-bool throws(F f) {
-    try {
-        f();
-    } catch (const Error&) {
-        return true;
-    }
-    return false;
-}
 
 TEST(any_number_of_threads_gives_the_same_bits) {
     for (const std::size_t threads : {1, 2, 3, 5}) {
@@ -415,77 +331,6 @@ TEST(busy_time_is_counted_once) {
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
     EXPECT(pool.busy_seconds() == after);
 }
-
-#if defined(__linux__)
-// One line of /proc/self/task/*/status, for example the name or the processors of a thread.
-std::string status_line(const std::filesystem::path& task, const std::string& key) {
-    std::ifstream status(task / "status");
-    for (std::string line; std::getline(status, line);) {
-        if (line.rfind(key + ":\t", 0) == 0) return line.substr(key.size() + 2);
-    }
-    return {};
-}
-
-std::map<std::string, std::string> processors_by_thread_name() {
-    std::map<std::string, std::string> found;
-    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
-        found[status_line(task.path(), "Name")] = status_line(task.path(), "Cpus_allowed_list");
-    }
-    return found;
-}
-
-TEST(threads_have_names_and_stay_on_their_processor) {
-    cpu_set_t allowed;
-    CPU_ZERO(&allowed);
-    EXPECT(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
-    int last = -1;
-    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-        if (CPU_ISSET(cpu, &allowed)) last = cpu;
-    }
-    const std::string everything = status_line("/proc/self", "Cpus_allowed_list");
-    WorkerPool pool({last, -1, 1000});  // one bound, one free, one to a processor that is not there
-    Subject subject({kSeveralChunks});
-    subject.freeze(1);
-    does(pool, subject, Operation::step);
-    subject.step_twin(1);
-    EXPECT(subject.same());
-    const std::map<std::string, std::string> expected = {
-        {"superoffload-0", std::to_string(last)}, {"superoffload-1", everything}, {"superoffload-2", everything}};
-    bool as_expected = false;  // a thread names and binds itself after it has started
-    for (int attempt = 0; attempt < 2000 && !as_expected; ++attempt) {
-        const std::map<std::string, std::string> found = processors_by_thread_name();
-        as_expected = std::includes(found.begin(), found.end(), expected.begin(), expected.end());
-        if (!as_expected) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    EXPECT(as_expected);
-}
-#endif
-
-// ThreadSanitizer does not follow a fork of a process with threads.
-#if !defined(__SANITIZE_THREAD__)
-TEST(a_forked_child_gets_an_error_and_no_hang) {
-    std::shared_ptr<WorkerPool> shared = WorkerPool::create(unbound(2));
-    WorkerPool& pool = *shared;
-    Subject subject({3000});
-    subject.freeze(1);
-    std::fflush(stdout);
-    const pid_t child = fork();
-    if (child == 0) {
-        alarm(60);
-        const bool refused =
-            throws<std::runtime_error>([&] { pool.submit(subject.work, Operation::step, 1, nullptr); });
-        pool.close();
-        shared.reset();
-        _exit(refused ? 0 : 1);
-    }
-    int status = -1;
-    EXPECT(child > 0 && waitpid(child, &status, 0) == child);
-    EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-    does(pool, subject, Operation::step);  // the parent goes on
-    subject.step_twin(1);
-    EXPECT(subject.same());
-}
-#endif
 
 }  // namespace
 

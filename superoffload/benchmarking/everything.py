@@ -147,6 +147,12 @@ def _of_ranks(result: Row) -> str:
     return ", ".join(f"rank_check={row['name']}: {row['of_step']:.2%} of a step" for row in result["rows"])
 
 
+def _of_link(result: Row) -> str:
+    waiting = max(row["processors_per_worker"] for row in result["rows"] if row["name"] == "waiting")
+    waking = max(row["seconds_median"] for row in result["rows"] if row["name"] == "arrival to first chunk")
+    return f"a waiting worker takes {waiting:.4f} of a processor, and begins {1e6 * waking:.0f} us after an arrival"
+
+
 def _of_suite(result: Row) -> str:
     verdicts = [target["verdict"] for target in result["targets"]]
     return ", ".join(f"{verdicts.count(verdict)} targets {verdict}" for verdict in dict.fromkeys(verdicts))
@@ -157,6 +163,7 @@ _HEADLINES = {
     "journal": _of_journal,
     "state": _of_state,
     "ranks": _of_ranks,
+    "link": _of_link,
     GPU_SUITE: _of_suite,
 }
 

@@ -11,6 +11,8 @@ from superoffload.doctor.cpu import allowed_cpus
 from superoffload.doctor.findings import Examination
 from superoffload.doctor.system import System, format_cpu_list
 
+_DRIVER = "/proc/driver/nvidia/gpus"
+
 
 def examine_threads(system: System, environment: Mapping[str, str] = os.environ) -> Examination:
     """In a rank of a launcher that says how many ranks are on this node (torchrun), the rank's share of it."""
@@ -20,9 +22,12 @@ def examine_threads(system: System, environment: Mapping[str, str] = os.environ)
     mine = allowed
     if rank is not None and ranks is not None and rank < ranks:
         mine = share_cpus([RankOnNode("", other, tuple(allowed)) for other in range(ranks)], rank)
-    threads = thread_limit(len(mine), environment, cpu_quota(system))
+    quota = cpu_quota(system)
+    threads = thread_limit(len(mine), environment, quota)
+    beside_gpu = thread_limit(len(mine), environment, quota, beside_device=True)
     found.facts.update(
         threads=threads,
+        threads_beside_gpu=beside_gpu,
         cpus=format_cpu_list(mine[:threads]),
         rank=rank,
         ranks_on_this_node=ranks,
@@ -33,6 +38,11 @@ def examine_threads(system: System, environment: Mapping[str, str] = os.environ)
     if ranks is not None and rank is not None:
         text += f": the share of rank {rank} of {ranks} on this node, if all may use the same processors"
     found.ok(text)
+    if beside_gpu != threads and system.names(_DRIVER):
+        found.ok(
+            f"for parameters on a GPU {beside_gpu}: the other processors are left to the threads that feed and follow "
+            "it; threads= overrides"
+        )
     for name, value in found.facts["environment"].items():
         if set_by_torchrun(name, environment):
             found.ok(f"{name}={value} is torchrun's own default, which does not bound them")
@@ -50,7 +60,7 @@ def examine_threads(system: System, environment: Mapping[str, str] = os.environ)
 
 def _gpus(system: System) -> list[str]:
     """PCI addresses of NVIDIA GPUs, as their driver lists them, with known neighbours."""
-    names = system.names("/proc/driver/nvidia/gpus")
+    names = system.names(_DRIVER)
     return [name for name in names if cpus_near_gpu(name, system)]
 
 

@@ -16,7 +16,7 @@ from superoffload.bucket import GroupHyper, Shard
 from superoffload.core import Core, CoreOptions
 from superoffload.cpus import worker_cpus
 from superoffload.errors import StateError
-from superoffload.links import keeps_gradients, link_for
+from superoffload.links import keeps_gradients, link_for, on_device
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.untraced import untraced
 from superoffload.optimizer.weakly import weakly
@@ -86,7 +86,7 @@ class Parameters(Lifetime):
             process_group=given.process_group,
             timeout=given.rank_timeout,
         )
-        cpus = worker_cpus(given.threads, self._ranks.cpus)
+        cpus = worker_cpus(given.threads, self._ranks.cpus, beside_device=on_device(params))
         options = CoreOptions(given.speculation, given.bucket_numel, cpus, two_phase=True)
         keep_grads = keeps_gradients(params, given.keep_grads, model)
         sizes = self._sizes(params) if given.placement is not None else []

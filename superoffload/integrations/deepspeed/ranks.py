@@ -32,7 +32,9 @@ def cpus_of_this_rank(
     mine = RankOnNode(socket.gethostname(), dist.get_rank(), tuple(allowed_cpus()), near_gpu(published))
     own_group = rank_group(group, rank_timeout(timeout))
     all_ranks = [mine] if own_group is None else own_group.exchange_objects("the processors of each rank", mine)
-    return worker_cpus(threads, share_cpus(all_ranks, mine.rank)), is_crowded(all_ranks)
+    beside_device = any(each.device.type != "cpu" for each in published)
+    cpus = worker_cpus(threads, share_cpus(all_ranks, mine.rank), beside_device=beside_device)
+    return cpus, is_crowded(all_ranks)
 
 
 def open_session(

@@ -1,0 +1,71 @@
+r"""What `superoffload bench link` measures, with steps over the stand-in for the driver where there is no GPU.
+
+    python -m benchmarks.link --json benchmarks/results/link-x86.json
+
+The stand-in's streams are threads and its copies are `memcpy`, so of a step's times those of the calling thread's
+processor say most: they are of Python and of what it calls. Copies and launches are counted by the stand-in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks.commands import run_command
+from superoffload.benchmarking.link import Rig
+from superoffload.cli.bench_link import add_link_options, run_link
+from superoffload.cuda.link import CudaLink, CudaOptions
+from tests.fake_cuda import IMAGE, Fake, FakeDevice
+
+_COUNTED = {
+    "copies": ("cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"),
+    "launches": ("cuLaunchKernel",),
+    "event records": ("cuEventRecord",),
+    "stream waits": ("cuStreamWaitEvent",),
+}
+
+
+class _Device(FakeDevice):
+    """Keeps freed gradients until the kernels that read them are over, as a device's allocator does."""
+
+    def release(self, gradients: Sequence[Tensor], stream: int) -> None:
+        self.kept.extend(gradients)
+
+
+def measure(args: argparse.Namespace) -> int:
+    fake = Fake()
+    devices: list[_Device] = []
+
+    def link_for(params: Sequence[Tensor], **_: Any) -> CudaLink:
+        devices[:] = [_Device(fake)]
+        return CudaLink(devices[0], CudaOptions(image=IMAGE, library=fake.library))
+
+    def synchronize() -> None:
+        for device in devices:
+            for stream in (fake.current, *device.streams):
+                fake.synchronize(stream)
+            device.kept.clear()
+
+    def calls() -> dict[str, int]:
+        return {name: sum(map(fake.calls, symbols)) for name, symbols in _COUNTED.items()}
+
+    with mock.patch("superoffload.optimizer.parameters.link_for", link_for):
+        return run_link(args, Rig(torch.device("cpu"), synchronize, calls))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_link_options(parser)
+    args = parser.parse_args(arguments)
+    args.command_line = ["python", "-m", "benchmarks.link", *(sys.argv[1:] if arguments is None else arguments)]
+    return run_command("benchmarks.link", measure, args)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

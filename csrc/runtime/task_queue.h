@@ -1,0 +1,81 @@
+// The tasks of a worker pool: those that wait for a completion, and those that a thread can take. A thread that finds
+// nothing sleeps until it is woken; no thread looks again by itself.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "bucket_work.h"
+#include "completion.h"
+
+namespace superoffload {
+
+struct Task {
+    std::size_t chunks() const { return work->chunks(); }
+    // Chunks that no thread has taken; fewer a moment later, while threads are at work on the task.
+    std::size_t untaken() const {
+        const std::size_t taken = next.load(std::memory_order_relaxed);
+        return taken < chunks() ? chunks() - taken : 0;
+    }
+
+    std::shared_ptr<BucketWork> work;
+    Operation operation;
+    std::shared_ptr<Completion> after;  // null: can run at once
+    std::shared_ptr<Completion> done;
+    std::uint64_t number = 0;               // in the order of submission
+    std::atomic<std::size_t> next{0};       // the next chunk that nobody has taken
+    std::atomic<std::size_t> remaining{0};  // chunks not finished
+    bool undoing = false;                   // a journaled step that did not fit is being taken back
+    std::mutex error_mutex;
+    std::string error;
+};
+
+class TaskQueue : public std::enable_shared_from_this<TaskQueue> {
+   public:
+    using TaskPointer = std::shared_ptr<Task>;
+
+    TaskQueue();
+    TaskQueue(const TaskQueue&) = delete;
+    TaskQueue& operator=(const TaskQueue&) = delete;
+
+    // The task can be taken once its `after` is done: whoever ends that wakes the threads. Throws once closing.
+    void add(const TaskPointer& task);
+    // All chunks of a task that was run are to be run again, as an undo. For a worker, which takes next.
+    void add_undo(const TaskPointer& task);
+    // False where a chunk may have been taken.
+    bool withdraw(const std::shared_ptr<Completion>& done);
+    // The task with untaken chunks that was submitted first; sleeps until there is one. Null once closing and nothing
+    // is left that can run.
+    TaskPointer take();
+    // What can run is still given out by take(), nothing is added any more.
+    void begin_closing();
+    // What was never taken. Only once no thread takes anything any more.
+    std::vector<TaskPointer> abandon();
+    // Its threads are those of another process: nothing may lock it, since they may have been inside.
+    bool forked() const;
+
+   private:
+    using Numbered = std::map<std::uint64_t, TaskPointer>;
+
+    void make_ready(const std::weak_ptr<Task>& task);
+    std::size_t to_wake(std::size_t chunks) const;
+    void wake(std::size_t threads);
+
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    Numbered waiting_;  // for a completion
+    Numbered ready_;    // some of them all taken, until a thread comes upon them
+    std::uint64_t submitted_ = 0;
+    std::size_t asleep_ = 0;
+    bool closing_ = false;
+    long creator_;
+};
+
+}  // namespace superoffload

@@ -1,0 +1,66 @@
+"""`superoffload bench link` here, and over the stand-in for the driver."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.link import main as over_stand_in
+from superoffload.benchmarking.everything import headline
+from superoffload.benchmarking.link import Rig, measure_steps
+from superoffload.cli import EXIT_OK, EXIT_USAGE, main
+from superoffload.errors import SuperOffloadError
+
+SMALL = ["--quick", "--threads", "1", "3", "--json"]
+
+
+def report_of(path: Path, printed: str) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    assert report["machine"]["kernel_isa"] and report["versions"]["torch"] and report["commit"]
+    assert len(printed.splitlines()) == len(report["rows"])
+    waiting = [row for row in report["rows"] if row["name"] == "waiting"]
+    arrivals = [row for row in report["rows"] if row["name"] == "arrival to first chunk"]
+    assert [row["threads"] for row in waiting] == [row["threads"] for row in arrivals] == [1, 3]
+    assert all(0 <= row["processors_per_worker"] < 1 for row in waiting)
+    assert all(0 < row["seconds_min"] <= row["seconds_median"] <= row["seconds_p99"] for row in arrivals)
+    return report
+
+
+def test_waiting_needs_no_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", "link", *SMALL, str(tmp_path / "out.json")]) == EXIT_OK
+    report = report_of(tmp_path / "out.json", capsys.readouterr().out)
+    assert len(report["rows"]) == 4 and report["command"][:3] == ["superoffload", "bench", "link"]
+    shown = headline({"status": "done", "key": "link", "result": report})
+    assert "of a processor, and begins" in shown
+
+
+def test_steps_over_the_stand_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert over_stand_in([*SMALL, str(tmp_path / "out.json")]) == EXIT_OK
+    report = report_of(tmp_path / "out.json", capsys.readouterr().out)
+    steps = [row for row in report["rows"] if row["name"] == "step"]
+    assert [(row["tensors"], row["buckets"]) for row in steps] == [(256, 8), (1024, 8), (256, 64)]
+    assert [row["calls_per_step"]["launches"] for row in steps] == [8, 8, 64], "one pack kernel per bucket"
+    assert all(row["calls_per_step"]["copies"] >= 2 * row["buckets"] for row in steps), "down and up"
+    assert all(row["caller_seconds_median"] > 0 for row in steps)
+    per_tensor, per_bucket = report["rows"][-2:]
+    assert (per_tensor["name"], per_bucket["name"]) == ("per tensor", "per bucket")
+    assert per_tensor["calls"]["launches"] == 0 and per_bucket["calls"]["launches"] == 1
+
+
+def test_steps_that_were_skipped_are_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "ones_like", lambda tensor: torch.full_like(tensor, float("nan")))
+    with pytest.raises(SuperOffloadError, match="steps were skipped"):
+        measure_steps(Rig(torch.device("cpu"), lambda: None), 1)
+
+
+@pytest.mark.parametrize(("option", "value"), [("--threads", "0"), ("--seconds", "0"), ("--arrivals", "-1")])
+def test_numbers_that_cannot_be(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "link", option, value]) == EXIT_USAGE
+    assert f"{option[2:]}=" in capsys.readouterr().err
