@@ -18,8 +18,8 @@ from superoffload import AdamW
 from superoffload.integrations.accelerate import Window
 from tests.adamw_tools import batch, model_of
 from tests.fake_cuda import Fake, on_fake_device, on_host
+from tests.freed_tools import NEEDED_AGAIN, OPTIONS, grads_of, seen, taken_back
 from tests.rank_tools import flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
-from tests.test_cuda_gradients_needed_again import NEEDED_AGAIN, OPTIONS, grads_of, seen, taken_back
 from tests.test_cuda_link import LATE
 
 # ---- fully_shard ----------------------------------------------------------------------------------------------------
@@ -37,13 +37,15 @@ def sharded(model: Any, optimizer: AdamW, how: str, synchronize: Callable[[], No
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         if how == "edited":
             torch._foreach_mul_(grads_of(model), 0.5)
+        grads: list[Any] = grads_of(model)
         if how == "read":
-            found.append(seen([grad.full_tensor().norm() for grad in grads_of(model)]))
+            found.append(seen([grad.full_tensor().norm() for grad in grads]))
         optimizer.step()
         if how == "again":
             optimizer.step()
         if how == "read":
-            found.append(seen([grad.to_local() for grad in grads_of(model)]))
+            grads = list(grads_of(model))
+            found.append(seen([grad.to_local() for grad in grads]))
     return found
 
 
@@ -93,7 +95,8 @@ def accelerated(fake: Fake | None) -> dict[str, str]:
         plain.register_forward_pre_hook(lambda *_: fake.synchronize())
     with on_fake_device(fake) if fake is not None else on_host(), AdamW(plain.parameters(), **OPTIONS) as inner:
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)
-        model, optimizer, seeds = accelerator.prepare(plain, inner, torch.utils.data.DataLoader(range(8), batch_size=1))
+        seeds: Any = torch.utils.data.DataLoader(torch.arange(8), batch_size=1)  # type: ignore[arg-type]
+        model, optimizer, seeds = accelerator.prepare(plain, inner, seeds)
         for _ in range(2):
             for seed in seeds:  # the last window has two
                 with accelerator.accumulate(model):
