@@ -62,6 +62,10 @@ def edit(model: nn.Module, how: str) -> None:
             parameter.grad *= 2
         elif how == "mul_":
             grad.mul_(2)
+        elif how == "after a look":
+            with torch.inference_mode():
+                grad.norm()
+            grad.mul_(2)
         elif how == "data":
             grad.data.mul_(2)
         elif how == "view":
@@ -76,7 +80,7 @@ def edit(model: nn.Module, how: str) -> None:
         torch._foreach_mul_(grads_of(model), 2)
 
 
-HOWS = ["*=", "mul_", "view", "replaced", "copy_", "foreach"]
+HOWS = ["*=", "mul_", "view", "replaced", "copy_", "foreach", "after a look"]
 
 
 @pytest.mark.parametrize("how", HOWS)
