@@ -146,7 +146,7 @@ LOOPS = [
 ]
 
 
-@compat("delivery on demand: the bits of eager delivery", "single")
+@compat("delivery on demand: the bits of eager delivery", "single", "stand_in")
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_loops(loop: Loop) -> None:
     compare(loop)

@@ -62,12 +62,12 @@ def accelerated(make: Make, folder: Path | None = None) -> tuple[nn.Module, Any]
     return accelerator.unwrap_model(model), inner
 
 
-@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "single")
+@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "single", "stand_in")
 def test_accelerate() -> None:
     compare(accelerated)
 
 
-@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "single")
+@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "single", "stand_in")
 def test_accelerate_save_and_load(tmp_path: Path) -> None:
     compare(lambda make: accelerated(make, tmp_path / str(id(make))))
 
@@ -107,7 +107,7 @@ def lightning_trainer(lightning: Any, folder: Path, **options: Any) -> Any:
     )  # fmt: skip
 
 
-@compat("Lightning: automatic and manual optimization", "single")
+@compat("Lightning: automatic and manual optimization", "single", "stand_in")
 @pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])
 def test_lightning(automatic: bool, tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
@@ -122,7 +122,7 @@ def test_lightning(automatic: bool, tmp_path: Path) -> None:
     compare(train)
 
 
-@compat("Lightning: automatic and manual optimization", "single")
+@compat("Lightning: automatic and manual optimization", "single", "stand_in")
 def test_lightning_checkpoint(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
     seeds: Any = torch.utils.data.DataLoader(torch.arange(8), batch_size=1)  # type: ignore[arg-type]
@@ -138,7 +138,7 @@ def test_lightning_checkpoint(tmp_path: Path) -> None:
     assert digests[0] == digests[1]
 
 
-@compat("PEFT: LoRA adapters", "single")
+@compat("PEFT: LoRA adapters", "single", "stand_in")
 def test_lora(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
 

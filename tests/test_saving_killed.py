@@ -88,7 +88,7 @@ def check_what_is_left(root: Path) -> int:
     return newest
 
 
-@compat("killed while it saves: the checkpoint before loads", "single")
+@compat("killed while it saves: the checkpoint before loads", "single", "stand_in")
 @pytest.mark.parametrize("background", [False, True])
 def test_killed_at_every_call_to_the_system(background: bool, tmp_path: Path) -> None:
     """Some hundred of them write a checkpoint; those killed are spread over the first ones."""

@@ -300,7 +300,7 @@ def test_optimizer_state_dict_functions() -> None:
     assert on_ranks(2, full_state) == [[True, True, True]] * 2
 
 
-@compat("get_optimizer_state_dict and set_optimizer_state_dict", "single")
+@compat("get_optimizer_state_dict and set_optimizer_state_dict", "single", "stand_in")
 def test_optimizer_state_dict_functions_in_one_process() -> None:
     model = net(torch.bfloat16)
     with optimizer_of(model) as optimizer:
@@ -314,7 +314,7 @@ def test_optimizer_state_dict_functions_in_one_process() -> None:
         assert optimizer.state_digests() == expected
 
 
-@compat("torch.distributed.checkpoint, with another number of ranks", "single")
+@compat("torch.distributed.checkpoint, with another number of ranks", "single", "stand_in")
 def test_torch_distributed_checkpoint_in_one_process(tmp_path: Path) -> None:
     model = net(torch.bfloat16)
     with optimizer_of(model) as optimizer:

@@ -69,7 +69,7 @@ def copy_of(folder: Path, target: Path) -> Path:
     return target
 
 
-@compat("a truncated, bit-flipped or foreign checkpoint", "single", note="refused with the file's name")
+@compat("a truncated, bit-flipped or foreign checkpoint", "single", "stand_in", note="refused with the file's name")
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_refused_by_name(damage: str, saved: Path, tmp_path: Path) -> None:
     name, harm = DAMAGE[damage]

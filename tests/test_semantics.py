@@ -57,8 +57,8 @@ def test_every_scheduler_of_torch_is_here() -> None:
     assert public <= set(SCHEDULERS)
 
 
-@compat("every scheduler of torch.optim.lr_scheduler", "single")
-@compat("lr changed between backward and step()", "single")
+@compat("every scheduler of torch.optim.lr_scheduler", "single", "stand_in")
+@compat("lr changed between backward and step()", "single", "stand_in")
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # on purpose
 @pytest.mark.parametrize("when", ["after step", "between backward and step"])
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -79,7 +79,7 @@ def test_schedulers_of_torch(name: str, when: str) -> None:
     check_scenario(scenario)
 
 
-@compat("plain loss scaling: scaled loss, gradients divided before step()", "single")
+@compat("plain loss scaling: scaled loss, gradients divided before step()", "single", "stand_in")
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 def test_loss_scaled_by_hand(max_grad_norm: float | None) -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
@@ -94,7 +94,7 @@ def test_loss_scaled_by_hand(max_grad_norm: float | None) -> None:
     check_scenario(scenario, max_grad_norm=max_grad_norm)
 
 
-@compat("autocast", "single")
+@compat("autocast", "single", "stand_in")
 def test_autocast() -> None:
     """The forward rounds to bfloat16, which makes of rounding errors in weights larger ones in gradients."""
 
@@ -129,7 +129,7 @@ class Checkpointed(nn.Module):
         return found
 
 
-@compat("activation checkpointing", "single")
+@compat("activation checkpointing", "single", "stand_in")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant: bool) -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
@@ -139,7 +139,7 @@ def test_activation_checkpointing(reentrant: bool) -> None:
     assert stats["buckets_speculated"] > 0
 
 
-@compat("EMA and SWA, averages swapped in", "single")
+@compat("EMA and SWA, averages swapped in", "single", "stand_in")
 @pytest.mark.parametrize("kind", ["ema", "swa"])
 def test_averaged_models(kind: str) -> None:
     averages: list[nn.Module] = []
@@ -167,7 +167,7 @@ def halve(optimizer: Any, *_: Any) -> None:
                 param.grad.mul_(0.5)
 
 
-@compat("optimizer hooks (register_step_pre_hook and its kin)", "single")
+@compat("optimizer hooks (register_step_pre_hook and its kin)", "single", "stand_in")
 def test_optimizer_hooks() -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
         calls: list[str] = []
@@ -183,7 +183,7 @@ def test_optimizer_hooks() -> None:
     check_scenario(scenario, max_grad_norm=0.5)
 
 
-@compat("hooks of parameters that change or read gradients", "single")
+@compat("hooks of parameters that change or read gradients", "single", "stand_in")
 def test_hooks_of_parameters() -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
         def late(param: Tensor) -> None:
@@ -198,7 +198,7 @@ def test_hooks_of_parameters() -> None:
     check_scenario(scenario, max_grad_norm=0.5)
 
 
-@compat("clip_grad_norm_ by the user after backward", "single")
+@compat("clip_grad_norm_ by the user after backward", "single", "stand_in")
 @pytest.mark.parametrize("also_ours", [None, 0.02])
 @pytest.mark.parametrize("foreach", [False, True])
 def test_clipping_by_hand(foreach: bool, also_ours: float | None) -> None:
@@ -216,7 +216,7 @@ def test_clipping_by_hand(foreach: bool, also_ours: float | None) -> None:
     check_scenario(scenario, max_grad_norm=also_ours)
 
 
-@compat("clip_grad_norm_ by the user after backward", "single")
+@compat("clip_grad_norm_ by the user after backward", "single", "stand_in")
 def test_clipping_by_a_norm_that_was_computed_apart() -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
         for seed in range(4):
@@ -294,7 +294,7 @@ def mixed_step(model: nn.Module, optimizer: Any, seed: int) -> None:
     optimizer.step()
 
 
-@compat("mixed float32, bfloat16 and float16 parameters", "single")
+@compat("mixed float32, bfloat16 and float16 parameters", "single", "stand_in")
 def test_mixed_dtypes() -> None:
     digests = []
     for mode in MODES:
@@ -330,7 +330,7 @@ def converted(keep: str) -> tuple[nn.Module, AdamW, list[Tensor]]:
     return model, optimizer, list(values.values())
 
 
-@compat("a model loaded as float32 and converted to bfloat16; masters keep the float32 bits", "single")
+@compat("a model loaded as float32 and converted to bfloat16; masters keep the float32 bits", "single", "stand_in")
 @pytest.mark.parametrize("keep", ["by name", "by names of the groups", "in order"])
 def test_masters_keep_the_float32_bits(keep: str) -> None:
     model, optimizer, values = converted(keep)
@@ -401,6 +401,7 @@ def test_a_compiled_step() -> None:
 @compat(
     "copy.deepcopy and pickle of the optimizer",
     "single",
+    "stand_in",
     refused="an optimizer with worker threads cannot be copied or pickled; save its state_dict() instead",
 )
 def test_copies_of_the_optimizer(refusal: Refusal) -> None:
