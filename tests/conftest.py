@@ -79,15 +79,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(autouse=True)
-def link_below(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Puts the CUDA link over the fake driver below the test's optimizers, in a run that shows the column of it."""
+def link_below(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Puts the CUDA link over the fake driver below the test's optimizers, in a run that fills its column."""
     from tests.over_stand_in import below, is_over_stand_in
 
     if not is_over_stand_in(request.node):
-        yield
+        yield "host"
         return
     with below(request.node, request.getfixturevalue("fake")):
-        yield
+        yield "stand-in"
 
 
 @pytest.hookimpl(wrapper=True)

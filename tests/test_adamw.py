@@ -324,6 +324,8 @@ def test_step_without_any_gradient_does_nothing() -> None:
         assert optimizer.last_verdict is None
         with pytest.raises(StateError, match="grad_norm"):
             _ = optimizer.grad_norm
+        train(model, optimizer, range(1))
+        assert optimizer.stats()["steps"] == 1 and optimizer.state_digests() != before
 
 
 def test_step_twice_applies_the_gradients_twice_as_in_torch() -> None:

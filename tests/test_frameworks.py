@@ -122,7 +122,7 @@ def test_lightning(automatic: bool, tmp_path: Path) -> None:
     compare(train)
 
 
-@compat("Lightning: automatic and manual optimization", "single", "stand_in")
+@compat("Lightning: automatic and manual optimization", "single")
 def test_lightning_checkpoint(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
     seeds: Any = torch.utils.data.DataLoader(torch.arange(8), batch_size=1)  # type: ignore[arg-type]

@@ -24,10 +24,12 @@ from superoffload.checkpoints.snapshot import ShardState, Snapshot
 from superoffload.errors import ArgumentError, DiskError, StateError
 from tests.adamw_tools import DTYPES, batch, model_of, train
 from tests.compatibility import compat
+from tests.over_stand_in import only_over_stand_in
 from tests.saving_tools import Run, Tied, assert_same, save_two_steps
 
 
 @compat("save, kill, resume: the same losses and bits as a run never stopped", "single", "stand_in")
+@only_over_stand_in(dtype=torch.bfloat16)
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(("dtype", "state"), [(d, "fp32") for d in DTYPES] + [(torch.bfloat16, "bf16")])
 def test_resume_is_bit_exact(dtype: torch.dtype, state: str, background: bool, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from superoffload import AdamW, checkpoints
 from superoffload.errors import ArgumentError
 from superoffload.metrics import PER_STEP, TOTALS
 from tests.compatibility import compat
+from tests.over_stand_in import only_over_stand_in
 
 transformers: Any = None
 with contextlib.suppress(ImportError):
@@ -100,6 +101,7 @@ def end(trainer: Any) -> dict[str, str]:
 
 
 @compat("Hugging Face Trainer, and its resume", "single", "stand_in")
+@only_over_stand_in(family="llama")
 @pytest.mark.parametrize("family", ["llama", "qwen", "gpt-oss"])
 def test_trainer(family: str, tmp_path: Path) -> None:
     accumulated = {"gradient_accumulation_steps": 2} if family == "llama" else {}
@@ -264,6 +266,7 @@ def test_an_optimizer_that_was_replaced_is_noticed(tmp_path: Path) -> None:
 
 
 @compat("the model exported as safetensors for from_pretrained", "single", "stand_in")
+@only_over_stand_in(family="llama", masters=True)
 @pytest.mark.parametrize("masters", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen"])
 def test_from_pretrained_loads_what_was_exported(family: str, masters: bool, tmp_path: Path) -> None:
@@ -287,6 +290,7 @@ def test_from_pretrained_loads_what_was_exported(family: str, masters: bool, tmp
 
 
 @compat("TRL's SFTTrainer", "single", "stand_in")
+@only_over_stand_in(family="llama")
 @pytest.mark.parametrize("family", ["llama", "qwen", "gpt-oss"])
 def test_sft_trainer(family: str, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason="needs trl: pip install trl")
