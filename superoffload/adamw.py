@@ -185,9 +185,6 @@ class AdamW(Delivery):
             with self._whole():
                 if not self._out_of_use():  # since another thread had the lock
                     self._abandon()
-        for tracked in self._tracked.values():
-            if tracked.stand_in is not None and tracked.param.grad is tracked.stand_in:
-                tracked.param.grad = None  # it has no elements that could be set to zero
         super().zero_grad(set_to_none)
 
     @property

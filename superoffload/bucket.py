@@ -159,6 +159,7 @@ class Bucket:
         self.work: _native.BucketWork  # of a resident bucket: nothing
         self.resident_work: ResidentWork | None = None
         self.arrival: _native.Completion | None = None  # of the packed gradient in host memory
+        self.packed: _native.Completion | None = None  # likewise, also once its step is over
         self.running: _native.Completion | None = None
         self.doing: _native.Operation | None = None  # None while ``running`` is the gradient on its way
         self.delivery: _native.Completion | None = None  # the copy up that is under way

@@ -262,7 +262,7 @@ class Core(Arriving):
         self.settle()
         placer.measure(measured)
         if self._place():
-            self._lay_out_again()
+            self._outdated = True
 
     # ---- figures, digests, the end ----------------------------------------------------------------------------
 

@@ -1,65 +1,164 @@
-"""What stands in ``p.grad`` for a gradient that was packed and freed: it has no memory, and using it is an error.
+"""What stands in ``p.grad`` for a gradient that was packed and freed: it has no memory until its elements are needed.
 
-So code that would clip, edit, average or add to gradients by hand learns that they are gone, instead of changing
-nothing silently. ``None`` would do that: ``clip_grad_norm_`` skips parameters without a gradient.
+Then they are copied back from where they were packed, and everything is done with that copy: what autograd adds, what
+reads, clips or unscales. So loops that work with gradients by hand are right, only slower than those that need not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from superoffload.errors import StateError
+from superoffload.ranks.layout import is_dtensor, local_of
+
+_Value = TypeVar("_Value")
 
 
 class PackedGradient(Tensor):
-    """Shape, dtype and device of a parameter's gradient; made once per parameter."""
+    """Shape, dtype, device and strides of a parameter's gradient, which ``fetch`` fills into ``inner`` when asked.
+
+    A new one stands for every gradient that is packed, so that one which is kept for longer is never taken for another.
+    """
 
     of: str  # the name of the parameter
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    shard: int  # its index
+    inner: Tensor | None  # the gradient, once it was brought back
+    zeroed: bool  # it was set to zero since it was packed
+    _fetch: Callable[[PackedGradient], None]
 
     @staticmethod
-    def __new__(cls, name: str, param: Tensor) -> PackedGradient:
+    def __new__(cls, name: str, shard: int, param: Tensor, fetch: Callable[[PackedGradient], None]) -> PackedGradient:
         made: PackedGradient = torch.Tensor._make_wrapper_subclass(
-            cls, param.shape, dtype=param.dtype, device=param.device, requires_grad=False
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device, requires_grad=False
         )
-        made.of = name
+        made.of, made.shard, made.inner, made.zeroed, made._fetch = name, shard, None, False, fetch
         return made
 
-    def __init__(self, name: str, param: Tensor) -> None:
+    def __init__(self, *_: Any) -> None:
         """All is done in ``__new__``, as for every tensor."""
+
+    def bring_back(self) -> Tensor:
+        """The gradient as an ordinary tensor; the same one at every call."""
+        if self.inner is None and self.zeroed:
+            with torch.inference_mode(False):
+                zeros = torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device=self.device).zero_()
+            self.inner = zeros if self.inner is None else self.inner  # another thread's
+        elif self.inner is None:
+            self._fetch(self)
+        if self.inner is None:
+            raise gradient_is_gone(self.of, "what was packed has made way for a later one, or its optimizer is closed")
+        return self.inner
+
+    def set_to_zero(self) -> PackedGradient | Tensor:
+        """Needs no memory as long as it is all that is done."""
+        if self.inner is not None:
+            return self.inner.zero_()
+        self.zeroed = True
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What Python calls, functions that look for memory (``data_ptr``, ``numpy``, ``tolist``) among it."""
+        first = args[0] if args else None
+        if isinstance(first, PackedGradient) and first.inner is None and _is_about_its_form(func, args):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return _do(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        found = next(_packed_in([args, kwargs or {}]))
-        raise gradient_is_gone(found.of, f"{func} was called on it")
+        """What C++ calls: autograd where it adds to ``p.grad``, collectives."""
+        return _do(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if self.inner is not None:
+            return repr(self.inner)
         return f"PackedGradient({self.of!r}: packed and freed during backward)"
 
-    @property
-    def _local_tensor(self) -> Tensor:  # what fully_shard adds to, where a DTensor's gradient is there already
-        raise gradient_is_gone(self.of, "another backward pass would have been added to it")
+
+def stand_in_for(param: Tensor, packed: PackedGradient) -> Tensor:
+    """What ``p.grad`` can be: where the parameter is a DTensor, one whose local part is ``packed``."""
+    if not is_dtensor(param):
+        return packed
+    whole: Tensor = sys.modules["torch.distributed.tensor"].DTensor(packed, replace(param._spec), requires_grad=False)
+    return whole
+
+
+def packed_in(grad: Tensor | None) -> PackedGradient | None:
+    """The placeholder that ``p.grad`` is, or has as its local part; None where that is an ordinary tensor."""
+    if is_dtensor(grad):
+        grad = grad._local_tensor
+    return grad if isinstance(grad, PackedGradient) else None
+
+
+def unpacked(param: Tensor) -> Tensor | None:
+    """``p.grad``, which is an ordinary tensor from now on."""
+    grad = param.grad
+    packed = packed_in(grad)
+    if packed is None:
+        return grad
+    if is_dtensor(grad):
+        grad._local_tensor = packed.bring_back()
+    else:
+        param.grad = packed.bring_back()
+    return param.grad
 
 
 def gradient_is_gone(name: str, why: str) -> StateError:
     return StateError(
-        f"{name}: its gradient was packed and freed during backward, and {why}. To clip, pass max_grad_norm; the norm "
-        "is in grad_norm. For several backward passes before a step(), put all but the last into "
-        "`with optimizer.accumulate():`. Between steps call zero_grad() (set_to_none=True). Code that must see or "
-        "edit gradients (a GradScaler, clip_grad_norm_) needs AdamW(..., keep_grads=True)"
+        f"{name}: its gradient was packed and freed during backward, and {why}. Between steps call zero_grad(). Code "
+        "that keeps gradients beyond that needs copies of them (p.grad.clone()) or AdamW(..., keep_grads=True)"
     )
 
 
-def _packed_in(value: Any) -> Iterator[PackedGradient]:
+# Asked of tensors all the time, and answered without their elements. Whatever is not here brings them back.
+_FORM = frozenset(
+    [
+        *(
+            getattr(Tensor, name).__get__
+            for name in (
+                "shape dtype device layout ndim is_cuda is_cpu is_sparse is_sparse_csr is_meta is_quantized is_nested "
+                "is_leaf requires_grad grad_fn grad itemsize nbytes _version"
+            ).split()
+        ),
+        *(
+            getattr(Tensor, name)
+            for name in (
+                "size dim stride numel nelement element_size storage_offset is_floating_point is_complex is_contiguous "
+                "get_device __len__"
+            ).split()
+        ),
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+    ]
+)
+_TO_ZERO = frozenset([Tensor.zero_, torch.zero_, torch.ops.aten.zero_.default])
+
+
+def _is_about_its_form(func: Any, args: Any) -> bool:
+    return func in _FORM or (func is Tensor.requires_grad_ and args[1:] == (False,))
+
+
+def _do(func: Any, args: Any, kwargs: Any) -> Any:
+    """With ordinary tensors in place of placeholders."""
+    if func in _TO_ZERO:
+        return args[0].set_to_zero()
+    return func(*_brought_back(args), **_brought_back(kwargs or {}))
+
+
+def _brought_back(value: _Value) -> _Value:
+    found: Any = value
     if isinstance(value, PackedGradient):
-        yield value
+        found = value.bring_back()
     elif isinstance(value, dict):
-        for item in value.values():
-            yield from _packed_in(item)
+        found = {key: _brought_back(item) for key, item in value.items()}
     elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _packed_in(item)
+        found = type(value)(_brought_back(item) for item in value)
+    return found

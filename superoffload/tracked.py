@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from superoffload.bucket import Shard
 from superoffload.checkpoint import ParamState
 from superoffload.errors import StateError
 from superoffload.masters import follow
-from superoffload.packed_gradient import PackedGradient
+from superoffload.packed_gradient import PackedGradient, packed_in, stand_in_for
 from superoffload.ranks.layout import Holding, is_dtensor, local_of, memory_order, version_of
 
 UNKNOWN = (-1, -1)
@@ -54,7 +54,7 @@ class Tracked:
     grad_version: tuple[int, int] = UNKNOWN
     grad_sums: Sums | None = None  # of its bits, where the core has it on another device
     reduced: Tensor | None = None  # what a reduction gave and the core has; p.grad must turn out to be the same
-    stand_in: PackedGradient | None = None  # what stands in p.grad once the gradient was packed and freed
+    packed: PackedGradient | None = None  # what stands for the gradient that was packed and freed last
     arrivals: int = 0  # backward passes that reached it since the last step
     expected: int = 1  # as many as in the step before
     shown_steps: int = 0
@@ -104,12 +104,28 @@ class Tracked:
         """
         if self.param.grad is not self.grad:
             return True
+        packed = packed_in(self.grad)
+        if packed is not None:  # one that was brought back is compared
+            return packed.zeroed
         return self.grad is not None and not is_dtensor(self.grad) and version_of(self.grad) != self.grad_version
 
     def remember_grad(self, grad: Tensor, *, summed: bool = False) -> None:
         """``summed``: a DTensor whose bits cannot be compared with what the core has but for a copy."""
         self.grad, self.grad_version = grad, version_of(grad)
         self.grad_sums = sums_of([self.holding.part(grad)])[0] if summed and is_dtensor(grad) else None
+
+    def free_grad(self, fetch: Callable[[PackedGradient], None]) -> None:
+        """The gradient was packed: its memory goes, and a placeholder that can ``fetch`` it stands in ``p.grad``."""
+        local = local_of(self.param) if is_dtensor(self.param) else self.param
+        self.packed = PackedGradient(self.shard.name, self.shard.index, local, fetch)
+        self.param.grad = self.grad = stand_in_for(self.param, self.packed)
+        self.grad_version, self.grad_sums = UNKNOWN, None
+
+    def brought_back(self) -> None:
+        """The placeholder has its gradient again. What is done to that shows in its bits: a clip that clips nothing
+        raises its version, and what comes through C++ or ``.data`` does not."""
+        if self.grad is not None and packed_in(self.grad) is self.packed:
+            self.grad_sums = sums_of([self.holding.part(self.grad)])[0]
 
     def check_still_fits(self) -> None:
         """Raises where the parameter was converted or resized since the optimizer was made."""

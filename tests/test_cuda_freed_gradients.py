@@ -1,55 +1,20 @@
-"""Gradients are freed once they are packed: whoever would use them learns it. Those that are kept may be edited."""
+"""Gradients are freed once they are packed: what stands for them, and for how long. Those that are kept may be edited."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.errors import ArgumentError, StateError
+from superoffload.errors import ArgumentError, DeviceError, StateError
 from superoffload.packed_gradient import PackedGradient
 from tests.adamw_tools import batch, model_of
 from tests.cuda_tools import check_against_host, host_digests, training
 from tests.fake_cuda import Fake
-
-
-def _clip(model: nn.Module, _: AdamW) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
-def _scale_by_hand(model: nn.Module, _: AdamW) -> None:
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.grad.mul_(0.5)
-
-
-def _second_backward(model: nn.Module, _: AdamW) -> None:
-    batch(model, 3).backward()
-
-
-def _scaler(model: nn.Module, optimizer: AdamW) -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(1))
-    scaler.step(optimizer)
-
-
-def _second_step(_: nn.Module, optimizer: AdamW) -> None:
-    optimizer.step()
-    optimizer.step()
-
-
-@pytest.mark.parametrize("use", [_clip, _scale_by_hand, _second_backward, _scaler, _second_step])
-def test_using_a_freed_gradient_is_an_error(fake: Fake, use: Callable[[nn.Module, AdamW], None]) -> None:
-    with training(fake) as (model, optimizer):
-        optimizer.zero_grad()
-        batch(model, 2).backward()
-        assert all(isinstance(parameter.grad, PackedGradient) for parameter in model.parameters())
-        with pytest.raises(StateError, match=r"max_grad_norm.*accumulate.*keep_grads=True"):
-            use(model, optimizer)
 
 
 def test_what_stands_in_for_a_gradient_goes_with_zero_grad(fake: Fake) -> None:
@@ -59,9 +24,66 @@ def test_what_stands_in_for_a_gradient_goes_with_zero_grad(fake: Fake) -> None:
             batch(model, 2).backward()
             assert "packed and freed" in repr(next(model.parameters()).grad)
             optimizer.zero_grad(set_to_none)
-            assert all(parameter.grad is None for parameter in model.parameters())
+            assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
         fake.synchronize()
         assert optimizer.state_digests() == host_digests(range(2)), "steps that were never taken"
+
+
+@pytest.mark.parametrize("way", ["another gradient", "no optimizer", "closed"])
+def test_one_that_is_kept_for_longer_is_an_error_and_never_another_gradient(fake: Fake, way: str) -> None:
+    with training(fake) as (model, optimizer):
+        optimizer.zero_grad()
+        batch(model, 2).backward()
+        kept = [parameter.grad for parameter in model.parameters()]
+        looked_at = kept.pop()
+        assert isinstance(looked_at, PackedGradient)
+        values = looked_at.clone()
+        optimizer.step()
+        if way == "another gradient":
+            optimizer.zero_grad()
+            batch(model, 3).backward()
+        elif way == "closed":
+            optimizer.close()
+        else:
+            optimizer._tracked.clear()
+            optimizer._of_shard.clear()
+        for grad in kept:
+            assert isinstance(grad, PackedGradient)
+            with pytest.raises(StateError, match=r"packed and freed.*later one.*clone\(\).*keep_grads=True"):
+                grad.norm()
+        assert torch.equal(looked_at, values)
+
+
+def test_no_room_to_bring_one_back(fake: Fake) -> None:
+    """Nothing is lost: the step is taken all the same."""
+
+    def unread(model: nn.Module, optimizer: AdamW) -> None:
+        optimizer.zero_grad()
+        batch(model, 2).backward()
+        grad = next(model.parameters()).grad
+        if isinstance(grad, PackedGradient):
+            refused = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory, as a test has asked for"))
+            with mock.patch("torch.empty", refused), pytest.raises(DeviceError, match=r"no room.*keep_grads"):
+                grad.norm()
+        optimizer.step()
+
+    check_against_host(fake, unread)
+
+
+def test_a_gradient_that_was_lost_on_its_way_is_an_error(fake: Fake) -> None:
+    with training(fake) as (model, optimizer):
+        optimizer.zero_grad()
+        batch(model, 2).backward()
+        fake.synchronize()
+        grad = next(model.parameters()).grad
+        assert isinstance(grad, PackedGradient)
+        lost = mock.Mock()
+        lost.wait.side_effect = RuntimeError("the copy has failed")
+        for bucket in optimizer._core.buckets:
+            bucket.packed = lost
+        with pytest.raises(DeviceError, match="the copy has failed"):
+            grad.norm()
+        optimizer.step()
 
 
 def test_a_gradient_that_is_taken_away_is_not_stepped(fake: Fake) -> None:

@@ -12,15 +12,17 @@ from torch import Tensor
 from superoffload.arguments import check_gradient
 from superoffload.bucket import Shard
 from superoffload.errors import StateError
+from superoffload.integrations.accelerate import Window
 from superoffload.integrations.fsdp2 import await_offload
 from superoffload.optimizer.accumulating import Accumulating
 from superoffload.optimizer.advice import Advice
 from superoffload.optimizer.edited_gradients import EditedGradients
+from superoffload.optimizer.freed_gradients import FreedGradients
 from superoffload.optimizer.idle_steps import IdleSteps
 from superoffload.optimizer.parameters import Parameters
 from superoffload.optimizer.untold_writes import UntoldWrites
 from superoffload.optimizer.weakly import weakly
-from superoffload.packed_gradient import PackedGradient, gradient_is_gone
+from superoffload.packed_gradient import PackedGradient, packed_in, unpacked
 from superoffload.ranks.layout import Holding, is_dtensor
 from superoffload.tracked import Noticed, Tracked, notice, remember_values
 
@@ -38,6 +40,7 @@ class Gradients(Parameters):
     def _begin(self) -> None:
         super()._begin()
         self._accumulating: list[Accumulating] = []  # the contexts that are open, in any thread
+        self._window = Window()
         # Whose hook has ended a backward: with which p.grad, in which thread, and why.
         self._unfinished: dict[Tracked, tuple[int, str, Exception]] = {}
 
@@ -48,6 +51,9 @@ class Gradients(Parameters):
         self._idle = IdleSteps(self._advice)
         self._untold = UntoldWrites(self._advice)
         self._core.packed = weakly(self._on_packed)
+        self._core.making_way = weakly(self._keep_what_is_shown)
+        self._freed = FreedGradients(self._core, self._advice)
+        self._fetch = weakly(self._bring_back)
 
     # ---- hooks ------------------------------------------------------------------------------------------------
 
@@ -106,7 +112,8 @@ class Gradients(Parameters):
         core = self._core
         if core.has_gradient(tracked.shard):  # a second backward before step(): undo, the sum is the gradient
             self._let_go(tracked)
-        if self._accumulating or tracked.param.grad is None:  # None: another hook has taken it away
+        grad = unpacked(tracked.param)
+        if self._accumulating or grad is None or self._window.more_to_come():  # None: another hook has taken it away
             return
         tracked.arrivals += 1
         if tracked.arrivals < tracked.expected:
@@ -115,16 +122,15 @@ class Gradients(Parameters):
         self._hand_over(tracked, in_backward=True)
 
     def _hand_over(self, tracked: Tracked, *, in_backward: bool) -> None:
-        grad = tracked.param.grad
+        grad = unpacked(tracked.param)
         assert grad is not None
-        if isinstance(grad, PackedGradient):
-            raise gradient_is_gone(tracked.shard.name, "the step it was packed for is over")
         check_gradient(tracked.shard.name, tracked.param, grad)
         if tracked.plainly_written:  # of other writes step() takes back what is speculated now
             self._refresh(tracked)
         if not self._core.is_filling:
             self._start_filling()
         # Kept on a device: the core has it in host memory, and comparing there would copy it down again.
+        tracked.packed = None  # its place is needed
         tracked.remember_grad(grad, summed=self._core.link.asynchronous and not self._core.link.frees_gradients)
         self._core.arrive(tracked.shard, tracked.holding.part(grad).contiguous(), in_backward=in_backward)
 
@@ -137,10 +143,25 @@ class Gradients(Parameters):
         tracked = self._of_shard[shard.index]
         if tracked.grad is None:  # not ours to free: a reduction's
             return
-        if tracked.stand_in is None:
-            tracked.stand_in = PackedGradient(shard.name, tracked.param)
-        tracked.param.grad = tracked.stand_in
-        tracked.remember_grad(tracked.stand_in)
+        tracked.free_grad(self._fetch)
+
+    def _bring_back(self, packed: PackedGradient) -> None:
+        """Whichever thread needs it. Leaves ``packed`` as it is where what it stands for is not there any more."""
+        self._check_process()
+        with self._work.alone:
+            tracked = self._of_shard.get(packed.shard)
+            current = tracked is not None and tracked.packed is packed and not self._out_of_use()
+            if tracked is not None and current and packed.inner is None:
+                self._freed.bring_back(tracked, packed)
+
+    def _keep_what_is_shown(self) -> None:
+        """Buckets are about to be laid out again: gradients of the step before that were not let go are copied."""
+        for tracked in self._tracked.values():
+            packed, shown = tracked.packed, packed_in(tracked.param.grad)
+            if packed is not None and packed is shown and not packed.zeroed:
+                packed.bring_back()
+        for tracked in self._tracked.values():
+            tracked.packed = None
 
     def _on_reduced(self, param: Tensor, gradient: Tensor) -> None:
         """A reduction over ranks has ended during backward; what it gave becomes ``param.grad``."""
@@ -214,6 +235,7 @@ class Gradients(Parameters):
             return True
         return (
             is_dtensor(grad)
+            and packed_in(grad) is None  # else ``notice`` has compared it, if it was brought back at all
             and tracked.grad_sums is None
             and not self._core.gradient_is(tracked.shard, tracked.holding.part(grad))
         )

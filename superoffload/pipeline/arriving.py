@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from superoffload.bits import same_bits
@@ -75,6 +76,21 @@ class Arriving(Speculating):
                 return False
         return True
 
+    def copy_packed(self, shard: Shard, into: Tensor) -> None:
+        """What was packed of ``shard`` last, this step or before, as a flat tensor of its gradient's type."""
+        with self._caller_at_work():
+            for bucket, place in self._places.get(shard.index, ()):
+                piece = bucket.pieces[place]
+                assert bucket.packed is not None
+                try:
+                    bucket.packed.wait()
+                except RuntimeError as error:
+                    raise DeviceError(str(error)) from error
+                packed = bucket.gradient[piece.offset : piece.offset + piece.numel]
+                into[piece.start : piece.start + piece.numel].copy_(packed)
+            if into.is_cuda:  # before anything is packed over it
+                torch.cuda.current_stream(into.device).synchronize()
+
     def retract(self, shard: Shard) -> None:
         """The gradient of ``shard`` was not final after all, or is gone: undo what was done with it."""
         if shard.index not in self._incoming:
@@ -139,7 +155,7 @@ class Arriving(Speculating):
         ]
         with self._caller_at_work():
             ticket = self.link.pack(bucket, grads)
-        bucket.arrival = bucket.running = self.link.arrived(ticket)
+        bucket.arrival = bucket.packed = bucket.running = self.link.arrived(ticket)
         bucket.move(BucketState.READY)
         self._unsummed[bucket] = bucket.running
         self._stopwatch.packed(bucket.running)

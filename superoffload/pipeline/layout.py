@@ -44,6 +44,8 @@ class Layout:
         self._backward: list[int] = []  # what followed from them
         self._observed = False
         self._unattached: list[list[Shard]] = []  # shards, in the order of backward, whose buckets are to be made
+        self._outdated = False  # the buckets; those that there are stay until the next gradient
+        self.making_way: Callable[[], None] = nothing  # told before they go, and with them what is packed in them
         self.placer: Placer | None = None  # sets which shards are resident, where some shall be
         self.moved: Callable[[Shard], None] = nobody  # told when the state of a shard is other tensors than before
 
@@ -55,6 +57,13 @@ class Layout:
 
     def _attach_waiting(self) -> None:
         """Where memory was refused the next gradient tries again: none may arrive and be stepped by nobody."""
+        if self._outdated:
+            self.making_way()
+            known = set(self._backward)
+            order = self._backward + [shard.index for shard in reversed(self.shards) if shard.index not in known]
+            self.buckets, self._places = [], {}
+            self._unattached = [[self.shards[i] for i in order]]
+            self._outdated = False
         while self._unattached:
             self._attach(lay_out(self._unattached[0], self._numel_per_bucket()))
             del self._unattached[0]
@@ -96,14 +105,7 @@ class Layout:
         self._backward = order + [index for index in before if index not in seen]
         self._observed = True
         if self._place() or self._backward != before:
-            self._lay_out_again()
-
-    def _lay_out_again(self) -> None:
-        known = set(self._backward)
-        order = self._backward + [shard.index for shard in reversed(self.shards) if shard.index not in known]
-        self.buckets, self._places = [], {}
-        self._unattached = [[self.shards[i] for i in order]]
-        self._attach_waiting()
+            self._outdated = True
 
     # ---- which state is on the accelerator --------------------------------------------------------------------
 
@@ -145,6 +147,10 @@ class Layout:
 
 def nobody(shard: Shard) -> None:
     """Where nobody wants to know."""
+
+
+def nothing() -> None:
+    """Likewise."""
 
 
 def _journal_bytes(bucket: Bucket) -> int:

@@ -1,0 +1,51 @@
+"""Brings gradients back that were packed and freed, and tells the user once that it costs time and memory."""
+
+from __future__ import annotations
+
+import torch
+
+from superoffload.core import Core
+from superoffload.errors import DeviceError
+from superoffload.optimizer.advice import Advice
+from superoffload.packed_gradient import PackedGradient, gradient_is_gone
+from superoffload.ranks.layout import local_of, out_of_order
+from superoffload.tracked import Tracked
+
+
+class FreedGradients:
+    """One optimizer's: ``bring_back()`` per gradient."""
+
+    def __init__(self, core: Core, advice: Advice) -> None:
+        self._core = core
+        self._advice = advice
+        self._said = False
+
+    @torch.no_grad()
+    def bring_back(self, tracked: Tracked, packed: PackedGradient) -> None:
+        """A copy of what was packed, where the parameter is, whatever mode the reader is in."""
+        holding, local = tracked.holding, local_of(tracked.param)
+        if holding.flat_chunks:
+            raise gradient_is_gone(packed.of, "this rank has packed a part of it (replicated='shard')")
+        with torch.inference_mode(False):
+            try:
+                flat = torch.empty(tracked.shard.numel, dtype=packed.dtype, device=packed.device)
+            except torch.OutOfMemoryError as error:
+                raise DeviceError(
+                    f"{packed.of}: there is no room to bring its gradient back from host memory ({error}). {_FAST_WAY}"
+                ) from error
+            self._core.copy_packed(tracked.shard, flat)
+            packed.inner = out_of_order(flat, local.shape, holding.order)
+            tracked.brought_back()
+        if not self._said:
+            self._said = True
+            self._advice.keep(
+                f"{packed.of}: its gradient was packed and freed during backward, and then needed again, so it was "
+                f"copied back from host memory; so is every other of which that is true. The result is right. {_FAST_WAY}"
+            )
+
+
+_FAST_WAY = (
+    "To accumulate, put every backward() of a step but the last into `with optimizer.accumulate():`. To clip, pass "
+    "max_grad_norm= to superoffload.AdamW; the norm is in optimizer.grad_norm. Other code that sees or edits gradients "
+    "(a GradScaler, logging) is faster with keep_grads=True, which takes the memory of all gradients"
+)

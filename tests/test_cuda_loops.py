@@ -1,0 +1,161 @@
+"""Loops of others over a device: FSDP2 that adds up by itself, Accelerate and Trainer, which say where windows end."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from superoffload import AdamW
+from superoffload.integrations.accelerate import Window
+from tests.adamw_tools import batch, model_of
+from tests.fake_cuda import Fake, on_fake_device, on_host
+from tests.rank_tools import flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
+from tests.test_cuda_gradients_needed_again import NEEDED_AGAIN, OPTIONS, grads_of, seen, taken_back
+from tests.test_cuda_link import LATE
+
+# ---- fully_shard ----------------------------------------------------------------------------------------------------
+
+
+def sharded(model: Any, optimizer: AdamW, how: str, synchronize: Callable[[], None]) -> list[Any]:
+    """``synchronize``: before parameters are gathered, which a device would do behind its stream."""
+    found = []
+    for window in range(3):
+        optimizer.zero_grad(set_to_none=how != "zeroed")
+        for micro in range(2 if how != "clipped" else 1):
+            synchronize()
+            model.loss(tokens_of(10 * window + micro, dist.get_rank())).backward()
+        if how == "clipped":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if how == "edited":
+            torch._foreach_mul_(grads_of(model), 0.5)
+        if how == "read":
+            found.append(seen([grad.full_tensor().norm() for grad in grads_of(model)]))
+        optimizer.step()
+        if how == "again":
+            optimizer.step()
+        if how == "read":
+            found.append(seen([grad.to_local() for grad in grads_of(model)]))
+    return found
+
+
+def in_rank(how: str, on_device: bool) -> tuple[Any, dict[str, str], int]:
+    fake = Fake()
+    fake.delays(3, LATE)
+    with (
+        on_fake_device(fake) if on_device else on_host(),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        model = shard(net(torch.bfloat16, layers=2), flat_mesh())
+        with optimizer_of(model, rank_check="off") as optimizer:  # it reads parameters at once
+            found = sharded(model, optimizer, how, fake.synchronize)
+            fake.synchronize()
+            told = sum(NEEDED_AGAIN in str(one.message) for one in caught)
+            return found, optimizer.state_digests(), told
+
+
+@pytest.mark.parametrize("how", ["windows", "zeroed", "clipped", "edited", "read", "again"])
+def test_fully_shard(how: str) -> None:
+    Fake()  # compiled here, not by two ranks at once
+    expected = on_ranks(2, in_rank, how, False)
+    found = on_ranks(2, in_rank, how, True)
+    assert [one[:2] for one in found] == [one[:2] for one in expected]
+    assert [one[2] for one in found] == [1, 1]
+
+
+# ---- Accelerate and Trainer -----------------------------------------------------------------------------------------
+
+
+def as_ever(self: Window) -> bool:
+    """Where nothing says where a window ends."""
+    return False
+
+
+Told = Callable[[], Any]
+TOLD: dict[bool, Told] = {True: nullcontext, False: lambda: mock.patch.object(Window, "more_to_come", as_ever)}
+
+
+def accelerated(fake: Fake | None) -> dict[str, str]:
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'superoffload[transformers]'")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+    plain = model_of()
+    if fake is not None:
+        plain.register_forward_pre_hook(lambda *_: fake.synchronize())
+    with on_fake_device(fake) if fake is not None else on_host(), AdamW(plain.parameters(), **OPTIONS) as inner:
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)
+        model, optimizer, seeds = accelerator.prepare(plain, inner, torch.utils.data.DataLoader(range(8), batch_size=1))
+        for _ in range(2):
+            for seed in seeds:  # the last window has two
+                with accelerator.accumulate(model):
+                    accelerator.backward(batch(model, int(seed)))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        if fake is not None:
+            fake.synchronize()
+        assert inner.stats()["steps"] == 6
+        return inner.state_digests()
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_accelerate(fake: Fake, told: bool) -> None:
+    expected = accelerated(None)
+    fake.delays(1, LATE)
+    with TOLD[told](), taken_back() as taken, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert accelerated(fake) == expected
+    assert bool(taken) is not told
+    assert any(NEEDED_AGAIN in str(one.message) for one in caught) is not told
+
+
+def test_accelerate_that_is_reset_is_not_asked() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'superoffload[transformers]'")
+    window = Window()
+    state = accelerate.state.GradientState()
+    state.sync_gradients = False
+    assert window.more_to_come()
+    state.sync_gradients = True
+    assert not window.more_to_come()
+    accelerate.state.GradientState._reset_state()
+    assert not window.more_to_come()
+    with mock.patch.dict("sys.modules"):
+        import sys
+
+        del sys.modules["accelerate.state"]
+        assert not Window().more_to_come()
+        assert "accelerate.state" not in sys.modules, "loaded for nothing"
+
+
+def trained(folder: Path, fake: Fake | None) -> dict[str, str]:
+    from tests import test_transformers as tools
+
+    options: dict[str, Any] = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 16, "max_steps": 8}
+    with on_fake_device(fake) if fake is not None else on_host():
+        trainer = tools.trainer_of(folder, tools.model_of(), "always", **options)
+        if fake is not None:
+            trainer.model.register_forward_pre_hook(lambda *_: fake.synchronize())
+        trainer.train()  # an epoch is five windows of three, and one of a single batch
+        if fake is not None:
+            fake.synchronize()
+        return tools.end(trainer)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_trainer(fake: Fake, told: bool, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs transformers: pip install 'superoffload[transformers]'")
+    expected = trained(tmp_path, None)
+    fake.delays(2, LATE)
+    with TOLD[told](), taken_back() as taken, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert trained(tmp_path, fake) == expected
+    assert bool(taken) is not told
+    assert any(NEEDED_AGAIN in str(one.message) for one in caught) is not told
