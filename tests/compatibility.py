@@ -140,7 +140,8 @@ def page(table: Mapping[str, Mapping[str, Cell]], sections: Mapping[str, list[st
         "synchronous mode; under DeepSpeed as stock ZeRO-Offload.",
         "",
         "*one GPU (stand-in)*: the same tests once more, over the CUDA link and a fake driver, with gradients freed as",
-        "they are packed, which is what an accelerator gets. What only a GPU can show is in `tests/gpu`.",
+        "they are packed, which is what an accelerator gets. *Slower*: a gradient that is needed again is copied back",
+        "from host memory, with one warning that names the fast way. What only a GPU can show is in `tests/gpu`.",
         "",
     ]
     for section, rows in sections.items():

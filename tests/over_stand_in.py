@@ -4,6 +4,10 @@ Those are the tests that fill the column "stand_in" of docs/compatibility.md. Gr
 as on a GPU, and a program reads parameters once its stream has come so far. A run counts only if a link was made and
 gradients went over it. The hooks that call this are in tests/conftest.py.
 
+What a cell says of gradients that are brought back is checked too: it is right, slower than what the docs recommend,
+and a cell that does not say so is of tests that bring none back. (Tests of checkpoints accumulate without
+accumulate(), on purpose, and their cells are about other things.)
+
 A step() over the link takes back what waits for a worker. Here it waits for that instead, so that what tests say of
 counters holds at any speed of the workers.
 """
@@ -12,7 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 
@@ -20,8 +26,23 @@ if TYPE_CHECKING:  # the kernel tests also run where only NumPy is installed
     from tests.fake_cuda import Fake, LateLink
 
 COLUMN = "stand_in"
-LINKS = [pytest.param("host", id=pytest.HIDDEN_PARAM), pytest.param("stand-in", id="stand-in")]
-MADE = pytest.StashKey["list[LateLink]"]()
+SLOWER = "slower: gradients are brought back"
+SOMETIMES_SLOWER = "slower where gradients are brought back"
+LINKS = [
+    pytest.param("host", id=pytest.HIDDEN_PARAM),
+    pytest.param("stand-in", id="stand-in", marks=pytest.mark.filterwarnings("ignore:superoffload. .* needed again")),
+]
+
+
+@dataclass
+class Used:
+    """What a run over the stand-in came to."""
+
+    links: list[LateLink]
+    brought_back: int = 0
+
+
+USED = pytest.StashKey[Used]()
 
 
 def shows_stand_in(item: Any) -> bool:
@@ -73,15 +94,31 @@ def _await_workers(optimizer: Any, *_: Any) -> None:
 
 @contextmanager
 def below(item: pytest.Item, fake: Fake) -> Iterator[None]:
+    from superoffload.optimizer.freed_gradients import FreedGradients
+
+    real = FreedGradients.bring_back
     with over_stand_in(fake) as links:
-        item.stash[MADE] = links
-        yield
+        used = item.stash[USED] = Used(links)
+
+        def counted(*args: Any) -> None:
+            used.brought_back += 1
+            real(*args)
+
+        with mock.patch.object(FreedGradients, "bring_back", counted):
+            yield
 
 
 def check_used(item: pytest.Item) -> None:
-    """A test that has passed over the stand-in really was over it."""
-    if is_over_stand_in(item):
-        check_links(item.stash[MADE])
+    """A test that has passed over the stand-in really was over it, and its cells say what it cost."""
+    if not is_over_stand_in(item):
+        return
+    used = item.stash[USED]
+    check_links(used.links)
+    notes = {mark.kwargs["note"] for mark in item.iter_markers("compat") if COLUMN in mark.args}
+    if SLOWER in notes:
+        assert used.brought_back, f"no gradient was brought back, so the cell must not say {SLOWER!r}"
+    elif SOMETIMES_SLOWER not in notes and not item.path.name.startswith("test_saving"):
+        assert not used.brought_back, "gradients were brought back, and no note of the cell says so"
 
 
 def check_links(links: list[LateLink]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from superoffload import AdamW
 from tests.adamw_tools import assert_trained_alike, batch, model_of
 from tests.compatibility import compat
+from tests.over_stand_in import SLOWER
 
 Make = Callable[[Any], Any]
 MAKERS: dict[str, Make] = {
@@ -62,12 +63,14 @@ def accelerated(make: Make, folder: Path | None = None) -> tuple[nn.Module, Any]
     return accelerator.unwrap_model(model), inner
 
 
-@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "single", "stand_in")
+@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "single")
+@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "stand_in", note=SLOWER)
 def test_accelerate() -> None:
     compare(accelerated)
 
 
-@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "single", "stand_in")
+@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "single")
+@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "stand_in", note=SLOWER)
 def test_accelerate_save_and_load(tmp_path: Path) -> None:
     compare(lambda make: accelerated(make, tmp_path / str(id(make))))
 
@@ -107,7 +110,8 @@ def lightning_trainer(lightning: Any, folder: Path, **options: Any) -> Any:
     )  # fmt: skip
 
 
-@compat("Lightning: automatic and manual optimization", "single", "stand_in")
+@compat("Lightning: automatic and manual optimization", "single")
+@compat("Lightning: automatic and manual optimization", "stand_in", note=SLOWER)
 @pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])
 def test_lightning(automatic: bool, tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")

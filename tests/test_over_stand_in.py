@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,21 @@ import torch
 
 from superoffload import AdamW
 from tests import conftest
-from tests.adamw_tools import model_of, train, weights
+from tests.adamw_tools import batch, model_of, train, weights
 from tests.compatibility import Collector, compat
 from tests.fake_cuda import Fake
-from tests.over_stand_in import MADE, check_links, is_wanted, only_over_stand_in, over_stand_in
+from tests.over_stand_in import (
+    SLOWER,
+    SOMETIMES_SLOWER,
+    USED,
+    Used,
+    below,
+    check_links,
+    check_used,
+    is_wanted,
+    only_over_stand_in,
+    over_stand_in,
+)
 
 
 def item(link: str, *marks: pytest.MarkDecorator, **params: Any) -> Any:
@@ -28,6 +40,7 @@ def item(link: str, *marks: pytest.MarkDecorator, **params: Any) -> Any:
         iter_markers=of_name,
         get_closest_marker=lambda name: next(iter(of_name(name)), None),
         stash={},
+        path=Path("tests/test_x.py"),
     )
 
 
@@ -70,11 +83,30 @@ def test_a_run_without_the_link_does_not_count(fake: Fake) -> None:
 def test_a_marked_test_is_checked_once_it_has_passed() -> None:
     for link in ("host", "stand-in"):
         test = item(link)
-        test.stash[MADE] = []
+        test.stash[USED] = Used([])
         call: Any = conftest.pytest_pyfunc_call(test)
         next(call)
         with pytest.raises(StopIteration if link == "host" else AssertionError):
             call.send(True)
+
+
+@pytest.mark.filterwarnings("ignore:superoffload. .* needed again")
+def test_cells_say_where_gradients_are_brought_back(fake: Fake) -> None:
+    notes = ("", SLOWER, SOMETIMES_SLOWER)
+    for passes, right in ((1, ("", SOMETIMES_SLOWER)), (2, (SLOWER, SOMETIMES_SLOWER))):
+        test, model = item("stand-in"), model_of()
+        with below(test, fake), AdamW(model.parameters(), threads=1) as optimizer:
+            for seed in range(passes):
+                batch(model, seed).backward()
+            optimizer.step()
+        for note in notes:
+            noted = item("stand-in", compat("closure", "stand_in", note=note))
+            noted.stash = test.stash
+            if note in right:
+                check_used(noted)
+            else:
+                with pytest.raises(AssertionError, match="brought back"):
+                    check_used(noted)
 
 
 def test_parameters_that_a_run_has() -> None:

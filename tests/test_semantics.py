@@ -17,7 +17,7 @@ from superoffload import AdamW
 from superoffload.schedule import MODES
 from tests.adamw_tools import Optimizer, TorchAdamW, assert_trained_alike, batch, check_scenario, model_of, train
 from tests.compatibility import Refusal, compat
-from tests.over_stand_in import only_over_stand_in
+from tests.over_stand_in import SLOWER, only_over_stand_in
 
 Scheduler = Callable[[Any], Any]
 
@@ -81,7 +81,8 @@ def test_schedulers_of_torch(name: str, when: str) -> None:
     check_scenario(scenario)
 
 
-@compat("plain loss scaling: scaled loss, gradients divided before step()", "single", "stand_in")
+@compat("plain loss scaling: scaled loss, gradients divided before step()", "single")
+@compat("plain loss scaling: scaled loss, gradients divided before step()", "stand_in", note=SLOWER)
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 def test_loss_scaled_by_hand(max_grad_norm: float | None) -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
@@ -169,7 +170,8 @@ def halve(optimizer: Any, *_: Any) -> None:
                 param.grad.mul_(0.5)
 
 
-@compat("optimizer hooks (register_step_pre_hook and its kin)", "single", "stand_in")
+@compat("optimizer hooks (register_step_pre_hook and its kin)", "single")
+@compat("optimizer hooks (register_step_pre_hook and its kin)", "stand_in", note=SLOWER)
 def test_optimizer_hooks() -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
         calls: list[str] = []
@@ -185,7 +187,8 @@ def test_optimizer_hooks() -> None:
     check_scenario(scenario, max_grad_norm=0.5)
 
 
-@compat("hooks of parameters that change or read gradients", "single", "stand_in")
+@compat("hooks of parameters that change or read gradients", "single")
+@compat("hooks of parameters that change or read gradients", "stand_in", note=SLOWER)
 def test_hooks_of_parameters() -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
         def late(param: Tensor) -> None:
@@ -200,7 +203,8 @@ def test_hooks_of_parameters() -> None:
     check_scenario(scenario, max_grad_norm=0.5)
 
 
-@compat("clip_grad_norm_ by the user after backward", "single", "stand_in")
+@compat("clip_grad_norm_ by the user after backward", "single")
+@compat("clip_grad_norm_ by the user after backward", "stand_in", note=SLOWER)
 @pytest.mark.parametrize("also_ours", [None, 0.02])
 @pytest.mark.parametrize("foreach", [False, True])
 def test_clipping_by_hand(foreach: bool, also_ours: float | None) -> None:
@@ -218,7 +222,8 @@ def test_clipping_by_hand(foreach: bool, also_ours: float | None) -> None:
     check_scenario(scenario, max_grad_norm=also_ours)
 
 
-@compat("clip_grad_norm_ by the user after backward", "single", "stand_in")
+@compat("clip_grad_norm_ by the user after backward", "single")
+@compat("clip_grad_norm_ by the user after backward", "stand_in", note=SLOWER)
 def test_clipping_by_a_norm_that_was_computed_apart() -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
         for seed in range(4):
