@@ -186,6 +186,10 @@ class AdamW(Delivery):
                 if not self._out_of_use():  # since another thread had the lock
                     self._abandon()
         super().zero_grad(set_to_none)
+        if not self._out_of_use():
+            with self._whole():
+                if not self._out_of_use():
+                    self._core.make_way()
 
     @property
     def max_grad_norm(self) -> float | None:

@@ -262,7 +262,7 @@ class Core(Arriving):
         self.settle()
         placer.measure(measured)
         if self._place():
-            self._outdated = True
+            self._lay_out_again()
 
     # ---- figures, digests, the end ----------------------------------------------------------------------------
 

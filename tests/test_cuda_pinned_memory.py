@@ -98,10 +98,11 @@ def test_memory_that_is_refused_when_buckets_are_laid_out_anew(fake: Fake, refus
     with on_fake_device(fake) as links, AdamW(model.parameters(), threads=1, bucket_numel=1024) as optimizer:
         backward(model, 0)
         links[0].fake_device.refused = refusals
-        with pytest.raises(DeviceError, match="out of memory"):
-            optimizer.step()
+        optimizer.step()
         fake.synchronize()
         assert optimizer.stats()["steps"] == 1
+        with pytest.raises(DeviceError, match="out of memory"):  # now what was packed is not needed any more
+            optimizer.zero_grad()
         for seed in (1, 2):
             while True:
                 optimizer.zero_grad()

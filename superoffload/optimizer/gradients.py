@@ -112,7 +112,7 @@ class Gradients(Parameters):
         core = self._core
         if core.has_gradient(tracked.shard):  # a second backward before step(): undo, the sum is the gradient
             self._let_go(tracked)
-        grad = unpacked(tracked.param)
+        grad = tracked.param.grad
         if self._accumulating or grad is None or self._window.more_to_come():  # None: another hook has taken it away
             return
         tracked.arrivals += 1

@@ -44,7 +44,7 @@ class Layout:
         self._backward: list[int] = []  # what followed from them
         self._observed = False
         self._unattached: list[list[Shard]] = []  # shards, in the order of backward, whose buckets are to be made
-        self._outdated = False  # the buckets; those that there are stay until the next gradient
+        self._outdated = False  # the buckets that there are, whose packed gradients may still be needed
         self.making_way: Callable[[], None] = nothing  # told before they go, and with them what is packed in them
         self.placer: Placer | None = None  # sets which shards are resident, where some shall be
         self.moved: Callable[[Shard], None] = nobody  # told when the state of a shard is other tensors than before
@@ -58,15 +58,18 @@ class Layout:
     def _attach_waiting(self) -> None:
         """Where memory was refused the next gradient tries again: none may arrive and be stepped by nobody."""
         if self._outdated:
-            self.making_way()
-            known = set(self._backward)
-            order = self._backward + [shard.index for shard in reversed(self.shards) if shard.index not in known]
-            self.buckets, self._places = [], {}
-            self._unattached = [[self.shards[i] for i in order]]
-            self._outdated = False
+            self._give_up_buckets()
         while self._unattached:
             self._attach(lay_out(self._unattached[0], self._numel_per_bucket()))
             del self._unattached[0]
+
+    def _give_up_buckets(self) -> None:
+        self.making_way()
+        known = set(self._backward)
+        order = self._backward + [shard.index for shard in reversed(self.shards) if shard.index not in known]
+        self.buckets, self._places = [], {}
+        self._unattached = [[self.shards[i] for i in order]]
+        self._outdated = False
 
     def _numel_per_bucket(self) -> int:
         if self._bucket_numel is not None:
@@ -105,7 +108,19 @@ class Layout:
         self._backward = order + [index for index in before if index not in seen]
         self._observed = True
         if self._place() or self._backward != before:
-            self._outdated = True
+            self._lay_out_again()
+
+    def _lay_out_again(self) -> None:
+        """At once, unless gradients are gone but for what was packed of them, which is needed as long as it is shown:
+        then with ``make_way()``, or the next gradient."""
+        self._outdated = True
+        if not self.link.frees_gradients:
+            self._attach_waiting()
+
+    def make_way(self) -> None:
+        """Nothing of the step before is needed any more."""
+        if self._outdated:
+            self._attach_waiting()
 
     # ---- which state is on the accelerator --------------------------------------------------------------------
 
