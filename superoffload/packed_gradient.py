@@ -9,26 +9,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from superoffload.errors import StateError
-from superoffload.ranks.layout import is_dtensor, local_of
-
-_Value = TypeVar("_Value")
+from superoffload.ranks.layout import is_dtensor
 
 
 class PackedGradient(Tensor):
-    """Shape, dtype, device and strides of a parameter's gradient, which ``fetch`` fills into ``inner`` when asked.
+    """Shape, dtype, device and strides of a parameter's gradient, which ``fetch`` fills into ``in_memory`` when asked.
 
     A new one stands for every gradient that is packed, so that one which is kept for longer is never taken for another.
     """
 
     of: str  # the name of the parameter
     shard: int  # its index
-    inner: Tensor | None  # the gradient, once it was brought back
+    in_memory: Tensor | None  # the gradient, once it was brought back
     zeroed: bool  # it was set to zero since it was packed
     _fetch: Callable[[PackedGradient], None]
 
@@ -37,7 +35,7 @@ class PackedGradient(Tensor):
         made: PackedGradient = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device, requires_grad=False
         )
-        made.of, made.shard, made.inner, made.zeroed, made._fetch = name, shard, None, False, fetch
+        made.of, made.shard, made.in_memory, made.zeroed, made._fetch = name, shard, None, False, fetch
         return made
 
     def __init__(self, *_: Any) -> None:
@@ -45,20 +43,20 @@ class PackedGradient(Tensor):
 
     def bring_back(self) -> Tensor:
         """The gradient as an ordinary tensor; the same one at every call."""
-        if self.inner is None and self.zeroed:
+        if self.in_memory is None and self.zeroed:
             with torch.inference_mode(False):
                 zeros = torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device=self.device).zero_()
-            self.inner = zeros if self.inner is None else self.inner  # another thread's
-        elif self.inner is None:
+            self.in_memory = zeros if self.in_memory is None else self.in_memory  # another thread's
+        elif self.in_memory is None:
             self._fetch(self)
-        if self.inner is None:
+        if self.in_memory is None:
             raise gradient_is_gone(self.of, "what was packed has made way for a later one, or its optimizer is closed")
-        return self.inner
+        return self.in_memory
 
     def set_to_zero(self) -> PackedGradient | Tensor:
         """Needs no memory as long as it is all that is done."""
-        if self.inner is not None:
-            return self.inner.zero_()
+        if self.in_memory is not None:
+            return self.in_memory.zero_()
         self.zeroed = True
         return self
 
@@ -66,7 +64,7 @@ class PackedGradient(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What Python calls, functions that look for memory (``data_ptr``, ``numpy``, ``tolist``) among it."""
         first = args[0] if args else None
-        if isinstance(first, PackedGradient) and first.inner is None and _is_about_its_form(func, args):
+        if isinstance(first, PackedGradient) and first.in_memory is None and _is_about_its_form(func, args):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return _do(func, args, kwargs)
@@ -77,8 +75,8 @@ class PackedGradient(Tensor):
         return _do(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if self.inner is not None:
-            return repr(self.inner)
+        if self.in_memory is not None:
+            return repr(self.in_memory)
         return f"PackedGradient({self.of!r}: packed and freed during backward)"
 
 
@@ -118,25 +116,20 @@ def gradient_is_gone(name: str, why: str) -> StateError:
 
 
 # Asked of tensors all the time, and answered without their elements. Whatever is not here brings them back.
+_ATTRIBUTES = (
+    *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "_version"),
+    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested"),
+    *("grad", "grad_fn", "is_leaf", "requires_grad"),
+)
+_METHODS = (
+    *("size", "dim", "stride", "numel", "nelement", "element_size", "storage_offset", "get_device", "__len__"),
+    *("is_contiguous", "is_floating_point", "is_complex"),
+)
 _FORM = frozenset(
     [
-        *(
-            getattr(Tensor, name).__get__
-            for name in (
-                "shape dtype device layout ndim is_cuda is_cpu is_sparse is_sparse_csr is_meta is_quantized is_nested "
-                "is_leaf requires_grad grad_fn grad itemsize nbytes _version"
-            ).split()
-        ),
-        *(
-            getattr(Tensor, name)
-            for name in (
-                "size dim stride numel nelement element_size storage_offset is_floating_point is_complex is_contiguous "
-                "get_device __len__"
-            ).split()
-        ),
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.numel,
+        *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
+        *(getattr(Tensor, name) for name in _METHODS),
+        *(torch.numel, torch.is_floating_point, torch.is_complex),
     ]
 )
 _TO_ZERO = frozenset([Tensor.zero_, torch.zero_, torch.ops.aten.zero_.default])
@@ -153,12 +146,11 @@ def _do(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*_brought_back(args), **_brought_back(kwargs or {}))
 
 
-def _brought_back(value: _Value) -> _Value:
-    found: Any = value
+def _brought_back(value: Any) -> Any:
     if isinstance(value, PackedGradient):
-        found = value.bring_back()
+        return value.bring_back()
     elif isinstance(value, dict):
-        found = {key: _brought_back(item) for key, item in value.items()}
+        return {key: _brought_back(item) for key, item in value.items()}
     elif isinstance(value, (list, tuple)):
-        found = type(value)(_brought_back(item) for item in value)
-    return found
+        return type(value)(_brought_back(item) for item in value)
+    return value

@@ -1,4 +1,4 @@
-"""Gradients are freed once they are packed: what stands for them, and for how long. Those that are kept may be edited."""
+"""Gradients are freed once they are packed: what stands for them, for how long. Kept ones may be edited."""
 
 from __future__ import annotations
 

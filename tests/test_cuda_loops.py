@@ -18,8 +18,8 @@ from superoffload import AdamW
 from superoffload.integrations.accelerate import Window
 from tests.adamw_tools import batch, model_of
 from tests.fake_cuda import Fake, on_fake_device, on_host
-from tests.rank_tools import flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
-from tests.test_cuda_gradients_needed_again import NEEDED_AGAIN, OPTIONS, grads_of, seen, taken_back
+from tests.freed_tools import NEEDED_AGAIN, OPTIONS, grads_of, seen, taken_back
+from tests.rank_tools import error_of, flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
 from tests.test_cuda_link import LATE
 
 # ---- fully_shard ----------------------------------------------------------------------------------------------------
@@ -30,20 +30,22 @@ def sharded(model: Any, optimizer: AdamW, how: str, synchronize: Callable[[], No
     found = []
     for window in range(3):
         optimizer.zero_grad(set_to_none=how != "zeroed")
-        for micro in range(2 if how != "clipped" else 1):
+        for micro in range(1 if how in ("plain", "clipped") else 2):
             synchronize()
             model.loss(tokens_of(10 * window + micro, dist.get_rank())).backward()
         if how == "clipped":
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         if how == "edited":
             torch._foreach_mul_(grads_of(model), 0.5)
+        grads: list[Any] = grads_of(model)
         if how == "read":
-            found.append(seen([grad.full_tensor().norm() for grad in grads_of(model)]))
+            found.append(seen([grad.full_tensor().norm() for grad in grads]))
         optimizer.step()
         if how == "again":
             optimizer.step()
         if how == "read":
-            found.append(seen([grad.to_local() for grad in grads_of(model)]))
+            grads = list(grads_of(model))
+            found.append(seen([grad.to_local() for grad in grads]))
     return found
 
 
@@ -63,13 +65,38 @@ def in_rank(how: str, on_device: bool) -> tuple[Any, dict[str, str], int]:
             return found, optimizer.state_digests(), told
 
 
-@pytest.mark.parametrize("how", ["windows", "zeroed", "clipped", "edited", "read", "again"])
+@pytest.mark.parametrize("how", ["plain", "windows", "zeroed", "clipped", "edited", "read", "again"])
 def test_fully_shard(how: str) -> None:
     Fake()  # compiled here, not by two ranks at once
     expected = on_ranks(2, in_rank, how, False)
     found = on_ranks(2, in_rank, how, True)
     assert [one[:2] for one in found] == [one[:2] for one in expected]
-    assert [one[2] for one in found] == [1, 1]
+    assert [one[2] for one in found] == [int(how != "plain")] * 2
+
+
+def spread_in_rank() -> list[str]:
+    """Each rank packs its part of a gradient, and frees all of it."""
+    fake = Fake()
+    with on_fake_device(fake):
+        model = net(torch.bfloat16)
+        with optimizer_of(model, rank_check="off", replicated="shard") as optimizer:
+            for _ in range(2):
+                for parameter in model.parameters():
+                    if parameter.requires_grad:
+                        parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+            errors = [error_of(grads_of(model)[0].norm)]
+            optimizer.zero_grad(set_to_none=False)
+            assert not grads_of(model)[0].any()
+            optimizer.step()
+            fake.synchronize()
+            return errors
+
+
+def test_a_part_of_a_gradient_is_not_taken_for_all_of_it() -> None:
+    Fake()  # compiled here, not by two ranks at once
+    for (error,) in on_ranks(2, spread_in_rank):
+        assert "this rank has packed a part of it" in error and "keep_grads=True" in error
 
 
 # ---- Accelerate and Trainer -----------------------------------------------------------------------------------------
@@ -93,7 +120,8 @@ def accelerated(fake: Fake | None) -> dict[str, str]:
         plain.register_forward_pre_hook(lambda *_: fake.synchronize())
     with on_fake_device(fake) if fake is not None else on_host(), AdamW(plain.parameters(), **OPTIONS) as inner:
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)
-        model, optimizer, seeds = accelerator.prepare(plain, inner, torch.utils.data.DataLoader(range(8), batch_size=1))
+        seeds: Any = torch.utils.data.DataLoader(torch.arange(8), batch_size=1)  # type: ignore[arg-type]
+        model, optimizer, seeds = accelerator.prepare(plain, inner, seeds)
         for _ in range(2):
             for seed in seeds:  # the last window has two
                 with accelerator.accumulate(model):

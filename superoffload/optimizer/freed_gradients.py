@@ -34,13 +34,13 @@ class FreedGradients:
                     f"{packed.of}: there is no room to bring its gradient back from host memory ({error}). {_FAST_WAY}"
                 ) from error
             self._core.copy_packed(tracked.shard, flat)
-            packed.inner = out_of_order(flat, local.shape, holding.order)
+            packed.in_memory = out_of_order(flat, local.shape, holding.order)
             tracked.brought_back()
         if not self._said:
             self._said = True
             self._advice.keep(
-                f"{packed.of}: its gradient was packed and freed during backward, and then needed again, so it was "
-                f"copied back from host memory; so is every other of which that is true. The result is right. {_FAST_WAY}"
+                f"{packed.of}: its gradient was packed and freed during backward, and then needed again. It was copied "
+                f"back from host memory, as are all others that are needed again. The result is right. {_FAST_WAY}"
             )
 
 

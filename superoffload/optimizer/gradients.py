@@ -151,7 +151,7 @@ class Gradients(Parameters):
         with self._work.alone:
             tracked = self._of_shard.get(packed.shard)
             current = tracked is not None and tracked.packed is packed and not self._out_of_use()
-            if tracked is not None and current and packed.inner is None:
+            if tracked is not None and current and packed.in_memory is None:
                 self._freed.bring_back(tracked, packed)
 
     def _keep_what_is_shown(self) -> None:
