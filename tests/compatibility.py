@@ -3,6 +3,9 @@
 A test marked ``@compat(row, column)`` shows that what the row says works in that column. With ``refused="text"`` it
 shows that it is refused with an error that contains the text, which the fixture ``refusal`` checks. So the page says
 what passing tests say; tests/test_compatibility.py fails where page and marks differ or a cell is empty.
+
+A test with the column "stand_in" runs once more, with its optimizers over the CUDA link and a fake driver
+(tests/over_stand_in.py).
 """
 
 from __future__ import annotations
@@ -18,16 +21,23 @@ from pathlib import Path
 
 import pytest
 
+from tests.over_stand_in import is_over_stand_in
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "compatibility.md"
-COLUMNS = {"single": "one process", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed ZeRO-3"}
+COLUMNS = {
+    "single": "one process",
+    "stand_in": "one GPU (stand-in)",
+    "fsdp2": "FSDP2",
+    "deepspeed": "DeepSpeed ZeRO-3",
+}
 _NAMES_IN_A_CELL = 2
 
 
-def compat(row: str, column: str, *, refused: str | None = None, note: str = "") -> pytest.MarkDecorator:
+def compat(row: str, *columns: str, refused: str | None = None, note: str = "") -> pytest.MarkDecorator:
     """``note``: what is different there, in a few words."""
-    assert column in COLUMNS, column
-    return pytest.mark.compat(row, column, refused=refused, note=note)
+    assert columns and set(columns) <= set(COLUMNS), columns
+    return pytest.mark.compat(row, *columns, refused=refused, note=note)
 
 
 class Refusal:
@@ -87,16 +97,20 @@ class Collector:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
             for mark in item.iter_markers("compat"):
-                row, column = mark.args
-                cell = self.table.setdefault(row, {}).setdefault(column, Cell())
                 own = getattr(getattr(item, "callspec", None), "marks", ())  # of one set of parameters
                 test = item.nodeid if mark in own else item.nodeid.partition("[")[0]
-                if test not in cell.works:
-                    cell.works.append(test)
-                if mark.kwargs.get("refused"):
-                    cell.refused = mark.kwargs["refused"]
-                if mark.kwargs.get("note"):
-                    cell.notes.append(mark.kwargs["note"])
+                row, *columns = mark.args
+                for column in columns:
+                    if is_over_stand_in(item) == (column == "stand_in"):
+                        self._add(self.table.setdefault(row, {}).setdefault(column, Cell()), test, mark)
+
+    def _add(self, cell: Cell, test: str, mark: pytest.Mark) -> None:
+        if test not in cell.works:
+            cell.works.append(test)
+        if mark.kwargs.get("refused"):
+            cell.refused = mark.kwargs["refused"]
+        if mark.kwargs.get("note"):
+            cell.notes.append(mark.kwargs["note"])
 
 
 def collect() -> Table:
@@ -124,6 +138,10 @@ def page(table: Mapping[str, Mapping[str, Cell]], sections: Mapping[str, list[st
         "",
         "*works* means: as `torch.optim.AdamW` doing the same, within rounding, and with the bits of our own",
         "synchronous mode; under DeepSpeed as stock ZeRO-Offload.",
+        "",
+        "*one GPU (stand-in)*: the same tests once more, over the CUDA link and a fake driver, with gradients freed as",
+        "they are packed, which is what an accelerator gets. *Slower*: a gradient that is needed again is copied back",
+        "from host memory, with one warning that names the fast way. What only a GPU can show is in `tests/gpu`.",
         "",
     ]
     for section, rows in sections.items():

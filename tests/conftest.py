@@ -43,6 +43,9 @@ def missing_for_gpu() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from tests.over_stand_in import is_wanted
+
+    items[:] = [item for item in items if is_wanted(item)]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = missing_for_gpu() if marked else None
     if reason is not None:
@@ -66,6 +69,34 @@ def refusal(request: pytest.FixtureRequest) -> Any:
     from tests.compatibility import Refusal
 
     return Refusal([mark.kwargs["refused"] for mark in request.node.iter_markers("compat") if mark.kwargs["refused"]])
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    from tests.over_stand_in import LINKS, shows_stand_in
+
+    if shows_stand_in(metafunc.definition):
+        metafunc.parametrize("link_below", LINKS, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def link_below(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Puts the CUDA link over the fake driver below the test's optimizers, in a run that fills its column."""
+    from tests.over_stand_in import below, is_over_stand_in
+
+    if not is_over_stand_in(request.node):
+        yield "host"
+        return
+    with below(request.node, request.getfixturevalue("fake")):
+        yield "stand-in"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
+    from tests.over_stand_in import check_used
+
+    result = yield
+    check_used(pyfuncitem)
+    return result
 
 
 @pytest.fixture(scope="session")

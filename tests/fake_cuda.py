@@ -227,6 +227,14 @@ class LateLink(CudaLink):
         return {"current": self.fake_device.fake.current, "pack": pack, "down": down, "up": up}
 
 
+class InOrderLink(LateLink):
+    """A program reads parameters only once its stream has come so far, as a GPU's own reads do."""
+
+    def make_visible(self, bucket: Bucket) -> None:
+        super().make_visible(bucket)
+        self.fake_device.fake.synchronize()
+
+
 @contextmanager
 def on_host() -> Iterator[None]:
     """Likewise, the host link, also inside of ``on_fake_device``."""
@@ -235,13 +243,13 @@ def on_host() -> Iterator[None]:
 
 
 @contextmanager
-def on_fake_device(fake: Fake, **options: Any) -> Iterator[list[LateLink]]:
+def on_fake_device(fake: Fake, kind: type[LateLink] = LateLink, **options: Any) -> Iterator[list[LateLink]]:
     """AdamW made inside gets a CudaLink; yields the links."""
     links: list[LateLink] = []
 
     def link_for(params: Sequence[Tensor], *, keep_grads: bool | None) -> LateLink:
         given = CudaOptions(keep_grads=bool(keep_grads), image=IMAGE, timeout_seconds=60.0, library=fake.library)
-        links.append(LateLink(FakeDevice(fake), replace(given, **options)))
+        links.append(kind(FakeDevice(fake), replace(given, **options)))
         return links[-1]
 
     with mock.patch("superoffload.optimizer.parameters.link_for", link_for):

@@ -25,6 +25,7 @@ from tests.adamw_tools import (
     weights,
 )
 from tests.compatibility import compat
+from tests.over_stand_in import SLOWER, SOMETIMES_SLOWER
 
 
 @contextmanager
@@ -117,6 +118,7 @@ def test_a_backward_that_records_a_graph() -> None:
 
 
 @compat("gradient accumulation", "single")
+@compat("gradient accumulation", "stand_in", note=SLOWER)
 @pytest.mark.parametrize("bucket_numel", [None, 1024])
 def test_a_second_backward_adds_up(bucket_numel: int | None) -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
@@ -131,7 +133,7 @@ def test_a_second_backward_adds_up(bucket_numel: int | None) -> None:
     assert stats["buckets_committed"] > 0, "as many passes as last time: the last one is taken for the boundary"
 
 
-@compat("gradient accumulation with accumulate()", "single")
+@compat("gradient accumulation with accumulate()", "single", "stand_in")
 def test_accumulate() -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
         for step in range(4):
@@ -246,7 +248,7 @@ def test_gradients_dropped_without_a_step(zero: Callable[[nn.Module, Optimizer],
     assert stats["buckets_abandoned"] + stats["buckets_undone"] >= 2
 
 
-@compat("zero_grad(set_to_none=True or False)", "single")
+@compat("zero_grad(set_to_none=True or False)", "single", "stand_in")
 @pytest.mark.parametrize("zero", ZEROING)
 def test_gradients_dropped_between_backward_and_step(zero: Callable[[nn.Module, Optimizer], None]) -> None:
     """Gone: no step. Zero: a step with zeros, which moves by momentum."""
@@ -337,7 +339,9 @@ EDITS = [
 
 
 @compat("clip_grad_value_ by the user after backward", "single")
+@compat("clip_grad_value_ by the user after backward", "stand_in", note=SOMETIMES_SLOWER)
 @compat("gradients edited, replaced or removed before step()", "single")
+@compat("gradients edited, replaced or removed before step()", "stand_in", note=SOMETIMES_SLOWER)
 @pytest.mark.parametrize("edit", EDITS)
 def test_gradients_edited_after_backward(edit: Callable[[nn.Module], None]) -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
@@ -425,6 +429,7 @@ def test_an_exception_in_the_middle_of_backward(error: type[BaseException], then
 
 
 @compat("GradScaler", "single")
+@compat("GradScaler", "stand_in", note=SLOWER)
 @pytest.mark.parametrize("unscale_by_hand", [False, True])
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 def test_grad_scaler(unscale_by_hand: bool, max_grad_norm: float | None) -> None:

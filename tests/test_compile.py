@@ -45,7 +45,7 @@ def targets(step: int) -> torch.Tensor:
 
 
 @needs_compiler
-@compat("torch.compile of the model: as eager, and speculative = synchronous to the bit", "single")
+@compat("torch.compile of the model: as eager, and speculative = synchronous to the bit", "single", "stand_in")
 def test_one_process() -> None:
     compiled = {mode: train(mode, compiled=True) for mode in ("always", "never", "adaptive")}
     model, losses, digests = compiled["always"]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from superoffload import AdamW
 from tests.adamw_tools import assert_trained_alike, batch, model_of
 from tests.compatibility import compat
+from tests.over_stand_in import SLOWER
 
 Make = Callable[[Any], Any]
 MAKERS: dict[str, Make] = {
@@ -63,11 +64,13 @@ def accelerated(make: Make, folder: Path | None = None) -> tuple[nn.Module, Any]
 
 
 @compat("Accelerate: prepare, accumulate, clip_grad_norm_", "single")
+@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "stand_in", note=SLOWER)
 def test_accelerate() -> None:
     compare(accelerated)
 
 
 @compat("Accelerate: prepare, accumulate, clip_grad_norm_", "single")
+@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "stand_in", note=SLOWER)
 def test_accelerate_save_and_load(tmp_path: Path) -> None:
     compare(lambda make: accelerated(make, tmp_path / str(id(make))))
 
@@ -108,6 +111,7 @@ def lightning_trainer(lightning: Any, folder: Path, **options: Any) -> Any:
 
 
 @compat("Lightning: automatic and manual optimization", "single")
+@compat("Lightning: automatic and manual optimization", "stand_in", note=SLOWER)
 @pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])
 def test_lightning(automatic: bool, tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
@@ -138,7 +142,7 @@ def test_lightning_checkpoint(tmp_path: Path) -> None:
     assert digests[0] == digests[1]
 
 
-@compat("PEFT: LoRA adapters", "single")
+@compat("PEFT: LoRA adapters", "single", "stand_in")
 def test_lora(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
 

@@ -121,7 +121,7 @@ def test_others_are_refused(kind: str) -> None:
             made([param])
 
 
-@compat("non-contiguous parameters", "single", note="dense ones")
+@compat("non-contiguous parameters", "single", "stand_in", note="dense ones")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("strides", ["own", "contiguous", "another"])
 def test_the_bits_of_contiguous_ones(strides: str, dtype: torch.dtype) -> None:

@@ -24,10 +24,12 @@ from superoffload.checkpoints.snapshot import ShardState, Snapshot
 from superoffload.errors import ArgumentError, DiskError, StateError
 from tests.adamw_tools import DTYPES, batch, model_of, train
 from tests.compatibility import compat
+from tests.over_stand_in import only_over_stand_in
 from tests.saving_tools import Run, Tied, assert_same, save_two_steps
 
 
-@compat("save, kill, resume: the same losses and bits as a run never stopped", "single")
+@compat("save, kill, resume: the same losses and bits as a run never stopped", "single", "stand_in")
+@only_over_stand_in(dtype=torch.bfloat16)
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(("dtype", "state"), [(d, "fp32") for d in DTYPES] + [(torch.bfloat16, "bf16")])
 def test_resume_is_bit_exact(dtype: torch.dtype, state: str, background: bool, tmp_path: Path) -> None:
@@ -62,7 +64,7 @@ def wait_for(folder: Path) -> None:
     raise AssertionError(f"{folder} was not written within 30 s")
 
 
-@compat("a checkpoint in the middle of an accumulation window: that of the last finished step", "single")
+@compat("a checkpoint in the middle of an accumulation window: that of the last finished step", "single", "stand_in")
 @pytest.mark.parametrize("background", [False, True])
 def test_saved_in_the_middle_of_a_window(background: bool, tmp_path: Path) -> None:
     """What is saved is the last finished step; after a resume the window is run again from its beginning."""
@@ -139,7 +141,7 @@ def test_room_of_resident_shards_is_free_again_once_they_are_written() -> None:
     assert snapshot.largest_extra == 120
 
 
-@compat("saved in the background while training goes on", "single")
+@compat("saved in the background while training goes on", "single", "stand_in")
 @pytest.mark.parametrize("mode", ["always", "never"])
 def test_training_goes_on_while_a_checkpoint_is_written(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -299,7 +301,7 @@ def test_what_cannot_be_started_leaves_nothing_to_wait_for(
     run.optimizer.close()
 
 
-@compat("state of torch.optim.AdamW taken over, and given back", "single")
+@compat("state of torch.optim.AdamW taken over, and given back", "single", "stand_in")
 @pytest.mark.parametrize("first", ["torch", "ours"])
 def test_checkpoints_fit_torchs_own_adamw(first: str, tmp_path: Path) -> None:
     """Saved by one, gone on with by the other: as one of them alone."""

@@ -17,6 +17,7 @@ from superoffload import AdamW, checkpoints
 from superoffload.errors import ArgumentError
 from superoffload.metrics import PER_STEP, TOTALS
 from tests.compatibility import compat
+from tests.over_stand_in import only_over_stand_in
 
 transformers: Any = None
 with contextlib.suppress(ImportError):
@@ -99,7 +100,8 @@ def end(trainer: Any) -> dict[str, str]:
     return digests
 
 
-@compat("Hugging Face Trainer, and its resume", "single")
+@compat("Hugging Face Trainer, and its resume", "single", "stand_in")
+@only_over_stand_in(family="llama")
 @pytest.mark.parametrize("family", ["llama", "qwen", "gpt-oss"])
 def test_trainer(family: str, tmp_path: Path) -> None:
     accumulated = {"gradient_accumulation_steps": 2} if family == "llama" else {}
@@ -216,7 +218,7 @@ def test_counters_go_on_after_a_resume(before: str, tmp_path: Path) -> None:
     end(again)
 
 
-@compat("Hugging Face Trainer, and its resume", "single")
+@compat("Hugging Face Trainer, and its resume", "single", "stand_in")
 def test_resume(tmp_path: Path) -> None:
     straight = trainer_of(tmp_path, model_of(dtype=torch.bfloat16), "always", save_strategy="steps", save_steps=4)
     straight.train()
@@ -263,7 +265,8 @@ def test_an_optimizer_that_was_replaced_is_noticed(tmp_path: Path) -> None:
         trainer.train()
 
 
-@compat("the model exported as safetensors for from_pretrained", "single")
+@compat("the model exported as safetensors for from_pretrained", "single", "stand_in")
+@only_over_stand_in(family="llama", masters=True)
 @pytest.mark.parametrize("masters", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen"])
 def test_from_pretrained_loads_what_was_exported(family: str, masters: bool, tmp_path: Path) -> None:
@@ -286,7 +289,8 @@ def test_from_pretrained_loads_what_was_exported(family: str, masters: bool, tmp
         checkpoints.export_weights(tmp_path, model, masters=True)
 
 
-@compat("TRL's SFTTrainer", "single")
+@compat("TRL's SFTTrainer", "single", "stand_in")
+@only_over_stand_in(family="llama")
 @pytest.mark.parametrize("family", ["llama", "qwen", "gpt-oss"])
 def test_sft_trainer(family: str, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason="needs trl: pip install trl")
