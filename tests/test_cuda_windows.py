@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.cuda.transfer import DIRECT, NARROW, WIDE, TransferPolicy
 from tests.adamw_tools import batch, train
 from tests.fake_cuda import Fake
 from tests.freed_tools import (
@@ -41,11 +40,6 @@ def test_windows_without_accumulate(fake: Fake, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("options", [{"speculation": "never"}, {"speculation": "adaptive"}, {"bucket_numel": 100}])
 def test_windows_in_every_mode(fake: Fake, options: dict[str, Any]) -> None:
     check(fake, windows, **options)
-
-
-@pytest.mark.parametrize("policy", [NARROW, WIDE, DIRECT], ids=lambda policy: policy.name)
-def test_windows_with_every_transfer_policy(fake: Fake, policy: TransferPolicy) -> None:
-    check(fake, windows, link={"policy": policy})
 
 
 def test_only_the_first_window_is_a_surprise(fake: Fake) -> None:

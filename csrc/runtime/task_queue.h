@@ -30,7 +30,7 @@ struct Task {
     std::shared_ptr<Completion> after;  // null: can run at once
     std::shared_ptr<Completion> done;
     std::uint64_t number = 0;               // in the order of submission
-    std::atomic<std::size_t> next{0};       // the next chunk that nobody has taken
+    std::atomic<std::size_t> next{0};       // the next chunk that no thread has taken
     std::atomic<std::size_t> remaining{0};  // chunks not finished
     bool undoing = false;                   // a journaled step that did not fit is being taken back
     std::mutex error_mutex;
@@ -45,7 +45,7 @@ class TaskQueue : public std::enable_shared_from_this<TaskQueue> {
     TaskQueue(const TaskQueue&) = delete;
     TaskQueue& operator=(const TaskQueue&) = delete;
 
-    // The task can be taken once its `after` is done: whoever ends that wakes the threads. Throws once closing.
+    // The task can be taken once its `after` is done: the thread that ends that wakes others. Throws once closing.
     void add(const TaskPointer& task);
     // All chunks of a task that was run are to be run again, as an undo. For a worker, which takes next.
     void add_undo(const TaskPointer& task);

@@ -1,4 +1,4 @@
-// The threads of the worker pool: they sleep until they are woken, by whoever ends what a bucket waits for, and no more
+// The threads of the worker pool: they sleep until the thread that ends what a bucket waits for wakes them, and no more
 // of them wake than there is work for.
 #include <algorithm>
 #include <atomic>
