@@ -67,8 +67,9 @@ class AdamW(Delivery):
             that they read; call ``synchronize()`` before anything else reads or writes parameters, and find what does
             with ``check_reads()``. docs/pipeline.md.
         keep_grads: gradients stay in ``p.grad`` after they were packed. None: on the CPU (always) and under
-            ``DistributedDataParallel``. Else they are freed as soon as they are packed, which saves their memory; code
-            that would then clip, edit or add to them gets an error (docs/pipeline.md).
+            ``DistributedDataParallel``. Else they are freed as soon as they are packed, which saves their memory; what
+            then reads, clips, edits or adds to one gets it back from host memory, which is right and slower
+            (docs/pipeline.md).
         placement: which state stays on the accelerator, where it is stepped after the verdict with the same bits:
             {"gpu_fraction": f}, the parameters whose gradients come last in backward, up to that part of all; "auto",
             chosen after a few steps from measured times and free memory; None. docs/pipeline.md. Not on the CPU.

@@ -62,6 +62,10 @@ def edit(model: nn.Module, how: str) -> None:
             parameter.grad *= 2
         elif how == "mul_":
             grad.mul_(2)
+        elif how == "after a look":
+            with torch.inference_mode():
+                grad.norm()
+            grad.mul_(2)
         elif how == "data":
             grad.data.mul_(2)
         elif how == "view":
@@ -76,12 +80,36 @@ def edit(model: nn.Module, how: str) -> None:
         torch._foreach_mul_(grads_of(model), 2)
 
 
-HOWS = ["*=", "mul_", "view", "replaced", "copy_", "foreach"]
+HOWS = ["*=", "mul_", "view", "replaced", "copy_", "foreach", "after a look"]
 
 
 @pytest.mark.parametrize("how", HOWS)
 def test_edits(fake: Fake, how: str) -> None:
     check(fake, lambda model, optimizer: steps(model, optimizer, lambda: edit(model, how)))
+
+
+def test_elements_that_are_swapped(fake: Fake) -> None:
+    """Of which sums over many elements show nothing."""
+
+    def made(dtype: torch.dtype) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 256), nn.Linear(256, 4)).to(dtype)
+
+    def swap(model: nn.Module) -> None:
+        flat = grads_of(model)[0].view(-1)
+        flat[:4] = flat[[2, 3, 0, 1]]
+
+    expected = on_the_host(lambda model, optimizer: steps(model, optimizer), torch.float32, made)
+    with taken_back() as taken:
+        check(
+            fake, lambda model, optimizer: steps(model, optimizer, lambda: swap(model)), torch.float32, made,
+            bucket_numel=8192,
+        )  # fmt: skip
+    assert len(taken) == 9, "one in each of three steps, of three runs"
+    assert (
+        on_the_host(lambda model, optimizer: steps(model, optimizer, lambda: swap(model)), torch.float32, made)
+        != expected
+    )
 
 
 @pytest.mark.parametrize("how", ["data", "numpy"])

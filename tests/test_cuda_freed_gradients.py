@@ -7,14 +7,14 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.errors import ArgumentError, DeviceError, StateError
 from superoffload.packed_gradient import PackedGradient
-from tests.adamw_tools import batch, model_of
+from tests.adamw_tools import batch, model_of, train
 from tests.cuda_tools import check_against_host, host_digests, training
-from tests.fake_cuda import Fake
+from tests.fake_cuda import Fake, on_fake_device
 
 
 def test_what_stands_in_for_a_gradient_goes_with_zero_grad(fake: Fake) -> None:
@@ -52,6 +52,32 @@ def test_one_that_is_kept_for_longer_is_an_error_and_never_another_gradient(fake
             with pytest.raises(StateError, match=r"packed and freed.*later one.*clone\(\).*keep_grads=True"):
                 grad.norm()
         assert torch.equal(looked_at, values)
+
+
+def test_one_of_a_step_before_is_gone_once_a_part_of_the_next_is_packed(fake: Fake) -> None:
+    """A large gradient's first buckets are packed while its last one waits for others."""
+    with on_fake_device(fake):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 20), nn.Tanh(), nn.Linear(20, 80), nn.Linear(80, 4)).to(torch.bfloat16)
+        model.register_forward_pre_hook(lambda *_: fake.synchronize())
+        weight: Any = model[2].weight
+        kept: list[Any] = []
+        errors: list[str] = []
+
+        def look(_: Tensor) -> None:
+            if kept:
+                with pytest.raises(StateError, match="made way for a later one") as caught:
+                    kept[0].norm()
+                errors.append(str(caught.value))
+
+        with AdamW(model.parameters(), threads=1, bucket_numel=1024) as optimizer:
+            train(model, optimizer, range(2))
+            hook = weight.register_post_accumulate_grad_hook(look)
+            kept.append(weight.grad)
+            optimizer.zero_grad()
+            batch(model, 2).backward()
+            hook.remove()
+        assert len(errors) == 1
 
 
 def test_no_room_to_bring_one_back(fake: Fake) -> None:
