@@ -31,9 +31,11 @@ class PackedGradient(Tensor):
     _fetch: Callable[[PackedGradient], None]
 
     @staticmethod
-    def __new__(cls, name: str, shard: int, param: Tensor, fetch: Callable[[PackedGradient], None]) -> PackedGradient:
+    def __new__(
+        cls, name: str, shard: int, param: Tensor, dtype: torch.dtype, fetch: Callable[[PackedGradient], None]
+    ) -> PackedGradient:
         made: PackedGradient = torch.Tensor._make_wrapper_subclass(
-            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device, requires_grad=False
+            cls, param.shape, strides=param.stride(), dtype=dtype, device=param.device, requires_grad=False
         )
         made.of, made.shard, made.in_memory, made.zeroed, made._fetch = name, shard, None, False, fetch
         return made
@@ -84,7 +86,8 @@ def stand_in_for(param: Tensor, packed: PackedGradient) -> Tensor:
     """What ``p.grad`` can be: where the parameter is a DTensor, one whose local part is ``packed``."""
     if not is_dtensor(param):
         return packed
-    whole: Tensor = sys.modules["torch.distributed.tensor"].DTensor(packed, replace(param._spec), requires_grad=False)
+    spec = replace(param._spec, tensor_meta=param._spec.tensor_meta._replace(dtype=packed.dtype))
+    whole: Tensor = sys.modules["torch.distributed.tensor"].DTensor(packed, spec, requires_grad=False)
     return whole
 
 

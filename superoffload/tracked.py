@@ -117,14 +117,16 @@ class Tracked:
     def free_grad(self, fetch: Callable[[PackedGradient], None]) -> None:
         """The gradient was packed: its memory goes, and a placeholder that can ``fetch`` it stands in ``p.grad``."""
         local = local_of(self.param) if is_dtensor(self.param) else self.param
-        self.packed = PackedGradient(self.shard.name, self.shard.index, local, fetch)
+        assert self.grad is not None
+        self.packed = PackedGradient(self.shard.name, self.shard.index, local, self.grad.dtype, fetch)
         self.param.grad = self.grad = stand_in_for(self.param, self.packed)
         self.grad_version, self.grad_sums = UNKNOWN, None
 
     def brought_back(self) -> None:
-        """The placeholder has its gradient again. What is done to that shows in its bits: a clip that clips nothing
-        raises its version, and what comes through C++ or ``.data`` does not."""
+        """The placeholder has its gradient again. What is done to that shows in its sums, also what raises no version:
+        what comes through C++ or ``.data``."""
         if self.grad is not None and packed_in(self.grad) is self.packed:
+            self.grad_version = version_of(self.grad)
             self.grad_sums = sums_of([self.holding.part(self.grad)])[0]
 
     def check_still_fits(self) -> None:

@@ -7,12 +7,14 @@ import io
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
+from superoffload.bits import run_sums
 from superoffload.packed_gradient import PackedGradient
 from tests.adamw_tools import batch
 from tests.fake_cuda import Fake
@@ -86,6 +88,31 @@ HOWS = ["*=", "mul_", "view", "replaced", "copy_", "foreach", "after a look"]
 @pytest.mark.parametrize("how", HOWS)
 def test_edits(fake: Fake, how: str) -> None:
     check(fake, lambda model, optimizer: steps(model, optimizer, lambda: edit(model, how)))
+
+
+def test_elements_that_are_swapped(fake: Fake) -> None:
+    """Of which the sums that are made of what is on a device show nothing."""
+
+    def made(dtype: torch.dtype) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 256), nn.Linear(256, 4)).to(dtype)
+
+    def swap(model: nn.Module) -> None:
+        flat = grads_of(model)[0].view(-1)
+        flat[:4] = flat[[2, 3, 0, 1]]
+
+    expected = on_the_host(lambda model, optimizer: steps(model, optimizer), torch.float32, made)
+    on_device = mock.patch("superoffload.tracked.sums_of", lambda flats: [run_sums(flat) for flat in flats])
+    with taken_back() as taken, on_device:
+        check(
+            fake, lambda model, optimizer: steps(model, optimizer, lambda: swap(model)), torch.float32, made,
+            bucket_numel=8192,
+        )  # fmt: skip
+    assert len(taken) == 9, "one in each of three steps, of three runs"
+    assert (
+        on_the_host(lambda model, optimizer: steps(model, optimizer, lambda: swap(model)), torch.float32, made)
+        != expected
+    )
 
 
 @pytest.mark.parametrize("how", ["data", "numpy"])

@@ -23,7 +23,7 @@ from superoffload.optimizer.parameters import Parameters
 from superoffload.optimizer.untold_writes import UntoldWrites
 from superoffload.optimizer.weakly import weakly
 from superoffload.packed_gradient import PackedGradient, packed_in, unpacked
-from superoffload.ranks.layout import Holding, is_dtensor
+from superoffload.ranks.layout import Holding, is_dtensor, version_of
 from superoffload.tracked import Noticed, Tracked, notice, remember_values
 
 if TYPE_CHECKING:
@@ -233,12 +233,12 @@ class Gradients(Parameters):
         grad = tracked.param.grad
         if grad is None or tracked.grad_changed:
             return True
-        return (
-            is_dtensor(grad)
-            and packed_in(grad) is None  # else ``notice`` has compared it, if it was brought back at all
-            and tracked.grad_sums is None
-            and not self._core.gradient_is(tracked.shard, tracked.holding.part(grad))
-        )
+        packed = packed_in(grad)
+        if packed is None:
+            unknown = is_dtensor(grad) and tracked.grad_sums is None
+        else:  # brought back, and written with the same sums: a clip that clips nothing, or elements that were swapped
+            unknown = packed.in_memory is not None and version_of(grad) != tracked.grad_version
+        return unknown and not self._core.gradient_is(tracked.shard, tracked.holding.part(grad))
 
     def _adopt_reduced(self, tracked: Tracked) -> None:
         """From a reduction to what the user sees: the same bits, or somebody has edited ``p.grad`` since."""
