@@ -31,6 +31,7 @@ from superoffload.arguments import (
 )
 from superoffload.environment import check_environment
 from superoffload.errors import ArgumentError, StateError
+from superoffload.gradient_source import clear_main_grad
 from superoffload.optimizer.delivery import Delivery
 from superoffload.optimizer.parameters import Given
 from superoffload.optimizer.weakly import weakly
@@ -189,6 +190,9 @@ class AdamW(Delivery):
             if tracked.stand_in is not None and tracked.param.grad is tracked.stand_in:
                 tracked.param.grad = None  # it has no elements that could be set to zero
         super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for param in group["params"]:
+                clear_main_grad(param)
 
     @property
     def max_grad_norm(self) -> float | None:

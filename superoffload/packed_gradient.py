@@ -22,14 +22,14 @@ class PackedGradient(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, name: str, param: Tensor) -> PackedGradient:
+    def __new__(cls, name: str, param: Tensor, dtype: torch.dtype) -> PackedGradient:
         made: PackedGradient = torch.Tensor._make_wrapper_subclass(
-            cls, param.shape, dtype=param.dtype, device=param.device, requires_grad=False
+            cls, param.shape, dtype=dtype, device=param.device, requires_grad=False
         )
         made.of = name
         return made
 
-    def __init__(self, name: str, param: Tensor) -> None:
+    def __init__(self, name: str, param: Tensor, dtype: torch.dtype) -> None:
         """All is done in ``__new__``, as for every tensor."""
 
     @classmethod

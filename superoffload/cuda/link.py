@@ -107,7 +107,9 @@ class CudaLink:
             bucket.shadow_dtype = self.policy.shadow_dtype(bucket.published_dtype)
         with _translated("reserving memory"):
             if anew:
+                unpacked = set().union(*self._written_on.values())  # of gradients that have arrived before it
                 self._start_anew()
+                self._written_on.update((bucket, set(unpacked)) for bucket in buckets)
             scratch = self._device.empty(sum(map(_scratch_bytes, buckets)) + ALIGN)
             before = len(self._arenas)
             self._reserve_host(sum(map(_host_bytes, buckets)))
@@ -230,7 +232,7 @@ class CudaLink:
                     self._buckets[bucket],
                     current=current,
                     addresses=addresses,
-                    keep=not self.frees_gradients,
+                    keep=not self.frees_gradients or any(piece.shard.keeps_gradient for piece in bucket.pieces),
                     others=sorted(self._written_on.pop(bucket, set()) - {current}),
                 )
         finally:  # the kernel may run although something after it has failed

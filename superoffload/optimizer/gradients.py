@@ -11,7 +11,8 @@ from torch import Tensor
 
 from superoffload.arguments import check_gradient
 from superoffload.bucket import Shard
-from superoffload.errors import StateError
+from superoffload.errors import ArgumentError, StateError
+from superoffload.gradient_source import check_one_gradient, dtype_to_come, gradient_of, is_added, main_grad_of
 from superoffload.integrations.fsdp2 import await_offload
 from superoffload.optimizer.accumulating import Accumulating
 from superoffload.optimizer.advice import Advice
@@ -87,14 +88,14 @@ class Gradients(Parameters):
             try:
                 take(tracked)
             except Exception as error:
-                self._unfinished[tracked] = (id(tracked.param.grad), threading.current_thread().name, error)
+                self._unfinished[tracked] = (id(gradient_of(tracked.param)), threading.current_thread().name, error)
                 raise
             self._unfinished.pop(tracked, None)
 
     def _check_finished(self) -> None:
         """A gradient that was taken away or replaced since then is the user's answer to the error."""
         for tracked, (grad, thread, error) in self._unfinished.items():
-            if tracked.param.grad is not None and id(tracked.param.grad) == grad:
+            if gradient_of(tracked.param) is not None and id(gradient_of(tracked.param)) == grad:
                 raise StateError(
                     f"step(): a backward() in thread {thread!r} was ended at {tracked.shard.name} by an error "
                     f"({type(error).__name__}: {error}), so gradients are missing. Nothing has changed; call "
@@ -106,7 +107,7 @@ class Gradients(Parameters):
         core = self._core
         if core.has_gradient(tracked.shard):  # a second backward before step(): undo, the sum is the gradient
             self._let_go(tracked)
-        if self._accumulating or tracked.param.grad is None:  # None: another hook has taken it away
+        if self._accumulating or not _is_final(tracked.param):
             return
         tracked.arrivals += 1
         if tracked.arrivals < tracked.expected:
@@ -115,18 +116,49 @@ class Gradients(Parameters):
         self._hand_over(tracked, in_backward=True)
 
     def _hand_over(self, tracked: Tracked, *, in_backward: bool) -> None:
-        grad = tracked.param.grad
+        grad = gradient_of(tracked.param)
         assert grad is not None
         if isinstance(grad, PackedGradient):
             raise gradient_is_gone(tracked.shard.name, "the step it was packed for is over")
         check_gradient(tracked.shard.name, tracked.param, grad)
         if tracked.plainly_written:  # of other writes step() takes back what is speculated now
             self._refresh(tracked)
+        self._follow_dtype(tracked, grad.dtype)
         if not self._core.is_filling:
             self._start_filling()
-        # Kept on a device: the core has it in host memory, and comparing there would copy it down again.
-        tracked.remember_grad(grad, summed=self._core.link.asynchronous and not self._core.link.frees_gradients)
+        shard, link = tracked.shard, self._core.link
+        shard.keeps_gradient = main_grad_of(tracked.param) is not None
+        # Fused kernels raise no version of what they add to. A DTensor that is kept on a device: the core has it in
+        # host memory, and comparing there would copy it down again.
+        kept_there = is_dtensor(grad) and link.asynchronous and not link.frees_gradients
+        tracked.remember_grad(grad, summed=shard.keeps_gradient or kept_there)
         self._core.arrive(tracked.shard, tracked.holding.part(grad).contiguous(), in_backward=in_backward)
+
+    def _follow_dtype(self, tracked: Tracked, dtype: torch.dtype) -> None:
+        """Buckets are for gradients as they come: as public facts say at the first one of a step, and as this one has.
+        Where it is other than expected, that is what others will most likely be that may have any."""
+        shard, core = tracked.shard, self._core
+        expected = dtype == shard.gradient_dtype
+        if expected and core.is_filling:
+            return
+        changed = self._other_dtypes(None if expected else dtype)
+        changed[shard] = dtype
+        if not (tracked.dtype_is_known and not expected) and core.expect_dtypes(changed):
+            return
+        before = "as in the steps before" if tracked.dtype_is_known else "and other gradients of this step are packed"
+        raise ArgumentError(
+            f"{shard.name}: its gradient is {dtype}, and {shard.gradient_dtype} was expected, {before}. The gradients of "
+            f"a parameter have one dtype: set p.grad_dtype = {dtype} (or p.main_grad) before the optimizer is made, and "
+            "where it changes between steps make a new optimizer and load the state_dict() of this one"
+        )
+
+    def _other_dtypes(self, guess: torch.dtype | None) -> dict[Shard, torch.dtype]:
+        """What ``p.grad_dtype`` and ``p.main_grad`` say now of parameters that have not been stepped so far."""
+        return {
+            tracked.shard: dtype_to_come(tracked.shard.name, tracked.param, guess or tracked.shard.gradient_dtype)
+            for tracked in self._tracked.values()
+            if not (tracked.dtype_is_known or self._core.has_gradient(tracked.shard))
+        }
 
     def _start_filling(self) -> None:
         """The first gradient of a step is here."""
@@ -135,10 +167,10 @@ class Gradients(Parameters):
     def _on_packed(self, shard: Shard) -> None:
         """Nobody needs the gradient again: its memory goes, and something that says so stands in its place."""
         tracked = self._of_shard[shard.index]
-        if tracked.grad is None:  # not ours to free: a reduction's
+        if tracked.grad is None or shard.keeps_gradient:  # not ours to free: a reduction's, or p.main_grad
             return
-        if tracked.stand_in is None:
-            tracked.stand_in = PackedGradient(shard.name, tracked.param)
+        if tracked.stand_in is None or tracked.stand_in.dtype != shard.gradient_dtype:
+            tracked.stand_in = PackedGradient(shard.name, tracked.param, shard.gradient_dtype)
         tracked.param.grad = tracked.stand_in
         tracked.remember_grad(tracked.stand_in)
 
@@ -149,10 +181,14 @@ class Gradients(Parameters):
     def _take_reduced(self, tracked: Tracked, gradient: Tensor) -> None:
         if self._core.has_gradient(tracked.shard):
             self._let_go(tracked)
+        if main_grad_of(tracked.param) is not None:  # which this is still to be added to
+            return
         if tracked.plainly_written:
             self._refresh(tracked)
+        self._follow_dtype(tracked, gradient.dtype)
         if not self._core.is_filling:
             self._start_filling()
+        tracked.shard.keeps_gradient = False
         tracked.reduced = gradient
         self._core.arrive(tracked.shard, tracked.holding.part_of_memory(gradient.view(-1)))
 
@@ -183,7 +219,7 @@ class Gradients(Parameters):
         self._core.retract(tracked.shard)
 
     def _let_go_of_edited(self, tracked: Tracked) -> None:
-        if tracked.param.grad is not None:
+        if gradient_of(tracked.param) is not None:
             self._edits.edited(tracked.shard)
         self._let_go(tracked)
 
@@ -200,16 +236,17 @@ class Gradients(Parameters):
                 self._let_go_of_edited(tracked)
             if tracked in noticed.written:
                 self._refresh(tracked)
-            if tracked.param.grad is not None and not core.has_gradient(tracked.shard):
+            check_one_gradient(tracked.shard.name, tracked.param)
+            if gradient_of(tracked.param) is not None and not core.has_gradient(tracked.shard):
                 self._hand_over(tracked, in_backward=False)
 
     def _is_edited(self, tracked: Tracked) -> bool:
-        """Whether ``p.grad`` is no longer what the core has.
+        """Whether the gradient is no longer what the core has.
 
         Operations on lists of DTensors (torch._foreach_mul_, and so clip_grad_norm_) raise nobody's version, so there
         the bits are compared, unless ``notice`` has done that.
         """
-        grad = tracked.param.grad
+        grad = gradient_of(tracked.param)
         if grad is None or tracked.grad_changed:
             return True
         return (
@@ -241,6 +278,7 @@ class Gradients(Parameters):
                 ours.append(tracked)
             if tracked.shown_steps != tracked.shard.steps:
                 tracked.shown_steps = tracked.shard.steps
+                tracked.dtype_is_known = True
                 moved.append(tracked.step)
         self._untold.step_ended()
         remember_values(ours, on_device=self._untold.on_device)
@@ -255,3 +293,14 @@ class Gradients(Parameters):
             tracked.grad = tracked.reduced = None
             tracked.arrivals = 0
         self._core.abandon()
+
+
+def _is_final(param: Tensor) -> bool:
+    """In a hook of ``param``. ``p.main_grad`` where nothing is left to be added to it: by a fused kernel, or by a hook
+    that ran before ours. ``p.grad`` unless another hook has taken it away."""
+    if main_grad_of(param) is None:
+        return param.grad is not None
+    final = is_added(param)
+    if final:
+        param.grad = None  # a stand-in, to which the next backward would add another one
+    return final

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
+from torch import Tensor
 
 from superoffload.arguments import as_float, check_group
 from superoffload.errors import HostMemoryError, RankError, WorkerError
+from superoffload.gradient_source import gradient_of
 from superoffload.optimizer.gradients import Gradients
 from superoffload.optimizer.untraced import untraced
 from superoffload.ranks.spread import Spread, gather
@@ -104,7 +106,7 @@ class Steps(Gradients):
         self._check_finished()
         for index, group in enumerate(self.param_groups):
             check_group(group)
-            unfrozen = [p for p in group["params"] if p.grad is not None and p not in self._tracked]
+            unfrozen = [p for p in group["params"] if p not in self._tracked and _has_begun(p)]
             if unfrozen:
                 self._refuse_replaced()
                 self._adopt(index, unfrozen)
@@ -141,7 +143,7 @@ class Steps(Gradients):
         spreads = [
             Spread(held.holding, held.shard.target(), held.copy())
             for held in session.held
-            if held.is_spread and held.param.grad is not None
+            if held.is_spread and gradient_of(held.param) is not None
         ]
         if spreads:
             gather(session.group, "the updated parameters", spreads)
@@ -160,3 +162,8 @@ class Steps(Gradients):
             return 1.0
         scale = as_float(self.grad_scale)
         return 1.0 / scale if scale != 0.0 else math.inf
+
+
+def _has_begun(param: Tensor) -> bool:
+    """Whether a parameter that was frozen has a gradient, so that it trains from this step on."""
+    return gradient_of(param) is not None and (param.grad is not None or param.requires_grad)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from superoffload.bits import same_bits
@@ -32,6 +33,34 @@ class Arriving(Speculating):
         """Whether any gradient has arrived in this step."""
         return bool(self._incoming)
 
+    def expect_dtypes(self, dtypes: Mapping[Shard, torch.dtype]) -> bool:
+        """Gradients of these shards will come in other dtypes than they were thought to: buckets are laid out anew.
+
+        Only those of shards of which none has arrived in this step. False where it is too late for this step, since
+        gradients were packed; nothing has changed then.
+        """
+        dtypes = {shard: dtype for shard, dtype in dtypes.items() if dtype != shard.gradient_dtype}
+        if not dtypes:
+            return True
+        self._finish_before()
+        gone = any(gradient is None for gradient in self._incoming.values())
+        if gone or any(bucket.state is not BucketState.FILLING for bucket in self.buckets):
+            return False
+        for shard, dtype in dtypes.items():
+            shard.gradient_dtype = dtype
+        arrived, self._incoming = self._incoming, {}  # should memory be refused, step() brings them again
+        self._lay_out_again()
+        self._incoming = arrived
+        for index in arrived:
+            self._mark_present(self.shards[index])
+        return True
+
+    def _mark_present(self, shard: Shard) -> None:
+        for bucket, place in self._places.get(shard.index, ()):
+            bucket.present[place] = True
+            bucket.missing -= 1
+            self.link.received(bucket)
+
     def arrive(self, shard: Shard, gradient: Tensor, *, in_backward: bool = True) -> None:
         """``gradient`` (flat, contiguous, ``shard.gradient_dtype``) is final; its memory is read until packed."""
         if shard.index in self._incoming:
@@ -44,14 +73,12 @@ class Arriving(Speculating):
         self._incoming[shard.index] = gradient
         if not self._observed and in_backward:
             self._order.append(shard.index)
-        places = self._places.get(shard.index, ())
-        for bucket, place in places:  # first of all, so that an error further down leaves nothing half-known
+        buckets = self._buckets_of(shard)
+        for bucket in buckets:
             if bucket.state is BucketState.READY:  # packed by a decide() that came before this gradient
                 bucket.move(BucketState.FILLING)
-            bucket.present[place] = True
-            bucket.missing -= 1
-            self.link.received(bucket)
-        for bucket, _ in places:
+        self._mark_present(shard)  # first of all, so that an error further down leaves nothing half-known
+        for bucket in buckets:
             if bucket.missing == 0:
                 self._pack(bucket)
                 if in_backward and self._worth_speculating():
