@@ -52,23 +52,19 @@ def clear_main_grad(param: Tensor) -> None:
             param.grad_added_to_main_grad = False
 
 
-def dtype_to_come(name: str, param: Tensor, guess: torch.dtype | None = None) -> torch.dtype:
-    """The dtype of the next gradient, as far as it is public. ``guess``: for a parameter that takes any."""
+def dtype_to_come(name: str, param: Tensor) -> torch.dtype:
+    """The dtype that is wide enough for the gradients of ``param``, as far as it is public."""
     main = main_grad_of(param)
     if main is not None:
-        return check_dtype(name, param, main.dtype, "p.main_grad")
+        return _checked(name, param, main.dtype, "p.main_grad")
     declared: torch.dtype | None = getattr(param, "grad_dtype", param.dtype)  # torch 2.10 and newer have it
-    if declared is not None:
-        return check_dtype(name, param, declared, "p.grad_dtype")
-    if param.grad is not None:
-        return check_dtype(name, param, param.grad.dtype, "p.grad")
-    return guess if guess in (param.dtype, torch.float32) else param.dtype
+    if declared is None:  # any: fp32 holds them all
+        return torch.float32
+    return _checked(name, param, declared, "p.grad_dtype")
 
 
-def check_dtype(name: str, param: Tensor, dtype: torch.dtype, where: str) -> torch.dtype:
+def _checked(name: str, param: Tensor, dtype: torch.dtype, what: str) -> torch.dtype:
     if dtype not in (param.dtype, torch.float32):
-        raise ArgumentError(
-            f"{name}: {where} is {dtype}, expected the parameter's dtype, {param.dtype}"
-            + (", or float32" if param.dtype != torch.float32 else "")
-        )
+        or_fp32 = ", or float32" if param.dtype != torch.float32 else ""
+        raise ArgumentError(f"{name}: {what} is {dtype}, expected the parameter's dtype, {param.dtype}{or_fp32}")
     return dtype

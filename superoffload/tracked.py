@@ -59,7 +59,7 @@ class Tracked:
     arrivals: int = 0  # backward passes that reached it since the last step
     expected: int = 1  # as many as in the step before
     shown_steps: int = 0
-    dtype_is_known: bool = False  # of its gradients: it was stepped with one
+    has_stepped: bool = False  # by this optimizer, so that the dtype of its gradients is known
     hook: RemovableHandle | None = None  # None while it is frozen
 
     def __post_init__(self) -> None:

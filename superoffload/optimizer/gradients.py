@@ -126,39 +126,35 @@ class Gradients(Parameters):
         self._follow_dtype(tracked, grad.dtype)
         if not self._core.is_filling:
             self._start_filling()
-        shard, link = tracked.shard, self._core.link
+        shard, core = tracked.shard, self._core
         shard.keeps_gradient = main_grad_of(tracked.param) is not None
         # Fused kernels raise no version of what they add to. A DTensor that is kept on a device: the core has it in
         # host memory, and comparing there would copy it down again.
-        kept_there = is_dtensor(grad) and link.asynchronous and not link.frees_gradients
+        kept_there = is_dtensor(grad) and core.link.asynchronous and not core.link.frees_gradients
         tracked.remember_grad(grad, summed=shard.keeps_gradient or kept_there)
-        self._core.arrive(tracked.shard, tracked.holding.part(grad).contiguous(), in_backward=in_backward)
+        part = tracked.holding.part(grad).contiguous()
+        core.arrive(shard, part.to(shard.gradient_dtype), in_backward=in_backward)
 
     def _follow_dtype(self, tracked: Tracked, dtype: torch.dtype) -> None:
-        """Buckets are for gradients as they come: as public facts say at the first one of a step, and as this one has.
-        Where it is other than expected, that is what others will most likely be that may have any."""
-        shard, core = tracked.shard, self._core
-        expected = dtype == shard.gradient_dtype
-        if expected and core.is_filling:
-            return
-        changed = self._other_dtypes(None if expected else dtype)
-        changed[shard] = dtype
-        if not (tracked.dtype_is_known and not expected) and core.expect_dtypes(changed):
-            return
-        before = "as in the steps before" if tracked.dtype_is_known else "and other gradients of this step are packed"
-        raise ArgumentError(
-            f"{shard.name}: its gradient is {dtype}, and {shard.gradient_dtype} was expected, {before}. The gradients of "
-            f"a parameter have one dtype: set p.grad_dtype = {dtype} (or p.main_grad) before the optimizer is made, and "
-            "where it changes between steps make a new optimizer and load the state_dict() of this one"
-        )
+        """Sees to it that the gradient fits its buckets: those in fp32 hold every other one exactly.
 
-    def _other_dtypes(self, guess: torch.dtype | None) -> dict[Shard, torch.dtype]:
-        """What ``p.grad_dtype`` and ``p.main_grad`` say now of parameters that have not been stepped so far."""
-        return {
-            tracked.shard: dtype_to_come(tracked.shard.name, tracked.param, guess or tracked.shard.gradient_dtype)
-            for tracked in self._tracked.values()
-            if not (tracked.dtype_is_known or self._core.has_gradient(tracked.shard))
-        }
+        What is public is read again at the first gradient of a step. One that comes in fp32 all the same is taken for
+        the first of its group.
+        """
+        shard, core = tracked.shard, self._core
+        fits = shard.gradient_dtype in (dtype, torch.float32)
+        if fits and core.is_filling:
+            return
+        unseen = [one for one in self._tracked.values() if not (one.has_stepped or core.has_gradient(one.shard))]
+        wide = [one.shard for one in unseen if _comes_in_fp32(one) or (not fits and one.shard.group == shard.group)]
+        core.widen(wide)
+        if shard.gradient_dtype not in (dtype, torch.float32):
+            before = "as in the steps before" if tracked.has_stepped else "and other gradients of this step are packed"
+            raise ArgumentError(
+                f"{shard.name}: its gradient is {dtype}, and {shard.gradient_dtype} was expected, {before}; set "
+                f"p.grad_dtype = {dtype}, or p.main_grad, before the optimizer is made. Where that changes between steps "
+                "make a new optimizer and load the state_dict() of this one"
+            )
 
     def _start_filling(self) -> None:
         """The first gradient of a step is here."""
@@ -169,8 +165,8 @@ class Gradients(Parameters):
         tracked = self._of_shard[shard.index]
         if tracked.grad is None or shard.keeps_gradient:  # not ours to free: a reduction's, or p.main_grad
             return
-        if tracked.stand_in is None or tracked.stand_in.dtype != shard.gradient_dtype:
-            tracked.stand_in = PackedGradient(shard.name, tracked.param, shard.gradient_dtype)
+        if tracked.stand_in is None or tracked.stand_in.dtype != tracked.grad.dtype:
+            tracked.stand_in = PackedGradient(shard.name, tracked.param, tracked.grad.dtype)
         tracked.param.grad = tracked.stand_in
         tracked.remember_grad(tracked.stand_in)
 
@@ -190,7 +186,8 @@ class Gradients(Parameters):
             self._start_filling()
         tracked.shard.keeps_gradient = False
         tracked.reduced = gradient
-        self._core.arrive(tracked.shard, tracked.holding.part_of_memory(gradient.view(-1)))
+        part = tracked.holding.part_of_memory(gradient.view(-1))
+        self._core.arrive(tracked.shard, part.to(tracked.shard.gradient_dtype))
 
     def _on_kept(self, param: Tensor) -> None:
         """``param.grad`` has what the reduction gave; from here on its version counter shows what is done to it."""
@@ -278,7 +275,7 @@ class Gradients(Parameters):
                 ours.append(tracked)
             if tracked.shown_steps != tracked.shard.steps:
                 tracked.shown_steps = tracked.shard.steps
-                tracked.dtype_is_known = True
+                tracked.has_stepped = True
                 moved.append(tracked.step)
         self._untold.step_ended()
         remember_values(ours, on_device=self._untold.on_device)
@@ -293,6 +290,10 @@ class Gradients(Parameters):
             tracked.grad = tracked.reduced = None
             tracked.arrivals = 0
         self._core.abandon()
+
+
+def _comes_in_fp32(tracked: Tracked) -> bool:
+    return dtype_to_come(tracked.shard.name, tracked.param) is torch.float32
 
 
 def _is_final(param: Tensor) -> bool:

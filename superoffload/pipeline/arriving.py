@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -33,27 +33,22 @@ class Arriving(Speculating):
         """Whether any gradient has arrived in this step."""
         return bool(self._incoming)
 
-    def expect_dtypes(self, dtypes: Mapping[Shard, torch.dtype]) -> bool:
-        """Gradients of these shards will come in other dtypes than they were thought to: buckets are laid out anew.
-
-        Only those of shards of which none has arrived in this step. False where it is too late for this step, since
-        gradients were packed; nothing has changed then.
-        """
-        dtypes = {shard: dtype for shard, dtype in dtypes.items() if dtype != shard.gradient_dtype}
-        if not dtypes:
-            return True
+    def widen(self, shards: Iterable[Shard]) -> None:
+        """Lays buckets out anew, with the gradients of these shards in fp32; not where some of this step are packed."""
+        narrow = [shard for shard in shards if shard.gradient_dtype != torch.float32]
+        if not narrow:
+            return
         self._finish_before()
         gone = any(gradient is None for gradient in self._incoming.values())
         if gone or any(bucket.state is not BucketState.FILLING for bucket in self.buckets):
-            return False
-        for shard, dtype in dtypes.items():
-            shard.gradient_dtype = dtype
+            return
+        for shard in narrow:
+            shard.gradient_dtype = torch.float32
         arrived, self._incoming = self._incoming, {}  # should memory be refused, step() brings them again
         self._lay_out_again()
         self._incoming = arrived
         for index in arrived:
             self._mark_present(self.shards[index])
-        return True
 
     def _mark_present(self, shard: Shard) -> None:
         for bucket, place in self._places.get(shard.index, ()):
