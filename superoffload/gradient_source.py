@@ -13,9 +13,9 @@ from superoffload.errors import ArgumentError, StateError
 
 
 def main_grad_of(param: Tensor) -> Tensor | None:
-    """``p.main_grad`` where the parameter has one."""
+    """``p.main_grad`` where the parameter has one and trains: it stays there when the parameter is frozen."""
     found: Tensor | None = getattr(param, "main_grad", None)
-    return found
+    return found if param.requires_grad else None
 
 
 def gradient_of(param: Tensor) -> Tensor | None:
@@ -45,7 +45,7 @@ def check_one_gradient(name: str, param: Tensor) -> None:
 
 def clear_main_grad(param: Tensor) -> None:
     """Zeros, in place, since kernels that add to it know its memory; and nothing was added so far."""
-    main = main_grad_of(param)
+    main: Tensor | None = getattr(param, "main_grad", None)
     if main is not None:
         main.zero_()
         if hasattr(param, "grad_added_to_main_grad"):

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
-from torch import Tensor
 
 from superoffload.arguments import as_float, check_group
 from superoffload.errors import HostMemoryError, RankError, WorkerError
@@ -106,7 +105,7 @@ class Steps(Gradients):
         self._check_finished()
         for index, group in enumerate(self.param_groups):
             check_group(group)
-            unfrozen = [p for p in group["params"] if p not in self._tracked and _has_begun(p)]
+            unfrozen = [p for p in group["params"] if gradient_of(p) is not None and p not in self._tracked]
             if unfrozen:
                 self._refuse_replaced()
                 self._adopt(index, unfrozen)
@@ -162,8 +161,3 @@ class Steps(Gradients):
             return 1.0
         scale = as_float(self.grad_scale)
         return 1.0 / scale if scale != 0.0 else math.inf
-
-
-def _has_begun(param: Tensor) -> bool:
-    """Whether a parameter that was frozen has a gradient, so that it trains from this step on."""
-    return gradient_of(param) is not None and (param.grad is not None or param.requires_grad)
