@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -294,6 +295,36 @@ def test_memory_that_is_refused_while_buckets_are_made_anew(monkeypatch: pytest.
                 precise_loss(model, 0).backward()
         steps(model, optimizer)
         assert optimizer.state_digests() == expected
+
+
+def test_memory_that_is_refused_with_gradients_in_hand() -> None:
+    """Those that had arrived are brought again by the step that their user makes of them."""
+
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        precise_loss(model, 0).backward()
+        found = [param.grad for param in model.parameters() if param.grad is not None]
+        model.zero_grad()
+        return found
+
+    wide = model_of(torch.bfloat16)
+    _first_three_declared(wide)
+    values = gradients(wide)
+    digests = []
+    for refuses in (False, True):
+        model = model_of(torch.bfloat16)
+        _after_arrivals(2, model, lambda model=model: _first_three_declared(model))  # type: ignore[misc]  # bound now
+        with AdamW(model.parameters(), lr=1e-2, threads=2, bucket_numel=1 << 20) as optimizer:
+            if refuses:
+                with mock.patch.object(optimizer._core.link, "attach", side_effect=HostMemoryError("refused")):
+                    with pytest.raises(HostMemoryError, match="refused"):
+                        precise_loss(model, 0).backward()
+            _first_three_declared(model)
+            for param, value in list(zip(model.parameters(), values, strict=True))[: 4 if refuses else None]:
+                param.grad = value.clone()
+            optimizer.step()
+            assert [shard.steps for shard in optimizer._core.shards] == [1] * 6
+            digests.append(optimizer.state_digests())
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.parametrize("sources", [(declared, None), (None, declared), (by_kernels, declared)])

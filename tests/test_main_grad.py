@@ -107,6 +107,30 @@ def test_a_hook_behind_ours_is_right_and_not_speculated() -> None:
     assert behind.stats()["buckets_speculated"] == 0 < before.stats()["buckets_speculated"]
 
 
+@needs_grad_dtype
+def test_it_is_made_when_the_first_gradient_comes() -> None:
+    """What one parameter turns out to have is expected of the others of its group."""
+
+    def make_and_add(param: Tensor) -> None:
+        if not hasattr(param, "main_grad"):
+            with_main_grad(param)
+        add_to_main_grad(param)
+
+    def lazily(model: nn.Module) -> None:
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(make_and_add)
+
+    def narrow(model: nn.Module) -> None:
+        by_hooks(model)
+        for param in model.parameters():
+            param.grad_dtype = torch.bfloat16
+
+    options = {"speculation": "always", "bucket_numel": 64}
+    found = trained(lazily, steps, torch.bfloat16, **options)
+    assert found.state_digests() == trained(narrow, steps, torch.bfloat16, **options).state_digests()
+    assert found.stats()["buckets_speculated"] > 0
+
+
 def test_two_gradients_of_one_parameter_are_an_error() -> None:
     model = model_of(torch.bfloat16)
     with AdamW(model.parameters(), threads=2) as optimizer:
