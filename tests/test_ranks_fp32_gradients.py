@@ -167,3 +167,19 @@ def test_main_grad_under_ddp() -> None:
     (ours, speculated), (theirs, _) = (on_ranks(2, reduced_by_ddp, given)[0] for given in (True, False))
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
     assert speculated == 0
+
+
+def unreduced() -> str:
+    """In a rank: each has a main_grad of its own, and steps a part of the parameters."""
+    model = model_of(torch.bfloat16)
+    by_kernels(model)
+    with AdamW(model.parameters(), threads=1, replicated="shard", rank_timeout=20.0) as optimizer:
+        precise_loss(model, dist.get_rank()).backward()
+        for param in model.parameters():
+            param.grad = None
+        return error_of(optimizer.step)
+
+
+def test_a_main_grad_that_was_not_reduced_is_refused() -> None:
+    for error in on_ranks(2, unreduced):
+        assert "gradient" in error and "RankError" in error
