@@ -57,7 +57,8 @@ class AdamW(Delivery):
 
     Arguments:
         params: parameters or param groups: float32, bfloat16 or float16, dense (in any order of dimensions:
-            channels_last, transposed), all on the CPU or all on one CUDA device.
+            channels_last, transposed), all on the CPU or all on one CUDA device. Their gradients: in the same dtype or
+            in float32 (``p.grad_dtype``), or ``p.main_grad`` as in Megatron (docs/edits.md).
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; per group, changeable at any time.
         max_grad_norm: clip the global gradient norm to this (None: no clipping). Changeable between steps. Replaces
             ``torch.nn.utils.clip_grad_norm_``.

@@ -1,7 +1,7 @@
 """Which tensor a parameter is stepped with, and in which dtype it comes: ``p.grad``, or ``p.main_grad`` where that is.
 
-``main_grad`` is Megatron's convention, which Transformer Engine follows: a hook, or a fused kernel during backward, adds
-the gradients of a parameter to it, in fp32, and ``p.grad`` is ``None`` or a stand-in that has no meaning.
+``main_grad`` is Megatron's convention, which Transformer Engine follows: a hook, or a fused kernel during backward,
+adds the gradients of a parameter to it, in fp32, and ``p.grad`` is ``None`` or a stand-in that has no meaning.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def check_one_gradient(name: str, param: Tensor) -> None:
     """Two gradients of one parameter are an error: nothing says whether the one is in the other."""
     if main_grad_of(param) is not None and not is_added(param):
         raise StateError(
-            f"{name}: it has both p.grad and p.main_grad, and nothing says whether the one was added to the other. What "
-            "adds p.grad to p.main_grad sets p.grad = None behind it; where p.grad is a stand-in, as fused kernels "
-            "return it, p.grad_added_to_main_grad = True says so. Without such kernels leave main_grad out: "
+            f"{name}: it has both p.grad and p.main_grad, and nothing says whether the one was added to the other. "
+            "What adds p.grad to p.main_grad sets p.grad = None behind it; where p.grad is a stand-in, as fused "
+            "kernels return it, p.grad_added_to_main_grad = True says so. Without such kernels leave main_grad out: "
             "p.grad_dtype = torch.float32 has autograd itself keep gradients in fp32"
         )
 

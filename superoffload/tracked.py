@@ -109,8 +109,7 @@ class Tracked:
         return self.grad is not None and not is_dtensor(self.grad) and version_of(self.grad) != self.grad_version
 
     def remember_grad(self, grad: Tensor, *, summed: bool = False) -> None:
-        """``summed``: versions do not show every edit, and its bits cannot be compared with the core's but for a copy.
-        """
+        """``summed``: versions do not show every edit, and comparing its bits with the core's would take a copy."""
         self.grad, self.grad_version = grad, version_of(grad)
         self.grad_sums = sums_of([self.holding.part(grad).contiguous()])[0] if summed else None
 

@@ -177,8 +177,9 @@ class LateLink(CudaLink):
         kept = not self.frees_gradients or any(piece.shard.keeps_gradient for piece in bucket.pieces)
         if kept:
             fake.synchronize()  # we read them here, perhaps for the second time, as no program would
+        freed = self.frees_gradients
         parts = [  # a gradient may span buckets
-            (grad, grad[piece.start : piece.start + piece.numel], not self.frees_gradients or piece.shard.keeps_gradient)
+            (grad, grad[piece.start : piece.start + piece.numel], not freed or piece.shard.keeps_gradient)
             for piece, grad in zip(bucket.pieces, grads, strict=True)
             if grad is not None
         ]

@@ -61,6 +61,11 @@ def precise_loss(model: nn.Module, seed: int) -> Tensor:
     return loss
 
 
+def parameters_of(model: nn.Module) -> list[Any]:
+    """With whatever attributes others have given them."""
+    return list(model.parameters())
+
+
 def declared(model: nn.Module) -> None:
     for param in model.parameters():
         param.grad_dtype = torch.float32
@@ -71,13 +76,12 @@ def of_any_dtype(model: nn.Module) -> None:
         param.grad_dtype = None
 
 
-def with_main_grad(param: Tensor) -> None:
-    param.main_grad = torch.zeros_like(param, dtype=torch.float32)  # type: ignore[attr-defined]  # as Megatron does
+def with_main_grad(param: Any) -> None:
+    param.main_grad = torch.zeros_like(param, dtype=torch.float32)
 
 
-def add_to_main_grad(param: Tensor) -> None:
-    assert param.grad is not None
-    param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
+def add_to_main_grad(param: Any) -> None:
+    param.main_grad.add_(param.grad)
     param.grad = None
 
 
@@ -89,16 +93,16 @@ def by_hooks(model: nn.Module) -> None:
 
 
 def by_kernels(model: nn.Module) -> None:
-    for param in model.parameters():
+    for param in parameters_of(model):
         with_main_grad(param)
-        param.way = Fused  # type: ignore[assignment]
-        param.grad_added_to_main_grad = False  # type: ignore[assignment]
+        param.way = Fused
+        param.grad_added_to_main_grad = False
 
 
 def by_silent_kernels(model: nn.Module) -> None:
     """They return no gradient at all."""
     by_kernels(model)
-    for param in model.parameters():
+    for param in parameters_of(model):
         del param.grad_added_to_main_grad
 
 

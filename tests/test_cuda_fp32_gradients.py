@@ -15,7 +15,7 @@ from superoffload.cuda.link import CudaLink, CudaOptions
 from superoffload.packed_gradient import PackedGradient
 from tests.adamw_tools import model_of
 from tests.fake_cuda import IMAGE, Fake, FakeDevice, garbage_like, on_fake_device, on_host
-from tests.fp32_gradients import SOURCES, by_kernels, declared, needs_grad_dtype, precise_loss
+from tests.fp32_gradients import SOURCES, by_kernels, declared, needs_grad_dtype, parameters_of, precise_loss
 
 pytestmark = needs_grad_dtype
 
@@ -79,8 +79,8 @@ def test_a_main_grad_is_not_freed(fake: Fake) -> None:
     with on_fake_device(fake), AdamW(model.parameters(), threads=2, bucket_numel=256) as optimizer:
         precise_loss(model, 0).backward()
         fake.synchronize()
-        for param in model.parameters():
-            main: Any = param.main_grad
+        for param in parameters_of(model):
+            main = param.main_grad
             assert param.grad is None and main.any() and main.isfinite().all() and main.abs().max() < 10.0
         optimizer.step()
         fake.synchronize()

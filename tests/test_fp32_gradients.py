@@ -231,7 +231,9 @@ def test_too_late_in_a_step() -> None:
     _after_arrivals(5, model, lambda: declared(nn.ParameterList([first])))
     with AdamW(model.parameters(), threads=2, bucket_numel=64) as optimizer:
         before = optimizer.state_digests()
-        message = r"params'\]\[0\]: its gradient is torch.float32.*torch.bfloat16 was expected.*packed; set p.grad_dtype = "
+        message = (
+            r"params'\]\[0\]: its gradient is torch.float32.*torch.bfloat16 was expected.*packed; set p.grad_dtype"
+        )
         with pytest.raises(ArgumentError, match=message):
             precise_loss(model, 0).backward()
         optimizer.zero_grad()
@@ -247,7 +249,7 @@ def test_a_wider_gradient_than_in_the_steps_before_is_an_error() -> None:
         before = optimizer.state_digests()
         optimizer.zero_grad()
         declared(model)
-        with pytest.raises(ArgumentError, match=r"float32, and torch.bfloat16 was expected, as in the steps before.*new"):
+        with pytest.raises(ArgumentError, match=r"float32, and torch.bfloat16 was expected, as in the steps before"):
             batch(model, 3).backward()
         optimizer.zero_grad()
         assert optimizer.state_digests() == before
@@ -274,7 +276,7 @@ def test_dtypes_that_no_kernel_reads_are_refused(dtype: torch.dtype) -> None:
         AdamW(model.parameters())
     wide = model_of(torch.float32)
     next(wide.parameters()).grad_dtype = torch.bfloat16
-    with pytest.raises(ArgumentError, match=r"grad_dtype is torch.bfloat16, expected the parameter's dtype, torch.float32"):
+    with pytest.raises(ArgumentError, match=r"grad_dtype is torch.bfloat16, expected .* torch.float32"):
         AdamW(wide.parameters())
 
 
@@ -314,10 +316,10 @@ def test_memory_that_is_refused_with_gradients_in_hand() -> None:
         model = model_of(torch.bfloat16)
         _after_arrivals(2, model, lambda model=model: _first_three_declared(model))  # type: ignore[misc]  # bound now
         with AdamW(model.parameters(), lr=1e-2, threads=2, bucket_numel=1 << 20) as optimizer:
+            refused = mock.patch.object(optimizer._core.link, "attach", side_effect=HostMemoryError("refused"))
             if refuses:
-                with mock.patch.object(optimizer._core.link, "attach", side_effect=HostMemoryError("refused")):
-                    with pytest.raises(HostMemoryError, match="refused"):
-                        precise_loss(model, 0).backward()
+                with refused, pytest.raises(HostMemoryError, match="refused"):
+                    precise_loss(model, 0).backward()
             _first_three_declared(model)
             for param, value in list(zip(model.parameters(), values, strict=True))[: 4 if refuses else None]:
                 param.grad = value.clone()

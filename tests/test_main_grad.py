@@ -18,6 +18,7 @@ from tests.fp32_gradients import (
     by_kernels,
     gradient_of,
     needs_grad_dtype,
+    parameters_of,
     precise_loss,
     steps,
     trained,
@@ -44,7 +45,7 @@ def test_zero_grad_zeroes_it_in_place(set_to_none: bool) -> None:
 
 
 def _zipped(model: nn.Module) -> list[tuple[Tensor, Any]]:
-    return list(zip(_main_grads(model), model.parameters(), strict=True))
+    return list(zip(_main_grads(model), parameters_of(model), strict=True))
 
 
 def test_a_step_without_a_backward_is_one_with_gradients_of_zero() -> None:
@@ -58,7 +59,7 @@ def test_a_step_without_a_backward_is_one_with_gradients_of_zero() -> None:
         ours.zero_grad()
         ours.step()
         assert ours.stats()["steps"] == 3
-        for param in twin.parameters():
+        for param in parameters_of(twin):
             del param.main_grad
             param.grad = torch.zeros_like(param)
         other.step()
@@ -157,7 +158,7 @@ def test_a_stand_in_goes_and_one_that_is_to_be_added_does_not() -> None:
         precise_loss(model, 0).backward()
         stand_in, *others = (param.grad for param in model.parameters())
         assert stand_in is not None and others == [None] * len(others)
-        with pytest.raises(StateError, match="both p.grad and p.main_grad"):
+        with pytest.raises(StateError, match=r"both p\.grad and p\.main_grad"):
             optimizer.step()
         first.grad = None
         optimizer.step()
@@ -171,7 +172,7 @@ def test_a_main_grad_that_is_taken_away_or_comes_between(mode: str) -> None:
         steps(model, optimizer, range(1))
         optimizer.zero_grad()
         precise_loss(model, 1).backward()
-        first, second, *_ = model.parameters()
+        first, second, *_ = parameters_of(model)
         first.main_grad = None
         second.main_grad = second.main_grad.clone() * 2
         optimizer.step()
@@ -203,7 +204,7 @@ def test_in_the_dtype_of_the_parameter() -> None:
     """As Megatron's grad_reduce_in_fp32=False has it: the bits of p.grad."""
 
     def narrow(model: nn.Module) -> None:
-        for param in model.parameters():
+        for param in parameters_of(model):
             param.main_grad = torch.zeros_like(param)
             param.register_post_accumulate_grad_hook(add_to_main_grad)
 
@@ -225,6 +226,6 @@ def test_what_does_not_fit_the_parameter_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"p.main_grad is torch.float64, expected .* torch.bfloat16, or float32"):
         AdamW(model.parameters())
     first.main_grad = torch.zeros(3)
-    with AdamW(model.parameters(), threads=2) as optimizer:
-        with pytest.raises(ArgumentError, match=r"gradient of torch.float32 \(3,\) on cpu, expected torch.bfloat16 or"):
-            optimizer.step()
+    found = r"gradient of torch.float32 \(3,\) on cpu, expected torch.bfloat16 or"
+    with AdamW(model.parameters(), threads=2) as optimizer, pytest.raises(ArgumentError, match=found):
+        optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from superoffload import AdamW
-from superoffload.errors import ArgumentError
 from superoffload.integrations.fsdp2 import keep_reduced_gradients
 from tests.adamw_tools import model_of
-from tests.fp32_gradients import add_to_main_grad, by_kernels, needs_grad_dtype, precise_loss
+from tests.fp32_gradients import add_to_main_grad, by_kernels, needs_grad_dtype, parameters_of, precise_loss
 from tests.rank_tools import BF16, error_of, flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
 from tests.test_ranks_fsdp2 import STEPS, Case, build, train
 
@@ -64,7 +64,7 @@ def test_without_it_torch_rounds_them() -> None:
 
 
 def reduced_twice() -> tuple[bool, bool]:
-    """In a rank: whether gradients are the mean of the ranks' in fp32 to the bit, and that two of them add up in fp32."""
+    """In a rank: whether gradients are the mean of the ranks' in fp32 to the bit, and two of them the sum."""
     rows = [tokens_of(0, rank) for rank in range(2)]
     parts = []
     for tokens in rows:
@@ -98,15 +98,13 @@ def test_they_are_the_sums_that_the_reduction_made() -> None:
 
 def refused() -> list[str]:
     plain = shard(net(torch.bfloat16), flat_mesh())
-    return [error_of(lambda: keep_reduced_gradients(model)) for model in (nn.Linear(2, 2), plain)]
+    return [error_of(partial(keep_reduced_gradients, model)) for model in (nn.Linear(2, 2), plain)]
 
 
 @needs_grad_dtype
 def test_models_without_such_gradients_are_refused() -> None:
     for unsharded, unreduced in on_ranks(2, refused):
-        assert unsharded == f"{ArgumentError.__name__}: model: Linear, of which nothing is sharded; call fully_shard " + (
-            "before this"
-        )
+        assert unsharded == "ArgumentError: model: Linear, of which nothing is sharded; call fully_shard before this"
         assert "without MixedPrecisionPolicy(reduce_dtype=torch.float32)" in unreduced
 
 
@@ -123,8 +121,8 @@ def reduced_by_hand(mode: str, replicated: str) -> tuple[dict[str, str], list[Te
             optimizer.zero_grad()
             for seed in seeds:
                 precise_loss(model, 10 * step + seed).backward()
-            for param in model.parameters():
-                main: Any = param.main_grad
+            for param in parameters_of(model):
+                main = param.main_grad
                 if ranks > 1:
                     dist.all_reduce(main)
                 main.div_(2)

@@ -59,8 +59,8 @@ def keep_reduced_gradients(model: nn.Module) -> None:
     """Keeps the gradients of what ``fully_shard`` has sharded in fp32 where the policy reduces them in fp32.
 
     torch (2.13 and before) rounds them to the dtype of the sharded parameter behind the reduction; a bf16 model loses
-    there what ``reduce_dtype=torch.float32`` was to save. To be called after ``fully_shard`` and before the optimizer is
-    made, which takes them as they are. Costs 2 more bytes per parameter of this rank, here and there.
+    there what ``reduce_dtype=torch.float32`` was to save. To be called after ``fully_shard`` and before the optimizer
+    is made, which takes them as they are. Costs 2 more bytes per parameter of this rank, here and there.
     """
     groups = [group for module in model.modules() if is_sharded_module(module) for group in _groups_of(module)]
     if not groups:
@@ -68,8 +68,8 @@ def keep_reduced_gradients(model: nn.Module) -> None:
     kept = [group for group in groups if group.mp_policy.reduce_dtype is torch.float32]
     if not kept:
         raise ArgumentError(
-            "model: fully_shard was called without MixedPrecisionPolicy(reduce_dtype=torch.float32), so that there are no "
-            "fp32 gradients that could be kept; pass it as mp_policy="
+            "model: fully_shard was called without MixedPrecisionPolicy(reduce_dtype=torch.float32), so that there are "
+            "no fp32 gradients that could be kept; pass it as mp_policy="
         )
     for group in kept:
         _keep_dtype(group)

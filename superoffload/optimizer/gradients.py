@@ -152,8 +152,8 @@ class Gradients(Parameters):
             before = "as in the steps before" if tracked.has_stepped else "and other gradients of this step are packed"
             raise ArgumentError(
                 f"{shard.name}: its gradient is {dtype}, and {shard.gradient_dtype} was expected, {before}; set "
-                f"p.grad_dtype = {dtype}, or p.main_grad, before the optimizer is made. Where that changes between steps "
-                "make a new optimizer and load the state_dict() of this one"
+                f"p.grad_dtype = {dtype}, or p.main_grad, before the optimizer is made. Where that changes between "
+                "steps make a new optimizer and load the state_dict() of this one"
             )
 
     def _start_filling(self) -> None:

@@ -90,7 +90,8 @@ def _placements(model: ModelShape, hardware: Hardware, settings: Settings) -> It
         return
     fit = check_fit(model, hardware, settings)
     own = model.parameters / settings.ranks
-    most = min(1.0, (fit.gpu_room - fit.gpu_need) / ((_PLACED_BYTES[settings.state_dtype] + settings.gradient_bytes) * own))
+    placed = _PLACED_BYTES[settings.state_dtype] + settings.gradient_bytes
+    most = min(1.0, (fit.gpu_room - fit.gpu_need) / (placed * own))
     for step in range(1, _FRACTIONS + 1):
         fraction = int(1000 * most * step / _FRACTIONS) / 1000
         if fraction > 0:

@@ -112,7 +112,8 @@ def _superoffload(own: float, hardware: Hardware, settings: Settings, window: fl
     down, up = settings.gradient_bytes * on_host / hardware.link_down, 2 * on_host / hardware.link_up
     saving = BF16_STATE_SAVING if settings.state_dtype == "bf16" else 0.0
     plain, journaled, replay = (
-        (size + wider - saving) * on_host / hardware.host_bandwidth for size in (PLAIN_BYTES, JOURNALED_BYTES, REPLAY_BYTES)
+        (size + wider - saving) * on_host / hardware.host_bandwidth
+        for size in (PLAIN_BYTES, JOURNALED_BYTES, REPLAY_BYTES)
     )
     ready = (1 - settings.gpu_fraction) * window
     stepped = max(0.0, _pipeline(ready, [down, journaled]) - window)
