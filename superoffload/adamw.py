@@ -31,6 +31,7 @@ from superoffload.arguments import (
 )
 from superoffload.environment import check_environment
 from superoffload.errors import ArgumentError, StateError
+from superoffload.gradient_source import clear_main_grad
 from superoffload.optimizer.delivery import Delivery
 from superoffload.optimizer.parameters import Given
 from superoffload.optimizer.weakly import weakly
@@ -56,7 +57,8 @@ class AdamW(Delivery):
 
     Arguments:
         params: parameters or param groups: float32, bfloat16 or float16, dense (in any order of dimensions:
-            channels_last, transposed), all on the CPU or all on one CUDA device.
+            channels_last, transposed), all on the CPU or all on one CUDA device. Their gradients: in the same dtype or
+            in float32 (``p.grad_dtype``), or ``p.main_grad`` as in Megatron (docs/edits.md).
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; per group, changeable at any time.
         max_grad_norm: clip the global gradient norm to this (None: no clipping). Changeable between steps. Replaces
             ``torch.nn.utils.clip_grad_norm_``.
@@ -188,6 +190,9 @@ class AdamW(Delivery):
                 if not self._out_of_use():  # since another thread had the lock
                     self._abandon()
         super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for param in group["params"]:
+                clear_main_grad(param)
         if not self._out_of_use():
             with self._whole():
                 if not self._out_of_use():

@@ -193,10 +193,12 @@ def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
     param, grad = local_of(param), local_of(grad)
     if grad.layout is not torch.strided:
         raise ArgumentError(f"{name}: its gradient has layout {grad.layout}, expected dense (Embedding(sparse=False))")
-    if grad.dtype != param.dtype or grad.numel() != param.numel() or grad.device != param.device:
+    fits = grad.dtype in (param.dtype, torch.float32)
+    if not fits or grad.numel() != param.numel() or grad.device != param.device:
+        or_fp32 = " or torch.float32" if param.dtype != torch.float32 else ""
         raise ArgumentError(
             f"{name}: gradient of {grad.dtype} {tuple(grad.shape)} on {grad.device}, "
-            f"expected {param.dtype} {tuple(param.shape)} on {param.device}"
+            f"expected {param.dtype}{or_fp32} {tuple(param.shape)} on {param.device}"
         )
 
 

@@ -113,6 +113,7 @@ class Shard:
     offset: int = 0  # of its first element in the whole parameter, so that the noise does not depend on the sharding
     steps: int = 0
     resident: bool = False  # master and moments are on the accelerator (superoffload/placement.py)
+    keeps_gradient: bool = False  # its gradient stays its user's, also where others are freed (``p.main_grad``)
     block_sums: NDArray[np.float64] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from superoffload.bits import Sums, differing, sums_of
 from superoffload.bucket import Shard
 from superoffload.checkpoint import ParamState
 from superoffload.errors import StateError
+from superoffload.gradient_source import gradient_of
 from superoffload.masters import follow
 from superoffload.packed_gradient import PackedGradient, packed_in, stand_in_for
 from superoffload.ranks.layout import Holding, is_dtensor, local_of, memory_order, version_of
@@ -58,6 +59,7 @@ class Tracked:
     arrivals: int = 0  # backward passes that reached it since the last step
     expected: int = 1  # as many as in the step before
     shown_steps: int = 0
+    has_stepped: bool = False  # by this optimizer, so that the dtype of its gradients is known
     hook: RemovableHandle | None = None  # None while it is frozen
 
     def __post_init__(self) -> None:
@@ -102,7 +104,7 @@ class Tracked:
         Versions of DTensors show nothing: an operation on lists of them raises none, and FSDP2, where it accumulates
         gradients, raises those of all parameters that it reduces together, which share one buffer and its counter.
         """
-        if self.param.grad is not self.grad:
+        if gradient_of(self.param) is not self.grad:
             return True
         packed = packed_in(self.grad)
         if packed is not None:  # one that was brought back is compared
@@ -110,9 +112,9 @@ class Tracked:
         return self.grad is not None and not is_dtensor(self.grad) and version_of(self.grad) != self.grad_version
 
     def remember_grad(self, grad: Tensor, *, summed: bool = False) -> None:
-        """``summed``: a DTensor whose bits cannot be compared with what the core has but for a copy."""
+        """``summed``: versions do not show every edit, and comparing its bits with the core's would take a copy."""
         self.grad, self.grad_version = grad, version_of(grad)
-        self.grad_sums = sums_of([self.holding.part(grad)])[0] if summed and is_dtensor(grad) else None
+        self.grad_sums = sums_of([self.holding.part(grad).contiguous()])[0] if summed else None
 
     def free_grad(self, fetch: Callable[[PackedGradient], None]) -> None:
         """The gradient was packed: its memory goes, and a placeholder that can ``fetch`` it stands in ``p.grad``."""
@@ -216,7 +218,7 @@ def notice(several: Iterable[Tracked]) -> Noticed:
         if tracked.grad is not None and tracked.grad_sums is not None and not tracked.grad_changed:
             compared.append((edited, tracked))
             before.append(tracked.grad_sums)
-            now.append(tracked.holding.part(tracked.grad))
+            now.append(tracked.holding.part(tracked.grad).contiguous())
     plainly = frozenset(written)
     for (found, tracked), differs in zip(compared, differing(before, sums_of(now)), strict=True):
         if differs:

@@ -189,27 +189,29 @@ class LateLink(CudaLink):
 
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
         fake, device = self.fake_device.fake, self.fake_device
-        if not self.frees_gradients:
+        kept = not self.frees_gradients or any(piece.shard.keeps_gradient for piece in bucket.pieces)
+        if kept:
             fake.synchronize()  # we read them here, perhaps for the second time, as no program would
-        parts = [
-            (grad, grad[piece.start : piece.start + piece.numel])  # a gradient may span buckets
+        freed = self.frees_gradients
+        parts = [  # a gradient may span buckets
+            (grad, grad[piece.start : piece.start + piece.numel], not freed or piece.shard.keeps_gradient)
             for piece, grad in zip(bucket.pieces, grads, strict=True)
             if grad is not None
         ]
         late = []
-        for grad, part in parts:
-            late.append((part, part.clone()))
+        for grad, part, theirs in parts:
+            late.append((part, part.clone(), theirs))
             device.kept.append(grad)  # the allocator of a device would know what is still to be written there
             ctypes.memset(part.data_ptr(), _GARBAGE, part.numel() * part.element_size())
-            fake.write(fake.current, *late[-1])
+            fake.write(fake.current, *late[-1][:2])
         device.released.clear()
         ticket = super().pack(bucket, grads)
-        if not self.frees_gradients:  # whose owner may do with them what he likes
-            for part, values in late:
+        for part, values, theirs in late:
+            if theirs:  # whose owner may do with them what he likes
                 fake.write(fake.current, part, garbage_like(part))
                 fake.write(fake.current, part, values)
-        for grad, part in parts:
-            if self.frees_gradients:  # at once, where nobody told the allocator to wait
+        for grad, part, theirs in parts:
+            if not theirs:  # at once, where nobody told the allocator to wait
                 device.overwrite(part, device.released.get(grad.data_ptr(), fake.current))
         return ticket
 

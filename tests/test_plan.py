@@ -138,6 +138,25 @@ def test_host_bytes_are_those_of_the_architecture() -> None:
     assert needs.host_peak / LLAMA_8B.parameters == pytest.approx(12 + 2 + 2 + 2.5)
     small = estimate_memory(LLAMA_8B, Settings(state_dtype="bf16"))
     assert small.host_peak / LLAMA_8B.parameters == pytest.approx(8 + 2 + 2 + 2.5)
+    wide = estimate_memory(LLAMA_8B, Settings(gradient_dtype="fp32"))
+    assert wide.host_peak / LLAMA_8B.parameters == pytest.approx(12 + 4 + 2 + 2.5)
+    assert wide.gpu_moments["end of backward"] == 2 * needs.gpu_moments["end of backward"]
+
+
+def test_gradients_in_fp32_cost_bytes_where_they_can_be_had() -> None:
+    """DistributedDataParallel refuses them, and DeepSpeed has a setting of its own."""
+    for sharding, ranks, wider in (("none", 1, True), ("fsdp2", 2, True), ("none", 2, False), ("zero3", 2, False)):
+        narrow = Settings(sharding=sharding, ranks=ranks, accumulation=4)
+        wide = replace(narrow, gradient_dtype="fp32")
+        assert wide.gradient_bytes - narrow.gradient_bytes == (2 if wider else 0)
+        memory = [estimate_memory(LLAMA_8B, one) for one in (narrow, wide)]
+        own = LLAMA_8B.parameters / ranks
+        assert memory[1].host_peak - memory[0].host_peak == pytest.approx(2 * own if wider else 0)
+        assert memory[1].gpu_peak - memory[0].gpu_peak == pytest.approx(2 * own if wider else 0)
+        times = [estimate_step(LLAMA_8B, GH200_96, one) for one in (narrow, wide)]
+        assert (times[1].optimizer > times[0].optimizer) == wider
+    with pytest.raises(ArgumentError, match="gradient_dtype=fp16: expected fp32 or bf16"):
+        Settings(gradient_dtype="fp16")
 
 
 def test_what_is_sharded_shrinks_with_the_ranks() -> None:

@@ -120,6 +120,14 @@ def test_placement_and_state_dtype_are_arguments() -> None:
     assert check_placement(given["placement"]) == 0.125 and given["state_dtype"] == "bf16"
 
 
+@pytest.mark.parametrize("settings", [Settings(), Settings("superoffload", "fsdp2", ranks=2)])
+def test_gradients_in_fp32_are_asked_for_before_the_optimizer_is_made(settings: Settings) -> None:
+    text = configuration(replace(settings, gradient_dtype="fp32"))
+    asked = [line for line in text.splitlines() if line not in configuration(settings).splitlines()]
+    wanted = "keep_reduced_gradients(model)" if settings.sharding == "fsdp2" else "grad_dtype = torch.float32"
+    assert wanted in asked[-1] and text.index(asked[-1]) < text.index("superoffload.AdamW")
+
+
 def test_a_deepspeed_configuration_comes_with_what_the_script_needs() -> None:
     settings = Settings("superoffload", "zero3", ranks=2, checkpointing="full")
     (_, ours, activations) = configuration_notes(settings)

@@ -63,6 +63,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add_option(run, "--clip-rate", type=float, default=0.0, help="share of the steps that clip")
     add_option(run, "--utilization", type=float, default=0.4, help="of the GPU's peak in forward and backward")
     add_option(run, "--state-dtype", choices=("fp32", "bf16"), default="fp32", help="of the moments (superoffload)")
+    add_option(
+        run, "--gradient-dtype", choices=("bf16", "fp32"), default="bf16",
+        help="of the gradients (superoffload in one process, or under FSDP2)",
+    )  # fmt: skip
     output = parser.add_argument_group("output")
     output.add_argument("--json", metavar="PATH", help="write everything to this file too")
     output.add_argument("--all", action="store_true", help="list every engine, sharding and checkpointing too")
@@ -129,9 +133,9 @@ def settings_from(args: argparse.Namespace) -> Settings:
         sharding = "zero3" if needs_zero3 else "fsdp2" if args.ranks > 1 else "none"
     names = (
         "engine", "ranks", "sequence", "micro_batch", "accumulation", "checkpointing", "gpu_fraction", "clip_rate",
-        "utilization",
+        "utilization", "state_dtype", "gradient_dtype",
     )  # fmt: skip
-    return Settings(sharding=sharding, state_dtype=args.state_dtype, **{name: getattr(args, name) for name in names})
+    return Settings(sharding=sharding, **{name: getattr(args, name) for name in names})
 
 
 def _draw(folder: Path, model: ModelShape, hardware: Any, settings: Settings) -> None:

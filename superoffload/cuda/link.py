@@ -102,7 +102,9 @@ class CudaLink:
     def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
         with _translated("reserving memory"):
             if anew:
+                unpacked = set().union(*self._written_on.values())  # of gradients that have arrived before it
                 self._start_anew()
+                self._written_on.update((bucket, set(unpacked)) for bucket in buckets)
             scratch = self._device.empty(sum(map(_scratch_bytes, buckets)) + ALIGN)
             before = len(self._arenas)
             self._reserve_host(sum(map(_host_bytes, buckets)))
@@ -213,7 +215,8 @@ class CudaLink:
                     self.bytes_down += size * piece.numel
         current = self._device.current_stream()
         # Memory that is written again without asking the allocator: then the streams of backward wait themselves.
-        waits = not self.frees_gradients or self._device.reuses_unasked()
+        kept = any(piece.shard.keeps_gradient for piece in bucket.pieces)
+        waits = kept or not self.frees_gradients or self._device.reuses_unasked()
         released = [grad for grad in grads if grad is not None] if self.frees_gradients else []
         try:
             with _translated(f"packing {bucket.pieces[0].shard.name}"):

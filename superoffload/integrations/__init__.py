@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from superoffload.integrations import deepspeed, transformers
+    from superoffload.integrations import deepspeed, fsdp2, transformers
 
-_MODULES = ("deepspeed", "transformers")
+_MODULES = ("deepspeed", "fsdp2", "transformers")
 
-__all__ = ["deepspeed", "transformers"]
+__all__ = ["deepspeed", "fsdp2", "transformers"]
 
 
 def __getattr__(name: str) -> Any:

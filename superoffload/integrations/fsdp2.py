@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from superoffload.errors import StateError
+from superoffload.errors import ArgumentError, StateError
 from superoffload.ranks.layout import is_dtensor, local_of
 
 _Place = tuple[nn.Module, str, Tensor]
@@ -53,6 +53,59 @@ def await_offload(param: Tensor) -> None:
     mesh: Any = getattr(param, "device_mesh", None)
     if mesh is not None and mesh.device_type != "cpu" and local_of(param).device.type == "cpu":
         torch.get_device_module(mesh.device_type).current_stream().synchronize()
+
+
+def keep_reduced_gradients(model: nn.Module) -> None:
+    """Keeps the gradients of what ``fully_shard`` has sharded in fp32 where the policy reduces them in fp32.
+
+    torch (2.13 and before) rounds them to the dtype of the sharded parameter behind the reduction; a bf16 model loses
+    there what ``reduce_dtype=torch.float32`` was to save. To be called after ``fully_shard`` and before the optimizer
+    is made, which takes them as they are. Costs 2 more bytes per parameter of this rank, here and there.
+    """
+    groups = [group for module in model.modules() if is_sharded_module(module) for group in _groups_of(module)]
+    if not groups:
+        raise ArgumentError(f"model: {type(model).__name__}, of which nothing is sharded; call fully_shard before this")
+    kept = [group for group in groups if group.mp_policy.reduce_dtype is torch.float32]
+    if not kept:
+        raise ArgumentError(
+            "model: fully_shard was called without MixedPrecisionPolicy(reduce_dtype=torch.float32), so that there are "
+            "no fp32 gradients that could be kept; pass it as mp_policy="
+        )
+    for group in kept:
+        _keep_dtype(group)
+
+
+def _keep_dtype(group: Any) -> None:
+    """Again where the group learns its dtypes, at the first forward: parameters may have been replaced until then."""
+    learn = group._init_mp_dtypes
+
+    def keep() -> None:
+        for one in group.fsdp_params:
+            one.sharded_param.grad_dtype = torch.float32
+        group._orig_dtype = torch.float32  # to which gradients are cast behind the reduction
+
+    def learn_and_keep() -> None:
+        learn()
+        keep()
+
+    keep()
+    group._init_mp_dtypes = learn_and_keep
+
+
+def _groups_of(module: nn.Module) -> list[Any]:
+    sharded: Any = module
+    state = sharded._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and newer have several
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    for group in groups:
+        params = [one.sharded_param for one in getattr(group, "fsdp_params", ())]
+        if not (hasattr(group, "_init_mp_dtypes") and all(hasattr(param, "grad_dtype") for param in params)):
+            raise StateError(
+                f"torch {torch.__version__} does not show where fully_shard casts gradients, or has no p.grad_dtype "
+                "(2.10 and newer have it): leave keep_reduced_gradients() out, or keep the sharded parameters in fp32"
+            )
+    return list(groups)
 
 
 def is_sharded_module(module: nn.Module) -> bool:

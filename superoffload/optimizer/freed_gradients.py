@@ -6,6 +6,7 @@ import torch
 
 from superoffload.core import Core
 from superoffload.errors import DeviceError
+from superoffload.memory import is_out_of_memory
 from superoffload.optimizer.advice import Advice
 from superoffload.packed_gradient import PackedGradient, gradient_is_gone
 from superoffload.ranks.layout import local_of, out_of_order
@@ -29,7 +30,9 @@ class FreedGradients:
         with torch.inference_mode(False):
             try:
                 flat = torch.empty(tracked.shard.numel, dtype=packed.dtype, device=packed.device)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 raise DeviceError(
                     f"{packed.of}: there is no room to bring its gradient back from host memory ({error}). {_FAST_WAY}"
                 ) from error

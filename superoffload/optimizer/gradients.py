@@ -11,7 +11,8 @@ from torch import Tensor
 
 from superoffload.arguments import check_gradient
 from superoffload.bucket import Shard
-from superoffload.errors import StateError
+from superoffload.errors import ArgumentError, StateError
+from superoffload.gradient_source import check_one_gradient, dtype_to_come, gradient_of, is_added, main_grad_of
 from superoffload.integrations.accelerate import Window
 from superoffload.integrations.fsdp2 import await_offload
 from superoffload.optimizer.accumulating import Accumulating
@@ -93,14 +94,14 @@ class Gradients(Parameters):
             try:
                 take(tracked)
             except Exception as error:
-                self._unfinished[tracked] = (id(tracked.param.grad), threading.current_thread().name, error)
+                self._unfinished[tracked] = (id(gradient_of(tracked.param)), threading.current_thread().name, error)
                 raise
             self._unfinished.pop(tracked, None)
 
     def _check_finished(self) -> None:
         """A gradient that was taken away or replaced since then is the user's answer to the error."""
         for tracked, (grad, thread, error) in self._unfinished.items():
-            if tracked.param.grad is not None and id(tracked.param.grad) == grad:
+            if gradient_of(tracked.param) is not None and id(gradient_of(tracked.param)) == grad:
                 raise StateError(
                     f"step(): a backward() in thread {thread!r} was ended at {tracked.shard.name} by an error "
                     f"({type(error).__name__}: {error}), so gradients are missing. Nothing has changed; call "
@@ -112,8 +113,7 @@ class Gradients(Parameters):
         core = self._core
         if core.has_gradient(tracked.shard):  # a second backward before step(): undo, the sum is the gradient
             self._let_go(tracked)
-        grad = tracked.param.grad
-        if self._accumulating or grad is None or self._window.more_to_come():  # None: another hook has taken it away
+        if self._accumulating or not _is_final(tracked.param) or self._window.more_to_come():
             return
         tracked.arrivals += 1
         if tracked.arrivals < tracked.expected:
@@ -122,17 +122,45 @@ class Gradients(Parameters):
         self._hand_over(tracked, in_backward=True)
 
     def _hand_over(self, tracked: Tracked, *, in_backward: bool) -> None:
-        grad = unpacked(tracked.param)
+        main = main_grad_of(tracked.param)
+        grad = unpacked(tracked.param) if main is None else main
         assert grad is not None
         check_gradient(tracked.shard.name, tracked.param, grad)
         if tracked.plainly_written:  # of other writes step() takes back what is speculated now
             self._refresh(tracked)
+        self._follow_dtype(tracked, grad.dtype)
         if not self._core.is_filling:
             self._start_filling()
-        # Kept on a device: the core has it in host memory, and comparing there would copy it down again.
+        shard, core = tracked.shard, self._core
+        shard.keeps_gradient = main is not None
         tracked.packed = None  # its place is needed
-        tracked.remember_grad(grad, summed=self._core.link.asynchronous and not self._core.link.frees_gradients)
-        self._core.arrive(tracked.shard, tracked.holding.part(grad).contiguous(), in_backward=in_backward)
+        # Fused kernels raise no version of what they add to. A DTensor that is kept on a device: the core has it in
+        # host memory, and comparing there would copy it down again.
+        kept_there = is_dtensor(grad) and core.link.asynchronous and not core.link.frees_gradients
+        tracked.remember_grad(grad, summed=shard.keeps_gradient or kept_there)
+        part = tracked.holding.part(grad).contiguous()
+        core.arrive(shard, part.to(shard.gradient_dtype), in_backward=in_backward)
+
+    def _follow_dtype(self, tracked: Tracked, dtype: torch.dtype) -> None:
+        """Sees to it that the gradient fits its buckets: those in fp32 hold every other one exactly.
+
+        What is public is read again at the first gradient of a step. One that comes in fp32 all the same is taken for
+        the first of its group.
+        """
+        shard, core = tracked.shard, self._core
+        fits = shard.gradient_dtype in (dtype, torch.float32)
+        if fits and core.is_filling:
+            return
+        unseen = [one for one in self._tracked.values() if not (one.has_stepped or core.has_gradient(one.shard))]
+        wide = [one.shard for one in unseen if _comes_in_fp32(one) or (not fits and one.shard.group == shard.group)]
+        core.widen(wide)
+        if shard.gradient_dtype not in (dtype, torch.float32):
+            before = "as in the steps before" if tracked.has_stepped else "and other gradients of this step are packed"
+            raise ArgumentError(
+                f"{shard.name}: its gradient is {dtype}, and {shard.gradient_dtype} was expected, {before}; set "
+                f"p.grad_dtype = {dtype}, or p.main_grad, before the optimizer is made. Where that changes between "
+                "steps make a new optimizer and load the state_dict() of this one"
+            )
 
     def _start_filling(self) -> None:
         """The first gradient of a step is here."""
@@ -141,7 +169,7 @@ class Gradients(Parameters):
     def _on_packed(self, shard: Shard) -> None:
         """Nobody needs the gradient again: its memory goes, and something that says so stands in its place."""
         tracked = self._of_shard[shard.index]
-        if tracked.grad is None:  # not ours to free: a reduction's
+        if tracked.grad is None or shard.keeps_gradient:  # not ours to free: a reduction's, or p.main_grad
             return
         tracked.free_grad(self._fetch)
 
@@ -170,12 +198,17 @@ class Gradients(Parameters):
     def _take_reduced(self, tracked: Tracked, gradient: Tensor) -> None:
         if self._core.has_gradient(tracked.shard):
             self._let_go(tracked)
+        if main_grad_of(tracked.param) is not None:  # which this is still to be added to
+            return
         if tracked.plainly_written:
             self._refresh(tracked)
+        self._follow_dtype(tracked, gradient.dtype)
         if not self._core.is_filling:
             self._start_filling()
+        tracked.shard.keeps_gradient = False
         tracked.reduced = gradient
-        self._core.arrive(tracked.shard, tracked.holding.part_of_memory(gradient.view(-1)))
+        part = tracked.holding.part_of_memory(gradient.view(-1))
+        self._core.arrive(tracked.shard, part.to(tracked.shard.gradient_dtype))
 
     def _on_kept(self, param: Tensor) -> None:
         """``param.grad`` has what the reduction gave; from here on its version counter shows what is done to it."""
@@ -204,7 +237,7 @@ class Gradients(Parameters):
         self._core.retract(tracked.shard)
 
     def _let_go_of_edited(self, tracked: Tracked) -> None:
-        if tracked.param.grad is not None:
+        if gradient_of(tracked.param) is not None:
             self._edits.edited(tracked.shard)
         self._let_go(tracked)
 
@@ -221,16 +254,17 @@ class Gradients(Parameters):
                 self._let_go_of_edited(tracked)
             if tracked in noticed.written:
                 self._refresh(tracked)
-            if tracked.param.grad is not None and not core.has_gradient(tracked.shard):
+            check_one_gradient(tracked.shard.name, tracked.param)
+            if gradient_of(tracked.param) is not None and not core.has_gradient(tracked.shard):
                 self._hand_over(tracked, in_backward=False)
 
     def _is_edited(self, tracked: Tracked) -> bool:
-        """Whether ``p.grad`` is no longer what the core has.
+        """Whether the gradient is no longer what the core has.
 
         Operations on lists of DTensors (torch._foreach_mul_, and so clip_grad_norm_) raise nobody's version, so there
         the bits are compared, unless ``notice`` has done that.
         """
-        grad = tracked.param.grad
+        grad = gradient_of(tracked.param)
         if grad is None or tracked.grad_changed:
             return True
         packed = packed_in(grad)
@@ -263,6 +297,7 @@ class Gradients(Parameters):
                 ours.append(tracked)
             if tracked.shown_steps != tracked.shard.steps:
                 tracked.shown_steps = tracked.shard.steps
+                tracked.has_stepped = True
                 moved.append(tracked.step)
         self._untold.step_ended()
         remember_values(ours, on_device=self._untold.on_device)
@@ -277,3 +312,18 @@ class Gradients(Parameters):
             tracked.grad = tracked.reduced = None
             tracked.arrivals = 0
         self._core.abandon()
+
+
+def _comes_in_fp32(tracked: Tracked) -> bool:
+    return dtype_to_come(tracked.shard.name, tracked.param) is torch.float32
+
+
+def _is_final(param: Tensor) -> bool:
+    """In a hook of ``param``. ``p.main_grad`` where nothing is left to be added to it: by a fused kernel, or by a hook
+    that ran before ours. ``p.grad`` unless another hook has taken it away."""
+    if main_grad_of(param) is None:
+        return param.grad is not None
+    final = is_added(param)
+    if final:
+        param.grad = None  # a stand-in, to which the next backward would add another one
+    return final

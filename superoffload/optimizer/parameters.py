@@ -16,6 +16,7 @@ from superoffload.bucket import GroupHyper, Shard
 from superoffload.core import Core, CoreOptions
 from superoffload.cpus import worker_cpus
 from superoffload.errors import StateError
+from superoffload.gradient_source import dtype_to_come
 from superoffload.links import keeps_gradients, link_for, on_device
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.untraced import untraced
@@ -149,7 +150,7 @@ class Parameters(Lifetime):
                 name=name,
                 group=group,
                 numel=sizes[i],
-                gradient_dtype=param.dtype,
+                gradient_dtype=dtype_to_come(name, param),
                 published_dtype=param.dtype,
                 master=master,
                 exp_avg=exp_avg,

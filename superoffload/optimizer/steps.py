@@ -10,6 +10,7 @@ import torch
 
 from superoffload.arguments import as_float, check_group
 from superoffload.errors import HostMemoryError, RankError, WorkerError
+from superoffload.gradient_source import gradient_of
 from superoffload.optimizer.gradients import Gradients
 from superoffload.optimizer.untraced import untraced
 from superoffload.ranks.spread import Spread, gather
@@ -104,7 +105,7 @@ class Steps(Gradients):
         self._check_finished()
         for index, group in enumerate(self.param_groups):
             check_group(group)
-            unfrozen = [p for p in group["params"] if p.grad is not None and p not in self._tracked]
+            unfrozen = [p for p in group["params"] if gradient_of(p) is not None and p not in self._tracked]
             if unfrozen:
                 self._refuse_replaced()
                 self._adopt(index, unfrozen)
@@ -141,7 +142,7 @@ class Steps(Gradients):
         spreads = [
             Spread(held.holding, held.shard.target(), held.copy())
             for held in session.held
-            if held.is_spread and held.param.grad is not None
+            if held.is_spread and gradient_of(held.param) is not None
         ]
         if spreads:
             gather(session.group, "the updated parameters", spreads)

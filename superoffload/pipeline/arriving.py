@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -33,6 +33,30 @@ class Arriving(Speculating):
         """Whether any gradient has arrived in this step."""
         return bool(self._incoming)
 
+    def widen(self, shards: Iterable[Shard]) -> None:
+        """Lays buckets out anew, with the gradients of these shards in fp32; not where some of this step are packed."""
+        narrow = [shard for shard in shards if shard.gradient_dtype != torch.float32]
+        if not narrow:
+            return
+        self._finish_before()
+        gone = any(gradient is None for gradient in self._incoming.values())
+        if gone or any(bucket.state is not BucketState.FILLING for bucket in self.buckets):
+            return
+        for shard in narrow:
+            shard.gradient_dtype = torch.float32
+        arrived, self._incoming = self._incoming, {}  # should memory be refused, step() brings them again
+        self._outdated = True
+        self._attach_waiting()
+        self._incoming = arrived
+        for index in arrived:
+            self._mark_present(self.shards[index])
+
+    def _mark_present(self, shard: Shard) -> None:
+        for bucket, place in self._places.get(shard.index, ()):
+            bucket.present[place] = True
+            bucket.missing -= 1
+            self.link.received(bucket)
+
     def arrive(self, shard: Shard, gradient: Tensor, *, in_backward: bool = True) -> None:
         """``gradient`` (flat, contiguous, ``shard.gradient_dtype``) is final; its memory is read until packed."""
         if shard.index in self._incoming:
@@ -45,13 +69,11 @@ class Arriving(Speculating):
         self._incoming[shard.index] = gradient
         if not self._observed and in_backward:
             self._order.append(shard.index)
-        places = self._places.get(shard.index, ())
-        for bucket, place in places:  # first of all, so that an error further down leaves nothing half-known
+        buckets = self._buckets_of(shard)
+        for bucket in buckets:
             self._unpack(bucket)  # packed by a decide() that came before this gradient
-            bucket.present[place] = True
-            bucket.missing -= 1
-            self.link.received(bucket)
-        for bucket, _ in places:
+        self._mark_present(shard)  # first of all, so that an error further down leaves nothing half-known
+        for bucket in buckets:
             if bucket.missing == 0:
                 self._pack(bucket)
                 if in_backward and self._worth_speculating():

@@ -40,7 +40,8 @@ def auto_placement(
     if not settings.can_place or settings.gpu_fraction > 0:
         return None
     own = own_parameters(model, settings)
-    bytes_per_param = (12 if settings.state_dtype == "fp32" else 8) + 2  # state and the packed gradient
+    state = 12 if settings.state_dtype == "fp32" else 8
+    bytes_per_param = state + settings.gradient_bytes  # and the packed gradient
     per_bucket = min(max(own / _BUCKETS, _SMALLEST_BUCKET), BUCKET_ELEMENTS)
     measured = Measured(
         backward=step.backward / settings.accumulation,

@@ -43,6 +43,7 @@ class Settings:
     utilization: float = 0.40
     state_dtype: str = "fp32"
     gpu_fraction: float = 0.0
+    gradient_dtype: str = "bf16"
 
     def __post_init__(self) -> None:
         for name, choices in (("engine", ENGINES), ("sharding", SHARDINGS), ("checkpointing", CHECKPOINTING)):
@@ -57,6 +58,8 @@ class Settings:
             raise ArgumentError(f"utilization={self.utilization}: expected a share of the peak, above 0 and at most 1")
         if self.state_dtype not in ("fp32", "bf16"):
             raise ArgumentError(f"state_dtype={self.state_dtype}: expected fp32 or bf16")
+        if self.gradient_dtype not in ("fp32", "bf16"):
+            raise ArgumentError(f"gradient_dtype={self.gradient_dtype}: expected fp32 or bf16")
         if self.engine in ("zero-offload", "deepspeed-superoffload") and self.sharding != "zero3":
             raise ArgumentError(f"engine={self.engine} with sharding={self.sharding}: expected sharding zero3")
         if not 0 <= self.gpu_fraction <= 1:
@@ -75,6 +78,12 @@ class Settings:
     def can_place(self) -> bool:
         """Whether ``placement=`` exists: DeepSpeed's partitions have a key of its own."""
         return self.engine == "superoffload" and self.sharding != "zero3"
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of one element of superoffload's gradients. DistributedDataParallel and ZeRO-3 have those of their own."""
+        wide = self.gradient_dtype == "fp32" and self.can_place and not self.is_replicated
+        return 4 if wide else 2
 
     @property
     def is_replicated(self) -> bool:
@@ -169,10 +178,11 @@ def _add_offloaded(
         gpu["staging"] = 2 * 4 * min(BUCKET_ELEMENTS, own)
         moments = 8 if settings.state_dtype == "fp32" else 4
         if settings.gpu_fraction > 0:
-            gpu["state on the GPU (placement)"] = settings.gpu_fraction * (4 + moments + 2) * own
+            gpu["state on the GPU (placement)"] = settings.gpu_fraction * (4 + moments + settings.gradient_bytes) * own
             own *= 1 - settings.gpu_fraction
         host["master"], host["moments"] = 4 * own, moments * own
-        host["packed gradient"], host["shadow"], host[JOURNAL] = 2 * own, 2 * own, 2.5 * own
+        host["packed gradient"] = settings.gradient_bytes * own
+        host["shadow"], host[JOURNAL] = 2 * own, 2.5 * own
         if settings.is_replicated:
             gpu["gradients"] = 2 * count  # DistributedDataParallel keeps them
     elif settings.engine == "zero-offload":
@@ -201,9 +211,10 @@ def _add_gradient_moments(
     """What lives on the GPU late in a step and not at the start of backward."""
     if settings.engine != "torch":
         if settings.accumulation > 1 and not settings.is_replicated:  # partial sums wait on the GPU for the boundary
-            gpu["accumulated gradients"] = 2 * (shard if settings.shards_parameters else count)
+            size = settings.gradient_bytes
+            gpu["accumulated gradients"] = size * (shard if settings.shards_parameters else count)
         elif settings.engine == "superoffload":
-            moments["end of backward"] = 2 * 4 * min(BUCKET_ELEMENTS, count)
+            moments["end of backward"] = settings.gradient_bytes * 4 * min(BUCKET_ELEMENTS, count)
         return
     if settings.sharding in ("zero1", "zero2"):
         moments["end of backward"] = 2 * (count if settings.sharding == "zero1" else shard)

@@ -20,7 +20,7 @@ MOST_TOKENS = 4_000_000  # per step over all ranks that are recommended
 # As docs/engines.md prefers them.
 SHARDING_ORDER = ("fsdp2", "none", "zero3", "zero2", "zero1")
 _FRACTIONS = 8  # of the room for state on the GPU that are tried
-_PLACED_BYTES = {"fp32": 14, "bf16": 10}  # of state and packed gradient, per parameter
+_PLACED_BYTES = {"fp32": 12, "bf16": 8}  # of state, per parameter; the packed gradient is there too
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ def _placements(model: ModelShape, hardware: Hardware, settings: Settings) -> It
         return
     fit = check_fit(model, hardware, settings)
     own = model.parameters / settings.ranks
-    most = min(1.0, (fit.gpu_room - fit.gpu_need) / (_PLACED_BYTES[settings.state_dtype] * own))
+    placed = _PLACED_BYTES[settings.state_dtype] + settings.gradient_bytes
+    most = min(1.0, (fit.gpu_room - fit.gpu_need) / (placed * own))
     for step in range(1, _FRACTIONS + 1):
         fraction = int(1000 * most * step / _FRACTIONS) / 1000
         if fraction > 0:

@@ -106,12 +106,14 @@ def _superoffload(own: float, hardware: Hardware, settings: Settings, window: fl
 
     What is placed on the GPU becomes ready last, and is stepped there after the verdict.
     """
-    on_gpu = PLAIN_BYTES * settings.gpu_fraction * own / hardware.gpu_bandwidth
+    wider = settings.gradient_bytes - 2
+    on_gpu = (PLAIN_BYTES + wider) * settings.gpu_fraction * own / hardware.gpu_bandwidth
     on_host = (1 - settings.gpu_fraction) * own
-    down, up = 2 * on_host / hardware.link_down, 2 * on_host / hardware.link_up
+    down, up = settings.gradient_bytes * on_host / hardware.link_down, 2 * on_host / hardware.link_up
     saving = BF16_STATE_SAVING if settings.state_dtype == "bf16" else 0.0
     plain, journaled, replay = (
-        (size - saving) * on_host / hardware.host_bandwidth for size in (PLAIN_BYTES, JOURNALED_BYTES, REPLAY_BYTES)
+        (size + wider - saving) * on_host / hardware.host_bandwidth
+        for size in (PLAIN_BYTES, JOURNALED_BYTES, REPLAY_BYTES)
     )
     ready = (1 - settings.gpu_fraction) * window
     stepped = max(0.0, _pipeline(ready, [down, journaled]) - window)
@@ -128,7 +130,7 @@ def _superoffload(own: float, hardware: Hardware, settings: Settings, window: fl
 def plain_pass_seconds(own: float, host_bandwidth: float, settings: Settings) -> float:
     """Of superoffload's plain step over ``own`` parameters, by the processors alone."""
     saving = BF16_STATE_SAVING if settings.state_dtype == "bf16" else 0.0
-    return (PLAIN_BYTES - saving) * own / host_bandwidth
+    return (PLAIN_BYTES + settings.gradient_bytes - 2 - saving) * own / host_bandwidth
 
 
 def _pipeline(window: float, stages: Sequence[float]) -> float:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from superoffload.bits import all_finite
+from superoffload.gradient_source import gradient_of
 from superoffload.packed_gradient import PackedGradient
 from superoffload.ranks.compare import odd_ranks
 from superoffload.ranks.group import RankGroup
@@ -136,7 +137,7 @@ def _gradient(one: Held) -> int:
 
     Nor where it is not finite: then the step was skipped on all ranks, whoever saw it.
     """
-    gradient = one.param.grad
+    gradient = gradient_of(one.param)
     if not one.is_spread or gradient is None or isinstance(gradient, PackedGradient):
         return 0
     values = gradient.detach().reshape(-1)

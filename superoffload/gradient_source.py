@@ -1,0 +1,70 @@
+"""Which tensor a parameter is stepped with, and in which dtype it comes: ``p.grad``, or ``p.main_grad`` where that is.
+
+``main_grad`` is Megatron's convention, which Transformer Engine follows: a hook, or a fused kernel during backward,
+adds the gradients of a parameter to it, in fp32, and ``p.grad`` is ``None`` or a stand-in that has no meaning.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from superoffload.errors import ArgumentError, StateError
+
+
+def main_grad_of(param: Tensor) -> Tensor | None:
+    """``p.main_grad`` where the parameter has one and trains: it stays there when the parameter is frozen."""
+    found: Tensor | None = getattr(param, "main_grad", None)
+    return found if param.requires_grad else None
+
+
+def gradient_of(param: Tensor) -> Tensor | None:
+    """What the parameter is stepped with: ``p.main_grad`` where it has one, else ``p.grad``."""
+    main = main_grad_of(param)
+    return param.grad if main is None else main
+
+
+def is_added(param: Tensor) -> bool:
+    """Whether ``p.main_grad`` has all that backward gave: ``p.grad`` is gone, or a fused kernel says that it has no
+    meaning. Not where ``zero_out_wgrad`` says that it is still to be added, as for weights that are shared."""
+    if param.grad is None:
+        return True
+    return bool(getattr(param, "grad_added_to_main_grad", False)) and not getattr(param, "zero_out_wgrad", False)
+
+
+def check_one_gradient(name: str, param: Tensor) -> None:
+    """Two gradients of one parameter are an error: nothing says whether the one is in the other."""
+    if main_grad_of(param) is not None and not is_added(param):
+        raise StateError(
+            f"{name}: it has both p.grad and p.main_grad, and nothing says whether the one was added to the other. "
+            "What adds p.grad to p.main_grad sets p.grad = None behind it; where p.grad is a stand-in, as fused "
+            "kernels return it, p.grad_added_to_main_grad = True says so. Without such kernels leave main_grad out: "
+            "p.grad_dtype = torch.float32 has autograd itself keep gradients in fp32"
+        )
+
+
+def clear_main_grad(param: Tensor) -> None:
+    """Zeros, in place, since kernels that add to it know its memory; and nothing was added so far."""
+    main: Tensor | None = getattr(param, "main_grad", None)
+    if main is not None:
+        main.zero_()
+        if hasattr(param, "grad_added_to_main_grad"):
+            param.grad_added_to_main_grad = False
+
+
+def dtype_to_come(name: str, param: Tensor) -> torch.dtype:
+    """The dtype that is wide enough for the gradients of ``param``, as far as it is public."""
+    main = main_grad_of(param)
+    if main is not None:
+        return _checked(name, param, main.dtype, "p.main_grad")
+    declared: torch.dtype | None = getattr(param, "grad_dtype", param.dtype)  # torch 2.10 and newer have it
+    if declared is None:  # any: fp32 holds them all
+        return torch.float32
+    return _checked(name, param, declared, "p.grad_dtype")
+
+
+def _checked(name: str, param: Tensor, dtype: torch.dtype, what: str) -> torch.dtype:
+    if dtype not in (param.dtype, torch.float32):
+        or_fp32 = ", or float32" if param.dtype != torch.float32 else ""
+        raise ArgumentError(f"{name}: {what} is {dtype}, expected the parameter's dtype, {param.dtype}{or_fp32}")
+    return dtype
