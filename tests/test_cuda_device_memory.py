@@ -81,7 +81,7 @@ class Replaying(CudaLink):
     def received(self, bucket: Bucket) -> None:
         """The first gradient of a backward comes from ``side``."""
         main, fake = self.device.fake.current, self.device.fake
-        fake.current = main if bucket in self._written_on else self.side
+        fake.current = main if self._written_on.get(bucket) else self.side
         super().received(bucket)
         fake.current = main
 
