@@ -29,6 +29,7 @@ from superoffload.checkpoint import ParamState, StateDict, blocks_of, read_state
 from superoffload.closing import close_at_exit, is_closed
 from superoffload.cpus import worker_cpus
 from superoffload.errors import StateError, WorkerError
+from superoffload.gradient_source import check_no_main_grad
 from superoffload.interrupts import held_signals
 from superoffload.masters import follow
 from superoffload.ranks.layout import in_order, memory_order
@@ -147,6 +148,8 @@ class CPUAdamW(Optimizer):
         found: dict[int, list[Tensor]] = {}
         for index, group in enumerate(self.param_groups):
             check_group(group)
+            for param in group["params"]:
+                check_no_main_grad("parameter", param)
             params = [param for param in group["params"] if param.grad is not None]
             for param in params:
                 check_parameter("parameter", param)

@@ -58,6 +58,11 @@ def dtype_to_come(name: str, param: Tensor) -> torch.dtype:
     if main is not None:
         return _checked(name, param, main.dtype, "p.main_grad")
     declared: torch.dtype | None = getattr(param, "grad_dtype", param.dtype)  # torch 2.10 and newer have it
+    if "grad_dtype" in vars(param) and not hasattr(torch.Tensor, "grad_dtype"):
+        raise ArgumentError(
+            f"{name}: p.grad_dtype is set, which this torch ({torch.__version__}) does not know, so gradients would be "
+            f"in {param.dtype} all the same; it needs torch 2.10, or leave grad_dtype out"
+        )
     if declared is None:  # any: fp32 holds them all
         return torch.float32
     return _checked(name, param, declared, "p.grad_dtype")
@@ -68,3 +73,12 @@ def _checked(name: str, param: Tensor, dtype: torch.dtype, what: str) -> torch.d
         or_fp32 = ", or float32" if param.dtype != torch.float32 else ""
         raise ArgumentError(f"{name}: {what} is {dtype}, expected the parameter's dtype, {param.dtype}{or_fp32}")
     return dtype
+
+
+def check_no_main_grad(name: str, param: Tensor) -> None:
+    """For optimizers that read ``p.grad`` only."""
+    if main_grad_of(param) is not None:
+        raise StateError(
+            f"{name}: it has p.main_grad, and CPUAdamW reads p.grad only; use superoffload.AdamW, which steps with "
+            "main_grad, or delete p.main_grad"
+        )

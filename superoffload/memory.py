@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.errors import HostMemoryError
+from superoffload.errors import DeviceError, HostMemoryError
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _NO_MEMORY = 2  # cudaErrorMemoryAllocation
@@ -72,3 +74,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     if later is None or not isinstance(error, later):
         return False
     return getattr(error, "error_code", None) == _NO_MEMORY or "out of memory" in str(error).lower()
+
+
+@contextmanager
+def room_on_device(what: str, remedy: str = "Free memory there, or use smaller micro-batches") -> Iterator[None]:
+    """An accelerator that has no memory left for what is done inside is a ``DeviceError``; nothing has changed then."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DeviceError(f"{what}: there is no room on the device ({error}). {remedy}") from error

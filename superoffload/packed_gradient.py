@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from superoffload.errors import StateError
+from superoffload.memory import room_on_device
 from superoffload.ranks.layout import is_dtensor
 
 
@@ -46,7 +47,7 @@ class PackedGradient(Tensor):
     def bring_back(self) -> Tensor:
         """The gradient as an ordinary tensor; the same one at every call."""
         if self.in_memory is None and self.zeroed:
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), room_on_device(f"{self.of}: zeros in the place of its gradient"):
                 zeros = torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device=self.device).zero_()
             self.in_memory = zeros if self.in_memory is None else self.in_memory  # another thread's
         elif self.in_memory is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ class Tracked:
     grad_version: tuple[int, int] = UNKNOWN
     grad_sums: Sums | None = None  # of its bits, where the core has it on another device
     reduced: Tensor | None = None  # what a reduction gave and the core has; p.grad must turn out to be the same
-    packed: PackedGradient | None = None  # what stands for the gradient that was packed and freed last
+    _packed: ReferenceType[PackedGradient] | None = None  # the placeholder of the gradient that was packed last
     arrivals: int = 0  # backward passes that reached it since the last step
     expected: int = 1  # as many as in the step before
     shown_steps: int = 0
@@ -116,12 +117,22 @@ class Tracked:
         self.grad, self.grad_version = grad, version_of(grad)
         self.grad_sums = sums_of([self.holding.part(grad).contiguous()])[0] if summed else None
 
+    @property
+    def packed(self) -> PackedGradient | None:
+        """The placeholder of the gradient that was packed last, as long as ``p.grad`` or the user has it."""
+        return None if self._packed is None else self._packed()
+
+    def forget_packed(self) -> None:
+        """The place where that gradient was packed is needed."""
+        self._packed = None
+
     def free_grad(self, fetch: Callable[[PackedGradient], None]) -> None:
         """The gradient was packed: its memory goes, and a placeholder that can ``fetch`` it stands in ``p.grad``."""
         local = local_of(self.param) if is_dtensor(self.param) else self.param
         assert self.grad is not None
-        self.packed = PackedGradient(self.shard.name, self.shard.index, local, self.grad.dtype, fetch)
-        self.param.grad = self.grad = stand_in_for(self.param, self.packed)
+        packed = PackedGradient(self.shard.name, self.shard.index, local, self.grad.dtype, fetch)
+        self._packed = ref(packed)
+        self.param.grad = self.grad = stand_in_for(self.param, packed)
         self.grad_version, self.grad_sums = UNKNOWN, None
 
     def brought_back(self) -> None:

@@ -16,9 +16,11 @@ from tests.fake_cuda import Fake, on_fake_device, on_host
 
 
 @contextmanager
-def training(fake: Fake, *, link: dict[str, Any] | None = None, **options: Any) -> Iterator[tuple[nn.Module, AdamW]]:
+def training(
+    fake: Fake, *, model: nn.Module | None = None, link: dict[str, Any] | None = None, **options: Any
+) -> Iterator[tuple[nn.Module, AdamW]]:
     """Two steps are done; parameters are read behind the current stream."""
-    model = model_of(torch.bfloat16)
+    model = model_of(torch.bfloat16) if model is None else model
     model.register_forward_pre_hook(lambda *_: fake.synchronize())
     options = {"speculation": "always", "threads": 2, "bucket_numel": 1024, **options}
     with on_fake_device(fake, **(link or {})):

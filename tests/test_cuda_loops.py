@@ -163,6 +163,30 @@ def test_accelerate_that_is_reset_is_not_asked() -> None:
         assert "accelerate.state" not in sys.modules, "loaded for nothing"
 
 
+def test_a_window_that_was_left_half_way_is_another_loops() -> None:
+    """The first step shows it; from then on backward overlaps as ever, until Accelerate begins another window."""
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'superoffload[transformers]'")
+    accelerate.state.GradientState._reset_state()
+    state = accelerate.state.GradientState()
+    model = model_of()
+    try:
+        with on_host(), AdamW(model.parameters(), **OPTIONS) as optimizer:
+            overlapped, told = [], []
+            for state.sync_gradients in (False, False, False, True, False, False):
+                before = optimizer.stats()["buckets_speculated"]
+                batch(model, 1).backward()
+                overlapped.append(optimizer.stats()["buckets_speculated"] > before)
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    optimizer.step()
+                told.append(any("sync_gradients=False" in str(one.message) for one in caught))
+                optimizer.zero_grad()
+            assert overlapped == [False, True, True, True, False, True]
+            assert told == [True, False, False, False, False, False]
+    finally:
+        accelerate.state.GradientState._reset_state()
+
+
 def trained(folder: Path, fake: Fake | None) -> dict[str, str]:
     from tests import test_transformers as tools
 

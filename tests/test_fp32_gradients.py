@@ -329,6 +329,25 @@ def test_memory_that_is_refused_with_gradients_in_hand() -> None:
     assert digests[0] == digests[1]
 
 
+def test_memory_that_is_refused_once_and_a_new_backward() -> None:
+    """What had arrived before is forgotten: no shard is laid out twice, and the bits are those of a run without it."""
+    digests = []
+    for refuses in (False, True):
+        model = model_of(torch.bfloat16)
+        _after_arrivals(2, model, lambda model=model: _first_three_declared(model))  # type: ignore[misc]  # bound now
+        with AdamW(model.parameters(), lr=1e-2, threads=2, bucket_numel=4096, speculation="never") as optimizer:
+            refused = mock.patch.object(optimizer._core.link, "prepare", side_effect=HostMemoryError("refused"))
+            if refuses:
+                with refused, pytest.raises(HostMemoryError, match="refused"):
+                    precise_loss(model, 0).backward()
+                optimizer.zero_grad()
+            steps(model, optimizer)
+            core = optimizer._core
+            assert sum(bucket.numel for bucket in core.buckets) == sum(shard.numel for shard in core.shards)
+            digests.append(optimizer.state_digests())
+    assert digests[0] == digests[1]
+
+
 @pytest.mark.parametrize("sources", [(declared, None), (None, declared), (by_kernels, declared)])
 def test_checkpoints_do_not_depend_on_it(sources: tuple[Any, Any]) -> None:
     """Saved with gradients of one dtype, loaded for those of another: what is saved is the same."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from superoffload import AdamW
+from superoffload import AdamW, CPUAdamW
 from superoffload.errors import ArgumentError, StateError
+from superoffload.gradient_source import dtype_to_come
 from superoffload.schedule import MODES
 from tests.adamw_tools import batch, model_of
 from tests.fp32_gradients import (
@@ -229,3 +231,26 @@ def test_what_does_not_fit_the_parameter_is_refused() -> None:
     found = r"gradient of torch.float32 \(3,\) on cpu, expected torch.bfloat16 or"
     with AdamW(model.parameters(), threads=2) as optimizer, pytest.raises(ArgumentError, match=found):
         optimizer.step()
+
+
+def test_the_kernel_alone_says_that_it_reads_no_main_grad() -> None:
+    param: Any = nn.Parameter(torch.ones(8))
+    param.main_grad = torch.ones(8)
+    optimizer = CPUAdamW([param])
+    with pytest.raises(StateError, match=r"p\.main_grad, and CPUAdamW reads p\.grad only; use superoffload\.AdamW"):
+        optimizer.step()
+    assert torch.equal(param, torch.ones(8))
+    del param.main_grad
+    param.grad = torch.ones(8)
+    optimizer.step()
+    assert not torch.equal(param, torch.ones(8))
+    optimizer.close()
+
+
+def test_a_dtype_of_gradients_that_this_torch_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.10 ``p.grad_dtype`` is an attribute like any other, which autograd does not read."""
+    param = SimpleNamespace(grad_dtype=torch.float32, dtype=torch.bfloat16, requires_grad=True)
+    older = SimpleNamespace(Tensor=object, float32=torch.float32, __version__="2.9.1")
+    monkeypatch.setattr("superoffload.gradient_source.torch", older)
+    with pytest.raises(ArgumentError, match=r"p\.grad_dtype is set, which this torch \(2\.9\.1\) does not know"):
+        dtype_to_come("weight", param)  # type: ignore[arg-type]  # a parameter of that torch

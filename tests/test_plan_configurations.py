@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from superoffload.placement import check_placement
 from superoffload.plan.configuration import configuration, configuration_notes
 from superoffload.plan.memory import Settings
+from superoffload.plan.profiles import GH200_96
+from superoffload.plan.report import assumptions
 from tests.rank_tools import on_ranks
 
 ONE = [Settings(engine, accumulation=steps) for engine in ("torch", "superoffload") for steps in (1, 3)]
@@ -126,6 +128,14 @@ def test_gradients_in_fp32_are_asked_for_before_the_optimizer_is_made(settings: 
     asked = [line for line in text.splitlines() if line not in configuration(settings).splitlines()]
     wanted = "keep_reduced_gradients(model)" if settings.sharding == "fsdp2" else "grad_dtype = torch.float32"
     assert wanted in asked[-1] and text.index(asked[-1]) < text.index("superoffload.AdamW")
+
+
+@pytest.mark.parametrize(
+    ("settings", "wide"), [(Settings(), True), (Settings(ranks=2), False), (Settings(sharding="zero3", ranks=2), False)]
+)
+def test_the_report_names_the_gradients_that_there_are(settings: Settings, wide: bool) -> None:
+    text = " ".join(assumptions(GH200_96, replace(settings, gradient_dtype="fp32")))
+    assert ("fp32 gradients" if wide else "bf16 gradients") in text
 
 
 def test_a_deepspeed_configuration_comes_with_what_the_script_needs() -> None:

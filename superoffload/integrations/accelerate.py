@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from superoffload.optimizer.advice import Advice
 
 
 class Window:
     """Knows whether Accelerate accumulates gradients now, where it is used at all.
 
-    ``GradientState`` is one for the whole process. Where it says so of another model, nothing is lost but the overlap.
+    ``GradientState`` is one for the whole process, and Accelerate calls no ``step()`` inside a window. So a step there
+    shows that the window is another loop's, or was left half-way: it is ignored until the next one begins.
     """
 
     def __init__(self) -> None:
         self._state: Any = None
+        self._ignored = False
+        self._said = False
 
     def more_to_come(self) -> bool:
         """Whether another backward follows before ``step()``."""
+        is_open = self._is_open()
+        self._ignored = self._ignored and is_open
+        return is_open and not self._ignored
+
+    def step_begins(self, advice: Advice) -> None:
+        """Is told of every ``step()``."""
+        if self.more_to_come():
+            self._ignored = True
+            if self._said:
+                return
+            self._said = True
+            advice.keep(
+                "step() was called while Accelerate's GradientState says that gradients accumulate "
+                "(sync_gradients=False), so nothing was stepped during backward. That window is ignored from now on; "
+                "if it is this loop's, call step() and zero_grad() on what accelerator.prepare() returned"
+            )
+
+    def _is_open(self) -> bool:
         if self._state is None:
             module = sys.modules.get("accelerate.state")  # without loading it
             if module is None or not hasattr(module, "GradientState"):

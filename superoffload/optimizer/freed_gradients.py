@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from superoffload.core import Core
-from superoffload.errors import DeviceError
-from superoffload.memory import is_out_of_memory
+from superoffload.memory import room_on_device
 from superoffload.optimizer.advice import Advice
 from superoffload.packed_gradient import PackedGradient, gradient_is_gone
 from superoffload.ranks.layout import local_of, out_of_order
@@ -27,18 +26,15 @@ class FreedGradients:
         holding, local = tracked.holding, local_of(tracked.param)
         if holding.flat_chunks:
             raise gradient_is_gone(packed.of, "this rank has packed a part of it (replicated='shard')")
-        with torch.inference_mode(False):
-            try:
-                flat = torch.empty(tracked.shard.numel, dtype=packed.dtype, device=packed.device)
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                raise DeviceError(
-                    f"{packed.of}: there is no room to bring its gradient back from host memory ({error}). {_FAST_WAY}"
-                ) from error
+        with torch.inference_mode(False), room_on_device(f"{packed.of}: bringing its gradient back", _FAST_WAY):
+            flat = torch.empty(tracked.shard.numel, dtype=packed.dtype, device=packed.device)
             self._core.copy_packed(tracked.shard, flat)
             packed.in_memory = out_of_order(flat, local.shape, holding.order)
-            tracked.brought_back()
+            try:
+                tracked.brought_back()
+            except BaseException:
+                packed.in_memory = None
+                raise
         if not self._said:
             self._said = True
             self._advice.keep(

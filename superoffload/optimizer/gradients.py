@@ -15,6 +15,7 @@ from superoffload.errors import ArgumentError, StateError
 from superoffload.gradient_source import check_one_gradient, dtype_to_come, gradient_of, is_added, main_grad_of
 from superoffload.integrations.accelerate import Window
 from superoffload.integrations.fsdp2 import await_offload
+from superoffload.memory import room_on_device
 from superoffload.optimizer.accumulating import Accumulating
 from superoffload.optimizer.advice import Advice
 from superoffload.optimizer.edited_gradients import EditedGradients
@@ -133,13 +134,14 @@ class Gradients(Parameters):
             self._start_filling()
         shard, core = tracked.shard, self._core
         shard.keeps_gradient = main is not None
-        tracked.packed = None  # its place is needed
+        tracked.forget_packed()
         # Fused kernels raise no version of what they add to. A DTensor that is kept on a device: the core has it in
         # host memory, and comparing there would copy it down again.
         kept_there = is_dtensor(grad) and core.link.asynchronous and not core.link.frees_gradients
         tracked.remember_grad(grad, summed=shard.keeps_gradient or kept_there)
-        part = tracked.holding.part(grad).contiguous()
-        core.arrive(shard, part.to(shard.gradient_dtype), in_backward=in_backward)
+        with room_on_device(shard.name):
+            part = tracked.holding.part(grad).contiguous().to(shard.gradient_dtype)
+        core.arrive(shard, part, in_backward=in_backward)
 
     def _follow_dtype(self, tracked: Tracked, dtype: torch.dtype) -> None:
         """Sees to it that the gradient fits its buckets: those in fp32 hold every other one exactly.
@@ -189,7 +191,7 @@ class Gradients(Parameters):
             if packed is not None and packed is shown and not packed.zeroed:
                 packed.bring_back()
         for tracked in self._tracked.values():
-            tracked.packed = None
+            tracked.forget_packed()
 
     def _on_reduced(self, param: Tensor, gradient: Tensor) -> None:
         """A reduction over ranks has ended during backward; what it gave becomes ``param.grad``."""
@@ -207,8 +209,9 @@ class Gradients(Parameters):
             self._start_filling()
         tracked.shard.keeps_gradient = False
         tracked.reduced = gradient
-        part = tracked.holding.part_of_memory(gradient.view(-1))
-        self._core.arrive(tracked.shard, part.to(tracked.shard.gradient_dtype))
+        with room_on_device(tracked.shard.name):
+            part = tracked.holding.part_of_memory(gradient.view(-1)).to(tracked.shard.gradient_dtype)
+        self._core.arrive(tracked.shard, part)
 
     def _on_kept(self, param: Tensor) -> None:
         """``param.grad`` has what the reduction gave; from here on its version counter shows what is done to it."""
@@ -244,6 +247,7 @@ class Gradients(Parameters):
     def _collect(self) -> None:
         """Makes the core's view of gradients and parameters that of the user, whatever happened since backward."""
         core = self._core
+        self._window.step_begins(self._advice)
         noticed = notice(self._tracked.values())
         self._untold.found(noticed.untold)
         for tracked in self._tracked.values():

@@ -46,7 +46,11 @@ class Arriving(Speculating):
             shard.gradient_dtype = torch.float32
         arrived, self._incoming = self._incoming, {}  # should memory be refused, step() brings them again
         self._outdated = True
-        self._attach_waiting()
+        try:
+            self._attach_waiting()
+        except BaseException:
+            self._order.clear()  # of arrivals that come again
+            raise
         self._incoming = arrived
         for index in arrived:
             self._mark_present(self.shards[index])
@@ -92,7 +96,7 @@ class Arriving(Speculating):
                 ours = bucket.gradient[piece.offset : piece.offset + piece.numel]
             else:
                 ours = arrived[piece.start : piece.start + piece.numel]
-            # Packed in host memory, perhaps in a wider format.
+            # Packed in host memory; in fp32, which holds every other type, where that of its bucket is.
             if not same_bits(ours.to("cpu"), theirs.to("cpu", ours.dtype)):
                 return False
         return True

@@ -38,8 +38,8 @@ def assumptions(hardware: Hardware, settings: Settings) -> list[str]:
     return [
         *nodes,
         f"{settings.utilization:.0%} of the GPU's bf16 peak in forward and backward (--utilization)",
-        f"bf16 parameters, {settings.gradient_dtype} gradients; activations of an eager Llama-like block "
-        "with a fused attention kernel",
+        f"bf16 parameters, {'fp32' if settings.gradient_bytes == 4 else 'bf16'} gradients; activations of an eager "
+        "Llama-like block with a fused attention kernel",
         f"{FRAGMENTATION:.0%} of GPU memory and {CONTEXT_BYTES / GB:g} GB kept for fragmentation and CUDA context",
         f"{HOST_RESERVE / GB:g} GB of the host's memory, at most {HOST_RESERVE_SHARE:.0%} of it, kept for the system, "
         "Python and data loading",
