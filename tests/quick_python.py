@@ -54,7 +54,9 @@ class QuickPython:
             child = int(status.readline())
             if not select.select([status], [], [], timeout)[0]:
                 os.kill(child, signal.SIGKILL)
-                raise subprocess.TimeoutExpired(list(command), timeout)
+                for written in (out, err):
+                    written.seek(0)
+                raise AssertionError(f"not done after {timeout} s; it wrote {out.read()!r} and to stderr: {err.read()}")
             code = int(status.readline())
             out.seek(0)
             err.seek(0)

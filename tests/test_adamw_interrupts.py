@@ -176,7 +176,7 @@ def run(mode, hammer):
         while hammer:
             time.sleep(rng.random() * 0.01)
             os.kill(os.getpid(), signal.SIGINT)
-            caught.acquire()  # one at a time
+            caught.acquire(timeout=10)  # one at a time; on, where Python has swallowed one, which stderr tells
     thread = threading.Thread(target=shoot, daemon=True)
     while True:
         try:
