@@ -254,7 +254,8 @@ def test_the_doctor_tells_of_compilers_that_are_too_old(monkeypatch: pytest.Monk
     offer(monkeypatch, TooOld("old.so"), Compiler((12, 0), [80, 90]))
     assert TorchAccelerators().compiler() == (
         "",
-        "old.so for sm_100: has no nvrtcGetNumSupportedArchs: too old; made up for sm_100: it compiles for sm_80, sm_90",
+        "old.so for sm_100: has no nvrtcGetNumSupportedArchs: too old; "
+        "made up for sm_100: it compiles for sm_80, sm_90",
     )
 
 
