@@ -144,8 +144,8 @@ def _judge_compiler(found: Examination, compiler: str, tried: str) -> None:
         found.ok(f"kernels are compiled by {compiler}")
         return
     found.warn(
-        f"no NVRTC that knows every GPU here, so no kernels: gradients are copied one by one and summed by the processors, "
-        f"with the same result, and placement= is refused (tried: {tried})",
+        f"no NVRTC that knows every GPU here, so no kernels: gradients are copied one by one and summed by the "
+        f"processors, with the same result, and placement= is refused (tried: {tried})",
         "install a torch with CUDA from NVIDIA's wheels, or superoffload[cuda12] or superoffload[cuda13]",
     )
 
