@@ -136,6 +136,15 @@ void bind_kernels(py::module_& module) {
         py::arg("block_sums"), py::arg("count"), py::call_guard<py::gil_scoped_release>());
 }
 
+std::shared_ptr<WorkerPool> make_pool(const std::vector<int>& cpus) {
+    try {
+        return WorkerPool::create(cpus);
+    } catch (const superoffload::ThreadsRefused& error) {
+        py::set_error(py::module_::import("superoffload.errors").attr("SuperOffloadError"), error.what());
+        throw py::error_already_set();
+    }
+}
+
 void bind_runtime(py::module_& module) {
     py::enum_<Operation>(module, "Operation")
         .value("step", Operation::step)
@@ -175,7 +184,7 @@ void bind_runtime(py::module_& module) {
         .def_property_readonly("ended", [](const Completion& completion) { return completion.ended.load(); });
     const auto release = py::call_guard<py::gil_scoped_release>();
     py::class_<WorkerPool, std::shared_ptr<WorkerPool>>(module, "WorkerPool")
-        .def(py::init(&WorkerPool::create), py::arg("cpus"))  // short: starts threads
+        .def(py::init(&make_pool), py::arg("cpus"))  // short: starts threads
         .def("submit", &WorkerPool::submit, py::arg("work"), py::arg("operation"), py::arg("width") = 1,
              py::arg("after") = nullptr, release)
         .def("withdraw", &WorkerPool::withdraw, py::arg("done"), release)

@@ -108,7 +108,7 @@ def _share_with_others(ranks: Sequence[RankOnNode], given: dict[int, list[int]])
 def thread_limit(cpus: int, environment: Mapping[str, str], quota: float | None, *, beside_device: bool = False) -> int:
     """How many threads the environment allows on ``cpus`` processors; at least one.
 
-    Beside a device two of more than four processors are left to the threads that feed and follow it.
+    Beside a device two of six or more processors, one of five, are left to the threads that feed and follow it.
 
     OMP_NUM_THREADS counts, except for the 1 that torchrun sets where the user has set nothing: that is meant for
     libraries that would each start as many threads as there are processors, which our share of them already avoids.
@@ -120,7 +120,7 @@ def thread_limit(cpus: int, environment: Mapping[str, str], quota: float | None,
     if quota is not None:
         limit = min(limit, max(1, int(quota)))
     if beside_device and limit > _TOO_FEW_TO_LEAVE:
-        limit -= _LEFT_BESIDE_DEVICE
+        limit = max(limit - _LEFT_BESIDE_DEVICE, _TOO_FEW_TO_LEAVE)
     by_user = _number(environment.get("OMP_NUM_THREADS"))
     if by_user is not None and not set_by_torchrun("OMP_NUM_THREADS", environment):
         limit = min(limit, by_user)

@@ -115,12 +115,13 @@ def test_limits_of_the_environment(environment: dict[str, str], quota: float | N
     [
         (72, {}, None, 70),
         (16, {}, None, 14),
-        (5, {}, None, 3),
+        (6, {}, None, 4),
+        (5, {}, None, 4),  # not fewer than with four
         (4, {}, None, 4),  # too few to leave any
         (1, {}, None, 1),
         (16, {"OMP_NUM_THREADS": "8"}, None, 8),  # threads, and there are processors besides
         (16, {"OMP_NUM_THREADS": "16"}, None, 14),
-        (16, {"SLURM_CPUS_PER_TASK": "8"}, None, 6),  # processors
+        (16, {"SLURM_CPUS_PER_TASK": "5"}, None, 4),  # processors
         (16, {}, 8.0, 6),
         (16, {}, 2.5, 2),
     ],

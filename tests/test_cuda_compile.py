@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from superoffload.cuda import compile as compiling
 from superoffload.cuda import nvrtc
 from superoffload.cuda.compile import compile_kernels
 from superoffload.cuda.nvrtc import CompileError, Nvrtc, Program
+from superoffload.doctor.gpu import TorchAccelerators
 from superoffload.errors import ArgumentError, KernelsUnavailable
 
 
@@ -227,3 +229,39 @@ def test_sources_are_found_in_the_repository() -> None:
     included = [line.split('"')[1] for line in program.source.splitlines() if line.startswith("#include")]
     assert set(included) <= set(program.headers)
     assert "#include <" not in program.source + "".join(program.headers.values())  # NVRTC has no system headers
+
+
+# ---- the doctor -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of an architecture that every compiler here knows, and one of a newer."""
+    capabilities = [(9, 0), (10, 0)]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(capabilities))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: capabilities[index])
+
+
+@pytest.mark.usefixtures("gpus")
+def test_the_doctor_names_the_compiler_that_knows_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(monkeypatch, TooOld("old.so"), Compiler((12, 0), [80, 90]), Compiler())
+    described, _ = TorchAccelerators().compiler()
+    assert described == "NVRTC 12.0 (made up), NVRTC 13.0 (made up)"
+
+
+@pytest.mark.usefixtures("gpus")
+def test_the_doctor_tells_of_compilers_that_are_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(monkeypatch, TooOld("old.so"), Compiler((12, 0), [80, 90]))
+    assert TorchAccelerators().compiler() == (
+        "",
+        "old.so for sm_100: has no nvrtcGetNumSupportedArchs: too old; "
+        "made up for sm_100: it compiles for sm_80, sm_90",
+    )
+
+
+class TooOld(Nvrtc):
+    """A library with none of NVRTC's functions."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._library = ctypes.CDLL(None)

@@ -7,14 +7,16 @@ import time
 
 import pytest
 import torch
+from torch import nn
 
-from superoffload.cuda.link import CudaOptions
+from superoffload import AdamW
+from superoffload.cuda.link import CudaLink, CudaOptions
 from superoffload.cuda.start import LIBRARY_VARIABLE
 from superoffload.environment import DEVICE_TIMEOUT, device_timeout
 from superoffload.errors import ArgumentError, DeviceError, StateError, WorkerError
 from tests.adamw_tools import batch, python, train
 from tests.cuda_tools import host_digests, state_of, training
-from tests.fake_cuda import Fake, LateLink
+from tests.fake_cuda import Fake, LateLink, on_fake_device
 
 OUT_OF_MEMORY, LAUNCH_FAILED = 2, 719
 BOUND = 30  # seconds; on an idle machine all of these end within 5
@@ -52,6 +54,44 @@ def test_a_step_after_a_failed_packing_is_refused_until_backward_ran_again(fake:
         train(model, optimizer, [2])
         fake.synchronize()
         assert optimizer.state_digests() == host_digests(range(3))
+
+
+class Plain(LateLink):
+    """Gradients are written by the test itself."""
+
+    pack = CudaLink.pack
+    deliver = CudaLink.deliver
+
+
+def test_a_packing_that_is_tried_again_waits_for_gradients_of_other_streams(fake: Fake) -> None:
+    """The other parameter of the bucket has no gradient, so it is ``step()`` that packs."""
+    idle, used = (nn.Parameter(torch.zeros(4096)) for _ in range(2))
+    main, side = fake.current, fake.make_stream()
+    with on_fake_device(fake, Plain), AdamW([idle, used], bucket_numel=8192, speculation="never") as optimizer:
+        fake.current = side
+        used.sum().backward()
+        assert used.grad is not None
+        gradient = used.grad.view(-1)  # whose memory stays until it is written
+        fake.sleep(300_000, side)
+        fake.write(side, gradient, torch.full((4096,), 5.0))
+        fake.current = main
+        fake.fail("cuStreamWaitEvent", OUT_OF_MEMORY)
+        with pytest.raises(DeviceError):
+            optimizer.step()
+        fake.reset()
+        optimizer.step()
+        assert optimizer.grad_norm == 320.0
+        fake.synchronize(side)
+
+
+def test_a_failed_packing_gives_back_nothing_that_graphs_write_again(fake: Fake) -> None:
+    with on_fake_device(fake, Plain) as links, AdamW([used := nn.Parameter(torch.zeros(4096))]):
+        device = links[0].fake_device
+        device.reusing = True
+        fake.fail("cuStreamWriteValue32_v2", OUT_OF_MEMORY)
+        with pytest.raises(DeviceError):
+            used.sum().backward()
+        assert not device.released
 
 
 def test_a_device_that_fails_during_backward(fake: Fake) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import gzip
 import json
@@ -55,7 +56,7 @@ def test_rows_of_contestants_that_were_named(tmp_path: Path, capfd: pytest.Captu
     report = json.loads((tmp_path / NAME).read_text())
     found = {row["key"]: row for row in report["rows"]}
     assert report["left"] == [] and report["gpu"] is None and report["machine"]["cpu"] and report["versions"]["torch"]
-    assert ours_link(found) == {"policy": None, "pinned": None, "uses_flag": None}
+    assert ours_link(found) == {"pinned": None, "uses_flag": None}
     assert found["smoke"]["result"]["wrong"] == [] and set(found["smoke"]["result"]["ways"]) == {"flag", "event"}
     ours = found[f"64 tokens, {OURS}"]["result"]
     assert ours["stats"]["steps"] == TOY.warm_up + TOY.blocks * TOY.steps and ours["stats"]["clip_rate"] == 0
@@ -217,6 +218,24 @@ def test_a_peers_row_outlives_a_change_of_our_optimizer() -> None:
     assert {"tests/gpu", "tests/device_battery.py", "tests/kernel_battery.json"} < set(by_key[rows.TESTS].sources)
     for job in by_key.values():
         assert all((ROOT / part).exists() for part in job.sources), job.key
+
+
+def test_what_a_row_is_made_from_is_in_its_sources() -> None:
+    """What a source imports as it is loaded is a source too; what it imports later is not used in every place."""
+    for job in first_slot():
+        sources = {path for part in job.sources for path in [ROOT / part, *(ROOT / part).rglob("*.py")]}
+        for path in sorted(path for path in sources if path.suffix == ".py"):
+            assert imported_by(path) <= sources, f"{job.key}: {path.name}"
+
+
+def imported_by(path: Path) -> set[Path]:
+    """The modules of the suite and of the tests that are named at the top level."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    ours = [name for name in names if name.startswith(("benchmarks.gpu_suite", "tests"))]
+    return {path for name in ours if (path := ROOT / f"{name.replace('.', '/')}.py").is_file()}
 
 
 # ---- packing --------------------------------------------------------------------------------------------------------

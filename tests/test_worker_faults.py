@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +17,7 @@ import torch
 from superoffload import AdamW
 from superoffload.bucket import GroupHyper
 from superoffload.errors import StateError, WorkerError
+from tests.adamw_tools import run_python
 from tests.core_tools import COUNTERS, Rig, Settings, assert_same_bits, rig, to_numpy
 
 HYPER = GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1)
@@ -218,3 +221,27 @@ def test_a_fault_that_a_second_backward_meets_comes_out_of_backward() -> None:
         (2 * twin.square()).sum().backward()
         plain.step()
         assert optimizer.state_digests() == plain.state_digests()
+
+
+REFUSED = """
+import resource
+import torch
+from torch import nn
+from superoffload import AdamW, CPUAdamW
+from superoffload.errors import SuperOffloadError
+
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (100 << 20),) * 2)
+for kind in (AdamW, CPUAdamW):
+    try:
+        kind([nn.Parameter(torch.zeros(8))], threads=200)
+    except SuperOffloadError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and a limit on the address space, which Linux keeps")
+def test_threads_that_the_system_refuses_are_an_error() -> None:
+    done = run_python(REFUSED)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 and all(re.match(r"threads=200: the system started only \d+ of", line) for line in lines)

@@ -202,8 +202,7 @@ class Ours(Plain):
         """
         digests = {"digests": self.optimizer.state_digests()} if self.compares else {}
         link = self.optimizer._core.link
-        policy = getattr(getattr(link, "policy", None), "name", None)
-        facts = {"policy": policy, **{name: getattr(link, name, None) for name in ("pinned", "uses_flag")}}
+        facts = {name: getattr(link, name, None) for name in ("pinned", "uses_flag")}
         return {"stats": self.optimizer.stats(), "link": facts, **digests}
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from superoffload import AdamW
 NUMELS = (3 * 1024 + 17, 33, 4096, 5, 2048 + 1, 1)
 STEPS = 9
 NAN_STEP, ACCUMULATED_STEP, LR_STEP = 4, 6, 7
-LINK_FACTS = ("uses_flag", "pinned", "pinned_bytes", "residency", "policy")
+LINK_FACTS = ("uses_flag", "pinned", "pinned_bytes", "residency")
 
 
 class Weighted(nn.Module):
@@ -128,7 +128,6 @@ def train(
             run.parameters = [param.detach().cpu().clone() for param in model.parameters()]
             run.stats = optimizer.stats()
             run.link = {name: getattr(optimizer._core.link, name, None) for name in LINK_FACTS}
-            run.link["policy"] = getattr(run.link["policy"], "name", None)
         finally:
             optimizer.close()
     return run

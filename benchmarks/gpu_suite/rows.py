@@ -51,12 +51,15 @@ _PEER_SOURCES = (
 _OUR_SOURCES = (
     *PACKAGE,
     *_PEER_SOURCES,
-    *_suite_files("given_gradients", "machine_rows", "pack_kernel", "races", "smoke"),
+    *_suite_files("given_gradients", "launches", "machine_rows", "pack_kernel", "races", "smoke"),
 )
 _TEST_SOURCES = (
     *_OUR_SOURCES,
     *("tests/gpu", "tests/conftest.py", "tests/reference", "tests/kernel_battery.json"),
-    *(f"tests/{name}.py" for name in ("device_battery", "kernel_battery", "kernel_cases", "kernel_tools")),
+    *(
+        f"tests/{name}.py"
+        for name in ("device_battery", "kernel_battery", "kernel_cases", "kernel_tools", "rank_tools")
+    ),
 )
 # Two processes for torch's other allocators, a compiled model and four exits take the most; the rest is about a second
 # each. The job is not begun where a call has too little time left for most of it.

@@ -45,7 +45,7 @@ def run_smoke(device_name: str) -> dict[str, Any]:
     for way, flag in WAYS.items():
         say(f"down, step, up; arrivals by {way}")
         run = train(device_name, torch.bfloat16, speculation="always", link={"arrival_flag": flag})
-        facts = {name: run.link[name] for name in ("uses_flag", "pinned", "pinned_bytes", "policy")}
+        facts = {name: run.link[name] for name in ("uses_flag", "pinned", "pinned_bytes")}
         facts["kernels"] = run.link["residency"] is not None
         wrong = differences(run, expected)
         if device.kind != "cpu":

@@ -37,7 +37,17 @@ void name_and_bind(std::size_t index, int cpu) {
 WorkerPool::WorkerPool(const std::vector<int>& cpus) : queue_(std::make_shared<TaskQueue>()) {
     if (cpus.empty()) throw std::invalid_argument("threads: 0, expected at least 1");
     threads_.reserve(cpus.size());
-    for (std::size_t i = 0; i < cpus.size(); ++i) threads_.emplace_back([this, i, cpus] { work(i, cpus[i]); });
+    try {
+        for (std::size_t i = 0; i < cpus.size(); ++i) threads_.emplace_back([this, i, cpus] { work(i, cpus[i]); });
+    } catch (const std::exception& error) {  // those that run already would end the process with their objects
+        const std::string started = std::to_string(threads_.size());
+        close();
+        throw ThreadsRefused(
+            "threads=" + std::to_string(cpus.size()) + ": the system started only " + started +
+            " of these worker threads (" + error.what() +
+            "); ask for fewer with threads=, or raise the limits on processes and memory (ulimit -u, " +
+            "ulimit -v, the control group's)");
+    }
 }
 
 WorkerPool::~WorkerPool() { close(); }

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -15,9 +16,16 @@
 
 namespace superoffload {
 
+// The system starts no more threads; none of the pool's is left.
+class ThreadsRefused : public std::runtime_error {
+   public:
+    using std::runtime_error::runtime_error;
+};
+
 class WorkerPool {
    public:
     // One thread per entry of `cpus`, bound to that processor where the system allows it (entry < 0: not bound).
+    // Throws ThreadsRefused.
     explicit WorkerPool(const std::vector<int>& cpus);
     ~WorkerPool();
     // For pools that may be inherited through fork(): there their memory is left alone, since nothing in it can be

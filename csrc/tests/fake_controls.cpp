@@ -79,6 +79,7 @@ EXPORT void fake_cuda_sleep(CUstream_st* stream, double microseconds) {
 
 EXPORT long fake_cuda_mismatches() { return world().mismatches.load(); }
 
+// Of a function of the driver, or launches of a kernel.
 EXPORT long fake_cuda_calls(const char* symbol) {
     World& w = world();
     const std::lock_guard<std::mutex> lock(w.mutex);

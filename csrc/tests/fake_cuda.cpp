@@ -250,6 +250,7 @@ EXPORT Result cuLaunchKernel(CUfunc_st* function, unsigned grid, unsigned, unsig
         World& w = world();
         const std::lock_guard<std::mutex> lock(w.mutex);
         if (w.functions.count(function) == 0) return kInvalidHandle;
+        ++w.calls[function->name];
     }
     const std::string name = function->name;
     const std::size_t count = name[0] == 'p' ? 4 : name[0] == 'u' ? 3 : 2;

@@ -59,14 +59,15 @@ def compile_kernels(arch: str, *, cache: Path | None = None) -> bytes:
     refusals: list[str] = []
     for compiler in nvrtc.find(refusals):
         try:
-            target = _closest(compiler, arch)
+            target = closest(compiler, arch)
             return _cached(compiler, program, [*options, f"--gpu-architecture={target}"], target, cache)
         except CompileError as error:
             refusals.append(f"{compiler.name}: {error}")
     raise KernelsUnavailable(f"no kernels for {arch}: {_INSTALL}. Tried: " + "; ".join(refusals))
 
 
-def _closest(compiler: Nvrtc, arch: str) -> str:
+def closest(compiler: Nvrtc, arch: str) -> str:
+    """The architecture that it compiles for whose code runs on ``arch``; CompileError where there is none."""
     number = int(re.sub(r"\D", "", arch))
     known = compiler.architectures()
     if number in known:

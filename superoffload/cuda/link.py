@@ -216,8 +216,9 @@ class CudaLink:
         current = self._device.current_stream()
         # Memory that is written again without asking the allocator: then the streams of backward wait themselves.
         kept = any(piece.shard.keeps_gradient for piece in bucket.pieces)
-        waits = kept or not self.frees_gradients or self._device.reuses_unasked()
-        released = [grad for grad in grads if grad is not None] if self.frees_gradients else []
+        unasked = self._device.reuses_unasked()
+        waits = kept or not self.frees_gradients or unasked
+        released = [grad for grad in grads if grad is not None] if self.frees_gradients and not unasked else []
         try:
             with _translated(f"packing {bucket.pieces[0].shard.name}"):
                 arrival = self._pipeline.pack(
@@ -225,8 +226,9 @@ class CudaLink:
                     current=current,
                     addresses=addresses,
                     keep=waits,
-                    others=sorted(self._written_on.pop(bucket, set()) - {current}),
+                    others=sorted(self._written_on.get(bucket, set()) - {current}),
                 )
+            self._written_on.pop(bucket, None)  # not before: a packing that failed is tried again
             if waits:
                 released = []
         finally:  # the kernel may run although something after it has failed

@@ -34,7 +34,7 @@ class Accelerators(Protocol):
     def devices(self) -> list[Device]: ...
 
     def compiler(self) -> tuple[str, str]:
-        """The NVRTC that compiles our kernels; where there is none: nothing, and what was tried."""
+        """The NVRTC that compiles our kernels for the devices here; where one has none: nothing, and what was tried."""
 
 
 class TorchAccelerators:
@@ -55,11 +55,16 @@ class TorchAccelerators:
         return [self._device(torch, index) for index in range(torch.cuda.device_count())]
 
     def compiler(self) -> tuple[str, str]:
-        from superoffload.cuda import nvrtc
+        import torch
 
-        tried: list[str] = []
-        found = next(nvrtc.find(tried), None)
-        return (found.described, "") if found is not None else ("", "; ".join(tried))
+        capabilities = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+        found = []
+        for major, minor in sorted(capabilities):
+            tried: list[str] = []
+            found.append(_compiler_for(f"sm_{major}{minor}", tried))
+            if not found[-1]:
+                return "", "; ".join(tried)
+        return ", ".join(dict.fromkeys(found)), ""
 
     def _device(self, torch: Any, index: int) -> Device:
         properties = torch.cuda.get_device_properties(index)
@@ -73,6 +78,20 @@ class TorchAccelerators:
             text = str(error).splitlines()[0]
             return Device(properties.name, properties.total_memory, address, error=text)
         return Device(properties.name, properties.total_memory, address, up, down)
+
+
+def _compiler_for(arch: str, tried: list[str]) -> str:
+    """The first NVRTC that compiles for ``arch``; empty where none does."""
+    from superoffload.cuda import nvrtc
+    from superoffload.cuda.compile import closest
+
+    for compiler in nvrtc.find(tried):
+        try:
+            closest(compiler, arch)
+            return compiler.described
+        except nvrtc.CompileError as error:
+            tried.append(f"{compiler.name} for {arch}: {error}")
+    return ""
 
 
 def _measure_copies(torch: Any, index: int) -> tuple[float, float]:
@@ -125,8 +144,8 @@ def _judge_compiler(found: Examination, compiler: str, tried: str) -> None:
         found.ok(f"kernels are compiled by {compiler}")
         return
     found.warn(
-        f"no NVRTC, so no kernels on the GPU: gradients are copied one by one and summed by the processors, with the "
-        f"same result, and placement= is refused (tried: {tried})",
+        f"no NVRTC that knows every GPU here, so no kernels: gradients are copied one by one and summed by the "
+        f"processors, with the same result, and placement= is refused (tried: {tried})",
         "install a torch with CUDA from NVIDIA's wheels, or superoffload[cuda12] or superoffload[cuda13]",
     )
 

@@ -175,7 +175,7 @@ def _add_offloaded(
     """Gradients leave the GPU bucket by bucket; the host keeps state and staging, ours the journal as well."""
     own = shard if settings.ranks > 1 else count
     if settings.engine == "superoffload":
-        gpu["staging"] = 2 * 4 * min(BUCKET_ELEMENTS, own)
+        gpu["staging"] = (2 * settings.gradient_bytes + 2) * min(BUCKET_ELEMENTS, own)  # two slots down, one up
         moments = 8 if settings.state_dtype == "fp32" else 4
         if settings.gpu_fraction > 0:
             gpu["state on the GPU (placement)"] = settings.gpu_fraction * (4 + moments + settings.gradient_bytes) * own

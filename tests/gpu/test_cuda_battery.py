@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -93,3 +94,14 @@ def test_packed_gradients_and_norms(place: Place, form: str, resident: bool) -> 
         for name, got, wanted in zip(("packed gradient", "block sums"), one, other, strict=True):
             assert_bits(name, got, wanted, f"gradient {number}")
     assert battery.digest(iter(there)) == recorded()[f"pack {form}"]
+
+
+def test_every_kernel_is_launched_by_the_battery(fake: Any) -> None:
+    from tests import emulation  # here: what a GPU runs does without it
+
+    place = battery.stand_in(fake)
+    for types in battery.step_types():
+        for resident in (False, True):
+            battery.stepped_by_pipeline(place, Setting(types, resident=resident))
+            battery.stepped_by_pipeline(place, Setting(types, moments="bf16", resident=resident))
+    assert [name for name in emulation.kernel_names() if not fake.calls(name)] == []

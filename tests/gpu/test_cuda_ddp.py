@@ -46,7 +46,7 @@ def in_rank(
         for step in range(STEPS):
             optimizer.max_grad_norm = CLIPS if step % 2 else 1e6
             gradients = gradients_of(2 * step + dist.get_rank(), dtype, device)
-            backward(reduced, gradients, before)
+            backward(reduced, gradients, before, aside=late == "planted")
             optimizer.step()
             norms.append(optimizer.grad_norm)
             optimizer.zero_grad()
@@ -56,11 +56,18 @@ def in_rank(
         return optimizer.state_digests(), norms, optimizer.stats()["buckets_speculated"]
 
 
-def backward(model: Any, gradients: list[Tensor], before: Callable[[], None] | None) -> None:
-    loss = model(gradients)
-    if before is not None:
-        before()
-    loss.backward()
+def backward(model: Any, gradients: list[Tensor], before: Callable[[], None] | None, *, aside: bool = False) -> None:
+    """``aside``: on a stream other than the default one, so that nothing but a wait orders it behind a late sum."""
+    stream = torch.cuda.Stream() if aside else None
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        loss = model(gradients)
+        if before is not None:
+            before()
+        loss.backward()
+    if stream is not None:
+        torch.cuda.current_stream().wait_stream(stream)
 
 
 def busy_copies(count: int, nbytes: int) -> None:

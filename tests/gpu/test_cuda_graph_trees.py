@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,12 +15,24 @@ from torch._dynamo.utils import counters
 from superoffload import AdamW
 
 NUMEL = 1 << 18
-PAIRS, STEPS = 4, 8  # a graph is warmed up in the first step and recorded in the second
+PAIRS, STEPS = 3, 8  # a graph is warmed up in the first step and recorded in the second
 CYCLES = 20_000_000  # some 10 ms, which the pack stream is behind backward
-CLIPS = 14.0  # every norm is a little larger, and shows it with the last bucket only: those before are replayed
+CLIPS = 12.0  # every norm is a little larger, and shows it with the last bucket only: those before are replayed
 DTYPES = (torch.float32, torch.bfloat16)
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton: torch compiles for GPUs with it")
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("c++") is None, reason="torch.compile needs g++"
+)
+
+
+@pytest.fixture
+def without_graphs() -> Iterator[None]:
+    """None of another test, and none for the next: their manager makes every link wait."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
 
 
 class Pair(nn.Module):
@@ -34,11 +48,11 @@ class Pair(nn.Module):
 
 
 class Chain(nn.Module):
-    """Four graphs in forward and four in backward, in one pool. Without a loop: a break in a loop compiles nothing."""
+    """Three graphs in forward, three in backward, in one pool. Without a loop: a break in a loop compiles nothing."""
 
     def __init__(self, dtype: torch.dtype, device: str) -> None:
         super().__init__()
-        self.first, self.second, self.third, self.last = (Pair(seed) for seed in range(PAIRS))
+        self.first, self.second, self.last = (Pair(seed) for seed in range(PAIRS))
         self.to(device=device, dtype=dtype)
 
     def forward(self, gradients: list[Tensor]) -> Tensor:
@@ -46,9 +60,7 @@ class Chain(nn.Module):
         torch._dynamo.graph_break()
         total = self.second(total, gradients[2], gradients[3])
         torch._dynamo.graph_break()
-        total = self.third(total, gradients[4], gradients[5])
-        torch._dynamo.graph_break()
-        total = self.last(total, gradients[6], gradients[7])
+        total = self.last(total, gradients[4], gradients[5])
         return total
 
 
@@ -98,15 +110,14 @@ def test_the_reference_does_not_depend_on_speculation(dtype: torch.dtype) -> Non
 
 @pytest.mark.gpu
 @needs_triton
+@needs_compiler
+@pytest.mark.usefixtures("without_graphs")
 @pytest.mark.parametrize("speculation", ["always", "never"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_replays_change_no_bit(dtype: torch.dtype, speculation: str) -> None:
     """Without the wait of backward's stream, the replay of one graph writes over gradients of the graph before it."""
-    torch._dynamo.reset()
-    counters.clear()
     found = train("cuda", dtype, "reduce-overhead", speculation)
     assert_graphs_were_replayed()
-    assert found == train("cuda", dtype, "default", speculation)
     assert found == train("cpu", dtype, None, "never")
 
 
