@@ -68,10 +68,10 @@ class AdamW(Delivery):
             ``step()`` returns at once, and forward passes and ``state_dict()`` of the module wait for the parameters
             that they read; call ``synchronize()`` before anything else reads or writes parameters, and find what does
             with ``check_reads()``. docs/pipeline.md.
-        keep_grads: gradients stay in ``p.grad`` after they were packed. None: on the CPU (always) and under
-            ``DistributedDataParallel``. Else they are freed as soon as they are packed, which saves their memory; what
-            then reads, clips, edits or adds to one gets it back from host memory, which is right and slower
-            (docs/pipeline.md).
+        keep_grads: whether gradients stay in ``p.grad`` after they were packed. None: they do on the CPU and with
+            ``model=`` a ``DistributedDataParallel``, and are freed on a GPU, which saves their memory; what then reads,
+            clips, edits or adds to one gets it back from host memory, which is right and slower (docs/pipeline.md).
+            False, where they are always kept, is an error.
         placement: which state stays on the accelerator, where it is stepped after the verdict with the same bits:
             {"gpu_fraction": f}, the parameters whose gradients come last in backward, up to that part of all; "auto",
             chosen after a few steps from measured times and free memory; None. docs/pipeline.md. Not on the CPU.

@@ -26,7 +26,7 @@ class FreedGradients:
         holding, local = tracked.holding, local_of(tracked.param)
         if holding.flat_chunks:
             raise gradient_is_gone(packed.of, "this rank has packed a part of it (replicated='shard')")
-        with torch.inference_mode(False), room_on_device(f"{packed.of}: bringing its gradient back", _FAST_WAY):
+        with torch.inference_mode(False), room_on_device(f"{packed.of}: bringing its gradient back", _LESS):
             flat = torch.empty(tracked.shard.numel, dtype=packed.dtype, device=packed.device)
             self._core.copy_packed(tracked.shard, flat)
             packed.in_memory = out_of_order(flat, local.shape, holding.order)
@@ -43,6 +43,10 @@ class FreedGradients:
             )
 
 
+_LESS = (
+    "Put every backward() of a step but the last into `with optimizer.accumulate():`, pass max_grad_norm= instead of "
+    "clipping, or use smaller micro-batches"
+)
 _FAST_WAY = (
     "To accumulate, put every backward() of a step but the last into `with optimizer.accumulate():`. To clip, pass "
     "max_grad_norm= to superoffload.AdamW; the norm is in optimizer.grad_norm. Other code that sees or edits gradients "
