@@ -69,11 +69,15 @@ def test_threads_are_named_bound_give_way_and_end_with_close() -> None:
 @on_linux
 def test_threads_stay_within_the_processes_affinity() -> None:
     script = """
-import os
+import os, time
 os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 from tests.adamw_tools import model_of, worker_threads
 from superoffload import AdamW
 optimizer = AdamW(model_of().parameters())
+until = time.monotonic() + 60  # they name and bind themselves as they start
+while not worker_threads() and time.monotonic() < until:
+    time.sleep(0.001)
+time.sleep(0.05)
 print(len(worker_threads()), [os.sched_getaffinity(t) for t in worker_threads()] == [os.sched_getaffinity(0)])
 """
     assert run_python(script).stdout.split() == ["1", "True"]
