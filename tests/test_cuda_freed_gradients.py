@@ -89,7 +89,7 @@ def test_no_room_to_bring_one_back(fake: Fake) -> None:
         grad = next(model.parameters()).grad
         if isinstance(grad, PackedGradient):
             refused = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory, as a test has asked for"))
-            with mock.patch("torch.empty", refused), pytest.raises(DeviceError, match="no room.*micro-batches"):
+            with mock.patch("torch.empty", refused), pytest.raises(DeviceError, match=r"no room.*micro-batches"):
                 grad.norm()
         optimizer.step()
 
