@@ -21,12 +21,13 @@ from tests.fake_cuda import Fake, LateLink, on_fake_device
 def test_a_backward_in_a_graph_capture_is_refused(fake: Fake, on_demand: bool) -> None:
     """Before anything of it is enqueued or noted; what comes after the capture is stepped as ever."""
     model = model_of(torch.bfloat16)
-    model.register_forward_pre_hook(lambda *_: fake.synchronize())
     options: dict[str, Any] = {"delivery": "on_demand", "module": model} if on_demand else {}
     with (
         on_fake_device(fake) as links,
         AdamW(model.parameters(), threads=2, bucket_numel=1024, **options) as optimizer,
     ):
+        for module in model.modules():  # behind the optimizer's own hooks, which deliver
+            module.register_forward_pre_hook(lambda *_: fake.synchronize())
         train(model, optimizer, range(2))
         optimizer.synchronize()
         optimizer.zero_grad()
