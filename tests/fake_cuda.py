@@ -211,7 +211,7 @@ class LateLink(CudaLink):
                 fake.write(fake.current, part, garbage_like(part))
                 fake.write(fake.current, part, values)
         for grad, part, theirs in parts:
-            if not theirs:  # at once, where nobody told the allocator to wait
+            if not theirs:  # at once, where the allocator was not told to wait
                 device.overwrite(part, device.released.get(grad.data_ptr(), fake.current))
         return ticket
 

@@ -36,7 +36,7 @@ def counts(made: Rig) -> dict[str, float]:
 
 
 class Counted(list[Bucket]):
-    """Buckets that somebody may go through."""
+    """Buckets that count how often they are gone through."""
 
     passes = 0
 

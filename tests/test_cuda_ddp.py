@@ -144,7 +144,7 @@ def with_late_sums(copied_on: str) -> bool:
 
 @pytest.mark.parametrize("copied_on", ["default", "backward"])
 def test_sums_that_gloo_copies_back_late_are_waited_for(fake: Fake, copied_on: str) -> None:
-    """On the default stream of gloo's thread, as torch 2.6 to 2.10 have it, or on that of whoever asked."""
+    """On the default stream of gloo's thread, as torch 2.6 to 2.10 have it, or on that of the reader."""
     assert on_ranks(2, with_late_sums, copied_on) == [True, True]
 
 

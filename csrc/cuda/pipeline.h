@@ -57,8 +57,8 @@ class Pipeline {
 
     // Packs the gradients at `addresses`, one per piece (0: this piece is left as it is). Done once packed gradient and
     // block sums are in host memory. `others`: streams besides `current` that gradients were written on. `keep`: their
-    // memory may be written again on any of these streams, which then wait until it is read; else whoever frees it must
-    // respect the pack stream.
+    // memory may be written again on any of these streams, which then wait until it is read; else the owner must
+    // free it behind the pack stream.
     std::shared_ptr<Completion> pack(const std::shared_ptr<DeviceBucket>& bucket, Stream current,
                                      const std::vector<DeviceAddress>& addresses, bool keep,
                                      const std::vector<Stream>& others = {});
