@@ -85,6 +85,8 @@ def test_no_room_to_bring_gradients_back(fake: Fake, use: Callable[[nn.Module, A
         batch(model, 2).backward()
         with pytest.raises(DeviceError, match="no room on the device"):
             use(model, optimizer)
+        shown = [packed_in(parameter.grad) for parameter in model.parameters()]
+        assert not any(packed is not None and packed.in_memory is not None for packed in shown), "half brought back"
         goes_on(fake, model, optimizer, before)
 
 

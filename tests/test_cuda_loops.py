@@ -120,7 +120,7 @@ def accelerated(fake: Fake | None) -> dict[str, str]:
         plain.register_forward_pre_hook(lambda *_: fake.synchronize())
     with on_fake_device(fake) if fake is not None else on_host(), AdamW(plain.parameters(), **OPTIONS) as inner:
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)
-        seeds: Any = torch.utils.data.DataLoader(torch.arange(8), batch_size=1)  # type: ignore[arg-type]  # a tensor serves
+        seeds: Any = torch.utils.data.DataLoader(torch.arange(8), batch_size=1)  # type: ignore[arg-type]  # a tensor has all that it asks of a Dataset
         model, optimizer, seeds = accelerator.prepare(plain, inner, seeds)
         for _ in range(2):
             for seed in seeds:  # the last window has two

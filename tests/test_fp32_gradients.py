@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -314,7 +315,7 @@ def test_memory_that_is_refused_with_gradients_in_hand() -> None:
     digests = []
     for refuses in (False, True):
         model = model_of(torch.bfloat16)
-        _after_arrivals(2, model, lambda model=model: _first_three_declared(model))  # type: ignore[misc]  # bound now
+        _after_arrivals(2, model, partial(_first_three_declared, model))
         with AdamW(model.parameters(), lr=1e-2, threads=2, bucket_numel=1 << 20) as optimizer:
             refused = mock.patch.object(optimizer._core.link, "attach", side_effect=HostMemoryError("refused"))
             if refuses:
@@ -334,7 +335,7 @@ def test_memory_that_is_refused_once_and_a_new_backward() -> None:
     digests = []
     for refuses in (False, True):
         model = model_of(torch.bfloat16)
-        _after_arrivals(2, model, lambda model=model: _first_three_declared(model))  # type: ignore[misc]  # bound now
+        _after_arrivals(2, model, partial(_first_three_declared, model))
         with AdamW(model.parameters(), lr=1e-2, threads=2, bucket_numel=4096, speculation="never") as optimizer:
             refused = mock.patch.object(optimizer._core.link, "prepare", side_effect=HostMemoryError("refused"))
             if refuses:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]  # torch has no __all__ there
+from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]  # torch's annotations leave it out
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.distributed_c10d import get_backend_config
 from torch.nn.parallel import DistributedDataParallel

@@ -22,7 +22,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton: torch compiles for GPUs with it")
 needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None and shutil.which("c++") is None, reason="torch.compile needs g++"
+    shutil.which("g++") is None and shutil.which("c++") is None,
+    reason="needs a C++ compiler (apt-get install g++): torch.compile builds with it",
 )
 
 

@@ -119,7 +119,10 @@ def test_micro_batches(device: str) -> None:
 
 
 @devices
-@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("c++") is None, reason="torch.compile needs g++")
+@pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("c++") is None,
+    reason="needs a C++ compiler (apt-get install g++): torch.compile builds with it",
+)
 def test_a_compiled_model(device: str) -> None:
     blocks = 0 if device == "stand-in" else 1  # the compiler for CPUs takes half a minute for a block
     never, *others = runs(device, Way(compiled=True, blocks=blocks), [NEVER, ALWAYS, ADAPTIVE])
