@@ -154,10 +154,13 @@ class Arriving(Speculating):
 
     def _abandon_what_is_lost(self) -> None:
         """A packed gradient that never reached host memory cannot be had again: its step ends with nothing changed."""
-        if any(
-            bucket.arrival is not None and bucket.arrival.error and self._counts_on(bucket) for bucket in self.buckets
-        ):
-            self._abandon_step()
+        for bucket in self.buckets:
+            if bucket.arrival is not None and bucket.arrival.error and self._counts_on(bucket):
+                failure, self._failure = self._failure or DeviceError(bucket.arrival.error), None
+                self._finish_before()  # what the step before has left is not of this one, and fails by itself
+                self._failure = failure
+                self._abandon_step()
+                return
 
     def _wait_for_arrivals(self) -> None:
         """For the packed gradients, and with them the sums. If one is lost, the step is abandoned."""
@@ -203,6 +206,7 @@ class Arriving(Speculating):
             with self._caller_at_work():
                 bucket.arrival.wait()
         except RuntimeError as error:
+            self._finish_before()  # as above
             self._abandon_step()
             self._failure = None
             raise DeviceError(str(error)) from error
