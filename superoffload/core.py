@@ -191,6 +191,7 @@ class Core(Arriving):
                 bucket.move(BucketState.COMMITTED)
                 self._stats.buckets_committed += 1
                 return
+            self.link.unstage(bucket)  # the replay writes the shadow that it was copied from
             self._freeze(bucket, factor)
             self._submit(bucket, Operation.replay)
             bucket.move(BucketState.REPLAYED)
@@ -246,6 +247,7 @@ class Core(Arriving):
 
     def _end_step(self, *, whole: bool) -> None:
         super()._end_step(whole=whole)
+        self.link.step_ended()
         self._shared = False
         order, self._order = self._order, []
         if whole and not self._observed and order:

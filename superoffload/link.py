@@ -28,6 +28,7 @@ class Link(Protocol):
 
     bytes_down: int
     bytes_up: int
+    bytes_up_early: int  # of bytes_up: before the verdict
     frees_gradients: bool  # nobody reads a gradient again once pack() has returned, so its owner may let it go
     asynchronous: bool  # deliver() returns before ``after`` is done, and reads the shadow by itself once it is
 
@@ -60,6 +61,17 @@ class Link(Protocol):
     def arrived(self, ticket: PackTicket) -> _native.Completion:
         """Done once the packed gradient is in host memory; worker threads wait on it without the GIL."""
 
+    def stage(self, bucket: Bucket, after: _native.Completion) -> None:
+        """Copies the shadow to the device once ``after``, a speculated step, is done: no reader sees it there, and
+        ``deliver()`` need not copy it again. Links do so where they can and there is memory for it."""
+
+    def unstage(self, bucket: Bucket) -> None:
+        """The verdict wants other parameters than those that were staged, if any were. When it returns, nothing reads
+        the shadow for them any more."""
+
+    def step_ended(self) -> None:
+        """By a verdict or without one; what is to be delivered has been given to ``deliver()``."""
+
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
         """Copies the shadow of the bucket's present pieces to the published parameters, once ``after`` is done.
 
@@ -84,6 +96,7 @@ class SynchronousLink:
     def __init__(self) -> None:
         self.bytes_down = 0
         self.bytes_up = 0
+        self.bytes_up_early = 0
 
     def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
         """Every bucket has its own memory."""
@@ -99,6 +112,15 @@ class SynchronousLink:
 
     def arrived(self, ticket: PackTicket) -> _native.Completion:
         return ticket.completion
+
+    def stage(self, bucket: Bucket, after: _native.Completion) -> None:
+        """The copy is made when the caller waits for it."""
+
+    def unstage(self, bucket: Bucket) -> None:
+        """Nothing is staged."""
+
+    def step_ended(self) -> None:
+        """Nothing was kept for it."""
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
         wait_until_ended(after)

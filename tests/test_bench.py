@@ -110,7 +110,11 @@ def test_state(capsys: pytest.CaptureFixture[str]) -> None:
 def test_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     report = bench("schedule", "--quick", "--tokens", "8192")
     printed = capsys.readouterr().out
-    parts = {part: [row for row in report["rows"] if row["part"] == part] for part in ("model", "trace", "wall clock")}
+    names = ("model", "delivery", "trace", "wall clock")
+    parts = {part: [row for row in report["rows"] if row["part"] == part] for part in names}
+    deliveries = {row["contestant"]: row["ratio"] for row in parts["delivery"] if row["machine"] != "Superchip"}
+    assert deliveries["eager, before the verdict"] == pytest.approx(deliveries["on demand"], abs=0.01)
+    assert deliveries["eager, after the verdict"] > deliveries["on demand"] + 0.2
     ratios = {(row["contestant"], row["clips"]): row["ratio"] for row in parts["model"]}
     assert ratios["another system, synchronous", True] == pytest.approx(1.78, abs=0.01)
     assert ratios["another system, in backward", False] == pytest.approx(1.01, abs=0.01)

@@ -113,6 +113,17 @@ def delivers_before_the_step(link: VirtualLink, bucket: Any, after: Any) -> Any:
     return _DELIVER(link, bucket, _native.Completion.already_done())
 
 
+def shows_what_it_stages(link: VirtualLink, bucket: Any, after: Any) -> None:
+    """Copies into the parameters themselves."""
+
+    def copy() -> None:
+        for piece in bucket.stepped_pieces():
+            source = bucket.shadow[piece.offset : piece.offset + piece.numel]
+            piece.shard.target()[piece.start : piece.start + piece.numel].copy_(source)
+
+    when_done(after, lambda: None if after.error else copy())
+
+
 def says_no_failure(core: Core) -> None:
     core._failure = core._failed_before = None
 
@@ -132,6 +143,8 @@ BUGS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "a snapshot is not asked": (Core, "protect", no_op),
     "speculation is committed after a clip": (Core, "_finish", commits_whatever_the_verdict),
     "parameters are delivered before they are stepped": (VirtualLink, "deliver", delivers_before_the_step),
+    "what was staged is seen before the verdict": (VirtualLink, "stage", shows_what_it_stages),
+    "what was staged is delivered after a clip": (VirtualLink, "unstage", no_op),
     "a failure is swallowed": (Core, "_raise_worker_failure", says_no_failure),
     "what was packed lately is not waited for": (Core, "_wait_for_arrivals", no_op),
     "an early stop leaves work behind": (Core, "_withdraw", withdraws_too_much),

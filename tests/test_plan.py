@@ -15,7 +15,16 @@ from superoffload.errors import ArgumentError
 from superoffload.plan import published
 from superoffload.plan.explanations import AutoPlacement, auto_placement, placement_lines
 from superoffload.plan.machines import GB
-from superoffload.plan.memory import BUCKET_ELEMENTS, ENGINES, Settings, activation_bytes, check_fit, estimate_memory
+from superoffload.plan.memory import (
+    BUCKET_ELEMENTS,
+    CONTEXT_BYTES,
+    ENGINES,
+    FRAGMENTATION,
+    Settings,
+    activation_bytes,
+    check_fit,
+    estimate_memory,
+)
 from superoffload.plan.models import ModelShape, parse_parameter_count, read_config, typical_shape
 from superoffload.plan.profiles import GH200_96
 from superoffload.plan.settings import evaluate, largest_model
@@ -203,7 +212,23 @@ def test_more_tokens_hide_more_of_the_optimizer() -> None:
         for batch in (1, 2, 4, 16)
     ]
     assert exposed[0] > exposed[1] > exposed[2] and exposed[3] == pytest.approx(exposed[2])
-    assert exposed[0] > 4 * exposed[3], "what stays is the last bucket and the way up"
+    assert exposed[0] > 4 * exposed[3], "what stays is the last buckets, and a copy on the GPU"
+
+
+def test_new_parameters_travel_before_the_verdict_where_there_is_room() -> None:
+    behind_pcie = replace(GH200_96, link_down=54e9, link_up=54e9)
+    settings = Settings(micro_batch=16, checkpointing="full")
+    up = 2 * LLAMA_8B.parameters / behind_pcie.link_up
+
+    def exposed(gpu_memory: float) -> float:
+        return estimate_step(LLAMA_8B, replace(behind_pcie, gpu_memory=gpu_memory), settings).optimizer_exposed
+
+    needs = estimate_memory(LLAMA_8B, settings).gpu_peak
+    least = (needs + CONTEXT_BYTES) / (1 - FRAGMENTATION)
+    more = 2 * LLAMA_8B.parameters / (1 - FRAGMENTATION)
+    assert exposed(least + 0.9 * more) > up > 5 * exposed(least + 1.1 * more)
+    clips = replace(settings, clip_rate=1.0)
+    assert estimate_step(LLAMA_8B, behind_pcie, clips).optimizer_exposed > up, "what was staged is discarded"
 
 
 def test_step_is_never_faster_than_its_bounds() -> None:

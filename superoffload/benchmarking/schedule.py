@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from superoffload.emulation.machine import GRACE, Machine, Operation, Workload
+from superoffload.emulation.machine import BEHIND_PCIE, GRACE, Machine, Operation, Workload
 from superoffload.emulation.paced import PacedTraining
 from superoffload.emulation.peers import in_backward, synchronous
 from superoffload.emulation.traces import SETTLED_IN, TRACES, run_trace
 from superoffload.emulation.training import EmulatedTraining
 from superoffload.schedule import FixedSchedule, Schedule
 
-PARTS = ("model", "traces", "wall-clock")
+PARTS = ("model", "delivery", "traces", "wall-clock")
 
 Row = dict[str, Any]
 Tell = Callable[[str], None]
@@ -33,6 +33,13 @@ CONTESTANTS: dict[str, tuple[Callable[[], Schedule], bool]] = {  # schedule, and
     "two-phase": (lambda: FixedSchedule(speculates=False, published=1.0), True),
     "adaptive": (lambda: Schedule("adaptive"), True),
 }
+
+DELIVERIES = {  # whether new parameters travel before the verdict, and whether delivery is on demand
+    "eager, after the verdict": (False, False),
+    "eager, before the verdict": (True, False),
+    "on demand": (True, True),
+}
+MACHINES = {"Superchip": GRACE, "behind PCI Express 5": BEHIND_PCIE}
 
 
 @dataclass(frozen=True)
@@ -54,9 +61,12 @@ def run_schedule(settings: ScheduleBenchmark, tell: Tell) -> dict[str, Any]:
     rows: list[Row] = []
     if "model" in settings.parts:
         rows += model_rows(settings, tell)
+    if "delivery" in settings.parts:
+        rows += delivery_rows(settings, tell)
     if "traces" in settings.parts:
         rows += trace_rows(settings, tell)
     limit: dict[str, Any] = {"model": {**_machine_facts(GRACE), "flops": FLOPS}}
+    limit["delivery"] = {name: _machine_facts(machine) for name, machine in MACHINES.items()}
     if "wall-clock" in settings.parts:
         wall, facts = wall_clock_rows(settings, tell)
         rows += wall
@@ -106,6 +116,34 @@ def model_rows(settings: ScheduleBenchmark, tell: Tell) -> list[Row]:
             for clips in (False, True):
                 training = EmulatedTraining(workload, GRACE, make(), on_demand=on_demand)
                 row(name, clips, median(training.run([clips] * (_WARM + _COUNTED))[_WARM:]))
+    return rows
+
+
+def delivery_rows(settings: ScheduleBenchmark, tell: Tell) -> list[Row]:
+    """What it saves that new parameters travel before the verdict: speculated steps that are never clipped."""
+    rows = []
+    for machine_name, machine in MACHINES.items():
+        for tokens in settings.tokens:
+            tell(f"{tokens} tokens per step, deliveries, {machine_name}")
+            workload = Workload.of_tokens(settings.parameters, tokens, FLOPS)
+            for name, (stages, on_demand) in DELIVERIES.items():
+                schedule = Schedule("always")
+                training = EmulatedTraining(workload, machine, schedule, on_demand=on_demand, stages=stages)
+                seconds = median(training.run([False] * (_WARM + _COUNTED))[_WARM:])
+                rows.append(
+                    {
+                        "part": "delivery",
+                        "name": f"{machine_name}, {tokens} tokens: {name}",
+                        "machine": machine_name,
+                        "contestant": name,
+                        "tokens": tokens,
+                        "numel": int(settings.parameters),
+                        "seconds_median": seconds,
+                        "seconds_min": seconds,
+                        "ratio_to": "bound",
+                        "ratio": seconds / workload.bound(machine),
+                    }
+                )
     return rows
 
 

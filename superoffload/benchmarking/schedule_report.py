@@ -36,7 +36,12 @@ def _part(rows: Sequence[Row], part: str) -> list[Row]:
 
 def tables(report: dict[str, Any]) -> str:
     """All of them, for the terminal."""
-    drawn = (("model", _model_table), ("trace", _trace_table), ("wall clock", _wall_table))
+    drawn = (
+        ("model", _model_table),
+        ("delivery", _delivery_table),
+        ("trace", _trace_table),
+        ("wall clock", _wall_table),
+    )
     found = ((table, _part(report["rows"], part)) for part, table in drawn)
     return "\n\n".join(table(rows) for table, rows in found if rows)
 
@@ -59,6 +64,18 @@ def _model_table(rows: Sequence[Row]) -> str:
             + "  "
             + "".join(f"{ratio:>11.3f}" for ratio in cells[2:])
         )
+    return "\n".join(lines)
+
+
+def _delivery_table(rows: Sequence[Row]) -> str:
+    names = list(dict.fromkeys(row["contestant"] for row in rows))
+    lines = [
+        "Iteration time over the bound, in virtual time, by when new parameters travel; never clips, always speculates",
+        f"{'':22}{'tokens/step':>12}" + "".join(f"{name:>28}" for name in names),
+    ]
+    for machine, tokens in dict.fromkeys((row["machine"], row["tokens"]) for row in rows):
+        of = {row["contestant"]: row["ratio"] for row in rows if (row["machine"], row["tokens"]) == (machine, tokens)}
+        lines.append(f"{machine:22}{tokens:>12}" + "".join(f"{of[name]:>28.3f}" for name in names))
     return "\n".join(lines)
 
 

@@ -28,6 +28,8 @@ class Machine:
 
 # The processors and the link of a GH200 while transfers run, as published measurements have them (docs/plan.md).
 GRACE = Machine(memory=420e9, down=297e9, up=375e9)
+# The same processors behind PCI Express 5 x16, at the planner's share of its nominal bandwidth.
+BEHIND_PCIE = Machine(memory=420e9, down=54e9, up=54e9)
 
 
 @dataclass(frozen=True)

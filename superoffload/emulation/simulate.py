@@ -14,13 +14,14 @@ _REPORTED = ("committed", "replayed", "undone", "skipped", "abandoned", "stepped
 
 def simulate(seeds: range, steps: int, tell: Callable[[str], None]) -> dict[str, int]:
     """What happened in all of them together. BrokenPromiseError names the seed."""
-    totals = dict.fromkeys((*_REPORTED, "failures", "skips"), 0)
+    totals = dict.fromkeys((*_REPORTED, "staged", "failures", "skips"), 0)
     for number, seed in enumerate(seeds):
         simulation = Simulation(seed, steps)
         simulation.run()
         stats = simulation.core.stats()
         for name in _REPORTED:
             totals[name] += int(stats[f"buckets_{name}"])
+        totals["staged"] += simulation.link.delivered_staged
         totals["failures"] += simulation.errors
         totals["skips"] += int(stats["skipped_steps"])
         if (number + 1) % 1000 == 0:

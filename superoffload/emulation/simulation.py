@@ -2,8 +2,9 @@
 
 Gradients arrive in any order, late, twice or not at all; they are taken back, poisoned or lost on the link; verdicts
 clip, skip or commit; hyper-parameters change and parameters are written to; somebody looks at the state, takes a
-snapshot, abandons a step or lets a worker fail. Buckets are speculated, stepped in one pass or in two phases, and
-delivered at once or on demand, as chance or the real schedule has it. After every step the promises are checked against
+snapshot, abandons a step or lets a worker fail. Buckets are speculated, stepped in one pass or in two phases; their
+parameters travel before the verdict or after it, and are delivered at once or on demand, as chance or the real schedule
+has it. After every step the promises are checked against
 a plain model; what was wrong names the seed.
 """
 
@@ -100,7 +101,12 @@ class Simulation:
         self.pool = VirtualPool(
             self.clock, lambda operation, numel: self._delay(), at_once=lambda: self.chance.random() < 0.5
         )
-        self.link = VirtualLink(self.clock, lambda size: self._delay(), lambda size: self._delay())
+        self.link = VirtualLink(
+            self.clock,
+            lambda size: self._delay(),
+            lambda size: self._delay(),
+            stages=lambda bucket: self.chance.random() < 0.7,
+        )
         self.core = Core(self.link, self._options(), lambda group: self._hypers[group])
         self._add_shards()
         self.plain = PlainModel(self.core.shards, lambda group: self._hypers[group])

@@ -33,6 +33,7 @@ class EmulatedTraining:
         schedule: Schedule,
         *,
         on_demand: bool = True,
+        stages: bool = True,
         norm: float = _NORM,
         seed: int = 0,
     ) -> None:
@@ -45,6 +46,7 @@ class EmulatedTraining:
             self.clock,
             lambda size: machine.latency + size * scale / machine.down,
             lambda size: machine.latency + size * scale / machine.up,
+            stages=lambda bucket: stages,
         )
         pool = VirtualPool(self.clock, lambda operation, numel: machine.seconds(operation, numel * scale))
         options = CoreOptions(

@@ -85,6 +85,8 @@ class Speculating(Settling):
         self._freeze(bucket, self._unscale)
         self._submit(bucket, _native.Operation.step_journaled, width)
         bucket.move(BucketState.SPECULATED)
+        assert bucket.running is not None
+        self.link.stage(bucket, bucket.running)
         self._stats.buckets_speculated += 1
 
     def _next_step_of(self, bucket: Bucket) -> int:
@@ -111,6 +113,7 @@ class Speculating(Settling):
             self._mark_undone(bucket)
 
     def _mark_undone(self, bucket: Bucket) -> None:
+        self.link.unstage(bucket)
         bucket.move(BucketState.UNDONE)
         self._stats.buckets_undone += 1
         bucket.move(BucketState.FILLING)
@@ -137,6 +140,7 @@ class Speculating(Settling):
                 undone.append(bucket)
         for bucket in undone:
             self._wait(bucket)
+            self.link.unstage(bucket)
         for bucket in self.buckets:
             if bucket.state is not BucketState.FILLING:
                 self._wait(bucket)

@@ -44,7 +44,8 @@ def assumptions(hardware: Hardware, settings: Settings) -> list[str]:
         f"{HOST_RESERVE / GB:g} GB of the host's memory, at most {HOST_RESERVE_SHARE:.0%} of it, kept for the system, "
         "Python and data loading",
         f"ZeRO hides no collectives, stage 3 adds {1e3 * ZERO3_SECONDS_PER_LAYER:g} ms per layer; FSDP2 prefetches",
-        "bandwidths only, no latencies; 64 equal buckets; eager delivery; copies do not slow the processors further",
+        "bandwidths only, no latencies; 64 equal buckets; eager delivery; new parameters travel before the verdict "
+        "where the GPU has room; copies do not slow the processors further",
         f"{settings.clip_rate:.0%} of the steps clip (--clip-rate)",
     ]
 

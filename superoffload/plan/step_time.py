@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from superoffload.plan.machines import Hardware
-from superoffload.plan.memory import GPU_SHARE, Settings
+from superoffload.plan.memory import GPU_SHARE, Settings, check_fit
 from superoffload.plan.models import ModelShape
 
 BUCKETS = 64
 # Host bytes per parameter of one pass (docs/kernel.md): master and moments both ways, bf16 gradient and shadow.
 PLAIN_BYTES, JOURNALED_BYTES, REPLAY_BYTES = 28.0, 29.2, 30.4
+COPY_ON_GPU_BYTES = 4.0  # staged parameters are read, and written to where the model reads them
+UNSTAGED = 2  # buckets, the last ones of backward, whose parameters travel after the verdict
 BF16_STATE_SAVING = 8.0  # bytes that moments in bf16 do not move
 # DeepSpeed's path: fp32 gradient in, master and moments both ways, then a cast of the master to bf16.
 ZERO_OFFLOAD_BYTES = 4.0 + 24.0 + 6.0
@@ -64,7 +66,9 @@ def estimate_step(model: ModelShape, hardware: Hardware, settings: Settings) -> 
     elif settings.engine == "deepspeed-superoffload":
         optimizer, exposed = _deepspeed_superoffload(own, hardware, settings, window)
     else:
-        optimizer, exposed = _superoffload(own, hardware, settings, window)
+        optimizer, exposed = _superoffload(
+            own, hardware, settings, window, stages=_stages(model, hardware, settings, own)
+        )
     return StepTime(forward, backward, collectives, optimizer, exposed)
 
 
@@ -101,7 +105,18 @@ def _deepspeed_superoffload(own: float, hardware: Hardware, settings: Settings, 
     return down + pass_seconds + up + on_gpu, finished - window + on_gpu
 
 
-def _superoffload(own: float, hardware: Hardware, settings: Settings, window: float) -> tuple[float, float]:
+def _stages(model: ModelShape, hardware: Hardware, settings: Settings, own: float) -> bool:
+    """Whether new parameters travel before the verdict: gradients leave the GPU as they are packed, and it has room for
+    as much at its peak (docs/pipeline.md)."""
+    if settings.is_replicated or settings.sharding == "zero3":
+        return False
+    fit = check_fit(model, hardware, settings)
+    return fit.gpu_room - fit.gpu_need >= settings.gradient_bytes * (1 - settings.gpu_fraction) * own
+
+
+def _superoffload(
+    own: float, hardware: Hardware, settings: Settings, window: float, *, stages: bool
+) -> tuple[float, float]:
     """Speculation commits, or is replayed; where clips are frequent, adaptive waits for the verdict instead.
 
     What is placed on the GPU becomes ready last, and is stepped there after the verdict.
@@ -119,6 +134,10 @@ def _superoffload(own: float, hardware: Hardware, settings: Settings, window: fl
     stepped = max(0.0, _pipeline(ready, [down, journaled]) - window)
     verdict = max(0.0, _pipeline(ready, [down]) - window)
     after_commit = max(stepped + up / BUCKETS, verdict + up)
+    if stages:
+        there = max(0.0, _pipeline(ready, [down, journaled, up]) - window)
+        across = COPY_ON_GPU_BYTES * on_host / hardware.gpu_bandwidth
+        after_commit = min(after_commit, max(there, verdict + UNSTAGED * up / BUCKETS) + across)
     after_replay = max(stepped, verdict) + max(replay, up) + min(replay, up) / BUCKETS
     after_one_pass = verdict + max(plain, up) + min(plain, up) / BUCKETS
     speculating = (1 - settings.clip_rate) * after_commit + settings.clip_rate * after_replay
