@@ -147,6 +147,16 @@ def test_the_table_of_the_schedule() -> None:
         assert f"| {tokens} | {cells} |" in lines_of("pipeline.md")
 
 
+def test_the_table_of_deliveries() -> None:
+    found: dict[int, list[str]] = {}
+    for row in recorded("schedule")["rows"]:
+        if row["part"] == "delivery":
+            found.setdefault(row["tokens"], []).append(f"{row['ratio']:.2f}")
+    assert len(found) == 5
+    for tokens, cells in found.items():
+        assert f"| {tokens} | {' | '.join(cells)} |" in lines_of("pipeline.md")
+
+
 def test_the_table_of_sequences_of_verdicts() -> None:
     found: dict[str, list[str]] = {}
     for row in recorded("schedule")["rows"]:

@@ -111,12 +111,15 @@ def plot(report: dict[str, Any], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    model, traces, wall = (_part(report["rows"], part) for part in ("model", "trace", "wall clock"))
+    parts = ("model", "delivery", "trace", "wall clock")
+    model, deliveries, traces, wall = (_part(report["rows"], part) for part in parts)
     draws: list[Callable[[Any], None]] = []
     if model:
         draws += [lambda axes: _draw_model(axes, model, False), lambda axes: _draw_model(axes, model, True)]
     if traces:
         draws.append(lambda axes: _draw_traces(axes, traces))
+    if deliveries:
+        draws.append(lambda axes: _draw_deliveries(axes, deliveries))
     if wall:
         draws.append(lambda axes: _draw_wall(axes, wall))
     columns = 2 if len(draws) > 1 else 1
@@ -164,6 +167,23 @@ def _draw_traces(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_xlim(right=1.04)
     axes.set_title("Adaptive over the best fixed choice (dotted: 3 % slower)")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), title="tokens per step")
+
+
+def _draw_deliveries(axes: Any, rows: Sequence[Row]) -> None:
+    machine = rows[-1]["machine"]  # with the slowest link
+    shown = [row for row in rows if row["machine"] == machine]
+    tokens = list(dict.fromkeys(row["tokens"] for row in shown))
+    for name, colour in zip(
+        dict.fromkeys(row["contestant"] for row in shown), (style.RED, style.BLUE, style.GREEN), strict=True
+    ):
+        ratios = [row["ratio"] for row in shown if row["contestant"] == name]
+        axes.plot(tokens, ratios, "o--" if name == "on demand" else "o-", ms=3.5, color=colour, label=name)
+    axes.axhline(1.0, color=style.INK, linewidth=0.8)
+    axes.set_xticks(tokens, [f"{count / 1024:g} k" for count in tokens])
+    axes.set_xlabel("tokens per step")
+    axes.set_ylim(bottom=0.9)
+    axes.set_title(f"When parameters travel, {machine}")
+    axes.legend()
 
 
 def _draw_wall(axes: Any, rows: Sequence[Row]) -> None:
