@@ -134,6 +134,7 @@ class Steps(Gradients):
                 hyper.weight_decay,
             )
         settings["max_grad_norm"] = self._max_grad_norm
+        settings["accumulate_dtype"] = self._given.fp32_sums
         settings["factor that takes the loss scale out"] = self._unscale
         return settings
 
