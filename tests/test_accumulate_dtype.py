@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -203,6 +204,56 @@ def test_checkpoints_are_the_same() -> None:
             assert optimizer.state_digests() == digests
             steps(other, optimizer, range(4, 6))
             assert optimizer.stats()["steps"] == 2
+
+
+# ---- loops of others ------------------------------------------------------------------------------------------------
+
+
+@compat(ROW, "single")
+@needs_grad_dtype
+@pytest.mark.parametrize("mode", MODES)
+def test_windows_of_accelerate(mode: str) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'superoffload[transformers]'")
+
+    def theirs(model: nn.Module, optimizer: Any) -> None:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.state.GradientState._reset_state()
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+        prepared, wrapped = accelerator.prepare(model, optimizer)
+        for seed in range(12):
+            with accelerator.accumulate(prepared):
+                accelerator.backward(batch(model, seed))
+                wrapped.step()
+                wrapped.zero_grad()
+
+    def by_hand(model: nn.Module, optimizer: Any) -> None:
+        for number in range(3):
+            summed(optimizer, (batch(model, 4 * number + micro) / 4 for micro in range(4)))
+            optimizer.step()
+
+    expected = trained(declared, by_hand, torch.bfloat16, speculation="never").state_digests()
+    found = trained(_nothing, theirs, torch.bfloat16, speculation=mode, accumulate_dtype="fp32")
+    assert found.state_digests() == expected and found.stats()["buckets_undone"] == 0
+    assert trained(_nothing, theirs, torch.bfloat16).state_digests() != expected
+
+
+@needs_grad_dtype
+def test_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs transformers: pip install 'superoffload[transformers]'")
+    from superoffload.integrations.transformers import offload
+    from tests import test_transformers
+
+    def run(source: Callable[[nn.Module], None], mode: str, **options: Any) -> dict[str, str]:
+        model = test_transformers.model_of(dtype=torch.bfloat16)
+        source(model)
+        trainer = test_transformers.trainer_of(tmp_path, model, None, max_steps=3, gradient_accumulation_steps=4)
+        offload(trainer, speculation=mode, threads=1, **options)
+        trainer.train()
+        return test_transformers.end(trainer)
+
+    expected = run(declared, "never")
+    assert [run(_nothing, mode, accumulate_dtype="fp32") for mode in MODES] == [expected] * len(MODES)
+    assert run(_nothing, "never") != expected
 
 
 # ---- which parameters, and for how long -----------------------------------------------------------------------------

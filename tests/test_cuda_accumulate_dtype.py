@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.packed_gradient import PackedGradient, packed_in
-from tests.adamw_tools import batch
+from tests.adamw_tools import batch, model_of
 from tests.fake_cuda import Fake, on_fake_device
 from tests.fp32_gradients import declared, needs_grad_dtype
-from tests.freed_tools import NEEDED_AGAIN, MakeModel, grads_of, model_of, on_the_device, on_the_host, taken_back
+from tests.freed_tools import NEEDED_AGAIN, MakeModel, grads_of, on_the_device, on_the_host, taken_back
 from tests.test_accumulate_dtype import WINDOWS, Window, in_own_dtype, loop, losses_of, summed, told, train_windows
 from tests.test_cuda_link import LATE
 from tests.test_cuda_windows import branches, images
