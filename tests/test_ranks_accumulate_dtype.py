@@ -145,15 +145,16 @@ def test_sharded_gradients_that_were_freed(request: pytest.FixtureRequest) -> No
 
 def put_back_in_rank() -> tuple[set[Any], set[Any], bool]:
     """The dtypes of gradients while it is open and behind it; whether they are torch's own then."""
-    model, plain = sharded_net(), sharded_net()
-    with optimizer_of(model, **ASKED):
+    model, plain, unused = sharded_net(), sharded_net(), sharded_net()
+    with optimizer_of(model, **ASKED), optimizer_of(unused, **ASKED):
         window(model, 0, synced=True)
         during = {param.grad.dtype for param in model.parameters() if param.grad is not None}
     model.zero_grad()
-    for one in (model, plain):
+    for one in (model, plain, unused):
         window(one, 0, synced=True)
-    behind = {param.grad.dtype for param in model.parameters() if param.grad is not None}
-    return during, behind, same(whole_gradients(model), whole_gradients(plain))
+    behind = {param.grad.dtype for one in (model, unused) for param in one.parameters() if param.grad is not None}
+    expected = whole_gradients(plain)
+    return during, behind, all(same(whole_gradients(one), expected) for one in (model, unused))
 
 
 @needs_grad_dtype

@@ -94,7 +94,7 @@ def sharded_in_16_bits(model: nn.Module, params: Iterable[Tensor]) -> list[Any]:
     wanted = {id(param) for param in params}
     found = []
     for group in _all_groups(model) if wanted else ():
-        if not any(id(one) in wanted for member in group.fsdp_params for one in (member.sharded_param, _shown(member))):
+        if not any(id(one.sharded_param) in wanted for one in group.fsdp_params):
             continue
         if group.mp_policy.reduce_dtype is not torch.float32:
             raise ArgumentError(
@@ -104,11 +104,6 @@ def sharded_in_16_bits(model: nn.Module, params: Iterable[Tensor]) -> list[Any]:
             )
         found.append(group)
     return found
-
-
-def _shown(member: Any) -> Any:
-    """What the module has in its place: parameters may have been replaced, which is noticed at the first forward."""
-    return getattr(member._module_info.module, member._module_info.param_name, None)
 
 
 class KeptGroup:
