@@ -19,22 +19,30 @@ class GradDtypes:
     def widen(self, param: Any) -> None:
         """A gradient that is there already is widened with it."""
         if param.grad_dtype is not torch.float32:
-            self._before[param] = param.grad_dtype
+            before = param.grad_dtype
             _set(param, torch.float32)
+            self._before[param] = before
 
     def put_back(self) -> None:
-        """A gradient that is there is rounded to what ``p.grad`` may be then."""
+        """A gradient that is there is rounded to what ``p.grad`` may be then. One that cannot be, on a device that is
+        full or broken, is gone: the others and their parameters are none the worse for it."""
         while self._before:
-            _set(*self._before.popitem())
+            param, dtype = self._before.popitem()
+            try:
+                _set(param, dtype)
+            except RuntimeError:
+                param.grad = None
+                _set(param, dtype)
 
 
 def _set(param: Any, dtype: torch.dtype | None) -> None:
-    """torch sets it only where ``p.grad`` has it already."""
+    """torch sets it only where ``p.grad`` has that dtype already. Changes nothing where memory is refused."""
     grad = param.grad
+    if grad is not None:
+        grad = _in_dtype(param, grad, dtype or param.dtype)
     param.grad = None
     param.grad_dtype = dtype
-    if grad is not None:
-        param.grad = _in_dtype(param, grad, dtype or param.dtype)
+    param.grad = grad
 
 
 @torch.no_grad()

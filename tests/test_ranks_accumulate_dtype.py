@@ -213,6 +213,21 @@ def test_what_cannot_be_served_is_refused() -> None:
         assert "Expected BFloat16, got Float" in behind
 
 
+def of_one_rank_only() -> str:
+    model = model_of(torch.bfloat16)
+    options = ASKED if dist.get_rank() == 0 else {}
+    with AdamW(model.parameters(), threads=1, rank_timeout=20.0, **options) as optimizer:
+        for param in model.parameters():
+            param.grad = torch.ones_like(param, dtype=param.grad_dtype)
+        return error_of(optimizer.step)
+
+
+@needs_grad_dtype
+def test_ranks_that_do_not_agree_are_told() -> None:
+    for error in on_ranks(2, of_one_rank_only):
+        assert error.startswith("RankError") and "accumulate_dtype" in error
+
+
 def served_in_rank() -> list[float]:
     """fp32 parameters, which nothing needs to be said of."""
     counts = []
