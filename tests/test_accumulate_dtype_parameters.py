@@ -89,7 +89,7 @@ def test_memory_that_is_refused_while_a_gradient_changes_its_dtype() -> None:
 
 
 @needs_grad_dtype
-def test_one_that_could_not_be_made_leavesas_it_is_behind() -> None:
+def test_one_that_could_not_be_made_leaves_nothing_behind() -> None:
     model = model_of(torch.bfloat16)
     with pytest.raises(ArgumentError, match="trace"):
         AdamW(model.parameters(), accumulate_dtype="fp32", trace="/nowhere/at/all.json")
@@ -174,7 +174,7 @@ def test_main_grad_that_rounds_is_refused() -> None:
 
 
 @needs_grad_dtype
-def test_a_group_that_is_refused_changesas_it_is() -> None:
+def test_a_group_that_is_refused_changes_nothing() -> None:
     model, more = model_of(torch.bfloat16), model_of(torch.bfloat16)
     parameters_of(more)[-1].main_grad = torch.zeros_like(parameters_of(more)[-1])
     with AdamW(model.parameters(), threads=1, accumulate_dtype="fp32") as optimizer:
