@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from superoffload import kernels  # obeys SUPEROFFLOAD_ISA
 from superoffload.arguments import (
     as_groups,
+    check_accumulate_dtype,
     check_delivery,
     check_groups,
     check_in_module,
@@ -28,11 +29,13 @@ from superoffload.arguments import (
     check_state_dtype,
     check_threads,
     check_whole_number,
+    named_in,
 )
 from superoffload.environment import check_environment
 from superoffload.errors import ArgumentError, StateError
 from superoffload.gradient_source import clear_main_grad
 from superoffload.optimizer.delivery import Delivery
+from superoffload.optimizer.fp32_sums import check_fp32_sums
 from superoffload.optimizer.parameters import Given
 from superoffload.optimizer.weakly import weakly
 from superoffload.optimizer.whose_norm import say_whose_norm
@@ -94,7 +97,12 @@ class AdamW(Delivery):
         rank_timeout: seconds to wait for other ranks (None: SUPEROFFLOAD_RANK_TIMEOUT, else 60).
         state_dtype: of exp_avg and exp_avg_sq: "fp32", or "bf16" with stochastic rounding: 20 instead of 28 bytes moved
             and 8 instead of 12 kept per parameter. docs/kernel.md shows what it costs in accuracy.
-        seed: of that rounding; the same seed gives the same bits, whatever was speculated, undone or replayed.
+        accumulate_dtype: "fp32": gradients of bf16 and fp16 parameters add up in fp32 over the backward passes of a
+            step, with or without ``accumulate()``, and ``p.grad`` is in fp32, for 2 more bytes per parameter. No effect
+            on fp32 parameters and on checkpoints. Needs torch 2.10 or ``p.main_grad``; refused with
+            ``DistributedDataParallel``. None: they add up in the parameter's dtype, or in that of ``p.grad_dtype``.
+            docs/edits.md.
+        seed: of the rounding of state; the same seed gives the same bits, whatever was speculated, undone or replayed.
 
     A step whose gradients contain a NaN or an infinity is skipped and counted, as loss scalers do. A parameter
     without a gradient is left alone, as in torch. ``torch.amp.GradScaler`` works, with or without its ``unscale_``.
@@ -132,6 +140,7 @@ class AdamW(Delivery):
         process_group: Any = None,
         rank_timeout: float | None = None,
         state_dtype: str | torch.dtype = "fp32",
+        accumulate_dtype: str | torch.dtype | None = None,
         seed: int = 0,
         **torchs: Unpack[TorchDefaults],
     ) -> None:
@@ -156,9 +165,14 @@ class AdamW(Delivery):
             check_in_module(model, [param for group in groups for param in group["params"]])
         elif model is not None:
             check_is_of(model, [param for group in groups for param in group["params"]])
+        fp32_sums = check_accumulate_dtype(accumulate_dtype)
+        if fp32_sums:
+            check_fp32_sums(named_in(groups), model)
         about_ranks = (replicated, check, process_group, rank_timeout)
         reference = weakref.ref(model) if model is not None else None
-        given = Given(speculation, delivery, bucket_numel, threads, *about_ranks, reference, keep_grads, asked)
+        given = Given(
+            speculation, delivery, bucket_numel, threads, *about_ranks, reference, keep_grads, asked, fp32_sums
+        )
         self._begin()
         self._begin_with(given, check_state_dtype(state_dtype), check_seed(seed))
         self._connect([entry[1] if isinstance(entry, tuple) else entry for g in groups for entry in g["params"]])

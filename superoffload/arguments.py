@@ -135,6 +135,16 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     return groups
 
 
+def named_in(groups: Iterable[Mapping[str, Any]]) -> list[tuple[str, Tensor]]:
+    """Every parameter of ``as_groups``, with a name for errors."""
+    found = []
+    for g, group in enumerate(groups):
+        for i, entry in enumerate(group["params"]):
+            named = isinstance(entry, tuple)
+            found.append((entry[0], entry[1]) if named else (f"parameter {i} of param_groups[{g}]", entry))
+    return found
+
+
 def _refuse_set(name: str, params: Any) -> None:
     if isinstance(params, Set) and not isinstance(params, Mapping):
         raise WrongType(f"{name}: {type(params).__name__}, whose order changes between runs; expected a list")
@@ -295,6 +305,13 @@ def check_state_dtype(value: Any) -> torch.dtype:
         if value in (name, dtype):
             return dtype
     raise ArgumentError(f"state_dtype={value!r}: expected 'fp32' or 'bf16'")
+
+
+def check_accumulate_dtype(value: Any) -> bool:
+    """Whether gradients add up in fp32 whatever their parameters' dtype; None: they add up in that."""
+    if value is None or value in ("fp32", torch.float32):
+        return value is not None
+    raise ArgumentError(f"accumulate_dtype={value!r}: expected 'fp32', or None for the parameter's own dtype")
 
 
 def check_seed(value: Any) -> int:

@@ -35,6 +35,9 @@ _OTHER_NAMES = {
     "bucket_size": "bucket_numel",
     "moments_dtype": "state_dtype",
     "optimizer_dtype": "state_dtype",
+    "grad_dtype": "accumulate_dtype",
+    "gradient_dtype": "accumulate_dtype",
+    "grad_accum_dtype": "accumulate_dtype",
     "network": "model",
 }
 _TORCHS = {
@@ -50,6 +53,7 @@ _DEEPSPEEDS = {
     "bias_correction": "the moments' bias is always corrected here",
     "fp32_optimizer_states": 'here state_dtype is "fp32" or "bf16"',
 }
+_ADAMWS = {"accumulate_dtype": "this one reads p.grad as it is: set p.grad_dtype = torch.float32 on the parameters"}
 
 
 # What torch makes of them where nothing is given. A loop over parameters is chosen by None, too.
@@ -109,6 +113,8 @@ def _advice(name: str, accepted: list[str]) -> str:
         return f"torch.optim.AdamW has it ({_TORCHS[name]}): leave it out, or pass {name}=False."
     if name in _DEEPSPEEDS:
         return f"DeepSpeedCPUAdam has it ({_DEEPSPEEDS[name]}): leave it out."
+    if name in _ADAMWS:
+        return f"superoffload.AdamW has it; {_ADAMWS[name]}."
     words = name.lower()
     if _is_clipping(words):
         if "max_grad_norm" in accepted:

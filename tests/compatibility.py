@@ -163,6 +163,7 @@ SECTIONS: dict[str, list[str]] = {
         "hooks of parameters that change or read gradients",
         "gradient accumulation",
         "gradient accumulation with accumulate()",
+        "gradient accumulation in fp32 of bfloat16 and float16 parameters (accumulate_dtype)",
         "zero_grad(set_to_none=True or False)",
         "a step with some or no gradients",
         "delivery on demand: the bits of eager delivery",

@@ -89,6 +89,8 @@ def test_code_of_the_page_runs(page: Path, names: dict[str, Any]) -> None:
         pytest.importorskip("prometheus_client", reason="needs prometheus-client: pip install 'superoffload[metrics]'")
     if "integrations.deepspeed" in page.read_text():
         pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'superoffload[deepspeed]'")
+    if "accumulate_dtype=" in "".join(python_blocks(page)) and not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("accumulate_dtype= needs torch 2.10 or newer")
     for number, block in enumerate(python_blocks(page), 1):
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)
 

@@ -123,11 +123,10 @@ def test_placement_and_state_dtype_are_arguments() -> None:
 
 
 @pytest.mark.parametrize("settings", [Settings(), Settings("superoffload", "fsdp2", ranks=2)])
-def test_gradients_in_fp32_are_asked_for_before_the_optimizer_is_made(settings: Settings) -> None:
+def test_gradients_in_fp32_are_an_argument(settings: Settings) -> None:
     text = configuration(replace(settings, gradient_dtype="fp32"))
     asked = [line for line in text.splitlines() if line not in configuration(settings).splitlines()]
-    wanted = "keep_reduced_gradients(model)" if settings.sharding == "fsdp2" else "grad_dtype = torch.float32"
-    assert wanted in asked[-1] and text.index(asked[-1]) < text.index("superoffload.AdamW")
+    assert asked == ['    accumulate_dtype="fp32",']
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from superoffload.errors import ArgumentError, StateError
+from superoffload.grad_dtypes import GradDtypes
 from superoffload.ranks.layout import is_dtensor, local_of
 
 _Place = tuple[nn.Module, str, Tensor]
@@ -60,9 +61,10 @@ def keep_reduced_gradients(model: nn.Module) -> None:
 
     torch (2.13 and before) rounds them to the dtype of the sharded parameter behind the reduction; a bf16 model loses
     there what ``reduce_dtype=torch.float32`` was to save. To be called after ``fully_shard`` and before the optimizer
-    is made, which takes them as they are. Costs 2 more bytes per parameter of this rank, here and there.
+    is made, which takes them as they are; ``AdamW(accumulate_dtype="fp32", model=model)`` does it by itself. Costs 2
+    more bytes per parameter of this rank, here and there.
     """
-    groups = [group for module in model.modules() if is_sharded_module(module) for group in _groups_of(module)]
+    groups = _all_groups(model)
     if not groups:
         raise ArgumentError(f"model: {type(model).__name__}, of which nothing is sharded; call fully_shard before this")
     kept = [group for group in groups if group.mp_policy.reduce_dtype is torch.float32]
@@ -72,24 +74,70 @@ def keep_reduced_gradients(model: nn.Module) -> None:
             "no fp32 gradients that could be kept; pass it as mp_policy="
         )
     for group in kept:
-        _keep_dtype(group)
+        KeptGroup(group)
 
 
-def _keep_dtype(group: Any) -> None:
-    """Again where the group learns its dtypes, at the first forward: parameters may have been replaced until then."""
-    learn = group._init_mp_dtypes
+def keep_in_fp32(model: nn.Module, params: Iterable[Tensor]) -> Callable[[], None]:
+    """Likewise for the groups that have any of ``params``; what it returns puts torch's rounding back."""
+    kept = [KeptGroup(group) for group in sharded_in_16_bits(model, params)]
 
-    def keep() -> None:
-        for one in group.fsdp_params:
-            one.sharded_param.grad_dtype = torch.float32
-        group._orig_dtype = torch.float32  # to which gradients are cast behind the reduction
+    def put_back() -> None:
+        for group in kept:
+            group.put_back()
 
-    def learn_and_keep() -> None:
-        learn()
-        keep()
+    return put_back
 
-    keep()
-    group._init_mp_dtypes = learn_and_keep
+
+def sharded_in_16_bits(model: nn.Module, params: Iterable[Tensor]) -> list[Any]:
+    """The groups of ``fully_shard`` that have any of ``params``, which all are bf16 or fp16; ArgumentError where
+    gradients are not reduced in fp32, and so not added up in it before they are."""
+    wanted = {id(param) for param in params}
+    found = []
+    for group in _all_groups(model) if wanted else ():
+        if not any(id(one.sharded_param) in wanted for one in group.fsdp_params):
+            continue
+        if group.mp_policy.reduce_dtype is not torch.float32:
+            raise ArgumentError(
+                f"accumulate_dtype='fp32' with fully_shard and reduce_dtype={group.mp_policy.reduce_dtype}: gradients "
+                "would be rounded before they are added up; pass it "
+                "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+            )
+        found.append(group)
+    return found
+
+
+class KeptGroup:
+    """One group of ``fully_shard`` whose gradients stay in fp32 behind the reduction.
+
+    Said again where the group learns its dtypes, at the first forward: parameters may have been replaced until then.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._learn = group._init_mp_dtypes
+        self._rounded_to: torch.dtype | None = None
+        self._dtypes = GradDtypes()
+        self._keep()
+        group._init_mp_dtypes = self._learn_and_keep
+
+    def _keep(self) -> None:
+        for one in self._group.fsdp_params:
+            self._dtypes.widen(one.sharded_param)
+        self._rounded_to = getattr(self._group, "_orig_dtype", None)
+        self._group._orig_dtype = torch.float32  # to which gradients are cast behind the reduction
+
+    def _learn_and_keep(self) -> None:
+        self._learn()
+        self._keep()
+
+    def put_back(self) -> None:
+        self._group._init_mp_dtypes = self._learn
+        self._group._orig_dtype = self._rounded_to
+        self._dtypes.put_back()
+
+
+def _all_groups(model: nn.Module) -> list[Any]:
+    return [group for module in model.modules() if is_sharded_module(module) for group in _groups_of(module)]
 
 
 def _groups_of(module: nn.Module) -> list[Any]:
@@ -103,7 +151,8 @@ def _groups_of(module: nn.Module) -> list[Any]:
         if not (hasattr(group, "_init_mp_dtypes") and all(hasattr(param, "grad_dtype") for param in params)):
             raise StateError(
                 f"torch {torch.__version__} does not show where fully_shard casts gradients, or has no p.grad_dtype "
-                "(2.10 and newer have it): leave keep_reduced_gradients() out, or keep the sharded parameters in fp32"
+                "(2.10 and newer have it): leave keep_reduced_gradients() and accumulate_dtype out, or keep the "
+                "sharded parameters in fp32"
             )
     return list(groups)
 

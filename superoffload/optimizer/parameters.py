@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from superoffload.arguments import as_groups, check_finite, check_group, check_groups, check_parameter
+from superoffload.arguments import as_groups, check_finite, check_group, check_groups, check_parameter, named_in
 from superoffload.bucket import GroupHyper, Shard
 from superoffload.core import Core, CoreOptions
 from superoffload.cpus import worker_cpus
 from superoffload.errors import StateError
 from superoffload.gradient_source import dtype_to_come
 from superoffload.links import keeps_gradients, link_for, on_device
+from superoffload.optimizer.fp32_sums import Fp32Sums, check_fp32_sums
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.untraced import untraced
 from superoffload.optimizer.weakly import weakly
@@ -43,6 +44,7 @@ class Given:
     model: weakref.ReferenceType[nn.Module] | None
     keep_grads: bool | None
     placement: Asked
+    fp32_sums: bool
 
 
 class Parameters(Lifetime):
@@ -59,6 +61,7 @@ class Parameters(Lifetime):
         self._of_shard: dict[int, Tracked] = {}
         self._fresh: list[Held] = []
         self._firsts: list[int] = []  # id of the first parameter of each group
+        self._sums = Fp32Sums(wanted=given.fp32_sums)
         self._resident: set[int] = set()  # ids of parameters whose state begins on the accelerator
 
     @property
@@ -74,10 +77,12 @@ class Parameters(Lifetime):
     def state(self, value: defaultdict[Tensor, Any]) -> None:
         self._state = value
 
+    def _model(self) -> nn.Module | None:
+        return self._given.model() if self._given.model is not None else None
+
     def _connect(self, params: Sequence[Tensor]) -> None:
         """To the other ranks, where there are any, and to a new core."""
-        given = self._given
-        model = given.model() if given.model is not None else None
+        given, model = self._given, self._model()
         self._names = qualified_names(model)
         self._ranks = set_up_ranks(
             params,
@@ -102,6 +107,10 @@ class Parameters(Lifetime):
         self._core.placer = placer
         self._core.moved = weakly(self._on_moved)
 
+    def _remove_hooks(self) -> None:
+        super()._remove_hooks()
+        self._sums.end()
+
     def _sizes(self, params: Sequence[Tensor]) -> list[tuple[int, int]]:
         """(id, elements that this rank has the state of) of all that trains."""
         trained = [param for param in params if param.requires_grad]
@@ -115,10 +124,13 @@ class Parameters(Lifetime):
             self._check_usable()
             (group,) = as_groups([param_group])
             check_groups([group], self.defaults, taken=[p for g in self.param_groups for p in g["params"]])
+            if self._sums.wanted:
+                check_fp32_sums(named_in([group]), self._model())
         with self._work.alone:
             super().add_param_group(group)  # may refuse, as where some groups have names and others have not
             with self._whole():
                 self._firsts.append(id(group["params"][0]) if group["params"] else 0)
+                self._sums.begin(self._names_of(len(self.param_groups) - 1), self._model())
                 self._adopt(len(self.param_groups) - 1, [p for p in group["params"] if p.requires_grad])
                 if not self._constructing:
                     self._announce()
@@ -132,7 +144,7 @@ class Parameters(Lifetime):
     def _adopt(self, group: int, params: Sequence[Tensor]) -> None:
         """State for those parameters of a group that have none yet: frozen ones take no memory."""
         wanted = {id(param) for param in params if param not in self._tracked}
-        fresh = {param: name for param, name in self._names_of(group) if id(param) in wanted}
+        fresh = {param: name for name, param in self._names_of(group) if id(param) in wanted}
         for param, name in fresh.items():  # again: what was frozen may have changed since its group was made
             check_parameter(name, param)
             check_finite(name, param)
@@ -190,12 +202,12 @@ class Parameters(Lifetime):
     def _on_moved(self, shard: Shard) -> None:
         self._show_state(self._of_shard[shard.index])
 
-    def _names_of(self, group: int) -> Iterator[tuple[Tensor, str]]:
+    def _names_of(self, group: int) -> Iterator[tuple[str, Tensor]]:
         params = self.param_groups[group]["params"]
         names = self.param_groups[group].get("param_names")
         for i, param in enumerate(params):
             name = str(names[i]) if names else f"param_groups[{group}]['params'][{i}]"
-            yield param, self._names.get(id(param), name)
+            yield self._names.get(id(param), name), param
 
     def _hyper_of(self, group: int) -> GroupHyper:
         values = self.param_groups[group]
@@ -227,6 +239,8 @@ class Parameters(Lifetime):
         if self._has_masters or any(t.shard.steps or id(param) in grouped for param, t in self._tracked.items()):
             self._refuse_replaced()
             return
+        if self._sums.wanted:
+            check_fp32_sums([one for index in range(len(groups)) for one in self._names_of(index)], self._model())
         timeline = self._core.timeline
         with self._whole():
             self._remove_hooks()
@@ -240,6 +254,7 @@ class Parameters(Lifetime):
                 timeline.follow(self._core)
             self._firsts = firsts
             for index, members in enumerate(groups):
+                self._sums.begin(self._names_of(index), self._model())
                 self._adopt(index, [param for param in members if param.requires_grad])
             self._announce()
 

@@ -84,7 +84,7 @@ class SavedState(Steps):
         params = [
             (name, param)
             for index in range(len(self.param_groups))
-            for param, name in self._names_of(index)
+            for name, param in self._names_of(index)
             if param in self._tracked
         ]
         try:

@@ -134,6 +134,7 @@ class Steps(Gradients):
                 hyper.weight_decay,
             )
         settings["max_grad_norm"] = self._max_grad_norm
+        settings["accumulate_dtype"] = "fp32" if self._given.fp32_sums else None
         settings["factor that takes the loss scale out"] = self._unscale
         return settings
 

@@ -77,7 +77,7 @@ def _python(settings: Settings) -> list[str]:
         lines.append("model = model.to(torch.float32)  # the parameters are the masters; bf16 is for the arithmetic")
     if settings.checkpointing == "full":
         lines.append(f"{_CHECKPOINTING}  # before wrapping; so called in Hugging Face's models")
-    return [*lines, *_wrapping(settings), *_gradients(settings), _optimizer(settings), "", *_one_step(settings)]
+    return [*lines, *_wrapping(settings), _optimizer(settings), "", *_one_step(settings)]
 
 
 def _wrapping(settings: Settings) -> list[str]:
@@ -91,15 +91,6 @@ def _wrapping(settings: Settings) -> list[str]:
     return ["model = torch.nn.parallel.DistributedDataParallel(model)"] if settings.is_replicated else []
 
 
-def _gradients(settings: Settings) -> list[str]:
-    """Before the optimizer is made: that they come in fp32."""
-    if settings.engine != "superoffload" or settings.gradient_bytes == 2:
-        return []
-    if settings.sharding == "fsdp2":
-        return ["superoffload.integrations.fsdp2.keep_reduced_gradients(model)"]
-    return ["for parameter in model.parameters():", "    parameter.grad_dtype = torch.float32"]
-
-
 def _optimizer(settings: Settings) -> str:
     arguments = [f"lr={_LEARNING_RATE}"]
     if settings.engine == "torch":
@@ -109,6 +100,8 @@ def _optimizer(settings: Settings) -> str:
         arguments.append('replicated="shard"')
     if settings.state_dtype == "bf16":
         arguments.append('state_dtype="bf16"')
+    if settings.gradient_bytes == 4:
+        arguments.append('accumulate_dtype="fp32"')
     if settings.gpu_fraction > 0:
         arguments.append(f'placement={{"gpu_fraction": {settings.gpu_fraction:g}}}')
     parts = ["model.parameters()", *arguments]

@@ -57,6 +57,7 @@ class World:
             lr=settings.lr,
             max_grad_norm=settings.max_grad_norm,
             state_dtype=settings.state_dtype,
+            accumulate_dtype=settings.accumulate_dtype if hasattr(Tensor, "grad_dtype") else None,
             module=self.net,
             **(self._speculating() if self.speculates else {"speculation": "never", "threads": 1}),
         )

@@ -1,0 +1,95 @@
+"""``accumulate_dtype="fp32"``: ``p.grad_dtype`` tells autograd to add gradients of bf16 and fp16 parameters up in fp32.
+
+Autograd then keeps ``p.grad`` in fp32 and widens what comes before it adds it. FSDP2 assigns sharded gradients without
+autograd: there its reduction keeps them in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from superoffload.errors import ArgumentError, StateError
+from superoffload.grad_dtypes import GradDtypes
+from superoffload.integrations.fsdp2 import keep_in_fp32, sharded_in_16_bits
+from superoffload.ranks.layout import is_dtensor
+
+Named = Iterable[tuple[str, Any]]
+
+
+def check_fp32_sums(params: Named, model: nn.Module | None) -> None:
+    """Whether gradients of all of these can be added up in fp32; nothing is changed."""
+    named = list(params)
+    for name, param in named:
+        main = getattr(param, "main_grad", None)
+        if main is not None and main.dtype != torch.float32:
+            raise ArgumentError(
+                f"accumulate_dtype='fp32': {name}: p.main_grad is {main.dtype}, so what is added to it is rounded; "
+                "make it float32, or leave accumulate_dtype out"
+            )
+    ours = [(name, param) for name, param in named if _is_ours_to_set(param)]
+    if not ours:
+        return
+    if not hasattr(Tensor, "grad_dtype"):
+        raise ArgumentError(
+            f"accumulate_dtype='fp32': {ours[0][0]} needs p.grad_dtype, which torch {torch.__version__} does not have; "
+            "it needs torch 2.10 or newer, or p.main_grad in float32, to which a hook of yours adds"
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ArgumentError(
+            f"accumulate_dtype='fp32': {ours[0][0]} is reduced by DistributedDataParallel, which takes gradients in "
+            "the parameter's dtype only; use fully_shard with MixedPrecisionPolicy(reduce_dtype=torch.float32), or "
+            "p.main_grad in float32, to which you add what DDP has reduced"
+        )
+    known = {id(param) for param in model.parameters()} if model is not None else set()
+    for name, param in ours:
+        if is_dtensor(param) and id(param) not in known:
+            raise ArgumentError(
+                f"accumulate_dtype='fp32': {name} is a DTensor, and what reduces its gradients must keep them in fp32; "
+                "pass model=, or call superoffload.integrations.fsdp2.keep_reduced_gradients(model) before this"
+            )
+    if model is not None:
+        sharded_in_16_bits(model, [param for _, param in ours])
+
+
+class Fp32Sums:
+    """One optimizer's: sets ``p.grad_dtype``, and sets it back."""
+
+    def __init__(self, *, wanted: bool) -> None:
+        self.wanted = wanted
+        self._dtypes = GradDtypes()
+        self._kept: list[Callable[[], None]] = []  # each puts FSDP2's rounding of some gradients back
+
+    def begin(self, params: Named, model: nn.Module | None) -> None:
+        """For parameters that ``check_fp32_sums`` has checked and that train, now or later."""
+        if not self.wanted:
+            return
+        ours = [param for _, param in params if _is_ours_to_set(param)]
+        if model is not None:
+            self._kept.append(keep_in_fp32(model, ours))
+        for param in ours:
+            self._dtypes.widen(param)
+
+    def check(self, name: str, gradient: Tensor) -> None:
+        """Every gradient that is handed over, or something has changed since what we have set."""
+        if self.wanted and gradient.dtype != torch.float32:
+            raise StateError(
+                f"{name}: its gradient is {gradient.dtype}, so it was not added up in fp32 as accumulate_dtype='fp32' "
+                "asks for; p.grad_dtype (or p.main_grad) was changed since the optimizer was made: leave it as it is, "
+                "or make a new optimizer without accumulate_dtype. Nothing has changed; call zero_grad()"
+            )
+
+    def end(self) -> None:
+        """Everything as it was before, gradients included."""
+        while self._kept:
+            self._kept.pop()()
+        self._dtypes.put_back()
+
+
+def _is_ours_to_set(param: Any) -> bool:
+    """Not where gradients are added up in fp32 already: because the user says so, or in ``p.main_grad``."""
+    in_fp32 = param.dtype is torch.float32 or getattr(param, "grad_dtype", None) is torch.float32
+    return not in_fp32 and getattr(param, "main_grad", None) is None
