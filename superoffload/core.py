@@ -191,6 +191,7 @@ class Core(Arriving):
                 bucket.move(BucketState.COMMITTED)
                 self._stats.buckets_committed += 1
                 return
+            self.link.unstage(bucket)  # before the shadow is written again
             self._freeze(bucket, factor)
             self._submit(bucket, Operation.replay)
             bucket.move(BucketState.REPLAYED)
@@ -272,6 +273,7 @@ class Core(Arriving):
         self._stats.optimizer_seconds = self.pool.busy_seconds
         self._stats.bytes_down = self.link.bytes_down
         self._stats.bytes_up = self.link.bytes_up
+        self._stats.bytes_up_early = self.link.bytes_up_early
         self._stats.pinned_bytes = self.link.pinned_bytes
         self._stats.params_on_device = sum(shard.numel for shard in self.shards if shard.resident)
         return self._stats.as_dict()

@@ -32,6 +32,10 @@ class Link(Protocol):
     asynchronous: bool  # deliver() returns before ``after`` is done, and reads the shadow by itself once it is
 
     @property
+    def bytes_up_early(self) -> int:
+        """Of ``bytes_up``, those that travelled before the verdict."""
+
+    @property
     def pinned_bytes(self) -> int:
         """Of host memory, now."""
 
@@ -60,6 +64,19 @@ class Link(Protocol):
     def arrived(self, ticket: PackTicket) -> _native.Completion:
         """Done once the packed gradient is in host memory; worker threads wait on it without the GIL."""
 
+    def stage(self, bucket: Bucket, after: _native.Completion) -> None:
+        """``after`` steps ``bucket`` before the verdict: its new parameters may travel once that has succeeded.
+
+        Nobody sees them before they are delivered. A link may do nothing here; what goes wrong is no error.
+        """
+
+    def unstage(self, bucket: Bucket) -> None:
+        """What was speculated on ``bucket`` is taken back: from here on the link neither reads its shadow nor delivers
+        what it has sent of it. Nothing, where nothing was."""
+
+    def step_ended(self) -> None:
+        """Every bucket has its fate. Those that were not delivered are so later, or not at all."""
+
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
         """Copies the shadow of the bucket's present pieces to the published parameters, once ``after`` is done.
 
@@ -79,6 +96,7 @@ class SynchronousLink:
 
     asynchronous = False
     frees_gradients = False
+    bytes_up_early = 0
     pinned_bytes = 0
 
     def __init__(self) -> None:
@@ -99,6 +117,15 @@ class SynchronousLink:
 
     def arrived(self, ticket: PackTicket) -> _native.Completion:
         return ticket.completion
+
+    def stage(self, bucket: Bucket, after: _native.Completion) -> None:
+        """They are where deliver() takes them from."""
+
+    def unstage(self, bucket: Bucket) -> None:
+        """Nothing was sent."""
+
+    def step_ended(self) -> None:
+        """Nothing was held for the step."""
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
         wait_until_ended(after)

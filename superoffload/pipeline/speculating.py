@@ -86,6 +86,8 @@ class Speculating(Settling):
         self._submit(bucket, _native.Operation.step_journaled, width)
         bucket.move(BucketState.SPECULATED)
         self._stats.buckets_speculated += 1
+        assert bucket.running is not None
+        self.link.stage(bucket, bucket.running)
 
     def _next_step_of(self, bucket: Bucket) -> int:
         return 1 + min(p.shard.steps for p, present in zip(bucket.pieces, bucket.present, strict=True) if present)
@@ -111,6 +113,7 @@ class Speculating(Settling):
             self._mark_undone(bucket)
 
     def _mark_undone(self, bucket: Bucket) -> None:
+        self.link.unstage(bucket)
         bucket.move(BucketState.UNDONE)
         self._stats.buckets_undone += 1
         bucket.move(BucketState.FILLING)
@@ -136,6 +139,7 @@ class Speculating(Settling):
                 self._submit(bucket, _native.Operation.undo)
                 undone.append(bucket)
         for bucket in undone:
+            self.link.unstage(bucket)
             self._wait(bucket)
         for bucket in self.buckets:
             if bucket.state is not BucketState.FILLING:
@@ -161,3 +165,4 @@ class Speculating(Settling):
         self._partial = 0.0
         self._unsummed.clear()
         self._speculating = True
+        self.link.step_ended()
