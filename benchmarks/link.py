@@ -19,8 +19,10 @@ from torch import Tensor
 
 from benchmarks.commands import run_command
 from superoffload.benchmarking.link import Rig
+from superoffload.bucket import Bucket
 from superoffload.cli.bench_link import add_link_options, run_link
 from superoffload.cuda.link import CudaLink, CudaOptions
+from superoffload.link import PackTicket
 from tests.fake_cuda import IMAGE, Fake, FakeDevice
 
 _COUNTED = {
@@ -31,20 +33,25 @@ _COUNTED = {
 }
 
 
-class _Device(FakeDevice):
+class _Link(CudaLink):
     """Keeps freed gradients until the kernels that read them are over, as a device's allocator does."""
 
-    def release(self, gradients: Sequence[Tensor], stream: int) -> None:
-        self.kept.extend(gradients)
+    def __init__(self, device: FakeDevice, options: CudaOptions) -> None:
+        super().__init__(device, options)
+        self._kept = device.kept
+
+    def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
+        self._kept.extend(grad for grad in grads if grad is not None)
+        return super().pack(bucket, grads)
 
 
 def measure(args: argparse.Namespace) -> int:
     fake = Fake()
-    devices: list[_Device] = []
+    devices: list[FakeDevice] = []
 
     def link_for(params: Sequence[Tensor], **_: Any) -> CudaLink:
-        devices[:] = [_Device(fake)]
-        return CudaLink(devices[0], CudaOptions(image=IMAGE, library=fake.library))
+        devices[:] = [FakeDevice(fake)]
+        return _Link(devices[0], CudaOptions(image=IMAGE, library=fake.library))
 
     def synchronize() -> None:
         for device in devices:

@@ -23,6 +23,12 @@ T pointer(Address address) {
     return reinterpret_cast<T>(address);  // NOLINT: addresses are what crosses this border
 }
 
+std::vector<cuda::Stream> streams_at(const std::vector<Address>& handles) {
+    std::vector<cuda::Stream> streams;
+    for (const Address handle : handles) streams.push_back(pointer<cuda::Stream>(handle));
+    return streams;
+}
+
 // Where the interpreter's lock is released, it is so inside of the function: pybind11 registers what a constructor has
 // made, in tables that the lock guards, before a call guard would take it again.
 std::shared_ptr<cuda::Gpu> open_gpu(const std::string& library, int ordinal) {
@@ -93,6 +99,7 @@ void bind_pipeline(py::module_& module) {
              py::arg("image"), py::arg("timeout_seconds"))
         .def_property_readonly("has_kernels", &cuda::Pipeline::has_kernels)
         .def_property_readonly("uses_flag", &cuda::Pipeline::uses_flag)
+        .def_property_readonly("bytes_early", &cuda::Pipeline::bytes_early)
         .def(
             "set_staging",
             [](cuda::Pipeline& pipeline, cuda::DeviceAddress down, std::uint64_t slot_bytes, unsigned slots,
@@ -104,12 +111,26 @@ void bind_pipeline(py::module_& module) {
         .def(
             "pack",
             [](cuda::Pipeline& pipeline, const std::shared_ptr<cuda::DeviceBucket>& bucket, Address current,
-               const std::vector<cuda::DeviceAddress>& addresses, bool keep, const std::vector<Address>& others) {
-                std::vector<cuda::Stream> streams;
-                for (const Address other : others) streams.push_back(pointer<cuda::Stream>(other));
-                return pipeline.pack(bucket, pointer<cuda::Stream>(current), addresses, keep, streams);
+               const std::vector<cuda::DeviceAddress>& addresses, bool keep, const std::vector<Address>& others,
+               cuda::DeviceAddress block) {
+                return pipeline.pack(bucket, pointer<cuda::Stream>(current), addresses, keep, streams_at(others),
+                                     block);
             },
-            py::arg("bucket"), py::arg("current"), py::arg("addresses"), py::arg("keep"), py::arg("others"), release)
+            py::arg("bucket"), py::arg("current"), py::arg("addresses"), py::arg("keep"), py::arg("others"),
+            py::arg("block"), release)
+        .def(
+            "hold_back",
+            [](cuda::Pipeline& pipeline, const std::shared_ptr<cuda::DeviceBucket>& bucket,
+               const std::vector<Address>& streams) { pipeline.hold_back(bucket, streams_at(streams)); },
+            py::arg("bucket"), py::arg("streams"), release)
+        .def("stage", &cuda::Pipeline::stage, py::arg("bucket"), py::arg("after"), py::arg("present"), release)
+        .def("unstage", &cuda::Pipeline::unstage, py::arg("bucket"), release)
+        .def(
+            "release",
+            [](cuda::Pipeline& pipeline, const std::shared_ptr<cuda::DeviceBucket>& bucket, Address stream) {
+                pipeline.release(bucket, pointer<cuda::Stream>(stream));
+            },
+            py::arg("bucket"), py::arg("stream"), release)
         .def(
             "deliver",
             [](cuda::Pipeline& pipeline, const std::shared_ptr<cuda::DeviceBucket>& bucket,

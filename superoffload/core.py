@@ -247,7 +247,6 @@ class Core(Arriving):
 
     def _end_step(self, *, whole: bool) -> None:
         super()._end_step(whole=whole)
-        self.link.step_ended()
         self._shared = False
         order, self._order = self._order, []
         if whole and not self._observed and order:
@@ -274,6 +273,7 @@ class Core(Arriving):
         self._stats.optimizer_seconds = self.pool.busy_seconds
         self._stats.bytes_down = self.link.bytes_down
         self._stats.bytes_up = self.link.bytes_up
+        self._stats.bytes_up_early = self.link.bytes_up_early
         self._stats.pinned_bytes = self.link.pinned_bytes
         self._stats.params_on_device = sum(shard.numel for shard in self.shards if shard.resident)
         return self._stats.as_dict()

@@ -28,9 +28,12 @@ class Link(Protocol):
 
     bytes_down: int
     bytes_up: int
-    bytes_up_early: int  # of bytes_up: before the verdict
     frees_gradients: bool  # nobody reads a gradient again once pack() has returned, so its owner may let it go
     asynchronous: bool  # deliver() returns before ``after`` is done, and reads the shadow by itself once it is
+
+    @property
+    def bytes_up_early(self) -> int:
+        """Of ``bytes_up``, those that travelled before the verdict."""
 
     @property
     def pinned_bytes(self) -> int:
@@ -91,6 +94,7 @@ class SynchronousLink:
 
     asynchronous = False
     frees_gradients = False
+    bytes_up_early = 0
     pinned_bytes = 0
 
     def __init__(self) -> None:

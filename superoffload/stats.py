@@ -34,6 +34,7 @@ class Stats:
     pinned_bytes: int = 0  # of host memory, now (CUDA link)
     bytes_down: int = 0
     bytes_up: int = 0
+    bytes_up_early: int = 0  # of bytes_up: before the verdict, those that it has discarded included (CUDA link)
     journal_bytes: int = 0
     journal_bytes_per_param: float = 0.0  # of the buckets speculated in the last step that speculated
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -109,8 +110,15 @@ class Fake:
             _size(target),
         )
 
-    def read(self, stream: int, tensor: Tensor) -> None:
-        self._functions.fake_cuda_read(ctypes.c_void_p(stream), ctypes.c_void_p(tensor.data_ptr()), _size(tensor))
+    def read(self, stream: int, tensor: Tensor, expected: Tensor | None = None) -> None:
+        """It must then hold what ``expected``, or else itself, holds now."""
+        source = tensor if expected is None else expected
+        self._functions.fake_cuda_read(
+            ctypes.c_void_p(stream),
+            ctypes.c_void_p(tensor.data_ptr()),
+            ctypes.c_void_p(source.data_ptr()),
+            _size(tensor),
+        )
 
     def calls(self, symbol: str) -> int:
         return int(self._functions.fake_cuda_calls(symbol.encode()))
@@ -125,6 +133,42 @@ class Fake:
 
 def _size(tensor: Tensor) -> ctypes.c_size_t:
     return ctypes.c_size_t(tensor.numel() * tensor.element_size())
+
+
+class Memory:
+    """What an allocator counts: bytes that are in use, and the most of them at a time."""
+
+    def __init__(self) -> None:
+        self.active = 0
+        self.peak = 0
+        self._late: list[int] = []
+        self._gradients: dict[int, list[int]] = {}  # address -> bytes that are needed, bytes in all
+
+    def take(self, nbytes: int) -> None:
+        self.active += nbytes
+        self.peak = max(self.peak, self.active)
+
+    def take_gradient(self, gradient: Tensor) -> None:
+        nbytes = gradient.numel() * gradient.element_size()
+        self._gradients[gradient.data_ptr()] = [nbytes, nbytes]
+        self.take(nbytes)
+
+    def free_of_gradient(self, gradient: int, nbytes: int, *, later: bool) -> None:
+        """A part of it; the last one frees the whole. ``later``: at a time that the program does not know."""
+        left = self._gradients.get(gradient)
+        if left is None:
+            return
+        left[0] -= nbytes
+        if left[0] == 0:
+            del self._gradients[gradient]
+            if later:
+                self._late.append(left[1])
+            else:
+                self.active -= left[1]
+
+    def step_ended(self) -> None:
+        self.active -= sum(self._late)
+        self._late.clear()
 
 
 class FakeDevice:
@@ -142,6 +186,9 @@ class FakeDevice:
         self.kept: list[Tensor] = []
         self.capturing = False
         self.refused = 0  # so many allocations from now on fail
+        self.free = 1 << 30
+        self.memory = Memory()
+        self.allocated: list[int] = []  # sizes, in order
 
     def current_stream(self) -> int:
         return self.fake.current
@@ -159,10 +206,19 @@ class FakeDevice:
         if self.refused:
             self.refused -= 1
             raise torch.OutOfMemoryError("CUDA out of memory, as a test has asked for")
-        return torch.full((nbytes,), _GARBAGE, dtype=torch.uint8)
+        memory = torch.full((nbytes,), _GARBAGE, dtype=torch.uint8)
+        self.allocated.append(nbytes)
+        self.memory.take(nbytes)
+        weakref.finalize(memory, self._freed, memory.view(-1), self.fake.current).atexit = False
+        return memory
+
+    def _freed(self, memory: Tensor, stream: int) -> None:
+        """Whoever goes on with it does so in the order of the stream that it was allocated on."""
+        self.memory.active -= memory.numel()
+        self.overwrite(memory, stream)
 
     def free_bytes(self) -> int:
-        return 1 << 30
+        return self.free
 
     def reuses_unasked(self) -> bool:
         return self.reusing
@@ -170,10 +226,18 @@ class FakeDevice:
     def release(self, gradients: Sequence[Tensor], stream: int) -> None:
         self.released.update((gradient.data_ptr(), stream) for gradient in gradients)
 
+    def gradient_freed(self, gradient: int, part: Tensor, stream: int, reading: list[int]) -> None:
+        """Its next owner comes at once, on ``stream``, where the allocator was not told to wait."""
+        self.memory.free_of_gradient(gradient, part.numel() * part.element_size(), later=bool(reading))
+        self.overwrite(part, reading[0] if reading else stream)
+
     def overwrite(self, tensor: Tensor, stream: int) -> None:
-        """As the next owner of the memory does. Its real owner lets go of it now, so we keep it for that long."""
+        """As the next owner of the memory does, who then finds what he has written. Its real owner lets go of it now,
+        so we keep it for that long."""
         self.kept.append(tensor)
-        self.fake.write(stream, tensor, garbage_like(tensor))
+        garbage = garbage_like(tensor)
+        self.fake.write(stream, tensor, garbage)
+        self.fake.read(stream, tensor, garbage)
 
 
 def garbage_like(tensor: Tensor) -> Tensor:
@@ -205,15 +269,28 @@ class LateLink(CudaLink):
             ctypes.memset(part.data_ptr(), _GARBAGE, part.numel() * part.element_size())
             fake.write(fake.current, *late[-1][:2])
         device.released.clear()
-        ticket = super().pack(bucket, grads)
+        # What the link is given goes when the link lets go of it: at once, or behind a later bucket.
+        given = [None if grad is None else grad.detach() for grad in grads]
+        owners = [grad for grad in given if grad is not None]
+        reading: list[int] = []  # the stream that the allocator was told of
+        for owner, (grad, part, theirs) in zip(owners, parts, strict=True):
+            if not theirs:
+                gone = weakref.finalize(owner, device.gradient_freed, grad.data_ptr(), part, fake.current, reading)
+                gone.atexit = False
+        try:
+            ticket = super().pack(bucket, given)
+        finally:
+            reading.extend(device.released.values())
+            del given, owners[:]
         for part, values, theirs in late:
             if theirs:  # whose owner may do with them what he likes
                 fake.write(fake.current, part, garbage_like(part))
                 fake.write(fake.current, part, values)
-        for grad, part, theirs in parts:
-            if not theirs:  # at once, where the allocator was not told to wait
-                device.overwrite(part, device.released.get(grad.data_ptr(), fake.current))
         return ticket
+
+    def step_ended(self) -> None:
+        super().step_ended()
+        self.fake_device.memory.step_ended()
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
         fake = self.fake_device.fake

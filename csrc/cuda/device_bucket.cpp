@@ -28,6 +28,7 @@ DeviceBucket::DeviceBucket(const std::shared_ptr<Gpu>& gpu, BucketSpec specified
       packed(gpu),
       arrived(gpu),
       readers(gpu),
+      staged(gpu),
       delivered(gpu),
       stepped(gpu),
       scratch(0, 0) {

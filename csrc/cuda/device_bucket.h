@@ -54,6 +54,26 @@ struct Scratch {
     std::size_t end;
 };
 
+// New parameters on their way into a bucket's block before the verdict: one of these per Pipeline::stage().
+class Stage {
+   public:
+    // On the submitter thread: the copy will be enqueued. False where it was withdrawn.
+    bool begin() { return move(kWaiting, kSending); }
+    void sent() { state_.store(kSent); }
+    bool is_sent() const { return state_.load() == kSent; }
+    // True: nothing was enqueued, and nothing will be.
+    bool withdraw() { return move(kWaiting, kWithdrawn) || state_.load() == kWithdrawn; }
+    bool is_withdrawn() const { return state_.load() == kWithdrawn; }
+
+    const std::shared_ptr<Completion> done = std::make_shared<Completion>();  // enqueued, or given up
+
+   private:
+    enum State { kWaiting, kSending, kSent, kWithdrawn };
+    bool move(State from, State to) { return state_.compare_exchange_strong(from, to); }
+
+    std::atomic<State> state_{kWaiting};
+};
+
 // Its memory is the caller's, who keeps it until the pipeline is closed.
 struct DeviceBucket {
     DeviceBucket(const std::shared_ptr<Gpu>& gpu, BucketSpec specified);
@@ -66,18 +86,23 @@ struct DeviceBucket {
     std::vector<std::uint64_t> blocks;  // of each piece
     std::uint64_t all_blocks = 0;
     Function pack = nullptr;    // null: no kernels
-    Function unpack = nullptr;  // null: copied straight into the parameters
+    Function unpack = nullptr;  // likewise: copied straight into the parameters
     Function step = nullptr;    // of a resident bucket
     std::string step_table;     // what it reads; kept until it has been copied
     OwnedEvent ready;           // current stream: the gradients are written
     OwnedEvent packed;          // pack stream: the gradients are read
     OwnedEvent arrived;         // down stream: they are in host memory
     OwnedEvent readers;         // current stream: whatever reads the old parameters was enqueued before
+    OwnedEvent staged;          // up stream: the new parameters are in the block
     OwnedEvent delivered;       // up stream: the parameters are new
     OwnedEvent stepped;         // current stream: a resident bucket's table is read, and all that its step reads
     std::atomic<bool> was_delivered{false};
     std::shared_ptr<Completion> arrival;  // of the last pack
-    bool half_packed = false;             // a pack has failed, but some of it may be under way
+    bool half_packed = false;             // a call has failed, but some of it may be under way
+    // Memory of its own on the device, for one step (0: none): for the packed gradient on its way down, and when that
+    // has arrived for the new parameters.
+    DeviceAddress block = 0;
+    std::shared_ptr<Stage> stage;  // of what was speculated last; null: nothing, or it is being delivered
     Scratch scratch;
 };
 

@@ -57,9 +57,7 @@ std::shared_ptr<Completion> GradientsDown::pack(const std::shared_ptr<DeviceBuck
     const bool nothing = std::all_of(addresses.begin(), addresses.end(), [](DeviceAddress a) { return a == 0; });
     if (nothing) return bucket->arrival ? bucket->arrival : Completion::already_done();
     const Gpu::Current here(*gpu_);
-    if (bucket->half_packed && !streams_.await_idle(now_seconds() + timeout_seconds_)) {
-        throw std::runtime_error("what was enqueued before an error has not ended in time");
-    }
+    if (!await_failed(*bucket)) throw std::runtime_error("what was enqueued before an error has not ended in time");
     bucket->half_packed = true;
     Ticket ticket = enqueue(bucket, current, addresses, keep, others);
     bucket->half_packed = false;
@@ -72,6 +70,10 @@ std::shared_ptr<Completion> GradientsDown::pack(const std::shared_ptr<DeviceBuck
     return done;
 }
 
+bool GradientsDown::await_failed(const DeviceBucket& bucket) const {
+    return !bucket.half_packed || streams_.await_idle(now_seconds() + timeout_seconds_);
+}
+
 // ---- on the streams -------------------------------------------------------------------------------------------------
 
 GradientsDown::Ticket GradientsDown::enqueue(const std::shared_ptr<DeviceBucket>& bucket, Stream current,
@@ -82,14 +84,17 @@ GradientsDown::Ticket GradientsDown::enqueue(const std::shared_ptr<DeviceBucket>
     ticket.bucket = bucket;
     ticket.summed = b.pack != nullptr;
     await_gradients(b, current, others);
-    DeviceAddress target = b.spec.resident;
+    DeviceAddress target = 0;
     Slot* const slot = next_slot(b, &target);
     const std::uint64_t blocks =
         ticket.summed ? enqueue_kernel(b, addresses, ticket, slot, target) : enqueue_copies(b, addresses, ticket);
     streams_.record(b.packed, streams_.pack(), "cuEventRecord on the pack stream");
-    if (keep) hold_back(b, current, others);
+    if (keep) {
+        hold_back(b, {current});
+        hold_back(b, others);
+    }
     streams_.order(streams_.down(), b.packed, "the down stream's wait for the pack kernel");
-    if (slot != nullptr) copy_from_slot(b, addresses, target);
+    if (ticket.summed && b.spec.resident == 0) copy_packed(b, addresses, target);
     if (ticket.summed) {
         streams_.copy_down(b.host_scratch(b.scratch.sums), b.device_scratch(b.scratch.sums), 8 * blocks,
                            streams_.down(), "cuMemcpyDtoHAsync of block sums");
@@ -119,13 +124,13 @@ void GradientsDown::await_gradients(DeviceBucket& b, Stream current, const std::
 }
 
 // Whatever is enqueued from here on where the gradients came from runs once they have been read.
-void GradientsDown::hold_back(const DeviceBucket& b, Stream current, const std::vector<Stream>& others) const {
-    streams_.order(current, b.packed, "the current stream's wait for the pack kernel");
-    for (Stream other : others) streams_.order(other, b.packed, "another stream's wait for the pack kernel");
+void GradientsDown::hold_back(const DeviceBucket& b, const std::vector<Stream>& streams) const {
+    for (Stream stream : streams) streams_.order(stream, b.packed, "a stream's wait for the pack kernel");
 }
 
 GradientsDown::Slot* GradientsDown::next_slot(const DeviceBucket& b, DeviceAddress* target) {
-    if (b.pack == nullptr || b.spec.resident != 0) return nullptr;
+    *target = b.spec.resident != 0 ? b.spec.resident : b.block;
+    if (b.pack == nullptr || *target != 0) return nullptr;
     if (slots_.empty()) throw std::runtime_error("no staging memory was given");
     *target = staging_ + next_slot_ * slot_bytes_;
     Slot* const slot = slots_[next_slot_].get();
@@ -174,8 +179,8 @@ std::uint64_t GradientsDown::enqueue_copies(const DeviceBucket& b, const std::ve
 }
 
 // On the down stream: in one piece, unless some of the bucket must stay as it is.
-void GradientsDown::copy_from_slot(const DeviceBucket& b, const std::vector<DeviceAddress>& addresses,
-                                   DeviceAddress source) const {
+void GradientsDown::copy_packed(const DeviceBucket& b, const std::vector<DeviceAddress>& addresses,
+                                DeviceAddress source) const {
     const std::size_t size = adam::element_size(b.spec.gradient_type);
     const auto copy = [&](std::uint64_t offset, std::uint64_t numel) {
         streams_.copy_down(static_cast<char*>(b.spec.packed) + size * offset, source + size * offset, size * numel,

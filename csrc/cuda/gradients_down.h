@@ -30,6 +30,10 @@ class GradientsDown {
     std::shared_ptr<Completion> pack(const std::shared_ptr<DeviceBucket>& bucket, Stream current,
                                      const std::vector<DeviceAddress>& addresses, bool keep,
                                      const std::vector<Stream>& others);
+    // As Pipeline says. The device's context must be current.
+    void hold_back(const DeviceBucket& bucket, const std::vector<Stream>& streams) const;
+    // Whether a call that has failed has left nothing under way.
+    bool await_failed(const DeviceBucket& bucket) const;
 
     bool await_idle(double until) { return watcher_.await_idle(until); }
     void end() { watcher_.end(); }
@@ -54,16 +58,15 @@ class GradientsDown {
     Ticket enqueue(const std::shared_ptr<DeviceBucket>& bucket, Stream current,
                    const std::vector<DeviceAddress>& addresses, bool keep, const std::vector<Stream>& others);
     void await_gradients(DeviceBucket& bucket, Stream current, const std::vector<Stream>& others) const;
-    void hold_back(const DeviceBucket& bucket, Stream current, const std::vector<Stream>& others) const;
-    // The next slot, and in `target` its address; null for a bucket that needs none.
+    // The next slot, and in `target` its address; null for a bucket that needs none, with `target` its own memory.
     Slot* next_slot(const DeviceBucket& bucket, DeviceAddress* target);
     // Both on the pack stream; they return the number of blocks.
     std::uint64_t enqueue_kernel(const DeviceBucket& bucket, const std::vector<DeviceAddress>& addresses,
                                  Ticket& ticket, const Slot* slot, DeviceAddress target) const;
     std::uint64_t enqueue_copies(const DeviceBucket& bucket, const std::vector<DeviceAddress>& addresses,
                                  Ticket& ticket) const;
-    void copy_from_slot(const DeviceBucket& bucket, const std::vector<DeviceAddress>& addresses,
-                        DeviceAddress source) const;
+    void copy_packed(const DeviceBucket& bucket, const std::vector<DeviceAddress>& addresses,
+                     DeviceAddress source) const;
     // Both on the watcher thread.
     std::string await(const Ticket& ticket) const;
     void hand_over_sums(const Ticket& ticket) const;

@@ -1,5 +1,8 @@
 #include "parameters_up.h"
 
+#include <chrono>
+#include <thread>
+
 namespace superoffload::cuda {
 namespace {
 
@@ -7,19 +10,46 @@ constexpr std::uint64_t kBlocksPerUnpack = 4;  // of ours that one CUDA block of
 
 }  // namespace
 
-ParametersUp::ParametersUp(const std::shared_ptr<Gpu>& gpu, const StreamSet& streams, const Closing& closing)
+ParametersUp::ParametersUp(const std::shared_ptr<Gpu>& gpu, const StreamSet& streams, const Closing& closing,
+                           double timeout_seconds)
     : streams_(streams),
       closing_(closing),
+      timeout_seconds_(timeout_seconds),
       submitter_(
           gpu, "so-deliveries", [this](const Job& job) { return work(job); },
           [this](const std::string& error) { failed(error); }) {}
+
+void ParametersUp::stage(const std::shared_ptr<DeviceBucket>& bucket, std::shared_ptr<Completion> after,
+                         const std::vector<bool>& present) {
+    bucket->stage = std::make_shared<Stage>();
+    submitter_.take({bucket, std::move(after), bucket->stage->done, {}, bucket->block, bucket->stage, present});
+}
+
+bool ParametersUp::unstage(DeviceBucket& bucket) const {
+    const std::shared_ptr<Stage> stage = std::move(bucket.stage);
+    if (!stage || stage->withdraw()) return false;
+    stage->done->wait();  // its step is over, so that this is about the time of one call
+    const auto is_under_way = [&] {
+        if (!stage->is_sent()) return !streams_.idle();  // no event tells
+        return streams_.driver().event_query(bucket.staged.get()) == kNotReady;
+    };
+    const double until = now_seconds() + timeout_seconds_;
+    while (is_under_way()) {
+        if (now_seconds() > until || closing_.out_of_time()) {
+            bucket.half_packed = true;
+            break;
+        }
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+    return stage->is_sent();
+}
 
 std::shared_ptr<Completion> ParametersUp::deliver(const std::shared_ptr<DeviceBucket>& bucket,
                                                   std::shared_ptr<Completion> after, Stream current,
                                                   const std::vector<DeviceAddress>& addresses) {
     streams_.record(bucket->readers, current, "cuEventRecord on the current stream");
     auto done = std::make_shared<Completion>();
-    submitter_.take({bucket, std::move(after), done, addresses});
+    submitter_.take({bucket, std::move(after), done, addresses, bucket->block, std::move(bucket->stage), {}});
     return done;
 }
 
@@ -33,7 +63,10 @@ void ParametersUp::failed(const std::string& error) {
     if (failure_.empty()) failure_ = error;
 }
 
+// ---- on the submitter thread ----------------------------------------------------------------------------------------
+
 std::string ParametersUp::work(const Job& job) {
+    if (job.addresses.empty()) return send_early(job);
     std::string error = await_step(job);
     if (!error.empty()) return error;
     job.done->began.store(now_seconds());
@@ -50,10 +83,38 @@ std::string ParametersUp::await_step(const Job& job) const {
     return {};
 }
 
+// The processor has seen that the packed gradient has left the block, and nothing else is in it: no stream waits here.
+// What goes wrong is no error: the parameters go up when they are delivered, as those of any other bucket.
+std::string ParametersUp::send_early(const Job& job) {
+    while (!job.after->wait(0.1)) {
+        if (closing_.begun()) return {};
+    }
+    if (!job.after->error().empty() || !job.stage->begin()) return {};
+    const BucketSpec& spec = job.bucket->spec;
+    const std::size_t size = adam::element_size(spec.published_type);
+    std::uint64_t begin = 0;
+    std::uint64_t end = 0;
+    std::uint64_t numel = 0;
+    for (std::size_t i = 0; i < spec.pieces.size(); ++i) {
+        if (!job.present[i]) continue;
+        if (numel == 0) begin = spec.pieces[i].offset;
+        end = spec.pieces[i].offset + spec.pieces[i].numel;
+        numel += spec.pieces[i].numel;
+    }
+    try {
+        copy(spec, begin, end - begin, job.block + size * begin);
+        streams_.record(job.bucket->staged, streams_.up(), "cuEventRecord on the up stream");
+    } catch (const DriverError&) {
+        return {};
+    }
+    bytes_early_.fetch_add(size * numel);
+    job.stage->sent();
+    return {};
+}
+
 void ParametersUp::enqueue(const Job& job) const {
     DeviceBucket& b = *job.bucket;
-    streams_.order(streams_.up(), b.readers, "the up stream's wait for readers of the old parameters");
-    if (b.unpack != nullptr) {
+    if (b.unpack != nullptr && (job.block != 0 || b.spec.pieces.size() > 1)) {
         copy_together(job);
     } else {
         copy_each(job);
@@ -62,14 +123,19 @@ void ParametersUp::enqueue(const Job& job) const {
     b.was_delivered.store(true);
 }
 
+void ParametersUp::await_readers(const DeviceBucket& b) const {
+    streams_.order(streams_.up(), b.readers, "the up stream's wait for readers of the old parameters");
+}
+
 void ParametersUp::copy_each(const Job& job) const {
     const BucketSpec& spec = job.bucket->spec;
+    await_readers(*job.bucket);
     for (std::size_t i = 0; i < job.addresses.size(); ++i) {
         if (job.addresses[i] != 0) copy(spec, spec.pieces[i].offset, spec.pieces[i].numel, job.addresses[i]);
     }
 }
 
-// Into staging memory, from the first of them to the last, and from there by one kernel.
+// Into the block or staging memory, from the first of them to the last, unless they are there; then by one kernel.
 void ParametersUp::copy_together(const Job& job) const {
     const DeviceBucket& b = *job.bucket;
     auto* const table = reinterpret_cast<CopyPiece*>(b.host_scratch(b.scratch.up_table));
@@ -83,11 +149,14 @@ void ParametersUp::copy_together(const Job& job) const {
     if (count == 0) return;
     const std::uint64_t begin = table[0].offset;
     const std::uint64_t end = table[count - 1].offset + table[count - 1].numel;
-    copy(b.spec, begin, end - begin, staging_ + adam::element_size(b.spec.published_type) * begin);
+    DeviceAddress staged = job.block != 0 ? job.block : staging_;
+    if (job.stage == nullptr || !job.stage->is_sent()) {
+        copy(b.spec, begin, end - begin, staged + adam::element_size(b.spec.published_type) * begin);
+    }
     DeviceAddress device_table = b.device_scratch(b.scratch.up_table);
     streams_.copy_up(device_table, table, count * sizeof(CopyPiece), streams_.up(),
                      "cuMemcpyHtoDAsync of the unpack kernel's table");
-    DeviceAddress staged = staging_;
+    await_readers(b);
     void* arguments[] = {&device_table, &count, &staged};
     streams_.launch(b.unpack, (blocks + kBlocksPerUnpack - 1) / kBlocksPerUnpack, streams_.up(), arguments,
                     "the unpack kernel's launch");

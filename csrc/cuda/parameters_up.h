@@ -1,7 +1,10 @@
 // From a bucket's shadow in host memory to the parameters on the device: the up stream, and the thread that enqueues
-// each copy once the workers have stepped its bucket.
+// each copy once the workers have stepped its bucket. What was speculated goes up before the verdict, as far as the
+// bucket's block, which nobody reads before it is delivered.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -16,13 +19,18 @@ namespace superoffload::cuda {
 
 class ParametersUp {
    public:
-    ParametersUp(const std::shared_ptr<Gpu>& gpu, const StreamSet& streams, const Closing& closing);
+    ParametersUp(const std::shared_ptr<Gpu>& gpu, const StreamSet& streams, const Closing& closing,
+                 double timeout_seconds);
 
-    // Room for one shadow on the device.
+    // Room for one shadow on the device, for buckets without a block.
     void set_staging(DeviceAddress address) { staging_ = address; }
-    // As Pipeline::deliver says. The device's context must be current.
+    // All three as Pipeline says. The device's context must be current.
+    void stage(const std::shared_ptr<DeviceBucket>& bucket, std::shared_ptr<Completion> after,
+               const std::vector<bool>& present);
+    bool unstage(DeviceBucket& bucket) const;
     std::shared_ptr<Completion> deliver(const std::shared_ptr<DeviceBucket>& bucket, std::shared_ptr<Completion> after,
                                         Stream current, const std::vector<DeviceAddress>& addresses);
+    std::uint64_t bytes_early() const { return bytes_early_.load(); }
     // Why parameters on the device are not those of the last step; empty: they are.
     std::string failure() const;
 
@@ -35,21 +43,28 @@ class ParametersUp {
         std::shared_ptr<DeviceBucket> bucket;
         std::shared_ptr<Completion> after;
         std::shared_ptr<Completion> done;
-        std::vector<DeviceAddress> addresses;
+        std::vector<DeviceAddress> addresses;  // empty: this is a stage
+        DeviceAddress block;                   // 0: none
+        std::shared_ptr<Stage> stage;          // this one, or what has brought the parameters as far as the block
+        std::vector<bool> present;             // of a stage: which pieces
     };
 
     // All on the submitter thread.
     std::string work(const Job& job);
     std::string await_step(const Job& job) const;
+    std::string send_early(const Job& job);
     void enqueue(const Job& job) const;
     void copy_each(const Job& job) const;
     void copy_together(const Job& job) const;
     void copy(const BucketSpec& spec, std::uint64_t offset, std::uint64_t numel, DeviceAddress target) const;
+    void await_readers(const DeviceBucket& bucket) const;
     void failed(const std::string& error);
 
     const StreamSet& streams_;
     const Closing& closing_;
+    double timeout_seconds_;
     DeviceAddress staging_ = 0;
+    std::atomic<std::uint64_t> bytes_early_{0};
     mutable std::mutex mutex_;
     std::string failure_;
     Follower<Job> submitter_;

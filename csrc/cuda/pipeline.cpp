@@ -32,7 +32,7 @@ Pipeline::Pipeline(std::shared_ptr<Gpu> gpu, const Streams& streams, void* flag,
     : gpu_(std::move(gpu)),
       streams_(gpu_, streams),
       gradients_(gpu_, streams_, closing_, flag, timeout_seconds),
-      parameters_(gpu_, streams_, closing_),
+      parameters_(gpu_, streams_, closing_, timeout_seconds),
       creator_(static_cast<long>(getpid())) {
     if (image.empty()) return;
     const Gpu::Current here(*gpu_);
@@ -78,7 +78,7 @@ std::shared_ptr<DeviceBucket> Pipeline::make_bucket(const BucketSpec& spec) {
     bucket->pack = find(std::string("pack_") + name_of(spec.gradient_type));
     if (spec.resident != 0) {
         bucket->step = find(spec.step_kernel);
-    } else if (spec.pieces.size() > 1) {
+    } else {
         bucket->unpack = find("unpack_" + std::to_string(8 * adam::element_size(spec.published_type)));
     }
     return bucket;
@@ -95,10 +95,39 @@ Function Pipeline::find(const std::string& name) const {
 
 std::shared_ptr<Completion> Pipeline::pack(const std::shared_ptr<DeviceBucket>& bucket, Stream current,
                                            const std::vector<DeviceAddress>& addresses, bool keep,
-                                           const std::vector<Stream>& others) {
+                                           const std::vector<Stream>& others, DeviceAddress block) {
     check_open();
     check_count(*bucket, addresses);
+    if (block != 0 && bucket->unpack == nullptr) throw std::invalid_argument("blocks need kernels");
+    bucket->block = block;
     return gradients_.pack(bucket, current, addresses, keep, others);
+}
+
+void Pipeline::hold_back(const std::shared_ptr<DeviceBucket>& bucket, const std::vector<Stream>& streams) {
+    const Gpu::Current here(*gpu_);
+    gradients_.hold_back(*bucket, streams);
+}
+
+void Pipeline::stage(const std::shared_ptr<DeviceBucket>& bucket, std::shared_ptr<Completion> after,
+                     const std::vector<bool>& present) {
+    check_open();
+    if (present.size() != bucket->spec.pieces.size()) throw std::invalid_argument("one truth value per piece");
+    if (bucket->block != 0) parameters_.stage(bucket, std::move(after), present);
+}
+
+bool Pipeline::unstage(const std::shared_ptr<DeviceBucket>& bucket) {
+    if (forked() || bucket->stage == nullptr) return false;
+    const Gpu::Current here(*gpu_);
+    return parameters_.unstage(*bucket);
+}
+
+void Pipeline::release(const std::shared_ptr<DeviceBucket>& bucket, Stream stream) {
+    const Gpu::Current here(*gpu_);
+    parameters_.unstage(*bucket);  // of a delivery that could not be asked for
+    if (!gradients_.await_failed(*bucket)) throw std::runtime_error("what was enqueued has not ended in time");
+    streams_.order(stream, bucket->arrived, "a stream's wait for the copy out of a block");
+    streams_.order(stream, bucket->delivered, "a stream's wait for the kernel that reads a block");
+    bucket->block = 0;
 }
 
 std::shared_ptr<Completion> Pipeline::deliver(const std::shared_ptr<DeviceBucket>& bucket,

@@ -8,6 +8,13 @@
 //   submitter thread                                                               waits for the step, enqueues
 //   up stream                                                                          |copy (unpack kernel)|delivered
 //
+// A bucket that has a block, memory of its own on the device for one step, is packed into that instead of a slot. Once
+// its gradient has arrived the block is free for the new parameters, which need not wait for the verdict there:
+//
+//   worker threads     step the bucket, before the verdict                  commit
+//   submitter thread                                      enqueues |                       enqueues
+//   up stream                                             |copy into the block|staged      |unpack kernel|delivered
+//
 // Every arrow between two streams is an event; docs/pipeline.md has the picture and the reason for each.
 #pragma once
 
@@ -58,12 +65,27 @@ class Pipeline {
     // Packs the gradients at `addresses`, one per piece (0: this piece is left as it is). Done once packed gradient and
     // block sums are in host memory. `others`: streams besides `current` that gradients were written on. `keep`: their
     // memory may be written again on any of these streams, which then wait until it is read; else the owner must
-    // free it behind the pack stream.
+    // free it behind the pack stream, or call hold_back() before. `block`: the bucket's, whose memory is free for use
+    // behind what was enqueued on `current` so far; 0: it has none.
     std::shared_ptr<Completion> pack(const std::shared_ptr<DeviceBucket>& bucket, Stream current,
                                      const std::vector<DeviceAddress>& addresses, bool keep,
-                                     const std::vector<Stream>& others = {});
-    // Copies the shadow to the parameters at `addresses` (0: not this piece) once `after` has ended and what was
-    // enqueued on `current` so far has run. Done once the copy is enqueued.
+                                     const std::vector<Stream>& others = {}, DeviceAddress block = 0);
+    // What is enqueued on `streams` from here on runs once the gradients that were packed last have been read.
+    void hold_back(const std::shared_ptr<DeviceBucket>& bucket, const std::vector<Stream>& streams);
+    // Copies the shadow of the pieces that are `present` into the bucket's block once `after` has succeeded; nothing
+    // where it fails. A bucket without a block is left alone.
+    void stage(const std::shared_ptr<DeviceBucket>& bucket, std::shared_ptr<Completion> after,
+               const std::vector<bool>& present);
+    // The copy that stage() has asked for is not wanted: when this returns it neither reads the shadow nor writes the
+    // block. Whether it was made.
+    bool unstage(const std::shared_ptr<DeviceBucket>& bucket);
+    // Ends the use of the block: what is enqueued on `stream` from here on may overwrite it. Not while a delivery is on
+    // its way that nobody has waited for.
+    void release(const std::shared_ptr<DeviceBucket>& bucket, Stream stream);
+    // Of parameters, that stage() has brought up.
+    std::uint64_t bytes_early() const { return parameters_.bytes_early(); }
+    // Copies the shadow, or what was staged of it, to the parameters at `addresses` (0: not this piece) once `after`
+    // has ended and what was enqueued on `current` so far has run. Done once the copy is enqueued.
     std::shared_ptr<Completion> deliver(const std::shared_ptr<DeviceBucket>& bucket, std::shared_ptr<Completion> after,
                                         Stream current, const std::vector<DeviceAddress>& addresses);
     // What is enqueued on `current` from here on reads what the last delivery copied.

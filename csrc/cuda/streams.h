@@ -49,12 +49,11 @@ class StreamSet {
     // As the kernels of csrc/cuda/*.cu are launched, with `grid` blocks of CUDA.
     void launch(Function function, std::uint64_t grid, Stream stream, void** arguments, const char* what) const;
 
+    bool idle() const;  // the three of them
     // False when it is `until` on the steady clock and one of the three is still at work.
     bool await_idle(double until) const;
 
    private:
-    bool idle() const;
-
     std::shared_ptr<Gpu> gpu_;
     Streams streams_;
 };

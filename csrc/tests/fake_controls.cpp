@@ -63,9 +63,9 @@ EXPORT void fake_cuda_write(CUstream_st* stream, void* target, const void* sourc
     stream_of(stream)->enqueue([target, copy] { std::memcpy(target, copy.data(), copy.size()); });
 }
 
-// Likewise, reads `memory`, which must then hold what it holds now.
-EXPORT void fake_cuda_read(CUstream_st* stream, const void* memory, std::size_t bytes) {
-    const auto* const first = static_cast<const char*>(memory);
+// Likewise, reads `memory`, which must then hold what `source` holds now.
+EXPORT void fake_cuda_read(CUstream_st* stream, const void* memory, const void* source, std::size_t bytes) {
+    const auto* const first = static_cast<const char*>(source);
     std::vector<char> expected(first, first + bytes);
     stream_of(stream)->enqueue([memory, expected] {
         if (std::memcmp(memory, expected.data(), expected.size()) != 0) ++world().mismatches;

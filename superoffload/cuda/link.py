@@ -12,6 +12,7 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket
+from superoffload.cuda.blocks import Blocks
 from superoffload.cuda.device import Device
 from superoffload.cuda.pinned import ALIGN, LARGEST_REGISTRATION, PinnedArena, aligned, warn_unpinned
 from superoffload.cuda.residency import CudaResidency
@@ -76,6 +77,7 @@ class CudaLink:
                 image=options.image,
                 timeout_seconds=options.timeout_seconds,
             )
+        self._blocks = Blocks(device, self._pipeline, self._pack_stream)
         self._residency = CudaResidency(device, self._pipeline, self._attach_resident)
 
     @property
@@ -87,6 +89,11 @@ class CudaLink:
     def uses_flag(self) -> bool:
         """Whether arrivals are seen in a word that the device writes; its driver may refuse to."""
         return self._pipeline.uses_flag
+
+    @property
+    def bytes_up_early(self) -> int:
+        """Of parameters, that went up before the verdict."""
+        return self._pipeline.bytes_early
 
     @property
     def pinned(self) -> bool:
@@ -117,11 +124,14 @@ class CudaLink:
                 raise
             self._on_device.append(scratch)
             self._scratch_used = 0
+            if self._pipeline.has_kernels and self.frees_gradients:
+                self._blocks.lay_out([*self._buckets, *buckets])
 
     def _start_anew(self) -> None:
         """Nothing of the buckets so far is needed any more."""
         if self._buckets:
             self.drain(self._options.timeout_seconds, steps=True)
+            self._blocks.clear()
         self._buckets.clear()
         self._targets.clear()
         self._written_on.clear()
@@ -219,17 +229,19 @@ class CudaLink:
         unasked = self._device.reuses_unasked()
         waits = kept or not self.frees_gradients or unasked
         released = [grad for grad in grads if grad is not None] if self.frees_gradients and not unasked else []
+        others = sorted(self._written_on.get(bucket, set()) - {current})
+        self._blocks.let_go()  # of memory that the next block may take
         try:
             with _translated(f"packing {bucket.pieces[0].shard.name}"):
+                native = self._buckets[bucket]
+                block = 0 if waits else self._blocks.take(bucket, native)
                 arrival = self._pipeline.pack(
-                    self._buckets[bucket],
-                    current=current,
-                    addresses=addresses,
-                    keep=waits,
-                    others=sorted(self._written_on.get(bucket, set()) - {current}),
+                    native, current=current, addresses=addresses, keep=waits, others=others, block=block
                 )
             self._written_on.pop(bucket, None)  # not before: a packing that failed is tried again
-            if waits:
+            if block:
+                self._blocks.linger(native, [current, *others], released)
+            if waits or block:
                 released = []
         finally:  # the kernel may run although something after it has failed
             self._device.release(released, self._pack_stream)
@@ -237,6 +249,17 @@ class CudaLink:
 
     def arrived(self, ticket: PackTicket) -> _native.Completion:
         return ticket.completion
+
+    def stage(self, bucket: Bucket, after: _native.Completion) -> None:
+        with _translated(f"sending up {bucket.pieces[0].shard.name}"):
+            self._pipeline.stage(self._buckets[bucket], after=after, present=bucket.present)
+
+    def unstage(self, bucket: Bucket) -> None:
+        if self._pipeline.unstage(self._buckets[bucket]):  # it has travelled, and is discarded
+            self.bytes_up += sum(_nbytes(piece.numel, bucket.published_dtype) for piece in bucket.stepped_pieces())
+
+    def step_ended(self) -> None:
+        self._blocks.step_ended(pending=self._targets)
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
         size = bucket.published_dtype.itemsize
@@ -249,15 +272,20 @@ class CudaLink:
                 addresses[i] = target.data_ptr() + size * piece.start
                 self.bytes_up += size * piece.numel
         self._targets[bucket] = targets  # so that their memory stays until the copy is ordered
-        with _translated(f"delivering {bucket.pieces[0].shard.name}"):
-            return self._pipeline.deliver(
-                self._buckets[bucket], after=after, current=self._device.current_stream(), addresses=addresses
-            )
+        try:
+            with _translated(f"delivering {bucket.pieces[0].shard.name}"):
+                return self._pipeline.deliver(
+                    self._buckets[bucket], after=after, current=self._device.current_stream(), addresses=addresses
+                )
+        except DeviceError:
+            del self._targets[bucket]
+            raise
 
     def make_visible(self, bucket: Bucket) -> None:
         with _translated(f"delivering {bucket.pieces[0].shard.name}"):
             for stream in {self._device.current_stream(), *self._readers}:
                 self._pipeline.make_visible(self._buckets[bucket], current=stream)
+        self._blocks.give_back(bucket)
         targets = self._targets.pop(bucket, [])
         if targets:
             torch.autograd.graph.increment_version(targets)
@@ -266,6 +294,7 @@ class CudaLink:
         """Returns once no copy is under way; with ``steps`` no step on the device either, whose buckets then go."""
         if not self._pipeline.drain(timeout_seconds) or (steps and not self._residency.drain(timeout_seconds)):
             raise DeviceError(f"the device did not finish its copies within {timeout_seconds:g} s")
+        self._blocks.let_go()
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
@@ -275,8 +304,9 @@ class CudaLink:
         self._closed = True
         stepped = self._drain_steps()
         idle = self._pipeline.close() and stepped
+        blocks = self._blocks.clear()
         if not idle:
-            _LEAKED.extend([*self._on_device, *self._staging, *self._targets.values(), self._residency])
+            _LEAKED.extend([*self._on_device, *self._staging, *self._targets.values(), *blocks, self._residency])
         self._close_arenas([*self._arenas, self._flag], idle=idle)
         self._on_device.clear()
         self._staging.clear()

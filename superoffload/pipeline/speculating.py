@@ -139,8 +139,8 @@ class Speculating(Settling):
                 self._submit(bucket, _native.Operation.undo)
                 undone.append(bucket)
         for bucket in undone:
-            self._wait(bucket)
             self.link.unstage(bucket)
+            self._wait(bucket)
         for bucket in self.buckets:
             if bucket.state is not BucketState.FILLING:
                 self._wait(bucket)
@@ -165,3 +165,4 @@ class Speculating(Settling):
         self._partial = 0.0
         self._unsummed.clear()
         self._speculating = True
+        self.link.step_ended()

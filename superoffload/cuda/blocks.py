@@ -1,0 +1,180 @@
+"""Blocks: memory on the device that freed gradients have left, where new parameters wait for the verdict.
+
+A bucket has its block for one step. It is packed into it; once that gradient is in host memory its new parameters may
+come up into the same block, and a commit is one kernel on the device. The order of streams takes the place of
+``record_stream``: what the device needs does not depend on how far the program runs ahead of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from superoffload import _native
+from superoffload.bucket import Bucket, Shard
+from superoffload.cuda.device import Device
+from superoffload.memory import is_out_of_memory
+
+
+@dataclass(frozen=True)
+class _Block:
+    native: _native.DeviceBucket
+    memory: Tensor
+    stream: int  # that it was allocated on, and that goes on with it
+
+
+@dataclass(frozen=True)
+class _Lingering:
+    """Gradients of the bucket that was packed last, which the pack kernel may still read."""
+
+    native: _native.DeviceBucket
+    streams: list[int]  # that they were written on, and may be written again
+    gradients: list[Tensor]
+
+
+class Blocks:
+    """Belongs to a ``CudaLink``, and says which of its buckets have a block."""
+
+    def __init__(self, device: Device, pipeline: _native.CudaPipeline, pack_stream: int) -> None:
+        self._device = device
+        self._pipeline = pipeline
+        self._pack_stream = pack_stream
+        self._early: set[Bucket] = set()  # may have one
+        self._largest = 0
+        self._held: dict[Bucket, _Block] = {}
+        self._used = 0  # bytes of those
+        self._unsafe: list[Tensor] = []  # of which the device did not say that it is done with them
+        self._lingering: _Lingering | None = None
+        self._peak_is_known = False  # a step has ended, without blocks
+        self._room: int | None = None  # bytes for all of them together; None: not measured yet
+        self._measured = False  # in this step
+
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        """All that are attached, in backward order."""
+        self._early = early_buckets(buckets)
+        self._largest = max(map(_block_bytes, self._early), default=0)
+
+    def take(self, bucket: Bucket, native: _native.DeviceBucket) -> int:
+        """The address of the block to pack ``bucket`` into; 0: it has none."""
+        if bucket not in self._held and bucket in self._early:
+            self._allocate(bucket, native)
+        return self._held[bucket].memory.data_ptr() if bucket in self._held else 0
+
+    def _allocate(self, bucket: Bucket, native: _native.DeviceBucket) -> None:
+        nbytes = _block_bytes(bucket)
+        if self._used + nbytes > self._measure():
+            return
+        try:
+            memory = self._device.empty(nbytes)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            self._room = 0
+            return
+        self._held[bucket] = _Block(native, memory, self._device.current_stream())
+        self._used += nbytes
+
+    def _measure(self) -> int:
+        """The room that there is for blocks: what was free at the peak of the steps so far."""
+        if not self._peak_is_known:
+            return 0
+        if not self._measured:
+            self._measured = True
+            free = self._device.free_bytes()
+            if self._room is None:
+                self._room = free
+            elif free < self._largest:  # with them the device was nearly full
+                self._room = 0
+        return self._room or 0
+
+    def linger(self, native: _native.DeviceBucket, streams: list[int], gradients: list[Tensor]) -> None:
+        """Keeps gradients that were packed into a block until the next bucket is packed, or the step ends."""
+        self._lingering = _Lingering(native, streams, gradients)
+
+    def let_go(self) -> None:
+        """Their memory may be used again, in the order of their streams, which wait for the pack kernel.
+
+        It is long over where the next bucket is packed already, so that backward hardly waits.
+        """
+        lingering, self._lingering = self._lingering, None
+        if lingering is None:
+            return
+        try:
+            self._pipeline.hold_back(lingering.native, lingering.streams)
+        except RuntimeError:  # the next call will say what is wrong
+            self._device.release(lingering.gradients, self._pack_stream)
+
+    def give_back(self, bucket: Bucket) -> None:
+        """Nothing of its block is needed any more, behind what is enqueued."""
+        block = self._held.pop(bucket, None)
+        if block is None:
+            return
+        self._used -= block.memory.numel()
+        try:
+            self._pipeline.release(block.native, block.stream)
+        except RuntimeError:  # likewise
+            self._unsafe.append(block.memory)
+
+    def step_ended(self, pending: Collection[Bucket]) -> None:
+        """``pending``: buckets that are on their way from their blocks to the parameters."""
+        self.let_go()
+        for bucket in [bucket for bucket in self._held if bucket not in pending]:
+            self.give_back(bucket)
+        self._peak_is_known = True
+        self._measured = False
+
+    def clear(self) -> list[Tensor]:
+        """Lets go of everything; what is returned may go once the device is idle."""
+        blocks = [block.memory for block in self._held.values()]
+        gradients = self._lingering.gradients if self._lingering is not None else []
+        everything = [*blocks, *self._unsafe, *gradients]
+        self._held.clear()
+        self._unsafe.clear()
+        self._lingering = None
+        self._used = 0
+        return everything
+
+
+def early_buckets(buckets: Sequence[Bucket]) -> set[Bucket]:
+    """Those of ``buckets``, in backward order, that may have a block.
+
+    With a block for each of them, blocks and gradients never take more than all gradients together. So the last ones
+    have none: their gradients leave nothing behind that others do not need. They are stepped after the verdict anyway.
+    """
+    freed = {piece.shard for bucket in buckets for piece in bucket.pieces if not piece.shard.keeps_gradient}
+    total = sum(map(_gradient_bytes, freed))
+    behind = _open_behind(buckets)
+    early: set[Bucket] = set()
+    used = 0
+    waiting: set[Shard] = set()  # gradients of buckets without a block, which go at a time that we do not know
+    for bucket, following in zip(buckets, behind, strict=True):
+        in_flight = waiting | {piece.shard for one in (bucket, *following) for piece in one.pieces}
+        needed = used + _block_bytes(bucket) + sum(map(_gradient_bytes, in_flight & freed))
+        kept = any(piece.shard.keeps_gradient for piece in bucket.pieces)
+        fits = bucket.published_dtype.itemsize <= bucket.gradient_dtype.itemsize
+        if needed <= total and fits and not kept and not bucket.resident:
+            early.add(bucket)
+            used += _block_bytes(bucket)
+        else:
+            waiting |= {piece.shard for piece in bucket.pieces}
+    return early
+
+
+def _open_behind(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
+    """For each bucket those whose gradients may arrive before the next one is complete: one of every kind."""
+    following: dict[object, Bucket] = {}
+    found = []
+    for bucket in reversed(buckets):
+        found.append(list(following.values()))
+        following[bucket.group, bucket.gradient_dtype, bucket.published_dtype, bucket.resident] = bucket
+    return found[::-1]
+
+
+def _block_bytes(bucket: Bucket) -> int:
+    return bucket.padded * bucket.gradient_dtype.itemsize
+
+
+def _gradient_bytes(shard: Shard) -> int:
+    return shard.numel * shard.gradient_dtype.itemsize
