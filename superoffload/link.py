@@ -94,7 +94,6 @@ class SynchronousLink:
 
     asynchronous = False
     frees_gradients = False
-    bytes_up_early = 0
     pinned_bytes = 0
 
     def __init__(self) -> None:
