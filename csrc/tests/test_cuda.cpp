@@ -1,158 +1,18 @@
 // The pipeline of csrc/cuda over the fake driver: the same bits as without a device, errors that end in bounded time.
-// Also what runs under ThreadSanitizer and AddressSanitizer. FAKE_CUDA names the fake's library.
-#include <dlfcn.h>
+// Also what runs under ThreadSanitizer and AddressSanitizer.
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <chrono>
-#include <cstdlib>
-#include <memory>
-#include <random>
-#include <string>
 #include <thread>
-#include <vector>
 
-#include "cuda/driver.h"
-#include "cuda/pinned.h"
-#include "cuda/pipeline.h"
+#include "cuda_rig.h"
 #include "harness.h"
 #include "runtime/worker_pool.h"
 
-using namespace superoffload;
-using cuda::BucketSpec;
-using cuda::DeviceAddress;
-using cuda::DeviceBucket;
-using cuda::Gpu;
-using cuda::PinnedMemory;
-using cuda::PinnedRequest;
-using cuda::Pipeline;
-using cuda::Stream;
+using namespace cuda_rig;
 
 namespace {
-
-const char* library() {
-    const char* const named = std::getenv("FAKE_CUDA");
-    if (named == nullptr) {
-        std::puts("FAKE_CUDA: the fake driver's library is expected there");
-        std::exit(EXIT_FAILURE);
-    }
-    return named;
-}
-
-// A function of the fake that is there for tests.
-template <typename F>
-F* fake(const char* name) {
-    static void* const handle = dlopen(library(), RTLD_NOW | RTLD_LOCAL);
-    return reinterpret_cast<F*>(dlsym(handle, name));
-}
-
-void reset() { fake<void()>("fake_cuda_reset")(); }
-void delays(std::uint64_t seed, double microseconds) {
-    fake<void(std::uint64_t, double)>("fake_cuda_delays")(seed, microseconds);
-}
-void fail(const char* symbol, int calls, int result) {
-    fake<void(const char*, int, int)>("fake_cuda_fail")(symbol, calls, result);
-}
-void break_device(int result) { fake<void(int)>("fake_cuda_break")(result); }
-Stream new_stream() { return fake<Stream()>("fake_cuda_stream")(); }
-void synchronize(Stream stream) { fake<void(Stream)>("fake_cuda_synchronize")(stream); }
-
-DeviceAddress address(const void* memory) { return reinterpret_cast<DeviceAddress>(memory); }
-
-constexpr std::uint64_t kPadded = 4096;
-
-// One bucket of two pieces with its whole life: gradients and parameters "on the device", state on the host.
-struct Rig {
-    Rig(const std::shared_ptr<Gpu>& gpu, Pipeline& pipeline) : pinned(gpu, {1 << 20}), scratch_on_device(1 << 16) {
-        const std::vector<std::uint64_t> numels = {1500, 2000};
-        const std::uint64_t offsets[] = {0, 1536};
-        auto* const memory = static_cast<char*>(pinned.data());
-        packed = reinterpret_cast<float*>(memory);
-        shadow = reinterpret_cast<float*>(memory + 4 * kPadded);
-        BucketSpec spec;
-        std::vector<RunOfShard> runs;
-        std::vector<RunOfShard> plain_runs;
-        for (std::size_t i = 0; i < 2; ++i) {
-            gradients.emplace_back(numels[i]);
-            parameters.emplace_back(numels[i]);
-            sums.emplace_back((numels[i] + adam::kBlock - 1) / adam::kBlock);
-            spec.pieces.push_back({offsets[i], numels[i], sums[i].data()});
-            runs.push_back(run_of(packed + offsets[i], shadow + offsets[i], numels[i]));
-            plain.emplace_back(numels[i]);
-            plain_runs.push_back(run_of(gradients[i].data(), plain[i].data(), numels[i]));
-        }
-        spec.packed = packed;
-        spec.shadow = shadow;
-        spec.scratch = memory + 8 * kPadded;
-        spec.device_scratch = address(scratch_on_device.data());
-        bucket = pipeline.make_bucket(spec);
-        block.resize(4 * kPadded);
-        work = std::make_shared<BucketWork>(runs, 8 * kPadded);
-        plain_work = std::make_shared<BucketWork>(plain_runs, 0);
-    }
-
-    RunOfShard run_of(const float* gradient, float* target, std::uint64_t numel) {
-        adam::Run run{};
-        for (float** state :
-             {&run.master, reinterpret_cast<float**>(&run.exp_avg), reinterpret_cast<float**>(&run.exp_avg_sq)}) {
-            states.push_back(std::make_unique<std::vector<float>>(numel, 0.0f));
-            *state = states.back()->data();
-        }
-        run.gradient = gradient;
-        run.shadow = target;
-        run.numel = numel;
-        run.gradient_type = run.shadow_type = adam::ElementType::f32;
-        return {run, 0};
-    }
-
-    void fill(std::mt19937& random) {
-        std::normal_distribution<float> normal;
-        for (std::vector<float>& gradient : gradients) {
-            for (float& x : gradient) x = normal(random);
-        }
-    }
-    std::vector<DeviceAddress> of(const std::vector<std::vector<float>>& tensors) const {
-        return {address(tensors[0].data()), address(tensors[1].data())};
-    }
-
-    PinnedMemory pinned;
-    std::vector<char> scratch_on_device;
-    std::vector<char> block;
-    float* packed;
-    float* shadow;
-    std::vector<std::vector<float>> gradients;
-    std::vector<std::vector<float>> parameters;
-    std::vector<std::vector<float>> plain;  // parameters of the same steps without a device
-    std::vector<std::vector<double>> sums;
-    std::vector<std::unique_ptr<std::vector<float>>> states;
-    std::shared_ptr<DeviceBucket> bucket;
-    std::shared_ptr<BucketWork> work;
-    std::shared_ptr<BucketWork> plain_work;
-};
-
-struct Device {
-    explicit Device(const std::string& image = "kernels", double timeout = 60)
-        : gpu(std::make_shared<Gpu>(cuda::Driver::load(library()), 0)),
-          current(new_stream()),
-          flag(gpu, {4096}),
-          staging(3 * 4 * kPadded),
-          streams({new_stream(), new_stream(), new_stream()}),
-          pipeline(Pipeline::create(gpu, streams, flag.data(), image, timeout)) {
-        pipeline->set_staging({address(staging.data()), 4 * kPadded, 2, address(staging.data()) + 8 * kPadded});
-    }
-
-    std::shared_ptr<Gpu> gpu;
-    Stream current;
-    PinnedMemory flag;
-    std::vector<char> staging;
-    cuda::Streams streams;
-    std::shared_ptr<Pipeline> pipeline;
-
-    // What a broken device has left, before memory goes that it is about.
-    void settle() const {
-        for (Stream stream : {current, streams.pack, streams.down, streams.up}) synchronize(stream);
-    }
-};
 
 void step_all(Device& device, const std::string& where) {
     std::vector<std::unique_ptr<Rig>> rigs;
@@ -192,58 +52,6 @@ void step_all(Device& device, const std::string& where) {
 
 }  // namespace
 
-namespace {
-
-// Every step is stepped speculatively and sent early; every other one is taken back, and stepped with another factor.
-void stage_all(Device& device, std::uint64_t seed) {
-    std::vector<std::unique_ptr<Rig>> rigs;
-    for (int i = 0; i < 4; ++i) rigs.push_back(std::make_unique<Rig>(device.gpu, *device.pipeline));
-    const auto pool = WorkerPool::create({-1, -1});
-    std::mt19937 random(static_cast<unsigned>(seed));
-    for (std::uint64_t step = 1; step <= 6; ++step) {
-        const bool clips = step % 2 == 0;
-        std::vector<std::shared_ptr<Completion>> done;
-        for (const auto& rig : rigs) {
-            rig->fill(random);
-            const adam::Hyper hyper{1e-2, 0.9, 0.99, 1e-8, 0.1, 0, 1.0, false};
-            rig->work->freeze(hyper, {step, step});
-            const auto arrival = device.pipeline->pack(rig->bucket, device.current, rig->of(rig->gradients), false, {},
-                                                       address(rig->block.data()));
-            done.push_back(pool->submit(rig->work, Operation::step_journaled, 2, arrival));
-            device.pipeline->stage(rig->bucket, done.back(), {true, true});
-        }
-        const auto before = rigs[0]->parameters;
-        for (std::size_t i = 0; i < rigs.size(); ++i) {
-            Rig& rig = *rigs[i];
-            EXPECT(done[i]->wait(60) && done[i]->error().empty() && !rig.work->overflowed());
-            const adam::Hyper hyper{1e-2, 0.9, 0.99, 1e-8, 0.1, 0, clips ? 0.25 : 1.0, false};
-            if (clips) {
-                device.pipeline->unstage(rig.bucket);
-                rig.work->freeze(hyper, {step, step});
-                done[i] = pool->submit(rig.work, Operation::replay, 2, nullptr);
-            }
-            rig.plain_work->freeze(hyper, {step, step});
-            rig.plain_work->run_all(Operation::step, 1);
-        }
-        EXPECT(rigs[0]->parameters == before);
-        for (std::size_t i = 0; i < rigs.size(); ++i) {
-            Rig& rig = *rigs[i];
-            const auto delivered =
-                device.pipeline->deliver(rig.bucket, done[i], device.current, rig.of(rig.parameters));
-            EXPECT_FOR(delivered->wait(60) && delivered->error().empty(), delivered->error());
-            device.pipeline->make_visible(rig.bucket, device.current);
-            device.pipeline->release(rig.bucket, device.current);
-        }
-        synchronize(device.current);
-        for (const auto& rig : rigs) EXPECT_FOR(rig->parameters == rig->plain, "step " + std::to_string(step));
-    }
-    pool->close();
-    EXPECT(device.pipeline->close());
-    EXPECT(device.pipeline->bytes_early() > 0);
-}
-
-}  // namespace
-
 TEST(steps_over_a_device_have_the_bits_of_steps_without_one) {
     for (std::uint64_t seed = 0; seed < 3; ++seed) {
         reset();
@@ -251,63 +59,6 @@ TEST(steps_over_a_device_have_the_bits_of_steps_without_one) {
         Device device;
         step_all(device, "seed " + std::to_string(seed));
     }
-}
-
-TEST(what_is_sent_early_is_delivered_or_discarded) {
-    for (std::uint64_t seed = 0; seed < 4; ++seed) {
-        reset();
-        delays(seed, 300);
-        Device device;
-        stage_all(device, seed);
-    }
-}
-
-TEST(a_copy_that_fails_early_is_made_at_its_delivery) {
-    for (const char* const symbol : {"cuMemcpyHtoDAsync_v2", "cuEventRecord"}) {
-        reset();
-        Device device;
-        Rig rig(device.gpu, *device.pipeline);
-        const auto arrival = device.pipeline->pack(rig.bucket, device.current, rig.of(rig.gradients), false, {},
-                                                   address(rig.block.data()));
-        EXPECT(arrival->wait(60) && arrival->error().empty());
-        std::fill_n(rig.shadow, kPadded, 3.0f);
-        fail(symbol, 0, 2);
-        device.pipeline->stage(rig.bucket, Completion::already_done(), {true, true});
-        const auto staged = rig.bucket->stage;
-        EXPECT_FOR(staged->done->wait(60) && !staged->is_sent(), symbol);
-        EXPECT(device.pipeline->bytes_early() == 0);
-        const auto delivered =
-            device.pipeline->deliver(rig.bucket, Completion::already_done(), device.current, rig.of(rig.parameters));
-        EXPECT_FOR(delivered->wait(60) && delivered->error().empty(), symbol);
-        device.pipeline->make_visible(rig.bucket, device.current);
-        synchronize(device.current);
-        EXPECT_FOR(rig.parameters[1] == std::vector<float>(2000, 3.0f), symbol);
-        EXPECT(device.pipeline->close());
-    }
-}
-
-TEST(what_was_not_begun_is_withdrawn_at_once) {
-    reset();
-    Device device;
-    Rig rig(device.gpu, *device.pipeline);
-    const auto arrival =
-        device.pipeline->pack(rig.bucket, device.current, rig.of(rig.gradients), false, {}, address(rig.block.data()));
-    EXPECT(arrival->wait(60));
-    const auto first = std::make_shared<Completion>();
-    device.pipeline->stage(rig.bucket, first, {true, false});
-    EXPECT(!device.pipeline->unstage(rig.bucket));  // although its step has not ended
-    device.pipeline->stage(rig.bucket, Completion::already_done(), {false, true});
-    const auto second = rig.bucket->stage;
-    first->finish();
-    EXPECT(second->done->wait(60) && second->is_sent());
-    EXPECT(device.pipeline->bytes_early() == 4 * 2000);
-    EXPECT(device.pipeline->unstage(rig.bucket) && !device.pipeline->unstage(rig.bucket));
-    const auto failed = std::make_shared<Completion>();
-    failed->fail("a worker failed");
-    device.pipeline->stage(rig.bucket, failed, {true, true});
-    device.pipeline->pack(rig.bucket, device.current, rig.of(rig.gradients), false);  // no delivery has failed
-    EXPECT(!device.pipeline->unstage(rig.bucket));
-    EXPECT(device.pipeline->close());
 }
 
 TEST(without_kernels_gradients_are_copied_as_they_are) {
