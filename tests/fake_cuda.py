@@ -136,7 +136,7 @@ def _size(tensor: Tensor) -> ctypes.c_size_t:
 
 
 class Memory:
-    """What an allocator counts: bytes that are in use, and the most of them at a time."""
+    """What an allocator counts: bytes that are in use, in its units, and the most of them at a time."""
 
     def __init__(self) -> None:
         self.active = 0
@@ -145,8 +145,11 @@ class Memory:
         self._gradients: dict[int, list[int]] = {}  # address -> bytes that are needed, bytes in all
 
     def take(self, nbytes: int) -> None:
-        self.active += nbytes
+        self.active += allocated(nbytes)
         self.peak = max(self.peak, self.active)
+
+    def give(self, nbytes: int) -> None:
+        self.active -= allocated(nbytes)
 
     def take_gradient(self, gradient: Tensor) -> None:
         nbytes = gradient.numel() * gradient.element_size()
@@ -164,11 +167,17 @@ class Memory:
             if later:
                 self._late.append(left[1])
             else:
-                self.active -= left[1]
+                self.give(left[1])
 
     def step_ended(self) -> None:
-        self.active -= sum(self._late)
+        for nbytes in self._late:
+            self.give(nbytes)
         self._late.clear()
+
+
+def allocated(nbytes: int) -> int:
+    """What torch's allocator makes of it."""
+    return -(-nbytes // 512) * 512
 
 
 class FakeDevice:
@@ -188,7 +197,6 @@ class FakeDevice:
         self.refused = 0  # so many allocations from now on fail
         self.free = 1 << 30
         self.memory = Memory()
-        self.allocated: list[int] = []  # sizes, in order
 
     def current_stream(self) -> int:
         return self.fake.current
@@ -207,14 +215,14 @@ class FakeDevice:
             self.refused -= 1
             raise torch.OutOfMemoryError("CUDA out of memory, as a test has asked for")
         memory = torch.full((nbytes,), _GARBAGE, dtype=torch.uint8)
-        self.allocated.append(nbytes)
         self.memory.take(nbytes)
-        weakref.finalize(memory, self._freed, memory.view(-1), self.fake.current).atexit = False
+        same = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())  # no view, which would keep it
+        weakref.finalize(memory, self._freed, same, self.fake.current).atexit = False
         return memory
 
     def _freed(self, memory: Tensor, stream: int) -> None:
         """Whoever goes on with it does so in the order of the stream that it was allocated on."""
-        self.memory.active -= memory.numel()
+        self.memory.give(memory.numel())
         self.overwrite(memory, stream)
 
     def free_bytes(self) -> int:

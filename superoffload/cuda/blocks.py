@@ -7,7 +7,7 @@ come up into the same block, and a commit is one kernel on the device. The order
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,6 +16,8 @@ from superoffload import _native
 from superoffload.bucket import Bucket, Shard
 from superoffload.cuda.device import Device
 from superoffload.memory import is_out_of_memory
+
+ALLOCATED = 512  # bytes; torch's allocator hands out multiples of it
 
 
 @dataclass(frozen=True)
@@ -140,26 +142,31 @@ class Blocks:
 def early_buckets(buckets: Sequence[Bucket]) -> set[Bucket]:
     """Those of ``buckets``, in backward order, that may have a block.
 
-    With a block for each of them, blocks and gradients never take more than all gradients together. So the last ones
-    have none: their gradients leave nothing behind that others do not need. They are stepped after the verdict anyway.
+    With them, blocks and gradients never take more than all gradients together, since a block takes no more than its
+    bucket's gradients. While those linger both are there, and so may be all gradients of buckets that are open then:
+    what follows must be as much. The last buckets are followed by nothing; they are stepped after the verdict anyway.
     """
     freed = {piece.shard for bucket in buckets for piece in bucket.pieces if not piece.shard.keeps_gradient}
-    total = sum(map(_gradient_bytes, freed))
-    behind = _open_behind(buckets)
+    total = _gradient_bytes(freed)
+    packed: set[Shard] = set()
+    packed_bytes = 0
     early: set[Bucket] = set()
-    used = 0
-    waiting: set[Shard] = set()  # gradients of buckets without a block, which go at a time that we do not know
-    for bucket, following in zip(buckets, behind, strict=True):
-        in_flight = waiting | {piece.shard for one in (bucket, *following) for piece in one.pieces}
-        needed = used + _block_bytes(bucket) + sum(map(_gradient_bytes, in_flight & freed))
-        kept = any(piece.shard.keeps_gradient for piece in bucket.pieces)
+    for bucket, behind in zip(buckets, _open_behind(buckets), strict=True):
+        own = _shards(bucket)
+        packed_bytes += _gradient_bytes((own & freed) - packed)
+        packed |= own & freed
+        still_open = (set().union(*map(_shards, behind)) & freed) - packed
+        needed = packed_bytes + _gradient_bytes(own) + _gradient_bytes(still_open)
         fits = bucket.published_dtype.itemsize <= bucket.gradient_dtype.itemsize
-        if needed <= total and fits and not kept and not bucket.resident:
+        if needed <= total and own <= freed and fits and not bucket.resident:
             early.add(bucket)
-            used += _block_bytes(bucket)
-        else:
-            waiting |= {piece.shard for piece in bucket.pieces}
-    return early
+    # A gradient that spans buckets is there until the last of them is packed, and longer where that has no block.
+    while True:
+        late = set().union(*(_shards(bucket) for bucket in buckets if bucket not in early))
+        mixed = {bucket for bucket in early if not late.isdisjoint(_shards(bucket))}
+        if not mixed:
+            return early
+        early -= mixed
 
 
 def _open_behind(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
@@ -172,9 +179,17 @@ def _open_behind(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
     return found[::-1]
 
 
+def _shards(bucket: Bucket) -> set[Shard]:
+    return {piece.shard for piece in bucket.pieces}
+
+
 def _block_bytes(bucket: Bucket) -> int:
-    return bucket.padded * bucket.gradient_dtype.itemsize
+    return _allocated(bucket.padded * bucket.gradient_dtype.itemsize)
 
 
-def _gradient_bytes(shard: Shard) -> int:
-    return shard.numel * shard.gradient_dtype.itemsize
+def _gradient_bytes(shards: Iterable[Shard]) -> int:
+    return sum(_allocated(shard.numel * shard.gradient_dtype.itemsize) for shard in shards)
+
+
+def _allocated(nbytes: int) -> int:
+    return -(-nbytes // ALLOCATED) * ALLOCATED

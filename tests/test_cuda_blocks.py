@@ -1,0 +1,325 @@
+"""Memory of the device for parameters on their way up: where it comes from, how much it is, when it goes again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superoffload import AdamW
+from superoffload.cuda.blocks import early_buckets
+from superoffload.schedule import MODES
+from tests.adamw_tools import batch
+from tests.cuda_tools import out_of_memory, training
+from tests.fake_cuda import Fake, LateLink, allocated, on_fake_device, on_host
+from tests.test_cuda_link import LATE, _run, deep_model, steps, wide_model
+
+MakeModel = Callable[[torch.dtype], nn.Sequential]
+
+
+def blocks_of(optimizer: AdamW) -> int:
+    """Bytes of them, now."""
+    link: Any = optimizer._core.link
+    return int(link._blocks._used)
+
+
+# ---- the peak -------------------------------------------------------------------------------------------------------
+
+
+def large_last(dtype: torch.dtype) -> nn.Sequential:
+    """The last gradient of backward is larger than all others together, and spans buckets."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())]
+    return nn.Sequential(nn.Linear(16, 512), nn.Linear(512, 32), *layers, nn.Linear(32, 4)).to(dtype)
+
+
+def large_first(dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())]
+    return nn.Sequential(nn.Linear(16, 32), *layers, nn.Linear(32, 512), nn.Linear(512, 4)).to(dtype)
+
+
+def one_group(model: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": list(model.parameters())}]
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Biases without weight decay, in buckets that are filled beside those of the weights."""
+    matrices = [param for param in model.parameters() if param.dim() > 1]
+    return [{"params": matrices}, {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bucket_numel", [1024, 2048, 5000])
+@pytest.mark.parametrize("groups", [one_group, two_groups])
+@pytest.mark.parametrize("make_model", [deep_model, wide_model, large_last, large_first])
+def test_blocks_and_gradients_never_exceed_all_gradients(
+    fake: Fake, make_model: MakeModel, groups: Callable[[nn.Module], Any], bucket_numel: int, dtype: torch.dtype
+) -> None:
+    """Counted as an allocator does, whenever a gradient or a block appears; staging that is always there aside.
+
+    What record_stream was called for counts until the end of the step.
+    """
+    model = make_model(dtype)
+    model.register_forward_pre_hook(lambda *_: fake.synchronize())
+    all_gradients = sum(allocated(param.numel() * param.element_size()) for param in model.parameters())
+    with on_fake_device(fake) as links:
+
+        def born(param: Tensor) -> None:
+            assert param.grad is not None
+            links[0].fake_device.memory.take_gradient(param.grad)
+
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(born)
+        with AdamW(groups(model), speculation="always", threads=1, bucket_numel=bucket_numel) as optimizer:
+            memory = links[0].fake_device.memory
+            most = 0
+            for seed in range(4):
+                optimizer.zero_grad()
+                always = memory.peak = memory.active
+                batch(model, seed).backward()
+                most = max(most, blocks_of(optimizer))
+                optimizer.step()
+                assert memory.peak - always <= all_gradients
+                assert memory.active == always, "everything goes with the step"
+            assert (most > 0) == bool(early_buckets(optimizer._core.buckets))
+            if bucket_numel == 1024 and make_model is deep_model:
+                assert most > all_gradients / 2, "most of the gradients' memory is used again"
+
+
+def test_the_last_two_buckets_have_none(fake: Fake) -> None:
+    """Those in front of them have, where buckets are alike."""
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(6)))
+    with on_fake_device(fake), AdamW(model.parameters(), bucket_numel=1024) as optimizer:
+        buckets = optimizer._core.buckets
+        assert len(buckets) == 6
+        assert early_buckets(buckets) == set(buckets[:-2])
+        for bucket in buckets[:4]:
+            bucket.pieces[0].shard.keeps_gradient = True
+        assert early_buckets(buckets) == set(), "gradients that stay leave nothing"
+
+
+def test_parameters_that_are_wider_than_gradients_have_none(fake: Fake) -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(6)))
+    with on_fake_device(fake), AdamW(model.parameters(), bucket_numel=1024) as optimizer:
+        buckets = optimizer._core.buckets
+        for bucket in buckets:
+            bucket.gradient_dtype = torch.bfloat16
+        assert early_buckets(buckets) == set()
+
+
+# ---- room -----------------------------------------------------------------------------------------------------------
+
+
+def digests_with(fake: Fake, at_step: Callable[[int, LateLink, AdamW], None], **options: Any) -> dict[str, str]:
+    model = deep_model(torch.bfloat16)
+    model.register_forward_pre_hook(lambda *_: fake.synchronize())
+    options = {"speculation": "always", "threads": 2, "bucket_numel": 1024, **options}
+    with on_fake_device(fake) as links, AdamW(model.parameters(), **options) as optimizer:
+        for seed in range(6):
+            optimizer.zero_grad()
+            batch(model, seed).backward()
+            at_step(seed, links[0], optimizer)
+            optimizer.step()
+        fake.synchronize()
+        assert fake.mismatches == 0
+        return optimizer.state_digests()
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, str]:
+    model = deep_model(torch.bfloat16)
+    with on_host(), AdamW(model.parameters(), speculation="always", threads=2, bucket_numel=1024) as optimizer:
+        steps(model, optimizer)
+        return optimizer.state_digests()
+
+
+def test_the_first_step_shows_the_peak_without_them(fake: Fake, expected: dict[str, str]) -> None:
+    used: list[int] = []
+    assert digests_with(fake, lambda seed, link, optimizer: used.append(blocks_of(optimizer))) == expected
+    assert used[0] == 0 and len(set(used[1:])) == 1 and used[1] > 0
+
+
+@pytest.mark.parametrize("room", [0, 100, 5000, 10_000])
+def test_no_more_than_there_was_room_for(fake: Fake, expected: dict[str, str], room: int) -> None:
+    used: list[int] = []
+
+    def look(seed: int, link: LateLink, optimizer: AdamW) -> None:
+        link.fake_device.free = room if seed == 0 else 1 << 30  # later peaks show less of what is free, not more
+        used.append(blocks_of(optimizer))
+
+    fake.delays(1, LATE)
+    assert digests_with(fake, look) == expected
+    assert max(used) <= room
+    assert room < 2048 or min(used[1:]) > room - 2048 - 128, "all of the room but what no bucket fits into"
+
+
+def test_none_where_memory_became_short(fake: Fake, expected: dict[str, str]) -> None:
+    used: list[int] = []
+
+    def look(seed: int, link: LateLink, optimizer: AdamW) -> None:
+        link.fake_device.free = 2047 if seed == 2 else 1 << 30  # less than the largest block
+        used.append(blocks_of(optimizer))
+
+    assert digests_with(fake, look) == expected
+    assert [blocks > 0 for blocks in used] == [False, True, True, False, False, False]
+
+
+@pytest.mark.parametrize("of_allocator", [True, False])
+def test_memory_that_is_refused_is_done_without(fake: Fake, expected: dict[str, str], of_allocator: bool) -> None:
+    used: list[int] = []
+    allocations = 0
+
+    def look(seed: int, link: LateLink, optimizer: AdamW) -> None:
+        device = link.fake_device
+        if seed == 1:
+            real = device.empty
+
+            def empty(nbytes: int) -> Tensor:
+                nonlocal allocations
+                allocations += 1
+                if allocations == 4:
+                    raise out_of_memory(of_allocator)
+                return real(nbytes)
+
+            device.empty = empty  # type: ignore[method-assign]
+        used.append(blocks_of(optimizer))
+
+    fake.delays(2, LATE)
+    assert digests_with(fake, look) == expected
+    assert allocations == 4, "asked no more"
+    assert used[1] > used[2] > 0 and not any(used[3:])
+
+
+def test_an_error_that_is_not_about_memory_is_told(fake: Fake) -> None:
+    with training(fake, model=deep_model(torch.bfloat16)) as (model, optimizer):
+        link: Any = optimizer._core.link
+        optimizer.zero_grad()
+        with (
+            mock.patch.object(link.fake_device, "empty", side_effect=RuntimeError("CUDA error: launch failed")),
+            pytest.raises(RuntimeError, match=r"packing .*launch failed"),
+        ):
+            batch(model, 2).backward()
+
+
+@pytest.mark.parametrize("setting", ["keep_grads", "unasked", "no kernels"])
+def test_where_gradients_leave_nothing(fake: Fake, expected: dict[str, str], setting: str) -> None:
+    used: list[int] = []
+
+    def look(seed: int, link: LateLink, optimizer: AdamW) -> None:
+        link.fake_device.reusing = setting == "unasked"
+        used.append(blocks_of(optimizer))
+
+    options: dict[str, Any] = {"keep_grads": True} if setting == "keep_grads" else {}
+    if setting == "no kernels":
+        with mock.patch("tests.fake_cuda.IMAGE", b""):
+            assert digests_with(fake, look) == expected
+    else:
+        assert digests_with(fake, look, **options) == expected
+    assert not any(used)
+
+
+# ---- delivery on demand, and the end --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_delivery_on_demand_gives_each_back_when_it_is_read(fake: Fake, mode: str) -> None:
+    model = deep_model(torch.bfloat16)
+    used: list[int] = []
+    options: dict[str, Any] = {"speculation": mode, "threads": 2, "bucket_numel": 1024, "delivery": "on_demand"}
+    fake.delays(3, LATE)
+    with on_fake_device(fake), AdamW(model.parameters(), module=model, **options) as optimizer:
+        for module in model.modules():
+            module.register_forward_pre_hook(lambda *_: fake.synchronize())
+        for seed in range(4):
+            optimizer.zero_grad()
+            loss = batch(model, seed)
+            assert seed < 2 or (used[-1] > 0 and blocks_of(optimizer) == 0)
+            loss.backward()
+            optimizer.step()
+            used.append(blocks_of(optimizer))
+        optimizer.synchronize()
+        assert blocks_of(optimizer) == 0
+    assert fake.mismatches == 0
+
+
+@pytest.mark.parametrize("end", ["skip", "abandon", "close"])
+def test_all_of_them_go_when_a_step_ends_with_nothing(fake: Fake, end: str) -> None:
+    with training(fake, model=deep_model(torch.bfloat16)) as (model, optimizer):
+        optimizer.zero_grad()
+        handle = next(model.parameters()).register_hook(lambda gradient: gradient * torch.nan)
+        batch(model, 2).backward()
+        handle.remove()
+        assert blocks_of(optimizer) > 0
+        {"skip": optimizer.step, "abandon": optimizer.zero_grad, "close": optimizer.close}[end]()
+        assert blocks_of(optimizer) == 0
+
+
+# ---- streams --------------------------------------------------------------------------------------------------------
+
+
+def on_two_streams(fake: Fake, seed: int, *, waits: bool) -> tuple[dict[str, str], int]:
+    """Backward runs on a stream that is not the one of step() and forward; blocks are of its memory."""
+    main, side = fake.current, fake.make_stream()
+    model = deep_model(torch.bfloat16)
+    options: dict[str, Any] = {"speculation": "always", "threads": 2, "bucket_numel": 1024, "max_grad_norm": 0.5}
+    with on_fake_device(fake) as links, AdamW(model.parameters(), **options) as optimizer:
+        if not waits:
+            fake.drop_waits(side, links[0].roles["up"])
+        fake.delays(seed, LATE)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = batch(model, step)
+            fake.current = side
+            loss.backward()
+            fake.current = main
+            optimizer.step()
+            fake.synchronize(main)  # not the other one, on which others go on with the blocks
+        assert blocks_of(optimizer) == 0
+        digests = optimizer.state_digests()
+        fake.synchronize(side)
+        mismatches = fake.mismatches
+        fake.reset()
+        return digests, mismatches
+
+
+def test_a_block_goes_behind_the_kernel_that_reads_it(fake: Fake) -> None:
+    expected, _ = run_on_host_deep(max_grad_norm=0.5)
+    assert all(on_two_streams(fake, seed, waits=True) == (expected, 0) for seed in range(3))
+    assert any(on_two_streams(fake, seed, waits=False) != (expected, 0) for seed in range(6))
+
+
+def run_on_host_deep(**options: Any) -> tuple[dict[str, str], dict[str, float | int]]:
+    return _run(steps, torch.bfloat16, options, lambda: None, deep_model)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_block_goes_behind_the_copy_down(fake: Fake, waits: bool) -> None:
+    """The step ends while gradients are on their way, as where one of them was taken back and no other came."""
+    gradients = deep_model(torch.bfloat16)
+    with training(fake, model=deep_model(torch.bfloat16), speculation="never") as (model, optimizer):
+        gradients.load_state_dict(model.state_dict())
+        batch(gradients, 2).backward()
+        link: Any = optimizer._core.link
+        optimizer.zero_grad()
+        fake.sleep(30_000, link.roles["down"])
+        if not waits:
+            fake.drop_waits(link.roles["current"], link.roles["down"])
+        batch(model, 2).backward()
+        buckets = list(link._blocks._held)
+        link.step_ended()
+        came = []
+        names = {id(p): n for n, p in model.named_parameters()}
+        params = dict(gradients.named_parameters())
+        for bucket in buckets:
+            bucket.arrival.wait()
+            for piece in bucket.pieces:
+                grad = params[names[id(optimizer.param_groups[0]["params"][piece.shard.index])]].grad
+                assert grad is not None
+                packed = bucket.gradient[piece.offset : piece.offset + piece.numel]
+                came.append(torch.equal(packed, grad.view(-1)[piece.start : piece.start + piece.numel]))
+        assert len(came) > 10 and all(came) == waits
