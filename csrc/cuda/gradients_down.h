@@ -29,7 +29,7 @@ class GradientsDown {
     // As Pipeline::pack says.
     std::shared_ptr<Completion> pack(const std::shared_ptr<DeviceBucket>& bucket, Stream current,
                                      const std::vector<DeviceAddress>& addresses, bool keep,
-                                     const std::vector<Stream>& others);
+                                     const std::vector<Stream>& others, DeviceAddress bit_sums);
 
     bool await_idle(double until) { return watcher_.await_idle(until); }
     void end() { watcher_.end(); }
@@ -52,14 +52,15 @@ class GradientsDown {
     };
 
     Ticket enqueue(const std::shared_ptr<DeviceBucket>& bucket, Stream current,
-                   const std::vector<DeviceAddress>& addresses, bool keep, const std::vector<Stream>& others);
+                   const std::vector<DeviceAddress>& addresses, bool keep, const std::vector<Stream>& others,
+                   DeviceAddress bit_sums);
     void await_gradients(DeviceBucket& bucket, Stream current, const std::vector<Stream>& others) const;
     void hold_back(const DeviceBucket& bucket, Stream current, const std::vector<Stream>& others) const;
     // The next slot, and in `target` its address; null for a bucket that needs none.
     Slot* next_slot(const DeviceBucket& bucket, DeviceAddress* target);
     // Both on the pack stream; they return the number of blocks.
     std::uint64_t enqueue_kernel(const DeviceBucket& bucket, const std::vector<DeviceAddress>& addresses,
-                                 Ticket& ticket, const Slot* slot, DeviceAddress target) const;
+                                 Ticket& ticket, const Slot* slot, DeviceAddress target, DeviceAddress bit_sums) const;
     std::uint64_t enqueue_copies(const DeviceBucket& bucket, const std::vector<DeviceAddress>& addresses,
                                  Ticket& ticket) const;
     void copy_from_slot(const DeviceBucket& bucket, const std::vector<DeviceAddress>& addresses,

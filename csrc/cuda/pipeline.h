@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,6 +22,7 @@
 #include "../runtime/completion.h"
 #include "closing.h"
 #include "device_bucket.h"
+#include "device_sums.h"
 #include "driver.h"
 #include "gradients_down.h"
 #include "parameters_up.h"
@@ -58,10 +60,11 @@ class Pipeline {
     // Packs the gradients at `addresses`, one per piece (0: this piece is left as it is). Done once packed gradient and
     // block sums are in host memory. `others`: streams besides `current` that gradients were written on. `keep`: their
     // memory may be written again on any of these streams, which then wait until it is read; else the owner must
-    // free it behind the pack stream.
+    // free it behind the pack stream. `bit_sums`: room on the device for the sums of the packed bits (bit_sums.cuh),
+    // for each block of the pieces that are packed, in their order: one, or two of fp32. 0: none are wanted.
     std::shared_ptr<Completion> pack(const std::shared_ptr<DeviceBucket>& bucket, Stream current,
                                      const std::vector<DeviceAddress>& addresses, bool keep,
-                                     const std::vector<Stream>& others = {});
+                                     const std::vector<Stream>& others = {}, DeviceAddress bit_sums = 0);
     // Copies the shadow to the parameters at `addresses` (0: not this piece) once `after` has ended and what was
     // enqueued on `current` so far has run. Done once the copy is enqueued.
     std::shared_ptr<Completion> deliver(const std::shared_ptr<DeviceBucket>& bucket, std::shared_ptr<Completion> after,
@@ -76,6 +79,12 @@ class Pipeline {
                      std::uint64_t blocks, DeviceAddress device_table);
     // Whether the last step of a resident bucket is over, so that its memory may go.
     bool has_stepped(const std::shared_ptr<DeviceBucket>& bucket);
+
+    // `host` and `device`: SumsTable::bytes(runs) of memory each.
+    std::shared_ptr<SumsTable> make_sums_table(void* host, DeviceAddress device, std::size_t runs);
+    // As DeviceSums says; only with kernels.
+    void take_sums(SumsTable& table, Stream current, const std::vector<SummedRun>& runs);
+    std::vector<bool> compare_sums(SumsTable& table, Stream current, const std::vector<SummedRun>& runs);
 
     // True once nothing is under way; false when the time is up.
     bool drain(double timeout_seconds);
@@ -92,6 +101,8 @@ class Pipeline {
     Closing closing_;
     GradientsDown gradients_;
     ParametersUp parameters_;
+    std::optional<DeviceSums> sums_;
+    double timeout_seconds_;
     Module module_ = nullptr;
     std::mutex close_mutex_;
     bool closed_ = false;

@@ -230,7 +230,8 @@ TEST(pack_of_nothing_does_nothing) {
     const cuda::CopyPiece* pieces = &empty;
     void* packed = nullptr;
     double* sums = nullptr;
-    for (const unsigned count : {0u, 1u}) launch("pack_bf16", 2, pieces, count, packed, sums);
+    std::uint64_t* bit_sums = nullptr;
+    for (const unsigned count : {0u, 1u}) launch("pack_bf16", 2, pieces, count, packed, sums, bit_sums);
 }
 
 TEST(unpack_keeps_every_bit) {

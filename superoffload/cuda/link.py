@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket
+from superoffload.bits import BitSums, SumsByTorch
+from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket, Piece
+from superoffload.cuda.bit_sums import CudaBitSums, SumsThere, sums_per_block
 from superoffload.cuda.device import Device
+from superoffload.cuda.geometry import blocks_of
 from superoffload.cuda.pinned import ALIGN, LARGEST_REGISTRATION, PinnedArena, aligned, warn_unpinned
 from superoffload.cuda.residency import CudaResidency
 from superoffload.errors import DeviceError
@@ -77,6 +80,11 @@ class CudaLink:
                 timeout_seconds=options.timeout_seconds,
             )
         self._residency = CudaResidency(device, self._pipeline, self._attach_resident)
+        self._kernel_sums: CudaBitSums | None = None
+        if self._pipeline.has_kernels:
+            self._kernel_sums = CudaBitSums(device, self._gpu, self._pipeline, options.timeout_seconds)
+        self.bit_sums: BitSums = self._kernel_sums or SumsByTorch()
+        self.sums_what_it_packs = self._pipeline.has_kernels
 
     @property
     def residency(self) -> CudaResidency | None:
@@ -91,11 +99,15 @@ class CudaLink:
     @property
     def pinned(self) -> bool:
         """Whether all host memory could be pinned."""
-        return all(arena.pinned for arena in [*self._arenas, self._flag])
+        return all(arena.pinned for arena in self._all_arenas())
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(arena.nbytes for arena in [*self._arenas, self._flag] if arena.pinned)
+        return sum(arena.nbytes for arena in self._all_arenas() if arena.pinned)
+
+    def _all_arenas(self) -> list[PinnedArena]:
+        tables = self._kernel_sums.arenas if self._kernel_sums is not None else []
+        return [*self._arenas, self._flag, *tables]
 
     # ---- memory -----------------------------------------------------------------------------------------------
 
@@ -206,6 +218,7 @@ class CudaLink:
         self._written_on.setdefault(bucket, set()).add(self._device.current_stream())
 
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
+        bit_sums = self._room_for_bit_sums(bucket, grads)
         size = bucket.gradient_dtype.itemsize
         addresses = [0] * len(grads)
         for i, (piece, grad) in enumerate(zip(bucket.pieces, grads, strict=True)):
@@ -227,13 +240,23 @@ class CudaLink:
                     addresses=addresses,
                     keep=waits,
                     others=sorted(self._written_on.get(bucket, set()) - {current}),
+                    bit_sums=min((one.address for one in bit_sums.values()), default=0),
                 )
             self._written_on.pop(bucket, None)  # not before: a packing that failed is tried again
             if waits:
                 released = []
         finally:  # the kernel may run although something after it has failed
             self._device.release(released, self._pack_stream)
-        return PackTicket(bucket, arrival)
+        return PackTicket(bucket, arrival, bit_sums)
+
+    def _room_for_bit_sums(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> Mapping[Piece, SumsThere]:
+        """For all that is packed where any shard asks for them: its gradient is kept, so that the current stream waits
+        for the kernel that writes them."""
+        packed = [piece for piece, grad in zip(bucket.pieces, grads, strict=True) if grad is not None]
+        if self._kernel_sums is None or not any(piece.shard.sums_gradient for piece in packed):
+            return {}
+        counts = [sums_per_block(bucket.gradient_dtype) * blocks_of(piece.numel) for piece in packed]
+        return dict(zip(packed, self._kernel_sums.room(counts), strict=True))
 
     def arrived(self, ticket: PackTicket) -> _native.Completion:
         return ticket.completion
@@ -276,8 +299,8 @@ class CudaLink:
         stepped = self._drain_steps()
         idle = self._pipeline.close() and stepped
         if not idle:
-            _LEAKED.extend([*self._on_device, *self._staging, *self._targets.values(), self._residency])
-        self._close_arenas([*self._arenas, self._flag], idle=idle)
+            _LEAKED.extend([*self._on_device, *self._staging, *self._targets.values(), self._residency, self._kernel_sums])
+        self._close_arenas(self._all_arenas(), idle=idle)
         self._on_device.clear()
         self._staging.clear()
         self._targets.clear()

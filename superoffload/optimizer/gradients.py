@@ -138,7 +138,9 @@ class Gradients(Parameters):
         # Fused kernels raise no version of what they add to. A DTensor that is kept on a device: the core has it in
         # host memory, and comparing there would copy it down again.
         kept_there = is_dtensor(grad) and core.link.asynchronous and not core.link.frees_gradients
-        tracked.remember_grad(grad, summed=shard.keeps_gradient or kept_there)
+        summed = shard.keeps_gradient or kept_there
+        shard.sums_gradient = summed and core.link.sums_what_it_packs
+        tracked.remember_grad(grad, summed=summed and not shard.sums_gradient)
         with room_on_device(shard.name):
             part = tracked.holding.part(grad).contiguous().to(shard.gradient_dtype)
         core.arrive(shard, part, in_backward=in_backward)
@@ -207,7 +209,7 @@ class Gradients(Parameters):
         self._follow_dtype(tracked, gradient.dtype)
         if not self._core.is_filling:
             self._start_filling()
-        tracked.shard.keeps_gradient = False
+        tracked.shard.keeps_gradient = tracked.shard.sums_gradient = False
         tracked.reduced = gradient
         with room_on_device(tracked.shard.name):
             part = tracked.holding.part_of_memory(gradient.view(-1)).to(tracked.shard.gradient_dtype)
@@ -248,7 +250,7 @@ class Gradients(Parameters):
         """Makes the core's view of gradients and parameters that of the user, whatever happened since backward."""
         core = self._core
         self._window.step_begins(self._advice)
-        noticed = notice(self._tracked.values())
+        noticed = notice(self._tracked.values(), core.packed_sums)
         self._untold.found(noticed.untold)
         for tracked in self._tracked.values():
             self._hook(tracked)  # frozen before, trains now
@@ -273,7 +275,8 @@ class Gradients(Parameters):
             return True
         packed = packed_in(grad)
         if packed is None:
-            unknown = is_dtensor(grad) and tracked.grad_sums is None
+            unseen = is_dtensor(grad) and tracked.grad_sums is None
+            unknown = self._core.packed_sums(tracked.shard) is None if tracked.shard.sums_gradient else unseen
         else:  # brought back, and written with the same sums: a clip that clips nothing, or elements that were swapped
             unknown = packed.in_memory is not None and version_of(grad) != tracked.grad_version
         return unknown and not self._core.gradient_is(tracked.shard, tracked.holding.part(grad))
