@@ -71,7 +71,7 @@ class BitSums(Protocol):
 
 
 class SumsInMemory:
-    """Those of host memory: by one native call, which takes as long as reading it, with as many threads as torch has."""
+    """Those of host memory: one native call takes them, as fast as it can read, with as many threads as torch has."""
 
     every_step = True
     in_stream_order = False

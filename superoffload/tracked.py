@@ -15,7 +15,7 @@ from superoffload.arguments import check_parameter
 from superoffload.bits import BitSums, Sums
 from superoffload.bucket import Piece, Shard
 from superoffload.checkpoint import ParamState
-from superoffload.errors import StateError
+from superoffload.errors import DeviceError, StateError
 from superoffload.gradient_source import gradient_of
 from superoffload.masters import follow
 from superoffload.packed_gradient import PackedGradient, packed_in, stand_in_for
@@ -207,16 +207,23 @@ def remember_values(several: Iterable[Tracked], *, on_device: bool = True) -> No
     """What these parameters, all of one optimizer, have now is ours: whatever is there instead when ``notice`` looks
     was written by others.
 
-    ``on_device``: also the bits of parameters outside of host memory.
+    ``on_device``: also the bits of parameters outside of host memory. Where a device has no room for their sums, their
+    values count as unknown, and the next step reads them all: that is right, and slower.
     """
     all_of_them = list(several)
     compared = [tracked for tracked in all_of_them if tracked.is_compared(on_device=on_device)]
     sums: dict[Tracked, Sums] = {}
+    unknown: list[Tracked] = []
     if compared:
         flats = [tracked.holding.part(tracked.param) for tracked in compared]
-        sums.update(zip(compared, compared[0].bits.of(flats), strict=True))
+        try:
+            sums.update(zip(compared, compared[0].bits.of(flats), strict=True))
+        except DeviceError:  # a step that is done stays done
+            unknown = compared
     for tracked in all_of_them:
         tracked.remember(sums.get(tracked))
+    for tracked in unknown:
+        tracked.forget_value()
 
 
 @dataclass(frozen=True)

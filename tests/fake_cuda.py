@@ -160,7 +160,7 @@ class FakeDevice:
         if self.refused:
             self.refused -= 1
             raise torch.OutOfMemoryError("CUDA out of memory, as a test has asked for")
-        # Torch's allocator gives memory that is let go of again to what is enqueued later: here it is never given again.
+        # Torch's allocator gives memory that was let go of to what is enqueued later; here nothing else has it.
         self.kept.append(torch.full((nbytes,), _GARBAGE, dtype=torch.uint8))
         return self.kept[-1]
 

@@ -132,11 +132,11 @@ def test_the_pack_kernel_gives_the_same_sums_of_bits(form: str) -> None:
 
 
 def test_two_elements_that_change_places_are_always_seen() -> None:
-    """The numbers are odd, and two of them differ in their lowest ten bits: so does their product with a difference of
-    words, which has 16 or 32 bits."""
+    """A difference of two elements, which has at most 31 factors of 2 (that of two words of 16 bits each at most 31 too),
+    times that of two numbers, which has at most 32, is no multiple of 2^64; nor is an odd number times the first."""
     numbers = [number_of(place) for place in range(BLOCK_BYTES // 4)]
     assert all(number % 2 == 1 for number in numbers)
-    assert len({number % 1024 for number in numbers}) == len(numbers)
+    assert len({number % 2**33 for number in numbers}) == len(numbers)
     elements = placed(BLOCK_BYTES, 0, 5)
     (before,) = sums_by_kernel([elements])
     for one, other in ((0, 1), (0, 2), (1, 1022), (511, 512), (1022, 1023)):

@@ -42,7 +42,7 @@ KERNELS = ("sum_bits", "compare_bits")
 
 
 def noticing_of_a_step(layers: int, keep_grads: bool) -> list[tuple[list[str], int, list[int]]]:
-    """In a rank, of every step: what torch waits for, how often sums are compared, how often the kernels are launched."""
+    """In a rank, of every step: what torch waits for, how often sums are compared, how often kernels are launched."""
     fake = Fake()
     found = []
     compared = mock.patch.object(CudaBitSums, "changed", autospec=True, side_effect=CudaBitSums.changed)

@@ -299,7 +299,9 @@ class CudaLink:
         stepped = self._drain_steps()
         idle = self._pipeline.close() and stepped
         if not idle:
-            _LEAKED.extend([*self._on_device, *self._staging, *self._targets.values(), self._residency, self._kernel_sums])
+            _LEAKED.extend(
+                [*self._on_device, *self._staging, *self._targets.values(), self._residency, self._kernel_sums]
+            )
         self._close_arenas(self._all_arenas(), idle=idle)
         self._on_device.clear()
         self._staging.clear()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from superoffload.arguments import check_gradient
 from superoffload.bucket import Shard
-from superoffload.errors import ArgumentError, StateError
+from superoffload.errors import ArgumentError, DeviceError, StateError
 from superoffload.gradient_source import check_one_gradient, dtype_to_come, gradient_of, is_added, main_grad_of
 from superoffload.integrations.accelerate import Window
 from superoffload.integrations.fsdp2 import await_offload
@@ -250,7 +250,7 @@ class Gradients(Parameters):
         """Makes the core's view of gradients and parameters that of the user, whatever happened since backward."""
         core = self._core
         self._window.step_begins(self._advice)
-        noticed = notice(self._tracked.values(), core.packed_sums)
+        noticed = self._notice()
         self._untold.found(noticed.untold)
         for tracked in self._tracked.values():
             self._hook(tracked)  # frozen before, trains now
@@ -263,6 +263,15 @@ class Gradients(Parameters):
             check_one_gradient(tracked.shard.name, tracked.param)
             if gradient_of(tracked.param) is not None and not core.has_gradient(tracked.shard):
                 self._hand_over(tracked, in_backward=False)
+
+    def _notice(self) -> Noticed:
+        """What was written and edited. Where a device cannot tell: masters are those of the last finished step, and
+        gradients that it has lost are an error of their own."""
+        try:
+            return notice(self._tracked.values(), self._core.packed_sums)
+        except DeviceError:
+            self._core.quiesce()
+            raise
 
     def _is_edited(self, tracked: Tracked) -> bool:
         """Whether the gradient is no longer what the core has.

@@ -163,9 +163,9 @@ class Parameters(Lifetime):
             master.copy_(shard.target())
             shards.append(shard)
             self._track(param, shard, holdings[param])
-        remember_values([self._of_shard[shard.index] for shard in shards])
         if shards:
             self._core.add_shards(shards)
+        remember_values([self._of_shard[shard.index] for shard in shards])
 
     def _track(self, param: Tensor, shard: Shard, holding: Holding) -> Tracked:
         step = torch.zeros((), dtype=torch.float32)

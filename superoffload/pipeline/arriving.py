@@ -104,7 +104,7 @@ class Arriving(Speculating):
         return True
 
     def packed_sums(self, shard: Shard) -> list[tuple[Piece, Sums]] | None:
-        """Of the bits of its gradient, piece by piece; None where they were not taken, or some is still to be packed."""
+        """Of the bits of its gradient, piece by piece; None where there are none, or some is still to be packed."""
         found = []
         for bucket, place in self._places.get(shard.index, ()):
             sums = bucket.bit_sums.get(bucket.pieces[place])

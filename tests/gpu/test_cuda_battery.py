@@ -100,7 +100,7 @@ def test_packed_gradients_and_norms(place: Place, form: str, resident: bool) -> 
 @pytest.mark.parametrize("form", cases.FORMATS)
 @places
 def test_sums_of_bits(place: Place, form: str) -> None:
-    """What edits are noticed by: as a reference in plain integers has them, and another one for any bit that changes."""
+    """What edits are noticed by: as a reference in plain integers has them, and another for any bit that changes."""
     for raw, sums, changed in battery.summed_by_link(place, form):
         assert sums == bit_sums(raw)
         assert changed == bool(raw)

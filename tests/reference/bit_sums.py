@@ -12,10 +12,10 @@ BLOCK_BYTES = 2048
 
 @cache
 def number_of(place: int) -> int:
-    """Odd, and like no other in its lowest ten bits."""
+    """Odd, and like no other modulo 2^33."""
     mixed = (place + 1) * 0x9E3779B97F4A7C15 & _ALL
     mixed = (mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & _ALL
-    return mixed & ~1023 | 2 * place + 1
+    return mixed | 1
 
 
 def bit_sums(data: bytes) -> list[int]:
@@ -25,5 +25,6 @@ def bit_sums(data: bytes) -> list[int]:
 
 
 def _sum_of(block: bytes) -> int:
-    words = np.frombuffer(block, "<u4").tolist()
-    return sum(word * number_of(place) for place, word in enumerate(words)) & _ALL
+    words: list[int] = np.frombuffer(block, "<u4").tolist()
+    total: int = sum(word * number_of(place) for place, word in enumerate(words))
+    return total & _ALL
