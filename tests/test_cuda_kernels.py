@@ -132,8 +132,8 @@ def test_the_pack_kernel_gives_the_same_sums_of_bits(form: str) -> None:
 
 
 def test_two_elements_that_change_places_are_always_seen() -> None:
-    """A difference of two elements, which has at most 31 factors of 2 (that of two words of 16 bits each at most 31 too),
-    times that of two numbers, which has at most 32, is no multiple of 2^64; nor is an odd number times the first."""
+    """The difference of two elements has at most 31 factors of 2, also where they are halves of words, and that of two
+    numbers at most 32: so their product is no multiple of 2^64. Of different halves the second is an odd number."""
     numbers = [number_of(place) for place in range(BLOCK_BYTES // 4)]
     assert all(number % 2 == 1 for number in numbers)
     assert len({number % 2**33 for number in numbers}) == len(numbers)
