@@ -5,6 +5,7 @@
 
 #include "arm_adam/adam.h"
 #include "cuda/device_bucket.h"
+#include "cuda/device_sums.h"
 #include "cuda/driver.h"
 #include "cuda/pinned.h"
 #include "cuda/pipeline.h"
@@ -71,6 +72,16 @@ std::shared_ptr<cuda::DeviceBucket> make_bucket(
     return pipeline.make_bucket(spec);
 }
 
+// (address, bytes, address of the sums) of each run
+using Runs = std::vector<std::tuple<cuda::DeviceAddress, std::uint64_t, cuda::DeviceAddress>>;
+
+std::vector<cuda::SummedRun> summed(const Runs& runs) {
+    std::vector<cuda::SummedRun> found;
+    found.reserve(runs.size());
+    for (const auto& [memory, bytes, sums] : runs) found.push_back({memory, bytes, sums});
+    return found;
+}
+
 using Release = py::call_guard<py::gil_scoped_release>;
 
 void bind_memory(py::module_& module) {
@@ -94,6 +105,11 @@ void bind_pipeline(py::module_& module) {
     const auto release = Release();
     module.def("cuda_scratch_bytes", &cuda::scratch_bytes, py::arg("numels"));
     py::class_<cuda::DeviceBucket, std::shared_ptr<cuda::DeviceBucket>>(module, "DeviceBucket");
+    py::class_<cuda::SumsTable, std::shared_ptr<cuda::SumsTable>>(module, "CudaSumsTable")
+        .def_static("bytes", &cuda::SumsTable::bytes, py::arg("runs"))
+        .def_property_readonly("capacity", &cuda::SumsTable::capacity)
+        .def("is_free", &cuda::SumsTable::is_free, release);
+    module.attr("SUMMED_BYTES") = cuda::kSummedBytes;
     py::class_<cuda::Pipeline, std::shared_ptr<cuda::Pipeline>>(module, "CudaPipeline")
         .def(py::init(&make_pipeline), py::arg("gpu"), py::arg("pack"), py::arg("down"), py::arg("up"), py::arg("flag"),
              py::arg("image"), py::arg("timeout_seconds"))
@@ -112,12 +128,12 @@ void bind_pipeline(py::module_& module) {
             "pack",
             [](cuda::Pipeline& pipeline, const std::shared_ptr<cuda::DeviceBucket>& bucket, Address current,
                const std::vector<cuda::DeviceAddress>& addresses, bool keep, const std::vector<Address>& others,
-               cuda::DeviceAddress block) {
+               cuda::DeviceAddress block, cuda::DeviceAddress bit_sums) {
                 return pipeline.pack(bucket, pointer<cuda::Stream>(current), addresses, keep, streams_at(others),
-                                     block);
+                                     block, bit_sums);
             },
             py::arg("bucket"), py::arg("current"), py::arg("addresses"), py::arg("keep"), py::arg("others"),
-            py::arg("block"), release)
+            py::arg("block"), py::arg("bit_sums") = 0, release)
         .def(
             "hold_back",
             [](cuda::Pipeline& pipeline, const std::shared_ptr<cuda::DeviceBucket>& bucket,
@@ -157,6 +173,24 @@ void bind_pipeline(py::module_& module) {
             py::arg("bucket"), py::arg("current"), py::arg("table"), py::arg("count"), py::arg("blocks"),
             py::arg("device_table"))
         .def("has_stepped", &cuda::Pipeline::has_stepped, py::arg("bucket"), release)
+        .def(
+            "make_sums_table",
+            [](cuda::Pipeline& pipeline, Address host, cuda::DeviceAddress device, std::size_t runs) {
+                return pipeline.make_sums_table(pointer<void*>(host), device, runs);
+            },
+            py::arg("host"), py::arg("device"), py::arg("runs"), release)
+        .def(
+            "take_sums",
+            [](cuda::Pipeline& pipeline, cuda::SumsTable& table, Address current, const Runs& runs) {
+                pipeline.take_sums(table, pointer<cuda::Stream>(current), summed(runs));
+            },
+            py::arg("table"), py::arg("current"), py::arg("runs"), release)
+        .def(
+            "compare_sums",
+            [](cuda::Pipeline& pipeline, cuda::SumsTable& table, Address current, const Runs& runs) {
+                return pipeline.compare_sums(table, pointer<cuda::Stream>(current), summed(runs));
+            },
+            py::arg("table"), py::arg("current"), py::arg("runs"), release)
         .def("drain", &cuda::Pipeline::drain, py::arg("timeout_seconds"), release)
         .def("close", &cuda::Pipeline::close, release);
 }

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from superoffload import _native
 
-Sums: TypeAlias = Tensor | tuple[int, int]  # on a device, or of host memory
+Sums: TypeAlias = object  # of one tensor's bits, as who takes them keeps them
 
 WORD = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 _WIDE = 8
@@ -57,33 +57,56 @@ def run_sums(flat: Tensor) -> Tensor:
     return sums
 
 
-def sums_of(flats: Sequence[Tensor]) -> list[Sums]:
-    """Of the bits of every flat, contiguous tensor: of all that are in host memory by one native call, which takes as
-    long as reading them, with as many threads as torch has; of others on their device, without waiting for it."""
-    runs = [(flat.data_ptr(), flat.numel() * flat.element_size()) for flat in flats if flat.device.type == "cpu"]
-    of_host = iter(_native.bit_sums(runs, torch.get_num_threads()))
-    return [next(of_host) if flat.device.type == "cpu" else run_sums(flat) for flat in flats]
+class BitSums(Protocol):
+    """A link's way to sums of the bits of tensors, flat and contiguous, that are where it serves parameters."""
+
+    every_step: bool  # to take and compare them costs no more than reading the tensors
+    in_stream_order: bool  # behind what the link has enqueued to write parameters in the calling thread's stream
+
+    def of(self, flats: Sequence[Tensor]) -> list[Sums]:
+        """One for each; taken together."""
+
+    def changed(self, before: Sequence[Sums], flats: Sequence[Tensor]) -> list[bool]:
+        """Whose bits now have other sums than before; compared together, so that a device is waited for once."""
 
 
-def differing(ones: Sequence[Sums], others: Sequence[Sums]) -> list[bool]:
-    """Which pairs of sums differ; their device is waited for once, however many they are."""
-    found = [not isinstance(one, Tensor) and one != other for one, other in zip(ones, others, strict=True)]
-    pairs = enumerate(zip(ones, others, strict=True))
-    on_device = {i: (one, other) for i, (one, other) in pairs if isinstance(one, Tensor) and isinstance(other, Tensor)}
-    changed = _differing_tensors([one for one, _ in on_device.values()], [other for _, other in on_device.values()])
-    for i, differs in zip(on_device, changed, strict=True):
-        found[i] = differs
-    return found
+class SumsInMemory:
+    """Those of host memory: one native call takes them, as fast as it can read, with as many threads as torch has."""
+
+    every_step = True
+    in_stream_order = False
+
+    def of(self, flats: Sequence[Tensor]) -> list[Sums]:
+        """Pairs of two sums of 64 bits."""
+        runs = [(flat.data_ptr(), flat.numel() * flat.element_size()) for flat in flats]
+        return list(_native.bit_sums(runs, torch.get_num_threads()))
+
+    def changed(self, before: Sequence[Sums], flats: Sequence[Tensor]) -> list[bool]:
+        """At once."""
+        return [one != other for one, other in zip(before, self.of(flats), strict=True)]
 
 
-def _differing_tensors(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
-    if not ones:
-        return []
-    for tensor in (*ones, *others):
-        if tensor.is_cuda:  # made on another stream, perhaps, whose memory it is
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
-    found: list[bool] = (torch.stack(list(ones)) != torch.stack(list(others))).any(1).tolist()
-    return found
+class SumsByTorch:
+    """Those of a device without our kernels: some operations of torch for each tensor."""
+
+    every_step = False
+    in_stream_order = False
+
+    def of(self, flats: Sequence[Tensor]) -> list[Sums]:
+        """On their device, without waiting for it."""
+        return [run_sums(flat) for flat in flats]
+
+    def changed(self, before: Sequence[Sums], flats: Sequence[Tensor]) -> list[bool]:
+        """The device is waited for once, however many they are."""
+        ones = [one for one in before if isinstance(one, Tensor)]
+        if not ones:
+            return []
+        for tensor in ones:
+            if tensor.is_cuda:  # made on another stream, perhaps, whose memory it is
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        now = torch.stack([run_sums(flat) for flat in flats])
+        found: list[bool] = (torch.stack(ones) != now).any(1).tolist()
+        return found
 
 
 def _words(flat: Tensor) -> list[Tensor]:

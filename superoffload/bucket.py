@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -114,6 +114,7 @@ class Shard:
     steps: int = 0
     resident: bool = False  # master and moments are on the accelerator (superoffload/placement.py)
     keeps_gradient: bool = False  # its gradient stays its user's, also where others are freed (``p.main_grad``)
+    sums_gradient: bool = False  # its bits are summed as it is packed, because version counters do not show every edit
     block_sums: NDArray[np.float64] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -161,6 +162,7 @@ class Bucket:
         self.running: _native.Completion | None = None
         self.doing: _native.Operation | None = None  # None while ``running`` is the gradient on its way
         self.delivery: _native.Completion | None = None  # the copy up that is under way
+        self.bit_sums: Mapping[Piece, object] = {}  # of the gradient that was packed last (superoffload/link.py)
         # What the last step or speculation froze:
         self.frozen: GroupHyper | None = None
         self.factor = 1.0
@@ -199,6 +201,7 @@ class Bucket:
         self.missing = len(self.pieces)
         self.squares = 0.0
         self.arrival = None
+        self.bit_sums = {}
 
     def make_work(self, journal_bytes: int, *, past_cache: bool = False) -> None:
         """The native description; ``gradient`` and ``shadow`` must be allocated (``padded`` elements each).

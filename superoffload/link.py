@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket
+from superoffload.bits import BitSums, Sums, SumsInMemory
+from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket, Piece
 from superoffload.memory import host_empty
 
 
 @dataclass(frozen=True)
 class PackTicket:
-    """A packed gradient on its way; the shards' block sums are valid once ``completion`` is done."""
+    """A packed gradient on its way; the shards' block sums are valid once ``completion`` is done.
+
+    ``bit_sums``: of the bits that were packed, for the pieces whose shard asks for them and whose link has a kernel for
+    it; such pieces' gradients are still there.
+    """
 
     bucket: Bucket
     completion: _native.Completion
+    bit_sums: Mapping[Piece, Sums] = field(default_factory=dict)
 
 
 class Link(Protocol):
@@ -30,6 +36,8 @@ class Link(Protocol):
     bytes_up: int
     frees_gradients: bool  # nobody reads a gradient again once pack() has returned, so its owner may let it go
     asynchronous: bool  # deliver() returns before ``after`` is done, and reads the shadow by itself once it is
+    bit_sums: BitSums
+    sums_what_it_packs: bool  # a PackTicket has the ``bit_sums`` of what was packed
 
     @property
     def bytes_up_early(self) -> int:
@@ -94,9 +102,11 @@ class SynchronousLink:
 
     asynchronous = False
     frees_gradients = False
+    sums_what_it_packs = False
     pinned_bytes = 0
 
     def __init__(self) -> None:
+        self.bit_sums: BitSums = SumsInMemory()
         self.bytes_down = 0
         self.bytes_up = 0
         self.bytes_up_early = 0

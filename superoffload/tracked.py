@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from weakref import ReferenceType, ref
 
@@ -12,16 +12,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from superoffload.arguments import check_parameter
-from superoffload.bits import Sums, differing, sums_of
-from superoffload.bucket import Shard
+from superoffload.bits import BitSums, Sums
+from superoffload.bucket import Piece, Shard
 from superoffload.checkpoint import ParamState
-from superoffload.errors import StateError
+from superoffload.errors import DeviceError, StateError
 from superoffload.gradient_source import gradient_of
 from superoffload.masters import follow
 from superoffload.packed_gradient import PackedGradient, packed_in, stand_in_for
 from superoffload.ranks.layout import Holding, is_dtensor, local_of, memory_order, version_of
 
 UNKNOWN = (-1, -1)
+
+# Sums of the bits of a shard's gradient as it was packed, piece by piece; None where there are none.
+PackedSums = Callable[[Shard], list[tuple[Piece, Sums]] | None]
 
 
 class Place:
@@ -48,13 +51,14 @@ class Tracked:
     shard: Shard
     step: Tensor  # what state[p]["step"] shows
     holding: Holding  # which elements of the parameter the shard is
+    bits: BitSums  # takes sums of the bits of parameters and gradients; the same for all of an optimizer
     early: bool = True  # the gradient is final when its hook runs (not where somebody reduces it over ranks later)
     readable: bool = True  # read now, its bits are what was published last
     version: tuple[int, int] = UNKNOWN
     sums: Sums | None = None  # of its bits, where they are compared
     grad: Tensor | None = None  # the gradient that was handed to the core in this step
     grad_version: tuple[int, int] = UNKNOWN
-    grad_sums: Sums | None = None  # of its bits, where the core has it on another device
+    grad_sums: Sums | None = None  # of its bits, where versions do not show every edit and packing it gives none
     reduced: Tensor | None = None  # what a reduction gave and the core has; p.grad must turn out to be the same
     _packed: ReferenceType[PackedGradient] | None = None  # the placeholder of the gradient that was packed last
     arrivals: int = 0  # backward passes that reached it since the last step
@@ -96,7 +100,7 @@ class Tracked:
     def is_compared(self, *, on_device: bool) -> bool:
         """Whether its bits are. A DTensor's always: operations on lists of them (torch._foreach_mul_) raise no version.
         Those of others, which ``.data`` leaves as it is, always in host memory and, if ``on_device``, elsewhere."""
-        return is_dtensor(self.param) or (self.readable and (on_device or self._device.type == "cpu"))
+        return is_dtensor(self.param) or (self.readable and (on_device or self.bits.every_step))
 
     @property
     def grad_changed(self) -> bool:
@@ -115,7 +119,18 @@ class Tracked:
     def remember_grad(self, grad: Tensor, *, summed: bool = False) -> None:
         """``summed``: versions do not show every edit, and comparing its bits with the core's would take a copy."""
         self.grad, self.grad_version = grad, version_of(grad)
-        self.grad_sums = sums_of([self.holding.part(grad).contiguous()])[0] if summed else None
+        self.grad_sums = self.bits.of([self.holding.part(grad).contiguous()])[0] if summed else None
+
+    def summed_gradient(self, packed_sums: PackedSums) -> Iterator[tuple[Sums, Tensor]]:
+        """Sums of the bits of the gradient that was handed over, and what they are to be compared with now."""
+        if self.grad is None or (self.grad_sums is None and not self.shard.sums_gradient):
+            return
+        flat = self.holding.part(self.grad).contiguous()
+        if self.grad_sums is not None:
+            yield self.grad_sums, flat
+            return
+        for piece, sums in packed_sums(self.shard) or ():
+            yield sums, flat.to(self.shard.gradient_dtype)[piece.start : piece.start + piece.numel]
 
     @property
     def packed(self) -> PackedGradient | None:
@@ -140,7 +155,7 @@ class Tracked:
         what comes through C++ or ``.data``."""
         if self.grad is not None and packed_in(self.grad) is self.packed:
             self.grad_version = version_of(self.grad)
-            self.grad_sums = sums_of([self.holding.part(self.grad)])[0]
+            self.grad_sums = self.bits.of([self.holding.part(self.grad)])[0]
 
     def check_still_fits(self) -> None:
         """Raises where the parameter was converted or resized since the optimizer was made."""
@@ -189,15 +204,26 @@ class Tracked:
 
 
 def remember_values(several: Iterable[Tracked], *, on_device: bool = True) -> None:
-    """What these parameters have now is ours: whatever is there instead when ``notice`` looks was written by others.
+    """What these parameters, all of one optimizer, have now is ours: whatever is there instead when ``notice`` looks
+    was written by others.
 
-    ``on_device``: also the bits of parameters outside of host memory, where that takes a kernel for each.
+    ``on_device``: also the bits of parameters outside of host memory. Where a device has no room for their sums, their
+    values count as unknown, and the next step reads them all: that is right, and slower.
     """
     all_of_them = list(several)
     compared = [tracked for tracked in all_of_them if tracked.is_compared(on_device=on_device)]
-    sums = dict(zip(compared, sums_of([one.holding.part(one.param) for one in compared]), strict=True))
+    sums: dict[Tracked, Sums] = {}
+    unknown: list[Tracked] = []
+    if compared:
+        flats = [tracked.holding.part(tracked.param) for tracked in compared]
+        try:
+            sums.update(zip(compared, compared[0].bits.of(flats), strict=True))
+        except DeviceError:  # a step that is done stays done
+            unknown = compared
     for tracked in all_of_them:
         tracked.remember(sums.get(tracked))
+    for tracked in unknown:
+        tracked.forget_value()
 
 
 @dataclass(frozen=True)
@@ -212,8 +238,9 @@ class Noticed:
     untold: frozenset[Tracked]
 
 
-def notice(several: Iterable[Tracked]) -> Noticed:
-    """By versions and storage, and where those do not show everything, by bits: a device is waited for once for all."""
+def notice(several: Iterable[Tracked], packed_sums: PackedSums = lambda shard: None) -> Noticed:
+    """Of parameters of one optimizer: by versions and storage, and where those do not show everything, by bits, all of
+    which are compared together."""
     written: set[Tracked] = set()
     edited: set[Tracked] = set()
     compared: list[tuple[set[Tracked], Tracked]] = []  # where it belongs if its bits have changed
@@ -226,13 +253,16 @@ def notice(several: Iterable[Tracked]) -> Noticed:
             compared.append((written, tracked))
             before.append(tracked.sums)
             now.append(tracked.holding.part(tracked.param))
-        if tracked.grad is not None and tracked.grad_sums is not None and not tracked.grad_changed:
-            compared.append((edited, tracked))
-            before.append(tracked.grad_sums)
-            now.append(tracked.holding.part(tracked.grad).contiguous())
+        if not tracked.grad_changed:
+            for sums, flat in tracked.summed_gradient(packed_sums):
+                compared.append((edited, tracked))
+                before.append(sums)
+                now.append(flat)
     plainly = frozenset(written)
-    for (found, tracked), differs in zip(compared, differing(before, sums_of(now)), strict=True):
-        if differs:
-            found.add(tracked)
+    if compared:
+        changed = compared[0][1].bits.changed(before, now)
+        for (found, tracked), differs in zip(compared, changed, strict=True):
+            if differs:
+                found.add(tracked)
     untold = frozenset(tracked for tracked in written - plainly if not is_dtensor(tracked.param))
     return Noticed(frozenset(written), frozenset(edited), untold)

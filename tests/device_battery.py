@@ -179,16 +179,7 @@ def packed_by_pipeline(place: Place, form: str, *, resident: bool) -> list[list[
     """Every gradient of the battery with elements: packed, and its block sums, as ``Kernel.pack`` gives them."""
     inputs = [one for one in norm_inputs(form) if one.size]
     gradients = [Placed(one, start, place.device) for one, start in zip(inputs, _starts(len(inputs)), strict=True)]
-    home = place.device if resident else torch.device("cpu")
-    nothing = torch.zeros(cases.LONGEST, device=home)
-    shards = [
-        Shard(
-            index=index, name=f"gradient {index}", group=0, numel=one.size, gradient_dtype=DTYPES[form],
-            published_dtype=DTYPES[form], master=nothing, exp_avg=nothing, exp_avg_sq=nothing,
-            target=lambda: nothing, resident=resident,
-        )
-        for index, one in enumerate(inputs)
-    ]  # fmt: skip
+    shards = _shards_of(inputs, form, resident=resident, place=place)
     found = [np.zeros_like(one) for one in inputs]
     with _buckets(place, shards) as (link, buckets):
         for bucket in buckets:
@@ -199,6 +190,66 @@ def packed_by_pipeline(place: Place, form: str, *, resident: bool) -> list[list[
                 packed = words[piece.offset : piece.offset + piece.numel]
                 found[piece.shard.index][piece.start : piece.start + piece.numel] = packed
     return [[values, shard.block_sums] for values, shard in zip(found, shards, strict=True)]
+
+
+def _shards_of(inputs: Sequence[Array], form: str, *, resident: bool, place: Place) -> list[Shard]:
+    """One for each gradient; nothing steps them."""
+    nothing = torch.zeros(cases.LONGEST, device=place.device if resident else torch.device("cpu"))
+    return [
+        Shard(
+            index=index, name=f"gradient {index}", group=0, numel=one.size, gradient_dtype=DTYPES[form],
+            published_dtype=DTYPES[form], master=nothing, exp_avg=nothing, exp_avg_sq=nothing,
+            target=lambda: nothing, resident=resident,
+        )
+        for index, one in enumerate(inputs)
+    ]  # fmt: skip
+
+
+def summed_by_link(place: Place, form: str) -> list[tuple[bytes, list[int], bool]]:
+    """Every gradient of the battery: its bytes, its sums of bits, and whether those of one changed bit are others."""
+    inputs = list(norm_inputs(form))
+    tensors = [Placed(one, start, place.device) for one, start in zip(inputs, _starts(len(inputs)), strict=True)]
+    flats = [one.tensor for one in tensors]
+    link = place.open_link()
+    try:
+        sums = link.bit_sums.of(flats)
+        assert not any(link.bit_sums.changed(sums, flats))
+        place.synchronize()
+        data = [one.read("what was summed").tobytes() for one in tensors]
+        found = [sums_at(one, -(-len(raw) // 2048)) for one, raw in zip(sums, data, strict=True)]
+        for number, flat in enumerate(flats):
+            if len(flat):
+                flat.view(torch.uint8)[number % flat.nbytes] ^= 1 << number % 8
+        changed = link.bit_sums.changed(sums, flats)
+    finally:
+        link.close()
+    return list(zip(data, found, changed, strict=True))
+
+
+def sums_packed_by_link(place: Place, form: str) -> list[tuple[bytes, list[int]]]:
+    """Likewise of those with elements, as the pack kernel sums them, piece by piece."""
+    inputs = [one for one in norm_inputs(form) if one.size]
+    gradients = [Placed(one, start, place.device) for one, start in zip(inputs, _starts(len(inputs)), strict=True)]
+    shards = _shards_of(inputs, form, resident=False, place=place)
+    for shard in shards:
+        shard.keeps_gradient = shard.sums_gradient = True
+    found = []
+    with _buckets(place, shards) as (link, buckets):
+        for bucket in buckets:
+            ticket = link.pack(bucket, [gradients[piece.shard.index].tensor for piece in bucket.pieces])
+            _await(link.arrived(ticket))
+            place.synchronize()
+            for piece, sums in ticket.bit_sums.items():
+                raw = inputs[piece.shard.index][piece.start : piece.start + piece.numel].tobytes()
+                found.append((raw, sums_at(sums, -(-len(raw) // 2048))))
+    return found
+
+
+def sums_at(sums: Any, count: int) -> list[int]:
+    """Where a launch has left them on the device."""
+    begin = sums.address - sums.memory.data_ptr()
+    words: list[int] = sums.memory[begin : begin + 8 * count].cpu().numpy().view(np.uint64).tolist()
+    return words
 
 
 @contextmanager

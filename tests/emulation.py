@@ -71,14 +71,18 @@ def launch(kernel: str, pieces: geometry.Pieces, *addresses: int, grid: int | No
 
 
 def pack(
-    kernel: str, gradients: Sequence[npt.NDArray[Any]], offsets: Sequence[int], packed: npt.NDArray[Any]
+    kernel: str,
+    gradients: Sequence[npt.NDArray[Any]],
+    offsets: Sequence[int],
+    packed: npt.NDArray[Any],
+    bit_sums: npt.NDArray[np.uint64] | None = None,
 ) -> npt.NDArray[np.float64]:
-    """Block sums of all gradients one after the other."""
+    """Block sums of all gradients one after the other. ``bit_sums``: where those of their bits are wanted."""
     pieces = copy_pieces(
         (gradient.ctypes.data, offset, gradient.size) for gradient, offset in zip(gradients, offsets, strict=True)
     )
     sums = np.full(geometry.count_blocks(pieces), np.nan)
-    launch(kernel, pieces, packed.ctypes.data, sums.ctypes.data)
+    launch(kernel, pieces, packed.ctypes.data, sums.ctypes.data, 0 if bit_sums is None else bit_sums.ctypes.data)
     return sums
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
+from superoffload.bits import BitSums, Sums
 from superoffload.bucket import Bucket
 from superoffload.cuda.link import CudaLink, CudaOptions
 from superoffload.link import HostLink, PackTicket
@@ -252,12 +253,30 @@ def garbage_like(tensor: Tensor) -> Tensor:
     return torch.full((tensor.numel() * tensor.element_size(),), _GARBAGE, dtype=torch.uint8)
 
 
+class OrderedSums:
+    """What a program does to tensors after their sums were taken is behind that, as on a device's stream."""
+
+    def __init__(self, taken_by: BitSums, fake: Fake) -> None:
+        self._taken_by = taken_by
+        self._fake = fake
+        self.every_step, self.in_stream_order = taken_by.every_step, taken_by.in_stream_order
+
+    def of(self, flats: Sequence[Tensor]) -> list[Sums]:
+        found = self._taken_by.of(flats)
+        self._fake.synchronize()
+        return found
+
+    def changed(self, before: Sequence[Sums], flats: Sequence[Tensor]) -> list[bool]:
+        return self._taken_by.changed(before, flats)
+
+
 class LateLink(CudaLink):
     """Gradients appear late, and parameters are read late, on the current stream: as a GPU runs behind the program."""
 
     def __init__(self, device: FakeDevice, options: CudaOptions) -> None:
         super().__init__(device, options)
         self.fake_device = device
+        self.bit_sums = OrderedSums(self.bit_sums, device.fake)
 
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
         fake, device = self.fake_device.fake, self.fake_device

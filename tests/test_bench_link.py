@@ -49,8 +49,10 @@ def test_steps_over_the_stand_in(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [row["calls_per_step"]["launches"] for row in steps] == [16, 16, 128], "to pack and to unpack"
     assert all(row["calls_per_step"]["copies"] >= 2 * row["buckets"] for row in steps), "down and up"
     assert all(row["caller_seconds_median"] > 0 for row in steps)
-    per_tensor, per_bucket = report["rows"][-2:]
-    assert (per_tensor["name"], per_bucket["name"]) == ("per tensor", "per bucket")
+    noticing, per_tensor, per_bucket = report["rows"][-3:]
+    names = [row["name"] for row in (noticing, per_tensor, per_bucket)]
+    assert names == ["noticing, per tensor", "per tensor", "per bucket"]
+    assert noticing["calls"]["launches"] == noticing["calls"]["event records"] == 2 / 1024, "two for all tensors"
     assert per_tensor["calls"]["launches"] == 0 and per_bucket["calls"]["launches"] == 2
 
 

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.bits import WORD, all_finite, differing, run_sums, same_bits, same_but_for_nan, sums_of
+from superoffload.bits import WORD, BitSums, SumsByTorch, SumsInMemory, all_finite, same_bits, same_but_for_nan
+
+WAYS = (SumsInMemory(), SumsByTorch())
+IN_MEMORY = WAYS[0]
 
 
 def flat(dtype: torch.dtype, numel: int, offset: int, seed: int = 0) -> Tensor:
@@ -26,18 +29,17 @@ def test_every_changed_bit_is_seen(dtype: torch.dtype) -> None:
             one = flat(dtype, numel, 0)
             other = torch.cat([flat(dtype, offset, 0, 1), one])[offset:]
             assert same_bits(one, other) and same_bits(other, one)
-            before = run_sums(other)
-            in_memory = sums_of([other])
-            assert differing([before], [run_sums(other)]) == [False]
+            before = [(way, way.of([other])) for way in WAYS]
+            assert [way.changed(sums, [other]) for way, sums in before] == [[False]] * 2
             for i in range(numel):
                 bits = other.view(WORD[dtype])
                 bits[i] ^= 1 << (i % 15)
                 assert not same_bits(one, other)
-                assert differing([before], [run_sums(other)]) == [True]
-                assert differing(in_memory, sums_of([other])) == [True]
+                assert [way.changed(sums, [other]) for way, sums in before] == [[True]] * 2
                 bits[i] ^= 1 << (i % 15)
-            assert same_bits(one, other) and torch.equal(run_sums(other), before)
-            assert sums_of([other, one]) == 2 * in_memory
+            assert same_bits(one, other)
+            assert [way.changed(sums, [other]) for way, sums in before] == [[False]] * 2
+            assert IN_MEMORY.of([other, one]) == 2 * IN_MEMORY.of([other])
 
 
 def test_of_what_is_not_contiguous() -> None:
@@ -66,27 +68,26 @@ def test_signs_that_change_as_often_one_way_as_the_other_are_seen(numel: int) ->
     for dtype in WORD:
         values = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0], dtype=dtype)
         one = values.repeat(-(-numel // 8))[:numel].clone()
-        before = run_sums(one)
-        in_memory = sums_of([one])
+        before = [(way, way.of([one])) for way in WAYS]
         one[len(one) // 4 :] *= -1
-        assert differing([before], [run_sums(one)]) == [True]
-        assert differing(in_memory, sums_of([one])) == [True]
+        assert [way.changed(sums, [one]) for way, sums in before] == [[True]] * 2
 
 
 @pytest.mark.parametrize("dtype", list(WORD), ids=str)
 def test_the_same_words_in_other_places_are_seen_in_host_memory(dtype: torch.dtype) -> None:
     for numel in (40, 4096, 5001):
         one = flat(dtype, numel, 1)
-        before = sums_of([one])
+        before = IN_MEMORY.of([one])
         for other in (one.roll(1), one.roll(32), one.flip(0), torch.cat([one[numel // 2 :], one[: numel // 2]])):
-            assert differing(before, sums_of([other])) == [True]
+            assert IN_MEMORY.changed(before, [other]) == [True]
 
 
-def test_several_at_once() -> None:
-    ones = [run_sums(flat(torch.float32, numel, 0)) for numel in (0, 5, 3000)]
-    others = [run_sums(flat(torch.float32, numel, 0, seed)) for numel, seed in ((0, 1), (5, 1), (3000, 0))]
-    assert differing(ones, others) == [False, True, False]
-    assert differing([], []) == []
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: type(way).__name__)
+def test_several_at_once(way: BitSums) -> None:
+    before = way.of([flat(torch.float32, numel, 0) for numel in (0, 5, 3000)])
+    now = [flat(torch.float32, numel, 0, seed) for numel, seed in ((0, 1), (5, 1), (3000, 0))]
+    assert way.changed(before, now) == [False, True, False]
+    assert way.of([]) == way.changed([], []) == []
 
 
 @pytest.mark.parametrize("dtype", list(WORD), ids=str)
@@ -102,13 +103,6 @@ def test_one_value_that_is_not_finite_is_found_wherever_it_is(dtype: torch.dtype
     assert all_finite(torch.empty(0, dtype=dtype))
 
 
-def test_sums_of_host_memory_beside_those_of_a_device() -> None:
-    values = [flat(torch.float32, 70, 0, seed) for seed in range(4)]
-    before = [run_sums(values[0]), *sums_of(values[1:3]), run_sums(values[3])]
-    now = [run_sums(values[0]), *sums_of([values[1], values[3]]), run_sums(values[2])]
-    assert differing(before, now) == [False, False, True, True]
-
-
 def test_sums_of_host_memory_are_what_their_definition_says() -> None:
     """On every machine: sixty-four bytes at a time, words by the odd number of their lane and how long they counted."""
     odd = [(2 * (lane * 0x9E3779B97F4A7C15) + 1) % 2**64 for lane in range(8)]
@@ -119,7 +113,7 @@ def test_sums_of_host_memory_are_what_their_definition_says() -> None:
         lines = nbytes // 64 + 1
         plain = nbytes + sum(word * odd[i % 8] for i, word in enumerate(words))
         weighted = sum((lines - i // 8) * word * odd[i % 8] for i, word in enumerate(words))
-        assert sums_of([values]) == [(plain % 2**64, weighted % 2**64) if nbytes else (0, 0)]
+        assert IN_MEMORY.of([values]) == [(plain % 2**64, weighted % 2**64) if nbytes else (0, 0)]
 
 
 def test_sums_of_host_memory_do_not_depend_on_threads() -> None:

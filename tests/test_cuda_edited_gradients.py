@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.bits import run_sums
 from superoffload.packed_gradient import PackedGradient
 from tests.adamw_tools import batch
 from tests.fake_cuda import Fake
@@ -90,9 +89,7 @@ def test_edits(fake: Fake, how: str) -> None:
     check(fake, lambda model, optimizer: steps(model, optimizer, lambda: edit(model, how)))
 
 
-def test_elements_that_are_swapped(fake: Fake) -> None:
-    """Of which the sums that are made of what is on a device show nothing."""
-
+def swapped(link: dict[str, Any], fake: Fake) -> None:
     def made(dtype: torch.dtype) -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(16, 256), nn.Linear(256, 4)).to(dtype)
@@ -101,18 +98,26 @@ def test_elements_that_are_swapped(fake: Fake) -> None:
         flat = grads_of(model)[0].view(-1)
         flat[:4] = flat[[2, 3, 0, 1]]
 
-    expected = on_the_host(lambda model, optimizer: steps(model, optimizer), torch.float32, made)
-    on_device = mock.patch("superoffload.tracked.sums_of", lambda flats: [run_sums(flat) for flat in flats])
-    with taken_back() as taken, on_device:
-        check(
-            fake, lambda model, optimizer: steps(model, optimizer, lambda: swap(model)), torch.float32, made,
-            bucket_numel=8192,
-        )  # fmt: skip
-    assert len(taken) == 9, "one in each of three steps, of three runs"
-    assert (
-        on_the_host(lambda model, optimizer: steps(model, optimizer, lambda: swap(model)), torch.float32, made)
-        != expected
-    )
+    def program(model: nn.Module, optimizer: AdamW) -> Any:
+        return steps(model, optimizer, lambda: swap(model))
+
+    expected = on_the_host(program, torch.float32, made)
+    with taken_back() as taken:
+        found, *_ = on_the_device(fake, program, torch.float32, made, link, bucket_numel=8192)
+    assert found == expected != on_the_host(steps, torch.float32, made)
+    assert len(taken) == 3, "one in each of three steps"
+
+
+def test_elements_that_are_swapped(fake: Fake) -> None:
+    """Their sums show it, so nothing is compared a second time."""
+    copied_down = mock.patch("superoffload.pipeline.arriving.same_bits", side_effect=AssertionError("read again"))
+    with copied_down:
+        swapped({}, fake)
+
+
+def test_elements_that_are_swapped_without_kernels(fake: Fake) -> None:
+    """Of which sums that torch takes show nothing: the version does."""
+    swapped({"image": b""}, fake)
 
 
 @pytest.mark.parametrize("how", ["data", "numpy"])

@@ -57,12 +57,12 @@ def _reading(model: nn.Module, optimizer: AdamW) -> None:
 
 
 def _sums_of_what_was_read(model: nn.Module, optimizer: AdamW) -> None:
-    with refused("superoffload.tracked.sums_of"):
+    with refused("superoffload.cuda.bit_sums.CudaBitSums.of"):
         brought_back(next(model.parameters()))
 
 
 def _a_second_backward(model: nn.Module, optimizer: AdamW) -> None:
-    with refused("superoffload.tracked.sums_of"):
+    with refused("superoffload.cuda.bit_sums.CudaBitSums.of"):
         batch(model, 9).backward()
 
 

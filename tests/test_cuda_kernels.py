@@ -10,13 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from benchmarks.gpu_suite.launches import COPY_PIECE, copy_pieces, grid_for
+from benchmarks.gpu_suite.launches import COPY_PIECE, SUM_PIECE, copy_pieces, grid_for, sum_pieces
 from superoffload import _native, kernels
 from superoffload.cuda import geometry
 from tests import emulation
 from tests import kernel_cases as cases
 from tests.kernel_battery import Case, norm_inputs, span_cases
 from tests.kernel_tools import Guarded, assert_bits
+from tests.reference.bit_sums import BLOCK_BYTES, bit_sums, number_of
 from tests.reference.convert import narrow
 
 NAMES = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
@@ -35,7 +36,8 @@ def step_kernel(types: tuple[str, str]) -> str:
 def test_every_kernel_is_there_by_name() -> None:
     steps = [step_kernel(types) for types in STEPS]
     copies = [*(f"pack_{name}" for name in NAMES.values()), "unpack_16", "unpack_32"]
-    assert sorted(emulation.kernel_names()) == sorted([*copies, *steps, *(f"{name}_noisy" for name in steps)])
+    noisy = [f"{name}_noisy" for name in steps]
+    assert sorted(emulation.kernel_names()) == sorted([*copies, *steps, *noisy, "sum_bits", "compare_bits"])
 
 
 @pytest.mark.parametrize("form", NAMES)
@@ -57,9 +59,102 @@ def test_the_grid_changes_nothing(grid: int) -> None:
     gradient = cases.finite(cases.gradient("hostile", "fp32", 30_000, 3), "fp32")
     pieces = copy_pieces([(gradient.ctypes.data, 0, gradient.size)])
     packed, sums = np.zeros_like(gradient), np.zeros(30)
-    emulation.launch("pack_f32", pieces, packed.ctypes.data, sums.ctypes.data, grid=grid)
+    emulation.launch("pack_f32", pieces, packed.ctypes.data, sums.ctypes.data, 0, grid=grid)
     assert_bits("packed gradient", packed, gradient)
     assert_bits("block sums", sums, kernels.sum_of_squares(gradient))
+
+
+# ---- sums of bits ----
+
+
+def placed(nbytes: int, start: int, seed: int) -> Guarded:
+    """Random bytes, ``start`` times 2 bytes behind an aligned address."""
+    return Guarded(np.random.default_rng(seed).integers(0, 1 << 16, nbytes // 2, np.uint16), start)
+
+
+def sums_by_kernel(memory: Sequence[Guarded], grid: int | None = None) -> list[npt.NDArray[np.uint64]]:
+    sums = [np.full(len(bit_sums(one.array.tobytes())), 7, np.uint64) for one in memory]
+    emulation.launch("sum_bits", pieces_of(memory, sums), grid=grid)
+    return sums
+
+
+def pieces_of(memory: Sequence[Guarded], sums: Sequence[npt.NDArray[np.uint64]]) -> geometry.Pieces:
+    pairs = zip(memory, sums, strict=True)
+    return sum_pieces((one.array.ctypes.data, there.ctypes.data, one.array.size) for one, there in pairs)
+
+
+@pytest.mark.parametrize("grid", [None, 1, 3])
+def test_sums_of_bits_are_what_their_definition_says(grid: int | None) -> None:
+    """Of every length around words, packets and blocks, wherever memory begins; many tensors in one launch."""
+    lengths = (0, 2, 4, 6, 16, 2046, 2048, 2050, 4094, 4096, 4098, 6144, 10_006)
+    memory = [placed(nbytes, start, nbytes) for nbytes in lengths for start in (0, 1, 2, 8)]
+    found = sums_by_kernel(memory, grid)
+    assert [one.tolist() for one in found] == [bit_sums(one.array.tobytes()) for one in memory]
+    assert all(one.intact() for one in memory)
+
+
+@pytest.mark.parametrize("grid", [None, 1])
+def test_what_has_changed_is_found_and_nothing_else(grid: int | None) -> None:
+    memory = [placed(nbytes, start, nbytes) for nbytes in (2, 2048, 5000, 0, 9000) for start in (0, 3)]
+    sums = sums_by_kernel(memory)
+    pieces = pieces_of(memory, sums)
+    changed = np.zeros(len(memory), np.uint8)
+
+    def compare() -> list[int]:
+        changed[:] = 0
+        emulation.launch("compare_bits", pieces, changed.ctypes.data, grid=grid)
+        return [int(i) for i in np.flatnonzero(changed)]
+
+    assert compare() == []
+    for i, one in enumerate(memory):
+        for place in {0, one.array.size // 3, one.array.size - 1} if one.array.size else ():
+            one.array[place] ^= 1 << place % 16
+            assert compare() == [i]
+            one.array[place] ^= 1 << place % 16
+    memory[2].array[7] ^= 1
+    memory[9].array[-1] ^= 0x8000
+    assert compare() == [2, 9]
+
+
+@pytest.mark.parametrize("form", NAMES)
+def test_the_pack_kernel_gives_the_same_sums_of_bits(form: str) -> None:
+    gradients = list(norm_inputs(form))
+    offsets = [int(n) for n in np.cumsum([0, *(gradient.size for gradient in gradients)])]
+    packed = np.zeros(offsets[-1], WORDS[form])
+    per_block = packed.itemsize // 2
+    blocks = [per_block * emulation.blocks_of(gradient) for gradient in gradients]
+    found = np.full(sum(blocks), 7, np.uint64)
+    sums = emulation.pack(f"pack_{NAMES[form]}", gradients, offsets[:-1], packed, found)
+    assert_bits("block sums", sums, sums_of(gradients))
+    for gradient, end, count in zip(gradients, np.cumsum(blocks), blocks, strict=True):
+        expected = bit_sums(gradient.tobytes())
+        assert found[end - count : end].tolist()[: len(expected)] == expected
+
+
+def test_two_elements_that_change_places_are_always_seen() -> None:
+    """The difference of two elements has at most 31 factors of 2, also where they are halves of words, and that of two
+    numbers at most 32: so their product is no multiple of 2^64. Of different halves the second is an odd number."""
+    numbers = [number_of(place) for place in range(BLOCK_BYTES // 4)]
+    assert all(number % 2 == 1 for number in numbers)
+    assert len({number % 2**33 for number in numbers}) == len(numbers)
+    elements = placed(BLOCK_BYTES, 0, 5)
+    (before,) = sums_by_kernel([elements])
+    for one, other in ((0, 1), (0, 2), (1, 1022), (511, 512), (1022, 1023)):
+        elements.array[[one, other]] = elements.array[[other, one]]
+        assert sums_by_kernel([elements])[0] != before
+        elements.array[[one, other]] = elements.array[[other, one]]
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16"])
+def test_signs_that_change_in_any_pattern_are_seen(form: str) -> None:
+    """Numbers that only grow with the place would let + - - + through."""
+    word: Any = np.uint32 if form == "fp32" else np.uint16
+    sign = word(1 << 8 * np.dtype(word).itemsize - 1)
+    for pattern in ((1, 0), (1, 0, 0, 1), (1, 1, 0, 0), (1, 0, 0, 1, 0, 1, 1, 0)):
+        values = np.resize(np.array(pattern, word) * sign, BLOCK_BYTES // word().itemsize)
+        (before,) = sums_by_kernel([Guarded(values.view(np.uint16), 0)])
+        (now,) = sums_by_kernel([Guarded((values ^ sign).view(np.uint16), 0)])
+        assert now != before, pattern
 
 
 @pytest.mark.parametrize("form", ["fp32", "bf16"])
@@ -160,7 +255,7 @@ def test_noisy_step_gives_the_bits_of_the_native_kernel(first_index: int) -> Non
 
 
 def test_piece_tables_are_what_the_kernels_read() -> None:
-    assert (COPY_PIECE.itemsize, geometry.STEP_PIECE.itemsize) == (32, 128)
+    assert (COPY_PIECE.itemsize, SUM_PIECE.itemsize, geometry.STEP_PIECE.itemsize) == (32, 32, 128)
     assert len(scalars_of(span_cases("fp32", "fp32", False)[0])) == geometry.SCALARS_BYTES
     table = copy_pieces([(64, 0, 1024), (128, 1024, 0), (192, 1024, 1), (256, 1088, 3000)])
     assert table["first_block"].tolist() == [0, 1, 1, 2]
@@ -169,7 +264,7 @@ def test_piece_tables_are_what_the_kernels_read() -> None:
 
 def test_grids() -> None:
     assert grid_for("pack_f32", 17) == 3
-    assert grid_for("unpack_32", 17) == 5
+    assert grid_for("unpack_32", 17) == grid_for("sum_bits", 17) == 5
     assert grid_for("step_f32_f32_noisy", 17) == 17
     assert grid_for("pack_f32", 0) == 1
 

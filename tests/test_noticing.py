@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from superoffload import AdamW, tracked
-from superoffload.bits import differing
-from superoffload.core import Core
+from superoffload import AdamW
+from superoffload.cuda.bit_sums import CudaBitSums
 from tests.fake_cuda import Fake, LateLink, on_fake_device
 from tests.rank_tools import flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
 from tests.test_ranks_replicated import loss_of
@@ -39,33 +38,39 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def waits_of_a_step(layers: int, keep_grads: bool) -> list[tuple[list[str], int]]:
-    """In a rank: what every step waits for; and how many parameters there are."""
+KERNELS = ("sum_bits", "compare_bits")
+
+
+def noticing_of_a_step(layers: int, keep_grads: bool) -> list[tuple[list[str], int, list[int]]]:
+    """In a rank, of every step: what torch waits for, how often sums are compared, how often kernels are launched."""
     fake = Fake()
     found = []
-    asked = mock.Mock(side_effect=differing)
-    with on_fake_device(fake, keep_grads=keep_grads), mock.patch.object(tracked, "differing", asked):
+    compared = mock.patch.object(CudaBitSums, "changed", autospec=True, side_effect=CudaBitSums.changed)
+    with on_fake_device(fake, keep_grads=keep_grads), compared as asked:
         model = shard(net(torch.bfloat16, layers=layers), flat_mesh())
         model.register_forward_pre_hook(lambda *_: fake.synchronize())
         with optimizer_of(model, rank_check="off", keep_grads=keep_grads or None) as optimizer:
             for step in range(3):
                 optimizer.zero_grad()
+                asked.reset_mock()
+                before = [fake.calls(kernel) for kernel in KERNELS]
                 model.loss(tokens_of(step, dist.get_rank())).backward()
                 fake.synchronize()
-                asked.reset_mock()
                 with Waits() as waits:
                     optimizer.step()
-                found.append((waits.seen, asked.call_count))
+                launches = [fake.calls(kernel) - count for kernel, count in zip(KERNELS, before, strict=True)]
+                found.append((waits.seen, asked.call_count, launches))
     fake.synchronize()
     return found
 
 
 @pytest.mark.parametrize("keep_grads", [False, True])
-def test_a_step_waits_for_the_device_once_however_many_parameters_there_are(keep_grads: bool) -> None:
+def test_a_step_waits_and_launches_once_however_many_parameters_there_are(keep_grads: bool) -> None:
+    """Sums of kept gradients come from the kernel that packs them."""
     Fake()  # compiled here, not by two ranks at once
     for layers in (1, 4):
-        for steps in on_ranks(2, waits_of_a_step, layers, keep_grads):
-            assert steps == [([], 1)] * 3
+        for steps in on_ranks(2, noticing_of_a_step, layers, keep_grads):
+            assert steps == [([], 1, [1, 1])] * 3
 
 
 def test_what_counts_waits_counts_them() -> None:
@@ -122,7 +127,9 @@ def edits(edit: Callable[[Any, AdamW], None]) -> list[bool]:
     """In a rank: over a device as on the host; and as without the edit, which must not be."""
     fake = Fake()
     expected = edited_run(edit, lambda: None)
-    comparing = mock.patch.object(Core, "gradient_is", side_effect=AssertionError("a gradient was copied down again"))
+    comparing = mock.patch(
+        "superoffload.pipeline.arriving.same_bits", side_effect=AssertionError("a gradient was copied down again")
+    )
     with on_fake_device(fake, keep_grads=True) as links, comparing:
         found = edited_run(edit, fake.synchronize)
         assert isinstance(links[0], LateLink)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from superoffload import AdamW
+from superoffload.bits import SumsByTorch
 from superoffload.errors import StateError
 from superoffload.optimizer.advice import Advice
 from superoffload.optimizer.untold_writes import EVERY, FIRST_STEPS, UntoldWrites
@@ -274,7 +275,7 @@ def test_parameters_that_cannot_be_read_yet_are_not_compared() -> None:
     with AdamW(model.parameters()) as optimizer:
         tracked = next(iter(optimizer._tracked.values()))
         assert tracked.is_compared(on_device=False)
-        tracked._device = torch.device("cuda:0")
+        tracked.bits = SumsByTorch()
         assert tracked.is_compared(on_device=True) and not tracked.is_compared(on_device=False)
         tracked.readable = False
         assert not tracked.is_compared(on_device=True)

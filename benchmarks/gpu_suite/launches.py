@@ -9,7 +9,8 @@ import numpy as np
 from superoffload.cuda.geometry import Pieces, numbered
 
 THREADS = 128  # per CUDA block, for every kernel
-BLOCKS_PER_CUDA_BLOCK = {"pack": 8, "unpack": 4, "step": 1}  # 1024-element blocks that a CUDA block takes at a time
+# 1024-element blocks that a CUDA block takes at a time; of sums of bits, blocks of 2048 bytes
+BLOCKS_PER_CUDA_BLOCK = {"pack": 8, "unpack": 4, "step": 1, "sum": 4, "compare": 4}
 
 # struct CopyPiece of csrc/cuda/pieces.cuh. `address`: of the piece's gradient or parameter; `offset`: elements into the
 # packed gradient or the staged parameters.
@@ -19,6 +20,15 @@ COPY_PIECE = np.dtype([("address", "<u8"), ("offset", "<u8"), ("numel", "<u8"), 
 def copy_pieces(pieces: Iterable[tuple[int, int, int]]) -> Pieces:
     """From (address, offset, numel) of each piece, in the order of their block sums."""
     return numbered(list(pieces), COPY_PIECE, ("address", "offset", "numel"))
+
+
+# struct SumPiece of csrc/cuda/bit_sums.cuh. `numel`: elements of 16 bits, of which 1024 are a block; `sums`: its own.
+SUM_PIECE = np.dtype([("address", "<u8"), ("sums", "<u8"), ("numel", "<u8"), ("first_block", "<u8")])
+
+
+def sum_pieces(pieces: Iterable[tuple[int, int, int]]) -> Pieces:
+    """From (address, address of its sums, elements of 16 bits) of each piece."""
+    return numbered(list(pieces), SUM_PIECE, ("address", "sums", "numel"))
 
 
 def grid_for(kernel: str, blocks: int) -> int:

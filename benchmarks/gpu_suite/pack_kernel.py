@@ -58,7 +58,7 @@ class PackKernel:
         self._pieces = torch.from_numpy(pieces.view(np.uint8)).to(device)
         self._kept = gradient, packed
         self._launch, self._grid = launch, grid_for(self.name, blocks)
-        addresses = (packed.data_ptr(), self.sums.data_ptr())
+        addresses = (packed.data_ptr(), self.sums.data_ptr(), 0)  # no sums of bits, as where gradients are freed
         self._arguments = [
             ctypes.c_void_p(self._pieces.data_ptr()),
             ctypes.c_uint(len(pieces)),

@@ -48,7 +48,7 @@ void GradientsDown::set_staging(DeviceAddress address, std::uint64_t slot_bytes,
 
 std::shared_ptr<Completion> GradientsDown::pack(const std::shared_ptr<DeviceBucket>& bucket, Stream current,
                                                 const std::vector<DeviceAddress>& addresses, bool keep,
-                                                const std::vector<Stream>& others) {
+                                                const std::vector<Stream>& others, DeviceAddress bit_sums) {
     const std::lock_guard<std::mutex> one_at_a_time(mutex_);
     // Its table and sums are still in use where a gradient was taken back before it arrived.
     if (bucket->arrival && !bucket->arrival->wait(timeout_seconds_)) {
@@ -59,7 +59,7 @@ std::shared_ptr<Completion> GradientsDown::pack(const std::shared_ptr<DeviceBuck
     const Gpu::Current here(*gpu_);
     if (!await_failed(*bucket)) throw std::runtime_error("what was enqueued before an error has not ended in time");
     bucket->half_packed = true;
-    Ticket ticket = enqueue(bucket, current, addresses, keep, others);
+    Ticket ticket = enqueue(bucket, current, addresses, keep, others, bit_sums);
     bucket->half_packed = false;
     const auto done = std::make_shared<Completion>();
     ticket.done = done;
@@ -78,7 +78,7 @@ bool GradientsDown::await_failed(const DeviceBucket& bucket) const {
 
 GradientsDown::Ticket GradientsDown::enqueue(const std::shared_ptr<DeviceBucket>& bucket, Stream current,
                                              const std::vector<DeviceAddress>& addresses, bool keep,
-                                             const std::vector<Stream>& others) {
+                                             const std::vector<Stream>& others, DeviceAddress bit_sums) {
     DeviceBucket& b = *bucket;
     Ticket ticket{};
     ticket.bucket = bucket;
@@ -86,8 +86,8 @@ GradientsDown::Ticket GradientsDown::enqueue(const std::shared_ptr<DeviceBucket>
     await_gradients(b, current, others);
     DeviceAddress target = 0;
     Slot* const slot = next_slot(b, &target);
-    const std::uint64_t blocks =
-        ticket.summed ? enqueue_kernel(b, addresses, ticket, slot, target) : enqueue_copies(b, addresses, ticket);
+    const std::uint64_t blocks = ticket.summed ? enqueue_kernel(b, addresses, ticket, slot, target, bit_sums)
+                                               : enqueue_copies(b, addresses, ticket);
     streams_.record(b.packed, streams_.pack(), "cuEventRecord on the pack stream");
     if (keep) {
         hold_back(b, {current});
@@ -139,7 +139,8 @@ GradientsDown::Slot* GradientsDown::next_slot(const DeviceBucket& b, DeviceAddre
 }
 
 std::uint64_t GradientsDown::enqueue_kernel(const DeviceBucket& b, const std::vector<DeviceAddress>& addresses,
-                                            Ticket& ticket, const Slot* slot, DeviceAddress target) const {
+                                            Ticket& ticket, const Slot* slot, DeviceAddress target,
+                                            DeviceAddress bit_sums) const {
     auto* const table = reinterpret_cast<CopyPiece*>(b.host_scratch(b.scratch.down_table));
     std::uint64_t blocks = 0;
     unsigned count = 0;
@@ -156,7 +157,7 @@ std::uint64_t GradientsDown::enqueue_kernel(const DeviceBucket& b, const std::ve
         streams_.order(streams_.pack(), slot->copied, "the pack stream's wait for a staging slot");
     }
     DeviceAddress sums = b.device_scratch(b.scratch.sums);
-    void* arguments[] = {&device_table, &count, &target, &sums};
+    void* arguments[] = {&device_table, &count, &target, &sums, &bit_sums};
     streams_.launch(b.pack, (blocks + kBlocksPerPack - 1) / kBlocksPerPack, streams_.pack(), arguments,
                     "the pack kernel's launch");
     return blocks;

@@ -29,7 +29,7 @@ class GradientsDown {
     // As Pipeline::pack says.
     std::shared_ptr<Completion> pack(const std::shared_ptr<DeviceBucket>& bucket, Stream current,
                                      const std::vector<DeviceAddress>& addresses, bool keep,
-                                     const std::vector<Stream>& others);
+                                     const std::vector<Stream>& others, DeviceAddress bit_sums);
     // As Pipeline says. The device's context must be current.
     void hold_back(const DeviceBucket& bucket, const std::vector<Stream>& streams) const;
     // Whether a call that has failed has left nothing under way.
@@ -56,13 +56,14 @@ class GradientsDown {
     };
 
     Ticket enqueue(const std::shared_ptr<DeviceBucket>& bucket, Stream current,
-                   const std::vector<DeviceAddress>& addresses, bool keep, const std::vector<Stream>& others);
+                   const std::vector<DeviceAddress>& addresses, bool keep, const std::vector<Stream>& others,
+                   DeviceAddress bit_sums);
     void await_gradients(DeviceBucket& bucket, Stream current, const std::vector<Stream>& others) const;
     // The next slot, and in `target` its address; null for a bucket that needs none, with `target` its own memory.
     Slot* next_slot(const DeviceBucket& bucket, DeviceAddress* target);
     // Both on the pack stream; they return the number of blocks.
     std::uint64_t enqueue_kernel(const DeviceBucket& bucket, const std::vector<DeviceAddress>& addresses,
-                                 Ticket& ticket, const Slot* slot, DeviceAddress target) const;
+                                 Ticket& ticket, const Slot* slot, DeviceAddress target, DeviceAddress bit_sums) const;
     std::uint64_t enqueue_copies(const DeviceBucket& bucket, const std::vector<DeviceAddress>& addresses,
                                  Ticket& ticket) const;
     void copy_packed(const DeviceBucket& bucket, const std::vector<DeviceAddress>& addresses,

@@ -1,17 +1,22 @@
 // All kernels that run on an accelerator: one translation unit without system headers, for NVRTC as for nvcc.
 //
-//   pack_GRADIENT(const CopyPiece* pieces, unsigned count, void* packed, double* sums)
+//   pack_GRADIENT(const CopyPiece* pieces, unsigned count, void* packed, double* sums, Sum* bit_sums)
 //       gradients -> packed gradient; sums[first_block + k]: of block k of the piece, infinite if an element is not
-//       finite
+//       finite; bit_sums, unless null: of its bits, as sum_bits makes them, one for each block or two of fp32
 //   unpack_BITS(const CopyPiece* pieces, unsigned count, const void* staged)
 //       staged parameters -> parameters, of 16 or 32 bits each
 //   step_GRADIENT_PUBLISHED(const StepPiece* pieces, unsigned count)
 //       one step of state in device memory; fp32 moments
 //   step_GRADIENT_PUBLISHED_noisy(...)
 //       the same with bf16 moments, rounded stochastically
+//   sum_bits(const SumPiece* pieces, unsigned count)
+//       the bits of any memory -> pieces[...].sums, one for every 2048 bytes
+//   compare_bits(const SumPiece* pieces, unsigned count, unsigned char* changed)
+//       changed[i] becomes 1 where a sum of pieces[i] is not the one that was written; it is left as it is elsewhere
 //
 // GRADIENT, PUBLISHED: f32, bf16 or f16. pieces.cuh has the pieces and the launch geometry. Compile without
 // fused multiply-adds, approximations or flush-to-zero: options.txt.
+#include "bit_sums.cuh"
 #include "elements.cuh"
 #include "pack.cuh"
 #include "pieces.cuh"
@@ -38,8 +43,8 @@
 
 #define SUPEROFFLOAD_DEFINE_PACK(gradient, Gradient)                                                               \
     SUPEROFFLOAD_KERNEL pack_##gradient(const superoffload::cuda::CopyPiece* pieces, unsigned count, void* packed, \
-                                        double* sums) {                                                            \
-        superoffload::cuda::pack<superoffload::cuda::Gradient>(pieces, count, packed, sums);                       \
+                                        double* sums, superoffload::cuda::Sum* bit_sums) {                         \
+        superoffload::cuda::pack<superoffload::cuda::Gradient>(pieces, count, packed, sums, bit_sums);             \
     }
 
 #define SUPEROFFLOAD_DEFINE_UNPACK(bits, Word)                                                     \
@@ -62,3 +67,11 @@
 SUPEROFFLOAD_PACK_KERNELS(SUPEROFFLOAD_DEFINE_PACK)
 SUPEROFFLOAD_UNPACK_KERNELS(SUPEROFFLOAD_DEFINE_UNPACK)
 SUPEROFFLOAD_STEP_KERNELS(SUPEROFFLOAD_DEFINE_STEP)
+
+SUPEROFFLOAD_KERNEL sum_bits(const superoffload::cuda::SumPiece* pieces, unsigned count) {
+    superoffload::cuda::sum_or_compare(pieces, count, nullptr);
+}
+
+SUPEROFFLOAD_KERNEL compare_bits(const superoffload::cuda::SumPiece* pieces, unsigned count, unsigned char* changed) {
+    superoffload::cuda::sum_or_compare(pieces, count, changed);
+}

@@ -73,11 +73,26 @@ __device__ inline double fold_columns(const double* columns) {
     return __dadd_rn(sums[0], -sums[0]) == 0 ? sums[0] : __longlong_as_double(0x7ff0000000000000ll);
 }
 
+// Of the bits of a column, as far as they are in the `part`-th of the block's sums.
+template <typename Word>
+__device__ inline Sum sum_bits_of_column(const Word* stage, unsigned column, unsigned part) {
+    constexpr unsigned per_word = 4 / sizeof(Word);
+    constexpr unsigned elements = kBlock / 2 * per_word;  // of one sum
+    Sum sum = 0;
+#pragma unroll 8
+    for (unsigned i = column; i < elements; i += kSums) {
+        sum += (static_cast<Sum>(stage[part * elements + i]) << i % per_word * 16) * number_of(i / per_word);
+    }
+    return sum;
+}
+
 template <typename Format>
-__device__ inline void pack(const CopyPiece* pieces, unsigned count, void* packed, double* sums) {
+__device__ inline void pack(const CopyPiece* pieces, unsigned count, void* packed, double* sums, Sum* bit_sums) {
     using Word = typename Format::Word;
     __shared__ uint4 staged[kBlocksPerGroup * kStride * sizeof(Word) / sizeof(uint4)];
     __shared__ double columns[kThreads];
+    __shared__ Sum bits[kThreads];
+    constexpr unsigned parts = sizeof(Word) / 2;  // sums of bits per block
     const unsigned warp = threadIdx.x / kWarp;
     const unsigned lane = threadIdx.x % kWarp;
     const unsigned mine = lane / kSums;  // which of the warp's blocks this lane adds up
@@ -98,6 +113,14 @@ __device__ inline void pack(const CopyPiece* pieces, unsigned count, void* packe
         if (first + mine < blocks) columns[threadIdx.x] = sum_column<Format>(stage + mine * kStride + column);
         __syncwarp();
         if (column == 0 && first + mine < blocks) sums[first + mine] = fold_columns(columns + threadIdx.x);
+        if (bit_sums == nullptr) continue;
+#pragma unroll
+        for (unsigned part = 0; part < parts; ++part) {
+            // Where there is no second block, whatever is staged is summed for nothing.
+            const Sum sum = fold_lanes<kSums>(sum_bits_of_column(stage + mine * kStride, column, part),
+                                              bits + threadIdx.x - column, column);
+            if (column == 0 && first + mine < blocks) bit_sums[parts * (first + mine) + part] = sum;
+        }
     }
 }
 

@@ -33,10 +33,12 @@ Pipeline::Pipeline(std::shared_ptr<Gpu> gpu, const Streams& streams, void* flag,
       streams_(gpu_, streams),
       gradients_(gpu_, streams_, closing_, flag, timeout_seconds),
       parameters_(gpu_, streams_, closing_, timeout_seconds),
+      timeout_seconds_(timeout_seconds),
       creator_(static_cast<long>(getpid())) {
     if (image.empty()) return;
     const Gpu::Current here(*gpu_);
     gpu_->driver().check(gpu_->driver().module_load(&module_, image.data()), "cuModuleLoadData of the kernels");
+    sums_.emplace(streams_, find("sum_bits"), find("compare_bits"));
 }
 
 Pipeline::~Pipeline() { close(); }
@@ -95,12 +97,13 @@ Function Pipeline::find(const std::string& name) const {
 
 std::shared_ptr<Completion> Pipeline::pack(const std::shared_ptr<DeviceBucket>& bucket, Stream current,
                                            const std::vector<DeviceAddress>& addresses, bool keep,
-                                           const std::vector<Stream>& others, DeviceAddress block) {
+                                           const std::vector<Stream>& others, DeviceAddress block,
+                                           DeviceAddress bit_sums) {
     check_open();
     check_count(*bucket, addresses);
     if (block != 0 && bucket->unpack == nullptr) throw std::invalid_argument("blocks need kernels");
     bucket->block = block;
-    return gradients_.pack(bucket, current, addresses, keep, others);
+    return gradients_.pack(bucket, current, addresses, keep, others, bit_sums);
 }
 
 void Pipeline::hold_back(const std::shared_ptr<DeviceBucket>& bucket, const std::vector<Stream>& streams) {
@@ -168,6 +171,26 @@ bool Pipeline::has_stepped(const std::shared_ptr<DeviceBucket>& bucket) {
     if (result == kNotReady) return false;
     gpu_->driver().check(result, "waiting for a step on the device");
     return true;
+}
+
+// ---- noticing edits -------------------------------------------------------------------------------------------------
+
+std::shared_ptr<SumsTable> Pipeline::make_sums_table(void* host, DeviceAddress device, std::size_t runs) {
+    check_open();
+    const Gpu::Current here(*gpu_);
+    return std::make_shared<SumsTable>(gpu_, host, device, runs);
+}
+
+void Pipeline::take_sums(SumsTable& table, Stream current, const std::vector<SummedRun>& runs) {
+    check_open();
+    const Gpu::Current here(*gpu_);
+    sums_.value().take(table, current, runs);
+}
+
+std::vector<bool> Pipeline::compare_sums(SumsTable& table, Stream current, const std::vector<SummedRun>& runs) {
+    check_open();
+    const Gpu::Current here(*gpu_);
+    return sums_.value().changed(table, current, runs, timeout_seconds_);
 }
 
 // ---- the end --------------------------------------------------------------------------------------------------------

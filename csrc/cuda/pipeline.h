@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,7 @@
 #include "../runtime/completion.h"
 #include "closing.h"
 #include "device_bucket.h"
+#include "device_sums.h"
 #include "driver.h"
 #include "gradients_down.h"
 #include "parameters_up.h"
@@ -66,10 +68,13 @@ class Pipeline {
     // block sums are in host memory. `others`: streams besides `current` that gradients were written on. `keep`: their
     // memory may be written again on any of these streams, which then wait until it is read; else the owner must
     // free it behind the pack stream, or call hold_back() before. `block`: the bucket's, whose memory is free for use
-    // behind what was enqueued on `current` so far; 0: it has none.
+    // behind what was enqueued on `current` so far; 0: it has none. `bit_sums`: room on the device for the sums of the
+    // packed bits (bit_sums.cuh), for each block of the pieces that are packed, in their order: one, or two of fp32.
+    // 0: none are wanted.
     std::shared_ptr<Completion> pack(const std::shared_ptr<DeviceBucket>& bucket, Stream current,
                                      const std::vector<DeviceAddress>& addresses, bool keep,
-                                     const std::vector<Stream>& others = {}, DeviceAddress block = 0);
+                                     const std::vector<Stream>& others = {}, DeviceAddress block = 0,
+                                     DeviceAddress bit_sums = 0);
     // What is enqueued on `streams` from here on runs once the gradients that were packed last have been read.
     void hold_back(const std::shared_ptr<DeviceBucket>& bucket, const std::vector<Stream>& streams);
     // Copies the shadow of the pieces that are `present` into the bucket's block once `after` has succeeded; nothing
@@ -99,6 +104,12 @@ class Pipeline {
     // Whether the last step of a resident bucket is over, so that its memory may go.
     bool has_stepped(const std::shared_ptr<DeviceBucket>& bucket);
 
+    // `host` and `device`: SumsTable::bytes(runs) of memory each.
+    std::shared_ptr<SumsTable> make_sums_table(void* host, DeviceAddress device, std::size_t runs);
+    // As DeviceSums says; only with kernels.
+    void take_sums(SumsTable& table, Stream current, const std::vector<SummedRun>& runs);
+    std::vector<bool> compare_sums(SumsTable& table, Stream current, const std::vector<SummedRun>& runs);
+
     // True once nothing is under way; false when the time is up.
     bool drain(double timeout_seconds);
     // Ends the threads within about 5 seconds. False: the device is still at work on our memory. Idempotent.
@@ -114,6 +125,8 @@ class Pipeline {
     Closing closing_;
     GradientsDown gradients_;
     ParametersUp parameters_;
+    std::optional<DeviceSums> sums_;
+    double timeout_seconds_;
     Module module_ = nullptr;
     std::mutex close_mutex_;
     bool closed_ = false;

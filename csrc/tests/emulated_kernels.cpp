@@ -28,7 +28,7 @@ void launch(void (*kernel)(Types...), unsigned grid, unsigned block, void** argu
 #define STEP_ENTRY(from, From, to, To) ENTRY(step_##from##_##to) ENTRY(step_##from##_##to##_noisy)
 
 const Kernel kKernels[] = {SUPEROFFLOAD_PACK_KERNELS(PACK_ENTRY) SUPEROFFLOAD_UNPACK_KERNELS(UNPACK_ENTRY)
-                               SUPEROFFLOAD_STEP_KERNELS(STEP_ENTRY)};
+                               SUPEROFFLOAD_STEP_KERNELS(STEP_ENTRY) ENTRY(sum_bits) ENTRY(compare_bits)};
 
 }  // namespace
 

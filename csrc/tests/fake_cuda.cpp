@@ -241,7 +241,8 @@ EXPORT Result cuModuleGetFunction(CUfunc_st** function, CUmod_st*, const char* n
     return kSuccess;
 }
 
-// The second parameter of every kernel is an unsigned, the others are pointers: pack has four, unpack three, step two.
+// The second parameter of every kernel is an unsigned, the others are pointers: pack has five, unpack and compare
+// three, step and sum two.
 EXPORT Result cuLaunchKernel(CUfunc_st* function, unsigned grid, unsigned, unsigned, unsigned block, unsigned, unsigned,
                              unsigned, CUstream_st* stream, void** parameters, void**) {
     ENTER("cuLaunchKernel");
@@ -253,7 +254,7 @@ EXPORT Result cuLaunchKernel(CUfunc_st* function, unsigned grid, unsigned, unsig
         ++w.calls[function->name];
     }
     const std::string name = function->name;
-    const std::size_t count = name[0] == 'p' ? 4 : name[0] == 'u' ? 3 : 2;
+    const std::size_t count = name[0] == 'p' ? 5 : name[0] == 'u' || name[0] == 'c' ? 3 : 2;
     std::vector<std::uint64_t> values(count, 0);
     for (std::size_t i = 0; i < count; ++i) std::memcpy(&values[i], parameters[i], i == 1 ? 4 : 8);
     stream_of(stream)->enqueue([name, grid, block, values]() mutable {

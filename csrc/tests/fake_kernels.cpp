@@ -71,12 +71,37 @@ void run_piece(const std::string& name, const CopyPiece& piece, void* buffer, do
     }
 }
 
+// Plainly: whole blocks are kept as sums of words times their place and its square, which tell all that tests change.
+struct SumPiece {
+    const std::uint16_t* memory;
+    std::uint64_t* sums;
+    unsigned long long numel;
+    unsigned long long first_block;
+};
+
+void sum_or_compare(const SumPiece* pieces, unsigned count, unsigned char* changed) {
+    for (unsigned p = 0; p < count; ++p) {
+        const SumPiece& piece = pieces[p];
+        for (std::uint64_t begin = 0; begin < piece.numel; begin += 1024) {
+            std::uint64_t sum = 0;
+            for (std::uint64_t i = begin; i < std::min<std::uint64_t>(begin + 1024, piece.numel); ++i) {
+                sum += piece.memory[i] * (2 * (i - begin) * (i - begin) + 1);
+            }
+            if (changed == nullptr) {
+                piece.sums[begin / 1024] = sum;
+            } else if (piece.sums[begin / 1024] != sum) {
+                changed[p] = 1;
+            }
+        }
+    }
+}
+
 }  // namespace
 
 // As csrc/cuda/kernels.cu defines them.
 const std::set<std::string>& kernel_names() {
     static const std::set<std::string> names = [] {
-        std::set<std::string> made = {"unpack_16", "unpack_32"};
+        std::set<std::string> made = {"unpack_16", "unpack_32", "sum_bits", "compare_bits"};
         for (const char* type : {"f32", "bf16", "f16"}) made.insert(std::string("pack_") + type);
         for (const char* types : {"f32_f32", "bf16_bf16", "f16_f16", "f32_bf16", "f32_f16"}) {
             for (const char* moments : {"", "_noisy"}) made.insert(std::string("step_") + types + moments);
@@ -91,11 +116,24 @@ void run_kernel(const std::string& name, unsigned grid, unsigned block, void** a
         emulate(name.c_str(), grid, block, arguments);
         return;
     }
-    const auto* const pieces = *static_cast<const CopyPiece**>(arguments[0]);
     const unsigned count = *static_cast<unsigned*>(arguments[1]);
+    if (name == "sum_bits" || name == "compare_bits") {
+        auto* const changed = name == "sum_bits" ? nullptr : *static_cast<unsigned char**>(arguments[2]);
+        sum_or_compare(*static_cast<const SumPiece**>(arguments[0]), count, changed);
+        return;
+    }
+    const auto* const pieces = *static_cast<const CopyPiece**>(arguments[0]);
     auto* const buffer = *static_cast<void**>(arguments[2]);
     double* const sums = name[0] == 'p' ? *static_cast<double**>(arguments[3]) : nullptr;
     for (unsigned p = 0; p < count; ++p) run_piece(name, pieces[p], buffer, sums);
+    auto* const bit_sums = name[0] == 'p' ? *static_cast<std::uint64_t**>(arguments[4]) : nullptr;
+    if (bit_sums == nullptr) return;
+    const unsigned words = name == "pack_f32" ? 2 : 1;  // of 16 bits per element
+    for (unsigned p = 0; p < count; ++p) {
+        const SumPiece piece{reinterpret_cast<const std::uint16_t*>(pieces[p].address),
+                             bit_sums + words * pieces[p].first_block, words * pieces[p].numel, 0};
+        sum_or_compare(&piece, 1, nullptr);
+    }
 }
 
 }  // namespace fake

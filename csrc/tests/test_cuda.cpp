@@ -157,6 +157,64 @@ TEST(a_delivery_whose_step_never_ran_is_not_made) {
     EXPECT(refused);
 }
 
+// Two tensors, of 6 and 1 sums; the second one's memory is not a multiple of what a sum is of.
+struct Summed {
+    explicit Summed(const Device& device)
+        : pinned(device.gpu, {cuda::SumsTable::bytes(2)}),
+          there(cuda::SumsTable::bytes(2)),
+          table(device.pipeline->make_sums_table(pinned.data(), address(there.data()), 2)) {}
+
+    std::vector<cuda::SummedRun> runs() const {
+        return {{address(one.data()), 4 * one.size(), address(sums.data())},
+                {address(other.data()), 4 * other.size(), address(sums.data() + 6)}};
+    }
+
+    std::vector<float> one = std::vector<float>(3000, 1.0f);
+    std::vector<float> other = std::vector<float>(77, 2.0f);
+    std::vector<std::uint64_t> sums = std::vector<std::uint64_t>(7);
+    PinnedMemory pinned;
+    std::vector<char> there;
+    std::shared_ptr<cuda::SumsTable> table;
+};
+
+TEST(bits_that_have_changed_are_found) {
+    for (std::uint64_t seed = 0; seed < 5; ++seed) {
+        reset();
+        delays(seed, 300);
+        Device device;
+        Summed s(device);
+        device.pipeline->take_sums(*s.table, device.current, s.runs());
+        synchronize(device.current);
+        EXPECT(s.table->is_free());
+        for (const auto& [i, change] : {std::pair(0, false), std::pair(0, true), std::pair(1, true)}) {
+            float& x = i == 0 ? s.one[2999] : s.other[5];
+            if (change) x = -x;
+            const std::vector<bool> changed = device.pipeline->compare_sums(*s.table, device.current, s.runs());
+            EXPECT(changed == std::vector<bool>({change && i == 0, change && i == 1}));
+            if (change) x = -x;
+        }
+        EXPECT(device.pipeline->close());
+    }
+}
+
+TEST(a_table_of_sums_in_use_is_refused) {
+    reset();
+    Device device;
+    Summed s(device);
+    fake<void(Stream, double)>("fake_cuda_sleep")(device.current, 50000);
+    device.pipeline->take_sums(*s.table, device.current, s.runs());
+    EXPECT(!s.table->is_free());
+    bool refused = false;
+    try {
+        device.pipeline->take_sums(*s.table, device.current, s.runs());
+    } catch (const std::invalid_argument&) {
+        refused = true;
+    }
+    EXPECT(refused);
+    synchronize(device.current);
+    EXPECT(s.table->is_free());
+}
+
 TEST(closing_with_work_in_flight_finishes_it) {
     reset();
     Device device;

@@ -7,6 +7,7 @@
 
 #include "arm_adam/adam.h"
 #include "battery_inputs.h"
+#include "cuda/bit_sums.cuh"
 #include "cuda/pieces.cuh"
 #include "cuda/step.cuh"
 #include "guarded.h"
@@ -206,11 +207,25 @@ void check_pack(ElementType type, bool hostile, unsigned grid) {
     const cuda::CopyPiece* pieces = p.pieces.data();
     void* target = packed.data();
     const std::string name = std::string("pack_") + kTypes[static_cast<int>(type)];
-    launch(name, grid, pieces, static_cast<unsigned>(p.pieces.size()), target, sums.as<double>());
+    // With the sums of bits (one of 512 words of 32 bits) and, as where gradients are freed, without.
+    const std::size_t parts = size / 2;
+    Guarded bits(8 * parts * p.blocks);
+    auto* const wanted = hostile ? bits.as<cuda::Sum>() : nullptr;
+    launch(name, grid, pieces, static_cast<unsigned>(p.pieces.size()), target, sums.as<double>(), wanted);
     const std::string where = name + " grid " + std::to_string(grid);
     EXPECT_FOR(packed.bytes() == expected.bytes(), where);
     EXPECT_FOR(std::memcmp(sums.data(), expected_sums.data(), 8 * p.blocks) == 0, where);
     EXPECT_FOR(packed.intact() && sums.intact(), where);
+    EXPECT_FOR(bits.intact(), where);
+    for (std::size_t k = 0; k < p.pieces.size() && hostile; ++k) {
+        const std::size_t count = (size * p.numels[k] + 2047) / 2048;
+        std::vector<cuda::Sum> expected_bits(count);
+        const cuda::SumPiece piece{p.tensors[k]->as<unsigned short>(), expected_bits.data(), parts * p.numels[k], 0};
+        const cuda::SumPiece* const alone = &piece;
+        launch("sum_bits", grid, alone, 1u);
+        const cuda::Sum* const found = bits.as<cuda::Sum>() + parts * p.pieces[k].first_block;
+        EXPECT_FOR(std::memcmp(found, expected_bits.data(), 8 * count) == 0, where + " piece " + std::to_string(k));
+    }
     bool infinite = false;
     for (const double sum : expected_sums) infinite = infinite || sum == __builtin_inf();
     EXPECT_FOR(infinite == hostile, where);
@@ -230,7 +245,8 @@ TEST(pack_of_nothing_does_nothing) {
     const cuda::CopyPiece* pieces = &empty;
     void* packed = nullptr;
     double* sums = nullptr;
-    for (const unsigned count : {0u, 1u}) launch("pack_bf16", 2, pieces, count, packed, sums);
+    std::uint64_t* bit_sums = nullptr;
+    for (const unsigned count : {0u, 1u}) launch("pack_bf16", 2, pieces, count, packed, sums, bit_sums);
 }
 
 TEST(unpack_keeps_every_bit) {

@@ -7,6 +7,7 @@ Waiting needs no device. Steps are taken on the device of a ``Rig``: a GPU, or i
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ from superoffload.errors import SuperOffloadError
 
 Row = dict[str, Any]
 
-WAITING, ARRIVAL, STEP, PER_TENSOR, PER_BUCKET = (
-    "waiting", "arrival to first chunk", "step", "per tensor", "per bucket",
+WAITING, ARRIVAL, STEP, PER_TENSOR, PER_BUCKET, NOTICING = (
+    "waiting", "arrival to first chunk", "step", "per tensor", "per bucket", "noticing, per tensor",
 )  # fmt: skip
 
 _NUMEL = 1024  # of every bucket and tensor here: what is measured is everything but the arithmetic
@@ -110,27 +111,36 @@ def measure_arrivals(threads: int, count: int) -> Row:
 
 
 def measure_steps(rig: Rig, rounds: int) -> list[Row]:
-    """Steps with few and with many tensors and buckets, and what one more of each costs."""
+    """Steps with few and with many tensors and buckets, what one more of each costs, and what it costs to compare the
+    bits of each parameter with those that were delivered."""
     (tensors, buckets), (more_tensors, more_buckets) = _FEW, _MANY
     few = _measure_step(rig, tensors, buckets, rounds)
     wide = _measure_step(rig, more_tensors, buckets, rounds)
     cut = _measure_step(rig, tensors, more_buckets, rounds)
+    compared = _measure_step(rig, more_tensors, buckets, rounds, compared=True)
     return [
         few, wide, cut,
+        _per_one_more(NOTICING, wide, compared, more_tensors),
         _per_one_more(PER_TENSOR, few, wide, more_tensors - tensors),
         _per_one_more(PER_BUCKET, few, cut, more_buckets - buckets),
     ]  # fmt: skip
 
 
-def _measure_step(rig: Rig, tensors: int, buckets: int, rounds: int) -> Row:
-    """``seconds_*``: of backward and step, less those of backward alone; ``caller_seconds_median``: likewise, of the
-    processor, on the calling thread. Backward runs on another one where the device is a GPU."""
+def _measure_step(rig: Rig, tensors: int, buckets: int, rounds: int, *, compared: bool = False) -> Row:
+    """``compared``: the bits of parameters are, in each of these steps; else in one of 16. ``seconds_*``: of backward
+    and step, less those of backward alone; ``caller_seconds_median``: likewise, of the calling thread's processor.
+    Backward runs on another one where the device is a GPU."""
     params = [torch.zeros(_NUMEL, dtype=torch.bfloat16, device=rig.device, requires_grad=True) for _ in range(tensors)]
     gradients = [torch.ones_like(param) for param in params]
     _timed_steps(rig, params, gradients, None, 1)
     alone, alone_caller, _ = _timed_steps(rig, params, gradients, None, rounds)
     with AdamW(params, speculation="always", bucket_numel=_NUMEL * tensors // buckets) as optimizer:
-        _timed_steps(rig, params, gradients, optimizer, _WARM_UP)
+        _timed_steps(rig, params, gradients, optimizer, _WARM_UP - 1)
+        with warnings.catch_warnings():
+            if compared:  # once such a write was found, every step compares
+                warnings.simplefilter("ignore", RuntimeWarning)
+                params[0].data.neg_()
+            _timed_steps(rig, params, gradients, optimizer, 1)
         whole, caller, calls = _timed_steps(rig, params, gradients, optimizer, rounds)
         if optimizer.stats()["skipped_steps"]:
             raise SuperOffloadError("bench link: steps were skipped although all gradients are 1; nothing was measured")

@@ -118,8 +118,9 @@ class _Entrant:
             setattr(session, method, self._timed(getattr(session, method), part))
         core = self.engine.optimizer._core
         core.gradient_is = self._timed(core.gradient_is, "notice")
-        for tracked in self.engine.optimizer._tracked.values():
-            tracked._sums = self._timed(tracked._sums, "notice")
+        bits = core.link.bit_sums
+        for method in ("of", "changed"):
+            setattr(bits, method, self._timed(getattr(bits, method), "notice"))
 
     def _timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:

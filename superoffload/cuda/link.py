@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket
+from superoffload.bits import BitSums, SumsByTorch
+from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket, Piece
+from superoffload.cuda.bit_sums import CudaBitSums, SumsThere, sums_per_block
 from superoffload.cuda.blocks import Blocks
 from superoffload.cuda.device import Device
+from superoffload.cuda.geometry import blocks_of
 from superoffload.cuda.pinned import ALIGN, LARGEST_REGISTRATION, PinnedArena, aligned, warn_unpinned
 from superoffload.cuda.residency import CudaResidency
 from superoffload.errors import DeviceError
@@ -79,6 +82,11 @@ class CudaLink:
             )
         self._blocks = Blocks(device, self._pipeline, self._pack_stream)
         self._residency = CudaResidency(device, self._pipeline, self._attach_resident)
+        self._kernel_sums: CudaBitSums | None = None
+        if self._pipeline.has_kernels:
+            self._kernel_sums = CudaBitSums(device, self._gpu, self._pipeline, options.timeout_seconds)
+        self.bit_sums: BitSums = self._kernel_sums or SumsByTorch()
+        self.sums_what_it_packs = self._pipeline.has_kernels
 
     @property
     def residency(self) -> CudaResidency | None:
@@ -98,11 +106,15 @@ class CudaLink:
     @property
     def pinned(self) -> bool:
         """Whether all host memory could be pinned."""
-        return all(arena.pinned for arena in [*self._arenas, self._flag])
+        return all(arena.pinned for arena in self._all_arenas())
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(arena.nbytes for arena in [*self._arenas, self._flag] if arena.pinned)
+        return sum(arena.nbytes for arena in self._all_arenas() if arena.pinned)
+
+    def _all_arenas(self) -> list[PinnedArena]:
+        tables = self._kernel_sums.arenas if self._kernel_sums is not None else []
+        return [*self._arenas, self._flag, *tables]
 
     # ---- memory -----------------------------------------------------------------------------------------------
 
@@ -216,6 +228,7 @@ class CudaLink:
         self._written_on.setdefault(bucket, set()).add(self._device.current_stream())
 
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
+        bit_sums = self._room_for_bit_sums(bucket, grads)
         size = bucket.gradient_dtype.itemsize
         addresses = [0] * len(grads)
         for i, (piece, grad) in enumerate(zip(bucket.pieces, grads, strict=True)):
@@ -236,7 +249,13 @@ class CudaLink:
                 native = self._buckets[bucket]
                 block = 0 if waits else self._blocks.take(bucket, native)
                 arrival = self._pipeline.pack(
-                    native, current=current, addresses=addresses, keep=waits, others=others, block=block
+                    native,
+                    current=current,
+                    addresses=addresses,
+                    keep=waits,
+                    others=others,
+                    block=block,
+                    bit_sums=min((one.address for one in bit_sums.values()), default=0),
                 )
             self._written_on.pop(bucket, None)  # not before: a packing that failed is tried again
             if block:
@@ -245,7 +264,16 @@ class CudaLink:
                 released = []
         finally:  # the kernel may run although something after it has failed
             self._device.release(released, self._pack_stream)
-        return PackTicket(bucket, arrival)
+        return PackTicket(bucket, arrival, bit_sums)
+
+    def _room_for_bit_sums(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> Mapping[Piece, SumsThere]:
+        """For all that is packed where any shard asks for them: its gradient is kept, so that the current stream waits
+        for the kernel that writes them."""
+        packed = [piece for piece, grad in zip(bucket.pieces, grads, strict=True) if grad is not None]
+        if self._kernel_sums is None or not any(piece.shard.sums_gradient for piece in packed):
+            return {}
+        counts = [sums_per_block(bucket.gradient_dtype) * blocks_of(piece.numel) for piece in packed]
+        return dict(zip(packed, self._kernel_sums.room(counts), strict=True))
 
     def arrived(self, ticket: PackTicket) -> _native.Completion:
         return ticket.completion
@@ -306,8 +334,9 @@ class CudaLink:
         idle = self._pipeline.close() and stepped
         blocks = self._blocks.clear()
         if not idle:
-            _LEAKED.extend([*self._on_device, *self._staging, *self._targets.values(), *blocks, self._residency])
-        self._close_arenas([*self._arenas, self._flag], idle=idle)
+            held = [*self._on_device, *self._staging, *self._targets.values(), *blocks]
+            _LEAKED.extend([*held, self._residency, self._kernel_sums])
+        self._close_arenas(self._all_arenas(), idle=idle)
         self._on_device.clear()
         self._staging.clear()
         self._targets.clear()

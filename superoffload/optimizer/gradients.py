@@ -11,7 +11,7 @@ from torch import Tensor
 
 from superoffload.arguments import check_gradient
 from superoffload.bucket import Shard
-from superoffload.errors import ArgumentError, StateError
+from superoffload.errors import ArgumentError, DeviceError, StateError
 from superoffload.gradient_source import check_one_gradient, dtype_to_come, gradient_of, is_added, main_grad_of
 from superoffload.integrations.accelerate import Window
 from superoffload.integrations.fsdp2 import await_offload
@@ -139,7 +139,9 @@ class Gradients(Parameters):
         # Fused kernels raise no version of what they add to. A DTensor that is kept on a device: the core has it in
         # host memory, and comparing there would copy it down again.
         kept_there = is_dtensor(grad) and core.link.asynchronous and not core.link.frees_gradients
-        tracked.remember_grad(grad, summed=shard.keeps_gradient or kept_there)
+        summed = shard.keeps_gradient or kept_there
+        shard.sums_gradient = summed and core.link.sums_what_it_packs
+        tracked.remember_grad(grad, summed=summed and not shard.sums_gradient)
         with room_on_device(shard.name):
             part = tracked.holding.part(grad).contiguous().to(shard.gradient_dtype)
         core.arrive(shard, part, in_backward=in_backward)
@@ -208,7 +210,7 @@ class Gradients(Parameters):
         self._follow_dtype(tracked, gradient.dtype)
         if not self._core.is_filling:
             self._start_filling()
-        tracked.shard.keeps_gradient = False
+        tracked.shard.keeps_gradient = tracked.shard.sums_gradient = False
         tracked.reduced = gradient
         with room_on_device(tracked.shard.name):
             part = tracked.holding.part_of_memory(gradient.view(-1)).to(tracked.shard.gradient_dtype)
@@ -249,7 +251,7 @@ class Gradients(Parameters):
         """Makes the core's view of gradients and parameters that of the user, whatever happened since backward."""
         core = self._core
         self._window.step_begins(self._advice)
-        noticed = notice(self._tracked.values())
+        noticed = self._notice()
         self._untold.found(noticed.untold)
         for tracked in self._tracked.values():
             self._hook(tracked)  # frozen before, trains now
@@ -263,6 +265,15 @@ class Gradients(Parameters):
             if gradient_of(tracked.param) is not None and not core.has_gradient(tracked.shard):
                 self._hand_over(tracked, in_backward=False)
 
+    def _notice(self) -> Noticed:
+        """What was written and edited. Where a device cannot tell: masters are those of the last finished step, and
+        gradients that it has lost are an error of their own."""
+        try:
+            return notice(self._tracked.values(), self._core.packed_sums)
+        except DeviceError:
+            self._core.quiesce()
+            raise
+
     def _is_edited(self, tracked: Tracked) -> bool:
         """Whether the gradient is no longer what the core has.
 
@@ -274,7 +285,8 @@ class Gradients(Parameters):
             return True
         packed = packed_in(grad)
         if packed is None:
-            unknown = is_dtensor(grad) and tracked.grad_sums is None
+            unseen = is_dtensor(grad) and tracked.grad_sums is None
+            unknown = self._core.packed_sums(tracked.shard) is None if tracked.shard.sums_gradient else unseen
         else:  # brought back, and written with the same sums: a clip that clips nothing, or elements that were swapped
             unknown = packed.in_memory is not None and version_of(grad) != tracked.grad_version
         return unknown and not self._core.gradient_is(tracked.shard, tracked.holding.part(grad))

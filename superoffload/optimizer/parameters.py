@@ -26,7 +26,7 @@ from superoffload.placement import Asked, make_state, placer_for
 from superoffload.ranks.held import Held
 from superoffload.ranks.layout import Holding, like_parameter
 from superoffload.ranks.setup import qualified_names, set_up_ranks
-from superoffload.tracked import Tracked
+from superoffload.tracked import Tracked, remember_values
 
 
 @dataclass(frozen=True)
@@ -177,14 +177,15 @@ class Parameters(Lifetime):
             self._track(param, shard, holdings[param])
         if shards:
             self._core.add_shards(shards)
+        remember_values([self._of_shard[shard.index] for shard in shards])
 
     def _track(self, param: Tensor, shard: Shard, holding: Holding) -> Tracked:
         step = torch.zeros((), dtype=torch.float32)
+        link = self._core.link
         # Where a link has parameters of the CPU written later, nothing can be said of their bits before.
-        readable = param.is_cuda or not self._core.link.asynchronous
+        readable = param.is_cuda or link.bit_sums.in_stream_order or not link.asynchronous
         early = self._ranks.is_early(param)
-        tracked = Tracked(param, shard, step, holding, early=early, readable=readable)
-        tracked.remember_value()
+        tracked = Tracked(param, shard, step, holding, link.bit_sums, early=early, readable=readable)
         self._tracked[param] = self._of_shard[shard.index] = tracked
         self._show_state(tracked)
         self._fresh.append(Held(shard.name, param, shard, holding))

@@ -1,7 +1,7 @@
 """When parameters' bits are compared for writes that no version counter shows, and the one warning about such a write.
 
-In host memory that is every step: it takes as long as reading the parameters twice. On a device it takes kernels for
-each of them and a wait, so there the first steps are compared, then every 16th, and once such a write was found all.
+In host memory that is every step: it takes as long as reading the parameters twice. On a device it takes two launches
+and a wait, so there the first steps are compared, then every 16th, and once such a write was found all.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from superoffload.bits import same_bits
-from superoffload.bucket import Bucket, BucketState, GroupHyper, Shard
+from superoffload.bits import Sums, same_bits
+from superoffload.bucket import Bucket, BucketState, GroupHyper, Piece, Shard
 from superoffload.errors import DeviceError, StateError
 from superoffload.link import Link, wait_until_ended
 from superoffload.pipeline.layout import nobody
@@ -96,10 +96,22 @@ class Arriving(Speculating):
                 ours = bucket.gradient[piece.offset : piece.offset + piece.numel]
             else:
                 ours = arrived[piece.start : piece.start + piece.numel]
+                if ours.data_ptr() == theirs.data_ptr() and ours.dtype == theirs.dtype:
+                    continue  # it is what will be packed
             # Packed in host memory; in fp32, which holds every other type, where that of its bucket is.
             if not same_bits(ours.to("cpu"), theirs.to("cpu", ours.dtype)):
                 return False
         return True
+
+    def packed_sums(self, shard: Shard) -> list[tuple[Piece, Sums]] | None:
+        """Of the bits of its gradient, piece by piece; None where there are none, or some is still to be packed."""
+        found = []
+        for bucket, place in self._places.get(shard.index, ()):
+            sums = bucket.bit_sums.get(bucket.pieces[place])
+            if sums is None or bucket.state is BucketState.FILLING:
+                return None
+            found.append((bucket.pieces[place], sums))
+        return found
 
     def copy_packed(self, shard: Shard, into: Tensor) -> None:
         """What was packed of ``shard`` last, this step or before, as a flat tensor of its gradient's type."""
@@ -185,6 +197,7 @@ class Arriving(Speculating):
         with self._caller_at_work():
             ticket = self.link.pack(bucket, grads)
         bucket.arrival = bucket.packed = bucket.running = self.link.arrived(ticket)
+        bucket.bit_sums = ticket.bit_sums
         bucket.move(BucketState.READY)
         self._packed += bucket.numel
         self._unsummed[bucket] = bucket.running

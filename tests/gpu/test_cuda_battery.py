@@ -16,6 +16,7 @@ from tests import kernel_cases as cases
 from tests.device_battery import Place, Setting, Types
 from tests.kernel_battery import RECORDED
 from tests.kernel_tools import assert_bits
+from tests.reference.bit_sums import bit_sums
 
 PLACES = ("stand-in", pytest.param("gpu", marks=pytest.mark.gpu))
 MODES = pytest.mark.parametrize("l2", [False, True], ids=["adamw", "l2"])
@@ -96,6 +97,17 @@ def test_packed_gradients_and_norms(place: Place, form: str, resident: bool) -> 
     assert battery.digest(iter(there)) == recorded()[f"pack {form}"]
 
 
+@pytest.mark.parametrize("form", cases.FORMATS)
+@places
+def test_sums_of_bits(place: Place, form: str) -> None:
+    """What edits are noticed by: as a reference in plain integers has them, and another for any bit that changes."""
+    for raw, sums, changed in battery.summed_by_link(place, form):
+        assert sums == bit_sums(raw)
+        assert changed == bool(raw)
+    packed = battery.sums_packed_by_link(place, form)
+    assert packed and all(sums == bit_sums(raw) for raw, sums in packed)
+
+
 def test_every_kernel_is_launched_by_the_battery(fake: Any) -> None:
     from tests import emulation  # here: what a GPU runs does without it
 
@@ -104,4 +116,5 @@ def test_every_kernel_is_launched_by_the_battery(fake: Any) -> None:
         for resident in (False, True):
             battery.stepped_by_pipeline(place, Setting(types, resident=resident))
             battery.stepped_by_pipeline(place, Setting(types, moments="bf16", resident=resident))
+    battery.summed_by_link(place, "fp32")
     assert [name for name in emulation.kernel_names() if not fake.calls(name)] == []

@@ -1,0 +1,110 @@
+#include "device_sums.h"
+
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "../runtime/completion.h"
+
+namespace superoffload::cuda {
+namespace {
+
+constexpr std::uint64_t kBlocksPerSum = 4;  // of ours that one CUDA block takes at a time (bit_sums.cuh)
+constexpr unsigned kGlances = 2000;         // at an event, before napping between them
+
+// What the kernels are given for each run (bit_sums.cuh).
+struct SumPiece {
+    DeviceAddress memory;
+    DeviceAddress sums;
+    unsigned long long numel;
+    unsigned long long first_block;
+};
+
+}  // namespace
+
+SumsTable::SumsTable(std::shared_ptr<Gpu> gpu, void* host, DeviceAddress device, std::size_t runs)
+    : gpu_(std::move(gpu)), host_(host), device_(device), capacity_(runs), over_(gpu_) {}
+
+std::size_t SumsTable::bytes(std::size_t runs) { return runs * (sizeof(SumPiece) + 1); }
+
+bool SumsTable::is_free() const {
+    if (!in_use_) return true;
+    const Gpu::Current here(*gpu_);
+    return is_over();
+}
+
+bool SumsTable::is_over() const {
+    if (!in_use_) return true;
+    if (!enqueued_) return false;
+    const Result result = gpu_->driver().event_query(over_.get());
+    if (result == kNotReady) return false;
+    gpu_->driver().check(result, "waiting for sums of bits");
+    return true;
+}
+
+void DeviceSums::take(SumsTable& table, Stream current, const std::vector<SummedRun>& runs) const {
+    const std::uint64_t blocks = enqueue_table(table, current, runs);
+    auto count = static_cast<unsigned>(runs.size());
+    void* arguments[] = {&table.device_, &count};
+    if (blocks != 0) launch(sum_, blocks, current, arguments, "the launch that sums bits");
+    end_use(table, current);
+}
+
+std::vector<bool> DeviceSums::changed(SumsTable& table, Stream current, const std::vector<SummedRun>& runs,
+                                      double timeout_seconds) const {
+    const std::uint64_t blocks = enqueue_table(table, current, runs);
+    if (blocks == 0) {
+        end_use(table, current);
+        return std::vector<bool>(runs.size());
+    }
+    auto count = static_cast<unsigned>(runs.size());
+    const std::size_t marks = runs.size() * sizeof(SumPiece);
+    DeviceAddress marks_there = table.device_ + marks;
+    void* arguments[] = {&table.device_, &count, &marks_there};
+    launch(compare_, blocks, current, arguments, "the launch that compares bits");
+    auto* const marks_here = static_cast<char*>(table.host_) + marks;
+    streams_.copy_down(marks_here, marks_there, runs.size(), current, "cuMemcpyDtoHAsync of what has changed");
+    end_use(table, current);
+    const double until = now_seconds() + timeout_seconds;
+    for (unsigned glance = 0; !table.is_over(); ++glance) {
+        if (now_seconds() > until) {
+            throw std::runtime_error("the device has not compared them within " + std::to_string(timeout_seconds) +
+                                     " s; is it hung, or shared? A longer time: SUPEROFFLOAD_DEVICE_TIMEOUT=seconds");
+        }
+        if (glance > kGlances) std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+    return std::vector<bool>(marks_here, marks_here + runs.size());
+}
+
+// Pieces, and behind them a mark for each, all zero.
+std::uint64_t DeviceSums::enqueue_table(SumsTable& table, Stream current, const std::vector<SummedRun>& runs) const {
+    if (runs.size() > table.capacity_ || !table.is_over()) throw std::invalid_argument("another table is needed");
+    table.in_use_ = true;
+    table.enqueued_ = false;
+    auto* const pieces = static_cast<SumPiece*>(table.host_);
+    std::uint64_t blocks = 0;
+    for (std::size_t i = 0; i < runs.size(); ++i) {
+        pieces[i] = {runs[i].memory, runs[i].sums, runs[i].bytes / 2, blocks};
+        blocks += (runs[i].bytes + kSummedBytes - 1) / kSummedBytes;
+    }
+    std::memset(pieces + runs.size(), 0, runs.size());
+    if (blocks != 0) {
+        streams_.copy_up(table.device_, table.host_, SumsTable::bytes(runs.size()), current,
+                         "cuMemcpyHtoDAsync of what bits are summed of");
+    }
+    return blocks;
+}
+
+void DeviceSums::launch(Function function, std::uint64_t blocks, Stream current, void** arguments,
+                        const char* what) const {
+    streams_.launch(function, (blocks + kBlocksPerSum - 1) / kBlocksPerSum, current, arguments, what);
+}
+
+void DeviceSums::end_use(SumsTable& table, Stream current) const {
+    streams_.record(table.over_, current, "cuEventRecord behind sums of bits");
+    table.enqueued_ = true;
+}
+
+}  // namespace superoffload::cuda

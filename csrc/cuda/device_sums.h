@@ -1,0 +1,67 @@
+// Sums of the bits of memory on the device, taken and compared there: one launch for any number of tensors.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "driver.h"
+#include "streams.h"
+
+namespace superoffload::cuda {
+
+constexpr std::uint64_t kSummedBytes = 2048;  // of each sum (bit_sums.cuh)
+
+struct SummedRun {
+    DeviceAddress memory;  // aligned to 2 bytes, as many bytes a multiple of 2
+    std::uint64_t bytes;
+    DeviceAddress sums;  // 8 bytes for each kSummedBytes or part of them
+};
+
+// What one launch reads of the host and writes for it. Its memory is the caller's, who keeps it until the pipeline is
+// closed: as much on the host, pinned, as on the device.
+class SumsTable {
+   public:
+    SumsTable(std::shared_ptr<Gpu> gpu, void* host, DeviceAddress device, std::size_t runs);
+    static std::size_t bytes(std::size_t runs);
+    std::size_t capacity() const { return capacity_; }
+    // Whether nothing uses its memory any more.
+    bool is_free() const;
+
+   private:
+    friend class DeviceSums;
+    bool is_over() const;  // as is_free(), with the device's context current
+
+    std::shared_ptr<Gpu> gpu_;
+    void* host_;
+    DeviceAddress device_;
+    std::size_t capacity_;
+    OwnedEvent over_;
+    bool in_use_ = false;  // until `over_` has happened, which an error may keep it from
+    bool enqueued_ = false;
+};
+
+class DeviceSums {
+   public:
+    DeviceSums(const StreamSet& streams, Function sum, Function compare)
+        : streams_(streams), sum_(sum), compare_(compare) {}
+
+    // Behind what was enqueued on `current` so far, and without waiting for it. The device's context must be current.
+    void take(SumsTable& table, Stream current, const std::vector<SummedRun>& runs) const;
+    // Whose bits have other sums than the ones that were taken; waits for `current`, for so long at most.
+    std::vector<bool> changed(SumsTable& table, Stream current, const std::vector<SummedRun>& runs,
+                              double timeout_seconds) const;
+
+   private:
+    // Returns how many sums there are.
+    std::uint64_t enqueue_table(SumsTable& table, Stream current, const std::vector<SummedRun>& runs) const;
+    void launch(Function function, std::uint64_t blocks, Stream current, void** arguments, const char* what) const;
+    void end_use(SumsTable& table, Stream current) const;
+
+    const StreamSet& streams_;
+    Function sum_;
+    Function compare_;
+};
+
+}  // namespace superoffload::cuda
