@@ -106,9 +106,10 @@ class Arriving(Speculating):
     def packed_sums(self, shard: Shard) -> list[tuple[Piece, Sums]] | None:
         """Of the bits of its gradient, piece by piece; None where there are none, or some is still to be packed."""
         found = []
+        again = self._incoming.get(shard.index) is not None  # else only what was packed is left of it
         for bucket, place in self._places.get(shard.index, ()):
             sums = bucket.bit_sums.get(bucket.pieces[place])
-            if sums is None or bucket.state is BucketState.FILLING:
+            if sums is None or (again and bucket.state is BucketState.FILLING):
                 return None
             found.append((bucket.pieces[place], sums))
         return found
@@ -197,7 +198,7 @@ class Arriving(Speculating):
         with self._caller_at_work():
             ticket = self.link.pack(bucket, grads)
         bucket.arrival = bucket.packed = bucket.running = self.link.arrived(ticket)
-        bucket.bit_sums = ticket.bit_sums
+        bucket.bit_sums = {**bucket.bit_sums, **ticket.bit_sums}
         bucket.move(BucketState.READY)
         self._packed += bucket.numel
         self._unsummed[bucket] = bucket.running
