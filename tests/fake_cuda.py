@@ -198,6 +198,7 @@ class FakeDevice:
         self.refused = 0  # so many allocations from now on fail
         self.free = 1 << 30
         self.memory = Memory()
+        self.over = False  # nothing uses its memory any more, and nothing waits for its streams
 
     def current_stream(self) -> int:
         return self.fake.current
@@ -224,7 +225,8 @@ class FakeDevice:
     def _freed(self, memory: Tensor, stream: int) -> None:
         """Whoever goes on with it does so in the order of the stream that it was allocated on."""
         self.memory.give(memory.numel())
-        self.overwrite(memory, stream)
+        if not self.over:
+            self.overwrite(memory, stream)
 
     def free_bytes(self) -> int:
         return self.free
@@ -364,5 +366,6 @@ def on_fake_device(fake: Fake, kind: type[LateLink] = LateLink, **options: Any) 
         finally:
             for link in links:
                 link.close()
+                link.fake_device.over = True
                 for stream in link.roles.values():
                     fake.synchronize(stream)  # what a broken device has left, before memory goes that it is about

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.cuda.blocks import early_buckets
+from superoffload.optimizer.untold_writes import UntoldWrites
 from superoffload.schedule import MODES
 from tests.adamw_tools import batch
 from tests.cuda_tools import out_of_memory, training
@@ -58,12 +59,18 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("groups", [one_group, two_groups])
 @pytest.mark.parametrize("make_model", [deep_model, wide_model, large_last, large_first])
 def test_blocks_and_gradients_never_exceed_all_gradients(
-    fake: Fake, make_model: MakeModel, groups: Callable[[nn.Module], Any], bucket_numel: int, dtype: torch.dtype
+    fake: Fake,
+    make_model: MakeModel,
+    groups: Callable[[nn.Module], Any],
+    bucket_numel: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Counted as an allocator does, whenever a gradient or a block appears; staging that is always there aside.
 
     What record_stream was called for counts until the end of the step.
     """
+    monkeypatch.setattr(UntoldWrites, "on_device", False)  # no more sums of bits
     model = make_model(dtype)
     model.register_forward_pre_hook(lambda *_: fake.synchronize())
     all_gradients = sum(allocated(param.numel() * param.element_size()) for param in model.parameters())
@@ -85,7 +92,8 @@ def test_blocks_and_gradients_never_exceed_all_gradients(
                 most = max(most, blocks_of(optimizer))
                 optimizer.step()
                 assert memory.peak - always <= all_gradients
-                assert memory.active == always, "everything goes with the step"
+                if seed > 0:  # in the first step sums of bits go, too, which were taken at construction
+                    assert memory.active == always, "everything goes with the step"
             assert (most > 0) == bool(early_buckets(optimizer._core.buckets))
             if bucket_numel == 1024 and make_model is deep_model:
                 assert most > all_gradients / 2, "most of the gradients' memory is used again"
