@@ -255,7 +255,12 @@ def test_all_of_them_go_when_a_step_ends_with_nothing(fake: Fake, end: str) -> N
         batch(model, 2).backward()
         handle.remove()
         assert blocks_of(optimizer) > 0
-        {"skip": optimizer.step, "abandon": optimizer.zero_grad, "close": optimizer.close}[end]()
+        ends: dict[str, Callable[[], object]] = {
+            "skip": optimizer.step,
+            "abandon": optimizer.zero_grad,
+            "close": optimizer.close,
+        }
+        ends[end]()
         assert blocks_of(optimizer) == 0
 
 
