@@ -28,10 +28,10 @@ FATES = ("commit", "clip", "skip", "abandon", "second backward", "edit", "new lr
 
 
 def backward(fate: str, model: nn.Module, seed: int) -> None:
-    """A gradient that is not finite comes last, so that all others have been speculated on."""
-    factor = torch.nan if fate == "skip" else 1.0
+    """A gradient that is large, or not finite, comes last, so that all others have been speculated on."""
+    factor = {"clip": 1e3, "skip": torch.nan}.get(fate, 1.0)
     handle = next(model.parameters()).register_hook(lambda gradient: gradient * factor)
-    batch(model, seed, scale=3.0 if fate == "clip" else 0.1).backward()
+    batch(model, seed, scale=0.1).backward()
     handle.remove()
 
 
@@ -163,6 +163,7 @@ def test_what_was_sent_for_nothing_is_sent_again_or_not_at_all(fake: Fake, fate:
             found, stats = train_with(fates, late, fake.synchronize, settings)
         assert found == expected and fake.mismatches == 0
         assert stats["bytes_up_early"] > 0
+        assert fate != "clip" or stats["buckets_replayed"] > 0
 
 
 def test_a_gradient_is_packed_where_nothing_is_copied_any_more(fake: Fake) -> None:
@@ -230,13 +231,15 @@ def test_a_commit_copies_nothing_over_the_link_but_tables(fake: Fake) -> None:
         assert stats["bytes_up"] - before["bytes_up"] == _bytes(buckets), "each travels once"
 
 
-def test_what_was_discarded_has_travelled_too(fake: Fake) -> None:
-    with all_sent_early(fake) as (_, optimizer, early):
+@pytest.mark.parametrize("fate", ["new lr", "abandon"])
+def test_what_was_discarded_has_travelled_too(fake: Fake, fate: str) -> None:
+    with all_sent_early(fake) as (model, optimizer, early):
         before = optimizer.stats()
-        optimizer.param_groups[0]["lr"] = 0.5
-        optimizer.step()
+        end_step(fate, model, optimizer, 0)
+        optimizer.zero_grad()
         stats = optimizer.stats()
-        assert stats["bytes_up"] - before["bytes_up"] == _bytes(optimizer._core.buckets) + _bytes(early)
+        delivered = 0 if fate == "abandon" else _bytes(optimizer._core.buckets)
+        assert stats["bytes_up"] - before["bytes_up"] == delivered + _bytes(early)
         assert stats["bytes_up_early"] == before["bytes_up_early"]
 
 

@@ -175,7 +175,8 @@ def _add_offloaded(
     """Gradients leave the GPU bucket by bucket; the host keeps state and staging, ours the journal as well."""
     own = shard if settings.ranks > 1 else count
     if settings.engine == "superoffload":
-        gpu["staging"] = (2 * settings.gradient_bytes + 2) * min(BUCKET_ELEMENTS, own)  # two slots down, one up
+        # Two slots down, one up. Parameters that go up before the verdict take what is free, and need nothing.
+        gpu["staging"] = (2 * settings.gradient_bytes + 2) * min(BUCKET_ELEMENTS, own)
         moments = 8 if settings.state_dtype == "fp32" else 4
         if settings.gpu_fraction > 0:
             gpu["state on the GPU (placement)"] = settings.gpu_fraction * (4 + moments + settings.gradient_bytes) * own
