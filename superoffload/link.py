@@ -67,7 +67,7 @@ class Link(Protocol):
     def stage(self, bucket: Bucket, after: _native.Completion) -> None:
         """``after`` steps ``bucket`` before the verdict: its new parameters may travel once that has succeeded.
 
-        Nobody sees them before they are delivered. A link may do nothing here; what goes wrong is no error.
+        They are not seen before they are delivered. A link may do nothing here; what goes wrong is no error.
         """
 
     def unstage(self, bucket: Bucket) -> None:

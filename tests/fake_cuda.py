@@ -221,7 +221,7 @@ class FakeDevice:
         return memory
 
     def _freed(self, memory: Tensor, stream: int) -> None:
-        """Whoever goes on with it does so in the order of the stream that it was allocated on."""
+        """Its next owner goes on with it in the order of the stream that it was allocated on."""
         self.memory.give(memory.numel())
         self.overwrite(memory, stream)
 

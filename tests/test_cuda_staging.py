@@ -1,4 +1,4 @@
-"""New parameters that travel before the verdict: seen by nobody until the commit, discarded by everything else."""
+"""New parameters that travel before the verdict: not seen until the commit, discarded by everything else."""
 
 from __future__ import annotations
 
