@@ -223,7 +223,7 @@ class FakeDevice:
         return memory
 
     def _freed(self, memory: Tensor, stream: int) -> None:
-        """Whoever goes on with it does so in the order of the stream that it was allocated on."""
+        """Its next owner goes on with it in the order of the stream that it was allocated on."""
         self.memory.give(memory.numel())
         if not self.over:
             self.overwrite(memory, stream)

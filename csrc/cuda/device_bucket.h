@@ -62,8 +62,7 @@ class Stage {
     void sent() { state_.store(kSent); }
     bool is_sent() const { return state_.load() == kSent; }
     // True: nothing was enqueued, and nothing will be.
-    bool withdraw() { return move(kWaiting, kWithdrawn) || state_.load() == kWithdrawn; }
-    bool is_withdrawn() const { return state_.load() == kWithdrawn; }
+    bool withdraw() { return move(kWaiting, kWithdrawn); }
 
     const std::shared_ptr<Completion> done = std::make_shared<Completion>();  // enqueued, or given up
 

@@ -1,6 +1,6 @@
 // From a bucket's shadow in host memory to the parameters on the device: the up stream, and the thread that enqueues
 // each copy once the workers have stepped its bucket. What was speculated goes up before the verdict, as far as the
-// bucket's block, which nobody reads before it is delivered.
+// bucket's block, which is not read before it is delivered.
 #pragma once
 
 #include <atomic>

@@ -85,7 +85,7 @@ class Pipeline {
     // block. Whether it was made.
     bool unstage(const std::shared_ptr<DeviceBucket>& bucket);
     // Ends the use of the block: what is enqueued on `stream` from here on may overwrite it. Not while a delivery is on
-    // its way that nobody has waited for.
+    // its way.
     void release(const std::shared_ptr<DeviceBucket>& bucket, Stream stream);
     // Of parameters, that stage() has brought up.
     std::uint64_t bytes_early() const { return parameters_.bytes_early(); }
