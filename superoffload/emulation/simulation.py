@@ -101,12 +101,7 @@ class Simulation:
         self.pool = VirtualPool(
             self.clock, lambda operation, numel: self._delay(), at_once=lambda: self.chance.random() < 0.5
         )
-        self.link = VirtualLink(
-            self.clock,
-            lambda size: self._delay(),
-            lambda size: self._delay(),
-            stages=lambda bucket: self.chance.random() < 0.7,
-        )
+        self.link = VirtualLink(self.clock, self._delay, self._delay, stages=lambda bucket: self._happens(0.7))
         self.core = Core(self.link, self._options(), lambda group: self._hypers[group])
         self._add_shards()
         self.plain = PlainModel(self.core.shards, lambda group: self._hypers[group])
@@ -129,7 +124,7 @@ class Simulation:
             pool=self.pool,
         )
 
-    def _delay(self) -> float:
+    def _delay(self, size: int = 0) -> float:
         return self.chance.choice((0.0, 1.0, 1.0, 5.0)) * self.chance.random()
 
     def _add_shards(self) -> None:
