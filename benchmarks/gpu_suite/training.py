@@ -38,6 +38,7 @@ _COUNTED = frozenset(
         "optimizer_seconds_exposed",
         "bytes_down",
         "bytes_up",
+        "bytes_up_early",
     ]
 )
 
