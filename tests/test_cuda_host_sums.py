@@ -245,6 +245,37 @@ def test_what_is_known_not_to_be_the_last_pass_is_not_stepped(fake: Fake) -> Non
     assert added and all(count >= 5 for count in counts)
 
 
+def test_each_bucket_is_stepped_once_in_a_pass_that_may_be_the_last(fake: Fake) -> None:
+    """Also after passes that were not the last one: whose gradients were read, or whose step was given up."""
+
+    def speculated(optimizer: AdamW) -> float:
+        count = optimizer.stats()["buckets_speculated"]
+        optimizer.step()
+        return count
+
+    def plain(model: nn.Module, optimizer: AdamW) -> None:
+        loop(optimizer, losses_of(model, 0, 3))
+        assert 1 < speculated(optimizer) <= 3, "all are in one bucket"
+
+    def read(model: nn.Module, optimizer: AdamW) -> None:
+        with optimizer.accumulate():
+            batch(model, 0).backward()
+        assert [grad.norm() for grad in grads_of(model)]
+        batch(model, 1).backward()
+        assert speculated(optimizer) == 1
+
+    def left(model: nn.Module, optimizer: AdamW) -> None:
+        with optimizer.accumulate():
+            batch(model, 0).backward()
+        optimizer.zero_grad()
+        batch(model, 1).backward()
+        assert speculated(optimizer) == 1
+
+    for program in (plain, read, left):
+        with free_bytes(0):
+            on_the_device(fake, program, BF16, bucket_numel=1 << 20, **FP32)
+
+
 def test_the_early_stop_knows_the_sum_and_not_its_parts(fake: Fake) -> None:
     def opposite(model: nn.Module, optimizer: AdamW) -> None:
         optimizer.max_grad_norm = 1.0
