@@ -98,8 +98,9 @@ class AdamW(Delivery):
         state_dtype: of exp_avg and exp_avg_sq: "fp32", or "bf16" with stochastic rounding: 20 instead of 28 bytes moved
             and 8 instead of 12 kept per parameter. docs/kernel.md shows what it costs in accuracy.
         accumulate_dtype: "fp32": gradients of bf16 and fp16 parameters add up in fp32 over the backward passes of a
-            step, with or without ``accumulate()``, and ``p.grad`` is in fp32, for 2 more bytes per parameter. No effect
-            on fp32 parameters and on checkpoints. Needs torch 2.10 or ``p.main_grad``; refused with
+            step, with or without ``accumulate()``, and ``p.grad`` is in fp32, for 2 more bytes per parameter. A GPU
+            without room for these sums has them made in host memory, which is slower. No effect on checkpoints, and on
+            fp32 parameters but for that. Needs torch 2.10 or ``p.main_grad``; refused with
             ``DistributedDataParallel``. None: they add up in the parameter's dtype, or in that of ``p.grad_dtype``.
             docs/edits.md.
         seed: of the rounding of state; the same seed gives the same bits, whatever was speculated, undone or replayed.

@@ -19,7 +19,7 @@ from superoffload import _native
 from superoffload.bucket import Bucket, BucketState, GroupHyper, Shard
 from superoffload.errors import DeviceError, StateError, TornStep
 from superoffload.link import Link
-from superoffload.pipeline.arriving import Arriving
+from superoffload.pipeline.adding import Adding
 from superoffload.pipeline.layout import JOURNAL_BYTES_PER_PARAM
 from superoffload.pipeline.options import CoreOptions
 from superoffload.placement import Placer
@@ -42,7 +42,7 @@ class SumExchange(Protocol):
         """Those of all ranks, the same on each, in the order to fold them; None if no rank has a gradient."""
 
 
-class Core(Arriving):
+class Core(Adding):
     """The step. ``hyper_of(group)`` returns a group's current hyper-parameters."""
 
     def __init__(self, link: Link, options: CoreOptions, hyper_of: Callable[[int], GroupHyper]) -> None:

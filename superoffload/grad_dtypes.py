@@ -48,9 +48,9 @@ def _set(param: Any, dtype: torch.dtype | None) -> None:
 @torch.no_grad()
 def _in_dtype(param: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
     packed = packed_in(grad)
-    if packed is None or packed.in_memory is not None:
+    if packed is None or packed.in_memory is not None or packed.addend is not None:
         with torch.inference_mode(False):
             return grad.to(dtype)
-    like = PackedGradient(packed.of, packed.shard, packed, dtype, packed._fetch)
+    like = PackedGradient(packed.of, packed.shard, packed, dtype, packed._fetch, packed._offer)
     like.zeroed = packed.zeroed
     return stand_in_for(param, like)

@@ -90,6 +90,9 @@ class Link(Protocol):
         the copy was made, or where streams order it: enqueued.
         """
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so much memory, where gradients are, is in use at no time of a step."""
+
     def make_visible(self, bucket: Bucket) -> None:
         """On the training thread, once the delivery is done: what it enqueues from here on reads the new parameters."""
 
@@ -148,6 +151,10 @@ class SynchronousLink:
             # copy, so the shadow may be written again.
             torch._foreach_copy_(targets, sources)
         return _native.Completion.already_done()
+
+    def has_room(self, nbytes: int) -> bool:
+        """Gradients stay where they are anyway."""
+        return True
 
     def make_visible(self, bucket: Bucket) -> None:
         """It is since it was copied."""

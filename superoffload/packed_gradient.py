@@ -2,6 +2,7 @@
 
 Then they are copied back from where they were packed, and everything is done with that copy: what autograd adds, what
 reads, clips or unscales. So loops that work with gradients by hand are right, only slower than those that need not.
+Where gradients add up in host memory (superoffload/optimizer/host_sums.py), what autograd adds waits here for our hook.
 """
 
 from __future__ import annotations
@@ -29,16 +30,26 @@ class PackedGradient(Tensor):
     shard: int  # its index
     in_memory: Tensor | None  # the gradient, once it was brought back
     zeroed: bool  # it was set to zero since it was packed
+    addend: Tensor | None  # what is still to be added to what was packed
     _fetch: Callable[[PackedGradient], None]
+    _offer: Callable[[PackedGradient, Tensor], None]
 
     @staticmethod
     def __new__(
-        cls, name: str, shard: int, param: Tensor, dtype: torch.dtype, fetch: Callable[[PackedGradient], None]
+        cls,
+        name: str,
+        shard: int,
+        param: Tensor,
+        dtype: torch.dtype,
+        fetch: Callable[[PackedGradient], None],
+        offer: Callable[[PackedGradient, Tensor], None],
     ) -> PackedGradient:
+        """``offer`` sets ``addend`` to what it is given where its owner adds it to what was packed."""
         made: PackedGradient = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=dtype, device=param.device, requires_grad=False
         )
-        made.of, made.shard, made.in_memory, made.zeroed, made._fetch = name, shard, None, False, fetch
+        made.of, made.shard, made.in_memory, made.zeroed, made.addend = name, shard, None, False, None
+        made._fetch, made._offer = fetch, offer
         return made
 
     def __init__(self, *_: Any) -> None:
@@ -60,8 +71,16 @@ class PackedGradient(Tensor):
         """Needs no memory as long as it is all that is done."""
         if self.in_memory is not None:
             return self.in_memory.zero_()
-        self.zeroed = True
+        self.zeroed, self.addend = True, None
         return self
+
+    def takes(self, addend: Any) -> bool:
+        """Whether what autograd adds waits in ``addend``, so that nothing need be brought back."""
+        plain = type(addend) is Tensor and (addend.shape, addend.dtype) == (self.shape, self.dtype)
+        if not plain or self.zeroed or self.in_memory is not None or self.addend is not None:
+            return False
+        self._offer(self, addend)
+        return self.addend is addend
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,6 +156,7 @@ _FORM = frozenset(
     ]
 )
 _TO_ZERO = frozenset([Tensor.zero_, torch.zero_, torch.ops.aten.zero_.default])
+_ADDED = torch.ops.aten.add_.Tensor  # what autograd does; Python's operators are other functions
 
 
 def _is_about_its_form(func: Any, args: Any) -> bool:
@@ -147,6 +167,8 @@ def _do(func: Any, args: Any, kwargs: Any) -> Any:
     """With ordinary tensors in place of placeholders."""
     if func in _TO_ZERO:
         return args[0].set_to_zero()
+    if func is _ADDED and not kwargs and isinstance(args[0], PackedGradient) and args[0].takes(*args[1:]):
+        return args[0]
     return func(*_brought_back(args), **_brought_back(kwargs or {}))
 
 

@@ -113,7 +113,7 @@ class Tracked:
             return True
         packed = packed_in(self.grad)
         if packed is not None:  # one that was brought back is compared
-            return packed.zeroed
+            return packed.zeroed or packed.addend is not None
         return self.grad is not None and not is_dtensor(self.grad) and version_of(self.grad) != self.grad_version
 
     def remember_grad(self, grad: Tensor, *, summed: bool = False) -> None:
@@ -141,11 +141,13 @@ class Tracked:
         """The place where that gradient was packed is needed."""
         self._packed = None
 
-    def free_grad(self, fetch: Callable[[PackedGradient], None]) -> None:
+    def free_grad(
+        self, fetch: Callable[[PackedGradient], None], offer: Callable[[PackedGradient, Tensor], None]
+    ) -> None:
         """The gradient was packed: its memory goes, and a placeholder that can ``fetch`` it stands in ``p.grad``."""
         local = local_of(self.param) if is_dtensor(self.param) else self.param
         assert self.grad is not None
-        packed = PackedGradient(self.shard.name, self.shard.index, local, self.grad.dtype, fetch)
+        packed = PackedGradient(self.shard.name, self.shard.index, local, self.grad.dtype, fetch, offer)
         self._packed = ref(packed)
         self.param.grad = self.grad = stand_in_for(self.param, packed)
         self.grad_version, self.grad_sums = UNKNOWN, None

@@ -309,6 +309,9 @@ class CudaLink:
             del self._targets[bucket]
             raise
 
+    def has_room(self, nbytes: int) -> bool:
+        return nbytes <= self._device.free_bytes()
+
     def make_visible(self, bucket: Bucket) -> None:
         with _translated(f"delivering {bucket.pieces[0].shard.name}"):
             for stream in {self._device.current_stream(), *self._readers}:

@@ -35,6 +35,9 @@ class FreedGradients:
             except BaseException:
                 packed.in_memory = None
                 raise
+            addend, packed.addend = packed.addend, None
+            if addend is not None:  # behind its sums, which then show that it is not what was packed
+                packed.in_memory.add_(addend)
         if not self._said:
             self._said = True
             self._advice.keep(

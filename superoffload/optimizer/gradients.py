@@ -20,6 +20,7 @@ from superoffload.optimizer.accumulating import Accumulating
 from superoffload.optimizer.advice import Advice
 from superoffload.optimizer.edited_gradients import EditedGradients
 from superoffload.optimizer.freed_gradients import FreedGradients
+from superoffload.optimizer.host_sums import HostSums
 from superoffload.optimizer.idle_steps import IdleSteps
 from superoffload.optimizer.parameters import Parameters
 from superoffload.optimizer.untold_writes import UntoldWrites
@@ -55,7 +56,8 @@ class Gradients(Parameters):
         self._core.packed = weakly(self._on_packed)
         self._core.making_way = weakly(self._keep_what_is_shown)
         self._freed = FreedGradients(self._core, self._advice)
-        self._fetch = weakly(self._bring_back)
+        self._fetch, self._offer = weakly(self._bring_back), weakly(self._take_addend)
+        self._host_sums = HostSums(self._core, wanted=self._given.fp32_sums)
 
     # ---- hooks ------------------------------------------------------------------------------------------------
 
@@ -77,7 +79,7 @@ class Gradients(Parameters):
     # ---- during backward --------------------------------------------------------------------------------------
 
     def accumulate(self) -> Accumulating:
-        """Backward inside this context is not the boundary: gradients add up and nothing is packed yet."""
+        """Backward inside this context is not the boundary: gradients add up and nothing is stepped yet."""
         return Accumulating(self._accumulating)
 
     def _on_gradient(self, param: Tensor) -> None:
@@ -111,18 +113,48 @@ class Gradients(Parameters):
         self._unfinished.clear()
 
     def _take_gradient(self, tracked: Tracked) -> None:
-        core = self._core
-        if core.has_gradient(tracked.shard):  # a second backward before step(): undo, the sum is the gradient
-            self._let_go(tracked)
-        if self._accumulating or not _is_final(tracked.param) or self._window.more_to_come():
-            return
-        tracked.arrivals += 1
-        if tracked.arrivals < tracked.expected:
-            return
-        await_offload(tracked.param)
-        self._hand_over(tracked, in_backward=True)
+        packed = packed_in(tracked.param.grad)
+        if packed is not None and (packed.addend is None or not self._is_packed(tracked, packed)):
+            packed = None
+        if packed is None and self._core.has_gradient(tracked.shard):
+            self._let_go(tracked)  # a second backward before step(): undo, the sum is the gradient
+        more_to_come = not self._is_last(tracked)
+        if packed is not None:
+            self._add_to_packed(tracked, packed, more_to_come=more_to_come)
+        elif not more_to_come or self._host_sums.serve(tracked):
+            await_offload(tracked.param)
+            self._hand_over(tracked, in_backward=True, more_to_come=more_to_come)
 
-    def _hand_over(self, tracked: Tracked, *, in_backward: bool) -> None:
+    def _is_last(self, tracked: Tracked) -> bool:
+        """In its hook: whether this backward is the one before ``step()``, as far as it is known."""
+        if self._accumulating or not _is_final(tracked.param) or self._window.more_to_come():
+            return False
+        tracked.arrivals += 1
+        return tracked.arrivals >= tracked.expected
+
+    def _is_packed(self, tracked: Tracked, packed: PackedGradient) -> bool:
+        """Whether ``packed`` stands for what the core has of this step."""
+        return tracked.grad is packed and tracked.packed is packed and self._core.has_gradient(tracked.shard)
+
+    def _take_addend(self, packed: PackedGradient, addend: Tensor) -> None:
+        """Whichever thread adds it; its hook goes on with it."""
+        with self._work.alone:
+            tracked = self._of_shard.get(packed.shard)
+            if tracked is None or self._out_of_use() or not self._is_packed(tracked, packed):
+                return
+            if packed.addend is None and packed.in_memory is None and self._host_sums.serve(tracked):
+                packed.addend = addend
+
+    def _add_to_packed(self, tracked: Tracked, packed: PackedGradient, *, more_to_come: bool) -> None:
+        assert packed.addend is not None
+        if tracked.plainly_written:
+            self._refresh(tracked)
+        with room_on_device(tracked.shard.name):
+            part = tracked.holding.part(packed.addend).contiguous()
+        self._core.add(tracked.shard, part, more_to_come=more_to_come)
+        packed.addend = None  # not before: where that failed, it is part of the gradient all the same
+
+    def _hand_over(self, tracked: Tracked, *, in_backward: bool, more_to_come: bool = False) -> None:
         main = main_grad_of(tracked.param)
         grad = unpacked(tracked.param) if main is None else main
         assert grad is not None
@@ -144,7 +176,7 @@ class Gradients(Parameters):
         tracked.remember_grad(grad, summed=summed and not shard.sums_gradient)
         with room_on_device(shard.name):
             part = tracked.holding.part(grad).contiguous().to(shard.gradient_dtype)
-        core.arrive(shard, part, in_backward=in_backward)
+        core.arrive(shard, part, in_backward=in_backward, more_to_come=more_to_come)
 
     def _follow_dtype(self, tracked: Tracked, dtype: torch.dtype) -> None:
         """Sees to it that the gradient fits its buckets: those in fp32 hold every other one exactly.
@@ -176,7 +208,7 @@ class Gradients(Parameters):
         tracked = self._of_shard[shard.index]
         if tracked.grad is None or shard.keeps_gradient:  # not ours to free: a reduction's, or p.main_grad
             return
-        tracked.free_grad(self._fetch)
+        tracked.free_grad(self._fetch, self._offer)
 
     def _bring_back(self, packed: PackedGradient) -> None:
         """Whichever thread needs it. Leaves ``packed`` as it is where what it stands for is not there any more."""

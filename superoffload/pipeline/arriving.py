@@ -61,16 +61,21 @@ class Arriving(Speculating):
             bucket.missing -= 1
             self.link.received(bucket)
 
-    def arrive(self, shard: Shard, gradient: Tensor, *, in_backward: bool = True) -> None:
-        """``gradient`` (flat, contiguous, ``shard.gradient_dtype``) is final; its memory is read until packed."""
+    def arrive(self, shard: Shard, gradient: Tensor, *, in_backward: bool = True, more_to_come: bool = False) -> None:
+        """``gradient`` (flat, contiguous, ``shard.gradient_dtype``) is final; its memory is read until packed.
+
+        ``more_to_come``: it is not, and the rest will be given to ``add()``; what it is part of is not speculated.
+        """
         if shard.index in self._incoming:
             raise StateError(f"{shard.name}: a second gradient arrived without retract() in between")
         self.link.check_stream()
         self._attach_waiting()
-        if in_backward:
+        if in_backward and not more_to_come:
             self._stopwatch.gradient()
         self._finish_before(shard)
         self._incoming[shard.index] = gradient
+        if more_to_come:
+            self._awaited.add(shard.index)
         if not self._observed and in_backward:
             self._order.append(shard.index)
         buckets = self._buckets_of(shard)
@@ -80,7 +85,7 @@ class Arriving(Speculating):
         for bucket in buckets:
             if bucket.missing == 0:
                 self._pack(bucket)
-                if in_backward and self._worth_speculating():
+                if in_backward and self._is_whole(bucket) and self._worth_speculating():
                     self._speculate(bucket)
 
     def gradient_is(self, shard: Shard, gradient: Tensor) -> bool:
@@ -134,6 +139,7 @@ class Arriving(Speculating):
         if shard.index not in self._incoming:
             return
         del self._incoming[shard.index]
+        self._awaited.discard(shard.index)
         if not self._incoming:
             self._hypers.clear()
         if not self._observed and shard.index in self._order:

@@ -29,6 +29,7 @@ class Speculating(Settling):
         self._packed = 0  # elements of buckets that are packed in this step
         self._partial = 0.0  # sum of squares of what has arrived in this step, as far as it was looked at
         self._unsummed: dict[Bucket, _native.Completion] = {}  # packed in this step, not in _partial yet
+        self._awaited: set[int] = set()  # shards that more is to be added to, as far as that is known
         self._proves_clip = math.inf
         self._unscale = 1.0
         # States of earlier moments that are still being read; one whose save has been cut off is gone by itself.
@@ -49,12 +50,23 @@ class Speculating(Settling):
             self._speculating = self._partial < self._proves_clip
             if not self._speculating:
                 self._withdraw()
-        return self._speculating and self.policy.wants(self._packed / self._numel)
+        return self._speculating and self.policy.wants(self._packed_whole() / self._numel)
+
+    def _is_whole(self, bucket: Bucket) -> bool:
+        """Whether no more is expected to be added to what has arrived of ``bucket``."""
+        return not self._awaited or self._awaited.isdisjoint(piece.shard.index for piece in bucket.pieces)
+
+    def _packed_whole(self) -> int:
+        """Elements of buckets that are packed and whole."""
+        if not self._awaited:
+            return self._packed
+        packed = (bucket for bucket in self.buckets if bucket.state is not BucketState.FILLING)
+        return sum(bucket.numel for bucket in packed if self._is_whole(bucket))
 
     def _sum_what_arrived(self) -> None:
         """For the early stop: the block sums of packed gradients that have reached host memory since the last look."""
         for bucket, arrival in list(self._unsummed.items()):
-            if not arrival.done() or arrival.error:
+            if not arrival.done() or arrival.error or not self._is_whole(bucket):
                 continue
             del self._unsummed[bucket]
             for piece, present in zip(bucket.pieces, bucket.present, strict=True):
@@ -164,5 +176,6 @@ class Speculating(Settling):
         self._packed = 0
         self._partial = 0.0
         self._unsummed.clear()
+        self._awaited.clear()
         self._speculating = True
         self.link.step_ended()
