@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from superoffload import AdamW
 from superoffload.bucket import Shard
 from superoffload.core import Core
-from superoffload.errors import DeviceError, StateError
-from superoffload.packed_gradient import PackedGradient, packed_in
+from superoffload.packed_gradient import packed_in
 from tests.adamw_tools import batch, model_of
-from tests.fake_cuda import Fake, FakeDevice, on_fake_device
+from tests.fake_cuda import Fake, FakeDevice
 from tests.fp32_gradients import needs_grad_dtype
-from tests.freed_tools import NEEDED_AGAIN, OPTIONS, Program, clipped, grads_of, on_the_device, on_the_host, seen
+from tests.freed_tools import NEEDED_AGAIN, Program, clipped, grads_of, on_the_device, on_the_host, seen
 from tests.test_accumulate_dtype import loop, losses_of, told
 from tests.test_cuda_link import LATE
 from tests.test_cuda_windows import branches, images
@@ -316,7 +315,7 @@ def test_only_gradients_that_wait_for_their_bucket_take_memory(fake: Fake, windo
     def measured(model: nn.Module, optimizer: AdamW) -> None:
         def count(_: Tensor) -> None:
             nonlocal peak
-            peak = max(peak, sum(_bytes_in_use(param.grad) for param in model.parameters()))
+            peak = max(peak, sum(bytes_in_use(param.grad) for param in model.parameters()))
 
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(count)  # behind ours
@@ -331,7 +330,7 @@ def test_only_gradients_that_wait_for_their_bucket_take_memory(fake: Fake, windo
     assert added and 0 < peak <= 2 * 4 * 2048 < 4 * sum(p.numel() for p in layers(BF16).parameters()) / 4
 
 
-def _bytes_in_use(grad: Tensor | None) -> int:
+def bytes_in_use(grad: Tensor | None) -> int:
     packed = packed_in(grad)
     tensors = [grad] if packed is None else [packed.in_memory, packed.addend]
     return sum(one.numel() * one.element_size() for one in tensors if one is not None)
@@ -346,90 +345,3 @@ def test_each_pass_is_counted_on_the_link(fake: Fake) -> None:
     with free_bytes(0):
         found, *_ = on_the_device(fake, passes, BF16, **FP32)
     assert found[0] == [3 * 4 * sum(param.numel() for param in model_of(BF16).parameters())]
-
-
-# ---- while something waits to be added ------------------------------------------------------------------------------
-
-
-def _read(param: Any) -> Any:
-    return seen(param.grad)
-
-
-def _multiply(param: Any) -> None:
-    param.grad.mul_(0.5)
-
-
-def _set_to_zero(param: Any) -> None:
-    param.grad.zero_()
-
-
-def _replace(param: Any) -> None:
-    param.grad = param.grad + 1
-
-
-@pytest.mark.parametrize("hook", [_read, _multiply, _set_to_zero, _replace])
-def test_hooks_before_ours_find_the_sum(fake: Fake, hook: Callable[[Any], Any]) -> None:
-    found: list[Any] = []
-
-    def hooked(dtype: torch.dtype) -> nn.Module:
-        found.clear()
-        model = model_of(dtype)
-        for param in model.parameters():  # before the optimizer has its own
-            param.register_post_accumulate_grad_hook(lambda param: found.append(hook(param)))
-        return model
-
-    expected = on_the_host(uneven, BF16, hooked, **FP32), list(found)
-    fake.delays(2, LATE)
-    with free_bytes(0):
-        assert (on_the_device(fake, uneven, BF16, hooked, **FP32)[0], found) == expected
-
-
-@pytest.mark.parametrize("then", ["step", "another pass", "read", "zeroed"])
-def test_what_is_added_by_others_counts_as_well(fake: Fake, then: str) -> None:
-    """In C++, as autograd does it, but without a hook behind it."""
-
-    def added(model: nn.Module, optimizer: AdamW) -> list[Any]:
-        batch(model, 0).backward()
-        param = next(model.parameters())
-        assert param.grad is not None
-        for value in (1.0, 0.1):
-            torch.ops.aten.add_.Tensor(param.grad, torch.full_like(param, value, dtype=torch.float32))
-            if value == 1.0 and isinstance(param.grad, PackedGradient):
-                assert param.grad.in_memory is None, "it waits"
-            if then != "another pass":
-                break
-        if then == "read":
-            return [param.grad.norm()]
-        if then == "another pass":
-            batch(model, 1).backward()
-        if then == "zeroed":
-            param.grad.zero_()
-        optimizer.step()
-        return [optimizer.grad_norm]
-
-    expected = on_the_host(added, BF16, **FP32)
-    with free_bytes(0):
-        assert on_the_device(fake, added, BF16, **FP32)[0] == expected
-
-
-def test_an_error_leaves_what_was_to_be_added_in_the_gradient(fake: Fake) -> None:
-    """``step()`` refuses, since other gradients are missing; what is there is right."""
-    model = model_of(BF16)
-    with free_bytes(0), on_fake_device(fake) as links, AdamW(model.parameters(), **{**OPTIONS, **FP32}) as optimizer:
-        before = optimizer.state_digests()
-        batch(model, 0).backward()
-        first = [grad.clone() for grad in grads_of(model)]
-        optimizer.zero_grad()
-        batch(model, 0).backward()
-        links[0].fake_device.capturing = True
-        with pytest.raises(DeviceError, match="CUDA graph"):
-            batch(model, 0).backward()
-        links[0].fake_device.capturing = False
-        with pytest.raises(StateError, match="was ended at"):
-            optimizer.step()
-        waiting = [number for number, grad in enumerate(grads_of(model)) if _bytes_in_use(grad)]
-        assert len(waiting) == 1, "the one whose hook has failed"
-        grad = grads_of(model)[waiting[0]]
-        assert torch.equal(grad.clone(), first[waiting[0]] + first[waiting[0]])
-        optimizer.zero_grad()
-        assert optimizer.state_digests() == before
