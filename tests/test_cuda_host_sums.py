@@ -35,6 +35,7 @@ def free_bytes(nbytes: int) -> Iterator[list[str]]:
     add = Core.add
 
     def counted(core: Core, shard: Shard, addend: Tensor, **options: Any) -> None:
+        assert not shard.resident, "its packed gradient is on the device"
         names.append(shard.name)
         add(core, shard, addend, **options)
 
