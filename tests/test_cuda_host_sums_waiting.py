@@ -16,7 +16,7 @@ from tests.adamw_tools import batch, model_of
 from tests.fake_cuda import Fake, on_fake_device
 from tests.fp32_gradients import needs_grad_dtype
 from tests.freed_tools import OPTIONS, grads_of, on_the_device, on_the_host, seen
-from tests.test_cuda_host_sums import BF16, FP32, free_bytes
+from tests.test_cuda_host_sums import BF16, FP32, bytes_in_use, free_bytes, uneven
 from tests.test_cuda_link import LATE
 
 pytestmark = needs_grad_dtype
