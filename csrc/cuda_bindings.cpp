@@ -129,8 +129,8 @@ void bind_pipeline(py::module_& module) {
             [](cuda::Pipeline& pipeline, const std::shared_ptr<cuda::DeviceBucket>& bucket, Address current,
                const std::vector<cuda::DeviceAddress>& addresses, bool keep, const std::vector<Address>& others,
                cuda::DeviceAddress block, cuda::DeviceAddress bit_sums) {
-                return pipeline.pack(bucket, pointer<cuda::Stream>(current), addresses, keep, streams_at(others),
-                                     block, bit_sums);
+                return pipeline.pack(bucket, pointer<cuda::Stream>(current), addresses, keep, streams_at(others), block,
+                                     bit_sums);
             },
             py::arg("bucket"), py::arg("current"), py::arg("addresses"), py::arg("keep"), py::arg("others"),
             py::arg("block"), py::arg("bit_sums") = 0, release)
