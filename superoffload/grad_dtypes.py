@@ -2,32 +2,61 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from superoffload.packed_gradient import PackedGradient, packed_in, stand_in_for
 
 
+@dataclass
+class _Widened:
+    before: torch.dtype | None
+    was_own: bool  # the parameter's own dtype, as torch has it by default
+    holders: int = 0
+
+
+_WIDENED: Any = WeakTensorKeyDictionary()  # of each parameter what it was, for all that have widened it
+
+
+def is_widened(param: Tensor) -> bool:
+    """Whether ``p.grad_dtype`` is in fp32 because of us."""
+    return param in _WIDENED
+
+
 class GradDtypes:
-    """Remembers what ``p.grad_dtype`` was before it was widened."""
+    """One holder of widened parameters. The last one that puts a parameter back sets what it was before the first."""
 
     def __init__(self) -> None:
-        self._before: dict[Tensor, torch.dtype | None] = {}
+        self._held: dict[Tensor, None] = {}
 
     def widen(self, param: Any) -> None:
         """A gradient that is there already is widened with it."""
-        if param.grad_dtype is not torch.float32:
+        if param in self._held:
+            return
+        if not is_widened(param):
             before = param.grad_dtype
+            if before is torch.float32:
+                return
             _set(param, torch.float32)
-            self._before[param] = before
+            _WIDENED[param] = _Widened(before, before == param.dtype)
+        _WIDENED[param].holders += 1
+        self._held[param] = None
 
     def put_back(self) -> None:
         """A gradient that is there is rounded to what ``p.grad`` may be then. One that cannot be, on a device that is
         full or broken, is gone: the others and their parameters are none the worse for it."""
-        while self._before:
-            param, dtype = self._before.popitem()
+        while self._held:
+            param, _ = self._held.popitem()
+            widened = _WIDENED[param]
+            widened.holders -= 1
+            if widened.holders > 0:
+                continue
+            del _WIDENED[param]
+            dtype = param.dtype if widened.was_own else widened.before  # which was converted since, perhaps
             try:
                 _set(param, dtype)
             except RuntimeError:

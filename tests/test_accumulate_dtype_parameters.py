@@ -57,6 +57,45 @@ def test_what_is_set_is_set_back() -> None:
 
 
 @needs_grad_dtype
+def test_a_second_optimizer_of_the_same_parameters() -> None:
+    """As where a cell of a notebook is run again: the first one is closed behind the second one's construction."""
+    model = model_of(torch.bfloat16)
+    params = parameters_of(model)
+    first = AdamW(params, threads=1, accumulate_dtype="fp32")
+    batch(model, 0).backward()
+    with AdamW(params, threads=1, accumulate_dtype="fp32") as second:
+        sums = [param.grad.clone() for param in params]
+        first.close()
+        assert _dtypes(params) == [torch.float32] * 6
+        assert all(torch.equal(param.grad, grad) for param, grad in zip(params, sums, strict=True))
+        batch(model, 1).backward()
+        second.step()
+    assert _dtypes(params) == [torch.bfloat16] * 6
+
+
+@needs_grad_dtype
+@pytest.mark.parametrize("still_open", [True, False])
+def test_a_model_that_is_converted_has_gradients_of_its_own_dtype(still_open: bool) -> None:
+    model = model_of(torch.bfloat16)
+    optimizer = AdamW(model.parameters(), threads=1, accumulate_dtype="fp32")
+    if still_open:
+        model.float()
+    optimizer.close()
+    assert _dtypes(parameters_of(model)) == [torch.float32 if still_open else torch.bfloat16] * 6
+
+
+@needs_grad_dtype
+def test_the_error_says_whether_the_gradient_or_its_dtype_was_changed() -> None:
+    model = model_of(torch.bfloat16)
+    with AdamW(model.parameters(), threads=1, accumulate_dtype="fp32") as optimizer:
+        batch(model, 0).backward()
+        gradient = parameters_of(model)[0].grad.bfloat16()
+        for dtype, why in ((torch.float32, "was replaced or converted"), (torch.bfloat16, "was set to torch.bf")):
+            with pytest.raises(StateError, match=why):
+                optimizer._sums.check("weight", SimpleNamespace(grad_dtype=dtype), gradient)
+
+
+@needs_grad_dtype
 def test_memory_that_is_refused_while_a_gradient_changes_its_dtype() -> None:
     """Before, nothing has changed; behind, one gradient is gone, which shows, and everything else is set back."""
     convert = grad_dtypes._in_dtype

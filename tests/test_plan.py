@@ -215,6 +215,18 @@ def test_more_tokens_hide_more_of_the_optimizer() -> None:
     assert exposed[0] > 4 * exposed[3], "what stays is the last buckets, and a copy on the GPU"
 
 
+@pytest.mark.parametrize("host_bandwidth", [420e9, 5e12])
+def test_what_is_left_of_the_way_up_by_hand(host_bandwidth: float) -> None:
+    """Backward hides all but what the last of 64 buckets takes, or the last two take on the way up, and the copy."""
+    hardware = replace(GH200_96, gpu_memory=1e15, link_down=54e9, link_up=54e9, host_bandwidth=host_bandwidth)
+    numel = LLAMA_8B.parameters
+    down = up = 2 * numel / 54e9 / 64
+    stepped = down + 29.2 * numel / host_bandwidth / 64
+    exposed = max(stepped + up, down + 2 * up) + 4 * numel / hardware.gpu_bandwidth
+    settings = Settings(micro_batch=64, checkpointing="full")
+    assert estimate_step(LLAMA_8B, hardware, settings).optimizer_exposed == pytest.approx(exposed)
+
+
 def test_new_parameters_travel_before_the_verdict_where_there_is_room() -> None:
     behind_pcie = replace(GH200_96, link_down=54e9, link_up=54e9)
     settings = Settings(micro_batch=16, checkpointing="full")
@@ -227,6 +239,9 @@ def test_new_parameters_travel_before_the_verdict_where_there_is_room() -> None:
     least = (needs + CONTEXT_BYTES) / (1 - FRAGMENTATION)
     more = 2 * LLAMA_8B.parameters / (1 - FRAGMENTATION)
     assert exposed(least + 0.9 * more) > up > 5 * exposed(least + 1.1 * more)
+    for engine in (Settings(ranks=2), Settings(ranks=2, sharding="zero3")):  # DDP and ZeRO-3 keep gradients
+        kept = replace(engine, micro_batch=16, checkpointing="full")
+        assert estimate_step(LLAMA_8B, replace(behind_pcie, gpu_memory=1e15), kept).optimizer_exposed > up / 2
     clips = replace(settings, clip_rate=1.0)
     assert estimate_step(LLAMA_8B, behind_pcie, clips).optimizer_exposed > up, "what was staged is discarded"
 

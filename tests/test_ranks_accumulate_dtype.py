@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -160,6 +161,27 @@ def put_back_in_rank() -> tuple[set[Any], set[Any], bool]:
 @needs_grad_dtype
 def test_what_fsdp2_was_told_is_taken_back() -> None:
     assert on_ranks(2, put_back_in_rank) == [({torch.float32}, {torch.bfloat16}, True)] * 2
+
+
+def held_twice_in_rank() -> list[set[Any]]:
+    """The dtypes of gradients with a second optimizer of the same group, behind the first, and behind both."""
+    model, found = sharded_net(), []
+    first = ExitStack()
+    first.enter_context(optimizer_of(model, **ASKED))
+    with optimizer_of(model, **ASKED) as second:
+        first.close()
+        window(model, 0, synced=True)
+        found.append({param.grad.dtype for param in model.parameters() if param.grad is not None})
+        second.step()
+        second.zero_grad()
+    window(model, 0, synced=True)
+    found.append({param.grad.dtype for param in model.parameters() if param.grad is not None})
+    return found
+
+
+@needs_grad_dtype
+def test_two_optimizers_of_one_group() -> None:
+    assert on_ranks(2, held_twice_in_rank) == [[{torch.float32}, {torch.bfloat16}]] * 2
 
 
 def sharded_later_in_rank(named: bool) -> str | bool:

@@ -65,7 +65,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add_option(run, "--state-dtype", choices=("fp32", "bf16"), default="fp32", help="of the moments (superoffload)")
     add_option(
         run, "--gradient-dtype", choices=("bf16", "fp32"), default="bf16",
-        help="of the gradients, which accumulate_dtype= says (superoffload in one process, or under FSDP2)",
+        help="of the gradients; fp32 is accumulate_dtype='fp32' (superoffload in one process, or under FSDP2)",
     )  # fmt: skip
     output = parser.add_argument_group("output")
     output.add_argument("--json", metavar="PATH", help="write everything to this file too")

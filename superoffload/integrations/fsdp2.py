@@ -74,12 +74,12 @@ def keep_reduced_gradients(model: nn.Module) -> None:
             "no fp32 gradients that could be kept; pass it as mp_policy="
         )
     for group in kept:
-        KeptGroup(group)
+        KeptGroup.hold(group)
 
 
 def keep_in_fp32(model: nn.Module, params: Iterable[Tensor]) -> Callable[[], None]:
     """Likewise for the groups that have any of ``params``; what it returns puts torch's rounding back."""
-    kept = [KeptGroup(group) for group in sharded_in_16_bits(model, params)]
+    kept = [KeptGroup.hold(group) for group in sharded_in_16_bits(model, params)]
 
     def put_back() -> None:
         for group in kept:
@@ -107,18 +107,27 @@ def sharded_in_16_bits(model: nn.Module, params: Iterable[Tensor]) -> list[Any]:
 
 
 class KeptGroup:
-    """One group of ``fully_shard`` whose gradients stay in fp32 behind the reduction.
+    """One group of ``fully_shard`` whose gradients stay in fp32 behind the reduction, until all holders put it back.
 
     Said again where the group learns its dtypes, at the first forward: parameters may have been replaced until then.
     """
 
     def __init__(self, group: Any) -> None:
         self._group = group
+        self._holders = 0
         self._learn = group._init_mp_dtypes
         self._rounded_to: torch.dtype | None = None
         self._dtypes = GradDtypes()
         self._keep()
         group._init_mp_dtypes = self._learn_and_keep
+        group._kept_by_superoffload = self
+
+    @classmethod
+    def hold(cls, group: Any) -> KeptGroup:
+        """The same one for all who want it kept."""
+        kept: KeptGroup = getattr(group, "_kept_by_superoffload", None) or cls(group)
+        kept._holders += 1
+        return kept
 
     def _keep(self) -> None:
         for one in self._group.fsdp_params:
@@ -131,6 +140,10 @@ class KeptGroup:
         self._keep()
 
     def put_back(self) -> None:
+        self._holders -= 1
+        if self._holders > 0:
+            return
+        del self._group._kept_by_superoffload
         self._group._init_mp_dtypes = self._learn
         self._group._orig_dtype = self._rounded_to
         self._dtypes.put_back()

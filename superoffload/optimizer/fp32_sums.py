@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload.errors import ArgumentError, StateError
-from superoffload.grad_dtypes import GradDtypes
+from superoffload.grad_dtypes import GradDtypes, is_widened
 from superoffload.integrations.fsdp2 import keep_in_fp32, sharded_in_16_bits
 from superoffload.ranks.layout import is_dtensor
 
@@ -38,15 +38,16 @@ def check_fp32_sums(params: Named, model: nn.Module | None) -> None:
             f"accumulate_dtype='fp32': {ours[0][0]} needs p.grad_dtype, which torch {torch.__version__} does not have; "
             "it needs torch 2.10 or newer, or p.main_grad in float32, to which a hook of yours adds"
         )
-    if isinstance(model, nn.parallel.DistributedDataParallel):
+    training = [name for name, param in ours if param.requires_grad]
+    if training and isinstance(model, nn.parallel.DistributedDataParallel):
         raise ArgumentError(
-            f"accumulate_dtype='fp32': {ours[0][0]} is reduced by DistributedDataParallel, which takes gradients in "
+            f"accumulate_dtype='fp32': {training[0]} is reduced by DistributedDataParallel, which takes gradients in "
             "the parameter's dtype only; use fully_shard with MixedPrecisionPolicy(reduce_dtype=torch.float32), or "
             "p.main_grad in float32, to which you add what DDP has reduced"
         )
     known = {id(param) for param in model.parameters()} if model is not None else set()
     for name, param in ours:
-        if is_dtensor(param) and id(param) not in known:
+        if is_dtensor(param) and id(param) not in known and not is_widened(param):
             raise ArgumentError(
                 f"accumulate_dtype='fp32': {name} is a DTensor, and what reduces its gradients must keep them in fp32; "
                 "pass model=, or call superoffload.integrations.fsdp2.keep_reduced_gradients(model) before this"
@@ -73,14 +74,19 @@ class Fp32Sums:
         for param in ours:
             self._dtypes.widen(param)
 
-    def check(self, name: str, gradient: Tensor) -> None:
+    def check(self, name: str, param: Any, gradient: Tensor) -> None:
         """Every gradient that is handed over, or something has changed since what we have set."""
-        if self.wanted and gradient.dtype != torch.float32:
-            raise StateError(
-                f"{name}: its gradient is {gradient.dtype}, so it was not added up in fp32 as accumulate_dtype='fp32' "
-                "asks for; p.grad_dtype (or p.main_grad) was changed since the optimizer was made: leave it as it is, "
-                "or make a new optimizer without accumulate_dtype. Nothing has changed; call zero_grad()"
-            )
+        if not self.wanted or gradient.dtype == torch.float32:
+            return
+        declared = getattr(param, "grad_dtype", None)
+        why = f"p.grad_dtype was set to {declared} since the optimizer was made"
+        if declared is torch.float32:
+            why = "p.grad was replaced or converted (model.to) since backward"
+        raise StateError(
+            f"{name}: its gradient is {gradient.dtype}, so it was not added up in fp32 as accumulate_dtype='fp32' asks "
+            f"for: {why}. Nothing has changed. Call zero_grad() and leave gradients and p.grad_dtype as they are; "
+            "where they must change, make the optimizer behind that, or without accumulate_dtype"
+        )
 
     def end(self) -> None:
         """Everything as it was before, gradients included."""
@@ -91,5 +97,6 @@ class Fp32Sums:
 
 def _is_ours_to_set(param: Any) -> bool:
     """Not where gradients are added up in fp32 already: because the user says so, or in ``p.main_grad``."""
-    in_fp32 = param.dtype is torch.float32 or getattr(param, "grad_dtype", None) is torch.float32
-    return not in_fp32 and getattr(param, "main_grad", None) is None
+    if param.dtype is torch.float32 or getattr(param, "main_grad", None) is not None:
+        return False
+    return getattr(param, "grad_dtype", None) is not torch.float32 or is_widened(param)

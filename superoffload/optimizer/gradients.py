@@ -159,7 +159,7 @@ class Gradients(Parameters):
         grad = unpacked(tracked.param) if main is None else main
         assert grad is not None
         check_gradient(tracked.shard.name, tracked.param, grad)
-        self._sums.check(tracked.shard.name, grad)
+        self._sums.check(tracked.shard.name, tracked.param, grad)
         if tracked.plainly_written:  # of other writes step() takes back what is speculated now
             self._refresh(tracked)
         self._follow_dtype(tracked, grad.dtype)

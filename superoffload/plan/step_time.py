@@ -137,7 +137,7 @@ def _superoffload(
     if stages:
         there = max(0.0, _pipeline(ready, [down, journaled, up]) - window)
         across = COPY_ON_GPU_BYTES * on_host / hardware.gpu_bandwidth
-        after_commit = min(after_commit, max(there, verdict + UNSTAGED * up / BUCKETS) + across)
+        after_commit = max(there, verdict + UNSTAGED * up / BUCKETS) + across
     after_replay = max(stepped, verdict) + max(replay, up) + min(replay, up) / BUCKETS
     after_one_pass = verdict + max(plain, up) + min(plain, up) / BUCKETS
     speculating = (1 - settings.clip_rate) * after_commit + settings.clip_rate * after_replay
