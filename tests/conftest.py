@@ -112,7 +112,7 @@ def fake(_fake_driver: Any) -> Iterator[Any]:
     _fake_driver.reset()
     yield _fake_driver
     _fake_driver.reset()
-    _fake_driver.synchronize()
+    _fake_driver.finish()
 
 
 def pytest_sessionfinish() -> None:

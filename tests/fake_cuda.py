@@ -63,6 +63,8 @@ class Fake:
         self._functions.fake_cuda_calls.restype = ctypes.c_long
         self._functions.fake_cuda_mismatches.restype = ctypes.c_long
         self._functions.fake_cuda_registered_bytes.restype = ctypes.c_size_t
+        self._streams: list[int] = []  # that may have work left
+        self._devices: list[FakeDevice] = []  # with memory for that work
         self.current = self.make_stream()
 
     @property
@@ -74,7 +76,21 @@ class Fake:
         return self._functions
 
     def make_stream(self) -> int:
-        return int(self._functions.fake_cuda_stream())
+        self._streams.append(int(self._functions.fake_cuda_stream()))
+        return self._streams[-1]
+
+    def has(self, device: FakeDevice) -> None:
+        """It stays until all streams are over."""
+        self._devices.append(device)
+
+    def finish(self) -> None:
+        """Until all that was enqueued on any stream is over; then the memory may go that it is about."""
+        for device in self._devices:
+            device.over = True
+        for stream in self._streams:
+            self.synchronize(stream)
+        self._streams = [self.current]
+        self._devices.clear()
 
     def reset(self) -> None:
         self._functions.fake_cuda_reset()
@@ -194,6 +210,7 @@ class FakeDevice:
         self.reusing = False  # memory of gradients is written again without regard to release()
         self.released: dict[int, int] = {}  # address of a gradient -> stream that still reads it
         self.kept: list[Tensor] = []
+        fake.has(self)
         self.capturing = False
         self.refused = 0  # so many allocations from now on fail
         self.free = 1 << 30

@@ -83,6 +83,15 @@ def test_many_at_once_take_one_launch(fake: Fake) -> None:
             assert [fake.calls(name) for name in ("sum_bits", "compare_bits")] == [one + 1 for one in before]
 
 
+def test_tables_are_read_before_their_memory_goes(fake: Fake) -> None:
+    with summing(fake) as (sums, _):
+        fake.sleep(LATER)
+        memory = values_of(3000, 0)
+        taken = sums.of([memory])
+    assert all(table.is_free() for table in sums._tables)
+    assert sums_at(taken[0], 3) == words(memory)
+
+
 def test_nothing_at_all_takes_no_launch(fake: Fake) -> None:
     with summing(fake) as (sums, _):
         nothing = [torch.zeros(0), torch.zeros(0, dtype=torch.bfloat16)]

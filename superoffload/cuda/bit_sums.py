@@ -77,6 +77,15 @@ class CudaBitSums:
         base = memory.data_ptr()
         return [SumsThere(memory, base + 8 * start) for start in starts[:-1]]
 
+    def drain(self, timeout_seconds: float) -> bool:
+        """True once no launch reads a table, so that their memory may go."""
+        until = time.monotonic() + timeout_seconds
+        while not all(table.is_free() for table in self._tables):
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.0005)
+        return True
+
     def _table(self, runs: int) -> _native.CudaSumsTable:
         """One that nothing uses; if all of so many are in use, the first that is free again."""
         until = time.monotonic() + self._timeout_seconds

@@ -346,7 +346,8 @@ class CudaLink:
 
     def _drain_steps(self) -> bool:
         try:
-            return self._residency.drain(_STEPS_SECONDS)
+            summed = self._kernel_sums is None or self._kernel_sums.drain(_STEPS_SECONDS)
+            return self._residency.drain(_STEPS_SECONDS) and summed
         except RuntimeError:  # the device has failed; whoever used it has been told
             return False
 
