@@ -83,8 +83,8 @@ def train_windows(window: Window, model: nn.Module, optimizer: Any) -> None:
         optimizer.param_groups[0]["lr"] = 1e-2 / (1 + number)
         window(optimizer, losses_of(model, number, count))
         if number == 5:
-            assert model[0].bias.grad is not None  # type: ignore[index]
-            model[0].bias.grad[0] = torch.inf  # type: ignore[index]
+            assert model[0].bias.grad is not None  # type: ignore[index]  # Sequential is indexed, a Module is not
+            model[0].bias.grad[0] = torch.inf  # type: ignore[index]  # Sequential is indexed, a Module is not
         optimizer.step()
 
 
@@ -138,7 +138,7 @@ def test_uses_of_a_parameter_within_one_backward() -> None:
     param = nn.Parameter(torch.randn(512).bfloat16())
     factors = [torch.randn(512).bfloat16() for _ in range(6)]
     with AdamW([param], accumulate_dtype="fp32", threads=1):
-        sum((param * factor).sum() for factor in factors).backward()  # type: ignore[union-attr]
+        sum((param * factor).sum() for factor in factors).backward()  # type: ignore[union-attr]  # of at least one factor, so no int
         exact = torch.stack([factor.double() for factor in factors]).sum(0)
         assert param.grad is not None and (param.grad.double() - exact).abs().max() < 1e-5
 

@@ -235,7 +235,7 @@ def test_a_torch_that_cannot_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_kernel_alone_says_how_to_do_it() -> None:
     with pytest.raises(UnknownArgument, match=r"accumulate_dtype='fp32': .*p.grad_dtype = torch.float32"):
-        CPUAdamW(model_of(torch.bfloat16).parameters(), accumulate_dtype="fp32")  # type: ignore[call-arg]
+        CPUAdamW(model_of(torch.bfloat16).parameters(), accumulate_dtype="fp32")  # type: ignore[call-arg]  # refused, which is tested
     for name in ("grad_accum_dtype", "grad_dtype"):
         with pytest.raises(UnknownArgument, match="did you mean accumulate_dtype"):
-            AdamW(model_of().parameters(), **{name: "fp32"})  # type: ignore[arg-type]
+            AdamW(model_of().parameters(), **{name: "fp32"})  # type: ignore[arg-type]  # a wrong name on purpose

@@ -194,7 +194,7 @@ def test_memory_that_is_refused_is_done_without(fake: Fake, expected: dict[str, 
                     raise out_of_memory(of_allocator)
                 return real(nbytes)
 
-            device.empty = empty  # type: ignore[method-assign]
+            device.empty = empty  # type: ignore[method-assign]  # refuses memory in its place
         used.append(blocks_of(optimizer))
 
     fake.delays(2, LATE)
