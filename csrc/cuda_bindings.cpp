@@ -136,9 +136,10 @@ void bind_pipeline(py::module_& module) {
             py::arg("block"), py::arg("bit_sums") = 0, release)
         .def(
             "hold_back",
-            [](cuda::Pipeline& pipeline, const std::shared_ptr<cuda::DeviceBucket>& bucket,
-               const std::vector<Address>& streams) { pipeline.hold_back(bucket, streams_at(streams)); },
-            py::arg("bucket"), py::arg("streams"), release)
+            [](cuda::Pipeline& pipeline, const std::shared_ptr<cuda::DeviceBucket>& bucket, Address stream) {
+                pipeline.hold_back(bucket, pointer<cuda::Stream>(stream));
+            },
+            py::arg("bucket"), py::arg("stream"), release)
         .def("stage", &cuda::Pipeline::stage, py::arg("bucket"), py::arg("after"), py::arg("present"), release)
         .def("unstage", &cuda::Pipeline::unstage, py::arg("bucket"), release)
         .def(
@@ -192,7 +193,7 @@ void bind_pipeline(py::module_& module) {
             },
             py::arg("table"), py::arg("current"), py::arg("runs"), release)
         .def("drain", &cuda::Pipeline::drain, py::arg("timeout_seconds"), release)
-        .def("close", &cuda::Pipeline::close, release);
+        .def("close", &cuda::Pipeline::close, py::kw_only(), py::arg("keep_kernels") = false, release);
 }
 
 }  // namespace

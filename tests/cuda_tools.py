@@ -72,3 +72,9 @@ def out_of_memory(of_allocator: bool) -> RuntimeError:
     if of_allocator:
         return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     return accelerator_error("CUDA error: out of memory", 2)
+
+
+def blocks_of(optimizer: AdamW) -> int:
+    """Bytes of memory for early parameters, now (superoffload/cuda/blocks.py)."""
+    link: Any = optimizer._core.link
+    return int(link._blocks._used)

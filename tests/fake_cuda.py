@@ -158,6 +158,7 @@ class Memory:
     def __init__(self) -> None:
         self.active = 0
         self.peak = 0
+        self.prompt = False  # no stream reads late what the allocator was told of
         self._late: list[int] = []
         self._gradients: dict[int, list[int]] = {}  # address -> bytes that are needed, bytes in all
 
@@ -169,6 +170,9 @@ class Memory:
         self.active -= allocated(nbytes)
 
     def take_gradient(self, gradient: Tensor) -> None:
+        """What is added to one that is there already takes nothing."""
+        if gradient.data_ptr() in self._gradients:
+            return
         nbytes = gradient.numel() * gradient.element_size()
         self._gradients[gradient.data_ptr()] = [nbytes, nbytes]
         self.take(nbytes)
@@ -181,7 +185,7 @@ class Memory:
         left[0] -= nbytes
         if left[0] == 0:
             del self._gradients[gradient]
-            if later:
+            if later and not self.prompt:
                 self._late.append(left[1])
             else:
                 self.give(left[1])
@@ -208,12 +212,15 @@ class FakeDevice:
         self.streams: list[int] = []
         self.ahead: list[int] = []  # of these, the ones whose kernels go first
         self.reusing = False  # memory of gradients is written again without regard to release()
-        self.released: dict[int, int] = {}  # address of a gradient -> stream that still reads it
+        self.released: set[int] = set()  # addresses of gradients that release() was ever called with
+        self._reader: dict[int, int] = {}  # of those that are not free yet, the stream that still reads it
+        self.allocates_on: int | None = None  # gradients, for this stream; None: for the one they arrive on
         self.kept: list[Tensor] = []
         fake.has(self)
         self.capturing = False
         self.refused = 0  # so many allocations from now on fail
         self.free = 1 << 30
+        self.capacity: int | None = None  # of its memory; then it is free what was not counted at the peak
         self.memory = Memory()
         self.over = False  # nothing uses its memory any more, and nothing waits for its streams
 
@@ -242,22 +249,30 @@ class FakeDevice:
     def _freed(self, memory: Tensor, stream: int) -> None:
         """Its next owner goes on with it in the order of the stream that it was allocated on."""
         self.memory.give(memory.numel())
+        reader = self._reader.pop(memory.data_ptr(), stream)
         if not self.over:
-            self.overwrite(memory, stream)
+            self.overwrite(memory, reader)
+
+    def active_bytes(self) -> int:
+        return self.memory.active
 
     def free_bytes(self) -> int:
-        return self.free
+        return self.free if self.capacity is None else self.capacity - self.memory.peak
 
     def reuses_unasked(self) -> bool:
         return self.reusing
 
     def release(self, gradients: Sequence[Tensor], stream: int) -> None:
-        self.released.update((gradient.data_ptr(), stream) for gradient in gradients)
+        for gradient in gradients:
+            self.released.add(gradient.data_ptr())
+            self._reader[gradient.data_ptr()] = stream
 
-    def gradient_freed(self, gradient: int, part: Tensor, stream: int, reading: list[int]) -> None:
-        """Its next owner comes at once, on ``stream``, where the allocator was not told to wait."""
-        self.memory.free_of_gradient(gradient, part.numel() * part.element_size(), later=bool(reading))
-        self.overwrite(part, reading[0] if reading else stream)
+    def gradient_freed(self, gradient: int, part: Tensor, stream: int) -> None:
+        """Its next owner comes at once, on the stream that it was allocated for, where no other reads it."""
+        owner = self.allocates_on or stream
+        reader = self._reader.pop(gradient, owner)
+        self.memory.free_of_gradient(gradient, part.numel() * part.element_size(), later=reader != owner)
+        self.overwrite(part, reader)
 
     def overwrite(self, tensor: Tensor, stream: int) -> None:
         """As the next owner of the memory does, who then finds what he has written. Its real owner lets go of it now,
@@ -314,19 +329,16 @@ class LateLink(CudaLink):
             device.kept.append(grad)  # the allocator of a device would know what is still to be written there
             ctypes.memset(part.data_ptr(), _GARBAGE, part.numel() * part.element_size())
             fake.write(fake.current, *late[-1][:2])
-        device.released.clear()
         # What the link is given goes when the link lets go of it: at once, or behind a later bucket.
         given = [None if grad is None else grad.detach() for grad in grads]
         owners = [grad for grad in given if grad is not None]
-        reading: list[int] = []  # the stream that the allocator was told of
         for owner, (grad, part, theirs) in zip(owners, parts, strict=True):
             if not theirs:
-                gone = weakref.finalize(owner, device.gradient_freed, grad.data_ptr(), part, fake.current, reading)
+                gone = weakref.finalize(owner, device.gradient_freed, grad.data_ptr(), part, fake.current)
                 gone.atexit = False
         try:
             ticket = super().pack(bucket, given)
         finally:
-            reading.extend(device.released.values())
             del given, owners[:]
         for part, values, theirs in late:
             if theirs:  # whose owner may do with them what he likes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,17 +14,11 @@ from superoffload.cuda.blocks import early_buckets
 from superoffload.optimizer.untold_writes import UntoldWrites
 from superoffload.schedule import MODES
 from tests.adamw_tools import batch
-from tests.cuda_tools import out_of_memory, training
-from tests.fake_cuda import Fake, LateLink, allocated, on_fake_device, on_host
+from tests.cuda_tools import blocks_of, training
+from tests.fake_cuda import Fake, allocated, on_fake_device
 from tests.test_cuda_link import LATE, _run, deep_model, steps, wide_model
 
 MakeModel = Callable[[torch.dtype], nn.Sequential]
-
-
-def blocks_of(optimizer: AdamW) -> int:
-    """Bytes of them, now."""
-    link: Any = optimizer._core.link
-    return int(link._blocks._used)
 
 
 # ---- the peak -------------------------------------------------------------------------------------------------------
@@ -99,6 +92,39 @@ def test_blocks_and_gradients_never_exceed_all_gradients(
                 assert most > all_gradients / 2, "most of the gradients' memory is used again"
 
 
+@pytest.mark.parametrize("bucket_numel", [1024, 2048, 5000])
+@pytest.mark.parametrize("make_model", [deep_model, wide_model, large_last, large_first])
+def test_behind_accumulate_they_may_take_more(fake: Fake, make_model: MakeModel, bucket_numel: int) -> None:
+    """One bucket, since all gradients are there when it is packed, and a gradient that spans buckets, which stays."""
+    model = make_model(torch.bfloat16)
+    all_gradients = sum(allocated(param.numel() * param.element_size()) for param in model.parameters())
+    with on_fake_device(fake) as links:
+
+        def born(param: Tensor) -> None:
+            assert param.grad is not None
+            links[0].fake_device.memory.take_gradient(param.grad)
+
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(born)
+        with AdamW(model.parameters(), speculation="always", threads=1, bucket_numel=bucket_numel) as optimizer:
+            memory = links[0].fake_device.memory
+            most = 0
+            for seed in range(4):
+                optimizer.zero_grad()
+                fake.synchronize()
+                always = memory.peak = memory.active
+                with optimizer.accumulate():
+                    batch(model, seed).backward()
+                batch(model, 7 + seed).backward()
+                most = max(most, blocks_of(optimizer))
+                optimizer.step()
+                buckets = optimizer._core.buckets
+                bucket_more = max(allocated(2 * bucket.padded) for bucket in buckets)
+                spans = [p.shard.numel for bucket in buckets for p in bucket.pieces if p.numel < p.shard.numel]
+                assert memory.peak - always <= all_gradients + bucket_more + allocated(2 * max(spans, default=0))
+            assert (most > 0) == bool(early_buckets(optimizer._core.buckets))
+
+
 def test_the_last_two_buckets_have_none(fake: Fake) -> None:
     """Those in front of them have, where buckets are alike."""
     model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(6)))
@@ -118,117 +144,6 @@ def test_parameters_that_are_wider_than_gradients_have_none(fake: Fake) -> None:
         for bucket in buckets:
             bucket.gradient_dtype = torch.bfloat16
         assert early_buckets(buckets) == set()
-
-
-# ---- room -----------------------------------------------------------------------------------------------------------
-
-
-def digests_with(fake: Fake, at_step: Callable[[int, LateLink, AdamW], None], **options: Any) -> dict[str, str]:
-    model = deep_model(torch.bfloat16)
-    model.register_forward_pre_hook(lambda *_: fake.synchronize())
-    options = {"speculation": "always", "threads": 2, "bucket_numel": 1024, **options}
-    with on_fake_device(fake) as links, AdamW(model.parameters(), **options) as optimizer:
-        for seed in range(6):
-            optimizer.zero_grad()
-            batch(model, seed).backward()
-            at_step(seed, links[0], optimizer)
-            optimizer.step()
-        fake.synchronize()
-        assert fake.mismatches == 0
-        return optimizer.state_digests()
-
-
-@pytest.fixture(scope="module")
-def expected() -> dict[str, str]:
-    model = deep_model(torch.bfloat16)
-    with on_host(), AdamW(model.parameters(), speculation="always", threads=2, bucket_numel=1024) as optimizer:
-        steps(model, optimizer)
-        return optimizer.state_digests()
-
-
-def test_the_first_step_shows_the_peak_without_them(fake: Fake, expected: dict[str, str]) -> None:
-    used: list[int] = []
-    assert digests_with(fake, lambda seed, link, optimizer: used.append(blocks_of(optimizer))) == expected
-    assert used[0] == 0 and len(set(used[1:])) == 1 and used[1] > 0
-
-
-@pytest.mark.parametrize("room", [0, 100, 5000, 10_000])
-def test_no_more_than_there_was_room_for(fake: Fake, expected: dict[str, str], room: int) -> None:
-    used: list[int] = []
-
-    def look(seed: int, link: LateLink, optimizer: AdamW) -> None:
-        link.fake_device.free = room if seed == 0 else 1 << 30  # later peaks show less of what is free, not more
-        used.append(blocks_of(optimizer))
-
-    fake.delays(1, LATE)
-    assert digests_with(fake, look) == expected
-    assert max(used) <= room
-    assert room < 2048 or min(used[1:]) > room - 2048 - 128, "all of the room but what no bucket fits into"
-
-
-def test_none_where_memory_became_short(fake: Fake, expected: dict[str, str]) -> None:
-    used: list[int] = []
-
-    def look(seed: int, link: LateLink, optimizer: AdamW) -> None:
-        link.fake_device.free = 2047 if seed == 2 else 1 << 30  # less than the largest block
-        used.append(blocks_of(optimizer))
-
-    assert digests_with(fake, look) == expected
-    assert [blocks > 0 for blocks in used] == [False, True, True, False, False, False]
-
-
-@pytest.mark.parametrize("of_allocator", [True, False])
-def test_memory_that_is_refused_is_done_without(fake: Fake, expected: dict[str, str], of_allocator: bool) -> None:
-    used: list[int] = []
-    allocations = 0
-
-    def look(seed: int, link: LateLink, optimizer: AdamW) -> None:
-        device = link.fake_device
-        if seed == 1:
-            real = device.empty
-
-            def empty(nbytes: int) -> Tensor:
-                nonlocal allocations
-                allocations += 1
-                if allocations == 4:
-                    raise out_of_memory(of_allocator)
-                return real(nbytes)
-
-            device.empty = empty  # type: ignore[method-assign]  # refuses memory in its place
-        used.append(blocks_of(optimizer))
-
-    fake.delays(2, LATE)
-    assert digests_with(fake, look) == expected
-    assert allocations == 4, "asked no more"
-    assert used[1] > used[2] > 0 and not any(used[3:])
-
-
-def test_an_error_that_is_not_about_memory_is_told(fake: Fake) -> None:
-    with training(fake, model=deep_model(torch.bfloat16)) as (model, optimizer):
-        link: Any = optimizer._core.link
-        optimizer.zero_grad()
-        with (
-            mock.patch.object(link.fake_device, "empty", side_effect=RuntimeError("CUDA error: launch failed")),
-            pytest.raises(RuntimeError, match=r"packing .*launch failed"),
-        ):
-            batch(model, 2).backward()
-
-
-@pytest.mark.parametrize("setting", ["keep_grads", "unasked", "no kernels"])
-def test_where_gradients_leave_nothing(fake: Fake, expected: dict[str, str], setting: str) -> None:
-    used: list[int] = []
-
-    def look(seed: int, link: LateLink, optimizer: AdamW) -> None:
-        link.fake_device.reusing = setting == "unasked"
-        used.append(blocks_of(optimizer))
-
-    options: dict[str, Any] = {"keep_grads": True} if setting == "keep_grads" else {}
-    if setting == "no kernels":
-        with mock.patch("tests.fake_cuda.IMAGE", b""):
-            assert digests_with(fake, look) == expected
-    else:
-        assert digests_with(fake, look, **options) == expected
-    assert not any(used)
 
 
 # ---- delivery on demand, and the end --------------------------------------------------------------------------------
@@ -253,6 +168,22 @@ def test_delivery_on_demand_gives_each_back_when_it_is_read(fake: Fake, mode: st
         optimizer.synchronize()
         assert blocks_of(optimizer) == 0
     assert fake.mismatches == 0
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_all_of_them_go_where_gradients_were_thrown_away(fake: Fake, set_to_none: bool) -> None:
+    """``step()`` then has nothing to do, and ``zero_grad()`` neither."""
+    with training(fake, model=deep_model(torch.bfloat16)) as (model, optimizer):
+        before = optimizer.state_digests()
+        batch(model, 2).backward()
+        assert blocks_of(optimizer) > 0
+        for param in model.parameters():
+            param.grad = None
+        optimizer.step()
+        assert blocks_of(optimizer) == 0
+        optimizer.zero_grad(set_to_none)
+        fake.synchronize()
+        assert optimizer.state_digests() == before and fake.mismatches == 0
 
 
 @pytest.mark.parametrize("end", ["skip", "abandon", "close"])
@@ -301,6 +232,36 @@ def test_a_block_goes_behind_the_kernel_that_reads_it(fake: Fake) -> None:
     expected, _ = run_on_host_deep(max_grad_norm=0.5)
     assert all(on_two_streams(fake, seed, waits=True) == (expected, 0) for seed in range(3))
     assert any(on_two_streams(fake, seed, waits=False) != (expected, 0) for seed in range(6))
+
+
+def with_memory_of_another_stream(fake: Fake, seed: int, *, told: bool) -> tuple[dict[str, str], int]:
+    """Gradients come in memory that was allocated for a stream that does not wait for ours, as communication does."""
+    model = deep_model(torch.bfloat16)
+    options: dict[str, Any] = {"speculation": "always", "threads": 2, "bucket_numel": 1024, "max_grad_norm": 0.5}
+    with on_fake_device(fake) as links, AdamW(model.parameters(), **options) as optimizer:
+        device = links[0].fake_device
+        device.allocates_on = fake.make_stream()
+        if not told:
+            device.release = lambda gradients, stream: None  # type: ignore[method-assign]  # says nothing in its place
+        fake.delays(seed, LATE)
+        for step in range(4):
+            optimizer.zero_grad()
+            batch(model, step).backward()
+            optimizer.step()
+            fake.synchronize()
+        assert blocks_of(optimizer) == 0
+        digests = optimizer.state_digests()
+        fake.synchronize(device.allocates_on)
+        mismatches = fake.mismatches
+        fake.reset()
+        return digests, mismatches
+
+
+def test_gradients_in_memory_of_another_stream_go_behind_the_pack_kernel(fake: Fake) -> None:
+    steps_of_four = with_memory_of_another_stream(fake, 0, told=True)
+    assert steps_of_four[1] == 0
+    assert all(with_memory_of_another_stream(fake, seed, told=True) == steps_of_four for seed in range(1, 3))
+    assert any(with_memory_of_another_stream(fake, seed, told=False) != steps_of_four for seed in range(6))
 
 
 def run_on_host_deep(**options: Any) -> tuple[dict[str, str], dict[str, float | int]]:

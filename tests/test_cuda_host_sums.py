@@ -305,6 +305,26 @@ def test_the_early_stop_knows_the_sum_and_not_its_parts(fake: Fake) -> None:
     assert added
 
 
+def test_the_policy_is_told_of_whole_sums_only(fake: Fake) -> None:
+    """From the first of them to all, in the last of three passes."""
+
+    def shares(model: nn.Module, optimizer: AdamW) -> list[float]:
+        policy = optimizer._core.policy
+        for number in range(3):
+            optimizer.zero_grad()
+            with mock.patch.object(policy, "wants", side_effect=policy.wants) as wants:
+                told(optimizer, losses_of(model, number, 3))
+            optimizer.step()
+        found = [call.args[0] for call in wants.call_args_list]
+        assert found[0] < 0.5 and found[-1] == 1.0
+        assert found == sorted(found)
+        return found
+
+    with free_bytes(0) as added:
+        on_the_device(fake, shares, BF16, bucket_numel=256, **FP32)
+    assert added
+
+
 @pytest.mark.parametrize("window", [loop, told])
 def test_only_gradients_that_wait_for_their_bucket_take_memory(fake: Fake, window: Any) -> None:
     def layers(dtype: torch.dtype) -> nn.Module:
@@ -346,3 +366,28 @@ def test_each_pass_is_counted_on_the_link(fake: Fake) -> None:
     with free_bytes(0):
         found, *_ = on_the_device(fake, passes, BF16, **FP32)
     assert found[0] == [3 * 4 * sum(param.numel() for param in model_of(BF16).parameters())]
+
+
+@pytest.mark.parametrize("kept_by", ["keep_grads", "main_grad"])
+def test_gradients_that_stay_add_up_where_they_are(fake: Fake, kept_by: str) -> None:
+    """Nothing would be won by packing each pass."""
+
+    def passes(model: nn.Module, optimizer: AdamW) -> list[Any]:
+        if kept_by == "main_grad":
+            for param in model.parameters():
+                param.main_grad = torch.zeros(param.shape)  # type: ignore[attr-defined]  # as Megatron adds it
+                param.register_post_accumulate_grad_hook(_into_main_grad)
+        told(optimizer, losses_of(model, 0, 3))
+        optimizer.step()
+        return [optimizer.stats()["bytes_down"]]
+
+    options: dict[str, Any] = {"keep_grads": True} if kept_by == "keep_grads" else {}
+    with free_bytes(0) as added:
+        found, *_ = on_the_device(fake, passes, BF16, **FP32, **options)
+    assert found[0] == [4 * sum(param.numel() for param in model_of(BF16).parameters())]
+    assert not added
+
+
+def _into_main_grad(param: Any) -> None:
+    param.main_grad.add_(param.grad)
+    param.grad = None

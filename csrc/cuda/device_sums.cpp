@@ -44,29 +44,49 @@ bool SumsTable::is_over() const {
     return true;
 }
 
+template <typename F>
+void DeviceSums::use(SumsTable& table, Stream current, std::size_t runs, F&& enqueue) const {
+    if (runs > table.capacity_ || !table.is_over()) throw std::invalid_argument("another table is needed");
+    table.in_use_ = true;
+    table.enqueued_ = false;
+    const auto end = [&] {
+        streams_.record(table.over_, current, "cuEventRecord behind sums of bits");
+        table.enqueued_ = true;
+    };
+    try {
+        enqueue();
+    } catch (const DriverError&) {
+        try {
+            end();
+        } catch (const DriverError&) {  // then nothing tells when the table is free: it stays in use
+        }
+        throw;
+    }
+    end();
+}
+
 void DeviceSums::take(SumsTable& table, Stream current, const std::vector<SummedRun>& runs) const {
-    const std::uint64_t blocks = enqueue_table(table, current, runs);
-    auto count = static_cast<unsigned>(runs.size());
-    void* arguments[] = {&table.device_, &count};
-    if (blocks != 0) launch(sum_, blocks, current, arguments, "the launch that sums bits");
-    end_use(table, current);
+    use(table, current, runs.size(), [&] {
+        const std::uint64_t blocks = enqueue_table(table, current, runs);
+        auto count = static_cast<unsigned>(runs.size());
+        void* arguments[] = {&table.device_, &count};
+        if (blocks != 0) launch(sum_, blocks, current, arguments, "the launch that sums bits");
+    });
 }
 
 std::vector<bool> DeviceSums::changed(SumsTable& table, Stream current, const std::vector<SummedRun>& runs,
                                       double timeout_seconds) const {
-    const std::uint64_t blocks = enqueue_table(table, current, runs);
-    if (blocks == 0) {
-        end_use(table, current);
-        return std::vector<bool>(runs.size());
-    }
-    auto count = static_cast<unsigned>(runs.size());
     const std::size_t marks = runs.size() * sizeof(SumPiece);
-    DeviceAddress marks_there = table.device_ + marks;
-    void* arguments[] = {&table.device_, &count, &marks_there};
-    launch(compare_, blocks, current, arguments, "the launch that compares bits");
     auto* const marks_here = static_cast<char*>(table.host_) + marks;
-    streams_.copy_down(marks_here, marks_there, runs.size(), current, "cuMemcpyDtoHAsync of what has changed");
-    end_use(table, current);
+    use(table, current, runs.size(), [&] {
+        const std::uint64_t blocks = enqueue_table(table, current, runs);
+        if (blocks == 0) return;
+        auto count = static_cast<unsigned>(runs.size());
+        DeviceAddress marks_there = table.device_ + marks;
+        void* arguments[] = {&table.device_, &count, &marks_there};
+        launch(compare_, blocks, current, arguments, "the launch that compares bits");
+        streams_.copy_down(marks_here, marks_there, runs.size(), current, "cuMemcpyDtoHAsync of what has changed");
+    });
     const double until = now_seconds() + timeout_seconds;
     for (unsigned glance = 0; !table.is_over(); ++glance) {
         if (now_seconds() > until) {
@@ -80,9 +100,6 @@ std::vector<bool> DeviceSums::changed(SumsTable& table, Stream current, const st
 
 // Pieces, and behind them a mark for each, all zero.
 std::uint64_t DeviceSums::enqueue_table(SumsTable& table, Stream current, const std::vector<SummedRun>& runs) const {
-    if (runs.size() > table.capacity_ || !table.is_over()) throw std::invalid_argument("another table is needed");
-    table.in_use_ = true;
-    table.enqueued_ = false;
     auto* const pieces = static_cast<SumPiece*>(table.host_);
     std::uint64_t blocks = 0;
     for (std::size_t i = 0; i < runs.size(); ++i) {
@@ -100,11 +117,6 @@ std::uint64_t DeviceSums::enqueue_table(SumsTable& table, Stream current, const 
 void DeviceSums::launch(Function function, std::uint64_t blocks, Stream current, void** arguments,
                         const char* what) const {
     streams_.launch(function, (blocks + kBlocksPerSum - 1) / kBlocksPerSum, current, arguments, what);
-}
-
-void DeviceSums::end_use(SumsTable& table, Stream current) const {
-    streams_.record(table.over_, current, "cuEventRecord behind sums of bits");
-    table.enqueued_ = true;
 }
 
 }  // namespace superoffload::cuda

@@ -54,10 +54,12 @@ class DeviceSums {
                               double timeout_seconds) const;
 
    private:
+    // The table is in use until what `enqueue` enqueues is over: also where it throws, as far as it has come.
+    template <typename F>
+    void use(SumsTable& table, Stream current, std::size_t runs, F&& enqueue) const;
     // Returns how many sums there are.
     std::uint64_t enqueue_table(SumsTable& table, Stream current, const std::vector<SummedRun>& runs) const;
     void launch(Function function, std::uint64_t blocks, Stream current, void** arguments, const char* what) const;
-    void end_use(SumsTable& table, Stream current) const;
 
     const StreamSet& streams_;
     Function sum_;

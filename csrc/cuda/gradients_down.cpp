@@ -22,12 +22,12 @@ void pause() {
 }  // namespace
 
 GradientsDown::GradientsDown(std::shared_ptr<Gpu> gpu, const StreamSet& streams, const Closing& closing, void* flag,
-                             double timeout_seconds)
+                             Patience& patience)
     : gpu_(std::move(gpu)),
       streams_(streams),
       closing_(closing),
       flag_(*gpu_, flag),
-      timeout_seconds_(timeout_seconds),
+      patience_(patience),
       watcher_(
           gpu_, "so-arrivals",
           [this](const Ticket& ticket) {
@@ -51,7 +51,7 @@ std::shared_ptr<Completion> GradientsDown::pack(const std::shared_ptr<DeviceBuck
                                                 const std::vector<Stream>& others, DeviceAddress bit_sums) {
     const std::lock_guard<std::mutex> one_at_a_time(mutex_);
     // Its table and sums are still in use where a gradient was taken back before it arrived.
-    if (bucket->arrival && !bucket->arrival->wait(timeout_seconds_)) {
+    if (bucket->arrival && !bucket->arrival->wait(patience_.seconds())) {
         throw std::runtime_error("the gradients that were packed before have not arrived in time");
     }
     const bool nothing = std::all_of(addresses.begin(), addresses.end(), [](DeviceAddress a) { return a == 0; });
@@ -71,7 +71,7 @@ std::shared_ptr<Completion> GradientsDown::pack(const std::shared_ptr<DeviceBuck
 }
 
 bool GradientsDown::await_failed(const DeviceBucket& bucket) const {
-    return !bucket.half_packed || streams_.await_idle(now_seconds() + timeout_seconds_);
+    return !bucket.half_packed || patience_.saw(streams_.await_idle(patience_.until()));
 }
 
 // ---- on the streams -------------------------------------------------------------------------------------------------
@@ -90,8 +90,8 @@ GradientsDown::Ticket GradientsDown::enqueue(const std::shared_ptr<DeviceBucket>
                                                : enqueue_copies(b, addresses, ticket);
     streams_.record(b.packed, streams_.pack(), "cuEventRecord on the pack stream");
     if (keep) {
-        hold_back(b, {current});
-        hold_back(b, others);
+        hold_back(b, current);
+        for (Stream other : others) hold_back(b, other);
     }
     streams_.order(streams_.down(), b.packed, "the down stream's wait for the pack kernel");
     if (ticket.summed && b.spec.resident == 0) copy_packed(b, addresses, target);
@@ -124,8 +124,8 @@ void GradientsDown::await_gradients(DeviceBucket& b, Stream current, const std::
 }
 
 // Whatever is enqueued from here on where the gradients came from runs once they have been read.
-void GradientsDown::hold_back(const DeviceBucket& b, const std::vector<Stream>& streams) const {
-    for (Stream stream : streams) streams_.order(stream, b.packed, "a stream's wait for the pack kernel");
+void GradientsDown::hold_back(const DeviceBucket& b, Stream stream) const {
+    streams_.order(stream, b.packed, "a stream's wait for the pack kernel");
 }
 
 GradientsDown::Slot* GradientsDown::next_slot(const DeviceBucket& b, DeviceAddress* target) {
@@ -213,8 +213,8 @@ std::string GradientsDown::await(const Ticket& ticket) const {
             if (result == kSuccess) return {};
             if (result != kNotReady) return driver.describe(result, "waiting for a packed gradient");
         }
-        if (now - ticket.since > timeout_seconds_) {
-            return "CUDA: a packed gradient has not arrived within " + std::to_string(timeout_seconds_) +
+        if (now - ticket.since > patience_.seconds()) {
+            return "CUDA: a packed gradient has not arrived within " + std::to_string(patience_.seconds()) +
                    " s; is the device hung, or shared? A longer time: SUPEROFFLOAD_DEVICE_TIMEOUT=seconds";
         }
         if (closing_.out_of_time()) return "the optimizer was closed before this gradient arrived";

@@ -14,6 +14,7 @@
 #include "closing.h"
 #include "device_bucket.h"
 #include "follower.h"
+#include "patience.h"
 #include "streams.h"
 
 namespace superoffload::cuda {
@@ -21,7 +22,7 @@ namespace superoffload::cuda {
 class GradientsDown {
    public:
     GradientsDown(std::shared_ptr<Gpu> gpu, const StreamSet& streams, const Closing& closing, void* flag,
-                  double timeout_seconds);
+                  Patience& patience);
 
     bool uses_flag() const { return flag_.in_use(); }
     // `slots` slots of `slot_bytes` on the device, from `address` on.
@@ -31,7 +32,7 @@ class GradientsDown {
                                      const std::vector<DeviceAddress>& addresses, bool keep,
                                      const std::vector<Stream>& others, DeviceAddress bit_sums);
     // As Pipeline says. The device's context must be current.
-    void hold_back(const DeviceBucket& bucket, const std::vector<Stream>& streams) const;
+    void hold_back(const DeviceBucket& bucket, Stream stream) const;
     // Whether a call that has failed has left nothing under way.
     bool await_failed(const DeviceBucket& bucket) const;
 
@@ -76,7 +77,7 @@ class GradientsDown {
     const StreamSet& streams_;
     const Closing& closing_;
     ArrivalFlag flag_;
-    double timeout_seconds_;
+    Patience& patience_;
     DeviceAddress staging_ = 0;
     std::uint64_t slot_bytes_ = 0;
     std::vector<std::unique_ptr<Slot>> slots_;

@@ -11,10 +11,10 @@ constexpr std::uint64_t kBlocksPerUnpack = 4;  // of ours that one CUDA block of
 }  // namespace
 
 ParametersUp::ParametersUp(const std::shared_ptr<Gpu>& gpu, const StreamSet& streams, const Closing& closing,
-                           double timeout_seconds)
+                           Patience& patience)
     : streams_(streams),
       closing_(closing),
-      timeout_seconds_(timeout_seconds),
+      patience_(patience),
       submitter_(
           gpu, "so-deliveries", [this](const Job& job) { return work(job); },
           [this](const std::string& error) { failed(error); }) {}
@@ -25,7 +25,7 @@ void ParametersUp::stage(const std::shared_ptr<DeviceBucket>& bucket, std::share
     submitter_.take({bucket, std::move(after), bucket->stage->done, {}, bucket->block, bucket->stage, present});
 }
 
-bool ParametersUp::unstage(DeviceBucket& bucket) const {
+bool ParametersUp::unstage(DeviceBucket& bucket) {
     const std::shared_ptr<Stage> stage = std::move(bucket.stage);
     if (!stage || stage->withdraw()) return false;
     stage->done->wait();  // its step is over, so that this is about the time of one call
@@ -33,14 +33,16 @@ bool ParametersUp::unstage(DeviceBucket& bucket) const {
         if (!stage->is_sent()) return !streams_.idle();  // no event tells
         return streams_.driver().event_query(bucket.staged.get()) == kNotReady;
     };
-    const double until = now_seconds() + timeout_seconds_;
+    const double until = patience_.until();
     while (is_under_way()) {
         if (now_seconds() > until || closing_.out_of_time()) {
             bucket.half_packed = true;
-            break;
+            patience_.saw(false);
+            return stage->is_sent();
         }
         std::this_thread::sleep_for(std::chrono::microseconds(20));
     }
+    patience_.saw(true);
     return stage->is_sent();
 }
 

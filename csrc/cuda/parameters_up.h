@@ -13,21 +13,21 @@
 #include "closing.h"
 #include "device_bucket.h"
 #include "follower.h"
+#include "patience.h"
 #include "streams.h"
 
 namespace superoffload::cuda {
 
 class ParametersUp {
    public:
-    ParametersUp(const std::shared_ptr<Gpu>& gpu, const StreamSet& streams, const Closing& closing,
-                 double timeout_seconds);
+    ParametersUp(const std::shared_ptr<Gpu>& gpu, const StreamSet& streams, const Closing& closing, Patience& patience);
 
     // Room for one shadow on the device, for buckets without a block.
     void set_staging(DeviceAddress address) { staging_ = address; }
     // All three as Pipeline says. The device's context must be current.
     void stage(const std::shared_ptr<DeviceBucket>& bucket, std::shared_ptr<Completion> after,
                const std::vector<bool>& present);
-    bool unstage(DeviceBucket& bucket) const;
+    bool unstage(DeviceBucket& bucket);
     std::shared_ptr<Completion> deliver(const std::shared_ptr<DeviceBucket>& bucket, std::shared_ptr<Completion> after,
                                         Stream current, const std::vector<DeviceAddress>& addresses);
     std::uint64_t bytes_early() const { return bytes_early_.load(); }
@@ -62,7 +62,7 @@ class ParametersUp {
 
     const StreamSet& streams_;
     const Closing& closing_;
-    double timeout_seconds_;
+    Patience& patience_;
     DeviceAddress staging_ = 0;
     std::atomic<std::uint64_t> bytes_early_{0};
     mutable std::mutex mutex_;

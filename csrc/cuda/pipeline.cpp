@@ -31,9 +31,9 @@ Pipeline::Pipeline(std::shared_ptr<Gpu> gpu, const Streams& streams, void* flag,
                    double timeout_seconds)
     : gpu_(std::move(gpu)),
       streams_(gpu_, streams),
-      gradients_(gpu_, streams_, closing_, flag, timeout_seconds),
-      parameters_(gpu_, streams_, closing_, timeout_seconds),
-      timeout_seconds_(timeout_seconds),
+      patience_(timeout_seconds),
+      gradients_(gpu_, streams_, closing_, flag, patience_),
+      parameters_(gpu_, streams_, closing_, patience_),
       creator_(static_cast<long>(getpid())) {
     if (image.empty()) return;
     const Gpu::Current here(*gpu_);
@@ -106,9 +106,9 @@ std::shared_ptr<Completion> Pipeline::pack(const std::shared_ptr<DeviceBucket>& 
     return gradients_.pack(bucket, current, addresses, keep, others, bit_sums);
 }
 
-void Pipeline::hold_back(const std::shared_ptr<DeviceBucket>& bucket, const std::vector<Stream>& streams) {
+void Pipeline::hold_back(const std::shared_ptr<DeviceBucket>& bucket, Stream stream) {
     const Gpu::Current here(*gpu_);
-    gradients_.hold_back(*bucket, streams);
+    gradients_.hold_back(*bucket, stream);
 }
 
 void Pipeline::stage(const std::shared_ptr<DeviceBucket>& bucket, std::shared_ptr<Completion> after,
@@ -190,7 +190,7 @@ void Pipeline::take_sums(SumsTable& table, Stream current, const std::vector<Sum
 std::vector<bool> Pipeline::compare_sums(SumsTable& table, Stream current, const std::vector<SummedRun>& runs) {
     check_open();
     const Gpu::Current here(*gpu_);
-    return sums_.value().changed(table, current, runs, timeout_seconds_);
+    return sums_.value().changed(table, current, runs, patience_.seconds());
 }
 
 // ---- the end --------------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ bool Pipeline::drain(double timeout_seconds) {
     return idle;
 }
 
-bool Pipeline::close() {
+bool Pipeline::close(bool keep_kernels) {
     if (forked()) return true;
     const std::lock_guard<std::mutex> once(close_mutex_);
     if (closed_) return idle_at_close_;
@@ -216,7 +216,7 @@ bool Pipeline::close() {
     gradients_.join();
     parameters_.join();
     idle_at_close_ = drain(std::max(0.1, closing_.seconds_left()));
-    if (idle_at_close_ && module_ != nullptr && gpu_->try_push()) {
+    if (idle_at_close_ && !keep_kernels && module_ != nullptr && gpu_->try_push()) {
         gpu_->driver().module_unload(module_);
         Context before = nullptr;
         gpu_->driver().context_pop(&before);

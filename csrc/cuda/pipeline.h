@@ -33,6 +33,7 @@
 #include "driver.h"
 #include "gradients_down.h"
 #include "parameters_up.h"
+#include "patience.h"
 #include "streams.h"
 
 namespace superoffload::cuda {
@@ -75,8 +76,8 @@ class Pipeline {
                                      const std::vector<DeviceAddress>& addresses, bool keep,
                                      const std::vector<Stream>& others = {}, DeviceAddress block = 0,
                                      DeviceAddress bit_sums = 0);
-    // What is enqueued on `streams` from here on runs once the gradients that were packed last have been read.
-    void hold_back(const std::shared_ptr<DeviceBucket>& bucket, const std::vector<Stream>& streams);
+    // What is enqueued on `stream` from here on runs once the gradients that were packed last have been read.
+    void hold_back(const std::shared_ptr<DeviceBucket>& bucket, Stream stream);
     // Copies the shadow of the pieces that are `present` into the bucket's block once `after` has succeeded; nothing
     // where it fails. A bucket without a block is left alone.
     void stage(const std::shared_ptr<DeviceBucket>& bucket, std::shared_ptr<Completion> after,
@@ -113,7 +114,8 @@ class Pipeline {
     // True once nothing is under way; false when the time is up.
     bool drain(double timeout_seconds);
     // Ends the threads within about 5 seconds. False: the device is still at work on our memory. Idempotent.
-    bool close();
+    // `keep_kernels`: some may still run, on streams of the program's.
+    bool close(bool keep_kernels = false);
 
    private:
     Function find(const std::string& name) const;
@@ -123,10 +125,10 @@ class Pipeline {
     std::shared_ptr<Gpu> gpu_;
     StreamSet streams_;
     Closing closing_;
+    Patience patience_;
     GradientsDown gradients_;
     ParametersUp parameters_;
     std::optional<DeviceSums> sums_;
-    double timeout_seconds_;
     Module module_ = nullptr;
     std::mutex close_mutex_;
     bool closed_ = false;

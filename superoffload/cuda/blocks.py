@@ -32,7 +32,7 @@ class _Lingering:
     """Gradients of the bucket that was packed last, which the pack kernel may still read."""
 
     native: _native.DeviceBucket
-    streams: list[int]  # that they were written on, and may be written again
+    stream: int  # that they arrived on; those that came from another stream's memory count as read there
     gradients: list[Tensor]
 
 
@@ -43,20 +43,20 @@ class Blocks:
         self._device = device
         self._pipeline = pipeline
         self._pack_stream = pack_stream
-        self._early: set[Bucket] = set()  # may have one
-        self._largest = 0
+        self._early: dict[Bucket, int] = {}  # may have one; bytes of its gradients
         self._held: dict[Bucket, _Block] = {}
         self._used = 0  # bytes of those
         self._unsafe: list[Tensor] = []  # of which the device did not say that it is done with them
         self._lingering: _Lingering | None = None
-        self._peak_is_known = False  # a step has ended, without blocks
-        self._room: int | None = None  # bytes for all of them together; None: not measured yet
-        self._measured = False  # in this step
+        self._active = 0  # bytes in use when a bucket was first packed, in the step that was measured
+        self._room = 0  # bytes for all of them together, when that step had ended
+        self._begun = False  # this step: a bucket was packed
+        self._left = 0  # of the room, in this step
+        self._is_measured_again = False  # in this step, which has no blocks
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """All that are attached, in backward order."""
-        self._early = early_buckets(buckets)
-        self._largest = max(map(_block_bytes, self._early), default=0)
+        self._early = {bucket: _gradient_bytes(_shards(bucket)) for bucket in early_buckets(buckets)}
 
     def take(self, bucket: Bucket, native: _native.DeviceBucket) -> int:
         """The address of the block to pack ``bucket`` into; 0: it has none."""
@@ -66,47 +66,51 @@ class Blocks:
 
     def _allocate(self, bucket: Bucket, native: _native.DeviceBucket) -> None:
         nbytes = _block_bytes(bucket)
-        if self._used + nbytes > self._measure():
+        if self._used + nbytes + self._early[bucket] > self._room_now():  # its gradients linger besides
             return
         try:
             memory = self._device.empty(nbytes)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            self._room = 0
+            self._room = self._left = 0
             return
         self._held[bucket] = _Block(native, memory, self._device.current_stream())
         self._used += nbytes
 
-    def _measure(self) -> int:
-        """The room that there is for blocks: what was free at the peak of the steps so far."""
-        if not self._peak_is_known:
-            return 0
-        if not self._measured:
-            self._measured = True
-            free = self._device.free_bytes()
-            if self._room is None:
-                self._room = free
-            elif free < self._largest:  # with them the device was nearly full
-                self._room = 0
-        return self._room or 0
+    def _room_now(self) -> int:
+        """Bytes that there are for blocks: what nothing has used at the peak of the steps so far, blocks included.
 
-    def linger(self, native: _native.DeviceBucket, streams: list[int], gradients: list[Tensor]) -> None:
+        A step whose backward begins with more memory in use than it did then has twice as much less, since its peak
+        may be higher by more. One that leaves less than half gets none, and shows its own peak.
+        """
+        if not self._begun:
+            self._begun = True
+            active = self._device.active_bytes()
+            self._left = self._room - 2 * max(0, active - self._active)
+            self._is_measured_again = self._active == 0 or 2 * self._left < self._room > 0
+            if self._is_measured_again:
+                self._active, self._left = active, 0
+        return self._left
+
+    def linger(self, native: _native.DeviceBucket, stream: int, gradients: list[Tensor]) -> None:
         """Keeps gradients that were packed into a block until the next bucket is packed, or the step ends."""
-        self._lingering = _Lingering(native, streams, gradients)
+        self._lingering = _Lingering(native, stream, gradients)
 
     def let_go(self) -> None:
-        """Their memory may be used again, in the order of their streams, which wait for the pack kernel.
+        """Their memory may be used again, in the order of their stream, which waits for the pack kernel.
 
-        It is long over where the next bucket is packed already, so that backward hardly waits.
+        That is long over where the next bucket is packed already, so that backward hardly waits.
         """
         lingering, self._lingering = self._lingering, None
         if lingering is None:
             return
+        reader = lingering.stream
         try:
-            self._pipeline.hold_back(lingering.native, lingering.streams)
+            self._pipeline.hold_back(lingering.native, reader)
         except RuntimeError:  # the next call will say what is wrong
-            self._device.release(lingering.gradients, self._pack_stream)
+            reader = self._pack_stream
+        self._device.release(lingering.gradients, reader)
 
     def give_back(self, bucket: Bucket) -> None:
         """Nothing of its block is needed any more, behind what is enqueued."""
@@ -124,8 +128,9 @@ class Blocks:
         self.let_go()
         for bucket in [bucket for bucket in self._held if bucket not in pending]:
             self.give_back(bucket)
-        self._peak_is_known = True
-        self._measured = False
+        if self._is_measured_again:
+            self._room = self._device.free_bytes()
+        self._begun = self._is_measured_again = False
 
     def clear(self) -> list[Tensor]:
         """Lets go of everything; what is returned may go once the device is idle."""

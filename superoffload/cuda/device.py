@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -34,6 +35,9 @@ class Device(Protocol):
     def empty(self, nbytes: int) -> Tensor:
         """Memory on the device, as uint8, from the allocator that the model uses."""
 
+    def active_bytes(self) -> int:
+        """Memory that is in use now."""
+
     def free_bytes(self) -> int:
         """Memory that nothing has used so far, at the peak of forward and backward included."""
 
@@ -41,7 +45,10 @@ class Device(Protocol):
         """Whether memory of gradients that arrive now may be written again although ``release`` has named a stream."""
 
     def release(self, gradients: Sequence[Tensor], stream: int) -> None:
-        """Their memory may be used again only after what is on ``stream`` (one of ``make_stream``'s) by now."""
+        """Their memory may be used again only after what is on ``stream`` by now.
+
+        For memory that was allocated for this stream that is so anyway, and costs nothing.
+        """
 
 
 class TorchDevice:
@@ -51,8 +58,10 @@ class TorchDevice:
         self.ordinal = torch.cuda.current_device() if device.index is None else device.index
         self.torch_device = torch.device("cuda", self.ordinal)
         torch.cuda.init()
-        self._asks = torch.cuda.get_allocator_backend() in _ASK_BEFORE_REUSE
-        self._streams: dict[int, torch.cuda.Stream] = {}
+        backend = torch.cuda.get_allocator_backend()
+        self._asks = backend in _ASK_BEFORE_REUSE
+        if backend == "cudaMallocAsync":  # in release(), where that is as it should be
+            warnings.filterwarnings("ignore", "Called record_stream on tensor whose original creation stream")
 
     def current_stream(self) -> int:
         return int(torch.cuda.current_stream(self.torch_device).cuda_stream)
@@ -63,13 +72,13 @@ class TorchDevice:
 
     def make_stream(self, *, ahead: bool = False) -> int:
         # Of torch's pool: its streams are never destroyed, so memory that is recorded on them can go at any time.
-        stream = torch.cuda.Stream(self.torch_device, priority=_AHEAD if ahead else 0)
-        handle = int(stream.cuda_stream)
-        self._streams[handle] = stream
-        return handle
+        return int(torch.cuda.Stream(self.torch_device, priority=_AHEAD if ahead else 0).cuda_stream)
 
     def empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def active_bytes(self) -> int:
+        return active_bytes(self.torch_device)
 
     def free_bytes(self) -> int:
         device = self.torch_device
@@ -80,8 +89,14 @@ class TorchDevice:
         return not self._asks or _replays_graphs(self.ordinal)
 
     def release(self, gradients: Sequence[Tensor], stream: int) -> None:
+        reader = self._stream(stream)
         for gradient in gradients:
-            gradient.record_stream(self._streams[stream])
+            gradient.record_stream(reader)
+
+    def _stream(self, handle: int) -> torch.cuda.Stream:
+        if handle == 0:  # of which ExternalStream would make a new stream
+            return torch.cuda.default_stream(self.torch_device)
+        return torch.cuda.ExternalStream(handle, self.torch_device)
 
 
 def peak_active_bytes(device: torch.device | None = None) -> int:

@@ -259,9 +259,12 @@ class CudaLink:
                 )
             self._written_on.pop(bucket, None)  # not before: a packing that failed is tried again
             if block:
-                self._blocks.linger(native, [current, *others], released)
+                self._blocks.linger(native, current, released)
             if waits or block:
                 released = []
+        except BaseException:
+            released += [one.memory for one in bit_sums.values()][:1]  # which is that of all
+            raise
         finally:  # the kernel may run although something after it has failed
             self._device.release(released, self._pack_stream)
         return PackTicket(bucket, arrival, bit_sums)
@@ -334,7 +337,7 @@ class CudaLink:
             return
         self._closed = True
         stepped = self._drain_steps()
-        idle = self._pipeline.close() and stepped
+        idle = self._pipeline.close(keep_kernels=not stepped) and stepped
         blocks = self._blocks.clear()
         if not idle:
             held = [*self._on_device, *self._staging, *self._targets.values(), *blocks]

@@ -152,6 +152,8 @@ class Arriving(Speculating):
             bucket.squares = 0.0
             self._unsummed.pop(bucket, None)
         self._partial = sum(bucket.squares for bucket in self.buckets)
+        if not self._incoming:
+            self.link.step_ended()  # without gradients no call will end it
         self._abandon_what_is_lost()
         self._raise_worker_failure()
 
