@@ -183,9 +183,36 @@ def test_memory_that_a_stream_still_reads_is_not_free(device: TorchDevice, monke
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0, raising=False)
     assert (peak_active_bytes(), active_bytes(), device.free_bytes()) == (300, 50, 1200)
+    assert device.active_bytes() == 50
     stats = {"allocated_bytes.all.peak": 100, "active_bytes.all.peak": 0}  # as cudaMallocAsync counts
     assert peak_active_bytes() == 100
+
+
+def test_memory_that_is_not_this_process_s_is_not_free(device: TorchDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``torch.cuda.set_per_process_memory_fraction`` has shared it out."""
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"active_bytes.all.peak": 300})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.25, raising=False)
+    assert device.free_bytes() == 500 - 300
+    refused = mock.Mock(side_effect=NotImplementedError("not of this allocator"))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", refused)
+    assert device.free_bytes() == 1200
+    monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
+    assert device.free_bytes() == 1200, "older torch"
+
+
+def test_memory_is_held_for_the_stream_that_is_named(device: TorchDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handle 0 is the default stream's, of which ``ExternalStream`` would make another one."""
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, of: ("external", handle, of))
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda of: ("default", of))
+    gradients: list[Any] = [mock.Mock(), mock.Mock()]
+    for handle, named in ((7, ("external", 7, device.torch_device)), (0, ("default", device.torch_device))):
+        device.release(gradients, handle)
+        for gradient in gradients:
+            gradient.record_stream.assert_called_with(named)
 
 
 def test_out_of_memory_is_told_in_several_ways(monkeypatch: pytest.MonkeyPatch) -> None:

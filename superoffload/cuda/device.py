@@ -82,8 +82,9 @@ class TorchDevice:
 
     def free_bytes(self) -> int:
         device = self.torch_device
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free + torch.cuda.memory_reserved(device) - peak_active_bytes(device))
+        free, total = torch.cuda.mem_get_info(device)
+        ours = min(free + torch.cuda.memory_reserved(device), _fraction(device) * total)
+        return int(ours - peak_active_bytes(device))
 
     def reuses_unasked(self) -> bool:
         return not self._asks or _replays_graphs(self.ordinal)
@@ -117,6 +118,17 @@ def _in_use(device: torch.device | None, when: str) -> int:
     found = torch.cuda.memory_stats(device)
     # cudaMallocAsync counts what is allocated only; elsewhere the active bytes are never fewer.
     return max(int(found.get(f"{kind}_bytes.all.{when}", 0)) for kind in ("active", "allocated"))
+
+
+def _fraction(device: torch.device) -> float:
+    """Of the device's memory, that ``torch.cuda.set_per_process_memory_fraction`` has left to this process."""
+    get = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    if get is None:  # older torch
+        return 1.0
+    try:
+        return float(get(device))
+    except RuntimeError:  # an allocator that knows of none
+        return 1.0
 
 
 def _replays_graphs(ordinal: int) -> bool:
