@@ -151,6 +151,7 @@ class Bucket:
         self.present = [False] * len(self.pieces)
         self.missing = len(self.pieces)  # pieces whose gradient is not final
         self.squares = 0.0  # of the packed gradient, where they were known in time to decide on speculation
+        self.final = True  # nothing will be added to what is packed, as far as that is known
         # Set by the link (staging) and the core (native work) when the bucket is attached:
         self.gradient: Tensor
         self.gradients: list[Tensor] | None = None  # one per piece, where gradients stay where they arrive

@@ -80,8 +80,9 @@ class Link(Protocol):
         """The verdict wants other parameters than those that were staged, if any were. When it returns, nothing reads
         the shadow for them any more."""
 
-    def step_ended(self) -> None:
-        """By a verdict or without one; what is to be delivered has been given to ``deliver()``."""
+    def step_ended(self, *, whole: bool) -> None:
+        """What is to be delivered has been given to ``deliver()``. Not ``whole``: there was no verdict, or there is no
+        gradient left for now."""
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
         """Copies the shadow of the bucket's present pieces to the published parameters, once ``after`` is done.
@@ -135,7 +136,7 @@ class SynchronousLink:
     def unstage(self, bucket: Bucket) -> None:
         """Nothing is staged."""
 
-    def step_ended(self) -> None:
+    def step_ended(self, *, whole: bool) -> None:
         """Nothing was kept for it."""
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:

@@ -158,7 +158,7 @@ class Memory:
     def __init__(self) -> None:
         self.active = 0
         self.peak = 0
-        self.prompt = False  # no stream reads late what the allocator was told of
+        self.prompt = False  # what was released to another stream is free at once, and not at the end of the step
         self._late: list[int] = []
         self._gradients: dict[int, list[int]] = {}  # address -> bytes that are needed, bytes in all
 
@@ -241,6 +241,7 @@ class FakeDevice:
             self.refused -= 1
             raise torch.OutOfMemoryError("CUDA out of memory, as a test has asked for")
         memory = torch.full((nbytes,), _GARBAGE, dtype=torch.uint8)
+        self.comes(memory)
         self.memory.take(nbytes)
         same = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())  # no view, which would keep it
         weakref.finalize(memory, self._freed, same, self.fake.current).atexit = False
@@ -253,14 +254,15 @@ class FakeDevice:
         if not self.over:
             self.overwrite(memory, reader)
 
-    def active_bytes(self) -> int:
-        return self.memory.active
-
     def free_bytes(self) -> int:
         return self.free if self.capacity is None else self.capacity - self.memory.peak
 
     def reuses_unasked(self) -> bool:
         return self.reusing
+
+    def comes(self, memory: Tensor) -> None:
+        """Nothing reads what was at its address before."""
+        self._reader.pop(memory.data_ptr(), None)
 
     def release(self, gradients: Sequence[Tensor], stream: int) -> None:
         for gradient in gradients:
@@ -326,6 +328,7 @@ class LateLink(CudaLink):
         late = []
         for grad, part, theirs in parts:
             late.append((part, part.clone(), theirs))
+            device.comes(grad)
             device.kept.append(grad)  # the allocator of a device would know what is still to be written there
             ctypes.memset(part.data_ptr(), _GARBAGE, part.numel() * part.element_size())
             fake.write(fake.current, *late[-1][:2])
@@ -346,9 +349,10 @@ class LateLink(CudaLink):
                 fake.write(fake.current, part, values)
         return ticket
 
-    def step_ended(self) -> None:
-        super().step_ended()
-        self.fake_device.memory.step_ended()
+    def step_ended(self, *, whole: bool) -> None:
+        super().step_ended(whole=whole)
+        if whole:
+            self.fake_device.memory.step_ended()
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
         fake = self.fake_device.fake

@@ -14,9 +14,10 @@ counters holds at any speed of the workers.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -39,7 +40,7 @@ class Used:
     """What a run over the stand-in came to."""
 
     links: list[LateLink]
-    brought_back: int = 0
+    brought_back: list[str] = field(default_factory=list)  # where from, each time
 
 
 USED = pytest.StashKey[Used]()
@@ -101,7 +102,7 @@ def below(item: pytest.Item, fake: Fake) -> Iterator[None]:
         used = item.stash[USED] = Used(links)
 
         def counted(*args: Any) -> None:
-            used.brought_back += 1
+            used.brought_back.append("".join(traceback.format_stack(limit=12)))
             real(*args)
 
         with mock.patch.object(FreedGradients, "bring_back", counted):
@@ -118,7 +119,8 @@ def check_used(item: pytest.Item) -> None:
     if SLOWER in notes:
         assert used.brought_back, f"no gradient was brought back, so the cell must not say {SLOWER!r}"
     elif SOMETIMES_SLOWER not in notes and not item.path.name.startswith("test_saving"):
-        assert not used.brought_back, "gradients were brought back, and no note of the cell says so"
+        from_where = "".join(used.brought_back[:1])
+        assert not used.brought_back, f"gradients were brought back, and no note of the cell says so:\n{from_where}"
 
 
 def check_links(links: list[LateLink]) -> None:

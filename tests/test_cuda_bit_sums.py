@@ -207,6 +207,8 @@ def written(fake: Fake, *, waits: bool) -> set[str]:
                 fake.drop_waits(roles["current"], roles["up"])
             for seed in range(3):
                 fake.delays(seed, LATE)
+                if not waits:
+                    fake.sleep(LATER, roles["up"])
                 train(model, optimizer, [seed])
             fake.synchronize(roles["up"])
             optimizer.synchronize()

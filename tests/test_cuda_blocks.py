@@ -277,12 +277,12 @@ def test_a_block_goes_behind_the_copy_down(fake: Fake, waits: bool) -> None:
         batch(gradients, 2).backward()
         link: Any = optimizer._core.link
         optimizer.zero_grad()
-        fake.sleep(30_000, link.roles["down"])
+        fake.sleep(300_000, link.roles["down"])  # longer than backward takes here
         if not waits:
             fake.drop_waits(link.roles["current"], link.roles["down"])
         batch(model, 2).backward()
         buckets = list(link._blocks._held)
-        link.step_ended()
+        link.step_ended(whole=True)
         came = []
         names = {id(p): n for n, p in model.named_parameters()}
         params = dict(gradients.named_parameters())

@@ -185,7 +185,6 @@ def test_memory_that_a_stream_still_reads_is_not_free(device: TorchDevice, monke
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0, raising=False)
     assert (peak_active_bytes(), active_bytes(), device.free_bytes()) == (300, 50, 1200)
-    assert device.active_bytes() == 50
     stats = {"allocated_bytes.all.peak": 100, "active_bytes.all.peak": 0}  # as cudaMallocAsync counts
     assert peak_active_bytes() == 100
 

@@ -90,9 +90,9 @@ class Watched(LateLink):
             self.old.pop(piece.shard.index, None)
         return super().deliver(bucket, after)
 
-    def step_ended(self) -> None:
+    def step_ended(self, *, whole: bool) -> None:
         self.look()
-        super().step_ended()
+        super().step_ended(whole=whole)
         self.old.clear()
 
     def look(self) -> None:

@@ -238,7 +238,7 @@ def test_new_parameters_travel_before_the_verdict_where_there_is_room() -> None:
     needs = estimate_memory(LLAMA_8B, settings).gpu_peak
     least = (needs + CONTEXT_BYTES) / (1 - FRAGMENTATION)
     more = 2 * LLAMA_8B.parameters / (1 - FRAGMENTATION)
-    assert exposed(least + 0.9 * more) > up > 5 * exposed(least + 1.1 * more)
+    assert exposed(least + 1.9 * more) > up > 5 * exposed(least + 2.1 * more)
     for engine in (Settings(ranks=2), Settings(ranks=2, sharding="zero3")):  # DDP and ZeRO-3 keep gradients
         kept = replace(engine, micro_batch=16, checkpointing="full")
         assert estimate_step(LLAMA_8B, replace(behind_pcie, gpu_memory=1e15), kept).optimizer_exposed > up / 2

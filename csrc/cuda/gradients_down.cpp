@@ -32,7 +32,10 @@ GradientsDown::GradientsDown(std::shared_ptr<Gpu> gpu, const StreamSet& streams,
           gpu_, "so-arrivals",
           [this](const Ticket& ticket) {
               std::string error = await(ticket);
-              if (error.empty()) hand_over_sums(ticket);
+              if (error.empty()) {
+                  patience_.regain();
+                  hand_over_sums(ticket);
+              }
               return error;
           },
           [](const std::string&) {}) {}
@@ -57,7 +60,9 @@ std::shared_ptr<Completion> GradientsDown::pack(const std::shared_ptr<DeviceBuck
     const bool nothing = std::all_of(addresses.begin(), addresses.end(), [](DeviceAddress a) { return a == 0; });
     if (nothing) return bucket->arrival ? bucket->arrival : Completion::already_done();
     const Gpu::Current here(*gpu_);
-    if (!await_failed(*bucket)) throw std::runtime_error("what was enqueued before an error has not ended in time");
+    if (!await_failed(*bucket, now_seconds() + patience_.seconds())) {
+        throw std::runtime_error("what was enqueued before an error has not ended in time");
+    }
     bucket->half_packed = true;
     Ticket ticket = enqueue(bucket, current, addresses, keep, others, bit_sums);
     bucket->half_packed = false;
@@ -70,8 +75,8 @@ std::shared_ptr<Completion> GradientsDown::pack(const std::shared_ptr<DeviceBuck
     return done;
 }
 
-bool GradientsDown::await_failed(const DeviceBucket& bucket) const {
-    return !bucket.half_packed || patience_.saw(streams_.await_idle(patience_.until()));
+bool GradientsDown::await_failed(const DeviceBucket& bucket, double until) const {
+    return !bucket.half_packed || streams_.await_idle(until);
 }
 
 // ---- on the streams -------------------------------------------------------------------------------------------------

@@ -33,8 +33,8 @@ class GradientsDown {
                                      const std::vector<Stream>& others, DeviceAddress bit_sums);
     // As Pipeline says. The device's context must be current.
     void hold_back(const DeviceBucket& bucket, Stream stream) const;
-    // Whether a call that has failed has left nothing under way.
-    bool await_failed(const DeviceBucket& bucket) const;
+    // Whether a call that has failed has left nothing under way; waits until `until` on the steady clock.
+    bool await_failed(const DeviceBucket& bucket, double until) const;
 
     bool await_idle(double until) { return watcher_.await_idle(until); }
     void end() { watcher_.end(); }

@@ -37,12 +37,11 @@ bool ParametersUp::unstage(DeviceBucket& bucket) {
     while (is_under_way()) {
         if (now_seconds() > until || closing_.out_of_time()) {
             bucket.half_packed = true;
-            patience_.saw(false);
+            patience_.lose();
             return stage->is_sent();
         }
         std::this_thread::sleep_for(std::chrono::microseconds(20));
     }
-    patience_.saw(true);
     return stage->is_sent();
 }
 

@@ -1,5 +1,5 @@
-// How long a call waits for the device. A device that has once let the time run out is asked again, but not waited for
-// until it has ended something: the end of a step looks at every bucket, and waits once.
+// How long the end of a step waits for the device. It looks at every bucket; a device that has let the time run out for
+// one of them is not waited for again until something has arrived from it.
 #pragma once
 
 #include <atomic>
@@ -14,11 +14,8 @@ class Patience {
     double seconds() const { return seconds_; }
     // On the steady clock.
     double until() const { return now_seconds() + (lost_.load() ? 0 : seconds_); }
-    // What was waited for until then has ended, or has not. Returns `ended`.
-    bool saw(bool ended) {
-        lost_.store(!ended);
-        return ended;
-    }
+    void lose() { lost_.store(true); }
+    void regain() { lost_.store(false); }
 
    private:
     const double seconds_;

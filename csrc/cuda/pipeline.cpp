@@ -127,7 +127,10 @@ bool Pipeline::unstage(const std::shared_ptr<DeviceBucket>& bucket) {
 void Pipeline::release(const std::shared_ptr<DeviceBucket>& bucket, Stream stream) {
     const Gpu::Current here(*gpu_);
     parameters_.unstage(*bucket);  // of a delivery that could not be asked for
-    if (!gradients_.await_failed(*bucket)) throw std::runtime_error("what was enqueued has not ended in time");
+    if (!gradients_.await_failed(*bucket, patience_.until())) {
+        patience_.lose();
+        throw std::runtime_error("what was enqueued has not ended in time");
+    }
     streams_.order(stream, bucket->arrived, "a stream's wait for the copy out of a block");
     streams_.order(stream, bucket->delivered, "a stream's wait for the kernel that reads a block");
     bucket->block = 0;

@@ -1,8 +1,8 @@
 """Blocks: memory on the device that freed gradients have left, where new parameters wait for the verdict.
 
 A bucket has its block for one step. It is packed into it; once that gradient is in host memory its new parameters may
-come up into the same block, and a commit is one kernel on the device. The order of streams takes the place of
-``record_stream``: what the device needs does not depend on how far the program runs ahead of it.
+come up into the same block, and a commit is one kernel on the device. For gradients of such buckets the order of
+streams takes the place of ``record_stream``: what the device needs does not depend on how far the program is ahead.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Lingering:
     """Gradients of the bucket that was packed last, which the pack kernel may still read."""
 
     native: _native.DeviceBucket
-    stream: int  # that they arrived on; those that came from another stream's memory count as read there
+    stream: int  # that they were packed from; memory that was allocated for another one is recorded on it
     gradients: list[Tensor]
 
 
@@ -43,20 +43,17 @@ class Blocks:
         self._device = device
         self._pipeline = pipeline
         self._pack_stream = pack_stream
-        self._early: dict[Bucket, int] = {}  # may have one; bytes of its gradients
+        self._early: set[Bucket] = set()  # may have one
         self._held: dict[Bucket, _Block] = {}
         self._used = 0  # bytes of those
-        self._unsafe: list[Tensor] = []  # of which the device did not say that it is done with them
         self._lingering: _Lingering | None = None
-        self._active = 0  # bytes in use when a bucket was first packed, in the step that was measured
-        self._room = 0  # bytes for all of them together, when that step had ended
-        self._begun = False  # this step: a bucket was packed
-        self._left = 0  # of the room, in this step
-        self._is_measured_again = False  # in this step, which has no blocks
+        self._peak_is_known = False  # a whole step has ended, without blocks
+        self._room: int | None = None  # bytes for all of them together; None: not measured yet
+        self._measured = False  # in this step
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """All that are attached, in backward order."""
-        self._early = {bucket: _gradient_bytes(_shards(bucket)) for bucket in early_buckets(buckets)}
+        self._early = early_buckets(buckets)
 
     def take(self, bucket: Bucket, native: _native.DeviceBucket) -> int:
         """The address of the block to pack ``bucket`` into; 0: it has none."""
@@ -66,32 +63,30 @@ class Blocks:
 
     def _allocate(self, bucket: Bucket, native: _native.DeviceBucket) -> None:
         nbytes = _block_bytes(bucket)
-        if self._used + nbytes + self._early[bucket] > self._room_now():  # its gradients linger besides
+        if self._used + nbytes > self._room_now():
             return
         try:
             memory = self._device.empty(nbytes)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            self._room = self._left = 0
+            self._room = 0
             return
         self._held[bucket] = _Block(native, memory, self._device.current_stream())
         self._used += nbytes
 
     def _room_now(self) -> int:
-        """Bytes that there are for blocks: what nothing has used at the peak of the steps so far, blocks included.
+        """Bytes that there are for blocks: half of what nothing has used at the peak so far, blocks included.
 
-        A step whose backward begins with more memory in use than it did then has twice as much less, since its peak
-        may be higher by more. One that leaves less than half gets none, and shows its own peak.
+        The other half is for gradients that linger, and for steps that become larger. The first whole step has none.
         """
-        if not self._begun:
-            self._begun = True
-            active = self._device.active_bytes()
-            self._left = self._room - 2 * max(0, active - self._active)
-            self._is_measured_again = self._active == 0 or 2 * self._left < self._room > 0
-            if self._is_measured_again:
-                self._active, self._left = active, 0
-        return self._left
+        if not self._peak_is_known:
+            return 0
+        if not self._measured:
+            self._measured = True
+            half = self._device.free_bytes() // 2
+            self._room = half if self._room is None else min(self._room, half)
+        return self._room or 0
 
     def linger(self, native: _native.DeviceBucket, stream: int, gradients: list[Tensor]) -> None:
         """Keeps gradients that were packed into a block until the next bucket is packed, or the step ends."""
@@ -114,34 +109,32 @@ class Blocks:
 
     def give_back(self, bucket: Bucket) -> None:
         """Nothing of its block is needed any more, behind what is enqueued."""
-        block = self._held.pop(bucket, None)
+        block = self._held.get(bucket)
         if block is None:
             return
-        self._used -= block.memory.numel()
         try:
             self._pipeline.release(block.native, block.stream)
-        except RuntimeError:  # likewise
-            self._unsafe.append(block.memory)
+        except RuntimeError:  # likewise; it is tried again when the next step ends
+            return
+        del self._held[bucket]
+        self._used -= block.memory.numel()
 
-    def step_ended(self, pending: Collection[Bucket]) -> None:
+    def step_ended(self, pending: Collection[Bucket], *, whole: bool) -> None:
         """``pending``: buckets that are on their way from their blocks to the parameters."""
         self.let_go()
         for bucket in [bucket for bucket in self._held if bucket not in pending]:
             self.give_back(bucket)
-        if self._is_measured_again:
-            self._room = self._device.free_bytes()
-        self._begun = self._is_measured_again = False
+        self._peak_is_known |= whole
+        self._measured = False
 
     def clear(self) -> list[Tensor]:
         """Lets go of everything; what is returned may go once the device is idle."""
         blocks = [block.memory for block in self._held.values()]
         gradients = self._lingering.gradients if self._lingering is not None else []
-        everything = [*blocks, *self._unsafe, *gradients]
         self._held.clear()
-        self._unsafe.clear()
         self._lingering = None
         self._used = 0
-        return everything
+        return [*blocks, *gradients]
 
 
 def early_buckets(buckets: Sequence[Bucket]) -> set[Bucket]:

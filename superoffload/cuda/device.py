@@ -35,9 +35,6 @@ class Device(Protocol):
     def empty(self, nbytes: int) -> Tensor:
         """Memory on the device, as uint8, from the allocator that the model uses."""
 
-    def active_bytes(self) -> int:
-        """Memory that is in use now."""
-
     def free_bytes(self) -> int:
         """Memory that nothing has used so far, at the peak of forward and backward included."""
 
@@ -45,7 +42,7 @@ class Device(Protocol):
         """Whether memory of gradients that arrive now may be written again although ``release`` has named a stream."""
 
     def release(self, gradients: Sequence[Tensor], stream: int) -> None:
-        """Their memory may be used again only after what is on ``stream`` by now.
+        """Their memory may be used again only after what is on ``stream`` when it is freed.
 
         For memory that was allocated for this stream that is so anyway, and costs nothing.
         """
@@ -77,9 +74,6 @@ class TorchDevice:
     def empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
-    def active_bytes(self) -> int:
-        return active_bytes(self.torch_device)
-
     def free_bytes(self) -> int:
         device = self.torch_device
         free, total = torch.cuda.mem_get_info(device)
@@ -90,6 +84,8 @@ class TorchDevice:
         return not self._asks or _replays_graphs(self.ordinal)
 
     def release(self, gradients: Sequence[Tensor], stream: int) -> None:
+        if not gradients:
+            return
         reader = self._stream(stream)
         for gradient in gradients:
             gradient.record_stream(reader)

@@ -247,7 +247,7 @@ class CudaLink:
         try:
             with _translated(f"packing {bucket.pieces[0].shard.name}"):
                 native = self._buckets[bucket]
-                block = 0 if waits else self._blocks.take(bucket, native)
+                block = self._blocks.take(bucket, native) if bucket.final and not waits else 0
                 arrival = self._pipeline.pack(
                     native,
                     current=current,
@@ -289,8 +289,8 @@ class CudaLink:
         if self._pipeline.unstage(self._buckets[bucket]):  # it has travelled, and is discarded
             self.bytes_up += sum(_nbytes(piece.numel, bucket.published_dtype) for piece in bucket.stepped_pieces())
 
-    def step_ended(self) -> None:
-        self._blocks.step_ended(pending=self._targets)
+    def step_ended(self, *, whole: bool) -> None:
+        self._blocks.step_ended(pending=self._targets, whole=whole)
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
         size = bucket.published_dtype.itemsize

@@ -114,7 +114,7 @@ class VirtualLink(HostLink):
             if staged.copying:
                 staged.done.wait()
 
-    def step_ended(self) -> None:
+    def step_ended(self, *, whole: bool) -> None:
         self._staged.clear()
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:

@@ -153,7 +153,7 @@ class Arriving(Speculating):
             self._unsummed.pop(bucket, None)
         self._partial = sum(bucket.squares for bucket in self.buckets)
         if not self._incoming:
-            self.link.step_ended()  # without gradients no call will end it
+            self.link.step_ended(whole=False)  # no other call will end it, unless gradients come again
         self._abandon_what_is_lost()
         self._raise_worker_failure()
 
@@ -203,6 +203,7 @@ class Arriving(Speculating):
             self._incoming[piece.shard.index] if present else None
             for piece, present in zip(bucket.pieces, bucket.present, strict=True)
         ]
+        bucket.final = self._is_whole(bucket)
         with self._caller_at_work():
             ticket = self.link.pack(bucket, grads)
         bucket.arrival = bucket.packed = bucket.running = self.link.arrived(ticket)

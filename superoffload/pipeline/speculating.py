@@ -178,4 +178,4 @@ class Speculating(Settling):
         self._unsummed.clear()
         self._awaited.clear()
         self._speculating = True
-        self.link.step_ended()
+        self.link.step_ended(whole=whole)

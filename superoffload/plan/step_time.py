@@ -106,12 +106,12 @@ def _deepspeed_superoffload(own: float, hardware: Hardware, settings: Settings, 
 
 
 def _stages(model: ModelShape, hardware: Hardware, settings: Settings, own: float) -> bool:
-    """Whether new parameters travel before the verdict: gradients leave the GPU as they are packed, and it has room for
-    as much at its peak (docs/pipeline.md)."""
+    """Whether new parameters travel before the verdict: gradients leave the GPU as they are packed, and half of what is
+    free at its peak is as much (docs/pipeline.md)."""
     if settings.is_replicated or settings.sharding == "zero3":
         return False
     fit = check_fit(model, hardware, settings)
-    return fit.gpu_room - fit.gpu_need >= settings.gradient_bytes * (1 - settings.gpu_fraction) * own
+    return fit.gpu_room - fit.gpu_need >= 2 * settings.gradient_bytes * (1 - settings.gpu_fraction) * own
 
 
 def _superoffload(
