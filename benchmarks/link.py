@@ -33,6 +33,14 @@ _COUNTED = {
 }
 
 
+class _Device(FakeDevice):
+    """Does not write over memory that is freed, which would take longer than what is measured."""
+
+    def empty(self, nbytes: int) -> Tensor:
+        self.kept.append(torch.empty(nbytes, dtype=torch.uint8))
+        return self.kept[-1]
+
+
 class _Link(CudaLink):
     """Keeps freed gradients until the kernels that read them are over, as a device's allocator does."""
 
@@ -50,7 +58,7 @@ def measure(args: argparse.Namespace) -> int:
     devices: list[FakeDevice] = []
 
     def link_for(params: Sequence[Tensor], **_: Any) -> CudaLink:
-        devices[:] = [FakeDevice(fake)]
+        devices[:] = [_Device(fake)]
         return _Link(devices[0], CudaOptions(image=IMAGE, library=fake.library))
 
     def synchronize() -> None:
