@@ -9,7 +9,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,19 @@ from tests.cuda_tools import out_of_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 PEER = "DeepSpeed ZeRO-Offload"
+
+
+@pytest.fixture(autouse=True)
+def no_rank_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Contestants make this process the only rank of a run; Accelerate would take what follows for distributed."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.setenv(name, "")  # so that it is put back as it was
+        monkeypatch.delenv(name)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 GPU_PEER = "DeepSpeed SuperOffload"
 OURS_HALF, OURS_EAGER = "ours, 50 % clipped", "ours, eager"
 

@@ -57,6 +57,7 @@ class TorchDevice:
         torch.cuda.init()
         backend = torch.cuda.get_allocator_backend()
         self._asks = backend in _ASK_BEFORE_REUSE
+        self._streams: dict[int, torch.cuda.Stream] = {}  # by handle
         if backend == "cudaMallocAsync":  # in release(), where that is as it should be
             warnings.filterwarnings("ignore", "Called record_stream on tensor whose original creation stream")
 
@@ -91,9 +92,12 @@ class TorchDevice:
             gradient.record_stream(reader)
 
     def _stream(self, handle: int) -> torch.cuda.Stream:
-        if handle == 0:  # of which ExternalStream would make a new stream
-            return torch.cuda.default_stream(self.torch_device)
-        return torch.cuda.ExternalStream(handle, self.torch_device)
+        if handle not in self._streams:
+            if handle == 0:  # of which ExternalStream would make a new stream
+                self._streams[handle] = torch.cuda.default_stream(self.torch_device)
+            else:
+                self._streams[handle] = torch.cuda.ExternalStream(handle, self.torch_device)
+        return self._streams[handle]
 
 
 def peak_active_bytes(device: torch.device | None = None) -> int:
