@@ -43,6 +43,8 @@ from tests.cuda_tools import out_of_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 PEER = "DeepSpeed ZeRO-Offload"
+GPU_PEER = "DeepSpeed SuperOffload"
+OURS_HALF, OURS_EAGER = "ours, 50 % clipped", "ours, eager"
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +56,6 @@ def no_rank_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-GPU_PEER = "DeepSpeed SuperOffload"
-OURS_HALF, OURS_EAGER = "ours, 50 % clipped", "ours, eager"
 
 
 def suite(out: Path, *contestants: str) -> list[str]:
