@@ -165,8 +165,11 @@ class Timeline:
 
     def _write_what_is_over(self) -> None:
         """Settles and copies up may go on behind the next forward; they are written at the end of the next step."""
-        over = [work for work in self._pending if work.step and not work.still_runs]
-        self._pending = [work for work in self._pending if work.still_runs or not work.step]
+        over: list[_Work] = []
+        left: list[_Work] = []
+        for work in self._pending:  # each is asked once, since it may end at any moment
+            (over if work.step and not work.still_runs else left).append(work)
+        self._pending = left
         with self._giving_up():
             for work in sorted((work for work in over if work.take_times()), key=lambda work: work.began):
                 self._write(self._event(work))

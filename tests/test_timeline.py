@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from superoffload.cli import main
 from superoffload.errors import ArgumentError
 from superoffload.link import HostLink
 from superoffload.reporting.timeline_plot import choose_steps
-from superoffload.timeline import COMPUTE, DOWN, PROCESSORS, UP, VERDICT, read_trace, span
+from superoffload.timeline import COMPUTE, DOWN, PROCESSORS, UP, VERDICT, _Work, read_trace, span
 
 BUCKETS = 4
 
@@ -105,6 +106,25 @@ def test_rows_do_not_overlap(tmp_path: Path) -> None:
     for times in rows.values():
         for (_, end), (begin, _) in zip(sorted(times), sorted(times)[1:], strict=False):
             assert end <= begin + 0.002  # microseconds are rounded
+
+
+def test_work_that_ends_while_it_is_looked_at_is_not_lost(tmp_path: Path) -> None:
+    """It runs when it is asked for the first time, and has ended when it is asked again."""
+    path = tmp_path / "trace.json"
+    asked: list[_Work] = []  # kept, so that no other takes its place
+
+    def still_runs(work: _Work) -> bool:
+        asked.append(work)
+        return work.completion is not None and sum(one is work for one in asked) == 1
+
+    param = torch.nn.Parameter(torch.ones(3000))
+    changed = mock.patch.object(_Work, "still_runs", property(still_runs))
+    with changed, AdamW([param], trace=path, bucket_numel=1024, speculation="never") as optimizer:
+        for _ in range(3):
+            param.grad = torch.ones(3000)
+            optimizer.step()
+    steps = [event for event in read_trace(path) if event["ph"] == "X" and " step: " in event["name"]]
+    assert len(steps) == 3 * 3
 
 
 def test_tracing_changes_no_bit(tmp_path: Path) -> None:
