@@ -14,7 +14,8 @@ from superoffload import AdamW
 from superoffload.cuda.blocks import early_buckets
 from tests.adamw_tools import batch
 from tests.cuda_tools import blocks_of, out_of_memory, training
-from tests.fake_cuda import Fake, LateLink, allocated, on_fake_device, on_host
+from tests.fake_cuda import Fake, LateLink, on_fake_device, on_host
+from tests.fake_memory import allocated
 from tests.fp32_gradients import needs_grad_dtype
 from tests.test_cuda_link import LATE, deep_model, steps
 

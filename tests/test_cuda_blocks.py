@@ -15,7 +15,8 @@ from superoffload.optimizer.untold_writes import UntoldWrites
 from superoffload.schedule import MODES
 from tests.adamw_tools import batch
 from tests.cuda_tools import blocks_of, training
-from tests.fake_cuda import Fake, allocated, on_fake_device
+from tests.fake_cuda import Fake, on_fake_device
+from tests.fake_memory import allocated
 from tests.test_cuda_link import LATE, _run, deep_model, steps, wide_model
 
 MakeModel = Callable[[torch.dtype], nn.Sequential]
