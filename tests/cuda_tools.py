@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from superoffload import AdamW
 from tests.adamw_tools import model_of, train
-from tests.fake_cuda import Fake, on_fake_device, on_host
+from tests.fake_cuda import Fake, LateLink, on_fake_device, on_host
+from tests.fake_memory import allocated
 
 
 @contextmanager
@@ -78,3 +79,15 @@ def blocks_of(optimizer: AdamW) -> int:
     """Bytes of memory for early parameters, now (superoffload/cuda/blocks.py)."""
     link: Any = optimizer._core.link
     return int(link._blocks._used)
+
+
+def count_gradients(model: nn.Module, links: list[LateLink]) -> int:
+    """Has the stand-in's allocator count the gradients of ``model``; returns the bytes of all of them together."""
+
+    def born(param: Tensor) -> None:
+        assert param.grad is not None
+        links[0].fake_device.memory.take_gradient(param.grad)
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(born)
+    return sum(allocated(param.numel() * param.element_size()) for param in model.parameters())

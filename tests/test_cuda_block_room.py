@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from superoffload import AdamW
 from superoffload.cuda.blocks import early_buckets
 from tests.adamw_tools import batch
-from tests.cuda_tools import blocks_of, out_of_memory, training
+from tests.cuda_tools import blocks_of, count_gradients, out_of_memory, training
 from tests.fake_cuda import Fake, LateLink, on_fake_device, on_host
-from tests.fake_memory import allocated
 from tests.fp32_gradients import needs_grad_dtype
 from tests.test_cuda_link import LATE, deep_model, steps
 
@@ -85,16 +84,9 @@ def counted(fake: Fake, steps_of: Lengths, room: float, first: Callable[[nn.Modu
     ``room`` in units of all gradients. ``first``: what the first backward is, which no step follows.
     """
     model = deep_model(torch.bfloat16)
-    unit = sum(allocated(param.numel() * param.element_size()) for param in model.parameters())
     used: list[int] = []
     with on_fake_device(fake) as links:
-
-        def born(param: Tensor) -> None:
-            assert param.grad is not None
-            links[0].fake_device.memory.take_gradient(param.grad)
-
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(born)
+        unit = count_gradients(model, links)
         with AdamW(model.parameters(), speculation="always", threads=1, bucket_numel=1024) as optimizer:
             device = links[0].fake_device
             memory = device.memory
@@ -196,7 +188,7 @@ def test_memory_that_is_refused_is_done_without(fake: Fake, expected: dict[str, 
                     raise out_of_memory(of_allocator)
                 return real(nbytes)
 
-            device.empty = empty  # type: ignore[method-assign]  # refuses memory in its place
+            device.empty = empty  # type: ignore[method-assign]  # a full device
         used.append(blocks_of(optimizer))
 
     fake.delays(2, LATE)

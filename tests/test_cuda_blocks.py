@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from superoffload import AdamW
 from superoffload.cuda.blocks import early_buckets
 from superoffload.optimizer.untold_writes import UntoldWrites
 from superoffload.schedule import MODES
 from tests.adamw_tools import batch
-from tests.cuda_tools import blocks_of, training
+from tests.cuda_tools import blocks_of, count_gradients, training
 from tests.fake_cuda import Fake, on_fake_device
 from tests.fake_memory import allocated
 from tests.test_cuda_link import LATE, _run, deep_model, steps, wide_model
@@ -67,15 +67,8 @@ def test_blocks_and_gradients_never_exceed_all_gradients(
     monkeypatch.setattr(UntoldWrites, "on_device", False)  # no more sums of bits
     model = make_model(dtype)
     model.register_forward_pre_hook(lambda *_: fake.synchronize())
-    all_gradients = sum(allocated(param.numel() * param.element_size()) for param in model.parameters())
     with on_fake_device(fake) as links:
-
-        def born(param: Tensor) -> None:
-            assert param.grad is not None
-            links[0].fake_device.memory.take_gradient(param.grad)
-
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(born)
+        all_gradients = count_gradients(model, links)
         with AdamW(groups(model), speculation="always", threads=1, bucket_numel=bucket_numel) as optimizer:
             memory = links[0].fake_device.memory
             most = 0
@@ -98,15 +91,8 @@ def test_blocks_and_gradients_never_exceed_all_gradients(
 def test_behind_accumulate_they_may_take_more(fake: Fake, make_model: MakeModel, bucket_numel: int) -> None:
     """One bucket, since all gradients are there when it is packed, and a gradient that spans buckets, which stays."""
     model = make_model(torch.bfloat16)
-    all_gradients = sum(allocated(param.numel() * param.element_size()) for param in model.parameters())
     with on_fake_device(fake) as links:
-
-        def born(param: Tensor) -> None:
-            assert param.grad is not None
-            links[0].fake_device.memory.take_gradient(param.grad)
-
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(born)
+        all_gradients = count_gradients(model, links)
         with AdamW(model.parameters(), speculation="always", threads=1, bucket_numel=bucket_numel) as optimizer:
             memory = links[0].fake_device.memory
             most = 0
@@ -243,7 +229,7 @@ def with_memory_of_another_stream(fake: Fake, seed: int, *, told: bool) -> tuple
         device = links[0].fake_device
         device.allocates_on = fake.make_stream()
         if not told:
-            device.release = lambda gradients, stream: None  # type: ignore[method-assign]  # says nothing in its place
+            device.release = lambda gradients, stream: None  # type: ignore[method-assign]  # a link that forgets to tell
         fake.delays(seed, LATE)
         for step in range(4):
             optimizer.zero_grad()

@@ -140,7 +140,7 @@ def test_what_is_seen_too_early_is_noticed(fake: Fake) -> None:
 
         def look() -> None:
             for link in links:
-                link.look()  # type: ignore[attr-defined]  # likewise
+                link.look()  # type: ignore[attr-defined]  # these links are Watched
 
         train_with(["commit"] * 4, look, fake.synchronize, {"speculation": "always"})
 
@@ -255,7 +255,7 @@ def test_a_worker_that_throws_while_copies_go_up(fake: Fake) -> None:
     with all_sent_early(fake) as (model, optimizer, _):
         before = optimizer.state_digests()  # takes back what was speculated
         optimizer.zero_grad()
-        fake.sleep(20_000, optimizer._core.link.roles["up"])  # type: ignore[attr-defined]  # a CudaLink has roles here
+        fake.sleep(20_000, optimizer._core.link.roles["up"])  # type: ignore[attr-defined]  # a LateLink has roles
         optimizer._core.pool.inject_fault(3, "as told")
         batch(model, 2).backward()
         with pytest.raises(WorkerError, match="as told"):
@@ -269,7 +269,7 @@ def test_closed_with_copies_on_their_way(fake: Fake) -> None:
     with all_sent_early(fake) as (model, optimizer, _):
         before = [param.detach().clone() for param in model.parameters()]
         optimizer.zero_grad()
-        fake.sleep(50_000, optimizer._core.link.roles["up"])  # type: ignore[attr-defined]  # likewise
+        fake.sleep(50_000, optimizer._core.link.roles["up"])  # type: ignore[attr-defined]  # a LateLink has roles
         batch(model, 3).backward()
         optimizer.close()
         fake.synchronize()
