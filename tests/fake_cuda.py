@@ -310,7 +310,8 @@ class LateLink(CudaLink):
         fake = self.fake_device.fake
         for piece, present in zip(bucket.pieces, bucket.present, strict=True):
             if present:
-                fake.read(fake.current, piece.shard.target())
+                # Of this bucket only: those of the same parameter that were delivered before may have changed theirs.
+                fake.read(fake.current, piece.shard.target()[piece.start : piece.start + piece.numel])
         return super().deliver(bucket, after)
 
     @property

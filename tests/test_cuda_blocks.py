@@ -15,7 +15,7 @@ from superoffload.optimizer.untold_writes import UntoldWrites
 from superoffload.schedule import MODES
 from tests.adamw_tools import batch
 from tests.cuda_tools import blocks_of, count_gradients, training
-from tests.fake_cuda import Fake, on_fake_device
+from tests.fake_cuda import Fake, on_fake_device, on_host
 from tests.fake_memory import allocated
 from tests.test_cuda_link import LATE, _run, deep_model, steps, wide_model
 
@@ -249,6 +249,31 @@ def test_gradients_in_memory_of_another_stream_go_behind_the_pack_kernel(fake: F
     assert steps_of_four[1] == 0
     assert all(with_memory_of_another_stream(fake, seed, told=True) == steps_of_four for seed in range(1, 3))
     assert any(with_memory_of_another_stream(fake, seed, told=False) != steps_of_four for seed in range(6))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_parameter_in_many_buckets(fake: Fake, mode: str) -> None:
+    """Nothing is read that was overwritten, whichever of its buckets is delivered first."""
+
+    def trained(synchronize: Callable[[], None]) -> dict[str, str]:
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64, bias=False).bfloat16()
+        model.register_forward_pre_hook(lambda *_: synchronize())
+        with AdamW(model.parameters(), bucket_numel=512, threads=2, speculation=mode) as optimizer:
+            for seed in range(4):
+                values = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+                model(values).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            synchronize()
+            return optimizer.state_digests()
+
+    with on_host():
+        expected = trained(lambda: None)
+    fake.delays(1, LATE)
+    with on_fake_device(fake):
+        assert trained(fake.synchronize) == expected
+    assert fake.mismatches == 0
 
 
 def run_on_host_deep(**options: Any) -> tuple[dict[str, str], dict[str, float | int]]:
