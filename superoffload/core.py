@@ -17,6 +17,7 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.bucket import Bucket, BucketState, GroupHyper, Shard
+from superoffload.engine.listener import Listener
 from superoffload.errors import DeviceError, StateError, TornStep
 from superoffload.link import Link
 from superoffload.pipeline.adding import Adding
@@ -45,8 +46,18 @@ class SumExchange(Protocol):
 class Core(Adding):
     """The step. ``hyper_of(group)`` returns a group's current hyper-parameters."""
 
-    def __init__(self, link: Link, options: CoreOptions, hyper_of: Callable[[int], GroupHyper]) -> None:
+    def __init__(
+        self,
+        link: Link,
+        options: CoreOptions,
+        hyper_of: Callable[[int], GroupHyper],
+        *,
+        listener: Listener | None = None,
+        placer: Placer | None = None,
+    ) -> None:
         super().__init__(link, options, hyper_of)
+        self.listener = listener or Listener()
+        self.placer = placer
         self._shared = False  # the verdict of this step is also that of other ranks
         self._in_two_phases: set[Bucket] = set()  # chosen for this step
         self._journaled_numel = 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ from superoffload.optimizer.module_hooks import ModuleHooks
 from superoffload.optimizer.saved_state import SavedState
 from superoffload.optimizer.untraced import untraced
 from superoffload.optimizer.weakly import weakly
-from superoffload.pipeline.delivering import LandingWatch
 from superoffload.tracked import Tracked, notice, remember_values
 from superoffload.undelivered import CheckReads
 from superoffload.verdict import Verdict
@@ -50,7 +48,6 @@ class Delivery(SavedState):
         module = self._given.model() if self._given.model is not None else None
         if self._on_demand and module is not None:
             check_in_module(module, params)
-            self._core.watch = _watch(self)
             self._module_hooks = ModuleHooks(module, weakly(self._await))
 
     def _remove_hooks(self) -> None:
@@ -192,20 +189,3 @@ class Delivery(SavedState):
             self._core.settle(held.shard)
         self._refresh_written(notice(self._tracked[held.param] for held in seen))
         session.look()
-
-
-def _watch(optimizer: Delivery) -> LandingWatch:
-    """Does not keep the optimizer alive, to which the core belongs."""
-    reference = weakref.ref(optimizer)
-
-    class Watch:
-        def landing(self, buckets: Sequence[Bucket]) -> None:
-            alive = reference()
-            if alive is not None:
-                alive._before_landing(buckets)
-
-        def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None:
-            alive = reference()
-            return alive._after_landing(buckets) if alive is not None else None
-
-    return Watch()

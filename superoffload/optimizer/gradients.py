@@ -53,8 +53,6 @@ class Gradients(Parameters):
         self._edits = EditedGradients(self._advice)
         self._idle = IdleSteps(self._advice)
         self._untold = UntoldWrites(self._advice)
-        self._core.packed = weakly(self._on_packed)
-        self._core.making_way = weakly(self._keep_what_is_shown)
         self._freed = FreedGradients(self._core, self._advice)
         self._fetch, self._offer = weakly(self._bring_back), weakly(self._take_addend)
         self._host_sums = HostSums(self._core, wanted=self._given.fp32_sums)

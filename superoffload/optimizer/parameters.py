@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from superoffload.arguments import as_groups, check_finite, check_group, check_groups, check_parameter, named_in
-from superoffload.bucket import GroupHyper, Shard
+from superoffload.bucket import Bucket, GroupHyper, Shard
 from superoffload.core import Core, CoreOptions
 from superoffload.cpus import worker_cpus
-from superoffload.errors import StateError
+from superoffload.engine.listener import Listener
+from superoffload.errors import StateError, SuperOffloadError
 from superoffload.gradient_source import dtype_to_come
 from superoffload.links import keeps_gradients, link_for, on_device
 from superoffload.optimizer.fp32_sums import Fp32Sums, check_fp32_sums
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.untraced import untraced
-from superoffload.optimizer.weakly import weakly
 from superoffload.placement import Asked, make_state, placer_for
 from superoffload.ranks.held import Held
 from superoffload.ranks.layout import Holding, like_parameter
@@ -103,9 +103,10 @@ class Parameters(Lifetime):
             link.close()
             raise
         self._resident = placer.choose_first(sizes) if placer is not None else set()
-        self._core = Core(link, options, _hyper_reader(self))
-        self._core.placer = placer
-        self._core.moved = weakly(self._on_moved)
+        self._core = Core(link, options, _hyper_reader(self), listener=self._listener(), placer=placer)
+
+    def _listener(self) -> Listener:
+        return Following(self)
 
     def _remove_hooks(self) -> None:
         super()._remove_hooks()
@@ -268,6 +269,40 @@ class Parameters(Lifetime):
                 f"param_groups: {gone[0]} was taken out and others put in, after state was made for it; make a new "
                 "optimizer, from the parameters that are to be trained (with Accelerate: prepare before load_masters())"
             )
+
+
+class Following(Listener):
+    """Tells an optimizer what its core does, and does not keep it alive."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def packed(self, shard: Shard) -> None:
+        alive = self._optimizer()
+        if alive is not None:
+            alive._on_packed(shard)
+
+    def making_way(self) -> None:
+        alive = self._optimizer()
+        if alive is not None:
+            alive._keep_what_is_shown()
+
+    def moved(self, shard: Shard) -> None:
+        alive = self._optimizer()
+        if alive is not None:
+            alive._on_moved(shard)
+
+    def landing(self, buckets: Sequence[Bucket]) -> None:
+        alive = self._optimizer()
+        if alive is not None and alive._on_demand:
+            alive._before_landing(buckets)
+
+    def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None:
+        alive = self._optimizer()
+        if alive is None or not alive._on_demand:
+            return None
+        found: SuperOffloadError | None = alive._after_landing(buckets)
+        return found
 
 
 def _target(param: Tensor, holding: Holding) -> Callable[[], Tensor]:

@@ -11,7 +11,6 @@ from superoffload.bits import Sums, same_bits
 from superoffload.bucket import Bucket, BucketState, GroupHyper, Piece, Shard
 from superoffload.errors import DeviceError, StateError
 from superoffload.link import Link, wait_until_ended
-from superoffload.pipeline.layout import nobody
 from superoffload.pipeline.options import CoreOptions
 from superoffload.pipeline.speculating import Speculating
 
@@ -22,7 +21,6 @@ class Arriving(Speculating):
     def __init__(self, link: Link, options: CoreOptions, hyper_of: Callable[[int], GroupHyper]) -> None:
         super().__init__(link, options, hyper_of)
         self._incoming: dict[int, Tensor | None] = {}  # None: packed, and let go
-        self.packed: Callable[[Shard], None] = nobody  # told when the link needs a shard's gradient no more
 
     def has_gradient(self, shard: Shard) -> bool:
         """Whether a gradient of ``shard`` has arrived in this step."""
@@ -250,7 +248,7 @@ class Arriving(Speculating):
             filling = (other.state is BucketState.FILLING for other, _ in self._places[shard.index])
             if present and self._incoming[shard.index] is not None and not any(filling):
                 self._incoming[shard.index] = None
-                self.packed(shard)
+                self.listener.packed(shard)
 
     def _end_step(self, *, whole: bool) -> None:
         super()._end_step(whole=whole)

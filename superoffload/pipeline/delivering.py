@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 from superoffload import _native
 from superoffload.bucket import Bucket, BucketState, GroupHyper, Shard
-from superoffload.errors import DeviceError, SuperOffloadError
+from superoffload.errors import DeviceError
 from superoffload.link import Link
 from superoffload.pipeline.options import CoreOptions
 from superoffload.pipeline.waiting import Waiting
-
-
-class LandingWatch(Protocol):
-    """Told of every delivery that ``apply(later=True)`` has left for later."""
-
-    def landing(self, buckets: Sequence[Bucket]) -> None:
-        """They are about to be delivered; pieces that it takes out of ``present`` are not."""
-
-    def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None:
-        """They were delivered. What it returns is raised once everything is in order."""
 
 
 class Delivering(Waiting):
@@ -29,7 +18,6 @@ class Delivering(Waiting):
     def __init__(self, link: Link, options: CoreOptions, hyper_of: Callable[[int], GroupHyper]) -> None:
         super().__init__(link, options, hyper_of)
         self._landing: dict[Bucket, None] = {}  # stepped by apply(later=True), not delivered yet; in forward order
-        self.watch: LandingWatch | None = None
 
     @property
     def is_landing(self) -> bool:
@@ -57,12 +45,11 @@ class Delivering(Waiting):
     def _land(self, buckets: Sequence[Bucket]) -> None:
         began = _native.now_seconds()
         try:
-            if self.watch is not None:
-                self.watch.landing(buckets)
+            self.listener.landing(buckets)
             self._deliver(buckets)
         finally:
             landed = [bucket for bucket in buckets if bucket not in self._landing]
-            error = self.watch.landed(landed) if self.watch is not None else None
+            error = self.listener.landed(landed)
             if error is not None:
                 error.__cause__, self._failure = self._failure, error
             if self.timeline is not None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from superoffload import _native
 from superoffload.bucket import Bucket, GroupHyper, Shard, lay_out
+from superoffload.engine.listener import Listener
 from superoffload.link import Link
 from superoffload.memory import exceeds_caches, is_out_of_memory
 from superoffload.pipeline.options import CoreOptions
@@ -44,9 +45,8 @@ class Layout:
         self._observed = False
         self._unattached: list[list[Shard]] = []  # shards, in the order of backward, whose buckets are to be made
         self._outdated = False  # the buckets that there are, whose packed gradients may still be needed
-        self.making_way: Callable[[], None] = nothing  # told before they go, and with them what is packed in them
+        self.listener = Listener()
         self.placer: Placer | None = None  # sets which shards are resident, where some shall be
-        self.moved: Callable[[Shard], None] = nobody  # told when the state of a shard is other tensors than before
 
     def add_shards(self, shards: Sequence[Shard]) -> None:
         """New shards, in registration order. Their buckets follow those there are, in reverse order."""
@@ -63,7 +63,7 @@ class Layout:
             del self._unattached[0]
 
     def _give_up_buckets(self) -> None:
-        self.making_way()
+        self.listener.making_way()
         known = set(self._backward)
         order = self._backward + [shard.index for shard in reversed(self.shards) if shard.index not in known]
         self.buckets, self._places = [], {}
@@ -140,7 +140,7 @@ class Layout:
                 self.placer.why += f"; the accelerator had no room left for {shard.name} and what would have followed"
                 break
             moved += 1
-            self.moved(shard)
+            self.listener.moved(shard)
         return moved > 0
 
     def _measured(self) -> Measured | None:
@@ -160,14 +160,6 @@ class Layout:
             bytes_per_param=(state + gradients) / numel,
             buckets=len(self.buckets),
         )
-
-
-def nobody(shard: Shard) -> None:
-    """Where nobody wants to know."""
-
-
-def nothing() -> None:
-    """Likewise."""
 
 
 def _journal_bytes(bucket: Bucket) -> int:

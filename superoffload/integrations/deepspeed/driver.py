@@ -63,10 +63,9 @@ class PartitionDriver:
         self.steps = [0] * sub_groups
         gradients = {partition.shard.index: partition.gradient for partition in partitions}
         link = PartitionLink(lambda shard: gradients[shard.index], pin=pin, accelerator=accelerator)
-        self.core = Core(link, options, hyper_of)
         residency: Residency | None = getattr(accelerator, "residency", None)
-        if residency is not None:
-            self.core.placer = GivenPlaces(residency)
+        placer = GivenPlaces(residency) if residency is not None else None
+        self.core = Core(link, options, hyper_of, placer=placer)
         self.core.add_shards([partition.shard for partition in partitions])
 
     # ---- gradients ------------------------------------------------------------------------------------------------
