@@ -31,6 +31,7 @@ from superoffload.arguments import (
     check_whole_number,
     named_in,
 )
+from superoffload.engine.recorder import Recorder
 from superoffload.environment import check_environment
 from superoffload.errors import ArgumentError, StateError
 from superoffload.gradient_source import clear_main_grad
@@ -176,10 +177,13 @@ class AdamW(Delivery):
         )
         self._begin()
         self._begin_with(given, check_state_dtype(state_dtype), check_seed(seed))
-        self._connect([entry[1] if isinstance(entry, tuple) else entry for g in groups for entry in g["params"]])
+        self._recorder = record(trace) if trace is not None else Recorder()
         try:
-            if trace is not None:
-                record(trace, self._core)
+            self._connect([entry[1] if isinstance(entry, tuple) else entry for g in groups for entry in g["params"]])
+        except BaseException:
+            self._recorder.close()
+            raise
+        try:
             super().__init__(groups, defaults)
             self._announce()
             self._follow_reductions(model)
@@ -243,7 +247,7 @@ class AdamW(Delivery):
     @property
     def timeline(self) -> Timeline | None:
         """What records the steps if ``trace`` was given; its ``span("forward")`` adds parts of the training loop."""
-        return self._core.timeline
+        return self._recorder if isinstance(self._recorder, Timeline) else None
 
     @property
     def placement(self) -> dict[str, Any] | None:

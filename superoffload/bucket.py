@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,13 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from superoffload import _native
+from superoffload.engine.journal_width import JournalWidth
 from superoffload.errors import StateError
 from superoffload.memory import refused
 
-if TYPE_CHECKING:
-    from superoffload.placement import ResidentWork
-
 BLOCK: int = _native.BLOCK
+# beta ** step is 0 in double precision from here on, so that 1 - beta ** step, the bias correction, is 1.
+_CORRECTED_BY_ONE = 1 << 60
 ALIGN = 64  # elements: runs start at whole cache lines in every buffer
 
 ELEMENT_TYPES = {
@@ -120,6 +119,14 @@ class Shard:
     def __post_init__(self) -> None:
         self.block_sums = np.zeros(-(-self.numel // BLOCK), np.float64)
 
+    def stepped(self) -> None:
+        """It has made one step more."""
+        self.steps += 1
+
+    def widen(self) -> None:
+        """Its gradients are packed in fp32 from now on."""
+        self.gradient_dtype = torch.float32
+
     def sum_of_squares(self) -> float:
         """Folded from the block sums of the gradient that was packed last."""
         return _native.fold_sums(self.block_sums.ctypes.data, len(self.block_sums))
@@ -135,6 +142,33 @@ class Piece:
     offset: int
 
 
+class ResidentWork:
+    """What a step freezes of a resident bucket: the kernels' scalars of every piece, None where it has no gradient."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._streams = [piece.shard.noise_stream for piece in bucket.pieces]
+        self.scalars: list[bytes | None] = [None] * len(bucket.pieces)
+
+    def freeze(
+        self,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        gradient_factor: float,
+        l2: bool,
+        steps: list[int],
+    ) -> None:
+        """As ``BucketWork.freeze``: ``steps`` has 0 for a piece that is left as it is."""
+        self.scalars = [
+            _native.freeze_scalars(lr, beta1, beta2, eps, weight_decay, gradient_factor, l2, step, stream)
+            if step
+            else None
+            for step, stream in zip(steps, self._streams, strict=True)
+        ]
+
+
 class Bucket:
     """A flat run of shard elements of one param group: the unit of transfer, step, undo and publish."""
 
@@ -146,13 +180,12 @@ class Bucket:
         self.gradient_dtype = first.gradient_dtype
         self.published_dtype = first.published_dtype
         self.numel = sum(piece.numel for piece in pieces)
-        self.padded = _aligned(max(piece.offset + piece.numel for piece in pieces))
+        self.padded = aligned(max(piece.offset + piece.numel for piece in pieces))
         self.state = BucketState.FILLING
         self.present = [False] * len(self.pieces)
         self.missing = len(self.pieces)  # pieces whose gradient is not final
-        self.squares = 0.0  # of the packed gradient, where they were known in time to decide on speculation
         self.final = True  # nothing will be added to what is packed, as far as that is known
-        # Set by the link (staging) and the core (native work) when the bucket is attached:
+        # Given by the link (memory) and the layout (native work) when the bucket is attached:
         self.gradient: Tensor
         self.gradients: list[Tensor] | None = None  # one per piece, where gradients stay where they arrive
         self.shadow: Tensor
@@ -162,16 +195,11 @@ class Bucket:
         self.packed: _native.Completion | None = None  # likewise, also once its step is over
         self.running: _native.Completion | None = None
         self.doing: _native.Operation | None = None  # None while ``running`` is the gradient on its way
-        self.delivery: _native.Completion | None = None  # the copy up that is under way
         self.bit_sums: Mapping[Piece, object] = {}  # of the gradient that was packed last (superoffload/link.py)
         # What the last step or speculation froze:
         self.frozen: GroupHyper | None = None
         self.factor = 1.0
-        # Journal width of the next speculation, chosen from the last one (superoffload/policy.py):
-        self.width = 1
-        self.wide_until = 0
-        self.hold = 0
-        self.overflows = 0
+        self.journal_width = JournalWidth()
 
     def move(self, state: BucketState) -> None:
         """Enters ``state``; anything the state machine does not allow raises and changes nothing."""
@@ -200,9 +228,92 @@ class Bucket:
             self.move(BucketState.FILLING)
         self.present = [False] * len(self.pieces)
         self.missing = len(self.pieces)
-        self.squares = 0.0
         self.arrival = None
         self.bit_sums = {}
+
+    # ---- its gradient -----------------------------------------------------------------------------------------
+
+    def receive(self, place: int) -> None:
+        """The gradient of the piece at ``place`` has arrived."""
+        self.present[place] = True
+        self.missing -= 1
+
+    def take_out(self, place: int) -> None:
+        """It has not arrived after all."""
+        self.present[place] = False
+        self.missing += 1
+
+    def leave_out(self, shards: Container[int]) -> None:
+        """Pieces of these shards, by index, are not delivered."""
+        self.present = [
+            present and piece.shard.index not in shards
+            for piece, present in zip(self.pieces, self.present, strict=True)
+        ]
+
+    def is_packed(self, arrival: _native.Completion, bit_sums: Mapping[Piece, object]) -> None:
+        """The packed gradient is in host memory once ``arrival`` is done."""
+        self.arrival = self.packed = self.running = arrival
+        self.bit_sums = {**self.bit_sums, **bit_sums}
+        self.move(BucketState.READY)
+
+    def expects(self, *, more: bool) -> None:
+        """Whether more is to be added to what is packed next, as far as that is known."""
+        self.final = not more
+
+    # ---- work on it -------------------------------------------------------------------------------------------
+
+    def runs(self, operation: _native.Operation, completion: _native.Completion) -> None:
+        """Worker threads have ``operation``, which ends with ``completion``."""
+        self.running, self.doing = completion, operation
+
+    def rests(self) -> None:
+        """Nothing runs on it."""
+        self.running = self.doing = None
+
+    def is_withdrawn(self) -> None:
+        """The operation never ran; the gradient may still be on its way."""
+        self.running, self.doing = self.arrival, None
+
+    def freeze(self, hyper: GroupHyper, factor: float) -> None:
+        """Fixes the scalars that it is stepped with, and that an undo needs."""
+        ahead = 1 if hyper.bias_correction else _CORRECTED_BY_ONE
+        work = self.work if self.resident_work is None else self.resident_work
+        work.freeze(
+            lr=hyper.lr,
+            beta1=hyper.beta1,
+            beta2=hyper.beta2,
+            eps=hyper.eps,
+            weight_decay=hyper.weight_decay,
+            gradient_factor=factor,
+            l2=hyper.l2,
+            steps=[
+                piece.shard.steps + ahead if present else 0
+                for piece, present in zip(self.pieces, self.present, strict=True)
+            ],
+        )
+        self.frozen, self.factor = hyper, factor
+
+    def next_step(self) -> int:
+        """The number of the step that its pieces with a gradient are about to make, of the youngest of them."""
+        return 1 + min(piece.shard.steps for piece in self.stepped_pieces())
+
+    # ---- its memory -------------------------------------------------------------------------------------------
+
+    def use_memory(
+        self, *, gradient: Tensor | None = None, gradients: list[Tensor] | None = None, shadow: Tensor | None = None
+    ) -> None:
+        """Flat tensors of ``padded`` elements; ``gradients``: one per piece, instead of ``gradient``."""
+        if gradient is not None:
+            self.gradient = gradient
+        if gradients is not None:
+            self.gradients = gradients
+        if shadow is not None:
+            self.shadow = shadow
+
+    def make_resident_work(self) -> None:
+        """The state is on the accelerator: worker threads have nothing to do."""
+        self.work = _native.BucketWork([], 0)
+        self.resident_work = ResidentWork(self)
 
     def make_work(self, journal_bytes: int, *, past_cache: bool = False) -> None:
         """The native description; ``gradient`` and ``shadow`` must be allocated (``padded`` elements each).
@@ -239,35 +350,6 @@ class Bucket:
             raise refused(journal_bytes, f"the undo journal of {self.name}") from error
 
 
-def _aligned(numel: int) -> int:
+def aligned(numel: int) -> int:
+    """The next multiple of ``ALIGN``."""
     return -(-numel // ALIGN) * ALIGN
-
-
-def lay_out(shards: Sequence[Shard], bucket_numel: int) -> list[Bucket]:
-    """Buckets of about ``bucket_numel`` elements over ``shards``, which are given in the order of backward.
-
-    A bucket holds shards of one group, one pair of dtypes and one place of their state; a shard larger than a bucket
-    is cut at multiples of the norm's block. Buckets come in the order in which backward completes them.
-    """
-    step = max(BLOCK, bucket_numel // BLOCK * BLOCK)
-    open_pieces: dict[tuple[int, torch.dtype, torch.dtype, bool], list[Piece]] = {}
-    buckets: list[Bucket] = []
-    for shard in shards:
-        key = (shard.group, shard.gradient_dtype, shard.published_dtype, shard.resident)
-        start = 0
-        while start < shard.numel:
-            pieces = open_pieces.setdefault(key, [])
-            offset = _aligned(pieces[-1].offset + pieces[-1].numel) if pieces else 0
-            numel = shard.numel - start
-            if pieces and numel > step - offset:  # start a new bucket rather than cut a shard that would fit one
-                buckets.append(Bucket(open_pieces.pop(key)))
-                continue
-            numel = min(numel, step)
-            pieces.append(Piece(shard, start, numel, offset))
-            start += numel
-            if offset + numel >= step:
-                buckets.append(Bucket(open_pieces.pop(key)))
-    position = {shard.index: i for i, shard in enumerate(shards)}
-    buckets.extend(Bucket(pieces) for pieces in open_pieces.values())
-    buckets.sort(key=lambda bucket: max(position[piece.shard.index] for piece in bucket.pieces))
-    return buckets

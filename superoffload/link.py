@@ -168,8 +168,10 @@ class HostLink(SynchronousLink):
     """Gradients and parameters in host memory. Packing copies: later edits of ``p.grad`` cannot reach the journal."""
 
     def attach(self, bucket: Bucket) -> None:
-        bucket.gradient = host_empty(bucket.padded, bucket.gradient_dtype, f"the packed gradient of {bucket.name}")
-        bucket.shadow = host_empty(bucket.padded, bucket.published_dtype, f"the shadow of {bucket.name}")
+        bucket.use_memory(
+            gradient=host_empty(bucket.padded, bucket.gradient_dtype, f"the packed gradient of {bucket.name}"),
+            shadow=host_empty(bucket.padded, bucket.published_dtype, f"the shadow of {bucket.name}"),
+        )
 
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
         size = bucket.gradient.element_size()

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from superoffload import _native
 from superoffload.arguments import as_float
 from superoffload.bucket import ALIGN, Bucket, Shard
 from superoffload.errors import ArgumentError, KernelsUnavailable
@@ -46,33 +45,6 @@ class Residency(Protocol):
 
     def free_bytes(self) -> int:
         """Memory of the device that nothing has used so far, forward and backward included."""
-
-
-class ResidentWork:
-    """What a step freezes of a resident bucket: the kernels' scalars of every piece, None where it has no gradient."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._streams = [piece.shard.noise_stream for piece in bucket.pieces]
-        self.scalars: list[bytes | None] = [None] * len(bucket.pieces)
-
-    def freeze(
-        self,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        gradient_factor: float,
-        l2: bool,
-        steps: list[int],
-    ) -> None:
-        """As ``BucketWork.freeze``: ``steps`` has 0 for a piece that is left as it is."""
-        self.scalars = [
-            _native.freeze_scalars(lr, beta1, beta2, eps, weight_decay, gradient_factor, l2, step, stream)
-            if step
-            else None
-            for step, stream in zip(steps, self._streams, strict=True)
-        ]
 
 
 # ---- choosing -------------------------------------------------------------------------------------------------------
@@ -149,6 +121,10 @@ class Placer:
     def choose(self, shards: Sequence[Shard]) -> set[int]:
         """Indices of shards, which are given in the order of backward."""
         return last_in_backward([(shard.index, shard.numel) for shard in reversed(shards)], self.fraction)
+
+    def had_no_room_for(self, name: str) -> None:
+        """The accelerator's memory was full when the state of ``name`` was to be moved there."""
+        self.why += f"; the accelerator had no room left for {name} and what would have followed"
 
     def is_due(self) -> bool:
         """After every step: whether enough were measured for ``measure``."""

@@ -38,6 +38,16 @@ class Stats:
     journal_bytes: int = 0
     journal_bytes_per_param: float = 0.0  # of the buckets speculated in the last step that speculated
 
+    def add(self, **amounts: float) -> None:
+        """Adds to totals, which are named as they are here."""
+        for name, amount in amounts.items():
+            setattr(self, name, getattr(self, name) + amount)
+
+    def set(self, **values: float) -> None:
+        """What is known as a whole rather than counted here."""
+        for name, value in values.items():
+            setattr(self, name, value)
+
     def as_dict(self) -> dict[str, float | int]:
         """A plain dictionary, with ``clip_rate`` = clipped steps / decided steps."""
         decided = self.steps + self.skipped_steps

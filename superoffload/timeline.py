@@ -1,7 +1,7 @@
 """A timeline of training steps as a Chrome trace: open it in https://ui.perfetto.dev or chrome://tracing.
 
 Lanes: compute (forward, backward, step), pack and down, processors, up and deliver, verdict. Work on a bucket carries
-the bucket's number and fate in its name, and a colour by fate. The recorder stands between the core and its link and
+the bucket's number and fate in its name, and a colour by fate. The recorder stands between the engine and its link and
 worker threads; without a trace neither of them is wrapped, so that nothing is paid.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,15 +18,15 @@ from typing import IO, TYPE_CHECKING, Any
 
 from superoffload import _native
 from superoffload.bucket import Bucket, BucketState
+from superoffload.engine.recorder import Recorder
 from superoffload.errors import ArgumentError
 from superoffload.verdict import Verdict
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from superoffload.core import Core
-    from superoffload.link import PackTicket
-    from superoffload.pipeline.options import Pool
+    from superoffload.engine.options import Pool
+    from superoffload.link import Link, PackTicket
 
 COMPUTE, DOWN, PROCESSORS, UP, VERDICT = "compute", "pack and down", "processors", "up and deliver", "verdict"
 _LANE_NUMBERS = {COMPUTE: 1, DOWN: 2, PROCESSORS: 10, UP: 30, VERDICT: 40}
@@ -69,10 +69,10 @@ class _Work:
         return self.ended >= self.began > 0
 
 
-class Timeline:
-    """Records one core's steps into one file, which is complete after every step and strict JSON after `close`."""
+class Timeline(Recorder):
+    """Records an engine's steps into one file, which is complete after every step and strict JSON after `close`."""
 
-    def __init__(self, path: str | os.PathLike[str], core: Core, rank: int = 0) -> None:
+    def __init__(self, path: str | os.PathLike[str], rank: int = 0) -> None:
         self.path = Path(path)
         self._rank = rank
         self._pid = os.getpid()
@@ -89,20 +89,24 @@ class Timeline:
         self._deciding: float | None = None
         self._backward: float | None = None  # when it began, as far as it is known
         self._verdict: Verdict | None = None
-        self._buckets: dict[int, Bucket]
+        self._buckets: Callable[[], Sequence[Bucket]] = tuple  # of the engine that is followed
+        self._by_work: dict[int, Bucket] = {}
         self._free: list[float] = []  # of the processors' rows: until when each is taken
-        self.follow(core)
         self._announce()
 
-    def follow(self, core: Core) -> None:
-        """Records ``core`` from now on; the one before it, if there was one, has ended."""
-        self._core = core
-        self._buckets = {}
-        core.link = _RecordingLink(core.link, self)
-        core.pool = _RecordingPool(core.pool, self)
-        core.timeline = self
+    # ---- what an engine tells ---------------------------------------------------------------------------------
 
-    # ---- what the core tells ----------------------------------------------------------------------------------
+    def follow(self, buckets: Callable[[], Sequence[Bucket]]) -> None:
+        self._buckets = buckets
+        self._by_work = {}
+
+    def wrap_link(self, link: Link) -> Link:
+        wrapped: Any = _RecordingLink(link, self)
+        return wrapped  # type: ignore[no-any-return]  # what it has not itself it takes from the link
+
+    def wrap_pool(self, pool: Pool) -> Pool:
+        wrapped: Any = _RecordingPool(pool, self)
+        return wrapped  # type: ignore[no-any-return]  # likewise from the pool
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -127,7 +131,7 @@ class Timeline:
         """``completion``: of a copy that still runs, and has its own times."""
         work = _Work(UP, "deliver", bucket, began, _native.now_seconds(), completion)
         if self._verdict is None:  # on demand, after its step has ended
-            work.step, work.number, work.fate = self._step, self._core.buckets.index(bucket), _fate(bucket)
+            work.step, work.number, work.fate = self._step, self._buckets().index(bucket), _fate(bucket)
         self._pending.append(work)
 
     def landed(self, buckets: Sequence[Bucket], began: float) -> None:
@@ -205,9 +209,9 @@ class Timeline:
     # ---- the file ---------------------------------------------------------------------------------------------
 
     def _bucket_of(self, work: _native.BucketWork) -> Bucket | None:
-        if id(work) not in self._buckets:
-            self._buckets = {id(bucket.work): bucket for bucket in self._core.buckets}
-        return self._buckets.get(id(work))
+        if id(work) not in self._by_work:
+            self._by_work = {id(bucket.work): bucket for bucket in self._buckets()}
+        return self._by_work.get(id(work))
 
     def _event(self, work: _Work) -> dict[str, Any]:
         lane = _LANE_NUMBERS[work.lane]
@@ -268,8 +272,8 @@ def _fate(bucket: Bucket) -> str:
     return "stepped two-phase" if bucket.state is BucketState.PUBLISHED else bucket.state.value
 
 
-def record(path: str | os.PathLike[str], core: Core) -> Timeline:
-    """Records `core`; ranks other than 0 write beside `path`: trace.json, trace.rank1.json, ..."""
+def record(path: str | os.PathLike[str]) -> Timeline:
+    """A timeline in `path`; ranks other than 0 write beside it: trace.json, trace.rank1.json, ..."""
     import torch.distributed as dist
 
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -278,11 +282,11 @@ def record(path: str | os.PathLike[str], core: Core) -> Timeline:
     own = Path(path)
     if rank > 0:
         own = own.with_name(f"{own.stem}.rank{rank}{own.suffix}")
-    return Timeline(own, core, rank)
+    return Timeline(own, rank)
 
 
 class _RecordingLink:
-    """The core's link, with the times of packing and delivering."""
+    """The engine's link, with the times of packing and delivering."""
 
     def __init__(self, link: Any, timeline: Timeline) -> None:
         self._link = link
@@ -307,7 +311,7 @@ class _RecordingLink:
 
 
 class _RecordingPool:
-    """The core's worker threads, with the completions of what they do."""
+    """The engine's worker threads, with the completions of what they do."""
 
     def __init__(self, pool: Pool, timeline: Timeline) -> None:
         self._pool = pool

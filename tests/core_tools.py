@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -13,8 +13,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from superoffload import _native
 from superoffload.bucket import GroupHyper, Shard
-from superoffload.core import Core, CoreOptions
+from superoffload.engine.engine import Engine, EngineOptions
+from superoffload.engine.journal_width import JournalWidth
+from superoffload.engine.recorder import Recorder
 from superoffload.link import HostLink
 from superoffload.schedule import FixedSchedule, Schedule
 from superoffload.verdict import Verdict
@@ -71,15 +74,15 @@ class Settings:
 
 
 class Rig:
-    """A ``Core`` whose shards and gradients the test owns, and the reference that should have the same bits."""
+    """A ``Engine`` whose shards and gradients the test owns, and the reference that should have the same bits."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, recorder: Recorder | None = None) -> None:
         self.settings = settings
         self.random = np.random.default_rng(settings.seed)
         self.hypers = [settings.hyper for _ in settings.sizes]
-        self.core = Core(
+        self.core = Engine(
             HostLink(),
-            CoreOptions(
+            EngineOptions(
                 settings.mode,
                 settings.bucket_numel,
                 [-1] * settings.threads,
@@ -87,6 +90,7 @@ class Rig:
                 schedule=settings.schedule(),
             ),
             lambda group: self.hypers[group],
+            recorder=recorder,
         )
         self.published: list[Tensor] = []
         groups = []
@@ -183,18 +187,29 @@ class Rig:
             assert_same_bits("published parameter during backward", to_numpy(published), parameter.published)
 
 
+def journal_codes_of(width: int) -> AbstractContextManager[Any]:
+    """All codes have this many bytes."""
+
+    def choose(chooser: JournalWidth, work: _native.BucketWork, next_step: int) -> int:
+        chooser.width = width
+        return width
+
+    return mock.patch.object(JournalWidth, "choose", choose)
+
+
 @contextmanager
-def rig(settings: Settings, *, width: int | None = None, arena: float | None = None) -> Iterator[Rig]:
+def rig(
+    settings: Settings, *, width: int | None = None, arena: float | None = None, recorder: Recorder | None = None
+) -> Iterator[Rig]:
     """``width``: all codes have this many bytes. ``arena``: bytes per parameter left for escapes (None: as built)."""
     with ExitStack() as stack:
         if width is not None:
-            always = mock.patch("superoffload.pipeline.speculating.choose_width", lambda bucket, next_step: width)
-            stack.enter_context(always)
+            stack.enter_context(journal_codes_of(width))
         if arena is not None:
             per_param = (width or 2) + arena
             stack.enter_context(
-                mock.patch("superoffload.pipeline.layout._journal_bytes", lambda bucket: int(per_param * bucket.padded))
+                mock.patch("superoffload.engine.layout._journal_bytes", lambda bucket: int(per_param * bucket.padded))
             )
-        made = Rig(settings)
+        made = Rig(settings, recorder)
         stack.callback(made.core.close)
         yield made

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.bucket import Bucket, Shard, lay_out
+from superoffload.bucket import Bucket, Shard
+from superoffload.engine.layout import lay_out
 from superoffload.link import HostLink
-from superoffload.placement import ResidentWork
 from tests import kernel_cases as cases
 from tests.kernel_battery import Case, norm_inputs, span_cases
 from tests.kernel_tools import GUARD_BYTES, GUARD_VALUE
@@ -263,7 +263,7 @@ def _buckets(place: Place, shards: Sequence[Shard]) -> Iterator[tuple[Any, list[
         for bucket in buckets:
             if bucket.resident:
                 link.residency.attach(bucket)
-                bucket.resident_work = ResidentWork(bucket)
+                bucket.make_resident_work()
             else:
                 link.attach(bucket)
                 bucket.make_work(0)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.bucket import Shard
-from superoffload.core import Core
+from superoffload.engine.engine import Engine
 from superoffload.packed_gradient import packed_in
 from tests.adamw_tools import batch, model_of
 from tests.fake_cuda import Fake, on_fake_device, on_host
@@ -90,13 +90,13 @@ def check(
 def taken_back() -> Iterator[list[str]]:
     """The shards of which a gradient was taken back inside."""
     names: list[str] = []
-    retract = Core.retract
+    retract = Engine.retract
 
-    def counted(core: Core, shard: Shard) -> None:
+    def counted(core: Engine, shard: Shard) -> None:
         names.append(shard.name)
         retract(core, shard)
 
-    with mock.patch.object(Core, "retract", counted):
+    with mock.patch.object(Engine, "retract", counted):
         yield names
 
 

@@ -44,16 +44,16 @@ def skip_publish(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
 def apply_twice(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
     """In that step, one bucket of one rank is stepped a second time."""
     core = optimizer._core
-    finish = core._finish
+    finish = core.finisher.finish
 
     def doubled(bucket: Bucket, factor: float) -> None:
         finish(bucket, factor)
         if dist.get_rank() == rank and step_of(optimizer) == step and bucket is core.buckets[0]:
-            core._wait(bucket)
-            core._freeze(bucket, factor)
-            bucket.running = core.pool.submit(bucket.work, Operation.step)
+            core.executor.wait(bucket)
+            core.executor.freeze(bucket, factor)
+            core.executor.submit(bucket, Operation.step)
 
-    with mock.patch.object(core, "_finish", doubled):
+    with mock.patch.object(core.finisher, "finish", doubled):
         yield
 
 

@@ -10,7 +10,10 @@ from unittest import mock
 import pytest
 
 from superoffload import AdamW
-from superoffload.core import Core
+from superoffload.engine.engine import Engine
+from superoffload.engine.executor import Executor
+from superoffload.engine.finisher import Finisher
+from superoffload.engine.speculator import Speculator
 from superoffload.errors import StateError
 from tests.adamw_tools import (
     assert_worker_threads,
@@ -25,31 +28,41 @@ from tests.adamw_tools import (
 from tests.core_tools import COUNTERS
 
 
-def interrupted_once(owner: object, name: str) -> Any:
+def named(method: str) -> tuple[type, str]:
+    """A class of the engine and a method's name, from both with a point between them."""
+    owner, _, name = method.partition(".")
+    return {each.__name__: each for each in (Engine, Executor, Finisher, Speculator)}[owner], name
+
+
+def interrupted_once(method: str) -> Any:
     """A patch of a method that lets Ctrl-C come in its middle, the first time it is called."""
+    owner, name = named(method)
     original = getattr(owner, name)
     pending = [True]
 
-    def method(*args: Any, **kwargs: Any) -> Any:
+    def patched(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         if pending:
             pending.clear()
             signal.raise_signal(signal.SIGINT)
         return result
 
-    return mock.patch.object(owner, name, method)
+    return mock.patch.object(owner, name, patched)
 
 
-@pytest.mark.parametrize("method", ["_end_all_speculation", "_finish", "_count_step", "_end_step", "decide", "expect"])
+IN_A_STEP = ["Engine._end_all_speculation", "Finisher.finish", "Engine._move_on", "Engine._end_step"]
+
+
+@pytest.mark.parametrize("method", [*IN_A_STEP, "Engine.decide", "Engine.expect"])
 def test_ctrl_c_in_step_comes_out_of_a_finished_step(method: str) -> None:
     with pair(bucket_numel=1024, max_grad_norm=1.0) as (model, optimizer, twin, plain):
         train(model, optimizer, range(3))
         train(twin, plain, range(4))
         optimizer.zero_grad()
         batch(model, 3).backward()
-        if method == "expect":  # called in step() only where backward has brought nothing
+        if method == "Engine.expect":  # called in step() only where backward has brought nothing
             optimizer._abandon()
-        with interrupted_once(Core, method), pytest.raises(KeyboardInterrupt):
+        with interrupted_once(method), pytest.raises(KeyboardInterrupt):
             optimizer.step()
         assert optimizer.state_digests() == plain.state_digests()
         assert float(optimizer.state[next(model.parameters())]["step"]) == 4
@@ -59,13 +72,15 @@ def test_ctrl_c_in_step_comes_out_of_a_finished_step(method: str) -> None:
         check_counters(optimizer)
 
 
-@pytest.mark.parametrize("method", ["arrive", "_pack", "_freeze", "_speculate", "expect"])
+@pytest.mark.parametrize(
+    "method", ["Engine.arrive", "Engine._pack", "Executor.freeze", "Speculator.speculate", "Engine.expect"]
+)
 def test_ctrl_c_in_backward_leaves_the_last_finished_step(method: str) -> None:
     with pair(bucket_numel=1024) as (model, optimizer, twin, plain):
         for one, its in ((model, optimizer), (twin, plain)):
             train(one, its, range(3))
         optimizer.zero_grad()
-        with interrupted_once(Core, method), pytest.raises(KeyboardInterrupt):
+        with interrupted_once(method), pytest.raises(KeyboardInterrupt):
             batch(model, 3).backward()
         assert optimizer.state_digests() == plain.state_digests()
         for one, its in ((model, optimizer), (twin, plain)):
@@ -74,14 +89,14 @@ def test_ctrl_c_in_backward_leaves_the_last_finished_step(method: str) -> None:
         check_counters(optimizer)
 
 
-@pytest.mark.parametrize("method", ["retract", "_undo_one", "abandon", "_take_back"])
+@pytest.mark.parametrize("method", ["Engine.retract", "Speculator.undo", "Engine.abandon", "Engine._take_back"])
 def test_ctrl_c_while_speculation_is_taken_back(method: str) -> None:
     with pair(bucket_numel=1024) as (model, optimizer, twin, plain):
         for one, its in ((model, optimizer), (twin, plain)):
             train(one, its, range(3))
         batch(model, 3).backward()
-        with interrupted_once(Core, method), pytest.raises(KeyboardInterrupt):
-            if method in ("abandon", "_take_back"):
+        with interrupted_once(method), pytest.raises(KeyboardInterrupt):
+            if method in ("Engine.abandon", "Engine._take_back"):
                 optimizer.zero_grad()
             else:
                 batch(model, 4).backward()
@@ -92,9 +107,10 @@ def test_ctrl_c_while_speculation_is_taken_back(method: str) -> None:
         check_counters(optimizer)
 
 
-@pytest.mark.parametrize("method", ["_end_all_speculation", "_finish", "_count_step", "_end_step"])
+@pytest.mark.parametrize("method", IN_A_STEP)
 def test_pressed_often_it_still_comes_out_of_a_finished_step(method: str) -> None:
-    original = getattr(Core, method)
+    owner, name = named(method)
+    original = getattr(owner, name)
 
     def pressed_often(*args: Any, **kwargs: Any) -> Any:
         for _ in range(3):
@@ -106,7 +122,7 @@ def test_pressed_often_it_still_comes_out_of_a_finished_step(method: str) -> Non
         train(twin, plain, range(4))
         optimizer.zero_grad()
         batch(model, 3).backward()
-        with mock.patch.object(Core, method, pressed_often), pytest.raises(KeyboardInterrupt):
+        with mock.patch.object(owner, name, pressed_often), pytest.raises(KeyboardInterrupt):
             optimizer.step()
         assert optimizer.state_digests() == plain.state_digests()
         train(model, optimizer, range(4, 6))
@@ -123,7 +139,7 @@ def test_an_error_from_the_middle_makes_the_optimizer_say_so() -> None:
     train(model, optimizer, range(2))
     batch(model, 3).backward()
 
-    with mock.patch.object(Core, "_finish", side_effect=MemoryError("as told")), pytest.raises(MemoryError):
+    with mock.patch.object(Finisher, "finish", side_effect=MemoryError("as told")), pytest.raises(MemoryError):
         optimizer.step()
     for use in (optimizer.step, optimizer.state_dict, optimizer.state_digests, optimizer.synchronize):
         with pytest.raises(StateError, match="interrupted in the middle") as caught:
@@ -144,14 +160,14 @@ def test_handlers_are_back_afterwards() -> None:
             train(model, optimizer, range(1))
             assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == mine
             batch(model, 1).backward()
-            original = Core._finish
+            original = Finisher.finish
 
             def terminated(*args: Any) -> None:
                 signal.raise_signal(signal.SIGTERM)
                 assert not seen, "it waits until the step is done"
                 original(*args)
 
-            with mock.patch.object(Core, "_finish", terminated):
+            with mock.patch.object(Finisher, "finish", terminated):
                 optimizer.step()
         assert seen == [signal.SIGTERM]
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == mine

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from superoffload.bucket import ALIGN, BLOCK, Bucket, BucketState, Piece, Shard, lay_out
+from superoffload.bucket import ALIGN, BLOCK, Bucket, BucketState, Piece, Shard
+from superoffload.engine.layout import lay_out
 from superoffload.errors import StateError
 
 F, R, S, U = BucketState.FILLING, BucketState.READY, BucketState.SPECULATED, BucketState.UNDONE
@@ -68,9 +69,9 @@ def test_a_bucket_has_ended_once_the_step_is_over_for_it() -> None:
 @pytest.mark.parametrize("state", [F, C, P, T, SET, K, A])
 def test_renew_forgets_the_step(state: BucketState) -> None:
     bucket = bucket_in(state)
-    bucket.present, bucket.missing, bucket.squares = [True], 0, 3.0
+    bucket.receive(0)
     bucket.renew()
-    assert (bucket.state, bucket.present, bucket.missing, bucket.squares) == (F, [False], 1, 0.0)
+    assert (bucket.state, bucket.present, bucket.missing) == (F, [False], 1)
 
 
 @pytest.mark.parametrize("state", [S, PUB])

@@ -49,7 +49,7 @@ class Counted(list[Bucket]):
 def test_a_gradient_that_arrives_goes_through_no_list_of_all_buckets(mode: str) -> None:
     with rig(Settings([[1024] * 40], bucket_numel=1024, mode=mode)) as made:
         for _ in range(3):
-            made.core.buckets = buckets = Counted(made.core.buckets)
+            made.core.layout.buckets = buckets = Counted(made.core.buckets)
             gradients = backward(made)
             assert len(buckets) == 40 and buckets.passes == 0
             made.step_both(gradients)
@@ -68,7 +68,7 @@ def test_what_is_packed_is_known_after_every_change(monkeypatch: pytest.MonkeyPa
             asked.append(packed)
             return len(asked) % 2 == 1
 
-        monkeypatch.setattr(made.core.policy, "wants", wants)
+        monkeypatch.setattr(made.core.schedule, "wants", wants)
         for _ in range(3):
             gradients = backward(made)
             for shard in made.shards[:2]:  # two of them come anew
@@ -92,7 +92,7 @@ def test_hyper_parameters_are_read_once_in_backward_and_once_with_the_verdict(
             read.append(group)
             return made.hypers[group]
 
-        monkeypatch.setattr(made.core, "_hyper_of", hyper_of)
+        monkeypatch.setattr(made.core.executor, "_hyper_of", hyper_of)
         for step in range(3):
             made.hypers[1] = replace(HYPER, lr=0.01 / (step + 1))
             made.step_both(backward(made), max_grad_norm=1.0 if step == 2 else None)

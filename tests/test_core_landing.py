@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from superoffload.bucket import BucketState, GroupHyper, Shard
-from superoffload.core import Core, CoreOptions
+from superoffload.engine.engine import Engine, EngineOptions
 from superoffload.errors import WorkerError
 from superoffload.integrations.deepspeed.link import PartitionLink
 from superoffload.link import HostLink, Link
@@ -30,7 +30,7 @@ class Flat:
         link: Link = HostLink()
         if in_place:
             link = PartitionLink(lambda shard: self.slices(self.gradients)[shard.index], pin=False)
-        self.core = Core(link, CoreOptions(mode, 1024, [-1]), lambda group: hyper)
+        self.core = Engine(link, EngineOptions(mode, 1024, [-1]), lambda group: hyper)
         self.core.add_shards([self._shard(i) for i in range(len(SIZES))])
 
     def slices(self, flat: Tensor) -> list[Tensor]:

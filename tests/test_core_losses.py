@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from superoffload.bucket import GroupHyper
-from superoffload.core import Core, CoreOptions
 from superoffload.emulation.clock import VirtualClock
 from superoffload.emulation.link import VirtualLink
 from superoffload.emulation.training import layer_shard
 from superoffload.emulation.virtual_pool import VirtualPool
+from superoffload.engine.engine import Engine, EngineOptions
 from superoffload.errors import DeviceError, WorkerError
 
 SIZE = 64
@@ -23,8 +23,8 @@ class Lossy:
         self.clock = VirtualClock()
         self.link = VirtualLink(self.clock, lambda size: 1.0, lambda size: 1.0)
         pool = VirtualPool(self.clock, lambda operation, numel: 1.0)
-        options = CoreOptions(mode, 1024, [-1], clock=self.clock.seconds, pool=pool)
-        self.core = Core(self.link, options, lambda group: GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1))
+        options = EngineOptions(mode, 1024, [-1], clock=self.clock.seconds, pool=pool)
+        self.core = Engine(self.link, options, lambda group: GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1))
         self.core.add_shards([layer_shard(i, torch.ones(numel).bfloat16()) for i in range(2)])
         self.first, self.second = reversed(self.core.shards)
         self.gradient = torch.ones(numel).bfloat16()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.bucket import Shard
-from superoffload.core import Core
+from superoffload.engine.engine import Engine
 from superoffload.packed_gradient import packed_in
 from tests.adamw_tools import batch, model_of
 from tests.fake_cuda import Fake, FakeDevice
@@ -32,14 +32,14 @@ BF16 = torch.bfloat16
 def free_bytes(nbytes: int) -> Iterator[list[str]]:
     """On the device; yields the shards of which something was added in host memory."""
     names: list[str] = []
-    add = Core.add
+    add = Engine.add
 
-    def counted(core: Core, shard: Shard, addend: Tensor, **options: Any) -> None:
+    def counted(core: Engine, shard: Shard, addend: Tensor, **options: Any) -> None:
         assert not shard.resident, "its packed gradient is on the device"
         names.append(shard.name)
         add(core, shard, addend, **options)
 
-    with mock.patch.object(FakeDevice, "free_bytes", lambda _: nbytes), mock.patch.object(Core, "add", counted):
+    with mock.patch.object(FakeDevice, "free_bytes", lambda _: nbytes), mock.patch.object(Engine, "add", counted):
         yield names
 
 
@@ -294,10 +294,9 @@ def test_the_early_stop_knows_the_sum_and_not_its_parts(fake: Fake) -> None:
         for bucket in core.buckets:
             assert bucket.arrival is not None
             bucket.arrival.wait()
-        core._sum_what_arrived()
-        assert core._partial == pytest.approx(sum(shard.sum_of_squares() for shard in core.shards))
+        assert core.packer.norm.look() == pytest.approx(sum(shard.sum_of_squares() for shard in core.shards))
         optimizer.step()
-        assert core._partial == 0.0
+        assert core.packer.norm.squares == 0.0
 
     with free_bytes(0) as added:
         on_the_device(fake, opposite, BF16, **FP32)
@@ -309,7 +308,7 @@ def test_the_policy_is_told_of_whole_sums_only(fake: Fake) -> None:
     """From the first of them to all, in the last of three passes."""
 
     def shares(model: nn.Module, optimizer: AdamW) -> list[float]:
-        policy = optimizer._core.policy
+        policy = optimizer._core.schedule
         for number in range(3):
             optimizer.zero_grad()
             with mock.patch.object(policy, "wants", side_effect=policy.wants) as wants:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from superoffload.bucket import GroupHyper, Shard
-from superoffload.core import CoreOptions
 from superoffload.cuda.link import CudaOptions
+from superoffload.engine.engine import EngineOptions
 from superoffload.errors import DeviceError
 from superoffload.integrations.deepspeed.driver import Partition, PartitionDriver
 from superoffload.verdict import decide
@@ -54,7 +54,7 @@ def driver_of(link: LateLink | None, resident: frozenset[int], speculation: str)
     return PartitionDriver(
         partitions(resident),
         len(SIZES),
-        CoreOptions(speculation, 1024, [-1, -1]),
+        EngineOptions(speculation, 1024, [-1, -1]),
         lambda group: HYPER,
         pin=False,
         accelerator=link,

@@ -31,7 +31,7 @@ def _moves_behind_the_stream(fake: Fake) -> Iterator[None]:
         fake.synchronize()
         move_state(shard, device)
 
-    with mock.patch("superoffload.pipeline.layout.move_state", move):
+    with mock.patch("superoffload.engine.layout.move_state", move):
         yield
 
 
@@ -186,7 +186,7 @@ def test_state_that_finds_no_room_stays_where_it_was(fake: Fake, of_allocator: b
         move_state(shard, device)
         moved.append(shard.name)
 
-    with mock.patch("superoffload.pipeline.layout.move_state", move), on_fake_device(fake):
+    with mock.patch("superoffload.engine.layout.move_state", move), on_fake_device(fake):
         model = model_of(torch.float32)
         model.register_forward_pre_hook(lambda *_: fake.synchronize())
         options: dict[str, Any] = {"speculation": "always", "threads": 2, "bucket_numel": 1024, "max_grad_norm": 0.5}

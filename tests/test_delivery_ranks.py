@@ -18,8 +18,8 @@ from superoffload import _native
 from superoffload.bucket import Bucket, BucketState
 from superoffload.convergence.setup import Setup
 from superoffload.convergence.suite import delivered_unlike
+from superoffload.engine.tail import Tail
 from superoffload.optimizer import module_hooks
-from superoffload.pipeline.settling import Settling
 from superoffload.schedule import Schedule
 from tests.compatibility import compat
 from tests.rank_tools import BF16, error_of, flat_mesh, net, on_ranks, optimizer_of, pool, tokens_of
@@ -189,16 +189,17 @@ def in_two_phases(delivery: str) -> bool:
     """Every step publishes first and settles as late as can be; no check may look at masters before that."""
     demand = Demand(rank_check="light")
 
-    def behind(core: Settling) -> None:
-        core._settling.update((b, _native.Completion()) for b in core.buckets if b.state is BucketState.PUBLISHED)
+    def behind(tail: Tail) -> None:
+        published = (b for b in tail._layout.buckets if b.state is BucketState.PUBLISHED)
+        tail._unsettled.update((b, _native.Completion()) for b in published)
 
-    def settled(core: Settling, bucket: Bucket) -> None:
-        core.pool.submit(bucket.work, _native.Operation.settle, 1, bucket.running).wait()
+    def settled(tail: Tail, bucket: Bucket) -> None:
+        tail._executor.pool.submit(bucket.work, _native.Operation.settle, 1, bucket.running).wait()
 
     with (
         mock.patch.object(Schedule, "publishes", lambda schedule, situation: 1.0),
-        mock.patch.object(Settling, "_settle_behind", behind),
-        mock.patch.object(Settling, "_wait_for_settle", settled),
+        mock.patch.object(Tail, "_settle_behind", behind),
+        mock.patch.object(Tail, "_wait_for_settle", settled),
     ):
         published = trained(demand, delivery, "never", steps=8)
     return bool(published == trained(demand, "eager", "always", steps=8))

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from superoffload.core import Core
+from superoffload.engine.executor import Executor
 from superoffload.readers import readers_of
 from superoffload.timeline import UP, read_trace
 from tests.adamw_tools import weights
@@ -51,17 +51,17 @@ def test_waiting_in_a_forward_is_exposed_time() -> None:
         for seed in range(2):
             plain_step(model, optimizer, seed)
         before = optimizer.stats()["optimizer_seconds_exposed"]
-        original = Core._wait
+        original = Executor.wait
         waits: list[float] = []
 
-        def slow(core: Core, bucket: Any) -> bool:
+        def slow(executor: Executor, bucket: Any) -> bool:
             import time
 
             time.sleep(0.02)
             waits.append(0.02)
-            return original(core, bucket)
+            return original(executor, bucket)
 
-        with mock.patch.object(Core, "_wait", slow), torch.no_grad():
+        with mock.patch.object(Executor, "wait", slow), torch.no_grad():
             loss_of(model, 5)
         assert waits
         assert optimizer.stats()["optimizer_seconds_exposed"] - before >= sum(waits)

@@ -14,14 +14,18 @@ import pytest
 
 from superoffload import _native
 from superoffload.bucket import BucketState
-from superoffload.core import Core
 from superoffload.emulation.clock import StalledError, VirtualClock, VirtualCompletion, when_done
 from superoffload.emulation.link import VirtualLink
 from superoffload.emulation.machine import Machine, Workload
 from superoffload.emulation.paced import PacedTraining
 from superoffload.emulation.simulate import simulate
 from superoffload.emulation.simulation import BrokenPromiseError
-from superoffload.pipeline.settling import Settling
+from superoffload.engine.executor import Executor
+from superoffload.engine.finisher import Finisher
+from superoffload.engine.packer import Packer
+from superoffload.engine.snapshots import Snapshots
+from superoffload.engine.speculator import Speculator
+from superoffload.engine.tail import Tail
 from superoffload.schedule import FixedSchedule, Schedule
 
 SCHEDULES = 10_000
@@ -101,12 +105,12 @@ def forgets_to_wait_for_a_settle(self: Any, bucket: Any) -> None:
     """Says that it is settled without looking."""
 
 
-def commits_whatever_the_verdict(core: Core, bucket: Any, factor: float) -> None:
+def commits_whatever_the_verdict(finisher: Finisher, bucket: Any, factor: float) -> None:
     if bucket.state is BucketState.SPECULATED:
         bucket.move(BucketState.COMMITTED)
-        core._stats.buckets_committed += 1
+        finisher._stats.add(buckets_committed=1)
         return
-    _FINISH(core, bucket, factor)
+    _FINISH(finisher, bucket, factor)
 
 
 def delivers_before_the_step(link: VirtualLink, bucket: Any, after: Any) -> Any:
@@ -124,30 +128,26 @@ def shows_what_it_stages(link: VirtualLink, bucket: Any, after: Any) -> None:
     when_done(after, lambda: None if after.error else copy())
 
 
-def says_no_failure(core: Core) -> None:
-    core._failure = core._failed_before = None
-
-
-def withdraws_too_much(core: Core) -> None:
+def withdraws_too_much(speculator: Speculator) -> None:
     """Takes for waiting what has begun."""
-    for bucket in core.buckets:
+    for bucket in speculator._layout.buckets:
         if bucket.state is BucketState.SPECULATED:
-            bucket.running, bucket.doing = bucket.arrival, None
-            core._mark_undone(bucket)
+            bucket.is_withdrawn()
+            speculator._mark_undone(bucket)
 
 
-_FINISH, _DELIVER = Core._finish, VirtualLink.deliver
+_FINISH, _DELIVER = Finisher.finish, VirtualLink.deliver
 
 BUGS: dict[str, tuple[type, str, Callable[..., Any]]] = {
-    "a gradient is packed over one that is not settled": (Settling, "_wait_for_settle", forgets_to_wait_for_a_settle),
-    "a snapshot is not asked": (Core, "protect", no_op),
-    "speculation is committed after a clip": (Core, "_finish", commits_whatever_the_verdict),
+    "a gradient is packed over one that is not settled": (Tail, "_wait_for_settle", forgets_to_wait_for_a_settle),
+    "a snapshot is not asked": (Snapshots, "protect", no_op),
+    "speculation is committed after a clip": (Finisher, "finish", commits_whatever_the_verdict),
     "parameters are delivered before they are stepped": (VirtualLink, "deliver", delivers_before_the_step),
     "what was staged is seen before the verdict": (VirtualLink, "stage", shows_what_it_stages),
     "what was staged is delivered after a clip": (VirtualLink, "unstage", no_op),
-    "a failure is swallowed": (Core, "_raise_worker_failure", says_no_failure),
-    "what was packed lately is not waited for": (Core, "_wait_for_arrivals", no_op),
-    "an early stop leaves work behind": (Core, "_withdraw", withdraws_too_much),
+    "a failure is swallowed": (Executor, "fail", no_op),
+    "what was packed lately is not waited for": (Packer, "await_arrivals", no_op),
+    "an early stop leaves work behind": (Speculator, "withdraw", withdraws_too_much),
 }
 
 
@@ -159,7 +159,7 @@ def test_planted_bugs_are_found(bug: str) -> None:
 
 
 def test_a_failure_is_repeated_by_its_seed(capsys: pytest.CaptureFixture[str]) -> None:
-    with mock.patch.object(Core, "_finish", commits_whatever_the_verdict):
+    with mock.patch.object(Finisher, "finish", commits_whatever_the_verdict):
         with pytest.raises(BrokenPromiseError) as first:
             simulate(range(100), 3, quiet)
         seed = int(str(first.value).partition("--seed ")[2].split()[0])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from superoffload import CPUAdamW
 from superoffload.bucket import GroupHyper, Shard
-from superoffload.core import CoreOptions
+from superoffload.engine.engine import EngineOptions
 from superoffload.integrations.deepspeed.driver import Partition, PartitionDriver
 from superoffload.masters import follow
 
@@ -45,7 +45,7 @@ def test_partitions_of_zero_3() -> None:
     )
     gradient = torch.zeros(4)
     hyper = GroupHyper(1e-3, 0.9, 0.999, 1e-8, 0.0)
-    options = CoreOptions("always", None, [-1])
+    options = EngineOptions("always", None, [-1])
     driver = PartitionDriver([Partition(7, 0, shard, gradient, gradient)], 1, options, lambda group: hyper, pin=False)
     try:
         published.copy_(torch.tensor(WRITTEN))

@@ -243,7 +243,7 @@ def early_stop() -> list[Any]:
         model = shard(net(torch.float32), flat_mesh())
         with optimizer_of(model, speculation="always", max_grad_norm=2.0) as optimizer:
             if lonely and dist.get_rank() == 1:
-                optimizer._core.policy.mode = "never"
+                optimizer._core.schedule.mode = "never"
             for step in range(4):
                 optimizer.zero_grad()
                 model.loss(tokens_of(step, dist.get_rank())).backward()

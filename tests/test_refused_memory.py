@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import AdamW
+from superoffload.engine import layout
 from superoffload.errors import HostMemoryError, SuperOffloadError
 from superoffload.memory import host_empty
-from superoffload.pipeline import layout
 from tests.rank_tools import on_ranks
 
 JOURNAL = (

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW, checkpoints
-from superoffload.core import Core
 from superoffload.cuda.link import CudaLink
+from superoffload.engine.engine import Engine
+from superoffload.engine.executor import Executor
+from superoffload.engine.tail import Tail
 from superoffload.errors import ArgumentError, StateError
 from superoffload.link import HostLink
 from tests.adamw_tools import batch, check_counters, model_of, run_python
@@ -49,7 +51,7 @@ def switching(seed: int) -> Iterator[None]:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        with given_up(HostLink, "received"), given_up(CudaLink, "received"), given_up(Core, "_freeze"):
+        with given_up(HostLink, "received"), given_up(CudaLink, "received"), given_up(Executor, "freeze"):
             yield
     finally:
         sys.setswitchinterval(interval)
@@ -140,9 +142,9 @@ def test_an_error_that_was_lost_with_its_thread_is_raised_by_step() -> None:
     with AdamW(models.parameters(), speculation="always", bucket_numel=3000, threads=2) as optimizer:
         before = optimizer.state_digests()
         refused = optimizer.param_groups[0]["params"][10]
-        original = Core.arrive
+        original = Engine.arrive
 
-        def arrive(core: Core, shard: Any, *args: Any, **kwargs: Any) -> None:
+        def arrive(core: Engine, shard: Any, *args: Any, **kwargs: Any) -> None:
             if shard.target().data_ptr() == refused.data_ptr():
                 raise ArgumentError("as told")
             original(core, shard, *args, **kwargs)
@@ -150,7 +152,7 @@ def test_an_error_that_was_lost_with_its_thread_is_raised_by_step() -> None:
         def backward(i: int) -> None:
             batch(models[i], i).backward()
 
-        with mock.patch.object(Core, "arrive", arrive):
+        with mock.patch.object(Engine, "arrive", arrive):
             assert [str(error) for error in together(backward)] == ["as told"]
         for _ in range(2):  # as often as it is tried: gradients are missing
             with pytest.raises(StateError, match=r"ArgumentError: as told.*gradients are missing.*zero_grad") as caught:
@@ -168,7 +170,7 @@ def test_what_is_done_about_an_error_in_backward_counts(answer: str) -> None:
     """Without the optimizer's zero_grad(), which many loops never call."""
     model = model_of()
     with AdamW(model.parameters(), threads=1) as optimizer:
-        with mock.patch.object(Core, "arrive", side_effect=ArgumentError("as told")), pytest.raises(ArgumentError):
+        with mock.patch.object(Engine, "arrive", side_effect=ArgumentError("as told")), pytest.raises(ArgumentError):
             batch(model, 0).backward()
         with pytest.raises(StateError, match="gradients are missing"):
             optimizer.step()
@@ -257,14 +259,14 @@ def test_readers_wait_for_a_delivery_that_another_thread_has_begun() -> None:
             optimizer.zero_grad()
             batch(model, step).backward()
             optimizer.step()
-        original = Core._deliver
+        original = Tail.deliver
         seen: list[Tensor] = []
 
-        def deliver(core: Core, *args: Any) -> None:
+        def deliver(tail: Tail, *args: Any) -> None:
             time.sleep(0.02)
-            original(core, *args)
+            original(tail, *args)
 
-        with mock.patch.object(Core, "_deliver", deliver), torch.no_grad():
+        with mock.patch.object(Tail, "deliver", deliver), torch.no_grad():
             assert not together(lambda i: seen.append(batch(model, 7)))
             assert len({float(loss) for loss in [*seen, batch(model, 7)]}) == 1
 
@@ -286,17 +288,17 @@ def test_accumulating_ends_with_the_last_context_in_whatever_order_threads_leave
 FORKED = """
 import os, threading, time, torch
 from superoffload import AdamW
-from superoffload.core import Core
+from superoffload.engine.engine import Engine
 param = torch.nn.Parameter(torch.ones(100))
 optimizer = AdamW([param], speculation="always", threads=1)
-inside, go_on, original = threading.Event(), threading.Event(), Core.arrive
+inside, go_on, original = threading.Event(), threading.Event(), Engine.arrive
 
 def arrive(*args, **kwargs):
     inside.set()
     go_on.wait()
     original(*args, **kwargs)
 
-Core.arrive = arrive
+Engine.arrive = arrive
 thread = threading.Thread(target=lambda: param.sum().backward())
 thread.start()
 inside.wait()

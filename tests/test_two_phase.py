@@ -207,13 +207,12 @@ def test_gradients_may_be_freed_once_the_step_has_returned() -> None:
 
 def test_the_timeline_shows_both_phases(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    with rig(TWO_PHASE) as made:
-        record(path, made.core)
+    timeline = record(path)
+    with rig(TWO_PHASE, recorder=timeline) as made:
         for _ in range(3):
             step(made)
         made.core.close()
-        assert made.core.timeline is not None
-        made.core.timeline.close()
+        timeline.close()
     events = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
     for verb in ("publish", "settle"):
         found = [event for event in events if f" {verb}:" in event["name"]]

@@ -16,7 +16,7 @@ from torch import nn
 
 from benchmarks.gpu_suite.devices import LONGEST_DELAY, Device
 from superoffload.bucket import Shard
-from superoffload.pipeline import layout
+from superoffload.engine import layout
 from superoffload.placement import move_state
 from tests.fake_cuda import Fake, on_fake_device
 

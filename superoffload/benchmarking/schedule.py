@@ -226,7 +226,7 @@ def _plain_pass(settings: ScheduleBenchmark, layers: int) -> float:
     try:
         for _ in range(2 + settings.steps):
             training.step(clips=True)
-        return training.core.policy.times.seconds(Operation.step, settings.numel)
+        return training.core.schedule.times.seconds(Operation.step, settings.numel)
     finally:
         training.close()
 

@@ -179,8 +179,10 @@ class CudaLink:
     def attach(self, bucket: Bucket) -> None:
         arena = self._arenas[-1]
         with _translated("reserving memory"):
-            bucket.gradient = arena.take(bucket.padded, bucket.gradient_dtype)
-            bucket.shadow = arena.take(bucket.padded, bucket.published_dtype)
+            bucket.use_memory(
+                gradient=arena.take(bucket.padded, bucket.gradient_dtype),
+                shadow=arena.take(bucket.padded, bucket.published_dtype),
+            )
         self._attach_native(bucket, packed=bucket.gradient.data_ptr(), shadow=bucket.shadow.data_ptr())
 
     def _attach_resident(self, bucket: Bucket, packed: int, step_kernel: str) -> _native.DeviceBucket:

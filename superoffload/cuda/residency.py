@@ -48,7 +48,7 @@ class CudaResidency:
         nbytes = bucket.padded * bucket.gradient_dtype.itemsize
         table = aligned(nbytes)
         memory = self._device.empty(table + len(bucket.pieces) * geometry.STEP_PIECE.itemsize)
-        bucket.gradient = memory[:nbytes].view(bucket.gradient_dtype)
+        bucket.use_memory(gradient=memory[:nbytes].view(bucket.gradient_dtype))
         native = self._attach_native(bucket, bucket.gradient.data_ptr(), geometry.step_kernel(bucket))
         self._memory[bucket] = _Memory(native, memory[table:])
 

@@ -50,7 +50,7 @@ class VirtualClock:
         action()
 
     def seconds(self) -> float:
-        """For ``CoreOptions.clock``."""
+        """For ``EngineOptions.clock``."""
         return self.now
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.bucket import Bucket, GroupHyper
-from superoffload.core import Core, CoreOptions
 from superoffload.emulation.machine import Machine, Workload
 from superoffload.emulation.training import layer_shard
+from superoffload.engine.engine import Engine, EngineOptions
 from superoffload.link import HostLink, PackTicket, wait_until_ended
 from superoffload.schedule import Schedule
 
@@ -124,9 +124,9 @@ class PacedTraining:
         self._on_demand = on_demand
         self._pacer = Pacer()
         numel = int(workload.parameters) // workload.layers
-        options = CoreOptions(schedule.mode, numel, cpus, two_phase=True, schedule=schedule)
+        options = EngineOptions(schedule.mode, numel, cpus, two_phase=True, schedule=schedule)
         hyper = GroupHyper(1e-4, 0.9, 0.999, 1e-8, 0.01)
-        self.core = Core(PacedLink(machine), options, lambda group: hyper)
+        self.core = Engine(PacedLink(machine), options, lambda group: hyper)
         generator = torch.Generator().manual_seed(seed)
         self.published = [torch.randn(numel, generator=generator).bfloat16() for _ in range(workload.layers)]
         self.core.add_shards([layer_shard(layer, published) for layer, published in enumerate(self.published)])

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from superoffload.bucket import GroupHyper, Shard
-from superoffload.core import Core, CoreOptions
 from superoffload.emulation.clock import VirtualClock
 from superoffload.emulation.link import VirtualLink
 from superoffload.emulation.plain import PlainModel, PlainShard, words
 from superoffload.emulation.virtual_pool import VirtualPool
+from superoffload.engine.engine import Engine, EngineOptions
 from superoffload.errors import WorkerError
 from superoffload.schedule import Schedule, Situation
 from superoffload.verdict import Verdict
@@ -102,7 +102,7 @@ class Simulation:
             self.clock, lambda operation, numel: self._delay(), at_once=lambda: self.chance.random() < 0.5
         )
         self.link = VirtualLink(self.clock, self._delay, self._delay, stages=lambda bucket: self._happens(0.7))
-        self.core = Core(self.link, self._options(), lambda group: self._hypers[group])
+        self.core = Engine(self.link, self._options(), lambda group: self._hypers[group])
         self._add_shards()
         self.plain = PlainModel(self.core.shards, lambda group: self._hypers[group])
         self._gradients: dict[int, Tensor] = {}
@@ -111,10 +111,10 @@ class Simulation:
 
     # ---- the world --------------------------------------------------------------------------------------------
 
-    def _options(self) -> CoreOptions:
+    def _options(self) -> EngineOptions:
         kind = self.chance.random()
         schedule = _ByChance(self.chance) if kind < 0.6 else Schedule("adaptive" if kind < 0.9 else "never")
-        return CoreOptions(
+        return EngineOptions(
             schedule.mode,
             self.chance.choice((1024, 1024, 2048)),
             [-1],

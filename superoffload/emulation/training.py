@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from superoffload.bucket import BLOCK, GroupHyper, Shard
-from superoffload.core import Core, CoreOptions
 from superoffload.emulation.clock import VirtualClock
 from superoffload.emulation.link import VirtualLink
 from superoffload.emulation.machine import Machine, Workload
 from superoffload.emulation.virtual_pool import VirtualPool
+from superoffload.engine.engine import Engine, EngineOptions
 from superoffload.schedule import Schedule
 
 _NORM = 4.0  # times the threshold, where a step clips; its reciprocal where it does not
@@ -49,11 +49,11 @@ class EmulatedTraining:
             stages=lambda bucket: stages,
         )
         pool = VirtualPool(self.clock, lambda operation, numel: machine.seconds(operation, numel * scale))
-        options = CoreOptions(
+        options = EngineOptions(
             schedule.mode, BLOCK, [-1], two_phase=True, schedule=schedule, clock=self.clock.seconds, pool=pool
         )
         hyper = GroupHyper(1e-4, 0.9, 0.999, 1e-8, 0.01)
-        self.core = Core(link, options, lambda group: hyper)
+        self.core = Engine(link, options, lambda group: hyper)
         generator = torch.Generator().manual_seed(seed)
         self.published = [torch.randn(BLOCK, generator=generator).bfloat16() for _ in range(workload.layers)]
         self.core.add_shards([layer_shard(layer, published) for layer, published in enumerate(self.published)])

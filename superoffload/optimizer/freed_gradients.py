@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from superoffload.core import Core
+from superoffload.engine.engine import Engine
 from superoffload.memory import room_on_device
 from superoffload.optimizer.advice import Advice
 from superoffload.packed_gradient import PackedGradient, gradient_is_gone
@@ -15,7 +15,7 @@ from superoffload.tracked import Tracked
 class FreedGradients:
     """One optimizer's: ``bring_back()`` per gradient."""
 
-    def __init__(self, core: Core, advice: Advice) -> None:
+    def __init__(self, core: Engine, advice: Advice) -> None:
         self._core = core
         self._advice = advice
         self._said = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from superoffload.core import Core
+from superoffload.engine.engine import Engine
 from superoffload.gradient_source import main_grad_of
 from superoffload.ranks.layout import is_dtensor
 from superoffload.tracked import Tracked
@@ -14,7 +14,7 @@ class HostSums:
     """One optimizer's. Decided once, at the first gradient that is known to be a part of a sum: the device has seen a
     forward then, so that its peak is known."""
 
-    def __init__(self, core: Core, *, wanted: bool) -> None:
+    def __init__(self, core: Engine, *, wanted: bool) -> None:
         self._core = core
         self._chosen = None if wanted and core.link.frees_gradients else False
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from superoffload.closing import close_at_exit, is_closed
-from superoffload.core import Core
+from superoffload.engine.engine import Engine
+from superoffload.engine.recorder import Recorder
 from superoffload.errors import StateError, SuperOffloadError
 from superoffload.interrupts import held_signals
 
@@ -67,7 +68,8 @@ class Whole:
 class Lifetime(Optimizer):
     """Whether the optimizer can be used, and how its use ends."""
 
-    _core: Core
+    _core: Engine
+    _recorder: Recorder
     _closed = False
     _partly_loaded = False  # from when a load begins to change the state until all of it is there
 
@@ -91,8 +93,7 @@ class Lifetime(Optimizer):
                 self._close_core()
             finally:
                 self._closed = True
-                if self._core.timeline is not None:
-                    self._core.timeline.close()
+                self._recorder.close()
                 self._remove_hooks()
                 is_closed(self)
 

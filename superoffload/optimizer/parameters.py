@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from superoffload.arguments import as_groups, check_finite, check_group, check_groups, check_parameter, named_in
 from superoffload.bucket import Bucket, GroupHyper, Shard
-from superoffload.core import Core, CoreOptions
 from superoffload.cpus import worker_cpus
+from superoffload.engine.engine import Engine, EngineOptions
 from superoffload.engine.listener import Listener
+from superoffload.engine.recorder import Recorder
 from superoffload.errors import StateError, SuperOffloadError
 from superoffload.gradient_source import dtype_to_come
 from superoffload.links import keeps_gradients, link_for, on_device
@@ -51,6 +52,7 @@ class Parameters(Lifetime):
     """Which parameters there are, whose shards they are, and their state in host memory."""
 
     _constructing = True
+    _recorder: Recorder
     _has_masters = False  # other than the parameters' values
 
     def _begin_with(self, given: Given, state_dtype: torch.dtype, seed: int) -> None:
@@ -93,7 +95,7 @@ class Parameters(Lifetime):
             timeout=given.rank_timeout,
         )
         cpus = worker_cpus(given.threads, self._ranks.cpus, beside_device=on_device(params))
-        options = CoreOptions(given.speculation, given.bucket_numel, cpus, two_phase=True)
+        options = EngineOptions(given.speculation, given.bucket_numel, cpus, two_phase=True)
         keep_grads = keeps_gradients(params, given.keep_grads, model)
         sizes = self._sizes(params) if given.placement is not None else []
         link = link_for(params, keep_grads=keep_grads)
@@ -103,7 +105,9 @@ class Parameters(Lifetime):
             link.close()
             raise
         self._resident = placer.choose_first(sizes) if placer is not None else set()
-        self._core = Core(link, options, _hyper_reader(self), listener=self._listener(), placer=placer)
+        self._core = Engine(
+            link, options, _hyper_reader(self), listener=self._listener(), recorder=self._recorder, placer=placer
+        )
 
     def _listener(self) -> Listener:
         return Following(self)
@@ -243,7 +247,6 @@ class Parameters(Lifetime):
             return
         if self._sums.wanted:
             check_fp32_sums([one for index in range(len(groups)) for one in self._names_of(index)], self._model())
-        timeline = self._core.timeline
         with self._whole():
             self._remove_hooks()
             self._core.close()
@@ -252,8 +255,6 @@ class Parameters(Lifetime):
             self.state.clear()
             self._fresh.clear()
             self._connect(params)
-            if timeline is not None:
-                timeline.follow(self._core)
             self._firsts = firsts
             for index, members in enumerate(groups):
                 self._sums.begin(self._names_of(index), self._model())

@@ -114,7 +114,7 @@ def plugged_in() -> Iterator[None]:
 
 def use(zero_optimizer: Any) -> None:
     core = zero_optimizer._driver.core
-    core.pool = StockPool(core.pool)
+    core.executor.pool = StockPool(core.pool)
     StockWork.current = zero_optimizer
     inner = zero_optimizer.optimizer
     StockWork.clocks = (_Clock(inner.ds_opt_adam, 7001, inner), _Clock(inner.ds_opt_adam, 7002, inner))

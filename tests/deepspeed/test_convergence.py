@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from superoffload import core as core_module
+from superoffload import _native
 from tests.deepspeed.ranks import Ranks
 from tests.deepspeed.scenarios import distance
 from tests.deepspeed.training import config, end, make_engine, masters
@@ -55,15 +55,15 @@ def first_partition(engine: Any) -> Any:
 def apply_twice(engine: Any) -> None:
     """The first bucket of this step is stepped, and stepped again."""
     core = engine.optimizer._driver.core
-    finish = core._finish
+    finish = core.finisher.finish
 
     def twice(bucket: Any, factor: float) -> None:
-        del core._finish
-        core._undo_one(bucket)
+        del core.finisher.finish
+        core.speculator.undo(bucket)
         finish(bucket, factor)
-        bucket.running = core.pool.submit(bucket.work, core_module.Operation.step, 1, bucket.running)
+        core.executor.submit(bucket, _native.Operation.step)
 
-    core._finish = twice
+    core.finisher.finish = twice
 
 
 def skip_publish(engine: Any) -> None:

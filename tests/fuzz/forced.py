@@ -13,8 +13,9 @@ from random import Random
 from unittest import mock
 
 from superoffload.checkpoints.snapshot import ShardState, Snapshot
-from superoffload.core import CoreOptions
+from superoffload.engine.engine import EngineOptions
 from superoffload.schedule import Schedule, Situation
+from tests.core_tools import journal_codes_of
 from tests.fuzz.program import Settings
 
 _READING_SECONDS = 0.001  # per shard, so that training goes on while a save is under way
@@ -54,14 +55,13 @@ def forced(settings: Settings) -> Iterator[None]:
     with ExitStack() as stack:
         if settings.schedule == "mixed":
             mixed = MixedSchedule(settings.schedule_seed)
-            stack.enter_context(mock.patch.object(CoreOptions, "make_schedule", lambda options: mixed))
+            stack.enter_context(mock.patch.object(EngineOptions, "make_schedule", lambda options: mixed))
         width, room = settings.journal_width, settings.journal_room
         if width is not None:
-            chosen = mock.patch("superoffload.pipeline.speculating.choose_width", lambda bucket, next_step: width)
-            stack.enter_context(chosen)
+            stack.enter_context(journal_codes_of(width))
         if room is not None:
             share = (width or 2) + room
-            size = mock.patch("superoffload.pipeline.layout._journal_bytes", lambda bucket: int(share * bucket.padded))
+            size = mock.patch("superoffload.engine.layout._journal_bytes", lambda bucket: int(share * bucket.padded))
             stack.enter_context(size)
         stack.enter_context(mock.patch.object(Snapshot, "read_all", _slow_reader(Snapshot.read_all)))
         yield

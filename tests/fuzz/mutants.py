@@ -10,13 +10,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
-import superoffload.core as core_module
+import superoffload.engine.finisher as finisher_module
 import superoffload.optimizer.lifetime as lifetime
 from superoffload import AdamW, _native
 from superoffload.bucket import Bucket, BucketState, Shard
 from superoffload.checkpoints.snapshot import Snapshot
-from superoffload.core import Core
-from superoffload.pipeline.settling import Settling
+from superoffload.engine.engine import Engine
+from superoffload.engine.executor import Executor
+from superoffload.engine.finisher import Finisher
+from superoffload.engine.speculator import Speculator
+from superoffload.engine.tail import Tail
 from superoffload.tracked import Tracked
 
 Mutant = Callable[[], AbstractContextManager[Any]]
@@ -32,52 +35,52 @@ def _submits(change: Callable[[Operation], Operation | None]) -> Mutant:
     """Worker threads are given another operation; None: none."""
 
     def make(submit: Callable[..., Any]) -> Callable[..., Any]:
-        def submitted(core: Core, bucket: Bucket, operation: Operation, width: int = 1) -> None:
+        def submitted(executor: Executor, bucket: Bucket, operation: Operation, width: int = 1) -> None:
             instead = change(operation)
             if instead is not None:
-                submit(core, bucket, instead, width)
+                submit(executor, bucket, instead, width)
 
         return submitted
 
-    return _replaced(Core, "_submit", make)
+    return _replaced(Executor, "submit", make)
 
 
-def _freezes(change: Callable[[Core, Bucket, float], float]) -> Mutant:
+def _freezes(change: Callable[[Bucket, float], float]) -> Mutant:
     """Buckets are stepped with another factor."""
 
     def make(freeze: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda core, bucket, factor: freeze(core, bucket, change(core, bucket, factor))
+        return lambda executor, bucket, factor: freeze(executor, bucket, change(bucket, factor))
 
-    return _replaced(Core, "_freeze", make)
+    return _replaced(Executor, "freeze", make)
 
 
 def _nothing(*arguments: Any, **named: Any) -> None: ...
 
 
-def _marks_undone(core: Core, bucket: Bucket) -> None:
+def _marks_undone(speculator: Speculator, bucket: Bucket) -> None:
     if bucket.state is BucketState.SPECULATED:
-        core._end_speculation(bucket)
+        speculator.end(bucket)
     if bucket.state is BucketState.SPECULATED:
-        core._mark_undone(bucket)
+        speculator._mark_undone(bucket)
 
 
 def _keeps_old_hyper_parameters(finish: Callable[..., Any]) -> Callable[..., Any]:
-    def finished(core: Core, bucket: Bucket, factor: float) -> None:
+    def finished(finisher: Finisher, bucket: Bucket, factor: float) -> None:
         if bucket.state is BucketState.SPECULATED:
-            bucket.frozen = core._hyper_of(bucket.group)
-        finish(core, bucket, factor)
+            bucket.frozen = finisher._executor.hyper(bucket.group)
+        finish(finisher, bucket, factor)
 
     return finished
 
 
 def _ignores_overflow(end: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda core, bucket: core._wait(bucket)
+    return lambda speculator, bucket: speculator._executor.wait(bucket)
 
 
 def _forgets_one_piece(arrive: Callable[..., Any]) -> Callable[..., Any]:
-    def arrived(core: Core, shard: Shard, gradient: Any, *, in_backward: bool = True) -> None:
-        if core._stats.steps == 3 and shard.index == 1 and in_backward:
-            core._incoming[shard.index] = gradient  # known, but not to its buckets
+    def arrived(core: Engine, shard: Shard, gradient: Any, *, in_backward: bool = True) -> None:
+        if core.stats()["steps"] == 3 and shard.index == 1 and in_backward:
+            core.inbox.take(shard, gradient, in_backward=in_backward)  # known, but not to its buckets
             return
         arrive(core, shard, gradient, in_backward=in_backward)
 
@@ -105,18 +108,18 @@ def _forgets_moments(load: Callable[..., Any]) -> Callable[..., Any]:
 def _settles_by_the_group_of_now(settle: Callable[..., Any]) -> Callable[..., Any]:
     """The scalars of a published bucket are not frozen until it is settled."""
 
-    def settled(core: Core) -> None:
-        for bucket in core.buckets:
+    def settled(tail: Tail) -> None:
+        for bucket in tail._layout.buckets:
             if bucket.state is BucketState.PUBLISHED:
-                core._freeze(bucket, bucket.factor * 1.0000002)
-        settle(core)
+                tail._executor.freeze(bucket, bucket.factor * 1.0000002)
+        settle(tail)
 
     return settled
 
 
-def _loses_counts(count: Callable[..., Any]) -> Callable[..., Any]:
-    def counted(core: Core, verdict: Any) -> None:
-        count(core, verdict)
+def _loses_counts(move_on: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(core: Engine, verdict: Any, **named: Any) -> None:
+        move_on(core, verdict, **named)
         for bucket in core.buckets:
             if bucket.state is BucketState.REPLAYED:
                 bucket.pieces[0].shard.steps -= 1
@@ -124,56 +127,57 @@ def _loses_counts(count: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
+def _takes_nothing_back(take: Callable[..., Any]) -> Callable[..., Any]:
+    def taken(core: Engine, state: BucketState) -> int:
+        kept = [bucket for bucket in core.buckets if bucket.state is BucketState.SPECULATED]
+        for bucket in kept:
+            core.executor.wait(bucket)
+            bucket.move(state)
+        return len(kept) + int(take(core, state))
+
+    return taken
+
+
 MUTANTS: dict[str, Mutant] = {
     "undo: nothing is undone": _submits(lambda operation: None if operation is Operation.undo else operation),
-    "undo: left out where a gradient was not final": lambda: mock.patch.object(Core, "_undo_one", _marks_undone),
+    "undo: left out where a gradient was not final": lambda: mock.patch.object(Speculator, "undo", _marks_undone),
     "replay: a plain step on top of the speculated one": _submits(
         lambda operation: Operation.step if operation is Operation.replay else operation
     ),
     "replay: speculated with the wrong factor, committed all the same": lambda: mock.patch.object(
-        core_module, "_same_bits", lambda factor, other: True
+        finisher_module, "_same_bits", lambda factor, other: True
     ),
     "replay: the factor is one unit in the last place off": _freezes(
-        lambda core, bucket, factor: factor * (1.0000002 if bucket.state is BucketState.SPECULATED else 1.0)
+        lambda bucket, factor: factor * (1.0000002 if bucket.state is BucketState.SPECULATED else 1.0)
     ),
-    "replay: its step is not counted": _replaced(Core, "_count_step", _loses_counts),
+    "replay: its step is not counted": _replaced(Engine, "_move_on", _loses_counts),
     "hyper-parameters: changed after speculation, committed all the same": _replaced(
-        Core, "_finish", _keeps_old_hyper_parameters
+        Finisher, "finish", _keeps_old_hyper_parameters
     ),
-    "journal: overflow is ignored": _replaced(Core, "_end_speculation", _ignores_overflow),
-    "arrival: one gradient of the fourth step reaches no bucket": _replaced(Core, "arrive", _forgets_one_piece),
+    "journal: overflow is ignored": _replaced(Speculator, "end", _ignores_overflow),
+    "arrival: one gradient of the fourth step reaches no bucket": _replaced(Engine, "arrive", _forgets_one_piece),
     "arrival: a second backward is taken for the same gradient": _replaced(AdamW, "_take_gradient", _keeps_the_first),
     "edits: of gradients are not noticed": lambda: mock.patch.object(AdamW, "_is_edited", lambda *_: False),
     "writes: masters do not follow written parameters": lambda: mock.patch.object(AdamW, "_refresh", _nothing),
-    "writes: a master follows without undoing what is speculated": lambda: mock.patch.object(Core, "restore", _nothing),
+    "writes: a master follows without undoing what is speculated": lambda: mock.patch.object(
+        Engine, "restore", _nothing
+    ),
     "two phases: nothing is settled": lambda: mock.patch.object(
-        Settling,
+        Tail,
         "_settle_behind",
-        lambda core: core._settling.update(
-            {b: _native.Completion.already_done() for b in core.buckets if b.state is BucketState.PUBLISHED}
+        lambda tail: tail._unsettled.update(
+            {b: _native.Completion.already_done() for b in tail._layout.buckets if b.state is BucketState.PUBLISHED}
         ),
     ),
     "two phases: settled with another factor than published": _replaced(
-        Settling, "_settle_behind", _settles_by_the_group_of_now
+        Tail, "_settle_behind", _settles_by_the_group_of_now
     ),
-    "two phases: readers do not wait": lambda: mock.patch.object(Core, "settle", _nothing),
+    "two phases: readers do not wait": lambda: mock.patch.object(Engine, "settle", _nothing),
     "on demand: forward does not wait": lambda: mock.patch.object(AdamW, "_await", _nothing),
     "scaler: its scale is not taken out": lambda: mock.patch.object(AdamW, "_take_scale", lambda optimizer: 1.0),
-    "skip: nothing is taken back": _replaced(
-        Core,
-        "_take_back",
-        lambda take: (
-            lambda core, state: (
-                sum(
-                    bucket.state is BucketState.SPECULATED and (core._wait(bucket), bucket.move(state)) is not None
-                    for bucket in core.buckets
-                )
-                + take(core, state)
-            )
-        ),
-    ),
+    "skip: nothing is taken back": _replaced(Engine, "_take_back", _takes_nothing_back),
     "save: a step does not wait for it": lambda: mock.patch.object(Snapshot, "protect", _nothing),
     "load: one step too many": _replaced(Tracked, "load", _forgets_moments),
-    "look: what is speculated shows": lambda: mock.patch.object(Core, "quiesce", _nothing),
+    "look: what is speculated shows": lambda: mock.patch.object(Engine, "quiesce", _nothing),
     "signals: they come in the middle of bookkeeping": lambda: mock.patch.object(lifetime, "held_signals", nullcontext),
 }

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from superoffload.bucket import GroupHyper, Shard
-from superoffload.core import Core, CoreOptions
+from superoffload.engine.engine import Engine, EngineOptions
 from superoffload.integrations.deepspeed.link import PartitionLink
 from superoffload.integrations.deepspeed.residency import GivenPlaces
 from superoffload.link import Link
@@ -53,7 +53,7 @@ class PartitionDriver:
         self,
         partitions: Sequence[Partition],
         sub_groups: int,
-        options: CoreOptions,
+        options: EngineOptions,
         hyper_of: Callable[[int], GroupHyper],
         *,
         pin: bool,
@@ -65,7 +65,7 @@ class PartitionDriver:
         link = PartitionLink(lambda shard: gradients[shard.index], pin=pin, accelerator=accelerator)
         residency: Residency | None = getattr(accelerator, "residency", None)
         placer = GivenPlaces(residency) if residency is not None else None
-        self.core = Core(link, options, hyper_of, placer=placer)
+        self.core = Engine(link, options, hyper_of, placer=placer)
         self.core.add_shards([partition.shard for partition in partitions])
 
     # ---- gradients ------------------------------------------------------------------------------------------------

@@ -46,14 +46,13 @@ class PartitionLink(SynchronousLink):
         return ticket.completion
 
     def attach(self, bucket: Bucket) -> None:
-        bucket.gradients = [
-            self._gradient_of(piece.shard)[piece.start : piece.start + piece.numel] for piece in bucket.pieces
-        ]
+        gradients = [self._gradient_of(piece.shard)[piece.start : piece.start + piece.numel] for piece in bucket.pieces]
         if self._pin:
-            bucket.shadow = torch.empty(bucket.padded, dtype=bucket.published_dtype, pin_memory=True)
-            self.pinned_bytes += bucket.shadow.nbytes
+            shadow = torch.empty(bucket.padded, dtype=bucket.published_dtype, pin_memory=True)
+            self.pinned_bytes += shadow.nbytes
         else:
-            bucket.shadow = host_empty(bucket.padded, bucket.published_dtype)
+            shadow = host_empty(bucket.padded, bucket.published_dtype)
+        bucket.use_memory(gradients=gradients, shadow=shadow)
 
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
         if bucket.resident and self._accelerator is not None:

@@ -13,7 +13,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 
 from superoffload.bucket import Shard
-from superoffload.core import CoreOptions
+from superoffload.engine.engine import EngineOptions
 from superoffload.errors import StateError
 from superoffload.integrations.deepspeed import residency
 from superoffload.integrations.deepspeed.config import Options
@@ -56,7 +56,7 @@ class Shards(DeepSpeedZeroOptimizer_Stage3):
         return PartitionDriver(
             partitions,
             len(self.fp16_groups),
-            CoreOptions(options.speculation, options.bucket_numel, cpus),
+            EngineOptions(options.speculation, options.bucket_numel, cpus),
             lambda group: hyper_of(reference(), group),
             pin=any(flat.device.type != "cpu" for flat in self.fp16_partitioned_groups_flat),
             accelerator=accelerator,

@@ -44,7 +44,7 @@ class Steps(Verdicts):
         driver = self._opened()
         window, norm = self._close_window()
         scale = float(self.loss_scale)
-        unclipped, speculating, self._later = 1.0 / scale, driver.core.policy.wants(), False
+        unclipped, speculating, self._later = 1.0 / scale, driver.core.schedule.wants(), False
         if self.superoffload_options.match_stock:
             norm = self._stock_norm(window)
         self.overflow = not math.isfinite(float(norm))

@@ -1,4 +1,4 @@
-"""What a core is made with, and what it needs of worker threads and clocks: both can be virtual."""
+"""What an engine is made with, and what it needs of worker threads and clocks: both can be virtual."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from superoffload.schedule import Schedule
 
 
 class Pool(Protocol):
-    """What the core asks of ``_native.WorkerPool``; superoffload/emulation has one without threads."""
+    """What an engine asks of ``_native.WorkerPool``; superoffload/emulation has one without threads."""
 
     def submit(
         self,
@@ -30,11 +30,11 @@ class Pool(Protocol):
 
 
 @dataclass(frozen=True)
-class CoreOptions:
+class EngineOptions:
     """``bucket_numel`` None: a 32nd of the parameters, within 64 Ki and 32 Mi elements. ``cpus``: one per thread.
 
     ``two_phase``: the schedule may publish first and settle behind the next forward; whoever reads or writes masters,
-    moments or (with gradients in place) gradients then calls ``Core.settle()`` before. ``schedule``: instead of the
+    moments or (with gradients in place) gradients then calls ``Engine.settle()`` before. ``schedule``: instead of the
     one that ``speculation`` names. ``clock`` and ``pool``: others than real time and real threads.
     """
 

@@ -1,0 +1,535 @@
+"""The engine: one step over buckets. Works on shards and gradients; knows nothing of autograd or host frameworks.
+
+One step: ``arrive`` for every final gradient (buckets that become complete are packed and, where the schedule wants
+it, stepped at once by the worker threads), then ``decide`` and ``apply``, or ``abandon``. Until ``apply`` delivers,
+nothing outside the engine's own masters and moments has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, overload
+
+import torch
+from torch import Tensor
+
+from superoffload.bits import Sums
+from superoffload.bucket import Bucket, BucketState, GroupHyper, Piece, Shard
+from superoffload.engine.executor import Executor
+from superoffload.engine.finisher import Finisher
+from superoffload.engine.inbox import Inbox
+from superoffload.engine.layout import JOURNAL_BYTES_PER_PARAM, Layout
+from superoffload.engine.listener import Listener
+from superoffload.engine.options import EngineOptions, Pool
+from superoffload.engine.packer import Packer
+from superoffload.engine.recorder import Recorder
+from superoffload.engine.snapshots import Snapshots
+from superoffload.engine.speculator import Speculator
+from superoffload.engine.tail import Tail
+from superoffload.errors import DeviceError, StateError
+from superoffload.link import Link
+from superoffload.placement import Placer
+from superoffload.stats import Stats
+from superoffload.verdict import Verdict, decide
+
+__all__ = ["JOURNAL_BYTES_PER_PARAM", "Engine", "EngineOptions", "SumExchange"]
+
+
+class SumExchange(Protocol):
+    """Sums of squares of every rank; ``start`` and ``finish`` are called once per step."""
+
+    def start(self, sums: Mapping[int, float]) -> None:
+        """Those of this rank's shards, by index, in registration order."""
+
+    def finish(self) -> Sequence[float] | None:
+        """Those of all ranks, the same on each, in the order to fold them; None if no rank has a gradient."""
+
+
+class Engine:
+    """Coordinates the step; its parts own what there is.
+
+    ``hyper_of(group)`` returns a group's current hyper-parameters;
+    ``listener`` is told what the engine's owner may want to know; ``recorder`` records the steps; ``placer`` chooses
+    which state is on the accelerator (None: none).
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        options: EngineOptions,
+        hyper_of: Callable[[int], GroupHyper],
+        *,
+        listener: Listener | None = None,
+        recorder: Recorder | None = None,
+        placer: Placer | None = None,
+    ) -> None:
+        listener, recorder = listener or Listener(), recorder or Recorder()
+        link = recorder.wrap_link(link)
+        self.link = link
+        self.schedule = schedule = options.make_schedule()
+        self.snapshots = Snapshots()
+        self._recorder = recorder
+        self._clock = options.clock
+        self._stats = stats = Stats()
+        pool = recorder.wrap_pool(options.make_pool())
+        self.executor = Executor(pool, schedule, hyper_of, stats, options.clock)
+        self.layout = Layout(link, options, schedule, listener, placer)
+        self.tail = Tail(link, self.layout, self.executor, schedule, listener, recorder)
+        self.inbox = Inbox(link, self.layout)
+        self.packer = Packer(link, self.layout, self.inbox, self.executor, listener)
+        self.speculator = Speculator(link, self.layout, self.packer, self.executor, schedule, self.snapshots, stats)
+        self.finisher = Finisher(
+            link,
+            self.layout,
+            self.speculator,
+            self.executor,
+            schedule,
+            self.snapshots,
+            stats,
+            two_phase=options.two_phase,
+        )
+        self._shared = False  # the verdict of this step is also that of other ranks
+        recorder.follow(lambda: self.layout.buckets)
+
+    # ---- what there is ----------------------------------------------------------------------------------------
+
+    @property
+    def shards(self) -> list[Shard]:
+        """In registration order."""
+        return self.layout.shards
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """In the order in which backward completes them."""
+        return self.layout.buckets
+
+    @property
+    def pool(self) -> Pool:
+        """The worker threads."""
+        return self.executor.pool
+
+    @property
+    def placer(self) -> Placer | None:
+        """What chooses which state is on the accelerator."""
+        return self.layout.placer
+
+    def add_shards(self, shards: Sequence[Shard]) -> None:
+        """New shards, in registration order. Their buckets follow those there are, in reverse order."""
+        self.layout.add_shards(shards)
+
+    def make_way(self) -> None:
+        """Nothing of the step before is needed any more: buckets may be laid out anew."""
+        self.layout.make_way()
+
+    def protect(self, shards: Iterable[Shard]) -> None:
+        """Before masters or moments change: every snapshot has them, or a copy, when it returns."""
+        self.snapshots.protect(shards)
+
+    # ---- what the step before has left ------------------------------------------------------------------------
+
+    @property
+    def is_landing(self) -> bool:
+        """Whether anything that ``apply(later=True)`` has left is not delivered yet."""
+        return self.tail.is_landing
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether masters and moments of some bucket may still be those before the last step."""
+        return self.tail.is_settling
+
+    def landing_shards(self) -> dict[int, Shard]:
+        """Those that are not delivered wholly yet, by index, in forward order."""
+        return self.tail.landing_shards()
+
+    def land(self, shards: Shard | Iterable[Shard] | None = None) -> None:
+        """Waits for and delivers what ``apply(later=True)`` left running: the buckets of ``shards``, or all of them."""
+        self.tail.land(shards)
+
+    def settle(self, shard: Shard | None = None) -> None:
+        """Until masters and moments of ``shard``, or of all, are those of the last step.
+
+        A worker that failed there has completed its bucket; the next call that ends or interrupts a step says so.
+        """
+        self.tail.settle(shard)
+
+    # ---- gradients --------------------------------------------------------------------------------------------
+
+    def has_gradient(self, shard: Shard) -> bool:
+        """Whether a gradient of ``shard`` has arrived in this step."""
+        return shard in self.inbox
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether any gradient has arrived in this step."""
+        return bool(self.inbox)
+
+    def expect(self, *, unscale: float, max_grad_norm: float | None) -> None:
+        """What the coming verdict will most likely use; speculation is right when it does."""
+        self.speculator.expect(unscale=unscale, max_grad_norm=max_grad_norm)
+
+    def widen(self, shards: Iterable[Shard]) -> None:
+        """Lays buckets out anew, with the gradients of these shards in fp32; not where some of this step are packed."""
+        narrow = [shard for shard in shards if shard.gradient_dtype != torch.float32]
+        if not narrow:
+            return
+        self.tail.finish()
+        if any(bucket.state is not BucketState.FILLING for bucket in self.buckets) or self.inbox.has_let_go:
+            return
+        for shard in narrow:
+            shard.widen()
+        arrived = self.inbox.put_aside()  # should memory be refused, step() brings them again
+        self.layout.outdate()
+        try:
+            self.layout.attach_waiting()
+        except BaseException:
+            self.inbox.forget_order()  # of arrivals that come again
+            raise
+        self.inbox.put_back(arrived)
+
+    def arrive(self, shard: Shard, gradient: Tensor, *, in_backward: bool = True, more_to_come: bool = False) -> None:
+        """``gradient`` (flat, contiguous, ``shard.gradient_dtype``) is final; its memory is read until packed.
+
+        ``more_to_come``: it is not, and the rest will be given to ``add()``; what it is part of is not speculated.
+        """
+        if shard in self.inbox:
+            raise StateError(f"{shard.name}: a second gradient arrived without retract() in between")
+        self.link.check_stream()
+        self.layout.attach_waiting()
+        if in_backward and not more_to_come:
+            self.executor.stopwatch.gradient()
+        self.tail.finish(shard)
+        self.inbox.take(shard, gradient, in_backward=in_backward)
+        if more_to_come:
+            self.inbox.expect_more([shard.index])
+        buckets = self.layout.buckets_of(shard)
+        for bucket in buckets:
+            self.packer.unpack(bucket)  # packed by a decide() that came before this gradient
+        self.inbox.tell_buckets(shard)
+        for bucket in buckets:
+            if bucket.missing == 0:
+                self._pack(bucket)
+                if in_backward:
+                    self._speculate(bucket)
+
+    def add(self, shard: Shard, addend: Tensor, *, more_to_come: bool) -> None:
+        """``addend`` (as for ``arrive()``) belongs to a gradient of this step that was packed and let go.
+
+        It is added where that is, in host memory. Where this raises, nothing was added.
+        """
+        self.link.check_stream()
+        if not more_to_come:
+            self.executor.stopwatch.gradient()
+        places = self.layout.places_of(shard)
+        with self.executor.caller_at_work():
+            ours = addend.to("cpu")  # in the order of the current stream, which has computed it
+            for bucket, _ in places:
+                if bucket.state is BucketState.SPECULATED:
+                    # It was taken for whole, and was not: most likely the rest of this backward is for its others too.
+                    self.inbox.expect_more(piece.shard.index for piece in bucket.stepped_pieces())
+                    self.speculator.undo(bucket)
+            self._abandon_what_is_lost()
+            self.executor.raise_failure()
+            for bucket, _ in places:
+                self._await_earlier_part(bucket)
+            self.packer.add(places, ours)
+        if more_to_come:
+            self.inbox.expect_more([shard.index])
+            return
+        self.inbox.expect_no_more(shard)
+        for bucket, _ in places:
+            if bucket.state is BucketState.READY and bucket.missing == 0:
+                self._speculate(bucket)
+
+    def _pack(self, bucket: Bucket) -> None:
+        self._await_earlier_part(bucket)
+        self.packer.pack(bucket)
+
+    def _speculate(self, bucket: Bucket) -> None:
+        if self.inbox.is_whole(bucket) and self.speculator.is_worthwhile():
+            self.speculator.speculate(bucket)
+
+    def _await_earlier_part(self, bucket: Bucket) -> None:
+        try:
+            self.packer.await_earlier_part(bucket)
+        except DeviceError:
+            self.tail.finish()  # what the step before has left is not of this one, and fails by itself
+            self._abandon_step()
+            self.executor.take_failure()
+            raise
+
+    def gradient_is(self, shard: Shard, gradient: Tensor) -> bool:
+        """Whether the gradient that arrived has the bits of ``gradient``."""
+        return self.packer.gradient_is(shard, gradient)
+
+    def packed_sums(self, shard: Shard) -> list[tuple[Piece, Sums]] | None:
+        """Of the bits of its gradient, piece by piece; None where there are none, or some is still to be packed."""
+        return self.packer.packed_sums(shard)
+
+    def copy_packed(self, shard: Shard, into: Tensor) -> None:
+        """What was packed of ``shard`` last, this step or before, as a flat tensor of its gradient's type."""
+        self.packer.copy_packed(shard, into)
+
+    def retract(self, shard: Shard) -> None:
+        """The gradient of ``shard`` was not final after all, or is gone: undo what was done with it."""
+        if shard not in self.inbox:
+            return
+        self.inbox.remove(shard)
+        if not self.inbox:
+            self.executor.forget_hypers()
+        for bucket, place in self.layout.places_of(shard):
+            self.speculator.undo(bucket)
+            self.packer.unpack(bucket)
+            bucket.take_out(place)
+            self.packer.norm.forget(bucket)
+        if not self.inbox:
+            self.link.step_ended(whole=False)  # no other call will end it, unless gradients come again
+        self._abandon_what_is_lost()
+        self.executor.raise_failure()
+
+    def restore(self, shard: Shard) -> None:
+        """Undoes what was speculated on ``shard``; its gradient stays where it is. Before its master is written."""
+        self.tail.finish(shard)
+        for bucket in self.layout.buckets_of(shard):
+            self.speculator.undo(bucket)
+        self._abandon_what_is_lost()
+        self.executor.raise_failure()
+
+    def quiesce(self) -> None:
+        """Masters and moments as after the last finished step; gradients that were packed stay packed."""
+        self.tail.finish()
+        for bucket in self.buckets:
+            self.speculator.undo(bucket)
+        self._abandon_what_is_lost()
+        self._raise_failure()
+
+    # ---- the end of a step ------------------------------------------------------------------------------------
+
+    @overload
+    def decide(self, *, unscale: float, max_grad_norm: float | None) -> Verdict: ...
+
+    @overload
+    def decide(
+        self, *, unscale: float, max_grad_norm: float | None, exchange: SumExchange | None
+    ) -> Verdict | None: ...
+
+    def decide(
+        self, *, unscale: float, max_grad_norm: float | None, exchange: SumExchange | None = None
+    ) -> Verdict | None:
+        """Packs what is not packed yet and folds the verdict from all gradients that arrived.
+
+        With ``exchange``: from those of all ranks; None if no rank has any.
+        """
+        self.link.check_stream()
+        deciding, held_up = self._clock(), self.executor.stopwatch.held_up_so_far
+        self.tail.finish()
+        self._recorder.deciding()
+        for bucket in self.buckets:
+            if bucket.state is BucketState.FILLING and any(bucket.present):
+                self._pack(bucket)
+        with self.executor.caller_at_work():
+            self.packer.await_arrivals()
+            if self.executor.failure is not None:
+                self._abandon_step()
+                self.executor.raise_failure()
+            sums = {shard.index: shard.sum_of_squares() for shard in self.inbox.shards()}
+        computed = self.executor.stopwatch.computed(deciding, held_up)
+        if computed is not None:
+            self.schedule.computed(*computed)
+        if exchange is None:
+            return decide(sums.values(), unscale=unscale, max_grad_norm=max_grad_norm)
+        with self.executor.caller_at_work():
+            exchange.start(sums)
+            for bucket in self.buckets:  # the tail of the pipeline runs while the sums travel
+                if bucket.state is BucketState.SPECULATED and not self.link.asynchronous:
+                    self.speculator.end(bucket)
+            of_all_ranks = exchange.finish()
+        if of_all_ranks is None:
+            return None
+        self._shared = True
+        return decide(of_all_ranks, unscale=unscale, max_grad_norm=max_grad_norm)
+
+    def settle_speculation(self) -> None:
+        """Waits for what was speculated. WorkerError: a worker failed, the step was abandoned, nothing has changed.
+
+        For callers who tell other ranks before any of them acts on the verdict.
+        """
+        with self.executor.caller_at_work():
+            self._end_all_speculation()
+
+    def apply(self, verdict: Verdict, *, later: bool = False) -> None:
+        """Commit, replay or step every bucket that has gradients, and deliver; or skip the step on found_inf.
+
+        ``later``: buckets may still be stepped when this returns, and ``land()`` delivers them; their gradients must
+        stay where they are until then.
+
+        WorkerError: a worker failed. During speculation: the step was abandoned, nothing has changed. After the
+        verdict, or where other ranks share it: the step was completed all the same, then the error is raised.
+        """
+        if any(bucket.state is BucketState.FILLING and any(bucket.present) for bucket in self.buckets):
+            raise StateError("apply(): gradients arrived since decide(); the verdict does not know them")
+        with self.executor.caller_at_work():
+            self.executor.forget_hypers()  # they may have changed since they were speculated with
+            self.schedule.observe(verdict)
+            self._recorder.decided(verdict)
+            self.speculator.withdraw()
+            if verdict.found_inf:
+                self._stats.add(skipped_steps=1, buckets_skipped=self._take_back(BucketState.SKIPPED))
+            else:
+                self._end_all_speculation()
+                self._move_on(verdict, later=later and self.layout.observed)  # else buckets make way for others
+            self._end_step(whole=True)
+            self._raise_failure()
+
+    def _move_on(self, verdict: Verdict, *, later: bool) -> None:
+        """Every bucket that has gradients gets its fate, and parameters their new values, now or later."""
+        moving = [bucket for bucket in reversed(self.buckets) if bucket.state is not BucketState.FILLING]
+        on_host = [bucket for bucket in moving if not bucket.resident]
+        self.finisher.choose_two_phases(on_host, on_demand=later)
+        resident = [bucket for bucket in moving if bucket.resident]
+        try:
+            self.finisher.step_resident(resident, verdict.gradient_factor, shared=self._shared)
+        except DeviceError:
+            self._abandon_step()
+            raise
+        for bucket in on_host:
+            self.finisher.finish(bucket, verdict.gradient_factor)
+        self.tail.leave(on_host)
+        for shard in self.inbox.shards():
+            shard.stepped()
+        self._stats.add(steps=1, clipped_steps=verdict.clip_coefficient < 1.0)
+        self.speculator.count_journals()
+        if not later:
+            self.tail.deliver(on_host)
+        elif self.link.asynchronous:
+            self.tail.send_up(on_host)
+
+    def _end_all_speculation(self) -> None:
+        """Every speculated bucket done; if a worker failed, the whole step is abandoned before anything shows.
+
+        Not when other ranks act on the same verdict: they cannot take the step back any more, so it is completed here
+        too, from the buckets as they were, and the error is raised with the step done.
+        """
+        self.speculator.end_all()
+        if self.executor.failure is not None and not self._shared:
+            self._abandon_step()
+            self.executor.raise_failure()
+
+    def abandon(self) -> None:
+        """Ends the step with nothing changed: the user never called ``step()``."""
+        if not self.inbox:
+            return
+        self.tail.finish()
+        with self.executor.caller_at_work():
+            self._abandon_step()
+            self._raise_failure()
+
+    def _abandon_step(self) -> None:
+        """Ends it with nothing changed. What had failed is the caller's to raise."""
+        self._stats.add(buckets_abandoned=self._take_back(BucketState.ABANDONED))
+        self._end_step(whole=False)
+
+    def _abandon_what_is_lost(self) -> None:
+        """A packed gradient that never reached host memory cannot be had again: its step ends with nothing changed."""
+        lost = self.packer.lost()
+        if lost is None:
+            return
+        failure = self.executor.take_failure() or DeviceError(lost)
+        self.tail.finish()  # what the step before has left is not of this one, and fails by itself
+        self.executor.fail(failure)
+        self._abandon_step()
+
+    def _take_back(self, state: BucketState) -> int:
+        """Undoes every speculated bucket and ends the step of all with ``state``; returns how many were undone."""
+        undone = self.speculator.undo_all()
+        for bucket in self.buckets:
+            if bucket.state is not BucketState.FILLING:
+                self.executor.wait(bucket)
+                bucket.move(state)
+        return undone
+
+    def _end_step(self, *, whole: bool) -> None:
+        """Every part forgets this step. ``whole``: backward ended, so that the order of its gradients is known."""
+        self._recorder.end_step(self.buckets)
+        for bucket in self.buckets:
+            if not self.tail.holds(bucket):
+                bucket.renew()
+        self.executor.stopwatch.step_ended()
+        self.executor.forget_hypers()
+        self.packer.end_step()
+        order = self.inbox.end_step()
+        self.speculator.end_step()
+        self.link.step_ended(whole=whole)
+        self._shared = False
+        if whole and not self.layout.observed and order:
+            self.layout.follow_observed_order(order)
+        elif whole and self.layout.observed and self.placer is not None and self.placer.is_due():
+            self._place_by_measurement(self.placer)
+
+    def _place_by_measurement(self, placer: Placer) -> None:
+        """placement="auto", once: after some steps it is known what the processors cannot hide."""
+        measured = self.layout.measured()
+        if measured is None:
+            placer.wait_longer()
+            return
+        self.tail.land()
+        self.tail.settle()
+        self.layout.place_by(measured)
+
+    def _raise_failure(self) -> None:
+        """What failed in this step, or else in the one before."""
+        failure = self.executor.take_failure() or self.tail.take_failure()
+        if failure is not None:
+            raise failure
+
+    # ---- figures, digests, the end ----------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, float | int]:
+        """Totals since construction (superoffload/stats.py)."""
+        self._stats.set(
+            optimizer_seconds=self.executor.pool.busy_seconds,
+            bytes_down=self.link.bytes_down,
+            bytes_up=self.link.bytes_up,
+            bytes_up_early=self.link.bytes_up_early,
+            pinned_bytes=self.link.pinned_bytes,
+            params_on_device=sum(shard.numel for shard in self.shards if shard.resident),
+        )
+        return self._stats.as_dict()
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 over all shards in registration order: masters, moments and published parameters."""
+        self.quiesce()
+        columns: dict[str, Callable[[Shard], Tensor]] = {
+            "master": lambda shard: shard.master,
+            "exp_avg": lambda shard: shard.exp_avg,
+            "exp_avg_sq": lambda shard: shard.exp_avg_sq,
+            "published": lambda shard: shard.target(),
+        }
+        result = {}
+        for name, column in columns.items():
+            digest = hashlib.sha256()
+            for shard in self.shards:
+                if shard.numel == 0:  # nothing to digest, and without strides that a view needs
+                    continue
+                digest.update(column(shard).to("cpu").contiguous().view(torch.uint8).numpy().data)
+            result[name] = digest.hexdigest()
+        return result
+
+    def close(self) -> None:
+        """Takes back what was speculated and ends the worker threads."""
+        try:
+            self.tail.finish()
+            self.abandon()
+            self._raise_failure()
+        finally:
+            self.end_threads()
+
+    def end_threads(self) -> None:
+        """Worker threads, then the link's: after that nothing writes to memory of others any more."""
+        self.executor.close()
+        self.link.close()
+
+    def __del__(self) -> None:
+        # Workers must have ended before the tensors that they write to are freed, in whatever order that happens.
+        if hasattr(self, "executor"):
+            self.end_threads()

@@ -1,0 +1,205 @@
+"""Shards and the buckets that they are cut into, in the order in which backward completes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from superoffload import _native
+from superoffload.bucket import BLOCK, Bucket, Piece, Shard, aligned
+from superoffload.engine.listener import Listener
+from superoffload.engine.options import EngineOptions
+from superoffload.link import Link
+from superoffload.memory import exceeds_caches, is_out_of_memory
+from superoffload.placement import Placer, move_state
+from superoffload.placement_choice import Measured
+from superoffload.schedule import Schedule
+
+# Reserved per parameter and speculating bucket. One-byte codes leave 1.5 bytes for escapes, two-byte codes 0.5; and
+# a little more, since the fewer parameters a bucket has the less they average out.
+JOURNAL_BYTES_PER_PARAM = 2.5
+_JOURNAL_BYTES_PER_BUCKET = 1024
+_SMALLEST_BUCKET, _LARGEST_BUCKET, _BUCKETS = 1 << 16, 1 << 25, 32
+
+
+class Layout:
+    """Owns shards, buckets and their order, and where the state of each shard is."""
+
+    def __init__(
+        self, link: Link, options: EngineOptions, schedule: Schedule, listener: Listener, placer: Placer | None
+    ) -> None:
+        self.shards: list[Shard] = []
+        self.buckets: list[Bucket] = []
+        self.numel = 0  # of all buckets
+        self.observed = False  # the order of backward is known
+        self.placer = placer
+        self._link = link
+        self._schedule = schedule
+        self._listener = listener
+        self._bucket_numel = options.bucket_numel
+        self._places: dict[int, list[tuple[Bucket, int]]] = {}
+        self._backward: list[int] = []  # shards in the order that was observed
+        self._unattached: list[list[Shard]] = []  # shards, in the order of backward, whose buckets are to be made
+        self._outdated = False  # the buckets that there are, whose packed gradients may still be needed
+
+    # ---- buckets ----------------------------------------------------------------------------------------------
+
+    def add_shards(self, shards: Sequence[Shard]) -> None:
+        """New shards, in registration order. Their buckets follow those there are, in reverse order."""
+        self.shards.extend(shards)
+        self._unattached.append(list(reversed(shards)))
+        self.attach_waiting()
+
+    def places_of(self, shard: Shard) -> Sequence[tuple[Bucket, int]]:
+        """The buckets that have pieces of ``shard``, each with the place of the piece in it."""
+        return self._places.get(shard.index, ())
+
+    def buckets_of(self, shard: Shard) -> list[Bucket]:
+        return [bucket for bucket, _ in self.places_of(shard)]
+
+    def attach_waiting(self) -> None:
+        """Makes the buckets that are missing. Where memory was refused the next gradient tries again: none may arrive
+        that has no bucket."""
+        if self._outdated:
+            self._give_up_buckets()
+        while self._unattached:
+            self._attach(lay_out(self._unattached[0], self._numel_per_bucket()))
+            del self._unattached[0]
+
+    def outdate(self) -> None:
+        """All buckets are to be made anew by the next ``attach_waiting()``."""
+        self._outdated = True
+
+    def make_way(self) -> None:
+        """Nothing of the step before is needed any more."""
+        if self._outdated:
+            self.attach_waiting()
+
+    def _lay_out_again(self) -> None:
+        """At once, unless gradients are gone but for what was packed of them, which is needed as long as it is shown:
+        then with ``make_way()``, or the next gradient."""
+        self.outdate()
+        if not self._link.frees_gradients:
+            self.attach_waiting()
+
+    def _give_up_buckets(self) -> None:
+        self._listener.making_way()
+        known = set(self._backward)
+        order = self._backward + [shard.index for shard in reversed(self.shards) if shard.index not in known]
+        self.buckets, self._places = [], {}
+        self._unattached = [[self.shards[i] for i in order]]
+        self._outdated = False
+
+    def _numel_per_bucket(self) -> int:
+        if self._bucket_numel is not None:
+            return self._bucket_numel
+        total = sum(shard.numel for shard in self.shards)
+        return min(max(total // _BUCKETS, _SMALLEST_BUCKET), _LARGEST_BUCKET)
+
+    def _attach(self, buckets: Sequence[Bucket]) -> None:
+        speculates = self._schedule.mode != "never"
+        past_cache = exceeds_caches(sum(shard.numel for shard in self.shards))
+        self._link.prepare(buckets, anew=not self.buckets)
+        for bucket in buckets:
+            if bucket.resident:
+                assert self.placer is not None
+                self.placer.residency.attach(bucket)
+                bucket.make_resident_work()
+            else:
+                self._link.attach(bucket)
+                bucket.make_work(_journal_bytes(bucket) if speculates else 0, past_cache=past_cache)
+        for bucket in buckets:
+            for i, piece in enumerate(bucket.pieces):
+                self._places.setdefault(piece.shard.index, []).append((bucket, i))
+        self.buckets.extend(buckets)
+        self.numel = sum(bucket.numel for bucket in self.buckets)
+
+    # ---- order and place --------------------------------------------------------------------------------------
+
+    def follow_observed_order(self, order: list[int]) -> None:
+        """Once, after the first step: buckets in the order in which gradients really arrive."""
+        before = [shard.index for shard in reversed(self.shards)]
+        seen = set(order)
+        self._backward = order + [index for index in before if index not in seen]
+        self.observed = True
+        if self._place() or self._backward != before:
+            self._lay_out_again()
+
+    def place_by(self, measured: Measured) -> None:
+        """Moves state to where ``measured`` wants it (placement="auto"), between steps."""
+        assert self.placer is not None
+        self.placer.measure(measured)
+        if self._place():
+            self._lay_out_again()
+
+    def _place(self) -> bool:
+        """Moves state to where the placer wants it, between steps; buckets must then be laid out again."""
+        if self.placer is None:
+            return False
+        wanted = self.placer.choose([self.shards[i] for i in self._backward])
+        moving = [shard for shard in self.shards if shard.resident != (shard.index in wanted)]
+        moved = 0
+        for shard in sorted(moving, key=lambda shard: not shard.resident):  # those that make room first
+            try:
+                move_state(shard, None if shard.resident else self.placer.residency.device)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                self.placer.had_no_room_for(shard.name)
+                break
+            moved += 1
+            self._listener.moved(shard)
+        return moved > 0
+
+    def measured(self) -> Measured | None:
+        """What "auto" chooses by; None where nothing could be timed so far."""
+        assert self.placer is not None
+        times = self._schedule.times
+        numel = sum(shard.numel for shard in self.shards)
+        if not times.known or numel == 0:
+            return None
+        state = sum(shard.numel * (4 + 2 * shard.exp_avg.element_size()) for shard in self.shards)
+        gradients = sum(shard.numel * shard.gradient_dtype.itemsize for shard in self.shards)
+        return Measured(
+            backward=times.backward,
+            optimizer=times.seconds(_native.Operation.step, numel),
+            free_bytes=self.placer.residency.free_bytes(),
+            numel=numel,
+            bytes_per_param=(state + gradients) / numel,
+            buckets=len(self.buckets),
+        )
+
+
+def _journal_bytes(bucket: Bucket) -> int:
+    return int(JOURNAL_BYTES_PER_PARAM * bucket.padded) + _JOURNAL_BYTES_PER_BUCKET
+
+
+def lay_out(shards: Sequence[Shard], bucket_numel: int) -> list[Bucket]:
+    """Buckets of about ``bucket_numel`` elements over ``shards``, which are given in the order of backward.
+
+    A bucket holds shards of one group, one pair of dtypes and one place of their state; a shard larger than a bucket
+    is cut at multiples of the norm's block. Buckets come in the order in which backward completes them.
+    """
+    step = max(BLOCK, bucket_numel // BLOCK * BLOCK)
+    open_pieces: dict[tuple[int, torch.dtype, torch.dtype, bool], list[Piece]] = {}
+    buckets: list[Bucket] = []
+    for shard in shards:
+        key = (shard.group, shard.gradient_dtype, shard.published_dtype, shard.resident)
+        start = 0
+        while start < shard.numel:
+            pieces = open_pieces.setdefault(key, [])
+            offset = aligned(pieces[-1].offset + pieces[-1].numel) if pieces else 0
+            numel = shard.numel - start
+            if pieces and numel > step - offset:  # start a new bucket rather than cut a shard that would fit one
+                buckets.append(Bucket(open_pieces.pop(key)))
+                continue
+            numel = min(numel, step)
+            pieces.append(Piece(shard, start, numel, offset))
+            start += numel
+            if offset + numel >= step:
+                buckets.append(Bucket(open_pieces.pop(key)))
+    position = {shard.index: i for i, shard in enumerate(shards)}
+    buckets.extend(Bucket(pieces) for pieces in open_pieces.values())
+    buckets.sort(key=lambda bucket: max(position[piece.shard.index] for piece in bucket.pieces))
+    return buckets

@@ -1,0 +1,58 @@
+"""The part of the gradient norm that is known while backward still runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from superoffload import _native
+from superoffload.bucket import BLOCK, Bucket
+
+
+class PartialNorm:
+    """Sums the squares of packed gradients as they reach host memory, for an early stop of speculation.
+
+    ``is_whole`` tells whether more is expected to be added to what a bucket has.
+    """
+
+    def __init__(self, is_whole: Callable[[Bucket], bool]) -> None:
+        self.squares = 0.0  # of what was looked at
+        self._is_whole = is_whole
+        self._known: dict[Bucket, float] = {}
+        self._waiting: dict[Bucket, _native.Completion] = {}  # packed, and not looked at yet
+
+    def expect(self, bucket: Bucket, arrival: _native.Completion) -> None:
+        """The sums of ``bucket`` are there once ``arrival`` is done."""
+        self._waiting[bucket] = arrival
+
+    def forget(self, bucket: Bucket) -> None:
+        """What is packed of ``bucket`` changes."""
+        self._waiting.pop(bucket, None)
+        if self._known.pop(bucket, None) is not None:
+            self.squares = sum(self._known.values())
+
+    def look(self) -> float:
+        """Squares of all that has arrived by now."""
+        for bucket, arrival in list(self._waiting.items()):
+            if not arrival.done() or arrival.error or not self._is_whole(bucket):
+                continue
+            del self._waiting[bucket]
+            again = bucket in self._known
+            self._known[bucket] = _squares_of(bucket)
+            self.squares = sum(self._known.values()) if again else self.squares + self._known[bucket]
+        return self.squares
+
+    def clear(self) -> None:
+        self.squares = 0.0
+        self._known.clear()
+        self._waiting.clear()
+
+
+def _squares_of(bucket: Bucket) -> float:
+    squares = 0.0
+    for piece in bucket.stepped_pieces():
+        first = piece.start // BLOCK
+        sums = piece.shard.block_sums[first : first + -(-piece.numel // BLOCK)]
+        squares += float(np.sum(sums))
+    return squares

@@ -1,0 +1,186 @@
+"""What the last step left: parameters to be delivered, masters and moments to be settled.
+
+A delivery goes from a shadow to the model's parameters, by the end of the step or later, shard by shard. A settle is
+the second phase of a two-phase step: masters and moments follow the published parameters, behind the next forward. A
+published bucket has its new parameters in the shadow and its old masters and moments; its packed gradient and its
+frozen scalars stay as they are until the worker threads have settled it. Whatever reads or writes masters, moments or
+that gradient settles first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from superoffload import _native
+from superoffload.bucket import Bucket, BucketState, Shard
+from superoffload.engine.executor import Executor
+from superoffload.engine.layout import Layout
+from superoffload.engine.listener import Listener
+from superoffload.engine.recorder import Recorder
+from superoffload.errors import DeviceError, SuperOffloadError, WorkerError
+from superoffload.link import Link
+from superoffload.schedule import Schedule
+
+
+class Tail:
+    """Holds what the last step left, and waits for it."""
+
+    def __init__(
+        self, link: Link, layout: Layout, executor: Executor, schedule: Schedule, listener: Listener, recorder: Recorder
+    ) -> None:
+        self._link = link
+        self._layout = layout
+        self._executor = executor
+        self._schedule = schedule
+        self._listener = listener
+        self._recorder = recorder
+        self._undelivered: dict[Bucket, None] = {}  # in forward order
+        self._copies: dict[Bucket, _native.Completion] = {}  # deliveries under way
+        self._unsettled: dict[Bucket, _native.Completion] = {}  # in backward order
+        self._failed: SuperOffloadError | None = None  # of a step that was completed: told by the next call
+
+    def holds(self, bucket: Bucket) -> bool:
+        """Whether the bucket's last step is not over: it is still to be delivered or settled."""
+        return bucket in self._undelivered or bucket in self._unsettled
+
+    def leave(self, buckets: Sequence[Bucket]) -> None:
+        """Buckets that were stepped, in forward order: they are to be delivered, and if only published, settled."""
+        self._settle_behind()
+        self._undelivered = dict.fromkeys(buckets)
+
+    def _settle_behind(self) -> None:
+        """Submits the settles of what was published: in backward order, since that is when each must be done."""
+        for bucket in self._layout.buckets:
+            if bucket.state is BucketState.PUBLISHED:
+                settle = self._executor.pool.submit(bucket.work, _native.Operation.settle, 1, bucket.running)
+                self._unsettled[bucket] = settle
+
+    def finish(self, shard: Shard | None = None) -> None:
+        """The step before is delivered and settled, as far as ``shard`` goes. Raises nothing: the caller has begun
+        something else, and tells at the end of it what had failed."""
+        if not (self._undelivered or self._unsettled):
+            return
+        try:
+            self.land(shard)
+        except WorkerError as error:
+            self._keep(type(error)(f"{error} (the step before was completed)"))
+        self.settle(shard)
+
+    def take_failure(self) -> SuperOffloadError | None:
+        """A failure of the step before, which is the caller's to raise."""
+        failed, self._failed = self._failed, None
+        return failed
+
+    def _keep(self, error: SuperOffloadError) -> None:
+        self._failed = self._failed or error
+
+    # ---- delivery ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_landing(self) -> bool:
+        """Whether anything is not delivered yet."""
+        return bool(self._undelivered)
+
+    def landing_shards(self) -> dict[int, Shard]:
+        """Those that are not delivered wholly yet, by index, in forward order."""
+        return {piece.shard.index: piece.shard for bucket in self._undelivered for piece in bucket.stepped_pieces()}
+
+    def land(self, shards: Shard | Iterable[Shard] | None = None) -> None:
+        """Waits for and delivers what is not delivered: the buckets of ``shards``, or all of them."""
+        if not self._undelivered:
+            return
+        buckets = list(self._undelivered)
+        if shards is not None:
+            several = [shards] if isinstance(shards, Shard) else shards
+            wanted = {bucket for shard in several for bucket in self._layout.buckets_of(shard)}
+            buckets = [bucket for bucket in buckets if bucket in wanted]
+        if buckets:
+            with self._executor.caller_at_work():
+                self._land(buckets)
+                self._executor.raise_failure()
+
+    def _land(self, buckets: Sequence[Bucket]) -> None:
+        began = _native.now_seconds()
+        try:
+            self._listener.landing(buckets)
+            self.deliver(buckets)
+        finally:
+            landed = [bucket for bucket in buckets if bucket not in self._undelivered]
+            error = self._listener.landed(landed)
+            if error is not None:
+                self._executor.fail_first(error)
+            self._recorder.landed(landed, began)
+            for bucket in landed:
+                if bucket.state is not BucketState.PUBLISHED:
+                    bucket.renew()
+
+    def deliver(self, buckets: Sequence[Bucket]) -> None:
+        """The parameters of ``buckets`` have their new values when it returns."""
+        self.send_up(buckets)
+        for bucket in buckets:
+            self._executor.wait(bucket)
+            self._end_delivery(bucket)
+            del self._undelivered[bucket]
+
+    def send_up(self, buckets: Sequence[Bucket]) -> None:
+        """In forward order, each bucket as soon as it is done; an asynchronous link waits for that itself."""
+        for bucket in buckets:
+            if bucket in self._copies:
+                continue
+            if not self._link.asynchronous:
+                self._executor.wait(bucket)
+            after = bucket.running or _native.Completion.already_done()
+            try:
+                self._copies[bucket] = self._link.deliver(bucket, after)
+            except DeviceError as error:  # raised once all the others have been seen to, too
+                failed = self._copies[bucket] = _native.Completion()
+                failed.fail(str(error))
+
+    def _end_delivery(self, bucket: Bucket) -> None:
+        """Waits until streams can wait for the copy (or, on the host, until it was made), and lets them."""
+        copy = self._copies.pop(bucket, None)
+        try:
+            if copy is not None:
+                copy.wait()
+            self._link.make_visible(bucket)
+        except RuntimeError as error:
+            self._executor.fail(DeviceError(str(error)))
+
+    # ---- settles ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether masters and moments of some bucket may still be those before the last step."""
+        return bool(self._unsettled)
+
+    def settle(self, shard: Shard | None = None) -> None:
+        """Until masters and moments of ``shard``, or of all, are those of the last step.
+
+        A worker that failed there has completed its bucket; the next call that ends or interrupts a step says so.
+        """
+        if not (self._unsettled or self._undelivered):
+            return
+        buckets = self._layout.buckets if shard is None else self._layout.buckets_of(shard)
+        unsettled = [bucket for bucket in buckets if bucket in self._unsettled]
+        stepped = [bucket for bucket in buckets if bucket in self._undelivered and bucket.running is not None]
+        if not (unsettled or stepped):
+            return
+        with self._executor.caller_at_work():
+            for bucket in stepped:
+                self._executor.wait(bucket)
+            for bucket in unsettled:
+                self._wait_for_settle(bucket)
+                del self._unsettled[bucket]
+                bucket.move(BucketState.SETTLED)
+                if bucket not in self._undelivered:
+                    bucket.renew()
+
+    def _wait_for_settle(self, bucket: Bucket) -> None:
+        settled = self._unsettled[bucket]
+        try:
+            settled.wait()
+        except RuntimeError as error:
+            self._keep(WorkerError(f"{error} (the step before was completed)"))
+            return
+        if settled.began > 0:
+            self._schedule.worked(_native.Operation.settle, bucket.numel, settled.ended - settled.began)
