@@ -9,6 +9,7 @@
 #include "runtime/bit_sums.h"
 #include "runtime/bucket_work.h"
 #include "runtime/completion.h"
+#include "runtime/host_pieces.h"
 #include "runtime/huge_pages.h"
 #include "runtime/worker_pool.h"
 
@@ -74,6 +75,52 @@ std::vector<std::pair<std::uint64_t, std::uint64_t>> bit_sums(const std::vector<
     return found;
 }
 
+template <typename T>
+std::vector<T*> pointers(const std::vector<Address>& addresses) {
+    std::vector<T*> found;
+    found.reserve(addresses.size());
+    for (const Address address : addresses) found.push_back(pointer<T>(address));
+    return found;
+}
+
+void bind_host_pieces(py::module_& module) {
+    using superoffload::HostPieces;
+    py::class_<HostPieces>(module, "HostPieces")
+        .def(py::init<adam::ElementType>(), py::arg("gradient_type"))
+        .def(
+            "add",
+            [](HostPieces& pieces, Address packed, std::size_t numel, Address block_sums, Address shadow,
+               std::size_t shadow_bytes) {
+                pieces.add(pointer<void>(packed), numel, pointer<double>(block_sums), pointer<const void>(shadow),
+                           shadow_bytes);
+            },
+            py::arg("packed"), py::arg("numel"), py::arg("block_sums"), py::arg("shadow"), py::arg("shadow_bytes"))
+        .def(
+            "pack",
+            [](const HostPieces& pieces, const std::vector<Address>& gradients) {
+                const py::gil_scoped_release release;
+                pieces.pack(pointers<const void>(gradients));
+            },
+            py::arg("gradients"))
+        .def(
+            "publish",
+            [](const HostPieces& pieces, const std::vector<Address>& parameters) {
+                const py::gil_scoped_release release;
+                pieces.publish(pointers<void>(parameters));
+            },
+            py::arg("parameters"));
+}
+
+// One after the other, so that each keeps its fixed order.
+std::vector<double> fold_sums(const std::vector<std::pair<Address, std::size_t>>& sums) {
+    std::vector<double> folded;
+    folded.reserve(sums.size());
+    for (const auto& [block_sums, count] : sums) {
+        folded.push_back(adam::fold_sums(pointer<const double>(block_sums), count));
+    }
+    return folded;
+}
+
 // True once done, false when the time is up; a failure becomes a RuntimeError. Wakes up for signals such as Ctrl-C.
 bool wait(Completion& completion, double timeout_seconds) {
     const double until = superoffload::now_seconds() + timeout_seconds;
@@ -130,10 +177,8 @@ void bind_kernels(py::module_& module) {
     module.def("freeze_scalars", &freeze_scalars, py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
                py::arg("weight_decay"), py::arg("gradient_factor"), py::arg("l2"), py::arg("step"),
                py::arg("noise_stream") = 0);
-    module.def(
-        "fold_sums",
-        [](Address block_sums, std::size_t count) { return adam::fold_sums(pointer<const double>(block_sums), count); },
-        py::arg("block_sums"), py::arg("count"), py::call_guard<py::gil_scoped_release>());
+    module.def("fold_sums", &fold_sums, py::arg("sums"));
+    bind_host_pieces(module);
 }
 
 std::shared_ptr<WorkerPool> make_pool(const std::vector<int>& cpus) {

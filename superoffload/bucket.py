@@ -108,6 +108,7 @@ class Shard:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     target: Callable[[], Tensor]
+    parameter: Tensor | None = None  # whose memory the published shard is, where it is a plain one in host memory
     noise_stream: int = 0
     offset: int = 0  # of its first element in the whole parameter, so that the noise does not depend on the sharding
     steps: int = 0
@@ -115,13 +116,23 @@ class Shard:
     keeps_gradient: bool = False  # its gradient stays its user's, also where others are freed (``p.main_grad``)
     sums_gradient: bool = False  # its bits are summed as it is packed, because version counters do not show every edit
     block_sums: NDArray[np.float64] = field(init=False)
+    sums_address: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.block_sums = np.zeros(-(-self.numel // BLOCK), np.float64)
+        self.sums_address = self.block_sums.ctypes.data
 
     def stepped(self) -> None:
         """It has made one step more."""
         self.steps += 1
+
+    @property
+    def plain(self) -> Tensor | None:
+        """The parameter, where its memory is that of the published shard, element by element, and may be written."""
+        param = self.parameter
+        if param is None or param.numel() != self.numel or param.dtype != self.published_dtype:
+            return None
+        return param if param.is_contiguous() and param.is_cpu else None
 
     def widen(self) -> None:
         """Its gradients are packed in fp32 from now on."""
@@ -129,7 +140,12 @@ class Shard:
 
     def sum_of_squares(self) -> float:
         """Folded from the block sums of the gradient that was packed last."""
-        return _native.fold_sums(self.block_sums.ctypes.data, len(self.block_sums))
+        return sums_of_squares([self])[0]
+
+
+def sums_of_squares(shards: Sequence[Shard]) -> list[float]:
+    """Of each shard, folded from the block sums of the gradient that was packed last."""
+    return _native.fold_sums([(shard.sums_address, len(shard.block_sums)) for shard in shards])
 
 
 @dataclass(frozen=True)
@@ -140,6 +156,11 @@ class Piece:
     start: int
     numel: int
     offset: int
+
+    @property
+    def sums_address(self) -> int:
+        """Of the block sums of its gradient, which are fp64."""
+        return self.shard.sums_address + 8 * (self.start // BLOCK)
 
 
 class ResidentWork:

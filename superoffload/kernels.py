@@ -236,7 +236,7 @@ def fold_sums(blocks: NDArray[np.float64]) -> float:
     good = isinstance(blocks, np.ndarray) and blocks.dtype == np.float64 and blocks.ndim == 1
     if not good or not blocks.flags.c_contiguous or not blocks.flags.aligned:
         raise ArgumentError(f"blocks: {_describe(blocks)}, expected a contiguous float64 vector")
-    return float(_native.fold_sums(blocks.ctypes.data, len(blocks)))
+    return float(_native.fold_sums([(blocks.ctypes.data, len(blocks))])[0])
 
 
 def _describe(value: object) -> str:

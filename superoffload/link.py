@@ -12,8 +12,10 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.bits import BitSums, Sums, SumsInMemory
-from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket, Piece
+from superoffload.bucket import ELEMENT_TYPES, Bucket, Piece
 from superoffload.memory import host_empty
+
+_LARGE = 64 << 10  # bytes of a piece that torch copies with several threads
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,41 @@ class SynchronousLink:
         self.bytes_down = 0
         self.bytes_up = 0
         self.bytes_up_early = 0
+        self._pieces: dict[Bucket, _native.HostPieces] = {}
 
     def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
         """Every bucket has its own memory."""
+        if anew:
+            self._pieces.clear()
+
+    def _pieces_of(self, bucket: Bucket) -> _native.HostPieces:
+        """Where pieces of the bucket are packed, and what is published of them."""
+        if bucket not in self._pieces:
+            pieces = self._pieces[bucket] = _native.HostPieces(ELEMENT_TYPES[bucket.gradient_dtype])
+            stays = bucket.gradients is not None
+            size, width = bucket.gradient_dtype.itemsize, bucket.published_dtype.itemsize
+            packed = 0 if stays else bucket.gradient.data_ptr()
+            shadow = 0 if bucket.resident else bucket.shadow.data_ptr()
+            for piece in bucket.pieces:
+                pieces.add(
+                    packed=0 if stays else packed + size * piece.offset,
+                    numel=piece.numel,
+                    block_sums=piece.sums_address,
+                    shadow=shadow + width * piece.offset,
+                    shadow_bytes=width * piece.numel,
+                )
+        return self._pieces[bucket]
+
+    def pack_pieces(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
+        """Packs gradients that are in host memory; done when it returns."""
+        size = bucket.gradient_dtype.itemsize
+        addresses = [
+            0 if grad is None else grad.data_ptr() + size * piece.start
+            for piece, grad in zip(bucket.pieces, grads, strict=True)
+        ]
+        self._pieces_of(bucket).pack(addresses)
+        self.bytes_down += size * sum(piece.numel for piece in bucket.stepped_pieces())
+        return PackTicket(bucket, _native.Completion.already_done())
 
     def check_stream(self) -> None:
         """There are no streams."""
@@ -141,12 +175,24 @@ class SynchronousLink:
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
         wait_until_ended(after)
+        size = bucket.published_dtype.itemsize
+        addresses, written = [0] * len(bucket.pieces), []
         targets, sources = [], []
-        for piece, present in zip(bucket.pieces, bucket.present, strict=True):
-            if present:
-                targets.append(piece.shard.target()[piece.start : piece.start + piece.numel])
+        for i, (piece, present) in enumerate(zip(bucket.pieces, bucket.present, strict=True)):
+            if not present:
+                continue
+            shard, nbytes = piece.shard, size * piece.numel
+            self.bytes_up += nbytes
+            param = shard.plain if nbytes < _LARGE else None
+            if param is not None:  # torch takes longer to start than to copy so little
+                addresses[i] = param.data_ptr() + size * piece.start
+                written.append(param)
+            else:
+                targets.append(shard.target()[piece.start : piece.start + piece.numel])
                 sources.append(bucket.shadow[piece.offset : piece.offset + piece.numel])
-                self.bytes_up += piece.numel * bucket.shadow.element_size()
+        if written:
+            self._pieces_of(bucket).publish(addresses)
+            torch.autograd.graph.increment_version(written)
         if targets:
             # In place: bumps the parameters' version counters. To a device, also from pinned memory, this waits for the
             # copy, so the shadow may be written again.
@@ -174,20 +220,7 @@ class HostLink(SynchronousLink):
         )
 
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
-        size = bucket.gradient.element_size()
-        base = bucket.gradient.data_ptr()
-        for piece, grad in zip(bucket.pieces, grads, strict=True):
-            if grad is None:
-                continue
-            _native.pack(
-                gradient=grad.data_ptr() + size * piece.start,
-                packed=base + size * piece.offset,
-                type=ELEMENT_TYPES[bucket.gradient_dtype],
-                numel=piece.numel,
-                block_sums=piece.shard.block_sums.ctypes.data + 8 * (piece.start // BLOCK),
-            )
-            self.bytes_down += size * piece.numel
-        return PackTicket(bucket, _native.Completion.already_done())
+        return self.pack_pieces(bucket, grads)
 
 
 def wait_until_ended(operation: _native.Completion) -> None:

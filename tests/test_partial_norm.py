@@ -12,8 +12,8 @@ from tests.core_tools import Settings, rig
 
 def bucket_of(squares: float) -> Bucket:
     """One shard of one block whose gradient arrived."""
-    state = [torch.zeros(4) for _ in range(3)]
-    shard = Shard(0, "w", 0, 4, torch.float32, torch.float32, *state, lambda: torch.zeros(4))
+    state = torch.zeros(4)
+    shard = Shard(0, "w", 0, 4, torch.float32, torch.float32, state, state, state, lambda: state)
     shard.block_sums[0] = squares
     bucket = Bucket([Piece(shard, 0, 4, 0)])
     bucket.receive(0)

@@ -91,7 +91,7 @@ def block_sums(gradient: torch.Tensor) -> float:
     sums = np.zeros(-(-gradient.numel() // BLOCK))
     packed = torch.empty_like(gradient)
     _native.pack(gradient.data_ptr(), packed.data_ptr(), _native.ElementType.f32, gradient.numel(), sums.ctypes.data)
-    return _native.fold_sums(sums.ctypes.data, len(sums))
+    return _native.fold_sums([(sums.ctypes.data, len(sums))])[0]
 
 
 @given(

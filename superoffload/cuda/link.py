@@ -12,7 +12,7 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.bits import BitSums, SumsByTorch
-from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket, Piece
+from superoffload.bucket import ELEMENT_TYPES, Bucket, Piece
 from superoffload.cuda.bit_sums import CudaBitSums, SumsThere, sums_per_block
 from superoffload.cuda.blocks import Blocks
 from superoffload.cuda.device import Device
@@ -197,10 +197,7 @@ class CudaLink:
             on_device = aligned(self._on_device[-1].data_ptr()) + self._scratch_used
             self._scratch_used += nbytes
             self._buckets[bucket] = self._pipeline.make_bucket(
-                pieces=[
-                    (piece.offset, piece.numel, piece.shard.block_sums.ctypes.data + 8 * (piece.start // BLOCK))
-                    for piece in bucket.pieces
-                ],
+                pieces=[(piece.offset, piece.numel, piece.sums_address) for piece in bucket.pieces],
                 gradient_type=ELEMENT_TYPES[bucket.gradient_dtype],
                 published_type=ELEMENT_TYPES[bucket.published_dtype],
                 packed=packed,

@@ -47,7 +47,7 @@ class PlainShard:
 
     def pack(self, gradient: Tensor) -> float:
         _native.pack(gradient.data_ptr(), self._packed.data_ptr(), self._type, gradient.numel(), self._sums.ctypes.data)
-        return _native.fold_sums(self._sums.ctypes.data, len(self._sums))
+        return _native.fold_sums([(self._sums.ctypes.data, len(self._sums))])[0]
 
     def step(self, hyper: GroupHyper, factor: float) -> None:
         self.steps += 1

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from superoffload.bits import Sums
-from superoffload.bucket import Bucket, BucketState, GroupHyper, Piece, Shard
+from superoffload.bucket import Bucket, BucketState, GroupHyper, Piece, Shard, sums_of_squares
 from superoffload.engine.executor import Executor
 from superoffload.engine.finisher import Finisher
 from superoffload.engine.inbox import Inbox
@@ -192,25 +192,36 @@ class Engine:
 
         ``more_to_come``: it is not, and the rest will be given to ``add()``; what it is part of is not speculated.
         """
-        if shard in self.inbox:
-            raise StateError(f"{shard.name}: a second gradient arrived without retract() in between")
-        self.link.check_stream()
-        self.layout.attach_waiting()
-        if in_backward and not more_to_come:
-            self.executor.stopwatch.gradient()
-        self.tail.finish(shard)
-        self.inbox.take(shard, gradient, in_backward=in_backward)
+        self._check_new(shard)
         if more_to_come:
             self.inbox.expect_more([shard.index])
-        buckets = self.layout.buckets_of(shard)
-        for bucket in buckets:
-            self.packer.unpack(bucket)  # packed by a decide() that came before this gradient
-        self.inbox.tell_buckets(shard)
-        for bucket in buckets:
-            if bucket.missing == 0:
-                self._pack(bucket)
-                if in_backward:
-                    self._speculate(bucket)
+        elif in_backward:
+            self.executor.stopwatch.gradient()
+        self.arrive_together([(shard, gradient)], in_backward=in_backward)
+
+    def arrive_together(self, arrivals: Sequence[tuple[Shard, Tensor]], *, in_backward: bool) -> None:
+        """Several final gradients, in the order in which they came."""
+        self.link.check_stream()
+        self.layout.attach_waiting()
+        complete: list[Bucket] = []
+        for shard, gradient in arrivals:
+            self._check_new(shard)
+            self.tail.finish(shard)
+            self.inbox.take(shard, gradient, in_backward=in_backward)
+            for bucket, place in self.layout.places_of(shard):
+                self.packer.unpack(bucket)  # packed by a decide() that came before this gradient
+                bucket.receive(place)
+                self.link.received(bucket)
+                if bucket.missing == 0:
+                    complete.append(bucket)
+        for bucket in complete:
+            self._pack(bucket)
+            if in_backward:
+                self._speculate(bucket)
+
+    def _check_new(self, shard: Shard) -> None:
+        if shard in self.inbox:
+            raise StateError(f"{shard.name}: a second gradient arrived without retract() in between")
 
     def add(self, shard: Shard, addend: Tensor, *, more_to_come: bool) -> None:
         """``addend`` (as for ``arrive()``) belongs to a gradient of this step that was packed and let go.
@@ -332,7 +343,8 @@ class Engine:
             if self.executor.failure is not None:
                 self._abandon_step()
                 self.executor.raise_failure()
-            sums = {shard.index: shard.sum_of_squares() for shard in self.inbox.shards()}
+            arrived = self.inbox.shards()
+            sums = dict(zip([shard.index for shard in arrived], sums_of_squares(arrived), strict=True))
         computed = self.executor.stopwatch.computed(deciding, held_up)
         if computed is not None:
             self.schedule.computed(*computed)

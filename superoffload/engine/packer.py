@@ -9,7 +9,7 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.bits import Sums, same_bits
-from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket, BucketState, Piece, Shard
+from superoffload.bucket import ELEMENT_TYPES, Bucket, BucketState, Piece, Shard
 from superoffload.engine.executor import Executor
 from superoffload.engine.inbox import Inbox
 from superoffload.engine.layout import Layout
@@ -158,7 +158,7 @@ class Packer:
                 packed=packed.data_ptr(),
                 type=ELEMENT_TYPES[bucket.gradient_dtype],
                 numel=piece.numel,
-                block_sums=piece.shard.block_sums.ctypes.data + 8 * (piece.start // BLOCK),
+                block_sums=piece.sums_address,
             )
             self.norm.forget(bucket)
             if bucket.state is BucketState.READY and bucket.arrival is not None:

@@ -173,6 +173,7 @@ class Parameters(Lifetime):
                 exp_avg=exp_avg,
                 exp_avg_sq=exp_avg_sq,
                 target=_target(param, holdings[param]),
+                parameter=param if holdings[param].is_memory_of(param) else None,
                 noise_stream=self._seed << 32 | index,
                 offset=holdings[param].start,
                 resident=resident[i],

@@ -103,6 +103,10 @@ class Holding:
             return self.own.of(local.reshape(-1))
         return in_order(local, self.order)
 
+    def is_memory_of(self, param: Tensor) -> bool:
+        """Whether this rank has all of a plain parameter, in the order of its dimensions."""
+        return not (self.flat_chunks or is_dtensor(param)) and self.order is None
+
     def part_of_memory(self, flat: Tensor) -> Tensor:
         """This rank's elements of a flat tensor whose elements follow each other as the parameter's do in memory."""
         return self.own.of(flat) if self.flat_chunks else flat

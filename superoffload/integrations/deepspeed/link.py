@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.bucket import BLOCK, ELEMENT_TYPES, Bucket, Shard
+from superoffload.bucket import Bucket, Shard
 from superoffload.link import Link, PackTicket, SynchronousLink
 from superoffload.memory import host_empty
 
@@ -27,6 +27,7 @@ class PartitionLink(SynchronousLink):
         self._accelerator = accelerator
 
     def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
+        super().prepare(buckets, anew=anew)
         if anew:
             self.pinned_bytes = 0
         if self._accelerator is not None:
@@ -59,18 +60,9 @@ class PartitionLink(SynchronousLink):
             return self._accelerator.pack(bucket, grads)
         assert bucket.gradients is not None
         for piece, here, grad in zip(bucket.pieces, bucket.gradients, grads, strict=True):
-            if grad is None:
-                continue
-            assert grad.data_ptr() + grad.element_size() * piece.start == here.data_ptr(), "another gradient buffer"
-            _native.pack(
-                gradient=here.data_ptr(),
-                packed=0,
-                type=ELEMENT_TYPES[bucket.gradient_dtype],
-                numel=piece.numel,
-                block_sums=piece.shard.block_sums.ctypes.data + 8 * (piece.start // BLOCK),
-            )
-            self.bytes_down += here.element_size() * piece.numel
-        return PackTicket(bucket, _native.Completion.already_done())
+            address = here.data_ptr() - here.element_size() * piece.start
+            assert grad is None or grad.data_ptr() == address, "another gradient buffer"
+        return self.pack_pieces(bucket, grads)
 
     def close(self) -> None:
         if self._accelerator is not None:
