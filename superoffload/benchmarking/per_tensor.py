@@ -1,0 +1,278 @@
+"""What `superoffload bench tensors` measures: what one more parameter tensor costs per step, beyond autograd.
+
+Every contestant trains the same model: one module per parameter, each of which computes a scalar product. So autograd
+costs little per parameter, and its graph is the same for all. Contestants take turns of a few steps, round by round; a
+difference is taken within a round, and the median over the rounds is reported.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from superoffload import AdamW, CPUAdamW, kernels
+from superoffload.errors import ArgumentError, SuperOffloadError
+
+Row = dict[str, Any]
+Tell = Callable[[str], None]
+
+AUTOGRAD, FUSED, OURS, KERNELS, ON_DEMAND = (
+    "autograd alone", "torch fused", "AdamW", "CPUAdamW", "AdamW, on demand",
+)  # fmt: skip
+CONTESTANTS = (AUTOGRAD, FUSED, OURS, KERNELS, ON_DEMAND)
+PHASES = ("forward", "backward", "step", "zero_grad")
+
+_WARM_UP = 4  # steps of each contestant: the first ones lay out buckets
+_LR, _NEVER_CLIPS = 1e-4, 1e30
+# Of all contestants together: values, gradients and states per element; modules, graph and book-keeping per tensor.
+_BYTES_PER_ELEMENT, _BYTES_PER_TENSOR = 112, 40_000
+_UNWANTED = ("skipped_steps", "clipped_steps", "buckets_replayed")
+# A bucket that no worker has begun by step() is taken back and stepped then: it happens on one busy processor.
+_FATES = ("buckets_speculated", "buckets_committed", "buckets_undone", "buckets_stepped", "journal_overflows")
+
+
+@dataclass(frozen=True)
+class TensorsBenchmark:
+    """What to measure. ``numel``: elements per tensor; ``cpus``: the processors that everything runs on."""
+
+    counts: Sequence[int]
+    numel: int
+    cpus: Sequence[int]
+    rounds: int
+    steps: int
+
+
+def check_memory(counts: Sequence[int], numel: int, available: int | None) -> None:
+    """Raises ArgumentError where the contestants would not fit into memory."""
+    needed = max(counts) * (numel * _BYTES_PER_ELEMENT + _BYTES_PER_TENSOR)
+    if available is not None and needed > 0.8 * available:
+        raise ArgumentError(
+            f"counts={max(counts)}, numel={numel}: the contestants take {needed / 2**30:.1f} GiB, and "
+            f"{available / 2**30:.1f} GiB are free; choose fewer"
+        )
+
+
+def run_tensors(settings: TensorsBenchmark, tell: Tell) -> list[Row]:
+    """All rows: one per number of tensors and contestant."""
+    rows: list[Row] = []
+    with _bound_to(settings.cpus):
+        for count in settings.counts:
+            rows += _measure(settings, count, tell)
+    return rows
+
+
+@contextmanager
+def _bound_to(cpus: Sequence[int]) -> Iterator[None]:
+    """Binds this thread to these processors and gives torch as many threads. Worker threads that begin inside follow:
+    they are bound to what their optimizer finds allowed."""
+    allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    collects = gc.isenabled()
+    os.sched_setaffinity(0, cpus)
+    torch.set_num_threads(len(cpus))
+    gc.disable()  # a collection would hit one contestant and not the others
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+        torch.set_num_threads(threads)
+        os.sched_setaffinity(0, allowed)
+
+
+# ---- contestants ------------------------------------------------------------------------------------------------
+
+
+class _ScalarProduct(nn.Module):
+    """One parameter; its gradient is ``x``."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(numel))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.dot(self.weight, x)
+
+
+class _Model(nn.Module):
+    """The sum of as many scalar products as there are parameters."""
+
+    def __init__(self, count: int, numel: int) -> None:
+        super().__init__()
+        self.products = nn.ModuleList(_ScalarProduct(numel) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([product(x) for product in self.products]).sum()
+
+
+class _Optimizer(Protocol):
+    def step(self) -> Any: ...
+
+    def zero_grad(self) -> None: ...
+
+
+class _NoOptimizer:
+    """Lets gradients go, which autograd needs so that it does not add to them, and changes nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._params = list(model.parameters())
+
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> None:
+        for param in self._params:
+            param.grad = None
+
+
+def _optimizer(name: str, model: nn.Module, threads: int) -> _Optimizer:
+    if name == AUTOGRAD:
+        return _NoOptimizer(model)
+    if name == FUSED:
+        return torch.optim.AdamW(model.parameters(), lr=_LR, fused=True)
+    if name == KERNELS:
+        return CPUAdamW(model.parameters(), lr=_LR, threads=threads)
+    on_demand: dict[str, Any] = {"delivery": "on_demand", "module": model} if name == ON_DEMAND else {}
+    return AdamW(
+        model.parameters(), lr=_LR, max_grad_norm=_NEVER_CLIPS, speculation="always", threads=threads, **on_demand
+    )
+
+
+class _Contestant:
+    """A model with its optimizer, and the seconds of each phase, one per round."""
+
+    def __init__(self, name: str, count: int, numel: int, threads: int) -> None:
+        self.name = name
+        self.seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
+        self._model = _Model(count, numel)
+        self._x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+        self._optimizer = _optimizer(name, self._model, threads)
+
+    def warm_up(self) -> None:
+        for _ in range(_WARM_UP):
+            self._step()
+        self._before = self._totals()
+
+    def turn(self, steps: int) -> None:
+        """Takes one step more than are counted: the first one after another contestant's finds cold caches."""
+        samples = [self._step() for _ in range(steps + 1)][1:]
+        for phase, seconds in zip(PHASES, zip(*samples, strict=True), strict=True):
+            self.seconds[phase].append(median(seconds))
+        self._rest()
+
+    def _step(self) -> tuple[float, ...]:
+        now = time.perf_counter
+        times = [now()]
+        loss = self._model(self._x)
+        times.append(now())
+        loss.backward()
+        times.append(now())
+        self._optimizer.step()
+        times.append(now())
+        self._optimizer.zero_grad()
+        times.append(now())
+        return tuple(after - before for before, after in pairwise(times))
+
+    def _rest(self) -> None:
+        """Worker threads have nothing left to do while others are timed."""
+        if isinstance(self._optimizer, AdamW):
+            self._optimizer.synchronize()
+
+    def _totals(self) -> dict[str, float]:
+        return dict(self._optimizer.stats()) if isinstance(self._optimizer, AdamW) else {}
+
+    def fates(self) -> dict[str, float]:
+        """What became of buckets since the first steps; raises if these were not the steps that were to be measured."""
+        since = {name: total - self._before[name] for name, total in self._totals().items()}
+        unwanted = [f"{name} {since[name]:g}" for name in _UNWANTED if since.get(name)]
+        if unwanted:
+            raise SuperOffloadError(
+                f"bench tensors: {self.name} did more than speculate and commit ({', '.join(unwanted)}); nothing was "
+                "measured"
+            )
+        return {name: since[name] for name in _FATES if name in since}
+
+    def close(self) -> None:
+        if isinstance(self._optimizer, AdamW | CPUAdamW):
+            self._optimizer.close()
+
+
+def _measure(settings: TensorsBenchmark, count: int, tell: Tell) -> list[Row]:
+    with ExitStack() as stack:
+        found: dict[str, _Contestant] = {}
+        for name in CONTESTANTS:
+            tell(f"{count:,} tensors: {name}, first steps")
+            found[name] = _Contestant(name, count, settings.numel, len(settings.cpus))
+            stack.callback(found[name].close)
+            found[name].warm_up()
+        for number in range(settings.rounds):
+            tell(f"{count:,} tensors: round {number + 1} of {settings.rounds}")
+            first = number % len(CONTESTANTS)
+            for name in (*CONTESTANTS[first:], *CONTESTANTS[:first]):
+                found[name].turn(settings.steps)
+        rows = _rows(found, settings, count)
+    gc.collect()
+    return rows
+
+
+# ---- rows -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Beyond:
+    """Seconds per tensor of one contestant beyond another's, one per round."""
+
+    mine: _Contestant
+    theirs: _Contestant
+    count: int
+
+    def of(self, *phases: str) -> list[float]:
+        differences = []
+        for number in range(len(self.mine.seconds["step"])):
+            more = (self.mine.seconds[phase][number] - self.theirs.seconds[phase][number] for phase in phases)
+            differences.append(sum(more) / self.count)
+        return differences
+
+
+def _rows(found: dict[str, _Contestant], settings: TensorsBenchmark, count: int) -> list[Row]:
+    fused = _Beyond(found[FUSED], found[AUTOGRAD], count).of("backward", "step")
+    return [_row(one, found, fused, settings, count) for one in found.values()]
+
+
+def _row(
+    one: _Contestant, found: dict[str, _Contestant], fused: Sequence[float], settings: TensorsBenchmark, count: int
+) -> Row:
+    """``seconds_per_tensor``: of backward and step() beyond autograd; ``ratio``: that, over torch's fused AdamW.
+    ``seconds_per_module``: of the whole step with on-demand delivery, beyond the same with eager delivery."""
+    whole = [sum(seconds) for seconds in zip(*one.seconds.values(), strict=True)]
+    beyond = _Beyond(one, found[AUTOGRAD], count)
+    added = beyond.of("backward", "step")
+    compared = one.name != AUTOGRAD and min(fused) > 0
+    ratio = median(mine / theirs for mine, theirs in zip(added, fused, strict=True)) if compared else None
+    on_demand = one.name == ON_DEMAND
+    return {
+        "name": one.name,
+        "isa": kernels.current_isa() if one.name in (OURS, KERNELS, ON_DEMAND) else "",
+        "threads": len(settings.cpus),
+        "tensors": count,
+        "numel": count * settings.numel,
+        "samples": len(whole),
+        "seconds_median": median(whole),
+        "seconds_min": min(whole),
+        "phases": {phase: median(seconds) for phase, seconds in one.seconds.items()},
+        "seconds_per_tensor": median(added),
+        "seconds_per_tensor_min": min(added),
+        "seconds_per_tensor_of": {phase: median(beyond.of(phase)) for phase in PHASES},
+        "seconds_per_module": median(_Beyond(one, found[OURS], count).of(*PHASES)) if on_demand else None,
+        "ratio_to": FUSED,
+        "ratio": ratio,
+        "fates": one.fates(),
+    }
