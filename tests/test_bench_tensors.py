@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from superoffload.benchmarking.per_tensor import (
     OURS,
     PHASES,
     TensorsBenchmark,
+    rows_of,
     run_tensors,
 )
 from superoffload.benchmarking.per_tensor_report import aims_table, plot, table
@@ -85,16 +88,64 @@ def test_the_buckets_of_the_steps_that_are_timed_are_speculated() -> None:
         assert fates[name]["buckets_committed"] + fates[name]["buckets_undone"] == 9
 
 
-def test_processors_threads_and_the_garbage_collector_are_as_before() -> None:
-    before = os.sched_getaffinity(0), torch.get_num_threads(), gc.isenabled()
-    seen = []
+@pytest.fixture
+def two_threads_of_torch() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads_of_torch")
+def test_processors_threads_and_the_garbage_collector_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed, bind = os.sched_getaffinity(0), os.sched_setaffinity
+    bound: list[set[int]] = []
+    seen: list[tuple[set[int], int, bool]] = []
+
+    def recorded(thread: int, cpus: Iterable[int]) -> None:
+        bound.append(set(cpus))
+        bind(thread, bound[-1])
+
+    monkeypatch.setattr(os, "sched_setaffinity", recorded)
+    gc.enable()
 
     def tell(text: str) -> None:
-        seen.append((len(os.sched_getaffinity(0)), torch.get_num_threads(), gc.isenabled()))
+        seen.append((os.sched_getaffinity(0), torch.get_num_threads(), gc.isenabled()))
 
-    run_tensors(TensorsBenchmark([3], 4, allowed_cpus()[:1], rounds=1, steps=1), tell)
-    assert set(seen) == {(1, 1, False)}
-    assert (os.sched_getaffinity(0), torch.get_num_threads(), gc.isenabled()) == before
+    run_tensors(TensorsBenchmark([3], 4, [min(allowed)], rounds=1, steps=1), tell)
+    assert all(each == ({min(allowed)}, 1, False) for each in seen) and seen
+    assert bound == [{min(allowed)}, allowed]
+    assert (os.sched_getaffinity(0), torch.get_num_threads(), gc.isenabled()) == (allowed, 2, True)
+
+
+@dataclass
+class Measured:
+    """Seconds that were not measured."""
+
+    name: str
+    seconds: dict[str, list[float]]
+
+    def fates(self) -> dict[str, float]:
+        return {}
+
+
+def test_differences_are_taken_within_a_round() -> None:
+    """Every round takes a second longer than the one before, for all; ours has one round that takes 50 longer."""
+    costs = {
+        AUTOGRAD: (1, 1, 0, 0), FUSED: (1, 1, 4, 2), OURS: (1, 5, 6, 2), KERNELS: (1, 1, 6, 0), ON_DEMAND: (9, 5, 6, 4),
+    }  # fmt: skip
+    found = {}
+    for name, of_phases in costs.items():
+        phases = dict(zip(PHASES, of_phases, strict=True))
+        found[name] = Measured(name, {phase: [cost, cost + 1.0, cost + 2.0] for phase, cost in phases.items()})
+    found[OURS].seconds["backward"][1] += 50
+    rows = {row["name"]: row for row in rows_of(found, TensorsBenchmark([2], 8, [0, 1], rounds=3, steps=1), 2)}
+    assert [row["seconds_per_tensor"] for row in rows.values()] == [0, 2, 5, 3, 5]
+    assert [row["ratio"] for row in rows.values()] == [None, 1, 2.5, 1.5, 2.5]
+    assert rows[OURS]["seconds_per_tensor_of"] == {"forward": 0, "backward": 2, "step": 3, "zero_grad": 1}
+    assert [row["seconds_per_module"] for row in rows.values()] == [None, None, None, None, 5]
+    assert rows[ON_DEMAND]["seconds_median"] == 24 + 4 and rows[ON_DEMAND]["seconds_min"] == 24
+    assert all((row["threads"], row["numel"], row["samples"]) == (2, 16, 3) for row in rows.values())
 
 
 def test_steps_that_were_skipped_are_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:

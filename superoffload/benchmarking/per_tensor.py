@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -35,7 +35,7 @@ PHASES = ("forward", "backward", "step", "zero_grad")
 _WARM_UP = 4  # steps of each contestant: the first ones lay out buckets
 _LR, _NEVER_CLIPS = 1e-4, 1e30
 # Of all contestants together: values, gradients and states per element; modules, graph and book-keeping per tensor.
-_BYTES_PER_ELEMENT, _BYTES_PER_TENSOR = 112, 40_000
+_BYTES_PER_ELEMENT, _BYTES_PER_TENSOR = 112, 50_000
 _UNWANTED = ("skipped_steps", "clipped_steps", "buckets_replayed")
 # A bucket that no worker has begun by step() is taken back and stepped then: it happens on one busy processor.
 _FATES = ("buckets_speculated", "buckets_committed", "buckets_undone", "buckets_stepped", "journal_overflows")
@@ -218,7 +218,7 @@ def _measure(settings: TensorsBenchmark, count: int, tell: Tell) -> list[Row]:
             first = number % len(CONTESTANTS)
             for name in (*CONTESTANTS[first:], *CONTESTANTS[:first]):
                 found[name].turn(settings.steps)
-        rows = _rows(found, settings, count)
+        rows = rows_of(found, settings, count)
     gc.collect()
     return rows
 
@@ -226,53 +226,54 @@ def _measure(settings: TensorsBenchmark, count: int, tell: Tell) -> list[Row]:
 # ---- rows -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Beyond:
-    """Seconds per tensor of one contestant beyond another's, one per round."""
+class Measured(Protocol):
+    """Seconds of each phase, one per round, and what became of buckets."""
 
-    mine: _Contestant
-    theirs: _Contestant
-    count: int
+    name: str
+    seconds: dict[str, list[float]]
 
-    def of(self, *phases: str) -> list[float]:
-        differences = []
-        for number in range(len(self.mine.seconds["step"])):
-            more = (self.mine.seconds[phase][number] - self.theirs.seconds[phase][number] for phase in phases)
-            differences.append(sum(more) / self.count)
-        return differences
+    def fates(self) -> dict[str, float]: ...
 
 
-def _rows(found: dict[str, _Contestant], settings: TensorsBenchmark, count: int) -> list[Row]:
-    fused = _Beyond(found[FUSED], found[AUTOGRAD], count).of("backward", "step")
-    return [_row(one, found, fused, settings, count) for one in found.values()]
+def rows_of(found: Mapping[str, Measured], settings: TensorsBenchmark, count: int) -> list[Row]:
+    """A row per contestant. ``seconds_per_tensor``: of backward and step() beyond autograd; ``ratio``: that, over what
+    torch's fused AdamW adds, unless noise hides this. ``seconds_per_module``: of the whole step with on-demand
+    delivery, beyond the same with eager delivery."""
+    added = {name: _beyond(one, found[AUTOGRAD], count, "backward", "step") for name, one in found.items()}
+    fused = median(added[FUSED])
+    rows = []
+    for name, one in found.items():
+        whole = [sum(seconds) for seconds in zip(*one.seconds.values(), strict=True)]
+        more = _beyond(one, found[OURS], count, *PHASES) if name == ON_DEMAND else None
+        rows.append(
+            {
+                "name": name,
+                "isa": kernels.current_isa() if name in (OURS, KERNELS, ON_DEMAND) else "",
+                "threads": len(settings.cpus),
+                "tensors": count,
+                "numel": count * settings.numel,
+                "samples": len(whole),
+                "seconds_median": median(whole),
+                "seconds_min": min(whole),
+                "phases": {phase: median(seconds) for phase, seconds in one.seconds.items()},
+                "seconds_per_tensor": median(added[name]),
+                "seconds_per_tensor_min": min(added[name]),
+                "seconds_per_tensor_of": {
+                    phase: median(_beyond(one, found[AUTOGRAD], count, phase)) for phase in PHASES
+                },
+                "seconds_per_module": None if more is None else median(more),
+                "ratio_to": FUSED,
+                "ratio": median(added[name]) / fused if name != AUTOGRAD and fused > 0 else None,
+                "fates": one.fates(),
+            }
+        )
+    return rows
 
 
-def _row(
-    one: _Contestant, found: dict[str, _Contestant], fused: Sequence[float], settings: TensorsBenchmark, count: int
-) -> Row:
-    """``seconds_per_tensor``: of backward and step() beyond autograd; ``ratio``: that, over torch's fused AdamW.
-    ``seconds_per_module``: of the whole step with on-demand delivery, beyond the same with eager delivery."""
-    whole = [sum(seconds) for seconds in zip(*one.seconds.values(), strict=True)]
-    beyond = _Beyond(one, found[AUTOGRAD], count)
-    added = beyond.of("backward", "step")
-    compared = one.name != AUTOGRAD and min(fused) > 0
-    ratio = median(mine / theirs for mine, theirs in zip(added, fused, strict=True)) if compared else None
-    on_demand = one.name == ON_DEMAND
-    return {
-        "name": one.name,
-        "isa": kernels.current_isa() if one.name in (OURS, KERNELS, ON_DEMAND) else "",
-        "threads": len(settings.cpus),
-        "tensors": count,
-        "numel": count * settings.numel,
-        "samples": len(whole),
-        "seconds_median": median(whole),
-        "seconds_min": min(whole),
-        "phases": {phase: median(seconds) for phase, seconds in one.seconds.items()},
-        "seconds_per_tensor": median(added),
-        "seconds_per_tensor_min": min(added),
-        "seconds_per_tensor_of": {phase: median(beyond.of(phase)) for phase in PHASES},
-        "seconds_per_module": median(_Beyond(one, found[OURS], count).of(*PHASES)) if on_demand else None,
-        "ratio_to": FUSED,
-        "ratio": ratio,
-        "fates": one.fates(),
-    }
+def _beyond(mine: Measured, theirs: Measured, count: int, *phases: str) -> list[float]:
+    """Seconds per tensor that one contestant takes more than another in these phases, one per round."""
+    differences: list[float] = []
+    for number in range(len(mine.seconds[phases[0]])):
+        more = (mine.seconds[phase][number] - theirs.seconds[phase][number] for phase in phases)
+        differences.append(sum(more) / count)
+    return differences
