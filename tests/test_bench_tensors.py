@@ -176,7 +176,9 @@ def test_a_ratio_that_noise_has_hidden_is_left_out(tmp_path: Path) -> None:
         row["ratio"] = None
     shown = table(rows).splitlines()[-1]
     assert shown.split()[-1] == "-2.0" and "unknown" in aims_table(rows).splitlines()[1]
-    plot({"rows": rows}, tmp_path / "out.png")
+    more = made_up(2000, ours=30e-6, fused=9e-6, per_module=1e-6)
+    assert aims_table([*rows, *made_up(50000, 30e-6, 9e-6, 1e-6)]).endswith("CPUAdamW unknown, torch fused unknown")
+    plot({"rows": [*rows, *more]}, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
