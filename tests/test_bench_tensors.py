@@ -42,6 +42,7 @@ def made_up(count: int, ours: float, fused: float, per_module: float) -> list[di
             "tensors": count,
             "phases": dict.fromkeys(PHASES, 1e-3),
             "seconds_per_tensor": cost,
+            "processor_seconds_per_tensor": cost,
             "seconds_per_tensor_of": dict.fromkeys(PHASES, cost / 2),
             "seconds_per_module": per_module if name == ON_DEMAND else None,
             "ratio_to": FUSED,
@@ -124,6 +125,7 @@ class Measured:
 
     name: str
     seconds: dict[str, list[float]]
+    processor_seconds: dict[str, list[float]]
 
     def fates(self) -> dict[str, float]:
         return {}
@@ -137,10 +139,12 @@ def test_differences_are_taken_within_a_round() -> None:
     found = {}
     for name, of_phases in costs.items():
         phases = dict(zip(PHASES, of_phases, strict=True))
-        found[name] = Measured(name, {phase: [cost, cost + 1.0, cost + 2.0] for phase, cost in phases.items()})
+        seconds = {phase: [cost, cost + 1.0, cost + 2.0] for phase, cost in phases.items()}
+        found[name] = Measured(name, seconds, {phase: [cost / 2] * 3 for phase, cost in phases.items()})
     found[OURS].seconds["backward"][1] += 50
     rows = {row["name"]: row for row in rows_of(found, TensorsBenchmark([2], 8, [0, 1], rounds=3, steps=1), 2)}
     assert [row["seconds_per_tensor"] for row in rows.values()] == [0, 2, 5, 3, 5]
+    assert [row["processor_seconds_per_tensor"] for row in rows.values()] == [0, 1, 2.5, 1.5, 2.5]
     assert [row["ratio"] for row in rows.values()] == [None, 1, 2.5, 1.5, 2.5]
     assert rows[OURS]["seconds_per_tensor_of"] == {"forward": 0, "backward": 2, "step": 3, "zero_grad": 1}
     assert [row["seconds_per_module"] for row in rows.values()] == [None, None, None, None, 5]

@@ -25,6 +25,7 @@ from superoffload.errors import ArgumentError, SuperOffloadError
 
 Row = dict[str, Any]
 Tell = Callable[[str], None]
+Seconds = dict[str, list[float]]  # of each phase, one per round
 
 AUTOGRAD, FUSED, OURS, KERNELS, ON_DEMAND = (
     "autograd alone", "torch fused", "AdamW", "CPUAdamW", "AdamW, on demand",
@@ -146,12 +147,18 @@ def _optimizer(name: str, model: nn.Module, threads: int) -> _Optimizer:
     )
 
 
+def _now() -> tuple[float, float]:
+    """Two clocks. That of the processors which this process has used stands still while other programs run."""
+    return time.perf_counter(), time.process_time()
+
+
 class _Contestant:
-    """A model with its optimizer, and the seconds of each phase, one per round."""
+    """A model with its optimizer, and the seconds of each phase, one per round: elapsed, and of the processor."""
 
     def __init__(self, name: str, count: int, numel: int, threads: int) -> None:
         self.name = name
-        self.seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
+        self.seconds: Seconds = {phase: [] for phase in PHASES}
+        self.processor_seconds: Seconds = {phase: [] for phase in PHASES}
         self._model = _Model(count, numel)
         self._x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
         self._optimizer = _optimizer(name, self._model, threads)
@@ -164,22 +171,24 @@ class _Contestant:
     def turn(self, steps: int) -> None:
         """Takes one step more than are counted: the first one after another contestant's finds cold caches."""
         samples = [self._step() for _ in range(steps + 1)][1:]
-        for phase, seconds in zip(PHASES, zip(*samples, strict=True), strict=True):
-            self.seconds[phase].append(median(seconds))
+        for phase, of_phase in zip(PHASES, zip(*samples, strict=True), strict=True):
+            elapsed, used = zip(*of_phase, strict=True)
+            self.seconds[phase].append(median(elapsed))
+            self.processor_seconds[phase].append(median(used))
         self._rest()
 
-    def _step(self) -> tuple[float, ...]:
-        now = time.perf_counter
-        times = [now()]
+    def _step(self) -> list[tuple[float, float]]:
+        """The two durations of each phase."""
+        times = [_now()]
         loss = self._model(self._x)
-        times.append(now())
+        times.append(_now())
         loss.backward()
-        times.append(now())
+        times.append(_now())
         self._optimizer.step()
-        times.append(now())
+        times.append(_now())
         self._optimizer.zero_grad()
-        times.append(now())
-        return tuple(after - before for before, after in pairwise(times))
+        times.append(_now())
+        return [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(times)]
 
     def _rest(self) -> None:
         """Worker threads have nothing left to do while others are timed."""
@@ -227,24 +236,28 @@ def _measure(settings: TensorsBenchmark, count: int, tell: Tell) -> list[Row]:
 
 
 class Measured(Protocol):
-    """Seconds of each phase, one per round, and what became of buckets."""
+    """What is known of a contestant in the end."""
 
     name: str
-    seconds: dict[str, list[float]]
+    seconds: Seconds
+    processor_seconds: Seconds
 
     def fates(self) -> dict[str, float]: ...
 
 
 def rows_of(found: Mapping[str, Measured], settings: TensorsBenchmark, count: int) -> list[Row]:
     """A row per contestant. ``seconds_per_tensor``: of backward and step() beyond autograd; ``ratio``: that, over what
-    torch's fused AdamW adds, unless noise hides this. ``seconds_per_module``: of the whole step with on-demand
+    torch's fused AdamW adds, unless noise hides this. ``processor_seconds_per_tensor``: the first in processor time of
+    the process, which other programs hardly change. ``seconds_per_module``: of the whole step with on-demand
     delivery, beyond the same with eager delivery."""
-    added = {name: _beyond(one, found[AUTOGRAD], count, "backward", "step") for name, one in found.items()}
+    alone = found[AUTOGRAD]
+    added = {name: _beyond(one.seconds, alone.seconds, count, "backward", "step") for name, one in found.items()}
     fused = median(added[FUSED])
     rows = []
     for name, one in found.items():
         whole = [sum(seconds) for seconds in zip(*one.seconds.values(), strict=True)]
-        more = _beyond(one, found[OURS], count, *PHASES) if name == ON_DEMAND else None
+        used = _beyond(one.processor_seconds, alone.processor_seconds, count, "backward", "step")
+        more = _beyond(one.seconds, found[OURS].seconds, count, *PHASES) if name == ON_DEMAND else None
         rows.append(
             {
                 "name": name,
@@ -259,8 +272,9 @@ def rows_of(found: Mapping[str, Measured], settings: TensorsBenchmark, count: in
                 "seconds_per_tensor": median(added[name]),
                 "seconds_per_tensor_min": min(added[name]),
                 "seconds_per_tensor_of": {
-                    phase: median(_beyond(one, found[AUTOGRAD], count, phase)) for phase in PHASES
+                    phase: median(_beyond(one.seconds, alone.seconds, count, phase)) for phase in PHASES
                 },
+                "processor_seconds_per_tensor": median(used),
                 "seconds_per_module": None if more is None else median(more),
                 "ratio_to": FUSED,
                 "ratio": median(added[name]) / fused if name != AUTOGRAD and fused > 0 else None,
@@ -270,10 +284,10 @@ def rows_of(found: Mapping[str, Measured], settings: TensorsBenchmark, count: in
     return rows
 
 
-def _beyond(mine: Measured, theirs: Measured, count: int, *phases: str) -> list[float]:
+def _beyond(mine: Seconds, theirs: Seconds, count: int, *phases: str) -> list[float]:
     """Seconds per tensor that one contestant takes more than another in these phases, one per round."""
     differences: list[float] = []
-    for number in range(len(mine.seconds[phases[0]])):
-        more = (mine.seconds[phase][number] - theirs.seconds[phase][number] for phase in phases)
+    for number in range(len(mine[phases[0]])):
+        more = (mine[phase][number] - theirs[phase][number] for phase in phases)
         differences.append(sum(more) / count)
     return differences

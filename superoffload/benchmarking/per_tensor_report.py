@@ -53,11 +53,11 @@ def find(rows: Sequence[Row], name: str, count: int) -> Row:
 def table(rows: Sequence[Row]) -> str:
     """One line per row, for a terminal."""
     header = (
-        f"{'':24}{'milliseconds of':^44}{'us per tensor beyond autograd, of':^42}\n"
+        f"{'':24}{'milliseconds of':^44}{'us per tensor beyond autograd, of':^52}\n"
         f"{'tensors':>7} {'':16}"
         + "".join(f"{phase:>11}" for phase in PHASES)
         + "".join(f"{name:>10}" for name in PHASES[1:])
-        + f"{'bwd+step':>12}{'x fused':>9}{'per module':>12}"
+        + f"{'bwd+step':>12}{'processor':>11}{'x fused':>9}{'per module':>12}"
     )
     return "\n".join([header, *map(_line, rows)])
 
@@ -68,7 +68,7 @@ def _line(row: Row) -> str:
     if row["name"] == AUTOGRAD:
         return text
     text += "".join(f"{1e6 * row['seconds_per_tensor_of'][phase]:>10.1f}" for phase in PHASES[1:])
-    text += f"{1e6 * row['seconds_per_tensor']:>12.1f}"
+    text += f"{1e6 * row['seconds_per_tensor']:>12.1f}{1e6 * row['processor_seconds_per_tensor']:>11.1f}"
     text += f"{'' if row['ratio'] is None else format(row['ratio'], '.2f'):>9}"
     return text + ("" if row["seconds_per_module"] is None else f"{1e6 * row['seconds_per_module']:>12.1f}")
 
