@@ -42,11 +42,13 @@ def made_up(count: int, ours: float, fused: float, per_module: float) -> list[di
             "tensors": count,
             "phases": dict.fromkeys(PHASES, 1e-3),
             "seconds_per_tensor": cost,
-            "processor_seconds_per_tensor": cost,
+            "processor_seconds_per_tensor": cost / 2,
             "seconds_per_tensor_of": dict.fromkeys(PHASES, cost / 2),
             "seconds_per_module": per_module if name == ON_DEMAND else None,
+            "processor_seconds_per_module": per_module / 2 if name == ON_DEMAND else None,
             "ratio_to": FUSED,
             "ratio": None if name == AUTOGRAD else cost / fused,
+            "processor_ratio": None if name == AUTOGRAD else 2 * cost / fused,
         }
         for name, cost in costs.items()
     ]
@@ -146,6 +148,8 @@ def test_differences_are_taken_within_a_round() -> None:
     assert [row["seconds_per_tensor"] for row in rows.values()] == [0, 2, 5, 3, 5]
     assert [row["processor_seconds_per_tensor"] for row in rows.values()] == [0, 1, 2.5, 1.5, 2.5]
     assert [row["ratio"] for row in rows.values()] == [None, 1, 2.5, 1.5, 2.5]
+    assert [row["processor_ratio"] for row in rows.values()] == [None, 1, 2.5, 1.5, 2.5]
+    assert rows[ON_DEMAND]["processor_seconds_per_module"] == 2.5 and rows[OURS]["processor_seconds_per_module"] is None
     assert rows[OURS]["seconds_per_tensor_of"] == {"forward": 0, "backward": 2, "step": 3, "zero_grad": 1}
     assert [row["seconds_per_module"] for row in rows.values()] == [None, None, None, None, 5]
     assert rows[ON_DEMAND]["seconds_median"] == 24 + 4 and rows[ON_DEMAND]["seconds_min"] == 24
@@ -162,14 +166,16 @@ def test_aims_are_those_for_2000_tensors() -> None:
     few = made_up(250, ours=30e-6, fused=10e-6, per_module=11e-6)
     aimed = made_up(2000, ours=19e-6, fused=9e-6, per_module=10.5e-6)
     many = made_up(20000, ours=38e-6, fused=9e-6, per_module=10.5e-6)
-    cost, ratio, module, growth = aims_table([*few, *aimed, *many]).splitlines()
+    cost, used, ratio, ratio_used, module, module_used, growth = aims_table([*few, *aimed, *many]).splitlines()
     assert cost.startswith("met    AdamW, us per tensor beyond autograd (<= 20): 30.0 for 250, 19.0 for 2,000, 38.0")
     assert ratio.startswith("met    ") and ratio.endswith("(<= 2.5): 3.0 for 250, 2.1 for 2,000, 4.2 for 20,000")
     assert module.startswith("MISSED ") and "10.5 for 2,000" in module
+    assert used.endswith("in processor time: 15.0 for 250, 9.5 for 2,000, 19.0 for 20,000")
+    assert "4.2 for 2,000" in ratio_used and "5.2 for 2,000" in module_used
     assert growth == (
         "cost per tensor with 20,000 tensors over that with 2,000: AdamW x 2.00, CPUAdamW x 1.00, torch fused x 1.00"
     )
-    assert len(aims_table(aimed).splitlines()) == 3, "one number of tensors shows no growth"
+    assert len(aims_table(aimed).splitlines()) == 6, "one number of tensors shows no growth"
     cost, *_, growth = aims_table([*few, *made_up(1000, 21e-6, 9e-6, 1e-6)]).splitlines()
     assert cost.startswith("MISSED ") and "with 1,000 tensors over that with 250: AdamW x 0.70" in growth
 
@@ -179,7 +185,7 @@ def test_a_ratio_that_noise_has_hidden_is_left_out(tmp_path: Path) -> None:
     for row in rows:
         row["ratio"] = None
     shown = table(rows).splitlines()[-1]
-    assert shown.split()[-1] == "-2.0" and "unknown" in aims_table(rows).splitlines()[1]
+    assert shown.split()[-1] == "-2.0" and "unknown" in aims_table(rows).splitlines()[2]
     more = made_up(2000, ours=30e-6, fused=9e-6, per_module=1e-6)
     assert aims_table([*rows, *made_up(50000, 30e-6, 9e-6, 1e-6)]).endswith("CPUAdamW unknown, torch fused unknown")
     plot({"rows": [*rows, *more]}, tmp_path / "out.png")

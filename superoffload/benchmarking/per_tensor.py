@@ -247,17 +247,23 @@ class Measured(Protocol):
 
 def rows_of(found: Mapping[str, Measured], settings: TensorsBenchmark, count: int) -> list[Row]:
     """A row per contestant. ``seconds_per_tensor``: of backward and step() beyond autograd; ``ratio``: that, over what
-    torch's fused AdamW adds, unless noise hides this. ``processor_seconds_per_tensor``: the first in processor time of
-    the process, which other programs hardly change. ``seconds_per_module``: of the whole step with on-demand
+    torch's fused AdamW adds, unless noise hides this. ``processor_*``: the same in processor time of the process,
+    which other programs hardly change. ``seconds_per_module``: of the whole step with on-demand
     delivery, beyond the same with eager delivery."""
     alone = found[AUTOGRAD]
     added = {name: _beyond(one.seconds, alone.seconds, count, "backward", "step") for name, one in found.items()}
-    fused = median(added[FUSED])
+    used = {
+        name: _beyond(one.processor_seconds, alone.processor_seconds, count, "backward", "step")
+        for name, one in found.items()
+    }
     rows = []
     for name, one in found.items():
         whole = [sum(seconds) for seconds in zip(*one.seconds.values(), strict=True)]
-        used = _beyond(one.processor_seconds, alone.processor_seconds, count, "backward", "step")
-        more = _beyond(one.seconds, found[OURS].seconds, count, *PHASES) if name == ON_DEMAND else None
+        per_module = per_module_used = None
+        if name == ON_DEMAND:
+            eager = found[OURS]
+            per_module = median(_beyond(one.seconds, eager.seconds, count, *PHASES))
+            per_module_used = median(_beyond(one.processor_seconds, eager.processor_seconds, count, *PHASES))
         rows.append(
             {
                 "name": name,
@@ -274,14 +280,21 @@ def rows_of(found: Mapping[str, Measured], settings: TensorsBenchmark, count: in
                 "seconds_per_tensor_of": {
                     phase: median(_beyond(one.seconds, alone.seconds, count, phase)) for phase in PHASES
                 },
-                "processor_seconds_per_tensor": median(used),
-                "seconds_per_module": None if more is None else median(more),
+                "processor_seconds_per_tensor": median(used[name]),
+                "seconds_per_module": per_module,
+                "processor_seconds_per_module": per_module_used,
                 "ratio_to": FUSED,
-                "ratio": median(added[name]) / fused if name != AUTOGRAD and fused > 0 else None,
+                "ratio": _ratio(name, added),
+                "processor_ratio": _ratio(name, used),
                 "fates": one.fates(),
             }
         )
     return rows
+
+
+def _ratio(name: str, added: Mapping[str, Sequence[float]]) -> float | None:
+    fused = median(added[FUSED])
+    return median(added[name]) / fused if name != AUTOGRAD and fused > 0 else None
 
 
 def _beyond(mine: Seconds, theirs: Seconds, count: int, *phases: str) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,18 +21,25 @@ _PHASE_COLOURS = {
 
 @dataclass(frozen=True)
 class Aim:
-    """A figure of one contestant that is to be at most so much."""
+    """A figure of one contestant that is to be at most so much. ``unit``: what its JSON value is divided by."""
 
     text: str
     contestant: str
+    key: str
     at_most: float
-    value: Callable[[Row], float | None]
+    unit: float = 1.0
+
+    def value(self, row: Row, clock: str = "") -> float | None:
+        """``clock``: "" for elapsed time, else the beginning of the other one's key."""
+        found = row[clock + self.key]
+        return None if found is None else float(found) / self.unit
 
 
+_PROCESSOR = "processor_"
 AIMS = (
-    Aim("AdamW, us per tensor beyond autograd", OURS, 20.0, lambda row: 1e6 * float(row["seconds_per_tensor"])),
-    Aim("AdamW, times what torch fused adds", OURS, 2.5, lambda row: row["ratio"]),
-    Aim("on demand, us per module beyond eager", ON_DEMAND, 10.0, lambda row: 1e6 * float(row["seconds_per_module"])),
+    Aim("AdamW, us per tensor beyond autograd", OURS, "seconds_per_tensor", 20.0, 1e-6),
+    Aim("AdamW, times what torch fused adds", OURS, "ratio", 2.5),
+    Aim("on demand, us per module beyond eager", ON_DEMAND, "seconds_per_module", 10.0, 1e-6),
 )
 
 
@@ -53,11 +60,11 @@ def find(rows: Sequence[Row], name: str, count: int) -> Row:
 def table(rows: Sequence[Row]) -> str:
     """One line per row, for a terminal."""
     header = (
-        f"{'':24}{'milliseconds of':^44}{'us per tensor beyond autograd, of':^52}\n"
+        f"{'':24}{'milliseconds of':^44}{'us per tensor beyond autograd, of':^42}\n"
         f"{'tensors':>7} {'':16}"
         + "".join(f"{phase:>11}" for phase in PHASES)
         + "".join(f"{name:>10}" for name in PHASES[1:])
-        + f"{'bwd+step':>12}{'processor':>11}{'x fused':>9}{'per module':>12}"
+        + f"{'bwd+step':>12}{'x fused':>9}{'per module':>12}"
     )
     return "\n".join([header, *map(_line, rows)])
 
@@ -68,21 +75,26 @@ def _line(row: Row) -> str:
     if row["name"] == AUTOGRAD:
         return text
     text += "".join(f"{1e6 * row['seconds_per_tensor_of'][phase]:>10.1f}" for phase in PHASES[1:])
-    text += f"{1e6 * row['seconds_per_tensor']:>12.1f}{1e6 * row['processor_seconds_per_tensor']:>11.1f}"
+    text += f"{1e6 * row['seconds_per_tensor']:>12.1f}"
     text += f"{'' if row['ratio'] is None else format(row['ratio'], '.2f'):>9}"
     return text + ("" if row["seconds_per_module"] is None else f"{1e6 * row['seconds_per_module']:>12.1f}")
 
 
 def aims_table(rows: Sequence[Row]) -> str:
-    """One line per aim, with its figure for each number of tensors; and how the cost per tensor grows with that."""
+    """Two lines per aim, with its figure for each number of tensors; and how the cost per tensor grows with that. An
+    aim is met or missed by elapsed time."""
     lines = []
     for aim in AIMS:
-        values = {count: aim.value(find(rows, aim.contestant, count)) for count in counts_of(rows)}
-        value = values[aimed_at(rows)]
+        value = aim.value(find(rows, aim.contestant, aimed_at(rows)))
         met = value is not None and value <= aim.at_most
-        shown = ", ".join(f"{value:.1f} for {count:,}" for count, value in values.items() if value is not None)
-        lines.append(f"{'met   ' if met else 'MISSED'} {aim.text} (<= {aim.at_most:g}): {shown or 'unknown'}")
+        lines.append(f"{'met   ' if met else 'MISSED'} {aim.text} (<= {aim.at_most:g}): {_by_count(aim, rows, '')}")
+        lines.append(f"       in processor time: {_by_count(aim, rows, _PROCESSOR)}")
     return "\n".join([*lines, *_growth(rows)])
+
+
+def _by_count(aim: Aim, rows: Sequence[Row], clock: str) -> str:
+    values = {count: aim.value(find(rows, aim.contestant, count), clock) for count in counts_of(rows)}
+    return ", ".join(f"{value:.1f} for {count:,}" for count, value in values.items() if value is not None) or "unknown"
 
 
 def _growth(rows: Sequence[Row]) -> list[str]:
