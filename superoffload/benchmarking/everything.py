@@ -153,6 +153,13 @@ def _of_link(result: Row) -> str:
     return f"a waiting worker takes {waiting:.4f} of a processor, and begins {1e6 * waking:.0f} us after an arrival"
 
 
+def _of_tensors(result: Row) -> str:
+    row = [row for row in result["rows"] if row["name"] == "AdamW"][-1]
+    cost = 1e6 * row["seconds_per_tensor"]
+    text = f"AdamW adds {cost:.0f} us per tensor to backward and step(), {row['tensors']:,} tensors"
+    return text if row["ratio"] is None else f"{text}; {row['ratio']:.1f} times what {row['ratio_to']} adds"
+
+
 def _of_suite(result: Row) -> str:
     verdicts = [target["verdict"] for target in result["targets"]]
     return ", ".join(f"{verdicts.count(verdict)} targets {verdict}" for verdict in dict.fromkeys(verdicts))
@@ -164,6 +171,7 @@ _HEADLINES = {
     "state": _of_state,
     "ranks": _of_ranks,
     "link": _of_link,
+    "tensors": _of_tensors,
     GPU_SUITE: _of_suite,
 }
 

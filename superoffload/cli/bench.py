@@ -6,7 +6,7 @@ import argparse
 from importlib import import_module
 from typing import Any
 
-BENCHMARKS = ("adam", "all", "deepspeed", "journal", "link", "ranks", "schedule", "state")
+BENCHMARKS = ("adam", "all", "deepspeed", "journal", "link", "ranks", "schedule", "state", "tensors")
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

@@ -1,0 +1,306 @@
+"""What `superoffload bench tensors` measures: what one more parameter tensor costs per step, beyond autograd.
+
+Every contestant trains the same model: one module per parameter, each of which computes a scalar product. So autograd
+costs little per parameter, and its graph is the same for all. Contestants take turns of a few steps, round by round; a
+difference is taken within a round, and the median over the rounds is reported.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from superoffload import AdamW, CPUAdamW, kernels
+from superoffload.errors import ArgumentError, SuperOffloadError
+
+Row = dict[str, Any]
+Tell = Callable[[str], None]
+Seconds = dict[str, list[float]]  # of each phase, one per round
+
+AUTOGRAD, FUSED, OURS, KERNELS, ON_DEMAND = (
+    "autograd alone", "torch fused", "AdamW", "CPUAdamW", "AdamW, on demand",
+)  # fmt: skip
+CONTESTANTS = (AUTOGRAD, FUSED, OURS, KERNELS, ON_DEMAND)
+PHASES = ("forward", "backward", "step", "zero_grad")
+
+_WARM_UP = 4  # steps of each contestant: the first ones lay out buckets
+_LR, _NEVER_CLIPS = 1e-4, 1e30
+# Of all contestants together: values, gradients and states per element; modules, graph and book-keeping per tensor.
+_BYTES_PER_ELEMENT, _BYTES_PER_TENSOR = 112, 50_000
+_UNWANTED = ("skipped_steps", "clipped_steps", "buckets_replayed")
+# A bucket that no worker has begun by step() is taken back and stepped then: it happens on one busy processor.
+_FATES = ("buckets_speculated", "buckets_committed", "buckets_undone", "buckets_stepped", "journal_overflows")
+
+
+@dataclass(frozen=True)
+class TensorsBenchmark:
+    """What to measure. ``numel``: elements per tensor; ``cpus``: the processors that everything runs on."""
+
+    counts: Sequence[int]
+    numel: int
+    cpus: Sequence[int]
+    rounds: int
+    steps: int
+
+
+def check_memory(counts: Sequence[int], numel: int, available: int | None) -> None:
+    """Raises ArgumentError where the contestants would not fit into memory."""
+    needed = max(counts) * (numel * _BYTES_PER_ELEMENT + _BYTES_PER_TENSOR)
+    if available is not None and needed > 0.8 * available:
+        raise ArgumentError(
+            f"counts={max(counts)}, numel={numel}: the contestants take {needed / 2**30:.1f} GiB, and "
+            f"{available / 2**30:.1f} GiB are free; choose fewer"
+        )
+
+
+def run_tensors(settings: TensorsBenchmark, tell: Tell) -> list[Row]:
+    """All rows: one per number of tensors and contestant."""
+    rows: list[Row] = []
+    with _bound_to(settings.cpus):
+        for count in settings.counts:
+            rows += _measure(settings, count, tell)
+    return rows
+
+
+@contextmanager
+def _bound_to(cpus: Sequence[int]) -> Iterator[None]:
+    """Binds this thread to these processors and gives torch as many threads. Worker threads that begin inside follow:
+    they are bound to what their optimizer finds allowed."""
+    allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    collects = gc.isenabled()
+    os.sched_setaffinity(0, cpus)
+    torch.set_num_threads(len(cpus))
+    gc.disable()  # a collection would hit one contestant and not the others
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+        torch.set_num_threads(threads)
+        os.sched_setaffinity(0, allowed)
+
+
+# ---- contestants ------------------------------------------------------------------------------------------------
+
+
+class _ScalarProduct(nn.Module):
+    """One parameter; its gradient is ``x``."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(numel))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.dot(self.weight, x)
+
+
+class _Model(nn.Module):
+    """The sum of as many scalar products as there are parameters."""
+
+    def __init__(self, count: int, numel: int) -> None:
+        super().__init__()
+        self.products = nn.ModuleList(_ScalarProduct(numel) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([product(x) for product in self.products]).sum()
+
+
+class _Optimizer(Protocol):
+    def step(self) -> Any: ...
+
+    def zero_grad(self) -> None: ...
+
+
+class _NoOptimizer:
+    """Lets gradients go, which autograd needs so that it does not add to them, and changes nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._params = list(model.parameters())
+
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> None:
+        for param in self._params:
+            param.grad = None
+
+
+def _optimizer(name: str, model: nn.Module, threads: int) -> _Optimizer:
+    if name == AUTOGRAD:
+        return _NoOptimizer(model)
+    if name == FUSED:
+        return torch.optim.AdamW(model.parameters(), lr=_LR, fused=True)
+    if name == KERNELS:
+        return CPUAdamW(model.parameters(), lr=_LR, threads=threads)
+    on_demand: dict[str, Any] = {"delivery": "on_demand", "module": model} if name == ON_DEMAND else {}
+    return AdamW(
+        model.parameters(), lr=_LR, max_grad_norm=_NEVER_CLIPS, speculation="always", threads=threads, **on_demand
+    )
+
+
+def _now() -> tuple[float, float]:
+    """Two clocks. That of the processors which this process has used stands still while other programs run."""
+    return time.perf_counter(), time.process_time()
+
+
+class _Contestant:
+    """A model with its optimizer, and the seconds of each phase, one per round: elapsed, and of the processor."""
+
+    def __init__(self, name: str, count: int, numel: int, threads: int) -> None:
+        self.name = name
+        self.seconds: Seconds = {phase: [] for phase in PHASES}
+        self.processor_seconds: Seconds = {phase: [] for phase in PHASES}
+        self._model = _Model(count, numel)
+        self._x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+        self._optimizer = _optimizer(name, self._model, threads)
+
+    def warm_up(self) -> None:
+        for _ in range(_WARM_UP):
+            self._step()
+        self._before = self._totals()
+
+    def turn(self, steps: int) -> None:
+        """Takes one step more than are counted: the first one after another contestant's finds cold caches."""
+        samples = [self._step() for _ in range(steps + 1)][1:]
+        for phase, of_phase in zip(PHASES, zip(*samples, strict=True), strict=True):
+            elapsed, used = zip(*of_phase, strict=True)
+            self.seconds[phase].append(median(elapsed))
+            self.processor_seconds[phase].append(median(used))
+        self._rest()
+
+    def _step(self) -> list[tuple[float, float]]:
+        """The two durations of each phase."""
+        times = [_now()]
+        loss = self._model(self._x)
+        times.append(_now())
+        loss.backward()
+        times.append(_now())
+        self._optimizer.step()
+        times.append(_now())
+        self._optimizer.zero_grad()
+        times.append(_now())
+        return [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(times)]
+
+    def _rest(self) -> None:
+        """Worker threads have nothing left to do while others are timed."""
+        if isinstance(self._optimizer, AdamW):
+            self._optimizer.synchronize()
+
+    def _totals(self) -> dict[str, float]:
+        return dict(self._optimizer.stats()) if isinstance(self._optimizer, AdamW) else {}
+
+    def fates(self) -> dict[str, float]:
+        """What became of buckets since the first steps; raises if these were not the steps that were to be measured."""
+        since = {name: total - self._before[name] for name, total in self._totals().items()}
+        unwanted = [f"{name} {since[name]:g}" for name in _UNWANTED if since.get(name)]
+        if unwanted:
+            raise SuperOffloadError(
+                f"bench tensors: {self.name} did more than speculate and commit ({', '.join(unwanted)}); nothing was "
+                "measured"
+            )
+        return {name: since[name] for name in _FATES if name in since}
+
+    def close(self) -> None:
+        if isinstance(self._optimizer, AdamW | CPUAdamW):
+            self._optimizer.close()
+
+
+def _measure(settings: TensorsBenchmark, count: int, tell: Tell) -> list[Row]:
+    with ExitStack() as stack:
+        found: dict[str, _Contestant] = {}
+        for name in CONTESTANTS:
+            tell(f"{count:,} tensors: {name}, first steps")
+            found[name] = _Contestant(name, count, settings.numel, len(settings.cpus))
+            stack.callback(found[name].close)
+            found[name].warm_up()
+        for number in range(settings.rounds):
+            tell(f"{count:,} tensors: round {number + 1} of {settings.rounds}")
+            first = number % len(CONTESTANTS)
+            for name in (*CONTESTANTS[first:], *CONTESTANTS[:first]):
+                found[name].turn(settings.steps)
+        rows = rows_of(found, settings, count)
+    gc.collect()
+    return rows
+
+
+# ---- rows -------------------------------------------------------------------------------------------------------
+
+
+class Measured(Protocol):
+    """What is known of a contestant in the end."""
+
+    name: str
+    seconds: Seconds
+    processor_seconds: Seconds
+
+    def fates(self) -> dict[str, float]: ...
+
+
+def rows_of(found: Mapping[str, Measured], settings: TensorsBenchmark, count: int) -> list[Row]:
+    """A row per contestant. ``seconds_per_tensor``: of backward and step() beyond autograd; ``ratio``: that, over what
+    torch's fused AdamW adds, unless noise hides this. ``processor_*``: the same in processor time of the process,
+    which other programs hardly change. ``seconds_per_module``: of the whole step with on-demand
+    delivery, beyond the same with eager delivery."""
+    alone = found[AUTOGRAD]
+    added = {name: _beyond(one.seconds, alone.seconds, count, "backward", "step") for name, one in found.items()}
+    used = {
+        name: _beyond(one.processor_seconds, alone.processor_seconds, count, "backward", "step")
+        for name, one in found.items()
+    }
+    rows = []
+    for name, one in found.items():
+        whole = [sum(seconds) for seconds in zip(*one.seconds.values(), strict=True)]
+        per_module = per_module_used = None
+        if name == ON_DEMAND:
+            eager = found[OURS]
+            per_module = median(_beyond(one.seconds, eager.seconds, count, *PHASES))
+            per_module_used = median(_beyond(one.processor_seconds, eager.processor_seconds, count, *PHASES))
+        rows.append(
+            {
+                "name": name,
+                "isa": kernels.current_isa() if name in (OURS, KERNELS, ON_DEMAND) else "",
+                "threads": len(settings.cpus),
+                "tensors": count,
+                "numel": count * settings.numel,
+                "samples": len(whole),
+                "seconds_median": median(whole),
+                "seconds_min": min(whole),
+                "phases": {phase: median(seconds) for phase, seconds in one.seconds.items()},
+                "seconds_per_tensor": median(added[name]),
+                "seconds_per_tensor_min": min(added[name]),
+                "seconds_per_tensor_of": {
+                    phase: median(_beyond(one.seconds, alone.seconds, count, phase)) for phase in PHASES
+                },
+                "processor_seconds_per_tensor": median(used[name]),
+                "seconds_per_module": per_module,
+                "processor_seconds_per_module": per_module_used,
+                "ratio_to": FUSED,
+                "ratio": _ratio(name, added),
+                "processor_ratio": _ratio(name, used),
+                "fates": one.fates(),
+            }
+        )
+    return rows
+
+
+def _ratio(name: str, added: Mapping[str, Sequence[float]]) -> float | None:
+    fused = median(added[FUSED])
+    return median(added[name]) / fused if name != AUTOGRAD and fused > 0 else None
+
+
+def _beyond(mine: Seconds, theirs: Seconds, count: int, *phases: str) -> list[float]:
+    """Seconds per tensor that one contestant takes more than another in these phases, one per round."""
+    differences: list[float] = []
+    for number in range(len(mine[phases[0]])):
+        more = (mine[phase][number] - theirs[phase][number] for phase in phases)
+        differences.append(sum(more) / count)
+    return differences
