@@ -12,12 +12,17 @@ from unittest import mock
 
 import superoffload.core as core_module
 import superoffload.optimizer.lifetime as lifetime
-from superoffload import AdamW, _native
+from superoffload import _native
 from superoffload.bucket import Bucket, BucketState, Shard
 from superoffload.checkpoints.snapshot import Snapshot
 from superoffload.core import Core
+from superoffload.optimizer.delivery import OnDemand
+from superoffload.optimizer.edits import Edits
+from superoffload.optimizer.intake import Intake
+from superoffload.optimizer.verdicts import LossScale
+from superoffload.optimizer.watched import Tracked
+from superoffload.optimizer.writes import Writes
 from superoffload.pipeline.settling import Settling
-from superoffload.tracked import Tracked
 
 Mutant = Callable[[], AbstractContextManager[Any]]
 Operation = _native.Operation
@@ -85,11 +90,11 @@ def _forgets_one_piece(arrive: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keeps_the_first(take: Callable[..., Any]) -> Callable[..., Any]:
-    def taken(optimizer: AdamW, tracked: Tracked) -> None:
-        if optimizer._core.has_gradient(tracked.shard) and tracked.param.grad is not None:
-            tracked.remember_grad(tracked.param.grad)  # as if it had been packed
+    def taken(intake: Intake, tracked: Tracked) -> None:
+        if tracked.gradient.handed is not None and tracked.param.grad is not None:
+            tracked.gradient.remember(tracked.param.grad)  # as if it had been packed
             return
-        take(optimizer, tracked)
+        take(intake, tracked)
 
     return taken
 
@@ -142,9 +147,9 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "journal: overflow is ignored": _replaced(Core, "_end_speculation", _ignores_overflow),
     "arrival: one gradient of the fourth step reaches no bucket": _replaced(Core, "arrive", _forgets_one_piece),
-    "arrival: a second backward is taken for the same gradient": _replaced(AdamW, "_take_gradient", _keeps_the_first),
-    "edits: of gradients are not noticed": lambda: mock.patch.object(AdamW, "_is_edited", lambda *_: False),
-    "writes: masters do not follow written parameters": lambda: mock.patch.object(AdamW, "_refresh", _nothing),
+    "arrival: a second backward is taken for the same gradient": _replaced(Intake, "take", _keeps_the_first),
+    "edits: of gradients are not noticed": lambda: mock.patch.object(Edits, "is_edited", lambda *_: False),
+    "writes: masters do not follow written parameters": lambda: mock.patch.object(Writes, "follow", _nothing),
     "writes: a master follows without undoing what is speculated": lambda: mock.patch.object(Core, "restore", _nothing),
     "two phases: nothing is settled": lambda: mock.patch.object(
         Settling,
@@ -157,8 +162,8 @@ MUTANTS: dict[str, Mutant] = {
         Settling, "_settle_behind", _settles_by_the_group_of_now
     ),
     "two phases: readers do not wait": lambda: mock.patch.object(Core, "settle", _nothing),
-    "on demand: forward does not wait": lambda: mock.patch.object(AdamW, "_await", _nothing),
-    "scaler: its scale is not taken out": lambda: mock.patch.object(AdamW, "_take_scale", lambda optimizer: 1.0),
+    "on demand: forward does not wait": lambda: mock.patch.object(OnDemand, "wait", _nothing),
+    "scaler: its scale is not taken out": lambda: mock.patch.object(LossScale, "inverse", 1.0),
     "skip: nothing is taken back": _replaced(
         Core,
         "_take_back",
