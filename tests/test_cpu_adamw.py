@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -160,35 +161,32 @@ def test_a_copy_goes_on_where_it_was_taken(dtype: torch.dtype, copied: Callable[
     second.close()
 
 
-class LatePool:
-    """Worker threads that begin once they are waited for, when memory that was freed has another owner."""
+class Later:
+    """Work that begins once it is waited for, when memory that was freed has another owner."""
 
-    def submit(self, work: _native.BucketWork, operation: _native.Operation) -> Any:
-        class Later:
-            def wait(self) -> None:
-                others = [torch.full((64, 64), float("nan")) for _ in range(16)]
-                work.run_all(operation)
-                del others
+    def __init__(self, work: _native.BucketWork) -> None:
+        self._work = work
 
-        return Later()
-
-    def close(self) -> None: ...
+    def wait(self) -> None:
+        others = [torch.full((64, 64), float("nan")) for _ in range(16)]
+        self._work.run_all(_native.Operation.step)
+        del others
 
 
 def test_gradients_that_are_not_contiguous_live_until_all_groups_are_stepped() -> None:
     """Of each the kernels read a copy, which nobody else has."""
     mine, theirs = ([torch.nn.Parameter(torch.ones(64, 64)) for _ in range(4)] for _ in range(2))
     ours = superoffload.CPUAdamW([{"params": [param]} for param in mine], threads=1)
-    ours.close()
-    ours._pool = LatePool()  # type: ignore[assignment]
     peer = torch.optim.AdamW(theirs)
-    for step in range(3):
-        for params in (mine, theirs):
-            generator = torch.Generator().manual_seed(step)
-            for param in params:
-                param.grad = torch.randn(64, 64, generator=generator).t()
-        ours.step()
-        peer.step()
+    with mock.patch.object(ours._workers, "submit", Later):
+        for step in range(3):
+            for params in (mine, theirs):
+                generator = torch.Generator().manual_seed(step)
+                for param in params:
+                    param.grad = torch.randn(64, 64, generator=generator).t()
+            ours.step()
+            peer.step()
+    ours.close()
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
@@ -212,8 +210,7 @@ def test_a_worker_that_fails_says_so_once_every_group_is_stepped() -> None:
     for param in params:
         param.grad = torch.ones(4)
     versions = [param._version for param in params]
-    assert optimizer._pool is not None
-    optimizer._pool.inject_fault(0, "as told")
+    optimizer._workers.pool.inject_fault(0, "as told")
     with pytest.raises(WorkerError, match=r"as told.*the step was completed"):
         optimizer.step()
     assert all(param.lt(1.0).all() for param in params)
