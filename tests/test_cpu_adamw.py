@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 import superoffload
 from superoffload import _native
 from superoffload.errors import ArgumentError, StateError, WorkerError
+from tests.adamw_tools import run_python
 
 
 def parameters(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.nn.Parameter]:
@@ -216,6 +218,30 @@ def test_a_worker_that_fails_says_so_once_every_group_is_stepped() -> None:
     assert all(param.lt(1.0).all() for param in params)
     assert all(param._version > version for param, version in zip(params, versions, strict=True))
     optimizer.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
+def test_a_forked_child_gets_an_error_and_the_parent_goes_on() -> None:
+    """Its threads are not there; nothing changes, not even how many steps there were."""
+    script = """
+import os, torch, superoffload
+from superoffload.errors import StateError
+param = torch.nn.Parameter(torch.ones(4))
+optimizer = superoffload.CPUAdamW([param], threads=1)
+param.grad = torch.ones(4)
+if os.fork() == 0:
+    try:
+        optimizer.step()
+    except StateError as error:
+        optimizer.close()
+        os._exit(7 if "do not survive fork()" in str(error) and not optimizer.state else 1)
+    os._exit(1)
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+optimizer.step()
+print(bool(param.lt(1).all()))
+optimizer.close()
+"""
+    assert run_python(script, timeout=60).stdout.split() == ["7", "True"]
 
 
 def test_bad_input_and_use_after_close() -> None:

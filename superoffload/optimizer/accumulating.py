@@ -1,4 +1,4 @@
-"""Which backward is the boundary: not one ``with optimizer.accumulate():``, nor one in a window of Accelerate's."""
+"""A backward ``with optimizer.accumulate():``, or in a window of Accelerate's, is not the boundary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a step: what there is to decide on, the verdict, what is done with it, and what is remembered of it."""
+"""A step ends: its gradients are collected, a verdict is made, the core acts on it, and what was seen is remembered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an optimizer needs before there is any state: the other ranks, and a core with a link to the parameters."""
+"""An optimizer finds the other ranks, and makes a core with a link to the parameters, before there is any state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from superoffload.ranks.setup import RankSetup, qualified_names, set_up_ranks
 
 @dataclass(frozen=True)
 class Connection:
-    """What was made for one set of parameters, which have no state yet.
+    """Holds what was made for one set of parameters, which have no state yet.
 
     ``names``: of the model's parameters, by their ids. ``resident``: ids of those whose state begins on the device.
     """
@@ -32,7 +32,7 @@ class Connection:
 
 
 def connect(given: Given, params: Sequence[Tensor], hyper_of: Callable[[int], GroupHyper]) -> Connection:
-    """To the other ranks, where there are any, and to a new core."""
+    """Joins the other ranks, where there are any, and makes a core."""
     model = given.model()
     names = qualified_names(model)
     ranks = set_up_ranks(

@@ -1,4 +1,4 @@
-"""The two deliveries: eager, or on demand, where ``step()`` returns at once and readers wait for what they read.
+"""Parameters are delivered eagerly, or on demand: then ``step()`` returns at once and readers wait for what they read.
 
 Known readers are forward passes of the module, its ``state_dict()`` and loading into it. Everything else that reads or
 writes parameters calls ``synchronize()`` first; ``check_reads()`` finds what does not.
@@ -30,7 +30,7 @@ from superoffload.verdict import Verdict
 
 
 class Delivery(Protocol):
-    """How parameters get their new values."""
+    """Gives parameters their new values."""
 
     def apply(self, verdict: Verdict) -> None:
         """Has the core act on the verdict."""

@@ -1,4 +1,4 @@
-"""What users did to gradients and parameters between backward and ``step()``."""
+"""Users edit gradients and parameters between backward and ``step()``, which goes by what they have then."""
 
 from __future__ import annotations
 

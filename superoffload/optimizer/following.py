@@ -1,4 +1,4 @@
-"""What a core tells the parts of an optimizer, which it does not keep alive."""
+"""A core tells the parts of an optimizer what it does, and does not keep them alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that were packed and freed: their placeholders, and how they come back, which costs time and memory."""
+"""A gradient that was packed is freed, and comes back where something needs it, which costs time and memory."""
 
 from __future__ import annotations
 

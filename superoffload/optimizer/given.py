@@ -1,4 +1,4 @@
-"""The arguments of ``superoffload.AdamW``, checked before anything is made or changed."""
+"""The arguments of ``superoffload.AdamW`` are checked before anything is made or changed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from superoffload.placement import Asked, check_placement
 
 @dataclass(frozen=True)
 class Given:
-    """Arguments that are needed again where an optimizer starts anew on other parameters."""
+    """Keeps arguments that are needed again where an optimizer starts anew on other parameters."""
 
     speculation: str
     on_demand: bool

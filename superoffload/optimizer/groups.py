@@ -1,4 +1,4 @@
-"""The param groups of an optimizer, as their user has them at the moment."""
+"""Param groups belong to their user, who may change them between any two lines: they are read when they are needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEYS = ("lr", "betas", "eps", "weight_decay")
 
 
 class _Checked(NamedTuple):
-    """Hyper-parameters that were checked: the objects themselves, and what they came to."""
+    """Keeps hyper-parameters that were checked: the objects themselves, and what they came to."""
 
     values: tuple[Any, ...]
     hyper: GroupHyper

@@ -1,4 +1,4 @@
-"""The way of a gradient from backward to the core, and which backward is the one before ``step()``."""
+"""Gradients go from backward to the core as soon as they are final."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from superoffload.ranks.layout import is_dtensor
 
 
 class Intake:
-    """Hands gradients to the core as soon as they are final: in hooks of backward, or at the boundary."""
+    """Hands each gradient to the core in a hook of the last backward before ``step()``, or at the boundary."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""From construction to the end: what is in use, what was interrupted, closing, forking, leaving the process."""
+"""An optimizer is used from its construction to its end, by one thread at a time, in the process that made it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from superoffload.interrupts import held_signals
 
 
 class Alone:
-    """A context for one thread at a time, without signals. Contexts nest.
+    """Lets one thread at a time in, without signals. Contexts nest.
 
     Signals are held first and let through last, so that no handler runs in a thread that has the lock.
     """
@@ -43,7 +43,7 @@ class Alone:
 
 
 class Whole:
-    """Likewise, for what must be done wholly or not at all: it remembers what came out of the middle all the same."""
+    """Lets one thread at a time do what must be done wholly or not at all; remembers an error from the middle of it."""
 
     def __init__(self) -> None:
         self.alone = Alone()
@@ -62,7 +62,7 @@ class Whole:
 
 
 class Threads(Protocol):
-    """What works for an optimizer in other threads."""
+    """Works for an optimizer in other threads."""
 
     def close(self) -> None:
         """Takes back what is not finished and ends the threads."""

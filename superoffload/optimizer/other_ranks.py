@@ -1,4 +1,4 @@
-"""One optimizer among others on other ranks, or without them: what they agree on, and what each gets of the others."""
+"""An optimizer agrees with those on other ranks, where there are any, and gets what they have stepped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Prepares(Protocol):
-    """What a verdict waits for, and what takes it back."""
+    """Prepares what a verdict is about, or gives it up."""
 
     def take_stock(self, scale: LossScale) -> None: ...
     def settings(self) -> dict[str, Any]: ...
@@ -31,7 +31,7 @@ class Prepares(Protocol):
 
 
 class Ranks(Protocol):
-    """``session`` None: this process decides alone."""
+    """Shares one verdict. ``session`` None: this process decides alone."""
 
     @property
     def setup(self) -> RankSetup: ...
@@ -170,7 +170,7 @@ class OtherRanks:
 
 
 def other_ranks(setup: RankSetup, core: Core, params: Params, verdicts: Verdicts, writes: Writes) -> Ranks:
-    """Those that share the verdict of one optimizer."""
+    """Chooses who decides: this process alone, or the ranks of a session."""
     if setup.session is None:
         return NoOtherRanks(setup, core, params, verdicts)
     return OtherRanks(setup.session, setup, core, params, verdicts, writes)

@@ -1,4 +1,4 @@
-"""From parameters to shards and the state that is made for them."""
+"""Parameters become shards of the core, and get their state when they are adopted."""
 
 from __future__ import annotations
 

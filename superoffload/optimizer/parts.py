@@ -1,4 +1,4 @@
-"""The parts of ``superoffload.AdamW``: those that last as long as it does, and those that one set of parameters has."""
+"""``superoffload.AdamW`` is put together here: each part gets those that it needs, and none knows ``AdamW`` itself."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from superoffload.optimizer.writes import Writes
 
 
 class Lasting:
-    """What stays as it is when other parameters take the place of those that an optimizer was made for."""
+    """Holds what stays as it is when other parameters take the place of those that an optimizer was made for."""
 
     def __init__(self, lifetime: Lifetime, groups: ParamGroups, verdicts: Verdicts, given: Given) -> None:
         self.lifetime = lifetime
@@ -71,7 +71,7 @@ class Lasting:
 
 @dataclass(frozen=True)
 class Parts:
-    """What is made for one set of parameters. Each part knows those before it."""
+    """Holds what is made for one set of parameters. Each part knows those before it."""
 
     core: Core
     params: Params

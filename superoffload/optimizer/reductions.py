@@ -1,4 +1,4 @@
-"""Gradients that a ``DistributedDataParallel`` reduces over the ranks: they are final once it has done so."""
+"""Gradients of a ``DistributedDataParallel`` are final once it has reduced them over the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State that is read, saved and loaded: masters, ``state_dict()``, what checkpoints ask for."""
+"""Masters and moments are read, saved and loaded, by users and by checkpoints."""
 
 from __future__ import annotations
 

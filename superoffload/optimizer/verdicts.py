@@ -1,4 +1,4 @@
-"""What verdicts are made of, besides gradients, and the last one: the norm to clip to, and the loss scale."""
+"""A verdict is made of gradients, of the norm to clip to and of the loss scale; the last two are here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAMED = 8  # of more ranks, the first ones
 
 
 class LossScale(NamedTuple):
-    """What a ``torch.amp.GradScaler`` has set on an optimizer around its ``step()``.
+    """Holds what a ``torch.amp.GradScaler`` has set on an optimizer around its ``step()``.
 
     ``is_set``: a scaler did. ``grad_scale`` None: its user called ``unscale_()``. ``found_inf``: it saw a NaN or an
     infinity, which may have been replaced since.

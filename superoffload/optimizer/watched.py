@@ -1,4 +1,4 @@
-"""What is known of one parameter: its shard, and the user-visible versions of value and gradient we acted on."""
+"""A parameter is watched: an edit of its value, which its master must follow, is noticed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Place:
 
 @dataclass(eq=False)
 class Tracked:
-    """A parameter, its shard, and what we last saw of both value and gradient."""
+    """Knows a parameter, its shard, and what was last seen of both value and gradient."""
 
     param: Tensor
     shard: Shard
@@ -185,7 +185,7 @@ def remember_values(several: Iterable[Tracked], *, on_device: bool = True) -> No
 
 @dataclass(frozen=True)
 class Noticed:
-    """Whose value, and whose kept gradient, was edited since we last looked.
+    """Says whose value, and whose kept gradient, was edited since we last looked.
 
     ``untold``: those of ``written`` of which no version counter tells that should have.
     """

@@ -1,4 +1,4 @@
-"""Which gradient of a parameter was handed over in this step, and what shows that it was edited since."""
+"""A gradient that was handed over is watched: an edit of it, which must be packed again, is noticed."""
 
 from __future__ import annotations
 

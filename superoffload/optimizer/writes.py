@@ -1,4 +1,4 @@
-"""What users write to parameters, which their masters take over."""
+"""Masters take over what users write to parameters."""
 
 from __future__ import annotations
 
