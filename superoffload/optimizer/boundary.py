@@ -98,7 +98,7 @@ class Boundary:
         self._intake.check_finished()
         for index, group in enumerate(self._groups.now):
             self._groups.hyper(index)
-            unfrozen = [p for p in group["params"] if gradient_of(p) is not None and p not in self._params]
+            unfrozen = [p for p in self._params.without_state(group["params"]) if gradient_of(p) is not None]
             if unfrozen:
                 self._params.refuse_replaced()
                 self._intake.adopt(index, unfrozen)

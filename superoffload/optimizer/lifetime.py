@@ -132,7 +132,8 @@ class Lifetime:
         return self.work
 
     def out_of_use(self) -> bool:
-        return self._closed or self.interrupted or self.forked
+        """Asked at every gradient."""
+        return self._closed or self.work.cut_off is not None or self._pid != os.getpid()
 
     def if_in_use(self, work: Callable[[], None]) -> None:
         """``work``, wholly or not at all, unless the owner is out of use."""

@@ -70,6 +70,11 @@ class Params:
     def __getitem__(self, param: Tensor) -> Tracked:
         return self._tracked[param]
 
+    def without_state(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Those that are frozen, or train for the first time."""
+        known = self._tracked
+        return [param for param in params if param not in known]
+
     def get(self, param: Tensor) -> Tracked | None:
         return self._tracked.get(param)
 
