@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from superoffload import AdamW
-from superoffload.optimizer import gradients
+from superoffload.optimizer import boundary, edits
 from superoffload.reporting.machine import machine_facts, version_facts
 from superoffload.training.config import ModelConfig
 from superoffload.training.model import DTYPES, build_model, compute_dtype
@@ -73,8 +73,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     watch, rows = Stopwatch(), []
-    for name in ("notice", "remember_values"):
-        setattr(gradients, name, watch.around(getattr(gradients, name)))
+    for module, name in ((edits, "notice"), (boundary, "remember_values")):
+        setattr(module, name, watch.around(getattr(module, name)))
     for dtype in DTYPES:
         for tokens in args.tokens:
             rows.append(row := measure(dtype, tokens, args.steps, watch))

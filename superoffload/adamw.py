@@ -1,59 +1,52 @@
 """``superoffload.AdamW``: a ``torch.optim.Optimizer`` whose state is in host memory and steps during backward.
 
-This file: its arguments and what users ask for. Its layers are in ``superoffload/optimizer/``.
+This file: its arguments and what users ask for. What it owns is in ``superoffload/optimizer/``.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from superoffload import kernels  # obeys SUPEROFFLOAD_ISA
-from superoffload.arguments import (
-    as_groups,
-    check_accumulate_dtype,
-    check_delivery,
-    check_groups,
-    check_in_module,
-    check_is_of,
-    check_keep_grads,
-    check_max_grad_norm,
-    check_process_group,
-    check_rank_check,
-    check_replicated,
-    check_seed,
-    check_state_dtype,
-    check_threads,
-    check_whole_number,
-    named_in,
-)
+from superoffload.checkpoint import ReadState, StateDict
+from superoffload.engine.engine import Engine
 from superoffload.engine.recorder import Recorder
 from superoffload.environment import check_environment
-from superoffload.errors import ArgumentError, StateError
+from superoffload.errors import StateError
 from superoffload.gradient_source import clear_main_grad
-from superoffload.optimizer.delivery import Delivery
-from superoffload.optimizer.fp32_sums import check_fp32_sums
-from superoffload.optimizer.parameters import Given
-from superoffload.optimizer.weakly import weakly
-from superoffload.optimizer.whose_norm import say_whose_norm
-from superoffload.placement import check_placement
+from superoffload.optimizer.accumulating import Accumulating
+from superoffload.optimizer.given import check_given, params_of
+from superoffload.optimizer.groups import ParamGroups
+from superoffload.optimizer.lifetime import Lifetime
+from superoffload.optimizer.other_ranks import Ranks
+from superoffload.optimizer.parts import Lasting, assemble
+from superoffload.optimizer.state import agreed
+from superoffload.optimizer.untraced import untraced
+from superoffload.optimizer.verdicts import LossScale, Verdicts
+from superoffload.optimizer.watched import Tracked
+from superoffload.ranks.layout import Holding
 from superoffload.timeline import Timeline, record
+from superoffload.undelivered import CheckReads
 from superoffload.unknown_arguments import refuse_unknown
 from superoffload.verdict import Verdict
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
+    from superoffload.checkpoints.snapshot import Snapshot
+    from superoffload.ranks.session import RankSession
     from superoffload.unknown_arguments import TorchDefaults
 
 __all__ = ["AdamW", "kernels"]
 
 
-class AdamW(Delivery):
+class AdamW(Optimizer):
     """AdamW with offloaded state, speculation and exact clipping.
 
     The arithmetic is that of ``torch.optim.AdamW`` in fp32 (Loshchilov and Hutter, "Decoupled Weight Decay
@@ -117,8 +110,6 @@ class AdamW(Delivery):
     not exist it is a TypeError too, and names the one that was meant.
     """
 
-    _said_whose_norm = False
-
     def __init__(
         self,
         params: Any,
@@ -146,118 +137,261 @@ class AdamW(Delivery):
         seed: int = 0,
         **torchs: Unpack[TorchDefaults],
     ) -> None:
+        arguments = dict(locals())
         refuse_unknown(AdamW, torchs)
         check_environment()
-        self._max_grad_norm = check_max_grad_norm(max_grad_norm)
-        asked = check_placement(placement)
-        check_keep_grads(keep_grads)
-        check_whole_number("bucket_numel", bucket_numel)
-        check_process_group(process_group)
-        check = check_rank_check(rank_check)
-        replicated = check_replicated(replicated)
-        check_delivery(delivery, module, model, replicated)
-        model = module if module is not None else model
-        check_threads("threads", threads)
-        groups = as_groups(params)
-        if not any(group["params"] for group in groups):  # one empty group among others is common: nothing to decay
-            raise ArgumentError("params: only empty param groups; expected parameters to train")
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        check_groups(groups, defaults)
-        if delivery == "on_demand" and model is not None:
-            check_in_module(model, [param for group in groups for param in group["params"]])
-        elif model is not None:
-            check_is_of(model, [param for group in groups for param in group["params"]])
-        fp32_sums = check_accumulate_dtype(accumulate_dtype)
-        if fp32_sums:
-            check_fp32_sums(named_in(groups), model)
-        about_ranks = (replicated, check, process_group, rank_timeout)
-        reference = weakref.ref(model) if model is not None else None
-        given = Given(
-            speculation, delivery, bucket_numel, threads, *about_ranks, reference, keep_grads, asked, fp32_sums
-        )
-        self._begin()
-        self._begin_with(given, check_state_dtype(state_dtype), check_seed(seed))
-        self._recorder = record(trace) if trace is not None else Recorder()
-        try:
-            self._connect([entry[1] if isinstance(entry, tuple) else entry for g in groups for entry in g["params"]])
-        except BaseException:
-            self._recorder.close()
-            raise
+        verdicts = Verdicts(max_grad_norm)
+        defaults = {name: arguments[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        groups, given = check_given(params, defaults, arguments)
+        self._lifetime = Lifetime(self)
+        recorder = Recorder() if trace is None else record(trace)
+        self._lasting = Lasting(self._lifetime, ParamGroups(self), verdicts, given, recorder)
+        self._parts = assemble(self._lasting, params_of(groups))
         try:
             super().__init__(groups, defaults)
-            self._announce()
-            self._follow_reductions(model)
-            self._say_whose_norm()  # where warnings are errors, it raises
+            self._ranks.announce()
+            self._lasting.follow_reductions(self._ranks)
+            self._lasting.say_whose_norm(self._ranks)  # where warnings are errors, it raises
         except BaseException:
             self.close()
             raise
-        self._constructing = False
-        self._open()
+        self._lifetime.open()
 
-    def _follow_reductions(self, model: nn.Module | None) -> None:
-        """Among ranks, gradients of a ``DistributedDataParallel`` are final once it has reduced them."""
-        if self._ranks.session is not None and model is not None:
-            from superoffload.integrations.ddp import reduced_gradients
+    @property
+    def _core(self) -> Engine:
+        return self._parts.core
 
-            alone = self._work.alone
-            self._reduced = reduced_gradients(model, weakly(self._on_reduced), weakly(self._on_kept), alone)
+    @property
+    def _ranks(self) -> Ranks:
+        return self._parts.ranks
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """As in torch. The tensors are those that are stepped: after a two-phase step they follow a little later, so
+        read them anew from here, which waits for that, or after ``synchronize()``."""
+        if not self._lifetime.out_of_use():
+            with self._lifetime.whole():
+                self._core.settle()
+        return self._lasting.views.mapping
+
+    @state.setter
+    def state(self, value: defaultdict[Tensor, Any]) -> None:
+        self._lasting.views.replace(value)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch, at any time; a step in flight keeps its gradients."""
+        lifetime, group = self._lifetime, param_group
+        if lifetime.is_open:  # the constructor has checked all groups already
+            self._parts.delivery.check_new(group["params"])
+            self._check_usable()
+            group = self._lasting.check_group(group, self.defaults)
+        with lifetime.alone:
+            super().add_param_group(group)  # may refuse, as where some groups have names and others have not
+            with lifetime.whole():
+                self._parts.adopt(self._lasting, self._lasting.groups.one_more())
+                if lifetime.is_open:
+                    self._ranks.announce()
+
+    @untraced
+    def _follow_replaced(self) -> None:
+        """Accelerate puts sharded parameters into the groups when it prepares a model for FSDP2: starts anew on them.
+
+        Not once there is state that would be lost.
+        """
+        if not self._lasting.groups.replaced() or not self._parts.may_be_replaced(self._lasting):
+            return
+        with self._lifetime.whole():
+            self._parts = self._parts.anew(self._lasting)
+            self._parts.adopt_all(self._lasting)
+
+    @property
+    def rank_session(self) -> RankSession | None:
+        """The ranks that share the verdict; None: this process decides alone. For superoffload.checkpoints."""
+        return self._ranks.session
+
+    def tracked(self, param: Tensor) -> Tracked | None:
+        """What is known of a parameter that has state; None where it has none. For superoffload.checkpoints."""
+        return self._parts.params.get(param)
+
+    def holding_of(self, param: Tensor) -> Holding:
+        """The part of a parameter whose state this rank has, or would have if it trained."""
+        return self._parts.params.holding_of(param)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Decides the verdict and commits, replays or skips. Parameters have their new values when it returns; with
+        delivery="on_demand", when the module's forward reads them."""
+        self._check_usable()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with self._lifetime.whole():
+            self._check_usable()  # the closure, or another thread, may have closed it
+            self._parts.boundary.end_step(LossScale.on(self))
+        self._parts.advice.tell()
+        return loss
+
+    # torch.amp.GradScaler: do not divide the gradients yourself, set grad_scale and found_inf around step().
+    _step_supports_amp_scaling = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. Without a ``step()`` since backward, the step is abandoned: nothing has changed."""
-        if not self._out_of_use():
-            with self._whole():
-                if not self._out_of_use():  # since another thread had the lock
-                    self._abandon()
+        self._lifetime.if_in_use(self._parts.boundary.abandon)
         super().zero_grad(set_to_none)
         for group in self.param_groups:
             for param in group["params"]:
                 clear_main_grad(param)
-        if not self._out_of_use():
-            with self._whole():
-                if not self._out_of_use():
-                    self._core.make_way()
+        self._lifetime.if_in_use(self._core.make_way)
+
+    def accumulate(self) -> Accumulating:
+        """Backward inside this context is not the boundary: gradients add up and nothing is stepped yet."""
+        return self._lasting.accumulation.context()
+
+    def check_reads(self) -> CheckReads:
+        """For debugging: in this context, a read or write of a parameter that is not delivered yet is a StateError.
+
+        Views and other tensors that share memory with it included. Slow; NumPy arrays and compiled code go unseen.
+        """
+        return self._parts.delivery.check_reads()
 
     @property
     def max_grad_norm(self) -> float | None:
         """The threshold of the global gradient norm; what it is at ``step()`` counts."""
-        return self._max_grad_norm
+        return self._lasting.verdicts.max_grad_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        self._max_grad_norm = check_max_grad_norm(value)
-        self._say_whose_norm()
-
-    def _say_whose_norm(self) -> None:
-        """Once, where other ranks clip by other norms."""
-        if not self._said_whose_norm and self._ranks.first:
-            self._said_whose_norm = say_whose_norm(self._max_grad_norm, self._ranks.sharing, self._ranks.world)
+        self._lasting.verdicts.clip_to(value)
+        self._lasting.say_whose_norm(self._ranks)
 
     @property
     def last_verdict(self) -> Verdict | None:
         """What the last ``step()`` decided; None before the first one."""
-        return self._last_verdict
+        return self._lasting.verdicts.last
 
     @property
     def grad_norm(self) -> float:
         """The global gradient norm of the last step, before clipping (inf when it was skipped)."""
-        if self._last_verdict is None:
-            raise StateError("grad_norm: there was no step() with gradients yet")
-        return self._last_verdict.grad_norm
+        return self._lasting.verdicts.grad_norm
 
     @property
     def timeline(self) -> Timeline | None:
         """What records the steps if ``trace`` was given; its ``span("forward")`` adds parts of the training loop."""
-        return self._recorder if isinstance(self._recorder, Timeline) else None
+        recorder = self._lasting.recorder
+        return recorder if isinstance(recorder, Timeline) else None
 
     @property
     def placement(self) -> dict[str, Any] | None:
         """The part of the parameters whose state is to be on the accelerator, how many really are, and why so."""
-        placer = self._core.placer
-        if placer is None:
-            return None
-        found = self._core.stats()["params_on_device"]
-        return {"gpu_fraction": placer.fraction, "params_on_device": found, "why": placer.why}
+        return self._parts.placement()
 
     def stats(self) -> dict[str, float | int]:
         """Totals since construction; superoffload/stats.py explains each."""
         return self._core.stats()
+
+    def state_digests(self) -> dict[str, str]:
+        """SHA-256 of all masters, exp_avg, exp_avg_sq and published parameters, as after the last finished step."""
+        self._check_usable(closed_too=True)
+        return self._parts.state.digests()
+
+    def synchronize(self) -> None:
+        """Returns once nothing runs: masters and moments are those of the last finished step."""
+        self._check_usable(closed_too=True)
+        self._parts.state.quiesce()
+
+    def refresh_written(self) -> None:
+        """Takes over what was written to parameters, as every ``step()`` does."""
+        self._parts.state.follow_written()
+        self._parts.advice.tell()
+
+    def refresh_masters(self) -> None:
+        """Takes over parameters that were written by others, at once. ``step()`` does that by itself with writes that
+        it notices: all that version counters show, those through ``param.data`` in host memory, and on a device those
+        of the first steps and of every 16th (docs/edits.md)."""
+        self._check_usable()
+        self._parts.state.follow_parameters()
+
+    @torch.no_grad()
+    def load_masters(self, masters: Mapping[str, Tensor] | Sequence[Tensor]) -> None:
+        """Masters that keep the bits a model had before it was converted: float32 values by name, or in order.
+
+        The parameters must be their rounding, as after ``model.bfloat16()``. Names are those of the model given as
+        ``model=``, or of named parameters; names that are no parameters of the optimizer are left out of account.
+        """
+        self._check_usable()
+        self._parts.state.load_masters(masters)
+
+    def state_dict(self) -> StateDict:
+        """``torch.optim.AdamW``'s layout plus ``master`` per parameter, as after the last finished step.
+
+        A copy, in host memory: as many bytes again as ``exp_avg``, ``exp_avg_sq`` and masters have;
+        ``superoffload.checkpoints.save`` needs none. DTensors for DTensor parameters. State that is spread over ranks
+        (``replicated="shard"``) is gathered, so then all ranks must call this.
+        """
+        self._check_usable(closed_too=True)
+        return self._parts.state.as_dict(super().state_dict)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Loads our own or ``torch.optim.AdamW``'s; all of it is checked before anything changes, on any rank.
+
+        Where a checkpoint has no masters, or the model's parameters are not their rounding, the parameters win.
+        Tensors of the parameters' full shapes fit any number of ranks. Values go into the state there is, block by
+        block, so no memory is needed beside ``state_dict`` itself.
+        """
+        read = agreed(self._ranks, "load_state_dict()", lambda: self.check_state_dict(state_dict))
+        self.take_over(read, "load_state_dict()")
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> ReadState:
+        """What ``take_over`` takes; raises and changes nothing where it does not fit. For superoffload.checkpoints."""
+        self._check_usable(to_load=True)
+        return self._parts.state.check(state_dict)
+
+    @torch.no_grad()
+    def take_over(self, read: ReadState, what: str, rest: Callable[[], None] = lambda: None) -> None:
+        """Puts checked state in the place of ours, then calls ``rest``, which loads what belongs to it; collectively.
+
+        Where that fails on any rank, all of them refuse everything but another load. For superoffload.checkpoints.
+        Signals and other threads wait, since what is loaded in part is of no use.
+        """
+        self._parts.state.take_over(read, what, rest)
+
+    def begin_snapshot(self, snapshot: Snapshot) -> None:
+        """From here on every shard is protected before it changes. For superoffload.checkpoints."""
+        self._parts.state.begin_snapshot(snapshot)
+
+    def await_snapshots(self) -> None:
+        """Waits until earlier snapshots were read, signals let through. For superoffload.checkpoints."""
+        self._parts.state.await_snapshots()
+
+    def _check_usable(self, *, closed_too: bool = False, to_load: bool = False) -> None:
+        self._lifetime.check_usable(closed_too=closed_too, to_load=to_load)
+        if not self._lifetime.closed:
+            self._follow_replaced()
+
+    def close(self) -> None:
+        """Takes back what was speculated and ends the worker threads. The state stays readable."""
+        self._lifetime.close(self._core, lambda: self._parts.end(self._lasting))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_parts") and self._lifetime.ends_with(self):
+            self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError("an optimizer with worker threads cannot be copied or pickled; save its state_dict() instead")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__reduce_ex__(None)

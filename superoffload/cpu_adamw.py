@@ -26,12 +26,11 @@ from superoffload.arguments import (
 )
 from superoffload.bucket import ELEMENT_TYPES
 from superoffload.checkpoint import ParamState, StateDict, blocks_of, read_state, write_state
-from superoffload.closing import close_at_exit, is_closed
 from superoffload.cpus import worker_cpus
-from superoffload.errors import StateError, WorkerError
+from superoffload.errors import WorkerError
 from superoffload.gradient_source import check_no_main_grad
-from superoffload.interrupts import held_signals
 from superoffload.masters import follow
+from superoffload.optimizer.lifetime import Lifetime
 from superoffload.ranks.layout import in_order, memory_order
 from superoffload.unknown_arguments import refuse_unknown
 
@@ -88,9 +87,10 @@ class CPUAdamW(Optimizer):
         self._start(cpus)
 
     def _start(self, cpus: list[int]) -> None:
-        self._pool: _native.WorkerPool | None = _native.WorkerPool(cpus)
+        self._workers = _Workers(cpus)
         self._works: dict[int, tuple[tuple[int, ...], _native.BucketWork]] = {}
-        close_at_exit(self)
+        self._lifetime = Lifetime(self)
+        self._lifetime.open()
 
     def __getstate__(self) -> dict[str, Any]:
         """As torch's optimizers, this one can be copied and pickled; the copy starts worker threads of its own."""
@@ -119,8 +119,7 @@ class CPUAdamW(Optimizer):
 
         ArgumentError: nothing was changed. WorkerError: a worker failed, and the step was completed all the same.
         """
-        if self._pool is None:
-            raise StateError("the optimizer is closed")
+        self._lifetime.check_usable()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -128,14 +127,15 @@ class CPUAdamW(Optimizer):
         stepped = self._stepped()
         # Alive until all are done: no other name holds the copies.
         grads = {index: [_grad_in_order(param) for param in params] for index, params in stepped.items()}
-        with held_signals():
+        with self._lifetime.alone:
+            self._lifetime.check_usable()  # another thread may have closed it
             for params in stepped.values():
                 for param in params:
                     if self.state[param]:
                         self._follow_order(param)
                     else:
                         self.state[param] = self._fresh(param)
-            running = [self._submit(self._pool, index, params, grads[index]) for index, params in stepped.items()]
+            running = [self._submit(index, params, grads[index]) for index, params in stepped.items()]
             failures = [failure for failure in map(_failure_of, running) if failure is not None]
             for params in stepped.values():
                 torch.autograd.graph.increment_version(params)  # the kernels wrote to them unseen
@@ -176,9 +176,7 @@ class CPUAdamW(Optimizer):
             if name in state and memory_order(state[name]) != order:
                 state[name] = torch.empty_like(param, dtype=state[name].dtype).copy_(state[name])
 
-    def _submit(
-        self, pool: _native.WorkerPool, index: int, params: list[Tensor], grads: list[Tensor]
-    ) -> _native.Completion:
+    def _submit(self, index: int, params: list[Tensor], grads: list[Tensor]) -> _native.Completion:
         group = self.param_groups[index]
         states = [self.state[param] for param in params]
         torch._foreach_add_([state["step"] for state in states], 1.0)
@@ -193,7 +191,7 @@ class CPUAdamW(Optimizer):
             l2=self._l2,
             steps=[int(state["step"]) for state in states],
         )
-        return pool.submit(work, _native.Operation.step)
+        return self._workers.submit(work)
 
     def _work_for(self, index: int, params: list[Tensor], grads: list[Tensor]) -> _native.BucketWork:
         """The native description of a group, made anew only when an address in it has changed."""
@@ -228,7 +226,7 @@ class CPUAdamW(Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         loaded = [(param, values) for param, values in zip(params, read.states, strict=True) if values is not None]
         fresh = {param: self._fresh(param) for param, _ in loaded if not self._fits(param)}
-        with held_signals():
+        with self._lifetime.alone:
             for group, saved in zip(self.param_groups, read.groups, strict=True):
                 group.update(saved)
             for param, values in zip(params, read.states, strict=True):
@@ -267,10 +265,27 @@ class CPUAdamW(Optimizer):
 
     def close(self) -> None:
         """Ends the worker threads. The state stays readable."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
-        is_closed(self)
+        self._lifetime.close(self._workers, _nothing)
+
+
+class _Workers:
+    """Steps what it is given in threads of one optimizer."""
+
+    def __init__(self, cpus: list[int]) -> None:
+        self.pool = _native.WorkerPool(cpus)
+
+    def submit(self, work: _native.BucketWork) -> _native.Completion:
+        return self.pool.submit(work, _native.Operation.step)
+
+    def close(self) -> None:
+        self.pool.close()
+
+    def end_threads(self) -> None:
+        self.pool.close()
+
+
+def _nothing() -> None:
+    """Nothing else is to be ended."""
 
 
 def _failure_of(completion: _native.Completion) -> str | None:

@@ -44,7 +44,7 @@ class PackedGradient(Tensor):
         fetch: Callable[[PackedGradient], None],
         offer: Callable[[PackedGradient, Tensor], None],
     ) -> PackedGradient:
-        """``offer`` sets ``addend`` to what it is given where its owner adds it to what was packed."""
+        """``offer`` calls ``keep_addend`` with what it is given where its owner adds it to what was packed."""
         made: PackedGradient = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=dtype, device=param.device, requires_grad=False
         )
@@ -66,6 +66,23 @@ class PackedGradient(Tensor):
         if self.in_memory is None:
             raise gradient_is_gone(self.of, "what was packed has made way for a later one, or its optimizer is closed")
         return self.in_memory
+
+    def fill(self, gradient: Tensor) -> None:
+        """``gradient``, in memory, is what this stood for until now."""
+        self.in_memory = gradient
+
+    def empty(self) -> None:
+        """What it was filled with is not right; it stands for what was packed again."""
+        self.in_memory = None
+
+    def keep_addend(self, addend: Tensor) -> None:
+        """Autograd has given ``addend``, which waits here until it is added to what was packed."""
+        self.addend = addend
+
+    def take_addend(self) -> Tensor | None:
+        """What was still to be added, which its taker adds, or has added."""
+        addend, self.addend = self.addend, None
+        return addend
 
     def set_to_zero(self) -> PackedGradient | Tensor:
         """Needs no memory as long as it is all that is done."""

@@ -92,7 +92,7 @@ def test_the_error_says_whether_the_gradient_or_its_dtype_was_changed() -> None:
         gradient = parameters_of(model)[0].grad.bfloat16()
         for dtype, why in ((torch.float32, "was replaced or converted"), (torch.bfloat16, "was set to torch.bf")):
             with pytest.raises(StateError, match=why):
-                optimizer._sums.check("weight", SimpleNamespace(grad_dtype=dtype), gradient)
+                optimizer._lasting.sums.check("weight", SimpleNamespace(grad_dtype=dtype), gradient)
 
 
 @needs_grad_dtype

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 import superoffload
 from superoffload import _native
 from superoffload.errors import ArgumentError, StateError, WorkerError
+from tests.adamw_tools import run_python
 
 
 def parameters(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.nn.Parameter]:
@@ -160,35 +163,32 @@ def test_a_copy_goes_on_where_it_was_taken(dtype: torch.dtype, copied: Callable[
     second.close()
 
 
-class LatePool:
-    """Worker threads that begin once they are waited for, when memory that was freed has another owner."""
+class Later:
+    """Work that begins once it is waited for, when memory that was freed has another owner."""
 
-    def submit(self, work: _native.BucketWork, operation: _native.Operation) -> Any:
-        class Later:
-            def wait(self) -> None:
-                others = [torch.full((64, 64), float("nan")) for _ in range(16)]
-                work.run_all(operation)
-                del others
+    def __init__(self, work: _native.BucketWork) -> None:
+        self._work = work
 
-        return Later()
-
-    def close(self) -> None: ...
+    def wait(self) -> None:
+        others = [torch.full((64, 64), float("nan")) for _ in range(16)]
+        self._work.run_all(_native.Operation.step)
+        del others
 
 
 def test_gradients_that_are_not_contiguous_live_until_all_groups_are_stepped() -> None:
     """Of each the kernels read a copy, which nobody else has."""
     mine, theirs = ([torch.nn.Parameter(torch.ones(64, 64)) for _ in range(4)] for _ in range(2))
     ours = superoffload.CPUAdamW([{"params": [param]} for param in mine], threads=1)
-    ours.close()
-    ours._pool = LatePool()  # type: ignore[assignment]
     peer = torch.optim.AdamW(theirs)
-    for step in range(3):
-        for params in (mine, theirs):
-            generator = torch.Generator().manual_seed(step)
-            for param in params:
-                param.grad = torch.randn(64, 64, generator=generator).t()
-        ours.step()
-        peer.step()
+    with mock.patch.object(ours._workers, "submit", Later):
+        for step in range(3):
+            for params in (mine, theirs):
+                generator = torch.Generator().manual_seed(step)
+                for param in params:
+                    param.grad = torch.randn(64, 64, generator=generator).t()
+            ours.step()
+            peer.step()
+    ours.close()
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
@@ -212,13 +212,36 @@ def test_a_worker_that_fails_says_so_once_every_group_is_stepped() -> None:
     for param in params:
         param.grad = torch.ones(4)
     versions = [param._version for param in params]
-    assert optimizer._pool is not None
-    optimizer._pool.inject_fault(0, "as told")
+    optimizer._workers.pool.inject_fault(0, "as told")
     with pytest.raises(WorkerError, match=r"as told.*the step was completed"):
         optimizer.step()
     assert all(param.lt(1.0).all() for param in params)
     assert all(param._version > version for param, version in zip(params, versions, strict=True))
     optimizer.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
+def test_a_forked_child_gets_an_error_and_the_parent_goes_on() -> None:
+    """Its threads are not there; nothing changes, not even how many steps there were."""
+    script = """
+import os, torch, superoffload
+from superoffload.errors import StateError
+param = torch.nn.Parameter(torch.ones(4))
+optimizer = superoffload.CPUAdamW([param], threads=1)
+param.grad = torch.ones(4)
+if os.fork() == 0:
+    try:
+        optimizer.step()
+    except StateError as error:
+        optimizer.close()
+        os._exit(7 if "do not survive fork()" in str(error) and not optimizer.state else 1)
+    os._exit(1)
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+optimizer.step()
+print(bool(param.lt(1).all()))
+optimizer.close()
+"""
+    assert run_python(script, timeout=60).stdout.split() == ["7", "True"]
 
 
 def test_bad_input_and_use_after_close() -> None:

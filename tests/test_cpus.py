@@ -140,7 +140,7 @@ def test_an_optimizer_beside_a_device_leaves_two(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("superoffload.cpus.allowed_cpus", lambda: list(range(16)))
     monkeypatch.setattr("superoffload.cpus.cpu_quota", lambda system: None)
-    monkeypatch.setattr("superoffload.optimizer.parameters.on_device", lambda params: device)
+    monkeypatch.setattr("superoffload.optimizer.connection.on_device", lambda params: device)
     with AdamW(net(torch.float32).parameters(), threads=threads) as optimizer:
         assert optimizer._core.pool.threads == expected  # type: ignore[attr-defined]  # the protocol has no count
 
@@ -192,8 +192,8 @@ def test_taskset_is_respected() -> None:
 
 def thread_cpus() -> list[int]:
     with optimizer_of(net(torch.float32), threads=None) as optimizer:
-        assert optimizer._ranks.cpus is not None
-        return optimizer._ranks.cpus
+        assert optimizer._ranks.setup.cpus is not None
+        return optimizer._ranks.setup.cpus
 
 
 def test_ranks_of_this_node_share_its_processors() -> None:

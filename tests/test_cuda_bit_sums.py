@@ -18,7 +18,7 @@ from superoffload.bits import Sums
 from superoffload.cuda.bit_sums import CudaBitSums, SumsThere
 from superoffload.cuda.link import CudaLink, CudaOptions
 from superoffload.errors import DeviceError
-from superoffload.tracked import Tracked
+from superoffload.optimizer.watched import Tracked
 from tests.adamw_tools import batch, model_of, train
 from tests.cuda_tools import training
 from tests.device_battery import sums_at

@@ -129,7 +129,7 @@ def with_late_sums(copied_on: str) -> bool:
         return made[-1]
 
     with (
-        mock.patch("superoffload.optimizer.parameters.link_for", link_for),
+        mock.patch("superoffload.optimizer.connection.link_for", link_for),
         mock.patch.object(ddp, "allreduce_hook", gloo.hook),
         streams.installed(),
     ):

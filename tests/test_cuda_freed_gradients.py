@@ -45,8 +45,7 @@ def test_one_that_is_kept_for_longer_is_an_error_and_never_another_gradient(fake
         elif way == "closed":
             optimizer.close()
         else:
-            optimizer._tracked.clear()
-            optimizer._of_shard.clear()
+            optimizer._parts.params.forget_all()
         for grad in kept:
             assert isinstance(grad, PackedGradient)
             with pytest.raises(StateError, match=r"packed and freed.*later one.*clone\(\).*keep_grads=True"):

@@ -30,13 +30,13 @@ def test_a_parameter_moved_after_construction(fake: Fake) -> None:
         optimizer.zero_grad()
         batch(model, 2).backward()
         parameter = next(model.parameters())
-        tracked = optimizer._tracked[parameter]
-        tracked._device = torch.device("cuda", 1)  # where it was; here there is only one device
+        tracked = optimizer._parts.params[parameter]
+        tracked.device = torch.device("cuda", 1)  # where it was; here there is only one device
         with torch.no_grad():
             parameter.mul_(1)  # what moving it shows to version counters
         with pytest.raises(StateError, match=r"was on cuda:1, now on cpu.*after moving the model"):
             optimizer.step()
-        tracked._device = parameter.device
+        tracked.device = parameter.device
         optimizer.zero_grad()
         fake.synchronize()
         assert state_of(optimizer.state_digests()) == state_of(expected)

@@ -21,7 +21,7 @@ from superoffload.integrations import ddp, fsdp2
 from superoffload.integrations.ddp import ReducedGradients
 from superoffload.optimizer import module_hooks
 from superoffload.optimizer.lifetime import Alone
-from superoffload.tracked import Tracked
+from superoffload.optimizer.watched import Tracked
 from tests.adamw_tools import batch
 from tests.fake_cuda import IMAGE, Fake, FakeDevice, LateLink, garbage_like, on_fake_device
 from tests.test_cuda_link import deep_model
@@ -78,7 +78,7 @@ def test_gradients_of_several_streams_are_all_waited_for(fake: Fake) -> None:
         made.append(CudaLink(device, CudaOptions(image=IMAGE, timeout_seconds=60.0, library=fake.library)))
         return made[-1]
 
-    with mock.patch("superoffload.optimizer.parameters.link_for", link_for):
+    with mock.patch("superoffload.optimizer.connection.link_for", link_for):
         try:
             assert train(model, lambda: fake.synchronize(main)) == expected
         finally:

@@ -53,7 +53,7 @@ def test_a_parameter_that_was_moved_is_refused(in_flight: bool, delivery: str) -
         if in_flight:
             batch(model, 3).backward()
         for param in model.parameters():
-            optimizer._tracked[param]._device = torch.device("cuda:0")
+            optimizer._parts.params[param].device = torch.device("cuda:0")
             param.data = param.data.clone()
         with pytest.raises(StateError, match="was on cuda:0, now on cpu; make the optimizer after moving the model"):
             optimizer.step()

@@ -22,6 +22,7 @@ from superoffload.checkpoints import loading
 from superoffload.checkpoints.cuts import cut_of, shared
 from superoffload.checkpoints.safetensors import TensorReader
 from superoffload.errors import ArgumentError, HostMemoryError, StateError
+from superoffload.optimizer.state import State
 from tests.rank_tools import error_of, on_ranks, optimizer_of
 from tests.saving_tools import Run, assert_same, save_two_steps
 from tests.test_saving_ranks import build, step
@@ -284,7 +285,7 @@ def refuse_memory(patch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise HostMemoryError("1 GB more were refused")
 
-    patch.setattr(AdamW, "_adopt_loaded", refuse)
+    patch.setattr(State, "adopt_loaded", refuse)
 
 
 def changes_on_one(folder: str) -> list[str]:

@@ -18,7 +18,7 @@ from superoffload.bits import SumsByTorch
 from superoffload.errors import StateError
 from superoffload.optimizer.advice import Advice
 from superoffload.optimizer.untold_writes import EVERY, FIRST_STEPS, UntoldWrites
-from superoffload.tracked import Place
+from superoffload.optimizer.watched import Place
 from tests.adamw_tools import DTYPES, Optimizer, batch, check_scenario, model_of, train
 from tests.rank_tools import flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
 
@@ -273,7 +273,7 @@ def test_parameters_that_cannot_be_read_yet_are_not_compared() -> None:
     """Those of a link that writes later into host memory; of those on a device, some steps."""
     model = model_of()
     with AdamW(model.parameters()) as optimizer:
-        tracked = next(iter(optimizer._tracked.values()))
+        tracked = next(iter(optimizer._parts.params))
         assert tracked.is_compared(on_device=False)
         tracked.bits = SumsByTorch()
         assert tracked.is_compared(on_device=True) and not tracked.is_compared(on_device=False)

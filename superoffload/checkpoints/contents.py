@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from superoffload.adamw import AdamW
 from superoffload.errors import ArgumentError
+from superoffload.optimizer.watched import Tracked
 from superoffload.ranks.layout import Holding, dtensor_holding, is_dtensor, whole_holding
 from superoffload.ranks.session import RankSession
 from superoffload.ranks.setup import plain_name
-from superoffload.tracked import Tracked
 
 _EXTRA_STATE = "_extra_state"
 MODEL, MASTER, EXP_AVG, EXP_AVG_SQ = "model.", "master.", "exp_avg.", "exp_avg_sq."
@@ -119,7 +119,7 @@ def name_everything(model: nn.Module, optimizer: Optimizer | None) -> Named:
                 )
             params[names[id(param)]] = param
         groups.append([names[id(param)] for param in group["params"]])
-    session = optimizer._ranks.session if isinstance(optimizer, AdamW) else None
+    session = optimizer.rank_session if isinstance(optimizer, AdamW) else None
     modules = {plain_name(f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE): m for name, m in model.named_modules()}
     return Named(tensors, aliases, other, modules, groups, params, session)
 
@@ -133,8 +133,9 @@ def stepped(optimizer: Optimizer, named: Named) -> Iterator[tuple[str, Tensor, T
     """The parameters whose state is ours."""
     assert isinstance(optimizer, AdamW)
     for name, param in named.params.items():
-        if param in optimizer._tracked:
-            yield name, param, optimizer._tracked[param]
+        tracked = optimizer.tracked(param)
+        if tracked is not None:
+            yield name, param, tracked
 
 
 def group_values(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -1,4 +1,1 @@
-"""What ``superoffload.AdamW`` is made of, a layer per file; each layer builds on the one before it.
-
-lifetime -> parameters -> gradients -> steps -> saved_state -> delivery -> ``superoffload.adamw.AdamW``
-"""
+"""What ``superoffload.AdamW`` owns; parts.py puts it together."""

@@ -1,4 +1,4 @@
-"""``with optimizer.accumulate():``, and a warning for those who call it without ``with``, which would do nothing."""
+"""A backward ``with optimizer.accumulate():``, or in a window of Accelerate's, is not the boundary."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from contextlib import ContextDecorator
 from types import TracebackType
 from typing import Any, TypeVar
 
+from superoffload.integrations.accelerate import Window
+from superoffload.optimizer.advice import Advice
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Accumulating(ContextDecorator):
-    """Backward inside is not the boundary, as long as ``contexts`` has any. They nest, also those of other threads."""
+    """Backward inside is not the boundary, as long as ``contexts`` has any. They nest, also those of other threads.
+
+    One that is called without ``with`` does nothing, and warns of that.
+    """
 
     _entered = True  # where Ctrl-C comes before the constructor, there is nothing to warn of
 
@@ -41,3 +47,26 @@ class Accumulating(ContextDecorator):
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+class Accumulation:
+    """Knows whether gradients only add up now."""
+
+    def __init__(self) -> None:
+        self._contexts: list[Accumulating] = []  # those that are open, in any thread
+        self._window = Window()
+
+    def context(self) -> Accumulating:
+        return Accumulating(self._contexts)
+
+    @property
+    def is_asked_for(self) -> bool:
+        """By ``accumulate()``."""
+        return bool(self._contexts)
+
+    def is_of_a_window(self) -> bool:
+        """Whether Accelerate says so."""
+        return self._window.more_to_come()
+
+    def step_begins(self, advice: Advice) -> None:
+        self._window.step_begins(advice)

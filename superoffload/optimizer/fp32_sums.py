@@ -64,6 +64,11 @@ class Fp32Sums:
         self._dtypes = GradDtypes()
         self._kept: list[Callable[[], None]] = []  # each puts FSDP2's rounding of some gradients back
 
+    def check_params(self, params: Named, model: nn.Module | None) -> None:
+        """``check_fp32_sums``, where gradients are to be added up in fp32."""
+        if self.wanted:
+            check_fp32_sums(params, model)
+
     def begin(self, params: Named, model: nn.Module | None) -> None:
         """For parameters that ``check_fp32_sums`` has checked and that train, now or later."""
         if not self.wanted:

@@ -1,24 +1,77 @@
-"""Brings gradients back that were packed and freed, and tells the user once that it costs time and memory."""
+"""A gradient that was packed is freed, and comes back where something needs it, which costs time and memory."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from superoffload.bucket import Shard
 from superoffload.engine.engine import Engine
 from superoffload.memory import room_on_device
 from superoffload.optimizer.advice import Advice
-from superoffload.packed_gradient import PackedGradient, gradient_is_gone
+from superoffload.optimizer.host_sums import HostSums
+from superoffload.optimizer.lifetime import Lifetime
+from superoffload.optimizer.params import Params
+from superoffload.optimizer.watched import Tracked
+from superoffload.optimizer.weakly import weakly
+from superoffload.packed_gradient import PackedGradient, gradient_is_gone, packed_in
 from superoffload.ranks.layout import local_of, out_of_order
-from superoffload.tracked import Tracked
 
 
 class FreedGradients:
-    """One optimizer's: ``bring_back()`` per gradient."""
+    """Puts a placeholder where a gradient was packed, and brings the gradient back when something needs it."""
 
-    def __init__(self, core: Engine, advice: Advice) -> None:
+    def __init__(self, lifetime: Lifetime, core: Engine, params: Params, host_sums: HostSums, advice: Advice) -> None:
+        self._lifetime = lifetime
         self._core = core
+        self._params = params
+        self._host_sums = host_sums
         self._advice = advice
         self._said = False
+        self._fetch, self._offer = weakly(self._bring_back), weakly(self._take_addend)
+
+    # ---- what the core tells ----------------------------------------------------------------------------------
+
+    def packed(self, shard: Shard) -> None:
+        """The gradient is not needed again: its memory goes, and something that says so stands in its place."""
+        tracked = self._params.of_shard(shard.index)
+        assert tracked is not None
+        if tracked.gradient.handed is None or shard.keeps_gradient:  # not ours to free: a reduction's, or p.main_grad
+            return
+        tracked.gradient.free(self._fetch, self._offer)
+
+    def making_way(self) -> None:
+        """Buckets are about to be laid out again: gradients of the step before that were not let go are copied."""
+        for tracked in self._params:
+            packed, shown = tracked.gradient.placeholder, packed_in(tracked.param.grad)
+            if packed is not None and packed is shown and not packed.zeroed:
+                packed.bring_back()
+        for tracked in self._params:
+            tracked.gradient.forget_placeholder()
+
+    # ---- what placeholders ask --------------------------------------------------------------------------------
+
+    def is_packed(self, tracked: Tracked, packed: PackedGradient) -> bool:
+        """Whether ``packed`` stands for what the core has of this step."""
+        return tracked.gradient.is_placeholder(packed) and self._core.has_gradient(tracked.shard)
+
+    def _take_addend(self, packed: PackedGradient, addend: Tensor) -> None:
+        """Whichever thread adds it; its hook goes on with it."""
+        with self._lifetime.alone:
+            tracked = self._params.of_shard(packed.shard)
+            if tracked is None or self._lifetime.out_of_use() or not self.is_packed(tracked, packed):
+                return
+            if packed.addend is None and packed.in_memory is None and self._host_sums.serve(tracked):
+                packed.keep_addend(addend)
+
+    def _bring_back(self, packed: PackedGradient) -> None:
+        """Whichever thread needs it. Leaves ``packed`` as it is where what it stands for is not there any more."""
+        with self._lifetime.whole().alone:
+            tracked = self._params.of_shard(packed.shard)
+            if tracked is None or tracked.gradient.placeholder is not packed or self._lifetime.out_of_use():
+                return
+            if packed.in_memory is None:
+                self.bring_back(tracked, packed)
 
     @torch.no_grad()
     def bring_back(self, tracked: Tracked, packed: PackedGradient) -> None:
@@ -29,15 +82,16 @@ class FreedGradients:
         with torch.inference_mode(False), room_on_device(f"{packed.of}: bringing its gradient back", _LESS):
             flat = torch.empty(tracked.shard.numel, dtype=packed.dtype, device=packed.device)
             self._core.copy_packed(tracked.shard, flat)
-            packed.in_memory = out_of_order(flat, local.shape, holding.order)
+            gradient = out_of_order(flat, local.shape, holding.order)
+            packed.fill(gradient)
             try:
-                tracked.brought_back()
+                tracked.gradient.brought_back()
             except BaseException:
-                packed.in_memory = None
+                packed.empty()
                 raise
-            addend, packed.addend = packed.addend, None
+            addend = packed.take_addend()
             if addend is not None:  # behind its sums, which then show that it is not what was packed
-                packed.in_memory.add_(addend)
+                gradient.add_(addend)
         if not self._said:
             self._said = True
             self._advice.keep(

@@ -1,26 +1,22 @@
-"""From construction to the end: what is in use, what was interrupted, closing, forking, leaving the process."""
+"""An optimizer is used from its construction to its end, by one thread at a time, in the process that made it."""
 
 from __future__ import annotations
 
 import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import RLock
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
-from torch.optim import Optimizer
-
-from superoffload.closing import close_at_exit, is_closed
-from superoffload.engine.engine import Engine
-from superoffload.engine.recorder import Recorder
+from superoffload.closing import Closable, close_at_exit, is_closed
 from superoffload.errors import StateError, SuperOffloadError
 from superoffload.interrupts import held_signals
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 
 class Alone:
-    """A context for one thread at a time, without signals. Contexts nest.
+    """Lets one thread at a time in, without signals. Contexts nest.
 
     Signals are held first and let through last, so that no handler runs in a thread that has the lock.
     """
@@ -47,7 +43,7 @@ class Alone:
 
 
 class Whole:
-    """Likewise, for what must be done wholly or not at all: it remembers what came out of the middle all the same."""
+    """Lets one thread at a time do what must be done wholly or not at all; remembers an error from the middle of it."""
 
     def __init__(self) -> None:
         self.alone = Alone()
@@ -65,84 +61,94 @@ class Whole:
         self.alone.__exit__(kind, error, traceback)
 
 
-class Lifetime(Optimizer):
-    """Whether the optimizer can be used, and how its use ends."""
-
-    _core: Engine
-    _recorder: Recorder
-    _closed = False
-    _partly_loaded = False  # from when a load begins to change the state until all of it is there
-
-    def _begin(self) -> None:
-        """First of all in the constructor."""
-        self._pid = os.getpid()
-        self._made_as = id(self)
-        self._work = Whole()
-
-    def _open(self) -> None:
-        """Last of all in the constructor: from now on it is closed when the process ends."""
-        close_at_exit(self)
-
-    def _remove_hooks(self) -> None:
-        """Those on what may outlive the optimizer; every layer removes its own."""
+class Threads(Protocol):
+    """Works for an optimizer in other threads."""
 
     def close(self) -> None:
-        """Takes back what was speculated and ends the worker threads. The state stays readable."""
-        with held_signals():
-            try:
-                self._close_core()
-            finally:
-                self._closed = True
-                self._recorder.close()
-                self._remove_hooks()
-                is_closed(self)
+        """Takes back what is not finished and ends the threads."""
 
-    def _close_core(self) -> None:
-        if self._pid != os.getpid():
-            return
-        with self._whole():
-            if self._interrupted:
-                self._core.end_threads()
-            elif not self._closed:
-                self._closed = True  # for threads that wait for the lock
-                self._core.close()
+    def end_threads(self) -> None:
+        """Ends the threads and leaves everything as it is: it cannot be trusted."""
 
-    def __del__(self) -> None:
-        # Lightning wraps an optimizer in an object of a derived class that shares its attributes and goes before it.
-        # One that is closed is left alone: when the process ends, what close() uses may be gone.
-        if hasattr(self, "_core") and self._made_as == id(self) and not self._closed:
-            self.close()
 
-    def __enter__(self) -> Self:
-        return self
+class Lifetime:
+    """Knows whether its owner, an optimizer, can be used; lets one thread at a time work on it; ends its use once.
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    It does not keep the owner alive.
+    """
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise StateError("an optimizer with worker threads cannot be copied or pickled; save its state_dict() instead")
+    def __init__(self, owner: Closable) -> None:
+        self._pid = os.getpid()
+        self._owner = weakref.ref(owner)
+        self._owner_id = id(owner)
+        self._open = False
+        self._closed = False
+        self._partly_loaded = False  # from when a load begins to change the state until all of it is there
+        self.work = Whole()  # ``whole()`` for callers who know that this is the process of the owner
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self.__reduce_ex__(None)
-
-    def _whole(self) -> Whole:
-        """Around everything that must be done wholly or not at all. If it is cut off all the same, we say so."""
-        self._check_process()
-        return self._work
+    def open(self) -> None:
+        """The owner is constructed: from now on it is closed when the process ends."""
+        self._open = True
+        owner = self._owner()
+        if owner is not None:
+            close_at_exit(owner)
 
     @property
-    def _interrupted(self) -> bool:
-        return self._work.cut_off is not None
+    def is_open(self) -> bool:
+        """Whether the owner's constructor has ended."""
+        return self._open
 
-    def _out_of_use(self) -> bool:
-        return self._closed or self._interrupted or self._pid != os.getpid()
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
-    def _check_usable(self, *, closed_too: bool = False, to_load: bool = False) -> None:
-        if self._interrupted:
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a copy of the owner's, where none of its threads run."""
+        return self._pid != os.getpid()
+
+    @property
+    def interrupted(self) -> bool:
+        return self.work.cut_off is not None
+
+    def ends_with(self, owner: object) -> bool:
+        """Whether ``owner`` is to be closed when it is freed.
+
+        Lightning wraps an optimizer in an object of a derived class that shares its attributes and goes before it. One
+        that is closed is left alone: when the process ends, what closing uses may be gone.
+        """
+        return self._owner_id == id(owner) and not self._closed
+
+    # ---- work -------------------------------------------------------------------------------------------------
+
+    @property
+    def alone(self) -> Alone:
+        """Around what one thread does at a time, without signals."""
+        return self.work.alone
+
+    def whole(self) -> Whole:
+        """Around everything that must be done wholly or not at all. If it is cut off all the same, we say so."""
+        self._check_process()
+        return self.work
+
+    def out_of_use(self) -> bool:
+        """Asked at every gradient."""
+        return self._closed or self.work.cut_off is not None or self._pid != os.getpid()
+
+    def if_in_use(self, work: Callable[[], None]) -> None:
+        """``work``, wholly or not at all, unless the owner is out of use."""
+        if not self.out_of_use():
+            with self.work:
+                if not self.out_of_use():  # since another thread had the lock
+                    work()
+
+    def check_usable(self, *, closed_too: bool = False, to_load: bool = False) -> None:
+        """``closed_too``: also once it is closed. ``to_load``: also where a load before has failed half-way."""
+        if self.interrupted:
             raise StateError(
                 "the optimizer was interrupted in the middle of its work (see the error before this one) and its state "
                 "cannot be trusted; make a new one and load the last checkpoint"
-            ) from self._work.cut_off
+            ) from self.work.cut_off
         self._check_process()
         if self._partly_loaded and not to_load:
             raise StateError(
@@ -153,8 +159,39 @@ class Lifetime(Optimizer):
             raise StateError("the optimizer is closed; make a new one and load the state_dict() of this one")
 
     def _check_process(self) -> None:
-        if self._pid != os.getpid():  # where the lock may be one that another thread had when the process was forked
+        if self.forked:  # where the lock may be one that another thread had when the process was forked
             raise StateError(
                 f"the optimizer was made in process {self._pid} and its worker threads do not survive fork(); "
                 "make the optimizer in the process that trains"
             )
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around changes of the state that are of use only together: an error in their middle leaves a partial load."""
+        self._partly_loaded = True
+        yield
+        self._partly_loaded = False
+
+    # ---- the end ----------------------------------------------------------------------------------------------
+
+    def close(self, threads: Threads, rest: Callable[[], None]) -> None:
+        """Ends the threads, of this process only, and then what ``rest`` ends, which may be called more than once."""
+        with held_signals():
+            try:
+                self._close(threads)
+            finally:
+                self._closed = True
+                rest()
+                owner = self._owner()
+                if owner is not None:
+                    is_closed(owner)
+
+    def _close(self, threads: Threads) -> None:
+        if self.forked:
+            return
+        with self.work:
+            if self.interrupted:
+                threads.end_threads()
+            elif not self._closed:
+                self._closed = True  # for threads that wait for the lock
+                threads.close()

@@ -14,7 +14,7 @@ from superoffload.readers import Reader, readers_of
 
 
 class Wait(Protocol):
-    """Before somebody reads these parameters, or (None) all; ``streams``: on which besides the current one."""
+    """Waits before these parameters, or (None) all of them, are read; ``streams``: on which besides the current one."""
 
     def __call__(self, params: Iterable[Tensor] | None, streams: Sequence[int] = (), /) -> None: ...
 

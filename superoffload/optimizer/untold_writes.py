@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from superoffload.optimizer.advice import Advice
-from superoffload.tracked import Tracked
+from superoffload.optimizer.watched import Tracked
 
 FIRST_STEPS = 3
 EVERY = 16

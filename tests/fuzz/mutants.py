@@ -12,7 +12,7 @@ from unittest import mock
 
 import superoffload.engine.finisher as finisher_module
 import superoffload.optimizer.lifetime as lifetime
-from superoffload import AdamW, _native
+from superoffload import _native
 from superoffload.bucket import Bucket, BucketState, Shard
 from superoffload.checkpoints.snapshot import Snapshot
 from superoffload.engine.engine import Engine
@@ -20,7 +20,12 @@ from superoffload.engine.executor import Executor
 from superoffload.engine.finisher import Finisher
 from superoffload.engine.speculator import Speculator
 from superoffload.engine.tail import Tail
-from superoffload.tracked import Tracked
+from superoffload.optimizer.delivery import OnDemand
+from superoffload.optimizer.edits import Edits
+from superoffload.optimizer.intake import Intake
+from superoffload.optimizer.verdicts import LossScale
+from superoffload.optimizer.watched import Tracked
+from superoffload.optimizer.writes import Writes
 
 Mutant = Callable[[], AbstractContextManager[Any]]
 Operation = _native.Operation
@@ -88,11 +93,11 @@ def _forgets_one_piece(arrive: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keeps_the_first(take: Callable[..., Any]) -> Callable[..., Any]:
-    def taken(optimizer: AdamW, tracked: Tracked) -> None:
-        if optimizer._core.has_gradient(tracked.shard) and tracked.param.grad is not None:
-            tracked.remember_grad(tracked.param.grad)  # as if it had been packed
+    def taken(intake: Intake, tracked: Tracked) -> None:
+        if tracked.gradient.handed is not None and tracked.param.grad is not None:
+            tracked.gradient.remember(tracked.param.grad)  # as if it had been packed
             return
-        take(optimizer, tracked)
+        take(intake, tracked)
 
     return taken
 
@@ -156,9 +161,9 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "journal: overflow is ignored": _replaced(Speculator, "end", _ignores_overflow),
     "arrival: one gradient of the fourth step reaches no bucket": _replaced(Engine, "arrive", _forgets_one_piece),
-    "arrival: a second backward is taken for the same gradient": _replaced(AdamW, "_take_gradient", _keeps_the_first),
-    "edits: of gradients are not noticed": lambda: mock.patch.object(AdamW, "_is_edited", lambda *_: False),
-    "writes: masters do not follow written parameters": lambda: mock.patch.object(AdamW, "_refresh", _nothing),
+    "arrival: a second backward is taken for the same gradient": _replaced(Intake, "take", _keeps_the_first),
+    "edits: of gradients are not noticed": lambda: mock.patch.object(Edits, "is_edited", lambda *_: False),
+    "writes: masters do not follow written parameters": lambda: mock.patch.object(Writes, "follow", _nothing),
     "writes: a master follows without undoing what is speculated": lambda: mock.patch.object(
         Engine, "restore", _nothing
     ),
@@ -173,8 +178,8 @@ MUTANTS: dict[str, Mutant] = {
         Tail, "_settle_behind", _settles_by_the_group_of_now
     ),
     "two phases: readers do not wait": lambda: mock.patch.object(Engine, "settle", _nothing),
-    "on demand: forward does not wait": lambda: mock.patch.object(AdamW, "_await", _nothing),
-    "scaler: its scale is not taken out": lambda: mock.patch.object(AdamW, "_take_scale", lambda optimizer: 1.0),
+    "on demand: forward does not wait": lambda: mock.patch.object(OnDemand, "wait", _nothing),
+    "scaler: its scale is not taken out": lambda: mock.patch.object(LossScale, "inverse", 1.0),
     "skip: nothing is taken back": _replaced(Engine, "_take_back", _takes_nothing_back),
     "save: a step does not wait for it": lambda: mock.patch.object(Snapshot, "protect", _nothing),
     "load: one step too many": _replaced(Tracked, "load", _forgets_moments),

@@ -1,30 +1,22 @@
-"""What is known of one parameter: its shard, and the user-visible versions of value and gradient we acted on."""
+"""A parameter is watched: an edit of its value, which its master must follow, is noticed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.hooks import RemovableHandle
 
 from superoffload.arguments import check_parameter
 from superoffload.bits import BitSums, Sums
-from superoffload.bucket import Piece, Shard
+from superoffload.bucket import Shard
 from superoffload.checkpoint import ParamState
 from superoffload.errors import DeviceError, StateError
-from superoffload.gradient_source import gradient_of
 from superoffload.masters import follow
-from superoffload.packed_gradient import PackedGradient, packed_in, stand_in_for
+from superoffload.optimizer.watched_gradient import UNKNOWN, PackedSums, WatchedGradient
 from superoffload.ranks.layout import Holding, is_dtensor, local_of, memory_order, version_of
-
-UNKNOWN = (-1, -1)
-
-# Sums of the bits of a shard's gradient as it was packed, piece by piece; None where there are none.
-PackedSums = Callable[[Shard], list[tuple[Piece, Sums]] | None]
 
 
 class Place:
@@ -45,32 +37,52 @@ class Place:
 
 @dataclass(eq=False)
 class Tracked:
-    """A parameter, its shard, and what we last saw of both value and gradient."""
+    """Knows a parameter, its shard, and what was last seen of both value and gradient."""
 
     param: Tensor
     shard: Shard
     step: Tensor  # what state[p]["step"] shows
     holding: Holding  # which elements of the parameter the shard is
     bits: BitSums  # takes sums of the bits of parameters and gradients; the same for all of an optimizer
-    early: bool = True  # the gradient is final when its hook runs (not where somebody reduces it over ranks later)
+    early: bool = True  # the gradient is final when its hook runs (not where something reduces it over ranks later)
     readable: bool = True  # read now, its bits are what was published last
     version: tuple[int, int] = UNKNOWN
     sums: Sums | None = None  # of its bits, where they are compared
-    grad: Tensor | None = None  # the gradient that was handed to the core in this step
-    grad_version: tuple[int, int] = UNKNOWN
-    grad_sums: Sums | None = None  # of its bits, where versions do not show every edit and packing it gives none
-    reduced: Tensor | None = None  # what a reduction gave and the core has; p.grad must turn out to be the same
-    _packed: ReferenceType[PackedGradient] | None = None  # the placeholder of the gradient that was packed last
-    arrivals: int = 0  # backward passes that reached it since the last step
-    expected: int = 1  # as many as in the step before
     shown_steps: int = 0
     has_stepped: bool = False  # by this optimizer, so that the dtype of its gradients is known
-    hook: RemovableHandle | None = None  # None while it is frozen
+    _arrivals: int = 0  # backward passes that reached it since the last step
+    _expected: int = 1  # as many as in the step before
 
     def __post_init__(self) -> None:
         local = local_of(self.param)
-        self._device = local.device
+        self.device = local.device  # where it is to stay
         self._place = Place(local)
+        self.gradient = WatchedGradient(self.param, self.shard, self.holding, self.bits)
+
+    # ---- the step -------------------------------------------------------------------------------------------------
+
+    def arrives(self) -> bool:
+        """One backward more has reached it: whether it is the last one, going by the step before."""
+        self._arrivals += 1
+        return self._arrivals >= self._expected
+
+    def end_step(self) -> bool:
+        """Whether this step has moved it."""
+        self.gradient.end_step()
+        self._expected = max(1, self._arrivals)
+        self._arrivals = 0
+        moved = self.shown_steps != self.shard.steps
+        if moved:
+            self.shown_steps = self.shard.steps
+            self.has_stepped = True
+        return moved
+
+    def abandon(self) -> None:
+        """The step ends with nothing changed."""
+        self.gradient.end_step()
+        self._arrivals = 0
+
+    # ---- the value ------------------------------------------------------------------------------------------------
 
     def remember_value(self) -> None:
         remember_values([self])
@@ -89,7 +101,7 @@ class Tracked:
             self.version = version_of(self.param)
 
     def forget_value(self) -> None:
-        """Whatever the parameter has counts as written by somebody else."""
+        """Whatever the parameter has counts as written by its user."""
         self.version = UNKNOWN
 
     @property
@@ -102,71 +114,14 @@ class Tracked:
         Those of others, which ``.data`` leaves as it is, always in host memory and, if ``on_device``, elsewhere."""
         return is_dtensor(self.param) or (self.readable and (on_device or self.bits.every_step))
 
-    @property
-    def grad_changed(self) -> bool:
-        """As far as it shows without a look at bits.
-
-        Versions of DTensors show nothing: an operation on lists of them raises none, and FSDP2, where it accumulates
-        gradients, raises those of all parameters that it reduces together, which share one buffer and its counter.
-        """
-        if gradient_of(self.param) is not self.grad:
-            return True
-        packed = packed_in(self.grad)
-        if packed is not None:  # one that was brought back is compared
-            return packed.zeroed or packed.addend is not None
-        return self.grad is not None and not is_dtensor(self.grad) and version_of(self.grad) != self.grad_version
-
-    def remember_grad(self, grad: Tensor, *, summed: bool = False) -> None:
-        """``summed``: versions do not show every edit, and comparing its bits with the core's would take a copy."""
-        self.grad, self.grad_version = grad, version_of(grad)
-        self.grad_sums = self.bits.of([self.holding.part(grad).contiguous()])[0] if summed else None
-
-    def summed_gradient(self, packed_sums: PackedSums) -> Iterator[tuple[Sums, Tensor]]:
-        """Sums of the bits of the gradient that was handed over, and what they are to be compared with now."""
-        if self.grad is None or (self.grad_sums is None and not self.shard.sums_gradient):
-            return
-        flat = self.holding.part(self.grad).contiguous()
-        if self.grad_sums is not None:
-            yield self.grad_sums, flat
-            return
-        for piece, sums in packed_sums(self.shard) or ():
-            yield sums, flat.to(self.shard.gradient_dtype)[piece.start : piece.start + piece.numel]
-
-    @property
-    def packed(self) -> PackedGradient | None:
-        """The placeholder of the gradient that was packed last, as long as ``p.grad`` or the user has it."""
-        return None if self._packed is None else self._packed()
-
-    def forget_packed(self) -> None:
-        """The place where that gradient was packed is needed."""
-        self._packed = None
-
-    def free_grad(
-        self, fetch: Callable[[PackedGradient], None], offer: Callable[[PackedGradient, Tensor], None]
-    ) -> None:
-        """The gradient was packed: its memory goes, and a placeholder that can ``fetch`` it stands in ``p.grad``."""
-        local = local_of(self.param) if is_dtensor(self.param) else self.param
-        assert self.grad is not None
-        packed = PackedGradient(self.shard.name, self.shard.index, local, self.grad.dtype, fetch, offer)
-        self._packed = ref(packed)
-        self.param.grad = self.grad = stand_in_for(self.param, packed)
-        self.grad_version, self.grad_sums = UNKNOWN, None
-
-    def brought_back(self) -> None:
-        """The placeholder has its gradient again. What is done to that shows in its sums, also what raises no version:
-        what comes through C++ or ``.data``."""
-        if self.grad is not None and packed_in(self.grad) is self.packed:
-            self.grad_version = version_of(self.grad)
-            self.grad_sums = self.bits.of([self.holding.part(self.grad)])[0]
-
     def check_still_fits(self) -> None:
         """Raises where the parameter was converted or resized since the optimizer was made."""
         param, shard = self.param, self.shard
         check_parameter(shard.name, param)
         device = local_of(param).device
-        if device != self._device:
+        if device != self.device:
             raise StateError(
-                f"{shard.name}: was on {self._device}, now on {device}; make the optimizer after moving the model"
+                f"{shard.name}: was on {self.device}, now on {device}; make the optimizer after moving the model"
             )
         numel = self.holding.part(param).numel()
         if param.dtype != shard.published_dtype or numel != shard.numel:
@@ -182,7 +137,7 @@ class Tracked:
             )
 
     def refresh_master(self) -> None:
-        """Takes over what somebody wrote to the parameter; elements that still are round(master) keep their master."""
+        """Takes over what was written to the parameter; elements that still are round(master) keep their master."""
         follow(self.shard.master, self.holding.part(self.param))
         self.remember_value()
 
@@ -230,7 +185,7 @@ def remember_values(several: Iterable[Tracked], *, on_device: bool = True) -> No
 
 @dataclass(frozen=True)
 class Noticed:
-    """Whose value, and whose kept gradient, was edited since we last looked.
+    """Says whose value, and whose kept gradient, was edited since we last looked.
 
     ``untold``: those of ``written`` of which no version counter tells that should have.
     """
@@ -255,8 +210,8 @@ def notice(several: Iterable[Tracked], packed_sums: PackedSums = lambda shard: N
             compared.append((written, tracked))
             before.append(tracked.sums)
             now.append(tracked.holding.part(tracked.param))
-        if not tracked.grad_changed:
-            for sums, flat in tracked.summed_gradient(packed_sums):
+        if not tracked.gradient.plainly_changed:
+            for sums, flat in tracked.gradient.summed(packed_sums):
                 compared.append((edited, tracked))
                 before.append(sums)
                 now.append(flat)

@@ -1,0 +1,137 @@
+"""A step ends: its gradients are collected, a verdict is made, the core acts on it, and what was seen is remembered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from superoffload.engine.engine import Engine
+from superoffload.errors import HostMemoryError, WorkerError
+from superoffload.gradient_source import gradient_of
+from superoffload.optimizer.advice import Advice
+from superoffload.optimizer.delivery import Delivery
+from superoffload.optimizer.edits import Edits
+from superoffload.optimizer.groups import ParamGroups
+from superoffload.optimizer.idle_steps import IdleSteps
+from superoffload.optimizer.intake import Intake
+from superoffload.optimizer.other_ranks import Ranks
+from superoffload.optimizer.params import Params
+from superoffload.optimizer.reductions import Reductions
+from superoffload.optimizer.untold_writes import UntoldWrites
+from superoffload.optimizer.untraced import untraced
+from superoffload.optimizer.verdicts import LossScale, Verdicts
+from superoffload.optimizer.watched import remember_values
+
+
+class Boundary:
+    """Ends steps: by a verdict, or with nothing changed."""
+
+    def __init__(
+        self,
+        core: Engine,
+        groups: ParamGroups,
+        params: Params,
+        ranks: Ranks,
+        intake: Intake,
+        edits: Edits,
+        delivery: Delivery,
+        reductions: Reductions,
+        untold: UntoldWrites,
+        verdicts: Verdicts,
+        advice: Advice,
+        *,
+        fp32_sums: bool,
+    ) -> None:
+        self._core = core
+        self._groups = groups
+        self._params = params
+        self._ranks = ranks
+        self._intake = intake
+        self._edits = edits
+        self._delivery = delivery
+        self._reductions = reductions
+        self._untold = untold
+        self._verdicts = verdicts
+        self._idle = IdleSteps(advice)
+        self._fp32_sums = fp32_sums
+
+    @untraced
+    def end_step(self, scale: LossScale) -> None:
+        """A verdict, alone or with other ranks; then commit, replay, step or skip; then what others have stepped."""
+        verdict = self._ranks.decide(self, scale)
+        if verdict is None:
+            self._idle.without_gradients(len(self._groups.params()))
+            return
+        self._idle.decided(skipped=verdict.found_inf)
+        self._verdicts.decided(verdict)
+        failure: WorkerError | HostMemoryError | None = None
+        try:
+            self._delivery.apply(verdict)
+        except (WorkerError, HostMemoryError) as error:  # the step done, or abandoned where no other rank acts on it
+            failure = error
+        finally:
+            try:
+                if not verdict.found_inf:
+                    self._ranks.gather_updates()
+            finally:  # this rank has stepped, also where others have been lost since
+                self._remember()
+        self._ranks.conclude(verdict)
+        if failure is not None:
+            raise failure
+
+    def abandon(self) -> None:
+        """Nothing has changed: the user never called ``step()``, or no verdict was reached."""
+        self._intake.forget_unfinished()
+        self._reductions.forget()
+        for tracked in self._params:
+            tracked.abandon()
+        self._core.abandon()
+
+    # ---- before the verdict -----------------------------------------------------------------------------------
+
+    def take_stock(self, scale: LossScale) -> None:
+        """All gradients and parameters as the user has them now."""
+        self._core.link.check_stream()
+        self._core.land()
+        self._ranks.look()
+        self._intake.check_finished()
+        for index, group in enumerate(self._groups.now):
+            self._groups.hyper(index)
+            unfrozen = [p for p in self._params.without_state(group["params"]) if gradient_of(p) is not None]
+            if unfrozen:
+                self._params.refuse_replaced()
+                self._intake.adopt(index, unfrozen)
+        self._ranks.announce()
+        self._edits.begin()
+        if scale.was_taken_out:
+            self._edits.all_edited()
+        self._verdicts.unscale_by(scale.inverse)
+        self._reductions.finish()
+        self._edits.collect()
+
+    def settings(self) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        return {
+            **self._groups.settings(),
+            "max_grad_norm": self._verdicts.max_grad_norm,
+            "accumulate_dtype": "fp32" if self._fp32_sums else None,
+            "factor that takes the loss scale out": self._verdicts.unscale,
+        }
+
+    # ---- after it ---------------------------------------------------------------------------------------------
+
+    def _remember(self) -> None:
+        moved, ours = [], []
+        landing = self._core.landing_shards()
+        for tracked in self._params:
+            if tracked.shard.index in landing:
+                tracked.outdate()
+            else:
+                ours.append(tracked)
+            if tracked.end_step():
+                moved.append(tracked.step)
+        self._untold.step_ended()
+        remember_values(ours, on_device=self._untold.on_device)
+        if moved:
+            torch._foreach_add_(moved, 1.0)

@@ -1,0 +1,69 @@
+"""An optimizer finds the other ranks, and makes a core with a link to the parameters, before there is any state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from superoffload.bucket import GroupHyper
+from superoffload.cpus import worker_cpus
+from superoffload.engine.engine import Engine, EngineOptions
+from superoffload.engine.recorder import Recorder
+from superoffload.links import keeps_gradients, link_for, on_device
+from superoffload.optimizer.following import Following
+from superoffload.optimizer.given import Given
+from superoffload.placement import placer_for
+from superoffload.ranks.setup import RankSetup, qualified_names, set_up_ranks
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Holds what was made for one set of parameters, which have no state yet.
+
+    ``names``: of the model's parameters, by their ids. ``resident``: ids of those whose state begins on the device.
+    """
+
+    core: Engine
+    listener: Following
+    ranks: RankSetup
+    names: dict[int, str]
+    resident: set[int]
+
+
+def connect(
+    given: Given, params: Sequence[Tensor], hyper_of: Callable[[int], GroupHyper], recorder: Recorder
+) -> Connection:
+    """Joins the other ranks, where there are any, and makes a core."""
+    model = given.model()
+    names = qualified_names(model)
+    ranks = set_up_ranks(
+        params,
+        model,
+        replicated=given.replicated,
+        check=given.check,
+        process_group=given.process_group,
+        timeout=given.rank_timeout,
+    )
+    cpus = worker_cpus(given.threads, ranks.cpus, beside_device=on_device(params))
+    options = EngineOptions(given.speculation, given.bucket_numel, cpus, two_phase=True)
+    keep_grads = keeps_gradients(params, given.keep_grads, model)
+    sizes = _sizes(params, names, ranks) if given.placement is not None else []
+    link = link_for(params, keep_grads=keep_grads)
+    try:
+        placer = placer_for(given.placement, link, params)
+    except BaseException:
+        link.close()
+        raise
+    resident = placer.choose_first(sizes) if placer is not None else set()
+    listener = Following()
+    core = Engine(link, options, hyper_of, listener=listener, recorder=recorder, placer=placer)
+    return Connection(core, listener, ranks, names, resident)
+
+
+def _sizes(params: Sequence[Tensor], names: dict[int, str], ranks: RankSetup) -> list[tuple[int, int]]:
+    """(id, elements that this rank has the state of) of all that trains."""
+    trained = [param for param in params if param.requires_grad]
+    named = [(names.get(id(param), "params"), param) for param in trained]
+    return [(id(param), ranks.holding_of(name, param).part(param).numel()) for name, param in named]

@@ -1,0 +1,108 @@
+"""Users edit gradients and parameters between backward and ``step()``, which goes by what they have then."""
+
+from __future__ import annotations
+
+from superoffload.engine.engine import Engine
+from superoffload.errors import DeviceError
+from superoffload.gradient_source import check_one_gradient, gradient_of
+from superoffload.optimizer.accumulating import Accumulation
+from superoffload.optimizer.advice import Advice
+from superoffload.optimizer.edited_gradients import EditedGradients
+from superoffload.optimizer.intake import Intake
+from superoffload.optimizer.params import Params
+from superoffload.optimizer.untold_writes import UntoldWrites
+from superoffload.optimizer.watched import Noticed, Tracked, notice
+from superoffload.optimizer.writes import Writes
+from superoffload.packed_gradient import packed_in
+from superoffload.ranks.layout import is_dtensor
+
+
+class Edits:
+    """Makes the core's view of gradients and parameters that of the user, whatever happened since backward."""
+
+    def __init__(
+        self,
+        core: Engine,
+        params: Params,
+        intake: Intake,
+        writes: Writes,
+        untold: UntoldWrites,
+        accumulation: Accumulation,
+        advice: Advice,
+    ) -> None:
+        self._core = core
+        self._params = params
+        self._intake = intake
+        self._writes = writes
+        self._untold = untold
+        self._accumulation = accumulation
+        self._advice = advice
+        self._edited = EditedGradients(advice)
+
+    def begin(self) -> None:
+        """Before the first gradient is let go."""
+        self._edited.begin(self._core.buckets)
+
+    def all_edited(self) -> None:
+        """Every gradient was, in a way that nothing shows."""
+        for tracked in self._params:
+            self._let_go(tracked)
+
+    def collect(self) -> None:
+        core, intake = self._core, self._intake
+        self._accumulation.step_begins(self._advice)
+        noticed = self._notice()
+        self._untold.found(noticed.untold)
+        for tracked in self._params:
+            intake.hook(tracked)  # frozen before, trains now
+            if tracked.gradient.reduced is not None:
+                self._adopt_reduced(tracked)
+            if core.has_gradient(tracked.shard) and (tracked in noticed.edited or self.is_edited(tracked)):
+                self._let_go(tracked)
+            if tracked in noticed.written:
+                self._writes.follow(tracked)
+            check_one_gradient(tracked.shard.name, tracked.param)
+            if gradient_of(tracked.param) is not None and not core.has_gradient(tracked.shard):
+                intake.hand_over(tracked, in_backward=False)
+        self._edited.end()
+
+    def is_edited(self, tracked: Tracked) -> bool:
+        """Whether the gradient is no longer what the core has.
+
+        Operations on lists of DTensors (torch._foreach_mul_, and so clip_grad_norm_) raise no version at all, so there
+        the bits are compared, unless ``notice`` has done that.
+        """
+        grad = gradient_of(tracked.param)
+        if grad is None or tracked.gradient.plainly_changed:
+            return True
+        packed = packed_in(grad)
+        if packed is None:
+            unseen = is_dtensor(grad) and tracked.gradient.sums is None
+            unknown = self._core.packed_sums(tracked.shard) is None if tracked.shard.sums_gradient else unseen
+        else:  # brought back, and written with the same sums: a clip that clips nothing, or elements that were swapped
+            unknown = packed.in_memory is not None and tracked.gradient.was_written(grad)
+        return unknown and not self._core.gradient_is(tracked.shard, tracked.holding.part(grad))
+
+    def _notice(self) -> Noticed:
+        """What was written and edited. Where a device cannot tell: masters are those of the last finished step, and
+        gradients that it has lost are an error of their own."""
+        try:
+            return notice(self._params, self._core.packed_sums)
+        except DeviceError:
+            self._core.quiesce()
+            raise
+
+    def _let_go(self, tracked: Tracked) -> None:
+        if gradient_of(tracked.param) is not None:
+            self._edited.edited(tracked.shard)
+        self._intake.let_go(tracked)
+
+    def _adopt_reduced(self, tracked: Tracked) -> None:
+        """From a reduction to what the user sees: the same bits, or ``p.grad`` was edited since."""
+        tracked.gradient.forget_reduced()
+        grad = tracked.param.grad
+        if grad is not None and self._core.has_gradient(tracked.shard):
+            if self._core.gradient_is(tracked.shard, tracked.holding.part(grad)):
+                tracked.gradient.remember(grad)
+            else:
+                self._let_go(tracked)

@@ -1,0 +1,73 @@
+"""A core tells the parts of an optimizer what it does, and does not keep them alive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+from weakref import ReferenceType, ref
+
+from superoffload.bucket import Bucket, Shard
+from superoffload.engine.listener import Listener
+from superoffload.errors import SuperOffloadError
+
+
+class HearsOfGradients(Protocol):
+    def packed(self, shard: Shard) -> None: ...
+    def making_way(self) -> None: ...
+
+
+class HearsOfState(Protocol):
+    def moved(self, shard: Shard) -> None: ...
+
+
+class HearsOfDelivery(Protocol):
+    def landing(self, buckets: Sequence[Bucket]) -> None: ...
+    def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None: ...
+
+
+_Part = TypeVar("_Part")
+
+
+class Following(Listener):
+    """Tells each part of an optimizer what it hears, as long as that part lives."""
+
+    def __init__(self) -> None:
+        self._gradients: Callable[[], HearsOfGradients | None] = _nothing
+        self._state: Callable[[], HearsOfState | None] = _nothing
+        self._delivery: Callable[[], HearsOfDelivery | None] = _nothing
+
+    def tell(self, gradients: HearsOfGradients, state: HearsOfState, delivery: HearsOfDelivery) -> None:
+        """From now on these hear it. The core is made before them."""
+        self._gradients, self._state, self._delivery = _weak(gradients), _weak(state), _weak(delivery)
+
+    def packed(self, shard: Shard) -> None:
+        alive = self._gradients()
+        if alive is not None:
+            alive.packed(shard)
+
+    def making_way(self) -> None:
+        alive = self._gradients()
+        if alive is not None:
+            alive.making_way()
+
+    def moved(self, shard: Shard) -> None:
+        alive = self._state()
+        if alive is not None:
+            alive.moved(shard)
+
+    def landing(self, buckets: Sequence[Bucket]) -> None:
+        alive = self._delivery()
+        if alive is not None:
+            alive.landing(buckets)
+
+    def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None:
+        alive = self._delivery()
+        return None if alive is None else alive.landed(buckets)
+
+
+def _weak(part: _Part) -> ReferenceType[_Part]:
+    return ref(part)
+
+
+def _nothing() -> None:
+    """No part hears of it yet."""

@@ -1,0 +1,176 @@
+"""An optimizer agrees with those on other ranks, where there are any, and gets what they have stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from superoffload.engine.engine import Engine
+from superoffload.errors import RankError
+from superoffload.gradient_source import gradient_of
+from superoffload.optimizer.params import Params
+from superoffload.optimizer.verdicts import LossScale, Verdicts
+from superoffload.optimizer.watched import notice
+from superoffload.optimizer.writes import Writes
+from superoffload.ranks.setup import RankSetup
+from superoffload.ranks.spread import Spread, gather
+from superoffload.verdict import Verdict
+
+if TYPE_CHECKING:
+    from superoffload.ranks.session import RankSession
+
+
+class Prepares(Protocol):
+    """Prepares what a verdict is about, or gives it up."""
+
+    def take_stock(self, scale: LossScale) -> None: ...
+    def settings(self) -> dict[str, Any]: ...
+    def abandon(self) -> None: ...
+
+
+class Ranks(Protocol):
+    """Shares one verdict. ``session`` None: this process decides alone."""
+
+    @property
+    def setup(self) -> RankSetup: ...
+    @property
+    def session(self) -> RankSession | None: ...
+    def announce(self) -> None: ...
+    def agree(self, what: str, error: Exception | None, left: str = ...) -> None: ...
+    def loaded(self) -> None: ...
+    def look(self) -> None: ...
+    def decide(self, step: Prepares, scale: LossScale) -> Verdict | None: ...
+    def gather(self, what: str, spreads: Sequence[Spread]) -> None: ...
+    def gather_updates(self) -> None: ...
+    def conclude(self, verdict: Verdict) -> None: ...
+
+
+class NoOtherRanks:
+    """Decides alone; there is nothing to agree on."""
+
+    session: RankSession | None = None
+
+    def __init__(self, setup: RankSetup, core: Engine, params: Params, verdicts: Verdicts) -> None:
+        self.setup = setup
+        self._core = core
+        self._params = params
+        self._verdicts = verdicts
+
+    def announce(self) -> None:
+        self._params.take_fresh()
+
+    def agree(self, what: str, error: Exception | None, left: str = "") -> None: ...
+
+    def loaded(self) -> None: ...
+
+    def look(self) -> None: ...
+
+    def decide(self, step: Prepares, scale: LossScale) -> Verdict | None:
+        """None without any gradient."""
+        step.take_stock(scale)
+        if not self._core.is_filling:
+            return None
+        verdicts = self._verdicts
+        verdict = self._core.decide(unscale=verdicts.unscale, max_grad_norm=verdicts.max_grad_norm)
+        return verdict._replace(found_inf=True) if scale.saw_inf else verdict
+
+    def gather(self, what: str, spreads: Sequence[Spread]) -> None: ...
+
+    def gather_updates(self) -> None: ...
+
+    def conclude(self, verdict: Verdict) -> None: ...
+
+
+class OtherRanks:
+    """Decides with the ranks of a session, which compare what they do."""
+
+    def __init__(
+        self, session: RankSession, setup: RankSetup, core: Engine, params: Params, verdicts: Verdicts, writes: Writes
+    ) -> None:
+        self.session = session
+        self.setup = setup
+        self._core = core
+        self._params = params
+        self._verdicts = verdicts
+        self._writes = writes
+        self._look_is_due = False
+
+    def announce(self) -> None:
+        """Tells them which parameters are new; they must have the same ones."""
+        fresh = self._params.take_fresh()
+        if fresh:
+            self.session.add(fresh)
+
+    def agree(self, what: str, error: Exception | None, left: str = "nothing was changed on any") -> None:
+        self.session.agree(what, error, left)
+
+    def loaded(self) -> None:
+        self.session.loaded(max((tracked.shard.steps for tracked in self._params), default=0))
+
+    # ---- the step ---------------------------------------------------------------------------------------------
+
+    def decide(self, step: Prepares, scale: LossScale) -> Verdict | None:
+        """As all ranks do, or RankError on all of them, with the step abandoned."""
+        self._core.settle()  # every message has samples of masters
+        self.session.begin()
+        try:
+            step.take_stock(scale)
+            self.session.agree_on(step.settings(), found_inf=scale.saw_inf)
+            verdicts = self._verdicts
+            return self._core.decide(
+                unscale=verdicts.unscale, max_grad_norm=verdicts.max_grad_norm, exchange=self.session
+            )
+        except BaseException as error:
+            self.session.fail()
+            if isinstance(error, RankError):
+                step.abandon()
+            raise
+
+    def gather(self, what: str, spreads: Sequence[Spread]) -> None:
+        if spreads:
+            gather(self.session.group, what, spreads)
+
+    def gather_updates(self) -> None:
+        """Parameters whose state is spread over ranks: the parts that others have stepped."""
+        held = [one for one in self.session.held if one.is_spread]
+        spreads = [
+            Spread(one.holding, one.shard.target(), one.copy()) for one in held if gradient_of(one.param) is not None
+        ]
+        if spreads:
+            self.gather("the updated parameters", spreads)
+            torch.autograd.graph.increment_version([one.param for one in held])
+
+    def conclude(self, verdict: Verdict) -> None:
+        """What was done is compared with what the other ranks did."""
+        applied, factor = not verdict.found_inf, verdict.gradient_factor
+        if not (self._core.is_landing or self._core.is_settling):
+            self.session.ended(applied=applied, factor=factor)
+            return
+        self.session.count(applied=applied, factor=factor)
+        self._look_is_due = True
+        if self.session.full_check_is_due:
+            self._core.land()
+            self._core.settle()
+            self.look()
+            self.session.check_everything()
+
+    def look(self) -> None:
+        """The light rank check of a step that was published or settled after it: before anything is stepped anew."""
+        if not self._look_is_due:
+            return
+        self._look_is_due = False
+        self._core.land()
+        seen = self.session.seen_next()
+        for held in seen:
+            self._core.settle(held.shard)
+        self._writes.follow_all(notice(self._params[held.param] for held in seen))
+        self.session.look()
+
+
+def other_ranks(setup: RankSetup, core: Engine, params: Params, verdicts: Verdicts, writes: Writes) -> Ranks:
+    """Chooses who decides: this process alone, or the ranks of a session."""
+    if setup.session is None:
+        return NoOtherRanks(setup, core, params, verdicts)
+    return OtherRanks(setup.session, setup, core, params, verdicts, writes)

@@ -1,0 +1,189 @@
+"""Parameters become shards of the core, and get their state when they are adopted."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superoffload.arguments import check_finite, check_parameter
+from superoffload.bucket import Shard
+from superoffload.errors import StateError
+from superoffload.gradient_source import dtype_to_come
+from superoffload.optimizer.connection import Connection
+from superoffload.optimizer.given import Given
+from superoffload.optimizer.groups import ParamGroups
+from superoffload.optimizer.watched import Tracked, remember_values
+from superoffload.placement import make_state
+from superoffload.ranks.held import Held
+from superoffload.ranks.layout import Holding, like_parameter
+
+
+class StateViews:
+    """Shows the state as torch does: ``optimizer.state[p]`` has the tensors that are stepped."""
+
+    def __init__(self) -> None:
+        self.mapping: defaultdict[Tensor, Any] = defaultdict(dict)
+
+    def replace(self, mapping: defaultdict[Tensor, Any]) -> None:
+        """Torch's own class assigns ``optimizer.state``."""
+        self.mapping = mapping
+
+    def show(self, tracked: Tracked) -> None:
+        param, holding, shard = tracked.param, tracked.holding, tracked.shard
+        self.mapping[param] = {
+            "step": tracked.step,
+            "exp_avg": like_parameter(param, holding, shard.exp_avg),
+            "exp_avg_sq": like_parameter(param, holding, shard.exp_avg_sq),
+            "master": like_parameter(param, holding, shard.master),
+        }
+
+
+class Params:
+    """Owns what is known of each parameter that trains: its shard in the core, its name, the part that is ours."""
+
+    def __init__(self, connection: Connection, given: Given, groups: ParamGroups, views: StateViews) -> None:
+        self._core = connection.core
+        self._setup = connection.ranks
+        self._names = connection.names
+        self._resident = connection.resident
+        self._state_dtype = given.state_dtype
+        self._seed = given.seed
+        self._groups = groups
+        self._views = views
+        self._tracked: dict[Tensor, Tracked] = {}
+        self._of_shard: dict[int, Tracked] = {}
+        self._fresh: list[Held] = []  # not announced to other ranks yet
+        self._has_masters = False  # other than the parameters' values
+
+    # ---- which there are --------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Tracked]:
+        return iter(self._tracked.values())
+
+    def __contains__(self, param: Tensor) -> bool:
+        return param in self._tracked
+
+    def __getitem__(self, param: Tensor) -> Tracked:
+        return self._tracked[param]
+
+    def without_state(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Those that are frozen, or train for the first time."""
+        known = self._tracked
+        return [param for param in params if param not in known]
+
+    def get(self, param: Tensor) -> Tracked | None:
+        return self._tracked.get(param)
+
+    def of_shard(self, index: int) -> Tracked | None:
+        return self._of_shard.get(index)
+
+    def of_shards(self, indices: set[int]) -> list[Tracked]:
+        """In registration order."""
+        return [self._of_shard[index] for index in sorted(indices)]
+
+    def named(self, group: int) -> Iterator[tuple[str, Tensor]]:
+        return self._groups.named(group, self._names)
+
+    def holding_of(self, param: Tensor) -> Holding:
+        """The part of a parameter whose state this rank has, or would have if it trained."""
+        tracked = self._tracked.get(param)
+        return tracked.holding if tracked is not None else self._setup.holding_of("state_dict", param)
+
+    def forget_all(self) -> None:
+        """Nothing is known of any parameter any more, and no state is shown."""
+        self._tracked.clear()
+        self._of_shard.clear()
+        self._fresh.clear()
+        self._views.mapping.clear()
+
+    # ---- more of them -----------------------------------------------------------------------------------------
+
+    def take_fresh(self) -> list[Held]:
+        """Those that were adopted since this was called last."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
+    def adopt(self, group: int, params: Sequence[Tensor]) -> list[Tracked]:
+        """State for those parameters of a group that have none yet: frozen ones take no memory."""
+        wanted = {id(param) for param in params if param not in self._tracked}
+        fresh = {param: name for name, param in self.named(group) if id(param) in wanted}
+        for param, name in fresh.items():  # again: what was frozen may have changed since its group was made
+            check_parameter(name, param)
+            check_finite(name, param)
+        holdings = {param: self._setup.holding_of(name, param) for param, name in fresh.items()}
+        sizes = [holding.part(param).numel() for param, holding in holdings.items()]
+        resident = [id(param) in self._resident for param in fresh]
+        dtypes = (torch.float32, self._state_dtype, self._state_dtype)
+        states = make_state(sizes, dtypes, resident, self._core.placer)
+        found: list[Tracked] = []
+        for i, (param, name) in enumerate(fresh.items()):
+            master, exp_avg, exp_avg_sq = states[i]
+            index = len(self._core.shards) + len(found)
+            shard = Shard(
+                index=index,
+                name=name,
+                group=group,
+                numel=sizes[i],
+                gradient_dtype=dtype_to_come(name, param),
+                published_dtype=param.dtype,
+                master=master,
+                exp_avg=exp_avg,
+                exp_avg_sq=exp_avg_sq,
+                target=_target(param, holdings[param]),
+                parameter=param if holdings[param].is_memory_of(param) else None,
+                noise_stream=self._seed << 32 | index,
+                offset=holdings[param].start,
+                resident=resident[i],
+            )
+            master.copy_(shard.target())
+            found.append(self._track(param, shard, holdings[param]))
+        if found:
+            self._core.add_shards([tracked.shard for tracked in found])
+        remember_values(found)
+        return found
+
+    def _track(self, param: Tensor, shard: Shard, holding: Holding) -> Tracked:
+        step = torch.zeros((), dtype=torch.float32)
+        link = self._core.link
+        # Where a link has parameters of the CPU written later, nothing can be said of their bits before.
+        readable = param.is_cuda or link.bit_sums.in_stream_order or not link.asynchronous
+        early = self._setup.is_early(param)
+        tracked = Tracked(param, shard, step, holding, link.bit_sums, early=early, readable=readable)
+        self._tracked[param] = self._of_shard[shard.index] = tracked
+        self._views.show(tracked)
+        self._fresh.append(Held(shard.name, param, shard, holding))
+        return tracked
+
+    def moved(self, shard: Shard) -> None:
+        """The core has put a shard's state elsewhere."""
+        self._views.show(self._of_shard[shard.index])
+
+    # ---- others in their place --------------------------------------------------------------------------------
+
+    def keep_masters(self) -> None:
+        """From now on masters have bits that the parameters have not."""
+        self._has_masters = True
+
+    @property
+    def may_be_replaced(self) -> bool:
+        """Whether others can take the place of all of them: not once there is state that would be lost."""
+        grouped = {id(param) for param in self._groups.params()}
+        return not self._has_masters and not any(t.shard.steps or id(t.param) in grouped for t in self)
+
+    def refuse_replaced(self) -> None:
+        """A parameter that is new may have taken another one's place, whose state would be lost silently."""
+        grouped = {id(param) for param in self._groups.params()}
+        gone = [tracked.shard.name for tracked in self if id(tracked.param) not in grouped]
+        if gone:
+            raise StateError(
+                f"param_groups: {gone[0]} was taken out and others put in, after state was made for it; make a new "
+                "optimizer, from the parameters that are to be trained (with Accelerate: prepare before load_masters())"
+            )
+
+
+def _target(param: Tensor, holding: Holding) -> Callable[[], Tensor]:
+    return lambda: holding.part(param)

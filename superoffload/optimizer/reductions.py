@@ -1,0 +1,68 @@
+"""Gradients of a ``DistributedDataParallel`` are final once it has reduced them over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+from weakref import ref
+
+from torch import Tensor, nn
+
+from superoffload.optimizer.lifetime import Alone
+from superoffload.optimizer.weakly import weakly
+
+
+class TakesReduced(Protocol):
+    def take_reduced(self, param: Tensor, gradient: Tensor) -> None: ...
+    def keep_reduced(self, param: Tensor) -> None: ...
+
+
+class _Reduces(Protocol):
+    def finish(self) -> None: ...
+    def forget(self) -> None: ...
+
+
+class _NoReduction:
+    def finish(self) -> None: ...
+    def forget(self) -> None: ...
+
+
+class Reductions:
+    """Passes reduced gradients on, where it follows a model that reduces any; does not keep their taker alive."""
+
+    def __init__(self) -> None:
+        self._taker: Callable[[], TakesReduced | None] = _no_taker
+        self._reduced: _Reduces = _NoReduction()
+
+    def give_to(self, taker: TakesReduced) -> None:
+        self._taker = ref(taker)
+
+    def follow(self, model: nn.Module, alone: Alone) -> None:
+        """``alone``: around what other threads and the handlers of signals must not see half-way."""
+        from superoffload.integrations.ddp import reduced_gradients
+
+        found = reduced_gradients(model, weakly(self._take), weakly(self._keep), alone)
+        if found is not None:
+            self._reduced = found
+
+    def finish(self) -> None:
+        """At ``step()``: whatever a backward that was cut off has left."""
+        self._reduced.finish()
+
+    def forget(self) -> None:
+        """A backward whose gradients are given up."""
+        self._reduced.forget()
+
+    def _take(self, param: Tensor, gradient: Tensor) -> None:
+        taker = self._taker()
+        if taker is not None:
+            taker.take_reduced(param, gradient)
+
+    def _keep(self, param: Tensor) -> None:
+        taker = self._taker()
+        if taker is not None:
+            taker.keep_reduced(param)
+
+
+def _no_taker() -> None:
+    """There is none yet."""

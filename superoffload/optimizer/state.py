@@ -1,0 +1,212 @@
+"""Masters and moments are read, saved and loaded, by users and by checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from superoffload.checkpoint import ParamState, ReadState, StateDict, read_state, write_state
+from superoffload.engine.engine import Engine
+from superoffload.errors import ArgumentError, StateError
+from superoffload.masters import read_masters
+from superoffload.optimizer.boundary import Boundary
+from superoffload.optimizer.groups import ParamGroups
+from superoffload.optimizer.intake import Intake
+from superoffload.optimizer.lifetime import Lifetime
+from superoffload.optimizer.other_ranks import Ranks
+from superoffload.optimizer.params import Params
+from superoffload.optimizer.watched import Tracked, notice
+from superoffload.optimizer.writes import Writes
+from superoffload.ranks.layout import is_dtensor
+from superoffload.ranks.spread import Spread
+
+if TYPE_CHECKING:
+    from superoffload.checkpoints.snapshot import Snapshot
+
+_Read = TypeVar("_Read")
+
+
+def loaded_in_part(what: str, error: Exception) -> StateError:
+    """``error`` came after something was changed, though all had been checked before."""
+    return StateError(
+        f"{what}: {error} -- this was in order when it was checked before. Model and optimizer are loaded in part: "
+        "load a whole checkpoint before anything else"
+    )
+
+
+def agreed(ranks: Ranks, what: str, read: Callable[[], _Read]) -> _Read:
+    """What ``read`` returns, which changes nothing and may refuse; where it does on one rank, all of them raise."""
+    try:
+        found = read()
+    except Exception as error:
+        ranks.agree(what, error)
+        raise
+    ranks.agree(what, None)
+    return found
+
+
+class State:
+    """Reads masters and moments for users and checkpoints, and puts others in their place."""
+
+    def __init__(
+        self,
+        lifetime: Lifetime,
+        core: Engine,
+        groups: ParamGroups,
+        params: Params,
+        ranks: Ranks,
+        intake: Intake,
+        boundary: Boundary,
+        writes: Writes,
+    ) -> None:
+        self._lifetime = lifetime
+        self._core = core
+        self._groups = groups
+        self._params = params
+        self._ranks = ranks
+        self._intake = intake
+        self._boundary = boundary
+        self._writes = writes
+
+    # ---- as of the last finished step -------------------------------------------------------------------------
+
+    def digests(self) -> dict[str, str]:
+        with self._lifetime.whole():
+            return self._core.digests()
+
+    def quiesce(self) -> None:
+        with self._lifetime.whole():
+            self._core.quiesce()
+
+    def begin_snapshot(self, snapshot: Snapshot) -> None:
+        """From here on every shard is protected before it changes."""
+        with self._lifetime.whole():
+            self._core.quiesce()  # also what backward in another thread has speculated by now
+            self._core.snapshots.add(snapshot)
+
+    def await_snapshots(self) -> None:
+        """Waits until earlier snapshots were read. Signals are not held, since that takes as long as the disk. One that
+        this thread reads itself goes on when the signal's handler that we are called from has returned."""
+        for snapshot in list(self._core.snapshots):
+            if not snapshot.is_read_here:
+                snapshot.wait()
+
+    # ---- masters ----------------------------------------------------------------------------------------------
+
+    def follow_written(self) -> None:
+        """Takes over what was written to parameters, as every ``step()`` does."""
+        with self._lifetime.whole():
+            self._writes.follow_all(notice(self._params))
+
+    def follow_parameters(self) -> None:
+        """Takes over all of them."""
+        with self._lifetime.whole():
+            for tracked in self._params:
+                self._writes.follow(tracked)
+
+    def load_masters(self, masters: Mapping[str, Tensor] | Sequence[Tensor]) -> None:
+        params = [
+            (name, param)
+            for index in range(len(self._groups.now))
+            for name, param in self._params.named(index)
+            if param in self._params
+        ]
+        values = agreed(self._ranks, "load_masters()", lambda: read_masters(masters, params, self._part_of))
+        self.await_snapshots()
+        with self._lifetime.whole():
+            self._boundary.abandon()
+            self._core.quiesce()
+            self._params.keep_masters()
+            for param, value in values:
+                tracked = self._params[param]
+                self._core.protect([tracked.shard])
+                tracked.shard.master.copy_(value)
+                tracked.remember_value()
+
+    # ---- saved ------------------------------------------------------------------------------------------------
+
+    def as_dict(self, of_torch: Callable[[], StateDict]) -> StateDict:
+        """A copy of what ``of_torch`` gives, in which state that is spread over ranks is whole."""
+        with self._lifetime.alone:  # also while it is copied, or backward in another thread would change it
+            self.quiesce()
+            state_dict = write_state(of_torch())
+        self._ranks.gather("state_dict()", self._made_whole(state_dict))
+        return state_dict
+
+    def _made_whole(self, state_dict: StateDict) -> list[Spread]:
+        """With room for the parts that other ranks have."""
+        spreads = []
+        params = self._groups.params()
+        for position, values in state_dict["state"].items():
+            tracked = self._params.get(params[position])
+            if tracked is None or tracked.holding.kind != "spread":
+                continue
+            for name in ("exp_avg", "exp_avg_sq", "master"):
+                part = values[name]
+                whole = torch.empty(tracked.param.numel(), dtype=part.dtype)
+                tracked.holding.own.of(whole).copy_(part)
+                values[name] = whole.view(tracked.param.shape)
+                spreads.append(Spread(tracked.holding, part, whole))
+        return spreads
+
+    # ---- loaded -----------------------------------------------------------------------------------------------
+
+    def check(self, state_dict: Mapping[str, Any]) -> ReadState:
+        """What ``take_over`` takes; raises and changes nothing where it does not fit."""
+        self.quiesce()  # what has failed since the last step is told before anything changes
+        return read_state(state_dict, self._groups.now, part_of=self._part_of)
+
+    def take_over(self, read: ReadState, what: str, rest: Callable[[], None]) -> None:
+        """Puts checked state in the place of ours, then calls ``rest``, which loads what belongs to it; collectively.
+
+        Where that fails on any rank, all of them refuse everything but another load. Signals and other threads wait,
+        since what is loaded in part is of no use.
+        """
+        self.await_snapshots()
+        with self._lifetime.alone, self._lifetime.loading():
+            error: Exception | None = None
+            try:
+                self._stream(read)
+                rest()
+            except Exception as failed:
+                error = failed
+            left = "the state is loaded in part, everywhere; load a whole checkpoint on all ranks"
+            self._ranks.agree(what, error, left)
+            if error is not None:
+                raise loaded_in_part(what, error) from error
+            self._ranks.announce()
+            self._ranks.loaded()
+
+    def _stream(self, read: ReadState) -> None:
+        with self._lifetime.whole():
+            self._boundary.abandon()
+            self._core.quiesce()
+            found = self.adopt_loaded(read)
+        for tracked, values in found:
+            self._core.protect([tracked.shard])
+            tracked.load(values)
+
+    def adopt_loaded(self, read: ReadState) -> list[tuple[Tracked, ParamState | None]]:
+        """Group values, and state for parameters that get some and had none; whose values are to be loaded."""
+        states = iter(read.states)
+        loaded: list[tuple[Tracked, ParamState | None]] = []
+        for index, group in enumerate(self._groups.now):
+            group.update(read.groups[index])
+            found = {param: next(states) for param in group["params"]}
+            self._intake.adopt(index, [param for param, values in found.items() if values is not None])
+            loaded += [(self._params[param], values) for param, values in found.items() if param in self._params]
+        return loaded
+
+    def _part_of(self, param: Tensor, value: Tensor) -> Tensor:
+        holding = self._params.holding_of(param)
+        if not is_dtensor(value):
+            return holding.part_of_whole(value)
+        if not is_dtensor(param) or value.placements != param.placements or value.device_mesh != param.device_mesh:
+            raise ArgumentError(
+                f"state_dict: a DTensor with placements {value.placements} over {value.device_mesh}, expected those of "
+                "the parameter; pass full tensors, or load it with torch.distributed.checkpoint"
+            )
+        return holding.part(value)

@@ -1,0 +1,111 @@
+"""A verdict is made of gradients, of the norm to clip to and of the loss scale; the last two are here."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from superoffload.arguments import as_float, check_max_grad_norm
+from superoffload.errors import StateError
+from superoffload.verdict import Verdict
+
+_NAMED = 8  # of more ranks, the first ones
+
+
+class LossScale(NamedTuple):
+    """Holds what a ``torch.amp.GradScaler`` has set on an optimizer around its ``step()``.
+
+    ``is_set``: a scaler did. ``grad_scale`` None: its user called ``unscale_()``. ``found_inf``: it saw a NaN or an
+    infinity, which may have been replaced since.
+    """
+
+    is_set: bool
+    grad_scale: Any
+    found_inf: Any
+
+    @classmethod
+    def on(cls, optimizer: Any) -> LossScale:
+        scale = getattr(optimizer, "grad_scale", None)
+        return cls(hasattr(optimizer, "grad_scale"), scale, getattr(optimizer, "found_inf", 0.0))
+
+    @property
+    def was_taken_out(self) -> bool:
+        """By the user, in all gradients. Version counters do not show that."""
+        return self.is_set and self.grad_scale is None
+
+    @property
+    def inverse(self) -> float:
+        """The factor that takes the loss scale out of gradients."""
+        if self.grad_scale is None:
+            return 1.0
+        scale = as_float(self.grad_scale)
+        return 1.0 / scale if scale != 0.0 else math.inf
+
+    @property
+    def saw_inf(self) -> bool:
+        return as_float(self.found_inf) > 0
+
+
+class Verdicts:
+    """Keeps the terms of the next verdict, which speculation goes by, and what the last one was."""
+
+    def __init__(self, max_grad_norm: float | None) -> None:
+        self._max_grad_norm = check_max_grad_norm(max_grad_norm)
+        self._unscale = 1.0
+        self._last: Verdict | None = None
+        self._said_whose_norm = False
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        return self._max_grad_norm
+
+    @property
+    def unscale(self) -> float:
+        """The factor that took the loss scale out in the last step; the next one is expected to have it again."""
+        return self._unscale
+
+    @property
+    def last(self) -> Verdict | None:
+        return self._last
+
+    @property
+    def grad_norm(self) -> float:
+        if self._last is None:
+            raise StateError("grad_norm: there was no step() with gradients yet")
+        return self._last.grad_norm
+
+    def clip_to(self, max_grad_norm: float | None) -> None:
+        self._max_grad_norm = check_max_grad_norm(max_grad_norm)
+
+    def unscale_by(self, factor: float) -> None:
+        self._unscale = factor
+
+    def decided(self, verdict: Verdict) -> None:
+        self._last = verdict
+
+    def say_whose_norm(self, ranks: Sequence[int], world: int) -> None:
+        """Tells the user once that ``max_grad_norm`` is about ``ranks``, those of ``process_group`` or this one, of
+        ``world``. The first of them says it for all.
+
+        Where ranks train parts of one model, as pipeline stages do, each part would get a clip coefficient of its own.
+        Where they train models of their own, that is right.
+        """
+        others = world - len(ranks)
+        if self._said_whose_norm or self._max_grad_norm is None or not others:
+            return
+        names = ", ".join(map(str, ranks[:_NAMED])) + (", ..." if len(ranks) > _NAMED else "")
+        warnings.warn(
+            f"superoffload: max_grad_norm={self._max_grad_norm:g} clips by the norm of the gradients on rank {names} "
+            f"alone ({len(ranks)} of {world}), as process_group= or replicated='local' says; the other {others} are "
+            "clipped by norms of their own. If all of them train the same parameters, leave process_group and "
+            "replicated out. If they train parts of one model, such as pipeline stages, leave max_grad_norm out, add "
+            "the squares of the norms over all ranks, and clip by hand with that one norm, "
+            "torch.nn.utils.clip_grads_with_norm_(), before step(), with keep_grads=True. If they train models of "
+            "their own, it is as it should be: "
+            "warnings.filterwarnings('ignore', message='superoffload: max_grad_norm')",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        self._said_whose_norm = True

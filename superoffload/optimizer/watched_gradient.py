@@ -1,0 +1,120 @@
+"""A gradient that was handed over is watched: an edit of it, which must be packed again, is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from weakref import ReferenceType, ref
+
+from torch import Tensor
+
+from superoffload.bits import BitSums, Sums
+from superoffload.bucket import Piece, Shard
+from superoffload.gradient_source import gradient_of
+from superoffload.packed_gradient import PackedGradient, packed_in, stand_in_for
+from superoffload.ranks.layout import Holding, is_dtensor, local_of, version_of
+
+UNKNOWN = (-1, -1)
+
+# Sums of the bits of a shard's gradient as it was packed, piece by piece; None where there are none.
+PackedSums = Callable[[Shard], list[tuple[Piece, Sums]] | None]
+
+
+class WatchedGradient:
+    """Remembers the gradient that the core has of one parameter, so that an edit of it is noticed."""
+
+    def __init__(self, param: Tensor, shard: Shard, holding: Holding, bits: BitSums) -> None:
+        self._param = param
+        self._shard = shard
+        self._holding = holding
+        self._bits = bits
+        self._version = UNKNOWN
+        self._placeholder: ReferenceType[PackedGradient] | None = None  # of the gradient that was packed last
+        self.handed: Tensor | None = None  # to the core, in this step
+        self.sums: Sums | None = None  # of its bits, where versions do not show every edit and packing it gives none
+        self.reduced: Tensor | None = None  # given by a reduction to the core; p.grad must turn out to be it
+
+    # ---- handed over ----------------------------------------------------------------------------------------------
+
+    def remember(self, grad: Tensor, *, summed: bool = False) -> None:
+        """``summed``: versions do not show every edit, and comparing its bits with the core's would take a copy."""
+        self.handed, self._version = grad, version_of(grad)
+        self.sums = self._bits.of([self._holding.part(grad).contiguous()])[0] if summed else None
+
+    def forget(self) -> None:
+        """The core has none any more."""
+        self.handed = None
+
+    def end_step(self) -> None:
+        self.handed = self.reduced = None
+
+    # ---- reduced over ranks -----------------------------------------------------------------------------------------
+
+    def remember_reduced(self, gradient: Tensor) -> None:
+        """A reduction gave it; ``p.grad`` is to have the same bits."""
+        self.reduced = gradient
+
+    def forget_reduced(self) -> None:
+        self.reduced = None
+
+    # ---- edited -----------------------------------------------------------------------------------------------------
+
+    @property
+    def plainly_changed(self) -> bool:
+        """As far as it shows without a look at bits.
+
+        Versions of DTensors show nothing: an operation on lists of them raises none, and FSDP2, where it accumulates
+        gradients, raises those of all parameters that it reduces together, which share one buffer and its counter.
+        """
+        if gradient_of(self._param) is not self.handed:
+            return True
+        packed = packed_in(self.handed)
+        if packed is not None:  # one that was brought back is compared
+            return packed.zeroed or packed.addend is not None
+        return self.handed is not None and not is_dtensor(self.handed) and self.was_written(self.handed)
+
+    def was_written(self, grad: Tensor) -> bool:
+        """Whether its version is another one than that which was remembered."""
+        return version_of(grad) != self._version
+
+    def summed(self, packed_sums: PackedSums) -> Iterator[tuple[Sums, Tensor]]:
+        """Sums of the bits of the gradient that was handed over, and what they are to be compared with now."""
+        if self.handed is None or (self.sums is None and not self._shard.sums_gradient):
+            return
+        flat = self._holding.part(self.handed).contiguous()
+        if self.sums is not None:
+            yield self.sums, flat
+            return
+        for piece, sums in packed_sums(self._shard) or ():
+            yield sums, flat.to(self._shard.gradient_dtype)[piece.start : piece.start + piece.numel]
+
+    # ---- packed and freed -------------------------------------------------------------------------------------------
+
+    @property
+    def placeholder(self) -> PackedGradient | None:
+        """Of the gradient that was packed last, as long as ``p.grad`` or the user has it."""
+        return None if self._placeholder is None else self._placeholder()
+
+    def is_placeholder(self, packed: PackedGradient) -> bool:
+        """Whether ``packed`` stands for what was handed over in this step."""
+        return self.handed is packed and self.placeholder is packed
+
+    def forget_placeholder(self) -> None:
+        """The place where that gradient was packed is needed."""
+        self._placeholder = None
+
+    def free(self, fetch: Callable[[PackedGradient], None], offer: Callable[[PackedGradient, Tensor], None]) -> None:
+        """The gradient was packed: its memory goes, and a placeholder that can ``fetch`` it stands in ``p.grad``."""
+        param = self._param
+        local = local_of(param) if is_dtensor(param) else param
+        assert self.handed is not None
+        packed = PackedGradient(self._shard.name, self._shard.index, local, self.handed.dtype, fetch, offer)
+        self._placeholder = ref(packed)
+        param.grad = self.handed = stand_in_for(param, packed)
+        self._version, self.sums = UNKNOWN, None
+
+    def brought_back(self) -> None:
+        """The placeholder has its gradient again. What is done to that shows in its sums, also what raises no version:
+        what comes through C++ or ``.data``."""
+        if self.handed is not None and packed_in(self.handed) is self.placeholder:
+            self._version = version_of(self.handed)
+            self.sums = self._bits.of([self._holding.part(self.handed)])[0]

@@ -1,0 +1,26 @@
+"""Masters take over what users write to parameters."""
+
+from __future__ import annotations
+
+from superoffload.engine.engine import Engine
+from superoffload.optimizer.untold_writes import UntoldWrites
+from superoffload.optimizer.watched import Noticed, Tracked
+
+
+class Writes:
+    """Has masters follow parameters that were written."""
+
+    def __init__(self, core: Engine, untold: UntoldWrites) -> None:
+        self._core = core
+        self._untold = untold
+
+    def follow(self, tracked: Tracked) -> None:
+        tracked.check_still_fits()
+        self._core.restore(tracked.shard)  # or an undo would put back the old master
+        self._core.protect([tracked.shard])
+        tracked.refresh_master()
+
+    def follow_all(self, noticed: Noticed) -> None:
+        self._untold.found(noticed.untold)
+        for tracked in noticed.written:
+            self.follow(tracked)
