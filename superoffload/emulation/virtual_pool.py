@@ -18,7 +18,6 @@ class _Task:
     width: int
     after: _native.Completion | None
     done: VirtualCompletion
-    begun: bool = False
 
 
 class VirtualPool:
