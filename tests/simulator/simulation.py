@@ -382,7 +382,7 @@ class Simulation:
             raise BrokenPromiseError(f"{shard.name}: the published parameter is not that of the plain model")
 
     def _end(self) -> None:
-        """Everybody has gone home: nothing runs, every failure was told once, the state is that of the last step."""
+        """At the end nothing runs, every failure was told once, and the state is that of the last step."""
         self.pool.cancel_fault()
         while not self._call("quiesce", self.core.quiesce):
             self._must(self.errors < 100, "a failure is raised again and again")
