@@ -24,7 +24,7 @@ from superoffload.doctor.memory import examine_memory, examine_numa
 from superoffload.doctor.self_test import examine_undo
 from superoffload.doctor.software import examine_software, release
 from superoffload.doctor.superchip import examine_superchip, is_grace
-from superoffload.doctor.system import System, format_cpu_list, largest_cache_bytes, parse_cpu_list
+from superoffload.doctor.system import System, format_cpu_list, parse_cpu_list
 from tests.fake_machine import GRACE, PLAIN, make_machine
 
 GIB = 1 << 30
@@ -452,15 +452,6 @@ def test_an_instruction_set_that_is_not_here_ends_the_command_in_one_line() -> N
 
 
 # ---- small parts ----
-
-
-def test_the_largest_cache_holds_data(tmp_path: Path) -> None:
-    folder = "/sys/devices/system/cpu/cpu0/cache"
-    sizes = {"index0": ("Data", "48K"), "index1": ("Instruction", "64M"), "index2": ("Unified", "2M")}
-    files = {f"{folder}/{name}/type": f"{kind}\n" for name, (kind, _) in sizes.items()}
-    files |= {f"{folder}/{name}/size": f"{size}\n" for name, (_, size) in sizes.items()}
-    assert largest_cache_bytes(make_machine(tmp_path / "known", files, {})) == 2 << 20
-    assert largest_cache_bytes(make_machine(tmp_path / "unknown", {}, {})) == 32 << 20, "large, to be safe"
 
 
 def test_processor_lists_both_ways() -> None:
