@@ -156,7 +156,7 @@ def describe_left(jobs: Sequence[Any], left: Sequence[Any], results: Any) -> tup
 
 def _blocked_by(job: Any, jobs: Sequence[Any], results: Any) -> str:
     """What failed that it comes after; empty where only time was short."""
-    from superoffload.benchmarking.jobs import FAILED, TIMED_OUT, unmet
+    from benchmarks.jobs import FAILED, TIMED_OUT, unmet
 
     words = {FAILED: "failed", TIMED_OUT: "did not end"}
     for key in unmet(job, jobs, results):
@@ -179,7 +179,7 @@ def show_failed_preparations(jobs: Sequence[Any], results: Any) -> None:
 
 def status_of(args: argparse.Namespace, left: Sequence[Any], *, goes_on: bool, failed: bool) -> int:
     """The exit status. What is wrong matters more than what is left."""
-    from superoffload.benchmarking.jobs import LEFT
+    from benchmarks.jobs import LEFT
 
     if args.toy:
         print("toy sizes: these figures show that it works, and nothing else")

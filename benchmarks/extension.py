@@ -15,7 +15,7 @@ import sysconfig
 from pathlib import Path
 
 from benchmarks.commands import CARRIED
-from superoffload.benchmarking.sources import digest_of
+from benchmarks.sources import digest_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PREBUILT = CARRIED

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from superoffload import _native
+from superoffload.doctor.system import System, largest_cache_bytes
 from superoffload.errors import DeviceError, HostMemoryError
 
-_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _NO_MEMORY = 2  # cudaErrorMemoryAllocation
-_UNKNOWN_CACHE = 32 << 20  # where the system does not tell: larger than most
 
 BYTES_PER_PARAM = 18  # master, moments, packed gradient, shadow, journal: what a step touches, at least
 
@@ -45,17 +43,8 @@ def host_zeros(numel: int, dtype: torch.dtype, what: str = "optimizer state or b
 
 
 @cache
-def largest_cache_bytes(folder: Path = _CACHES) -> int:
-    """The size of the largest data cache that the first processor sees."""
-    sizes = []
-    for entry in folder.glob("index*"):
-        try:
-            kind, size = (entry / "type").read_text().strip(), (entry / "size").read_text().strip()
-        except OSError:
-            continue
-        if kind != "Instruction" and size[:-1].isdigit():
-            sizes.append(int(size[:-1]) << {"K": 10, "M": 20, "G": 30}.get(size[-1], 0))
-    return max(sizes, default=_UNKNOWN_CACHE)
+def _largest_cache_bytes() -> int:
+    return largest_cache_bytes(System())
 
 
 def exceeds_caches(numel: int) -> bool:
@@ -63,7 +52,7 @@ def exceeds_caches(numel: int) -> bool:
 
     Then what nobody reads soon (shadows, journal codes) is stored past them, which saves reading it first.
     """
-    return numel * BYTES_PER_PARAM > largest_cache_bytes()
+    return numel * BYTES_PER_PARAM > _largest_cache_bytes()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

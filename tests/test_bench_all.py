@@ -1,4 +1,4 @@
-"""`superoffload bench all`: runs every benchmark that there is, and puts what they found on one page."""
+"""`python -m benchmarks.all` runs every benchmark that there is, and puts what they found on one page."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from superoffload.benchmarking import everything
-from superoffload.benchmarking.jobs import LEFT, RESULT_PATH, Job
-from superoffload.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE, build_parser, main
+from benchmarks import all as all_benchmarks
+from benchmarks.all_report import GPU_SUITE
+from benchmarks.jobs import LEFT, RESULT_PATH, Job
+from superoffload.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE, bench_all, build_parser, main
 from superoffload.cli.bench import BENCHMARKS
 
 NAMES = [name for name in BENCHMARKS if name != "all"]
@@ -21,7 +22,7 @@ RANKS = {"rows": [{"name": "light", "of_step": 0.005}]}
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_benchmark_is_asked_for_something_it_understands(name: str, quick: bool, tmp_path: Path) -> None:
-    (job,) = everything.all_jobs([name], tmp_path, quick=quick, cuda=True)
+    (job,) = all_benchmarks.all_jobs([name], tmp_path, quick=quick, cuda=True)
     assert list(job.command[:3]) == [sys.executable, "-m", "superoffload"]
     args = build_parser().parse_args(list(job.command[3:]))
     assert args.json == RESULT_PATH
@@ -29,9 +30,9 @@ def test_every_benchmark_is_asked_for_something_it_understands(name: str, quick:
 
 
 def test_the_gpu_suite_is_left_out_without_a_gpu(tmp_path: Path) -> None:
-    (job,) = everything.all_jobs([everything.GPU_SUITE], tmp_path, quick=True, cuda=False)
+    (job,) = all_benchmarks.all_jobs([GPU_SUITE], tmp_path, quick=True, cuda=False)
     assert job.absent == "needs a GPU"
-    (job,) = everything.all_jobs([everything.GPU_SUITE], tmp_path, quick=True, cuda=True)
+    (job,) = all_benchmarks.all_jobs([GPU_SUITE], tmp_path, quick=True, cuda=True)
     assert job.absent is None and job.continues
 
 
@@ -44,8 +45,8 @@ def small_job(key: str, result: dict[str, Any] | None, **more: Any) -> Job:
 def run_all(
     jobs: list[Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str
 ) -> tuple[int, dict[str, Any], str]:
-    monkeypatch.setattr(everything, "all_jobs", lambda *_, **__: jobs)
-    status = main(["bench", "all", "--out", str(tmp_path), "--quiet", *options])
+    monkeypatch.setattr(all_benchmarks, "all_jobs", lambda *_, **__: jobs)
+    status = all_benchmarks.main(["--out", str(tmp_path), "--quiet", *options])
     report: dict[str, Any] = json.loads((tmp_path / "all.json").read_text())
     return status, report, (tmp_path / "all.html").read_text()
 
@@ -61,7 +62,7 @@ def test_one_page_of_everything(
     status, report, page = run_all(jobs, tmp_path, monkeypatch)
     assert status == EXIT_OK
     assert [row["status"] for row in report["rows"]] == ["done", "not here", "done"]
-    assert report["left"] == [] and report["command"][:3] == ["superoffload", "bench", "all"]
+    assert report["left"] == [] and report["command"][:4] == ["python", "-m", "benchmarks.all", "--out"]
     printed = capsys.readouterr().out
     for text in ("rank_check=light: 0.50% of a step", "is not installed", "0 rows"):
         assert text in page and text in printed
@@ -88,6 +89,32 @@ def test_the_limit_leaves_the_rest_for_another_call(tmp_path: Path, monkeypatch:
     [(["--only", "speed"], "only=speed: expected some of adam"), (["--time-limit", "0"], "time_limit=0.0: expected")],
 )
 def test_bad_arguments(options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "all", "--out", str(tmp_path / "out"), *options]) == EXIT_USAGE
+    assert all_benchmarks.main(["--out", str(tmp_path / "out"), *options]) == EXIT_USAGE
     assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+# ---- superoffload bench all -----------------------------------------------------------------------------------------
+
+
+def test_the_command_line_hands_every_argument_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(all_benchmarks, "all_jobs", lambda *_, **__: [small_job("ranks", RANKS)])
+    command = ["bench", "all", "--out", str(tmp_path), "--quick", "--only", "ranks", "--quiet"]
+    assert main(command) == EXIT_OK
+    assert "rank_check=light: 0.50% of a step" in capsys.readouterr().out
+    assert json.loads((tmp_path / "all.json").read_text())["command"][3:] == command[2:]
+    with pytest.raises(SystemExit):
+        main(["bench", "all", "--help"])
+    assert "usage: python -m benchmarks.all" in capsys.readouterr().out
+
+
+def test_without_a_checkout_the_command_line_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_all, "_CHECKOUT", tmp_path)
+    assert main(["bench", "all", "--out", str(tmp_path / "out"), "--only", "speed"]) == EXIT_FAILED
+    error = capsys.readouterr().err
+    assert "clone the repository" in error and "python -m benchmarks.all --out DIR" in error
     assert not (tmp_path / "out").exists()

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from superoffload.benchmarking import jobs as jobs_module
-from superoffload.benchmarking import sources
-from superoffload.benchmarking.jobs import (
+from benchmarks import jobs as jobs_module
+from benchmarks import sources
+from benchmarks.jobs import (
     DONE,
     ENDS_VARIABLE,
     FAILED,

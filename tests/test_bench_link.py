@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.all_report import headline
 from benchmarks.link import main as over_stand_in
-from superoffload.benchmarking.everything import headline
 from superoffload.benchmarking.link import Rig, measure_steps
 from superoffload.cli import EXIT_OK, EXIT_USAGE, main
 from superoffload.errors import SuperOffloadError

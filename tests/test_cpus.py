@@ -22,7 +22,7 @@ from superoffload.cpus import (
     thread_limit,
     worker_cpus,
 )
-from superoffload.doctor.system import System
+from superoffload.doctor.system import System, largest_cache_bytes
 from superoffload.doctor.threads import examine_threads
 from superoffload.links import on_device
 from tests.fake_machine import GRACE, make_machine
@@ -203,3 +203,12 @@ def test_ranks_of_this_node_share_its_processors() -> None:
         assert not set(first) & set(second) and sorted(first + second) == allowed
     else:
         assert first == second == allowed
+
+
+def test_the_largest_cache_holds_data(tmp_path: Path) -> None:
+    folder = "/sys/devices/system/cpu/cpu0/cache"
+    sizes = {"index0": ("Data", "48K"), "index1": ("Instruction", "64M"), "index2": ("Unified", "2M")}
+    files = {f"{folder}/{name}/type": f"{kind}\n" for name, (kind, _) in sizes.items()}
+    files |= {f"{folder}/{name}/size": f"{size}\n" for name, (_, size) in sizes.items()}
+    assert largest_cache_bytes(make_machine(tmp_path / "known", files, {})) == 2 << 20
+    assert largest_cache_bytes(make_machine(tmp_path / "unknown", {}, {})) == 32 << 20, "large, to be safe"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,8 +19,6 @@ from superoffload.emulation.clock import StalledError, VirtualClock, VirtualComp
 from superoffload.emulation.link import VirtualLink
 from superoffload.emulation.machine import Machine, Workload
 from superoffload.emulation.paced import PacedTraining
-from superoffload.emulation.simulate import simulate
-from superoffload.emulation.simulation import BrokenPromiseError
 from superoffload.engine.executor import Executor
 from superoffload.engine.finisher import Finisher
 from superoffload.engine.packer import Packer
@@ -27,18 +26,21 @@ from superoffload.engine.snapshots import Snapshots
 from superoffload.engine.speculator import Speculator
 from superoffload.engine.tail import Tail
 from superoffload.schedule import FixedSchedule, Schedule
+from tests.simulator.schedules import simulate
+from tests.simulator.simulation import BrokenPromiseError
 
+ROOT = Path(__file__).resolve().parent.parent
 SCHEDULES = 10_000
 
 
 def quiet(text: str) -> None:
-    """Nobody watches."""
+    """Takes the progress and shows nothing."""
 
 
 # ---- the clock ----------------------------------------------------------------------------------------------------
 
 
-def test_events_happen_in_order_while_somebody_waits() -> None:
+def test_events_happen_in_order_while_a_completion_is_waited_for() -> None:
     clock, seen = VirtualClock(), []
     clock.at(2.0, lambda: seen.append("two"))
     clock.at(1.0, lambda: seen.append("one"))
@@ -78,7 +80,7 @@ def test_ten_thousand_schedules() -> None:
     processes = min(2, len(os.sched_getaffinity(0)))
     share = SCHEDULES // processes
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "superoffload.emulation.simulate", "--count", str(share), "--seed"]
+    command = [sys.executable, "-m", "tests.simulator", "--count", str(share), "--seed"]
     running = [
         subprocess.Popen(
             [*command, str(number * share)],
@@ -86,6 +88,7 @@ def test_ten_thousand_schedules() -> None:
             stderr=subprocess.STDOUT,
             text=True,
             env=environment,
+            cwd=ROOT,
         )
         for number in range(processes)
     ]

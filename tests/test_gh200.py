@@ -20,7 +20,7 @@ from benchmarks.gh200.report import measured, text, write_page
 from benchmarks.gh200.setting import LR, PUBLISHED_SIZES, Run, published_run, toy_run
 from benchmarks.gpu_suite.rows import SMOKE
 from benchmarks.gpu_suite.settings import parameters_of
-from superoffload.benchmarking.jobs import LEFT, check_keys
+from benchmarks.jobs import LEFT, check_keys
 from superoffload.cli import build_parser
 from superoffload.environment import DEVICE_TIMEOUT
 from superoffload.plan.published import PARAMETERS_WITHOUT_EMBEDDINGS

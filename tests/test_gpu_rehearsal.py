@@ -22,11 +22,11 @@ from typing import Any
 import pytest
 
 from benchmarks import extension
+from benchmarks import jobs as jobs_module
 from benchmarks.gpu_suite import __main__ as suite
 from benchmarks.gpu_suite import publish, rows
 from benchmarks.gpu_suite.contestants import BARE, OURS
-from superoffload.benchmarking import jobs as jobs_module
-from superoffload.benchmarking.jobs import LEFT
+from benchmarks.jobs import LEFT
 from tests.emulation import library_path
 from tests.fake_cuda import LIBRARY, build
 from tests.test_gpu_bare_machine import real_extension

@@ -35,8 +35,8 @@ from benchmarks.gpu_suite.launches import THREADS
 from benchmarks.gpu_suite.pack_kernel import PackKernel
 from benchmarks.gpu_suite.settings import ALWAYS_CLIPS, FULL, TOY, TrainRow, parameters_of, train_row
 from benchmarks.gpu_suite.training import build
+from benchmarks.jobs import ENDS_VARIABLE, LEFT, Job, check_keys
 from superoffload import kernels
-from superoffload.benchmarking.jobs import ENDS_VARIABLE, LEFT, Job, check_keys
 from superoffload.environment import DEVICE_TIMEOUT
 from superoffload.errors import ArgumentError
 from tests.cuda_tools import out_of_memory

@@ -17,7 +17,7 @@ from benchmarks.gpu_suite.contestants import (
     OURS_SYNCHRONOUS,
 )
 from benchmarks.gpu_suite.table import short_table, table
-from superoffload.benchmarking.jobs import plain
+from benchmarks.jobs import plain
 
 ROOT = Path(__file__).resolve().parents[1]
 PEER = "DeepSpeed ZeRO-Offload"

@@ -70,7 +70,7 @@ def _measure(args: argparse.Namespace, folder: Path, log: Path, began: float) ->
     import torch
 
     from benchmarks.gh200.report import text, write_page
-    from superoffload.benchmarking.jobs import DONE, NOT_HERE, Results, run_jobs
+    from benchmarks.jobs import DONE, NOT_HERE, Results, run_jobs
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if args.device == "cuda" and gpus == 0:
@@ -90,8 +90,8 @@ def _measure(args: argparse.Namespace, folder: Path, log: Path, began: float) ->
 
 
 def all_jobs(args: argparse.Namespace, folder: Path, gpus: int) -> list[Any]:
+    from benchmarks.all import all_jobs as benchmarks
     from benchmarks.gpu_suite.rows import smoke_jobs
-    from superoffload.benchmarking.everything import all_jobs as benchmarks
     from superoffload.cli.bench import BENCHMARKS
     from superoffload.environment import DEVICE_TIMEOUT
 
@@ -116,7 +116,7 @@ def _machine(args: argparse.Namespace, folder: Path) -> list[Any]:
     """What doctor finds, the link, packing, and Adam on every number of processors."""
     from benchmarks.gpu_suite.rows import child
     from benchmarks.gpu_suite.settings import FULL, TOY
-    from superoffload.benchmarking.jobs import RESULT_PATH, Job
+    from benchmarks.jobs import RESULT_PATH, Job
     from superoffload.cpus import allowed_cpus
 
     seconds = _TOY_SECONDS if args.toy else _RUN_SECONDS
@@ -139,7 +139,7 @@ def _published(args: argparse.Namespace, gpus: int) -> list[Any]:
     """The smallest model on one GPU first, ours before the others."""
     from benchmarks.gh200.engines import ENGINES, engines_for
     from benchmarks.gh200.setting import PUBLISHED_SIZES, TOY_SIZES, published_run, toy_run
-    from superoffload.benchmarking.jobs import Job
+    from benchmarks.jobs import Job
 
     unknown = [name for name in args.engines or () if name not in ENGINES]
     if unknown:
@@ -163,7 +163,7 @@ def _published(args: argparse.Namespace, gpus: int) -> list[Any]:
 
 
 def torchrun(run: dict[str, Any], ranks: int) -> list[str]:
-    from superoffload.benchmarking.jobs import RESULT_PATH
+    from benchmarks.jobs import RESULT_PATH
 
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*launcher, "-m", "benchmarks.gh200.published", json.dumps(run), RESULT_PATH]

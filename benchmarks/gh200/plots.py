@@ -18,15 +18,9 @@ _GIB = 2**30
 
 def plot_published(results: Sequence[tuple[Result, Result]], path: Path) -> None:
     """From (settings, result) pairs of the runs that have times."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     engines = list(dict.fromkeys(settings["engine"] for settings, _ in results))
     colours = dict(zip(engines, _COLOURS, strict=False))
-    with rc_context(style.MATPLOTLIB):
-        figure = Figure(figsize=(13, 8), layout="constrained")
-        FigureCanvasAgg(figure)
+    with style.drawing(path, 13, 8) as figure:
         (speed, gpu), (host, loss) = figure.subplots(2, 2)
         _draw_lines(speed, results, colours, "tokens_per_second", 1.0)
         speed.set_title("Tokens per second, all GPUs")
@@ -37,7 +31,6 @@ def plot_published(results: Sequence[tuple[Result, Result]], path: Path) -> None
         _draw_losses(loss, results, colours)
         handles, labels = speed.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right upper")
-        figure.savefig(path)
 
 
 def _draw_lines(

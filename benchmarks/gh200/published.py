@@ -19,8 +19,9 @@ from torch import Tensor
 
 from benchmarks.gh200.engines import ENGINES, Engine, local_device
 from benchmarks.gh200.setting import SAMPLES, SETTLED_FROM, Run
-from superoffload.benchmarking.facts import available_memory_bytes
 from superoffload.cuda.device import peak_active_bytes
+from superoffload.doctor.memory import usable_bytes
+from superoffload.doctor.system import System
 from superoffload.memory import is_out_of_memory
 from superoffload.training.corpus import load_corpus
 
@@ -92,7 +93,7 @@ class Memory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._available = available_memory_bytes() or 0
+        self._available = usable_bytes(System()) or 0
         self._gpu: list[int] = []
         self._host: list[int] = []
 
@@ -100,7 +101,7 @@ class Memory:
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             self._gpu.append(total - free)
-        now = available_memory_bytes()
+        now = usable_bytes(System())
         if now is not None:
             self._host.append(max(0, self._available - now))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gh200.engines import ENGINES
-from superoffload.benchmarking.jobs import DONE, NOT_HERE
+from benchmarks.jobs import DONE, NOT_HERE
 from superoffload.reporting.page import Page
 from superoffload.reporting.plots import PLOT_HINT, matplotlib_installed
 

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from benchmarks.gpu_suite.settings import GIB
-from superoffload.benchmarking.facts import available_memory_bytes
 from superoffload.cuda.device import peak_active_bytes
+from superoffload.doctor.memory import usable_bytes
+from superoffload.doctor.system import System
 from superoffload.errors import ArgumentError
 
 LONGEST_DELAY = 2e-3  # seconds
@@ -32,7 +33,7 @@ class Device:
 
     def __init__(self) -> None:
         self.torch = torch.device("cpu")
-        self._available = available_memory_bytes()
+        self._available = usable_bytes(System())
         self._least_available = self._available
 
     @contextmanager
@@ -60,7 +61,7 @@ class Device:
 
     def sample(self) -> None:
         """Looks at what is taken now: called between steps."""
-        now = available_memory_bytes()
+        now = usable_bytes(System())
         if now is not None and self._least_available is not None:
             self._least_available = min(self._least_available, now)
 

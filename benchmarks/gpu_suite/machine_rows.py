@@ -13,9 +13,10 @@ from benchmarks.gpu_suite.devices import Device, open_device
 from benchmarks.gpu_suite.pack_kernel import DriverKernels, PackKernel
 from superoffload import kernels
 from superoffload.benchmarking.adam import AdamBenchmark, check_memory, run_adam
-from superoffload.benchmarking.facts import available_memory_bytes
 from superoffload.benchmarking.timing import Contestant, Rounds, interleave
 from superoffload.cpus import worker_cpus
+from superoffload.doctor.memory import usable_bytes
+from superoffload.doctor.system import System
 from superoffload.errors import SuperOffloadError
 
 _ROUNDS = Rounds(5, 50, 3.0)
@@ -121,7 +122,7 @@ def measure_adam(numel: int, seconds: float, with_deepspeed: bool, threads: list
 
     ``threads``: these numbers instead, as far as there are processors.
     """
-    check_memory("numel", numel, available_memory_bytes())
+    check_memory("numel", numel, usable_bytes(System()))
     most = len(worker_cpus(None))
     counts = tuple(count for count in threads or () if count <= most) or (len(worker_cpus(None, beside_device=True)),)
     benchmark = AdamBenchmark(numel, (), counts, (kernels.available_isas()[-1],), seconds, with_deepspeed)

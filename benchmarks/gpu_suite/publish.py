@@ -9,9 +9,9 @@ from typing import Any
 
 from benchmarks.gpu_suite.table import table
 from benchmarks.gpu_suite.targets import all_targets
+from benchmarks.jobs import plain, write_json_whole
+from benchmarks.sources import digest_of
 from superoffload.benchmarking.facts import commit
-from superoffload.benchmarking.jobs import plain, write_json_whole
-from superoffload.benchmarking.sources import digest_of
 from superoffload.errors import ArgumentError
 
 

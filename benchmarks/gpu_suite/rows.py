@@ -25,8 +25,8 @@ from benchmarks.gpu_suite.contestants import (
 )
 from benchmarks.gpu_suite.settings import Size, train_row
 from benchmarks.gpu_suite.smoke import sanitizer
-from superoffload.benchmarking.jobs import RESULT_PATH, Job
-from superoffload.benchmarking.sources import PACKAGE
+from benchmarks.jobs import RESULT_PATH, Job
+from benchmarks.sources import PACKAGE
 from superoffload.environment import DEVICE_TIMEOUT
 
 SMOKE, SANITIZED, TESTS, DEEPSPEED_KERNEL = "smoke", "smoke, compute-sanitizer", "tests", "DeepSpeed's kernel"

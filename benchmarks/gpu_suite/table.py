@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.gpu_suite.contestants import CONTESTANTS
 from benchmarks.gpu_suite.targets import Found, Target, exposed_seconds
-from superoffload.benchmarking.jobs import DONE
+from benchmarks.jobs import DONE
 
 _GIB = 1 << 30
 _SHORT = 3900  # bytes: what is sure to be seen where only the end of the output is

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.gpu_suite.contestants import CONTESTANTS, Contestant, Plain
 from benchmarks.gpu_suite.devices import Device, open_device
 from benchmarks.gpu_suite.settings import TrainRow
-from superoffload.benchmarking.jobs import ENDS_VARIABLE
+from benchmarks.jobs import ENDS_VARIABLE
 from superoffload.memory import is_out_of_memory
 from superoffload.training.batches import BatchSource
 from superoffload.training.config import ModelConfig

@@ -110,19 +110,12 @@ def targets_table(report: dict[str, Any]) -> str:
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """Operations against their limits, and how the time of a step grows with size and threads."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with rc_context(style.MATPLOTLIB):
-        figure = Figure(figsize=(9.5, 7.6), layout="constrained")
-        FigureCanvasAgg(figure)
+    with style.drawing(path, 9.5, 7.6) as figure:
         grid = figure.add_gridspec(2, 2)
         bars, sizes, threads = (figure.add_subplot(place) for place in (grid[0, :], grid[1, 0], grid[1, 1]))
         _draw_operations(bars, report)
         _draw_sizes(sizes, report)
         _draw_threads(threads, report)
-        figure.savefig(path)
 
 
 def _draw_operations(axes: Any, report: dict[str, Any]) -> None:

@@ -133,7 +133,7 @@ def measure_rank(workload: Workload, rank: int, ranks: int) -> dict[str, Any]:
         (ours.disable if name == UPSTREAM else ours.enable)()
         entrants[name] = _Entrant(name, workload)
     for turn in range(workload.rounds + 1):
-        first = turn % len(entrants)  # nobody always follows the same one
+        first = turn % len(entrants)  # none always follows the same one
         for name in [*entrants][first:] + [*entrants][:first]:
             entrants[name].turn(warm_up=turn == 0)
     return {name: entrant.result() for name, entrant in entrants.items()}

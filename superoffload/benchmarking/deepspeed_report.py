@@ -80,15 +80,9 @@ def line(row: Row) -> str:
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Each row's step as a bar, the optimizer part dark at its foot."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     colours = {STOCK: style.ORANGE, EAGER: style.BLUE, LATER: style.GREEN, UPSTREAM: style.MUTED}
     places = list(dict.fromkeys((row["ranks"], clip_text(row)) for row in rows))
-    with rc_context(style.MATPLOTLIB):
-        figure = Figure(figsize=(9.0, 4.2), layout="constrained")
-        FigureCanvasAgg(figure)
+    with style.drawing(path, 9.0, 4.2) as figure:
         axes = figure.add_subplot()
         for index, (name, colour) in enumerate(colours.items()):
             mine = [row for row in rows if row["name"] == name]
@@ -102,4 +96,3 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         axes.set_title("Milliseconds per step; dark: the optimizer's part of it")
         axes.grid(axis="x", visible=False)
         axes.legend()
-        figure.savefig(path)

@@ -107,10 +107,6 @@ def _wall_table(rows: Sequence[Row]) -> str:
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """The model's table as lines, the traces, and this machine as bars; what was not measured is left out."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     parts = ("model", "delivery", "trace", "wall clock")
     model, deliveries, traces, wall = (_part(report["rows"], part) for part in parts)
     draws: list[Callable[[Any], None]] = []
@@ -124,15 +120,12 @@ def plot(report: dict[str, Any], path: Path) -> None:
         draws.append(lambda axes: _draw_wall(axes, wall))
     columns = 2 if len(draws) > 1 else 1
     lines = -(-len(draws) // columns)
-    with rc_context(style.MATPLOTLIB):
-        figure = Figure(figsize=(5.5 * columns, 3.6 * lines), layout="constrained")
-        FigureCanvasAgg(figure)
+    with style.drawing(path, 5.5 * columns, 3.6 * lines) as figure:
         grid = figure.subplots(lines, columns, squeeze=False).flatten()
         for axes, draw in zip(grid, draws, strict=False):
             draw(axes)
         for axes in grid[len(draws) :]:
             axes.set_axis_off()
-        figure.savefig(path)
 
 
 def _draw_model(axes: Any, rows: Sequence[Row], clips: bool) -> None:

@@ -16,7 +16,7 @@ from statistics import median
 _SHORTEST_SAMPLE = 1e-3  # seconds; shorter work is repeated within one sample
 _MOST_REPEATS = 200
 
-# OpenMP threads keep spinning for a while after their work and would slow down whoever comes next on the same cores.
+# OpenMP threads keep spinning for a while after their work and would slow down what comes next on the same cores.
 _SETTLING_SECONDS = 5e-3
 
 

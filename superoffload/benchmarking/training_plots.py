@@ -17,18 +17,11 @@ _COLOURS = (style.BLUE, style.GREEN, style.ORANGE, style.RED, style.MUTED, style
 
 @contextmanager
 def _axes(path: Path) -> Iterator[Any]:
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with rc_context(style.MATPLOTLIB):
-        figure = Figure(figsize=(11, 3.8), layout="constrained")
-        FigureCanvasAgg(figure)
+    with style.drawing(path, 11, 3.8) as figure:
         axes = figure.subplots()
         yield axes
         axes.set_xlabel("step")
         axes.figure.legend(loc="outside right upper")
-        figure.savefig(path)
 
 
 def plot_journal(report: dict[str, Any], path: Path) -> None:

@@ -43,11 +43,12 @@ def run(args: argparse.Namespace) -> int:
     from superoffload.benchmarking import adam_report
     from superoffload.benchmarking.accuracy import accuracy_text
     from superoffload.benchmarking.adam import AdamBenchmark, check_memory, run_adam
-    from superoffload.benchmarking.facts import available_memory_bytes
+    from superoffload.doctor.memory import usable_bytes
+    from superoffload.doctor.system import System
 
     settings: AdamBenchmark = _settings(args)
-    check_memory("numel", settings.numel, available_memory_bytes())
-    check_memory("sizes", max(settings.sizes, default=0), available_memory_bytes())
+    check_memory("numel", settings.numel, usable_bytes(System()))
+    check_memory("sizes", max(settings.sizes, default=0), usable_bytes(System()))
     facts = measurement.begin(args)
     report = {
         **facts,

@@ -12,11 +12,10 @@ from superoffload import _native
 from superoffload.benchmarking.memory_limit import Arrays, Way, all_ways, streams_of
 from superoffload.doctor.findings import Examination
 from superoffload.doctor.memory import GIB
-from superoffload.doctor.system import System, as_number
+from superoffload.doctor.system import System, largest_cache_bytes
 
 _BYTES_PER_ELEMENT = 4 + 4 + 4 + 2 + 2 + 2
 _LEAST_BYTES, _MOST_BYTES = 256 << 20, 4 * GIB
-_UNKNOWN_CACHE = 32 << 20
 _SECONDS = 1.0
 _STEPS = 8
 _STEP_BYTES = 28.0  # master and moments both ways, gradient, shadow
@@ -79,21 +78,10 @@ def examine_bandwidth(system: System, cpus: Sequence[int], usable_bytes: int | N
 
 def _choose_numel(system: System, usable_bytes: int | None) -> int:
     """Four times the largest cache, as far as an eighth of the usable memory allows."""
-    wanted = min(max(4 * _largest_cache(system), _LEAST_BYTES), _MOST_BYTES)
+    wanted = min(max(4 * largest_cache_bytes(system), _LEAST_BYTES), _MOST_BYTES)
     if usable_bytes is not None:
         wanted = min(wanted, max(usable_bytes // 8, 1 << 20))
     return max(1 << 14, wanted // _BYTES_PER_ELEMENT)
-
-
-def _largest_cache(system: System) -> int:
-    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    folder = "/sys/devices/system/cpu/cpu0/cache"
-    sizes = []
-    for name in system.names(folder):
-        text = system.text(f"{folder}/{name}/size") or ""
-        number = as_number(text[:-1]) if text[-1:] in units else as_number(text)
-        sizes.append((number or 0) * units.get(text[-1:], 1))
-    return max(sizes, default=0) or _UNKNOWN_CACHE
 
 
 def measure(numel: int, cpus: Sequence[int], seconds: float = _SECONDS) -> tuple[float, Way, int]:

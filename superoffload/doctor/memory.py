@@ -18,9 +18,7 @@ def examine_memory(system: System) -> Examination:
     found = Examination("memory")
     info = system.fields("/proc/meminfo")
     total, available = (_kibibytes(info.get(name)) for name in ("MemTotal", "MemAvailable"))
-    limit = memory_limit(system)
-    rooms = [room for room in (available, limit[0] - limit[1] if limit else None) if room is not None]
-    usable = max(0, min(rooms)) if rooms else None
+    limit, usable = memory_limit(system), usable_bytes(system)
     found.facts.update(
         total_bytes=total,
         available_bytes=available,
@@ -32,6 +30,19 @@ def examine_memory(system: System) -> Examination:
     _examine_pages(found, system)
     _examine_locked(found, system)
     return found
+
+
+def usable_bytes(system: System) -> int | None:
+    """What can be allocated without swapping: the system's own estimate, within the control group's limit."""
+    available, limit = _kibibytes(system.fields("/proc/meminfo").get("MemAvailable")), memory_limit(system)
+    rooms = [room for room in (available, limit[0] - limit[1] if limit else None) if room is not None]
+    return max(0, min(rooms)) if rooms else None
+
+
+def huge_page_mode(system: System) -> str | None:
+    """always, madvise or never, of transparent huge pages; None where the system does not tell."""
+    mode = system.text("/sys/kernel/mm/transparent_hugepage/enabled") or ""
+    return next((word.strip("[]") for word in mode.split() if word.startswith("[")), None)
 
 
 def examine_numa(system: System) -> Examination:
@@ -117,8 +128,7 @@ def _judge_size(found: Examination, total: int | None, limit: tuple[int, int] | 
 
 def _examine_pages(found: Examination, system: System) -> None:
     page = _kibibytes(system.fields("/proc/self/smaps").get("KernelPageSize"))
-    mode = system.text("/sys/kernel/mm/transparent_hugepage/enabled")
-    chosen = next((word.strip("[]") for word in (mode or "").split() if word.startswith("[")), None)
+    chosen = huge_page_mode(system)
     reserved = as_number(system.fields("/proc/meminfo").get("HugePages_Total"))
     found.facts.update(page_bytes=page, transparent_huge_pages=chosen, huge_pages_reserved=reserved)
     if page is None and chosen is None:

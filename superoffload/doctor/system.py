@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+_UNITS = {"K": 10, "M": 20, "G": 30}  # powers of two
+_UNKNOWN_CACHE = 32 << 20
+
 
 @dataclass(frozen=True)
 class System:
@@ -54,6 +57,17 @@ def as_number(text: str | None) -> int | None:
         return int(words[0], 0) if words else None
     except ValueError:
         return None
+
+
+def largest_cache_bytes(system: System) -> int:
+    """The size of the largest data cache of the first processor; a size beyond most where the system does not tell."""
+    folder = "/sys/devices/system/cpu/cpu0/cache"
+    sizes = []
+    for name in system.names(folder):
+        size = system.text(f"{folder}/{name}/size") or ""
+        if system.text(f"{folder}/{name}/type") != "Instruction":
+            sizes.append((as_number(size.rstrip("KMG")) or 0) << _UNITS.get(size[-1:], 0))
+    return max(sizes, default=0) or _UNKNOWN_CACHE
 
 
 def parse_cpu_list(text: str | None) -> list[int]:

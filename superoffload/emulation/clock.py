@@ -1,4 +1,4 @@
-"""Virtual time: events in order, and completions that move the clock on when somebody waits for them."""
+"""Virtual time: events in order, and completions that move the clock on while a caller waits for them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Action = Callable[[], None]
 
 
 class StalledError(AssertionError):
-    """Somebody waits for what nothing will ever finish: in real time this would hang."""
+    """A caller waits for what nothing will ever finish: in real time this would hang."""
 
 
 class VirtualClock:
-    """Seconds that pass only when somebody waits. Events of one moment happen in the order in which they were made."""
+    """Seconds that pass only during a wait. Events of one moment happen in the order in which they were made."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -28,7 +28,7 @@ class VirtualClock:
         heapq.heappush(self._events, (max(when, self.now), self._made, action))
 
     def advance(self, seconds: float) -> None:
-        """Whoever computes for this long; everything that happens meanwhile happens."""
+        """The caller computes for this long; everything that happens meanwhile happens."""
         until = self.now + seconds
         while self._events and self._events[0][0] <= until:
             self._next()
@@ -37,7 +37,7 @@ class VirtualClock:
     def wait_until(self, done: Callable[[], bool]) -> None:
         while not done():
             if not self._events:
-                raise StalledError(f"at {self.now:.9f} s somebody waits for what nothing will ever finish")
+                raise StalledError(f"at {self.now:.9f} s a caller waits for what nothing will ever finish")
             self._next()
 
     def run_dry(self) -> None:

@@ -18,14 +18,13 @@ class _Task:
     width: int
     after: _native.Completion | None
     done: VirtualCompletion
-    begun: bool = False
 
 
 class VirtualPool:
     """``_native.WorkerPool`` on a virtual clock. ``seconds(operation, numel)``: how long an operation takes.
 
     The operations are really carried out, with the kernels. ``at_once()``: whether the next one is when it begins, or
-    when it ends: whoever reads what it writes too early, or writes what it reads, gets other bits in one of the cases.
+    when it ends: an early read of what it writes, or a write to what it reads, gives other bits in one of the cases.
     """
 
     def __init__(

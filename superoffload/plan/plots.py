@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,23 +35,15 @@ def _contestants(settings: Settings) -> dict[str, Settings]:
     }
 
 
-@contextmanager
-def _figure(path: Path, columns: int) -> Iterator[Any]:
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with rc_context(style.MATPLOTLIB):
-        figure = Figure(figsize=(9.5, 4.2), layout="constrained")
-        FigureCanvasAgg(figure)
-        yield figure.subplots(1, columns)
-        # Without a date and a version in the file, the same plan gives the same bytes.
-        figure.savefig(path, metadata={"Software": None})
+def _figure(path: Path) -> AbstractContextManager[Any]:
+    # Without a date and a version in the file, the same plan gives the same bytes.
+    return style.drawing(path, 9.5, 4.2, metadata={"Software": None})
 
 
 def plot_throughput(model: ModelShape, hardware: Hardware, settings: Settings, path: Path) -> None:
     """Tokens per second of one rank; a circle where the model would fit with micro-batches of one sequence."""
-    with _figure(path, 1) as axes:
+    with _figure(path) as figure:
+        axes = figure.subplots()
         for name, contestant in _contestants(replace(settings, clip_rate=0.0)).items():
             rates = []
             for tokens in _TOKENS:
@@ -76,7 +68,8 @@ def plot_throughput(model: ModelShape, hardware: Hardware, settings: Settings, p
 def plot_memory(hardware: Hardware, settings: Settings, path: Path, billions: Sequence[float] = ()) -> None:
     """Peak GPU and host memory per rank for models of usual proportions."""
     sizes = list(billions) or [0.5, 1, 2, 4, 7, 10, 14, 20, 28, 40]
-    with _figure(path, 2) as (gpu, host):
+    with _figure(path) as figure:
+        gpu, host = figure.subplots(1, 2)
         shapes = [typical_shape(size * 1e9) for size in sizes]
         actual = [shape.parameters / 1e9 for shape in shapes]
         for name, contestant in _contestants(settings).items():

@@ -15,14 +15,8 @@ _COLOURS = (style.BLUE, style.ORANGE, style.GREEN, style.RED, "#8e5ea2", "#4f9fb
 
 
 def plot_comparison(runs: Sequence[Run], path: Path) -> None:
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with rc_context(style.MATPLOTLIB):
-        figure = Figure(figsize=(9.5, 6.6))
+    with style.drawing(path, 9.5, 6.6) as figure:
         figure.set_layout_engine("constrained", h_pad=0.1)
-        FigureCanvasAgg(figure)
         (loss, rate), (exposed, memory) = figure.subplots(2, 2)
         for index, run in enumerate(runs):
             colour = _COLOURS[index % len(_COLOURS)]
@@ -46,7 +40,6 @@ def plot_comparison(runs: Sequence[Run], path: Path) -> None:
         rate.set_ylim(bottom=0)
         exposed.set_ylim(bottom=0)
         loss.legend(loc="upper right")
-        figure.savefig(path)
 
 
 def _label(run: Run) -> str:

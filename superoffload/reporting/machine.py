@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from superoffload import __version__, kernels
+from superoffload.cpus import allowed_cpus
+from superoffload.doctor.cpu import cpu_name
+from superoffload.doctor.system import System
 
 _PACKAGES = ("torch", "numpy")
 
 
 def machine_facts() -> dict[str, Any]:
     return {
-        "cpu": cpu_name(),
+        "cpu": cpu_name(System()),
         "architecture": platform.machine(),
-        "cpus_usable": usable_cpus(),
+        "cpus_usable": len(allowed_cpus()),
         "memory_gib": memory_gib(),
         "system": f"{platform.system()} {platform.release()}",
         "kernel_isa": kernels.current_isa(),
@@ -33,29 +35,6 @@ def version_facts() -> dict[str, str]:
         except PackageNotFoundError:
             facts[package] = "not installed"
     return facts
-
-
-def usable_cpus() -> int:
-    """CPUs this process may run on, which in a container or under taskset is fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    fields: dict[str, str] = {}
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() in ("model name", "cpu model") and value.strip():
-            return value.strip()
-        fields.setdefault(key.strip(), value.strip())
-    if "CPU part" in fields:  # ARM's kernel gives numbers instead of a name
-        return f"ARM implementer {fields.get('CPU implementer', '?')} part {fields['CPU part']}"
-    return platform.processor() or platform.machine()
 
 
 def memory_gib() -> float | None:

@@ -49,19 +49,11 @@ def plot_verification(steps: Sequence[ComparedStep], path: Path) -> None:
 @contextmanager
 def _figure(path: Path, heights: Sequence[float]) -> Iterator[Any]:
     """Axes above each other over the same steps; saved to `path` when the block ends."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with rc_context(style.MATPLOTLIB):
-        # Figure and canvas without pyplot: no global state, and no display is ever looked for.
-        figure = Figure(figsize=(9.5, sum(heights) + 0.6), layout="constrained")
-        FigureCanvasAgg(figure)
+    with style.drawing(path, 9.5, sum(heights) + 0.6) as figure:
         axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=list(heights))
         yield axes
         axes[-1].set_xlabel("step")
         axes[-1].xaxis.get_major_locator().set_params(integer=True)
-        figure.savefig(path)
 
 
 def _draw_loss(axes: Any, records: Sequence[StepRecord], held_out_before: float | None) -> None:

@@ -1,4 +1,4 @@
-"""Progress on the terminal: a tqdm bar where somebody watches, plain lines where the output goes to a file."""
+"""Progress: a tqdm bar on a terminal, plain lines where the output goes to a file."""
 
 from __future__ import annotations
 

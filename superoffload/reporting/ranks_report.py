@@ -70,13 +70,7 @@ def plot_curves(curves: Mapping[str, Sequence[float]], tolerance: Tolerance, pat
 
     Names are "one process" or end in speculative, synchronous or "plain ..."; what stands before is the group.
     """
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with rc_context(style.MATPLOTLIB):
-        figure = Figure(figsize=(9.5, 6.6), layout="constrained")
-        FigureCanvasAgg(figure)
+    with style.drawing(path, 9.5, 6.6) as figure:
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
         groups: dict[str, str] = {}
         for name, losses in curves.items():
@@ -94,7 +88,6 @@ def plot_curves(curves: Mapping[str, Sequence[float]], tolerance: Tolerance, pat
         below.set_yscale("log")
         below.set_ylim(bottom=1e-5)
         below.set_xlabel("step")
-        figure.savefig(path)
 
 
 def _looks(name: str, groups: dict[str, str]) -> dict[str, Any]:

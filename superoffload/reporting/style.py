@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 INK = "#1d2733"
@@ -44,3 +47,18 @@ MATPLOTLIB: dict[Any, Any] = {
     "legend.fontsize": 8.5,
     "lines.solid_capstyle": "round",
 }
+
+
+@contextmanager
+def drawing(path: Path, width: float, height: float, **saved_with: Any) -> Iterator[Any]:
+    """Yields a matplotlib figure in this style and saves it to ``path`` when the block ends."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with rc_context(MATPLOTLIB):
+        # Without pyplot: no global state, and no display is ever looked for.
+        figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure
+        figure.savefig(path, **saved_with)

@@ -19,17 +19,11 @@ _LABELLED = 0.012  # of the width shown: narrower boxes have no room for a numbe
 
 def plot_timeline(trace: str | PathLike[str], path: Path) -> None:
     """The steps of `trace` in which most happened."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     events = [event for event in read_trace(trace) if event.get("ph") == "X"]
     shown = choose_steps(events)
     events = [event for event in events if event["args"]["step"] in shown]
     rows = sorted({(event["tid"], event["cat"]) for event in events})
-    with rc_context(style.MATPLOTLIB):
-        figure = Figure(figsize=(9.5, 0.55 * len(rows) + 1.5), layout="constrained")
-        FigureCanvasAgg(figure)
+    with style.drawing(path, 9.5, 0.55 * len(rows) + 1.5) as figure:
         axes = figure.subplots()
         if events:
             _draw(axes, events, [tid for tid, _ in rows])
@@ -38,7 +32,6 @@ def plot_timeline(trace: str | PathLike[str], path: Path) -> None:
         axes.grid(axis="y", visible=False)
         axes.set_xlabel("milliseconds")
         axes.set_title(_title(shown))
-        figure.savefig(path)
 
 
 def choose_steps(events: Iterable[Event], count: int = _STEPS) -> list[int]:

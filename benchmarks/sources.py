@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ("superoffload", "csrc", "setup.py")
 _SUFFIXES = frozenset({".py", ".pyi", ".cpp", ".h", ".inl", ".cu", ".cuh", ".txt"})
 _APART = ("csrc/tests/", "superoffload/plan/", "superoffload/doctor/", "superoffload/reporting/")  # of no result
@@ -15,10 +15,7 @@ _DIGITS = 16
 
 
 def digest_of(parts: Iterable[str] = PACKAGE) -> str:
-    """The digest of the sources below ``parts``: folders and files, relative to the folder that holds the package.
-
-    A part that is missing counts as absent; an installed package has no csrc, and its compiled library counts instead.
-    """
+    """The digest of the sources below ``parts``: folders and files of the checkout. A missing part counts as absent."""
     return _digest(tuple(parts), ROOT)
 
 
@@ -33,12 +30,10 @@ def _digest(parts: tuple[str, ...], root: Path) -> str:
 
 
 def _files(parts: Sequence[str], root: Path) -> Iterator[Path]:
-    compiled = not (root / "csrc").is_dir()
     for part in parts:
         folder = root / part
         if folder.is_file():
             yield folder
         for path in folder.rglob("*"):
-            counts = path.suffix in _SUFFIXES or (compiled and path.match("_native.*.so"))
-            if counts and not path.relative_to(root).as_posix().startswith(_APART):
+            if path.suffix in _SUFFIXES and not path.relative_to(root).as_posix().startswith(_APART):
                 yield path

@@ -1,11 +1,10 @@
 """One seed, one schedule: a few steps of a small model in virtual time, in which everything happens that can happen.
 
 Gradients arrive in any order, late, twice or not at all; they are taken back, poisoned or lost on the link; verdicts
-clip, skip or commit; hyper-parameters change and parameters are written to; somebody looks at the state, takes a
+clip, skip or commit; hyper-parameters change and parameters are written to; a reader looks at the state, takes a
 snapshot, abandons a step or lets a worker fail. Buckets are speculated, stepped in one pass or in two phases; their
 parameters travel before the verdict or after it, and are delivered at once or on demand, as chance or the real schedule
-has it. After every step the promises are checked against
-a plain model; what was wrong names the seed.
+has it. After every step the promises are checked against a plain model; an error names the seed.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from torch import Tensor
 from superoffload.bucket import GroupHyper, Shard
 from superoffload.emulation.clock import VirtualClock
 from superoffload.emulation.link import VirtualLink
-from superoffload.emulation.plain import PlainModel, PlainShard, words
 from superoffload.emulation.virtual_pool import VirtualPool
 from superoffload.engine.engine import Engine, EngineOptions
 from superoffload.errors import WorkerError
 from superoffload.schedule import Schedule, Situation
 from superoffload.verdict import Verdict
+from tests.simulator.plain import PlainModel, PlainShard, words
 
 _SIZES = (0, 1, 5, 64, 300, 700, 1024, 1025, 1500, 2100)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,7 +61,7 @@ class _ByChance(Schedule):
 
 
 class _Snapshot:
-    """Somebody who still reads the state of an earlier moment: it may change once ``protect`` was asked."""
+    """A reader of the state of an earlier moment: the state may change once ``protect`` was asked."""
 
     over = False
 
@@ -76,7 +75,7 @@ class _Snapshot:
                 self._compare(shard, then)
 
     def finish(self, shards: Iterable[Shard]) -> None:
-        """What nobody asked about has not changed."""
+        """What ``protect`` was not asked about has not changed."""
         self.protect(shards)
 
     @staticmethod
@@ -184,8 +183,7 @@ class Simulation:
             steps = "" if self._steps == 3 else f" --steps {self._steps}"
             raise BrokenPromiseError(
                 f"seed {self.seed}: {type(error).__name__}: {error}\nrepeat it with: python -m "
-                f"superoffload.emulation.simulate --seed {self.seed}{steps}\nwhat was done:\n  "
-                + "\n  ".join(self.log[-40:])
+                f"tests.simulator --seed {self.seed}{steps}\nwhat was done:\n  " + "\n  ".join(self.log[-40:])
             ) from error
 
     def _forward(self) -> None:
@@ -256,7 +254,7 @@ class Simulation:
                 self._call(f"arrive {shard.index} again", arrive)
         self._undelivered.pop(shard.index, None)
         if all(bucket.missing == 0 for bucket in self.core.buckets if self._is_in(shard, bucket)):
-            theirs.fill_(7.0)  # packed: the memory is somebody else's now
+            theirs.fill_(7.0)  # packed: what the memory holds from now on does not count
 
     @staticmethod
     def _is_in(shard: Shard, bucket: object) -> bool:
@@ -299,7 +297,7 @@ class Simulation:
         action()
 
     def _look(self) -> None:
-        """Somebody wants the state of the last finished step."""
+        """A reader wants the state of the last finished step."""
         if self._call("quiesce", self.core.quiesce):
             self._undelivered.clear()
             for shard, plain in zip(self.core.shards, self.plain.shards, strict=True):
@@ -345,7 +343,7 @@ class Simulation:
             raise BrokenPromiseError(otherwise)
 
     def _check(self) -> None:
-        """After a step: everything where nobody minds the waiting, else what can be seen without."""
+        """After a step: everything where waiting is allowed, else what can be seen without it."""
         core = self.core
         self._must(not core.is_filling, "a step left gradients behind")
         if self._happens(0.5):
@@ -384,7 +382,7 @@ class Simulation:
             raise BrokenPromiseError(f"{shard.name}: the published parameter is not that of the plain model")
 
     def _end(self) -> None:
-        """Everybody has gone home: nothing runs, every failure was told once, the state is that of the last step."""
+        """At the end nothing runs, every failure was told once, and the state is that of the last step."""
         self.pool.cancel_fault()
         while not self._call("quiesce", self.core.quiesce):
             self._must(self.errors < 100, "a failure is raised again and again")

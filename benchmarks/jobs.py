@@ -26,8 +26,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from benchmarks.sources import PACKAGE, digest_of
 from superoffload.benchmarking.facts import benchmark_machine_facts, commit
-from superoffload.benchmarking.sources import PACKAGE, digest_of
 from superoffload.errors import ArgumentError
 from superoffload.reporting.machine import version_facts
 from superoffload.reporting.run_folder import naming_write_errors
@@ -62,7 +62,7 @@ class Job:
     continues: bool = False  # exits with LEFT where it has more to do in another call
     accepts: tuple[int, ...] = (0,)  # exit statuses with which there is a result
     keeps_output: bool = False  # what it prints is part of the result: a table, what tests say
-    sources: tuple[str, ...] = PACKAGE  # what it is made from: superoffload/benchmarking/sources.py
+    sources: tuple[str, ...] = PACKAGE  # what it is made from: benchmarks/sources.py
     needs: float | None = None  # seconds that a call must have left to begin it; None: ``seconds``
     after: tuple[str, ...] = ()  # keys of jobs without which it would be a waste
     prepares: bool = False  # for the jobs that come after it: run again on every machine, and whenever it has failed

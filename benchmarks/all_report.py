@@ -1,105 +1,21 @@
-"""`superoffload bench all`: every benchmark of the command line, one process each, and the GPU suite."""
+"""What `python -m benchmarks.all` shows: a line per benchmark, and one page of all of them."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Mapping, Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from superoffload.benchmarking.jobs import DONE, FAILED, NOT_HERE, RESULT_PATH, TIMED_OUT, Job, with_numbers
-from superoffload.benchmarking.sources import PACKAGE
+from benchmarks.jobs import DONE, FAILED, NOT_HERE, TIMED_OUT, with_numbers
 from superoffload.reporting.page import Cell, Page, code, mark
-from superoffload.reporting.plots import matplotlib_installed
 
 Row = Mapping[str, Any]
 
 GPU_SUITE = "gpu_suite"
-_ROOT = Path(__file__).resolve().parents[2]
-_NEEDS_PACKAGE = {"deepspeed": "deepspeed"}
-# Small sizes of those that have no --quick of their own.
-_QUICK = {
-    "deepspeed": "--ranks 1 --width 64 --layers 1 --tokens 16 --rounds 1 --steps 1 --clip off",
-    "journal": "--steps 20 --factors 1 10",
-    "ranks": "--hidden 64 --layers 1 --rows 2 --rounds 1 --steps 1",
-    "state": "--steps 20 --seeds 1",
-}
-_SECONDS, _SECONDS_QUICK, _SECONDS_OF_SUITE = 3600.0, 300.0, 7200.0
-_MARGIN = 120.0  # for the suite to end by itself
-_LEAST_OF_SUITE = 300.0  # it keeps what it has measured, so it may be cut short
-
-
-def all_jobs(names: Sequence[str], folder: Path, *, quick: bool, cuda: bool) -> list[Job]:
-    """``names``: of ``superoffload bench``, and GPU_SUITE."""
-    (folder / "plots").mkdir(parents=True, exist_ok=True)
-    return [
-        _gpu_suite(folder, quick=quick, cuda=cuda) if name == GPU_SUITE else _job(name, folder, quick=quick)
-        for name in names
-    ]
-
-
-def _job(name: str, folder: Path, *, quick: bool) -> Job:
-    known = options_of(name)
-    options: list[str] = []
-    if quick:
-        options += ["--quick"] if "--quick" in known else _QUICK.get(name, "").split()
-    if "--quiet" in known:
-        options.append("--quiet")
-    plot = ["--plot", str(plot_path(folder, name))] if "--plot" in known and matplotlib_installed() else []
-    command = [sys.executable, "-m", "superoffload", "bench", name, *options, *plot, "--json", RESULT_PATH]
-    return Job(
-        name,
-        command,
-        {"bench": name, "options": options},
-        _SECONDS_QUICK if quick else _SECONDS,
-        absent=_absent(name),
-        keeps_output=True,
-    )
-
-
-def options_of(name: str) -> frozenset[str]:
-    """What `superoffload bench NAME` accepts."""
-    parser = argparse.ArgumentParser()
-    added = import_module(f"superoffload.cli.bench_{name}").add_parser(parser.add_subparsers())
-    return frozenset(option for action in added._actions for option in action.option_strings)
 
 
 def plot_path(folder: Path, name: str) -> Path:
     return folder / "plots" / f"{name}.png"
-
-
-def _absent(name: str) -> str | None:
-    package = _NEEDS_PACKAGE.get(name)
-    if package is not None and find_spec(package) is None:
-        return f"{package} is not installed"
-    return None
-
-
-def _gpu_suite(folder: Path, *, quick: bool, cuda: bool) -> Job:
-    """In a folder of its own, which continues by itself when it was cut short."""
-    toy = ["--toy"] if quick else []
-    command = [
-        sys.executable, "-m", "benchmarks.gpu_suite", "--out", str(folder / GPU_SUITE),
-        "--time-limit", str(_SECONDS_OF_SUITE), "--json", RESULT_PATH, *toy,
-    ]  # fmt: skip
-    absent = None
-    if not (_ROOT / "benchmarks" / GPU_SUITE).is_dir():
-        absent = "needs a checkout of superoffload: the suite is not part of the package"
-    elif not cuda:
-        absent = "needs a GPU"
-    environment = {"PYTHONPATH": str(_ROOT)}
-    settings = {"bench": GPU_SUITE, "options": toy}
-    seconds = _SECONDS_OF_SUITE + _MARGIN
-    return Job(
-        GPU_SUITE, command, settings, seconds, environment, absent, keeps_output=True, continues=True,
-        sources=(*PACKAGE, "benchmarks", "tests/gpu"), needs=_LEAST_OF_SUITE,
-    )  # fmt: skip
-
-
-# ---- what is shown ------------------------------------------------------------------------------------------------
 
 
 def is_wrong(row: Row) -> bool:

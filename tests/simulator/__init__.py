@@ -1,0 +1,1 @@
+"""The seeded simulator: random schedules of gradients, threads and copies in virtual time, beside a plain model."""
