@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.all_report import headline
 from superoffload import kernels
-from superoffload.benchmarking.everything import headline
 from superoffload.benchmarking.per_tensor import (
     AUTOGRAD,
     CONTESTANTS,

@@ -40,10 +40,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     from superoffload.benchmarking import per_tensor_report
-    from superoffload.benchmarking.facts import available_memory_bytes
     from superoffload.benchmarking.per_tensor import check_memory, run_tensors
+    from superoffload.doctor.memory import usable_bytes
+    from superoffload.doctor.system import System
 
-    check_memory(settings.counts, settings.numel, available_memory_bytes())
+    check_memory(settings.counts, settings.numel, usable_bytes(System()))
     facts = measurement.begin(args)
     shown = {"numel": settings.numel, "cpus": list(settings.cpus), "rounds": settings.rounds, "steps": settings.steps}
     rows = run_tensors(settings, measurement.progress(args))
