@@ -126,6 +126,14 @@ class Shard:
         """It has made one step more."""
         self.steps += 1
 
+    def gradient_stays(self, *, kept: bool, summed: bool) -> None:
+        """``kept``: with its user, also where others are freed. ``summed``: its bits are summed as it is packed."""
+        self.keeps_gradient, self.sums_gradient = kept, summed
+
+    def has_made(self, steps: int) -> None:
+        """A checkpoint says how many steps."""
+        self.steps = steps
+
     @property
     def plain(self) -> Tensor | None:
         """The parameter, where its memory is that of the published shard, element by element, and may be written."""

@@ -66,10 +66,13 @@ class Link(Protocol):
         from another stream."""
 
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
-        """Packs one flat gradient per piece of the bucket (None: no gradient this step) with its block sums.
+        """Packs one contiguous gradient per piece of the bucket (None: no gradient this step) with its block sums.
 
         When it returns the gradients may be changed or freed.
         """
+
+    def came_down(self, nbytes: int) -> None:
+        """Gradients that were brought to host memory in another way than by ``pack()``."""
 
     def arrived(self, ticket: PackTicket) -> _native.Completion:
         """Done once the packed gradient is in host memory; worker threads wait on it without the GIL."""
@@ -160,6 +163,9 @@ class SynchronousLink:
 
     def received(self, bucket: Bucket) -> None:
         """It is in host memory."""
+
+    def came_down(self, nbytes: int) -> None:
+        self.bytes_down += nbytes
 
     def arrived(self, ticket: PackTicket) -> _native.Completion:
         return ticket.completion

@@ -84,6 +84,11 @@ class PackedGradient(Tensor):
         addend, self.addend = self.addend, None
         return addend
 
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing was done with it since the gradient was packed."""
+        return self.in_memory is None and self.addend is None and not self.zeroed
+
     def set_to_zero(self) -> PackedGradient | Tensor:
         """Needs no memory as long as it is all that is done."""
         if self.in_memory is not None:

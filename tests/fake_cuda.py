@@ -273,7 +273,11 @@ class LateLink(CudaLink):
             fake.synchronize()  # we read them here, perhaps for the second time, as no program would
         freed = self.frees_gradients
         parts = [  # a gradient may span buckets
-            (grad, grad[piece.start : piece.start + piece.numel], not freed or piece.shard.keeps_gradient)
+            (
+                grad,
+                grad.detach().view(-1)[piece.start : piece.start + piece.numel],
+                not freed or piece.shard.keeps_gradient,
+            )
             for piece, grad in zip(bucket.pieces, grads, strict=True)
             if grad is not None
         ]

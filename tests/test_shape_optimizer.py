@@ -14,21 +14,23 @@ import torch
 import superoffload
 
 PACKAGE = Path(superoffload.__file__).resolve().parent
-FILES = [PACKAGE / "adamw.py", PACKAGE / "cpu_adamw.py", *sorted((PACKAGE / "optimizer").glob("*.py"))]
+FOLDERS = ("optimizer", "engine")
+FILES = [
+    *(PACKAGE / name for name in ("adamw.py", "cpu_adamw.py", "bucket.py")),
+    *(path for name in FOLDERS for path in sorted((PACKAGE / name).glob("*.py"))),
+]
 
 # Private names of others that are read, each with the reason why there is no other way.
 READ = {
     "_cdata": "torch: the only identity of a storage that does not keep it alive",
     "_foreach_add_": "torch: what its own optimizers count steps with",
+    "_version": "torch: the counter of writes to a tensor, which has no other name",
     "_replace": "Python: the method of named tuples that makes another one, public in spite of its name",
 }
 # Attributes of others that are assigned.
 ASSIGNED = {
+    "__cause__": "Python: an error says which one came before it",
     "grad": "torch: p.grad is the user's, and a placeholder has to stand there",
-    "keeps_gradient": "superoffload/bucket.py: a shard says where its gradient is, and what hands it over knows",
-    "sums_gradient": "superoffload/bucket.py: likewise, of who takes the sums of its bits",
-    "steps": "superoffload/bucket.py: a load sets how many steps a shard has done",
-    "present": "superoffload/bucket.py: Listener.landing() takes pieces out in this way",
 }
 
 

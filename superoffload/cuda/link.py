@@ -277,6 +277,9 @@ class CudaLink:
         counts = [sums_per_block(bucket.gradient_dtype) * blocks_of(piece.numel) for piece in packed]
         return dict(zip(packed, self._kernel_sums.room(counts), strict=True))
 
+    def came_down(self, nbytes: int) -> None:
+        self.bytes_down += nbytes
+
     def arrived(self, ticket: PackTicket) -> _native.Completion:
         return ticket.completion
 

@@ -78,7 +78,9 @@ class Engine:
         self.tail = Tail(link, self.layout, self.executor, schedule, listener, recorder)
         self.inbox = Inbox(link, self.layout)
         self.packer = Packer(link, self.layout, self.inbox, self.executor, listener)
-        self.speculator = Speculator(link, self.layout, self.packer, self.executor, schedule, self.snapshots, stats)
+        self.speculator = Speculator(
+            link, self.layout, self.inbox, self.packer, self.executor, schedule, self.snapshots, stats
+        )
         self.finisher = Finisher(
             link,
             self.layout,
@@ -188,12 +190,11 @@ class Engine:
         self.inbox.put_back(arrived)
 
     def arrive(self, shard: Shard, gradient: Tensor, *, in_backward: bool = True, more_to_come: bool = False) -> None:
-        """``gradient`` (flat, contiguous, ``shard.gradient_dtype``) is final; its memory is read until packed.
+        """``gradient`` (contiguous, in the shard's order, ``shard.gradient_dtype``) is final; it is read until packed.
 
         ``more_to_come``: it is not, and the rest will be given to ``add()``; what it is part of is not speculated.
         """
-        self._check_new(shard)
-        if more_to_come:
+        if more_to_come and shard not in self.inbox:
             self.inbox.expect_more([shard.index])
         elif in_backward:
             self.executor.stopwatch.gradient()
@@ -203,25 +204,13 @@ class Engine:
         """Several final gradients, in the order in which they came."""
         self.link.check_stream()
         self.layout.attach_waiting()
-        complete: list[Bucket] = []
-        for shard, gradient in arrivals:
-            self._check_new(shard)
-            self.tail.finish(shard)
-            self.inbox.take(shard, gradient, in_backward=in_backward)
-            for bucket, place in self.layout.places_of(shard):
-                self.packer.unpack(bucket)  # packed by a decide() that came before this gradient
-                bucket.receive(place)
-                self.link.received(bucket)
-                if bucket.missing == 0:
-                    complete.append(bucket)
-        for bucket in complete:
+        if self.tail.is_landing or self.tail.is_settling:
+            for shard, _ in arrivals:
+                self.tail.finish(shard)
+        for bucket in self.inbox.take(arrivals, in_backward=in_backward):
             self._pack(bucket)
             if in_backward:
                 self._speculate(bucket)
-
-    def _check_new(self, shard: Shard) -> None:
-        if shard in self.inbox:
-            raise StateError(f"{shard.name}: a second gradient arrived without retract() in between")
 
     def add(self, shard: Shard, addend: Tensor, *, more_to_come: bool) -> None:
         """``addend`` (as for ``arrive()``) belongs to a gradient of this step that was packed and let go.
@@ -290,7 +279,7 @@ class Engine:
             self.executor.forget_hypers()
         for bucket, place in self.layout.places_of(shard):
             self.speculator.undo(bucket)
-            self.packer.unpack(bucket)
+            self.inbox.unpack(bucket)
             bucket.take_out(place)
             self.packer.norm.forget(bucket)
         if not self.inbox:

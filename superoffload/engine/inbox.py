@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from superoffload.bucket import Bucket, BucketState, Shard
 from superoffload.engine.layout import Layout
+from superoffload.errors import StateError
 from superoffload.link import Link
 
 
@@ -19,6 +20,7 @@ class Inbox:
         self._layout = layout
         self._arrived: dict[int, Tensor | None] = {}  # None: packed, and let go
         self._unfinished: set[int] = set()  # shards that more is to be added to, as far as that is known
+        self._packed = 0  # elements of buckets that are packed in this step
         self._order: list[int] = []  # arrivals in backward, until the order is observed
 
     def __contains__(self, shard: Shard) -> bool:
@@ -42,19 +44,54 @@ class Inbox:
         """Whether some gradient was packed and let go."""
         return any(gradient is None for gradient in self._arrived.values())
 
+    def gradients_of(self, bucket: Bucket) -> list[Tensor | None]:
+        """What has arrived of each piece; None where nothing has."""
+        arrived = self._arrived
+        return [
+            arrived[piece.shard.index] if present else None
+            for piece, present in zip(bucket.pieces, bucket.present, strict=True)
+        ]
+
     # ---- arriving ---------------------------------------------------------------------------------------------
 
-    def take(self, shard: Shard, gradient: Tensor, *, in_backward: bool) -> None:
-        """``gradient`` has arrived. First of all, so that an error further down leaves nothing half-known."""
-        self._arrived[shard.index] = gradient
+    def take(self, arrivals: Sequence[tuple[Shard, Tensor]], *, in_backward: bool) -> list[Bucket]:
+        """Gradients that have arrived, in their order. Returns the buckets that have all of theirs now."""
+        found: dict[Bucket, None] = {}
+        arrived, places = self._arrived, self._layout.places
+        for shard, gradient in arrivals:
+            if shard.index in arrived:
+                raise StateError(f"{shard.name}: a second gradient arrived without retract() in between")
+            arrived[shard.index] = gradient
+            for bucket, place in places.get(shard.index, ()):
+                if bucket.state is BucketState.READY:  # packed by a decide() that came before this gradient
+                    self.unpack(bucket)
+                bucket.receive(place)
+                found[bucket] = None
         if in_backward and not self._layout.observed:
-            self._order.append(shard.index)
-
-    def tell_buckets(self, shard: Shard) -> None:
-        """The buckets of ``shard`` have its gradient."""
-        for bucket, place in self._layout.places_of(shard):
-            bucket.receive(place)
+            self._order.extend(shard.index for shard, _ in arrivals)
+        for bucket in found:
             self._link.received(bucket)
+        return [bucket for bucket in found if bucket.missing == 0]
+
+    # ---- packed -----------------------------------------------------------------------------------------------
+
+    def is_packed(self, bucket: Bucket) -> None:
+        """What has arrived of ``bucket`` was packed."""
+        self._packed += bucket.numel
+
+    def unpack(self, bucket: Bucket) -> None:
+        """A bucket that was packed takes gradients again."""
+        if bucket.state is BucketState.READY:
+            bucket.move(BucketState.FILLING)
+            self._packed -= bucket.numel
+
+    def share_packed(self) -> float:
+        """Of all elements, those of buckets that are packed and whole."""
+        numel = self._packed
+        if self._unfinished:
+            packed = (bucket for bucket in self._layout.buckets if bucket.state is not BucketState.FILLING)
+            numel = sum(bucket.numel for bucket in packed if self.is_whole(bucket))
+        return numel / self._layout.numel
 
     def remove(self, shard: Shard) -> None:
         """The gradient has not arrived after all. Its buckets are to be told apart."""
@@ -84,11 +121,6 @@ class Inbox:
     def expect_no_more(self, shard: Shard) -> None:
         self._unfinished.discard(shard.index)
 
-    @property
-    def expects_more(self) -> bool:
-        """Whether more is expected for any gradient that has arrived."""
-        return bool(self._unfinished)
-
     def is_whole(self, bucket: Bucket) -> bool:
         """Whether no more is expected to be added to what has arrived of ``bucket``."""
         return not self._unfinished or self._unfinished.isdisjoint(piece.shard.index for piece in bucket.pieces)
@@ -104,7 +136,9 @@ class Inbox:
         """What ``put_aside()`` returned, into other buckets."""
         self._arrived = arrived
         for index in arrived:
-            self.tell_buckets(self._layout.shards[index])
+            for bucket, place in self._layout.places_of(self._layout.shards[index]):
+                bucket.receive(place)
+                self._link.received(bucket)
 
     def forget_order(self) -> None:
         """Gradients that have arrived come again, in their order."""
@@ -115,4 +149,5 @@ class Inbox:
         order, self._order = self._order, []
         self._arrived.clear()
         self._unfinished.clear()
+        self._packed = 0
         return order

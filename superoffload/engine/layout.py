@@ -38,7 +38,8 @@ class Layout:
         self._schedule = schedule
         self._listener = listener
         self._bucket_numel = options.bucket_numel
-        self._places: dict[int, list[tuple[Bucket, int]]] = {}
+        self.only_bucket: dict[int, Bucket] = {}  # of shards, by index, that are in one bucket
+        self.places: dict[int, list[tuple[Bucket, int]]] = {}  # buckets with pieces of each shard, and where in them
         self._backward: list[int] = []  # shards in the order that was observed
         self._unattached: list[list[Shard]] = []  # shards, in the order of backward, whose buckets are to be made
         self._outdated = False  # the buckets that there are, whose packed gradients may still be needed
@@ -53,7 +54,7 @@ class Layout:
 
     def places_of(self, shard: Shard) -> Sequence[tuple[Bucket, int]]:
         """The buckets that have pieces of ``shard``, each with the place of the piece in it."""
-        return self._places.get(shard.index, ())
+        return self.places.get(shard.index, ())
 
     def buckets_of(self, shard: Shard) -> list[Bucket]:
         return [bucket for bucket, _ in self.places_of(shard)]
@@ -87,7 +88,7 @@ class Layout:
         self._listener.making_way()
         known = set(self._backward)
         order = self._backward + [shard.index for shard in reversed(self.shards) if shard.index not in known]
-        self.buckets, self._places = [], {}
+        self.buckets, self.places, self.only_bucket = [], {}, {}
         self._unattached = [[self.shards[i] for i in order]]
         self._outdated = False
 
@@ -111,7 +112,11 @@ class Layout:
                 bucket.make_work(_journal_bytes(bucket) if speculates else 0, past_cache=past_cache)
         for bucket in buckets:
             for i, piece in enumerate(bucket.pieces):
-                self._places.setdefault(piece.shard.index, []).append((bucket, i))
+                self.places.setdefault(piece.shard.index, []).append((bucket, i))
+        for bucket in buckets:
+            for piece in bucket.pieces:
+                if len(self.places[piece.shard.index]) == 1:
+                    self.only_bucket[piece.shard.index] = bucket
         self.buckets.extend(buckets)
         self.numel = sum(bucket.numel for bucket in self.buckets)
 

@@ -29,30 +29,20 @@ class Packer:
         self._inbox = inbox
         self._executor = executor
         self._listener = listener
-        self._numel = 0  # of buckets that are packed in this step
 
     def pack(self, bucket: Bucket) -> None:
         """Hands what has arrived of ``bucket`` to the link."""
-        grads = [
-            self._inbox.gradient_of(piece.shard) if present else None
-            for piece, present in zip(bucket.pieces, bucket.present, strict=True)
-        ]
+        grads = self._inbox.gradients_of(bucket)
         bucket.expects(more=not self._inbox.is_whole(bucket))
         with self._executor.caller_at_work():
             ticket = self._link.pack(bucket, grads)
         arrival = self._link.arrived(ticket)
         bucket.is_packed(arrival, ticket.bit_sums)
-        self._numel += bucket.numel
+        self._inbox.is_packed(bucket)
         self.norm.expect(bucket, arrival)
         self._executor.stopwatch.packed(arrival)
         if self._link.frees_gradients:
             self._let_go_of(bucket)
-
-    def unpack(self, bucket: Bucket) -> None:
-        """A bucket that was packed takes gradients again."""
-        if bucket.state is BucketState.READY:
-            bucket.move(BucketState.FILLING)
-            self._numel -= bucket.numel
 
     def _let_go_of(self, bucket: Bucket) -> None:
         """Gradients of which every part was packed: nothing reads them again, so their memory may go."""
@@ -63,15 +53,7 @@ class Packer:
                 self._inbox.let_go(shard)
                 self._listener.packed(shard)
 
-    # ---- how much, and how large ------------------------------------------------------------------------------
-
-    def share_packed(self) -> float:
-        """Of all elements, those of buckets that are packed and whole."""
-        numel = self._numel
-        if self._inbox.expects_more:
-            packed = (bucket for bucket in self._layout.buckets if bucket.state is not BucketState.FILLING)
-            numel = sum(bucket.numel for bucket in packed if self._inbox.is_whole(bucket))
-        return numel / self._layout.numel
+    # ---- on its way ------------------------------------------------------------------------------
 
     def await_earlier_part(self, bucket: Bucket) -> None:
         """Before a bucket is packed again: where gradients were let go, their part of the packed one must have come.
@@ -115,7 +97,7 @@ class Packer:
                     wait_until_ended(bucket.arrival)  # if it was lost, decide() says so
                 ours = _packed(bucket, piece)
             else:
-                ours = arrived[piece.start : piece.start + piece.numel]
+                ours = arrived.detach().view(-1)[piece.start : piece.start + piece.numel]
                 if ours.data_ptr() == theirs.data_ptr() and ours.dtype == theirs.dtype:
                     continue  # it is what will be packed
             # Packed in host memory; in fp32, which holds every other type, where that of its bucket is.
@@ -163,10 +145,9 @@ class Packer:
             self.norm.forget(bucket)
             if bucket.state is BucketState.READY and bucket.arrival is not None:
                 self.norm.expect(bucket, bucket.arrival)  # to be looked at again
-        self._link.bytes_down += addend.numel() * addend.element_size()
+        self._link.came_down(addend.nbytes)
 
     def end_step(self) -> None:
-        self._numel = 0
         self.norm.clear()
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 from superoffload import _native
 from superoffload.bucket import BLOCK, Bucket
 
@@ -50,9 +48,5 @@ class PartialNorm:
 
 
 def _squares_of(bucket: Bucket) -> float:
-    squares = 0.0
-    for piece in bucket.stepped_pieces():
-        first = piece.start // BLOCK
-        sums = piece.shard.block_sums[first : first + -(-piece.numel // BLOCK)]
-        squares += float(np.sum(sums))
-    return squares
+    pieces = bucket.stepped_pieces()
+    return sum(_native.fold_sums([(piece.sums_address, -(-piece.numel // BLOCK)) for piece in pieces]))

@@ -7,6 +7,7 @@ import math
 from superoffload import _native
 from superoffload.bucket import Bucket, BucketState
 from superoffload.engine.executor import Executor
+from superoffload.engine.inbox import Inbox
 from superoffload.engine.layout import Layout
 from superoffload.engine.packer import Packer
 from superoffload.engine.snapshots import Snapshots
@@ -22,6 +23,7 @@ class Speculator:
         self,
         link: Link,
         layout: Layout,
+        inbox: Inbox,
         packer: Packer,
         executor: Executor,
         schedule: Schedule,
@@ -30,6 +32,7 @@ class Speculator:
     ) -> None:
         self._link = link
         self._layout = layout
+        self._inbox = inbox
         self._packer = packer
         self._executor = executor
         self._schedule = schedule
@@ -56,7 +59,7 @@ class Speculator:
             self._speculating = self._packer.norm.look() < self._proves_clip
             if not self._speculating:
                 self.withdraw()
-        return self._speculating and self._schedule.wants(self._packer.share_packed())
+        return self._speculating and self._schedule.wants(self._inbox.share_packed())
 
     def speculate(self, bucket: Bucket) -> None:
         """Steps a packed bucket with a journal, unless its journal overflowed lately."""

@@ -81,6 +81,10 @@ class Tail:
         """Whether anything is not delivered yet."""
         return bool(self._undelivered)
 
+    def is_landing_any(self, shards: Iterable[Shard]) -> bool:
+        """Whether any of these is not delivered wholly yet."""
+        return any(bucket in self._undelivered for shard in shards for bucket, _ in self._layout.places_of(shard))
+
     def landing_shards(self) -> dict[int, Shard]:
         """Those that are not delivered wholly yet, by index, in forward order."""
         return {piece.shard.index: piece.shard for bucket in self._undelivered for piece in bucket.stepped_pieces()}

@@ -53,16 +53,16 @@ class Accumulation:
     """Knows whether gradients only add up now."""
 
     def __init__(self) -> None:
-        self._contexts: list[Accumulating] = []  # those that are open, in any thread
+        self.contexts: list[Accumulating] = []  # those that are open, in any thread
         self._window = Window()
 
     def context(self) -> Accumulating:
-        return Accumulating(self._contexts)
+        return Accumulating(self.contexts)
 
     @property
     def is_asked_for(self) -> bool:
         """By ``accumulate()``."""
-        return bool(self._contexts)
+        return bool(self.contexts)
 
     def is_of_a_window(self) -> bool:
         """Whether Accelerate says so."""

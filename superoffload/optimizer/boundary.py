@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from superoffload.engine.engine import Engine
 from superoffload.errors import HostMemoryError, WorkerError
 from superoffload.gradient_source import gradient_of
 from superoffload.optimizer.advice import Advice
+from superoffload.optimizer.as_left import outdate, remember
 from superoffload.optimizer.delivery import Delivery
 from superoffload.optimizer.edits import Edits
 from superoffload.optimizer.groups import ParamGroups
@@ -21,7 +20,7 @@ from superoffload.optimizer.reductions import Reductions
 from superoffload.optimizer.untold_writes import UntoldWrites
 from superoffload.optimizer.untraced import untraced
 from superoffload.optimizer.verdicts import LossScale, Verdicts
-from superoffload.optimizer.watched import remember_values
+from superoffload.optimizer.watched import Tracked
 
 
 class Boundary:
@@ -82,7 +81,7 @@ class Boundary:
 
     def abandon(self) -> None:
         """Nothing has changed: the user never called ``step()``, or no verdict was reached."""
-        self._intake.forget_unfinished()
+        self._intake.forget()
         self._reductions.forget()
         for tracked in self._params:
             tracked.abandon()
@@ -96,6 +95,7 @@ class Boundary:
         self._core.land()
         self._ranks.look()
         self._intake.check_finished()
+        self._intake.take_rest()
         for index, group in enumerate(self._groups.now):
             self._groups.hyper(index)
             unfrozen = [p for p in self._params.without_state(group["params"]) if gradient_of(p) is not None]
@@ -122,16 +122,13 @@ class Boundary:
     # ---- after it ---------------------------------------------------------------------------------------------
 
     def _remember(self) -> None:
-        moved, ours = [], []
+        ours, outdated = list(self._params), list[Tracked]()
         landing = self._core.landing_shards()
-        for tracked in self._params:
-            if tracked.shard.index in landing:
-                tracked.outdate()
-            else:
-                ours.append(tracked)
-            if tracked.end_step():
-                moved.append(tracked.step)
+        if landing:
+            outdated = [tracked for tracked in ours if tracked.shard.index in landing]
+            ours = [tracked for tracked in ours if tracked.shard.index not in landing]
+        moved = {tracked for tracked in self._params if tracked.end_step()}
         self._untold.step_ended()
-        remember_values(ours, on_device=self._untold.on_device)
-        if moved:
-            torch._foreach_add_(moved, 1.0)
+        outdate(outdated)
+        remember(ours, on_device=self._untold.on_device)
+        self._params.count_steps(moved)

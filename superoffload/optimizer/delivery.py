@@ -18,12 +18,13 @@ from superoffload.arguments import check_in_module
 from superoffload.bucket import Bucket
 from superoffload.engine.engine import Engine
 from superoffload.errors import StateError, SuperOffloadError
+from superoffload.optimizer.as_left import remember, unwritten
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.module_hooks import ModuleHooks
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.untold_writes import UntoldWrites
 from superoffload.optimizer.untraced import untraced
-from superoffload.optimizer.watched import Tracked, notice, remember_values
+from superoffload.optimizer.watched import Tracked, notice
 from superoffload.optimizer.weakly import weakly
 from superoffload.undelivered import CheckReads
 from superoffload.verdict import Verdict
@@ -150,14 +151,16 @@ class OnDemand:
         """Delivers ``params``, or all of them, before they are read; ``streams``: not only on the current one."""
         if not self._undelivered.must_wait():
             return
+        shards = None
+        if params is not None:
+            shards = [self._params[param].shard for param in params if param in self._params]
+            if not self._core.tail.is_landing_any(shards):
+                return
         if self._lifetime.forked:
             raise StateError(
                 "this process was forked while parameters of the last step were not delivered yet, and its copy of "
                 "them is old; call synchronize() before fork()"
             )
-        shards = None
-        if params is not None:
-            shards = [self._params[param].shard for param in params if param in self._params]
         with torch.inference_mode(False), torch.no_grad(), self._lifetime.whole():
             self._lifetime.check_usable(closed_too=True)
             for stream in streams:
@@ -180,18 +183,17 @@ class OnDemand:
         # Bits tell nothing where the new ones are on their way, nor may a stream read them that does not wait for them.
         under_way = self._core.link.asynchronous
         landing = self._stepped_in(buckets)
-        overtaken = [one for one in landing if one.plainly_written] if under_way else notice(landing).written
+        overtaken = (
+            [one for one in landing if one.plainly_written] if under_way else notice(unwritten(landing)[1]).written
+        )
         self._overtaken = {tracked.shard.index: tracked for tracked in overtaken}
         if self._overtaken and not under_way:  # else they are on their way since step()
             for bucket in buckets:
-                bucket.present = [
-                    present and piece.shard.index not in self._overtaken
-                    for piece, present in zip(bucket.pieces, bucket.present, strict=True)
-                ]
+                bucket.leave_out(self._overtaken)
 
     def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None:
         self._undelivered.end()
-        remember_values(self._stepped_in(buckets), on_device=self._untold.on_device)
+        remember(self._stepped_in(buckets), on_device=self._untold.on_device)
         errors = [self._overtaken_error(tracked) for tracked in self._overtaken.values()]
         return errors[0] if errors else None
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from superoffload.engine.engine import Engine
 from superoffload.errors import DeviceError
 from superoffload.gradient_source import check_one_gradient, gradient_of
 from superoffload.optimizer.accumulating import Accumulation
 from superoffload.optimizer.advice import Advice
+from superoffload.optimizer.as_left import unedited, unwritten
 from superoffload.optimizer.edited_gradients import EditedGradients
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.params import Params
@@ -51,10 +54,13 @@ class Edits:
     def collect(self) -> None:
         core, intake = self._core, self._intake
         self._accumulation.step_begins(self._advice)
-        noticed = self._notice()
+        intake.hook()
+        alike, others = unedited(self._params)
+        others += unwritten(alike)[1]
+        noticed = self._notice(others)
         self._untold.found(noticed.untold)
-        for tracked in self._params:
-            intake.hook(tracked)  # frozen before, trains now
+        late = []
+        for tracked in others:
             if tracked.gradient.reduced is not None:
                 self._adopt_reduced(tracked)
             if core.has_gradient(tracked.shard) and (tracked in noticed.edited or self.is_edited(tracked)):
@@ -63,7 +69,8 @@ class Edits:
                 self._writes.follow(tracked)
             check_one_gradient(tracked.shard.name, tracked.param)
             if gradient_of(tracked.param) is not None and not core.has_gradient(tracked.shard):
-                intake.hand_over(tracked, in_backward=False)
+                late.append(tracked)
+        intake.take_late(late)
         self._edited.end()
 
     def is_edited(self, tracked: Tracked) -> bool:
@@ -83,11 +90,11 @@ class Edits:
             unknown = packed.in_memory is not None and tracked.gradient.was_written(grad)
         return unknown and not self._core.gradient_is(tracked.shard, tracked.holding.part(grad))
 
-    def _notice(self) -> Noticed:
+    def _notice(self, several: Sequence[Tracked]) -> Noticed:
         """What was written and edited. Where a device cannot tell: masters are those of the last finished step, and
         gradients that it has lost are an error of their own."""
         try:
-            return notice(self._params, self._core.packed_sums)
+            return notice(several, self._core.packed_sums)
         except DeviceError:
             self._core.quiesce()
             raise

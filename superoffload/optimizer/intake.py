@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from weakref import ref
 
@@ -11,12 +12,14 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from superoffload.arguments import check_gradient
+from superoffload.bucket import Bucket
 from superoffload.engine.engine import Engine
 from superoffload.errors import ArgumentError, StateError
 from superoffload.gradient_source import dtype_to_come, gradient_of, is_added, main_grad_of
 from superoffload.integrations.fsdp2 import await_offload
 from superoffload.memory import room_on_device
 from superoffload.optimizer.accumulating import Accumulation
+from superoffload.optimizer.as_left import ready_gradients
 from superoffload.optimizer.fp32_sums import Fp32Sums
 from superoffload.optimizer.freed_gradients import FreedGradients
 from superoffload.optimizer.host_sums import HostSums
@@ -56,7 +59,11 @@ class Intake:
         self._writes = writes
         self._ranks = ranks
         self._verdicts = verdicts
+        self._apart = core.link.asynchronous
         self._hooks: dict[Tracked, RemovableHandle] = {}  # not of frozen parameters
+        self._unhooked: list[Tracked] = []  # frozen, or reduced over ranks
+        self._steady = False  # the first gradient of this step has gone to the core, whose buckets stay as they are
+        self._waiting: defaultdict[Bucket, list[Tracked]] = defaultdict(list)  # until all of a bucket are final
         # Whose hook has ended a backward: with which p.grad, in which thread, and why.
         self._unfinished: dict[Tracked, tuple[int, str, Exception]] = {}
 
@@ -64,13 +71,18 @@ class Intake:
 
     def adopt(self, group: int, params: Sequence[Tensor]) -> None:
         """State for those that have none yet, and gradients of theirs from now on."""
-        for tracked in self._params.adopt(group, params):
-            self.hook(tracked)
+        self._unhooked += self._params.adopt(group, params)
+        self.hook()
 
-    def hook(self, tracked: Tracked) -> None:
-        """Where it trains, and has no hook yet."""
-        if tracked not in self._hooks and tracked.param.requires_grad and tracked.early:
-            self._hooks[tracked] = tracked.param.register_post_accumulate_grad_hook(_hook_of(self, tracked))
+    def hook(self) -> None:
+        """Parameters that train and have no hook yet: those that are new, and those that were frozen before."""
+        still = []
+        for tracked in self._unhooked:
+            if tracked.param.requires_grad and tracked.early:
+                self._hooks[tracked] = tracked.param.register_post_accumulate_grad_hook(_hook_of(self, tracked))
+            else:
+                still.append(tracked)
+        self._unhooked = still
 
     def remove_hooks(self) -> None:
         for hook in self._hooks.values():
@@ -80,8 +92,54 @@ class Intake:
     # ---- during backward --------------------------------------------------------------------------------------
 
     def take(self, tracked: Tracked) -> None:
-        """Its hook runs: backward has added to its gradient."""
-        self._in_backward(tracked, self._take)
+        """Its hook runs: backward has added to its gradient.
+
+        One that does not complete its bucket waits for the others of the bucket. What is counted here is a hint: an
+        interrupt between any two lines leaves a gradient to ``step()``, which finds it in ``p.grad``.
+        """
+        bucket = self._core.layout.only_bucket.get(tracked.shard.index) if self._steady else None
+        gradient = tracked.gradient
+        if (
+            bucket is None
+            or gradient.handed is not None
+            or gradient.reduced is not None
+            or self._accumulation.contexts
+            or "main_grad" in tracked.param.__dict__
+        ):
+            self._in_backward(tracked, self._take)
+        elif tracked.arrives():
+            if self._apart:
+                self._core.link.received(bucket)
+            waiting = self._waiting[bucket]
+            waiting.append(tracked)
+            if len(waiting) >= bucket.missing:
+                self._in_backward(tracked, lambda _: self._take_waiting(bucket))
+
+    def _take_waiting(self, bucket: Bucket) -> None:
+        """Gradients of ``bucket`` that were counted go to the core together."""
+        ready, others = ready_gradients(self._waiting.pop(bucket, ()))
+        if ready:
+            with room_on_device(ready[-1][0].name):
+                self._core.arrive_together(ready, in_backward=True)
+        for tracked in others:
+            self._in_backward(tracked, self._take_last)
+
+    def take_late(self, several: Sequence[Tracked]) -> None:
+        """Gradients that the core has not, at the boundary."""
+        for tracked in several[:1]:  # begins the step, where none has come before
+            self.hand_over(tracked, in_backward=False)
+        ready, others = ready_gradients(several[1:])
+        if ready:
+            with room_on_device(ready[-1][0].name):
+                self._core.arrive_together(ready, in_backward=False)
+        for tracked in others:
+            self.hand_over(tracked, in_backward=False)
+
+    def take_rest(self) -> None:
+        """Backward is over: gradients of buckets that were not completed, and no more that wait."""
+        self._steady = False
+        for bucket in list(self._waiting):
+            self._take_waiting(bucket)
 
     def _in_backward(self, tracked: Tracked, take: Callable[[Tracked], None]) -> None:
         """One thread at a time, whichever of them runs backward. What it raises may be lost with its thread, but then
@@ -112,6 +170,14 @@ class Intake:
         elif not more_to_come or self._host_sums.serve(tracked):
             await_offload(tracked.param)
             self.hand_over(tracked, in_backward=True, more_to_come=more_to_come)
+
+    def _take_last(self, tracked: Tracked) -> None:
+        """``_take`` for a gradient that was counted as the last one, unless it was taken away since."""
+        if tracked.param.grad is not None and main_grad_of(tracked.param) is None:
+            if self._core.has_gradient(tracked.shard):
+                self.let_go(tracked)
+            await_offload(tracked.param)
+            self.hand_over(tracked, in_backward=True)
 
     def _is_last(self, tracked: Tracked) -> bool:
         """In its hook: whether this backward is the one before ``step()``, as far as it is known."""
@@ -148,13 +214,13 @@ class Intake:
         self._follow_dtype(tracked, grad.dtype)
         self._begin_filling()
         shard, core = tracked.shard, self._core
-        shard.keeps_gradient = main is not None
+        kept = main is not None
         tracked.gradient.forget_placeholder()
         # Fused kernels raise no version of what they add to. A DTensor that is kept on a device: the core has it in
         # host memory, and comparing there would copy it down again.
         kept_there = is_dtensor(grad) and core.link.asynchronous and not core.link.frees_gradients
-        summed = shard.keeps_gradient or kept_there
-        shard.sums_gradient = summed and core.link.sums_what_it_packs
+        summed = kept or kept_there
+        shard.gradient_stays(kept=kept, summed=summed and core.link.sums_what_it_packs)
         tracked.gradient.remember(grad, summed=summed and not shard.sums_gradient)
         with room_on_device(shard.name):
             part = tracked.holding.part(grad).contiguous().to(shard.gradient_dtype)
@@ -165,6 +231,8 @@ class Intake:
             return
         self._ranks.look()
         self._core.expect(unscale=self._verdicts.unscale, max_grad_norm=self._verdicts.max_grad_norm)
+        self._waiting.clear()
+        self._steady = self._core.layout.observed
 
     def _follow_dtype(self, tracked: Tracked, dtype: torch.dtype) -> None:
         """Sees to it that the gradient fits its buckets: those in fp32 hold every other one exactly.
@@ -210,7 +278,7 @@ class Intake:
             self._writes.follow(tracked)
         self._follow_dtype(tracked, gradient.dtype)
         self._begin_filling()
-        tracked.shard.keeps_gradient = tracked.shard.sums_gradient = False
+        tracked.shard.gradient_stays(kept=False, summed=False)
         tracked.gradient.remember_reduced(gradient)
         with room_on_device(tracked.shard.name):
             part = tracked.holding.part_of_memory(gradient.view(-1)).to(tracked.shard.gradient_dtype)
@@ -229,9 +297,11 @@ class Intake:
                 ) from error
         self._unfinished.clear()
 
-    def forget_unfinished(self) -> None:
-        """What a backward that was ended by an error has left is given up."""
+    def forget(self) -> None:
+        """What this step's backward has left is given up."""
         self._unfinished.clear()
+        self._waiting.clear()
+        self._steady = False
 
 
 def _hook_of(intake: Intake, tracked: Tracked) -> Callable[[Tensor], None]:

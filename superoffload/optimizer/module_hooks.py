@@ -64,19 +64,23 @@ class _BeforeForward(_Hook):
         self._wait = wait
         self._reader = reader
         self._readers = readers
+        self._params = list(reader.params.values())
         self._inlined = reader.inlined
         self._sharded = is_sharded_module(reader.module)
 
     def __call__(self, *args: Any) -> None:
         if self._inlined and torch.compiler.is_compiling():
             return
-        self.wait()
+        if self._sharded or self._wait is None:
+            self.wait()
+        else:
+            self._wait(self._params)
 
     @untraced  # FSDP2 keeps its state in a dictionary of weak references, which may change while that is traced
     def wait(self) -> None:
         assert self._wait is not None
         if not self._sharded:
-            self._wait(self._reader.params.values())
+            self._wait(self._params)
             return
         together = gathered_with(self._reader.module)
         streams = gathering_streams(self._reader.module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ class Params:
         self._tracked: dict[Tensor, Tracked] = {}
         self._of_shard: dict[int, Tracked] = {}
         self._fresh: list[Held] = []  # not announced to other ranks yet
+        self._counts: list[tuple[Tensor, list[Tracked]]] = []  # of steps, as state[p]["step"] shows them, and of whom
         self._has_masters = False  # other than the parameters' values
 
     # ---- which there are --------------------------------------------------------------------------------------
@@ -96,6 +97,7 @@ class Params:
     def forget_all(self) -> None:
         """Nothing is known of any parameter any more, and no state is shown."""
         self._tracked.clear()
+        self._counts.clear()
         self._of_shard.clear()
         self._fresh.clear()
         self._views.mapping.clear()
@@ -120,6 +122,7 @@ class Params:
         dtypes = (torch.float32, self._state_dtype, self._state_dtype)
         states = make_state(sizes, dtypes, resident, self._core.placer)
         found: list[Tracked] = []
+        counts = torch.zeros(len(fresh), dtype=torch.float32)
         for i, (param, name) in enumerate(fresh.items()):
             master, exp_avg, exp_avg_sq = states[i]
             index = len(self._core.shards) + len(found)
@@ -140,14 +143,14 @@ class Params:
                 resident=resident[i],
             )
             master.copy_(shard.target())
-            found.append(self._track(param, shard, holdings[param]))
+            found.append(self._track(param, shard, holdings[param], counts[i]))
+        self._counts.append((counts, found))
         if found:
             self._core.add_shards([tracked.shard for tracked in found])
         remember_values(found)
         return found
 
-    def _track(self, param: Tensor, shard: Shard, holding: Holding) -> Tracked:
-        step = torch.zeros((), dtype=torch.float32)
+    def _track(self, param: Tensor, shard: Shard, holding: Holding, step: Tensor) -> Tracked:
         link = self._core.link
         # Where a link has parameters of the CPU written later, nothing can be said of their bits before.
         readable = param.is_cuda or link.bit_sums.in_stream_order or not link.asynchronous
@@ -157,6 +160,15 @@ class Params:
         self._views.show(tracked)
         self._fresh.append(Held(shard.name, param, shard, holding))
         return tracked
+
+    def count_steps(self, moved: Collection[Tracked]) -> None:
+        """The step that has ended moved these."""
+        for counts, members in self._counts:
+            if len(moved) == len(self._tracked):
+                counts.add_(1.0)
+            else:
+                places = [i for i, tracked in enumerate(members) if tracked in moved]
+                counts[torch.tensor(places, dtype=torch.int64)] += 1.0
 
     def moved(self, shard: Shard) -> None:
         """The core has put a shard's state elsewhere."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -56,7 +55,9 @@ class Tracked:
     def __post_init__(self) -> None:
         local = local_of(self.param)
         self.device = local.device  # where it is to stay
-        self._place = Place(local)
+        self.place = Place(local)
+        self.address = local.data_ptr()
+        self.is_plain = self.readable and self.holding.is_memory_of(self.param)
         self.gradient = WatchedGradient(self.param, self.shard, self.holding, self.bits)
 
     # ---- the step -------------------------------------------------------------------------------------------------
@@ -91,14 +92,19 @@ class Tracked:
         """The value is ours, and has these sums (None: is not compared until it is remembered again)."""
         self.version, self.sums = version_of(self.param), sums
         local = local_of(self.param)
-        if not self._place.is_of(local):
-            self._place = Place(local)
+        if not self.place.is_of(local):
+            self.place = Place(local)
+            self.address = local.data_ptr()
 
-    def outdate(self) -> None:
-        """A new value is to be delivered later: graphs that still need the old one must not be used any more."""
-        if not is_dtensor(self.param):  # of a DTensor, graphs hold what was gathered of it
-            torch.autograd.graph.increment_version(self.param)
-            self.version = version_of(self.param)
+    def remember_plain(self, address: int, sums: Sums) -> None:
+        """``remember`` for an ordinary parameter in host memory, which is at ``address``."""
+        self.version, self.sums = (self.param._version, 0), sums
+        if address != self.address:
+            self.place, self.address = Place(self.param), address
+
+    def is_outdated(self) -> None:
+        """Its version was raised, and its value is to be delivered."""
+        self.version = version_of(self.param)
 
     def forget_value(self) -> None:
         """Whatever the parameter has counts as written by its user."""
@@ -107,7 +113,12 @@ class Tracked:
     @property
     def plainly_written(self) -> bool:
         """Whether the parameter was written since we last looked, as far as versions and storage show; at no cost."""
-        return version_of(self.param) != self.version or not self._place.is_of(local_of(self.param))
+        return version_of(self.param) != self.version or not self.place.is_of(local_of(self.param))
+
+    @property
+    def is_in_its_storage(self) -> bool:
+        """Whether an ordinary parameter has no other storage than before, and its bits are not to be compared."""
+        return self.sums is None and self.place.is_of(self.param)
 
     def is_compared(self, *, on_device: bool) -> bool:
         """Whether its bits are. A DTensor's always: operations on lists of them (torch._foreach_mul_) raise no version.
@@ -144,7 +155,8 @@ class Tracked:
     def load(self, values: ParamState | None) -> None:
         """State from a checkpoint; ``None``: as before the first step."""
         shard, published = self.shard, self.holding.part(self.param)
-        shard.steps = self.shown_steps = values.step if values else 0
+        self.shown_steps = values.step if values else 0
+        shard.has_made(self.shown_steps)
         self.step.fill_(float(shard.steps))
         if values is None:
             shard.exp_avg.zero_()

@@ -40,6 +40,18 @@ class WatchedGradient:
         self.handed, self._version = grad, version_of(grad)
         self.sums = self._bits.of([self._holding.part(grad).contiguous()])[0] if summed else None
 
+    def remember_plain(self, grad: Tensor) -> None:
+        """``remember`` for an ordinary tensor, whose version shows every edit that is to be noticed."""
+        self.handed, self._version, self.sums, self._placeholder = grad, (grad._version, 0), None, None
+
+    @property
+    def is_as_handed(self) -> bool:
+        """As far as it shows without a look at bits; for what stands in ``p.grad`` and was handed over."""
+        handed = self.handed
+        if type(handed) is Tensor:
+            return handed._version == self._version[0]
+        return isinstance(handed, PackedGradient) and handed.is_untouched
+
     def forget(self) -> None:
         """The core has none any more."""
         self.handed = None

@@ -1,0 +1,116 @@
+"""Most parameters and gradients are as they were left: passes over many of them that look closely at the others only.
+
+Such a parameter is an ordinary tensor of which this rank has all, in the order of its dimensions; its gradient too.
+What is looked at here costs about a microsecond for each: versions, addresses, and bits of host memory all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from superoffload import _native
+from superoffload.bucket import Shard
+from superoffload.optimizer.watched import Tracked, remember_values
+from superoffload.ranks.layout import is_dtensor
+
+
+def ready_gradients(several: Iterable[Tracked]) -> tuple[list[tuple[Shard, Tensor]], list[Tracked]]:
+    """Gradients that can be packed as they are, each with its shard and remembered; and who needs a closer look."""
+    ready: list[tuple[Shard, Tensor]] = []
+    others: list[Tracked] = []
+    for tracked in several:
+        param, shard = tracked.param, tracked.shard
+        grad = param.grad
+        if (
+            tracked.is_plain
+            and type(grad) is Tensor
+            and grad.dtype is shard.gradient_dtype
+            and grad.layout is torch.strided
+            and grad.is_contiguous()
+            and grad.numel() == shard.numel
+            and not (shard.keeps_gradient or shard.sums_gradient)
+            and "main_grad" not in param.__dict__
+            and param._version == tracked.version[0]
+            and param.data_ptr() == tracked.address
+            and (tracked.bits.every_step or tracked.place.is_of(param))
+        ):
+            tracked.gradient.remember_plain(grad)
+            ready.append((shard, grad))
+        else:
+            others.append(tracked)
+    return ready, others
+
+
+def unwritten(several: Iterable[Tracked]) -> tuple[list[Tracked], list[Tracked]]:
+    """Those whose parameters were not written, and those that need a closer look.
+
+    In host memory, bits are compared as well: versions do not show every write.
+    """
+    alike: list[Tracked] = []
+    others: list[Tracked] = []
+    runs: list[tuple[int, int]] = []
+    for tracked in several:
+        param = tracked.param
+        if (
+            tracked.is_plain
+            and param._version == tracked.version[0]
+            and param.data_ptr() == tracked.address
+            and (tracked.sums is not None if tracked.bits.every_step else tracked.is_in_its_storage)
+            and param.is_contiguous()
+            and param.numel() == tracked.shard.numel
+        ):
+            alike.append(tracked)
+            runs.append((tracked.address, param.nbytes))
+        else:
+            others.append(tracked)
+    if not (alike and alike[0].bits.every_step):
+        return alike, others
+    now = _native.bit_sums(runs, torch.get_num_threads())
+    others += [tracked for tracked, sums in zip(alike, now, strict=True) if sums != tracked.sums]
+    return [tracked for tracked, sums in zip(alike, now, strict=True) if sums == tracked.sums], others
+
+
+def unedited(several: Iterable[Tracked]) -> tuple[list[Tracked], list[Tracked]]:
+    """Those whose gradients are what was handed over, and those that need a closer look."""
+    alike: list[Tracked] = []
+    others: list[Tracked] = []
+    for tracked in several:
+        param, gradient = tracked.param, tracked.gradient
+        handed = gradient.handed
+        as_handed = (
+            tracked.is_plain
+            and param.grad is handed
+            and (handed is None or gradient.is_as_handed)
+            and gradient.reduced is None
+            and gradient.sums is None
+            and not tracked.shard.sums_gradient
+            and "main_grad" not in param.__dict__
+        )
+        (alike if as_handed else others).append(tracked)
+    return alike, others
+
+
+def outdate(several: Iterable[Tracked]) -> None:
+    """New values are to be delivered later: graphs that still need the old ones must not be used any more."""
+    plain = [
+        tracked for tracked in several if not is_dtensor(tracked.param)
+    ]  # of others, graphs hold what was gathered
+    torch.autograd.graph.increment_version([tracked.param for tracked in plain])
+    for tracked in plain:
+        tracked.is_outdated()
+
+
+def remember(several: Sequence[Tracked], *, on_device: bool) -> None:
+    """``remember_values``, all ordinary parameters in host memory at once."""
+    plain = [tracked for tracked in several if tracked.is_plain and tracked.bits.every_step]
+    if len(plain) < len(several):
+        known = set(plain)
+        remember_values([tracked for tracked in several if tracked not in known], on_device=on_device)
+    runs = [(tracked.param.data_ptr(), tracked.param.nbytes) for tracked in plain]
+    for tracked, (address, _), sums in zip(
+        plain, runs, _native.bit_sums(runs, torch.get_num_threads()) if runs else (), strict=True
+    ):
+        tracked.remember_plain(address, sums)
