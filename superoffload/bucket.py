@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -262,10 +262,11 @@ class Bucket:
 
     # ---- its gradient -----------------------------------------------------------------------------------------
 
-    def receive(self, place: int) -> None:
-        """The gradient of the piece at ``place`` has arrived."""
-        self.present[place] = True
-        self.missing -= 1
+    def receive(self, places: Iterable[int]) -> None:
+        """The gradients of the pieces at these places have arrived."""
+        for place in places:
+            self.present[place] = True
+            self.missing -= 1
 
     def take_out(self, place: int) -> None:
         """It has not arrived after all."""

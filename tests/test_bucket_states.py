@@ -69,7 +69,7 @@ def test_a_bucket_has_ended_once_the_step_is_over_for_it() -> None:
 @pytest.mark.parametrize("state", [F, C, P, T, SET, K, A])
 def test_renew_forgets_the_step(state: BucketState) -> None:
     bucket = bucket_in(state)
-    bucket.receive(0)
+    bucket.receive([0])
     bucket.renew()
     assert (bucket.state, bucket.present, bucket.missing) == (F, [False], 1)
 

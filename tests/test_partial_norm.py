@@ -16,7 +16,7 @@ def bucket_of(squares: float) -> Bucket:
     shard = Shard(0, "w", 0, 4, torch.float32, torch.float32, state, state, state, lambda: state)
     shard.block_sums[0] = squares
     bucket = Bucket([Piece(shard, 0, 4, 0)])
-    bucket.receive(0)
+    bucket.receive([0])
     return bucket
 
 

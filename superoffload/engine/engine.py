@@ -204,7 +204,7 @@ class Engine:
         """Several final gradients, in the order in which they came."""
         self.link.check_stream()
         self.layout.attach_waiting()
-        if self.tail.is_landing or self.tail.is_settling:
+        if self.tail.is_under_way:
             for shard, _ in arrivals:
                 self.tail.finish(shard)
         for bucket in self.inbox.take(arrivals, in_backward=in_backward):

@@ -56,7 +56,7 @@ class Inbox:
 
     def take(self, arrivals: Sequence[tuple[Shard, Tensor]], *, in_backward: bool) -> list[Bucket]:
         """Gradients that have arrived, in their order. Returns the buckets that have all of theirs now."""
-        found: dict[Bucket, None] = {}
+        found: dict[Bucket, list[int]] = {}
         arrived, places = self._arrived, self._layout.places
         for shard, gradient in arrivals:
             if shard.index in arrived:
@@ -65,11 +65,11 @@ class Inbox:
             for bucket, place in places.get(shard.index, ()):
                 if bucket.state is BucketState.READY:  # packed by a decide() that came before this gradient
                     self.unpack(bucket)
-                bucket.receive(place)
-                found[bucket] = None
+                found.setdefault(bucket, []).append(place)
         if in_backward and not self._layout.observed:
             self._order.extend(shard.index for shard, _ in arrivals)
-        for bucket in found:
+        for bucket, here in found.items():
+            bucket.receive(here)
             self._link.received(bucket)
         return [bucket for bucket in found if bucket.missing == 0]
 
@@ -137,7 +137,7 @@ class Inbox:
         self._arrived = arrived
         for index in arrived:
             for bucket, place in self._layout.places_of(self._layout.shards[index]):
-                bucket.receive(place)
+                bucket.receive([place])
                 self._link.received(bucket)
 
     def forget_order(self) -> None:

@@ -43,6 +43,11 @@ class Tail:
         """Whether the bucket's last step is not over: it is still to be delivered or settled."""
         return bucket in self._undelivered or bucket in self._unsettled
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether anything is still to be delivered or settled."""
+        return bool(self._undelivered or self._unsettled)
+
     def leave(self, buckets: Sequence[Bucket]) -> None:
         """Buckets that were stepped, in forward order: they are to be delivered, and if only published, settled."""
         self._settle_behind()
@@ -58,7 +63,7 @@ class Tail:
     def finish(self, shard: Shard | None = None) -> None:
         """The step before is delivered and settled, as far as ``shard`` goes. Raises nothing: the caller has begun
         something else, and tells at the end of it what had failed."""
-        if not (self._undelivered or self._unsettled):
+        if not self.is_under_way:
             return
         try:
             self.land(shard)

@@ -14,12 +14,14 @@ from torch import Tensor
 from superoffload import _native
 from superoffload.bucket import Shard
 from superoffload.optimizer.watched import Tracked, remember_values
+from superoffload.optimizer.watched_gradient import WatchedGradient, remember_all
 from superoffload.ranks.layout import is_dtensor
 
 
 def ready_gradients(several: Iterable[Tracked]) -> tuple[list[tuple[Shard, Tensor]], list[Tracked]]:
     """Gradients that can be packed as they are, each with its shard and remembered; and who needs a closer look."""
     ready: list[tuple[Shard, Tensor]] = []
+    watched: list[tuple[WatchedGradient, Tensor]] = []
     others: list[Tracked] = []
     for tracked in several:
         param, shard = tracked.param, tracked.shard
@@ -37,10 +39,11 @@ def ready_gradients(several: Iterable[Tracked]) -> tuple[list[tuple[Shard, Tenso
             and param.data_ptr() == tracked.address
             and (tracked.bits.every_step or tracked.place.is_of(param))
         ):
-            tracked.gradient.remember_plain(grad)
             ready.append((shard, grad))
+            watched.append((tracked.gradient, grad))
         else:
             others.append(tracked)
+    remember_all(watched)
     return ready, others
 
 

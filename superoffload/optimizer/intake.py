@@ -119,8 +119,7 @@ class Intake:
         """Gradients of ``bucket`` that were counted go to the core together."""
         ready, others = ready_gradients(self._waiting.pop(bucket, ()))
         if ready:
-            with room_on_device(ready[-1][0].name):
-                self._core.arrive_together(ready, in_backward=True)
+            self._core.arrive_together(ready, in_backward=True)
         for tracked in others:
             self._in_backward(tracked, self._take_last)
 
@@ -130,8 +129,7 @@ class Intake:
             self.hand_over(tracked, in_backward=False)
         ready, others = ready_gradients(several[1:])
         if ready:
-            with room_on_device(ready[-1][0].name):
-                self._core.arrive_together(ready, in_backward=False)
+            self._core.arrive_together(ready, in_backward=False)
         for tracked in others:
             self.hand_over(tracked, in_backward=False)
 

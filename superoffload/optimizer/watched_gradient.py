@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from weakref import ReferenceType, ref
 
 from torch import Tensor
@@ -41,7 +41,7 @@ class WatchedGradient:
         self.sums = self._bits.of([self._holding.part(grad).contiguous()])[0] if summed else None
 
     def remember_plain(self, grad: Tensor) -> None:
-        """``remember`` for an ordinary tensor, whose version shows every edit that is to be noticed."""
+        """``remember()`` for an ordinary tensor, whose version shows every edit that is to be noticed."""
         self.handed, self._version, self.sums, self._placeholder = grad, (grad._version, 0), None, None
 
     @property
@@ -130,3 +130,9 @@ class WatchedGradient:
         if self.handed is not None and packed_in(self.handed) is self.placeholder:
             self._version = version_of(self.handed)
             self.sums = self._bits.of([self._holding.part(self.handed)])[0]
+
+
+def remember_all(several: Iterable[tuple[WatchedGradient, Tensor]]) -> None:
+    """``remember_plain()`` for each."""
+    for gradient, grad in several:
+        gradient.remember_plain(grad)
