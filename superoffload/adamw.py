@@ -171,7 +171,7 @@ class AdamW(Optimizer):
         read them anew from here, which waits for that, or after ``synchronize()``."""
         if not self._lifetime.out_of_use():
             with self._lifetime.whole():
-                self._core.settle()
+                self._core.tail.settle()
         return self._lasting.views.mapping
 
     @state.setter
@@ -248,7 +248,7 @@ class AdamW(Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 clear_main_grad(param)
-        self._lifetime.if_in_use(self._core.make_way)
+        self._lifetime.if_in_use(self._core.layout.make_way)
 
     def accumulate(self) -> Accumulating:
         """Backward inside this context is not the boundary: gradients add up and nothing is stepped yet."""

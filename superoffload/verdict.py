@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 
 class Verdict(NamedTuple):
@@ -18,6 +18,16 @@ class Verdict(NamedTuple):
     clip_coefficient: float
     found_inf: bool
     gradient_factor: float
+
+
+class SumExchange(Protocol):
+    """Sums of squares of every rank; ``start`` and ``finish`` are called once per step."""
+
+    def start(self, sums: Mapping[int, float]) -> None:
+        """Those of this rank's shards, by index, in registration order."""
+
+    def finish(self) -> Sequence[float] | None:
+        """Those of all ranks, the same on each, in the order to fold them; None if no rank has a gradient."""
 
 
 def decide(shard_sums: Iterable[float], *, unscale: float = 1.0, max_grad_norm: float | None = None) -> Verdict:

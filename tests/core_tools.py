@@ -15,8 +15,9 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.bucket import GroupHyper, Shard
-from superoffload.engine.engine import Engine, EngineOptions
+from superoffload.engine.engine import Engine
 from superoffload.engine.journal_width import JournalWidth
+from superoffload.engine.options import EngineOptions
 from superoffload.engine.recorder import Recorder
 from superoffload.link import HostLink
 from superoffload.schedule import FixedSchedule, Schedule
@@ -102,7 +103,7 @@ class Rig:
         for group, of_group in enumerate(groups):
             for parameter in of_group.parameters:
                 shards.append(self._shard(len(shards), group, parameter))
-        self.core.add_shards(shards)
+        self.core.layout.add_shards(shards)
 
     def _initial(self, numel: int) -> npt.NDArray[np.float32]:
         return self.random.standard_normal(numel).astype(np.float32)
@@ -168,7 +169,7 @@ class Rig:
 
     def check(self) -> None:
         """State, published parameters and step counts are those of the reference."""
-        self.core.settle()
+        self.core.tail.settle()
         for shard, published, parameter in zip(self.shards, self.published, self.reference.parameters, strict=True):
             assert_same_bits(f"{shard.name}: master", to_numpy(shard.master), parameter.master)
             assert_same_bits(f"{shard.name}: exp_avg", to_numpy(shard.exp_avg), parameter.exp_avg)

@@ -118,7 +118,7 @@ def test_replay() -> None:
 def test_an_expected_unscale_is_committed_and_another_one_replayed() -> None:
     with rig(TWO) as made:
         for expected in (0.25, 0.5):
-            made.core.expect(unscale=expected, max_grad_norm=None)
+            made.core.speculator.expect(unscale=expected, max_grad_norm=None)
             made.step_both(backward(made), unscale=0.25)
             made.check()
         assert counts(made) == {"speculated": 4, "committed": 2, "replayed": 2}
@@ -127,7 +127,7 @@ def test_an_expected_unscale_is_committed_and_another_one_replayed() -> None:
 def test_the_two_zeros_are_different_factors() -> None:
     """exp_avg keeps the sign of a zero."""
     with rig(TWO) as made:
-        made.core.expect(unscale=0.0, max_grad_norm=None)
+        made.core.speculator.expect(unscale=0.0, max_grad_norm=None)
         made.step_both(backward(made), unscale=-0.0)
         made.check()
         assert counts(made) == {"speculated": 2, "replayed": 2}
@@ -153,7 +153,7 @@ def test_a_non_finite_gradient_stops_speculation() -> None:
 
 def test_a_partial_norm_that_proves_a_clip_stops_speculation() -> None:
     with rig(Settings([[1024] * 4], bucket_numel=1024)) as made:
-        made.core.expect(unscale=1.0, max_grad_norm=55.0)  # the norm of three gradients of four
+        made.core.speculator.expect(unscale=1.0, max_grad_norm=55.0)  # the norm of three gradients of four
         made.step_both(backward(made), max_grad_norm=55.0)
         made.check()
         assert counts(made) == {"speculated": 2, "replayed": 2, "stepped": 2, "clipped_steps": 1}
@@ -161,7 +161,7 @@ def test_a_partial_norm_that_proves_a_clip_stops_speculation() -> None:
 
 def test_a_gradient_that_was_taken_back_proves_nothing() -> None:
     with rig(Settings([[1024] * 4], bucket_numel=1024)) as made:
-        made.core.expect(unscale=1.0, max_grad_norm=80.0)  # not even the norm of all four
+        made.core.speculator.expect(unscale=1.0, max_grad_norm=80.0)  # not even the norm of all four
         gradients = backward(made)
         for _ in range(4):
             made.core.retract(made.shards[0])
@@ -174,7 +174,7 @@ def test_a_gradient_that_was_taken_back_proves_nothing() -> None:
 @pytest.mark.parametrize("max_grad_norm", [1e200, 1e308])
 def test_a_threshold_beyond_everything(max_grad_norm: float) -> None:
     with rig(TWO) as made:
-        made.core.expect(unscale=1e-3, max_grad_norm=max_grad_norm)
+        made.core.speculator.expect(unscale=1e-3, max_grad_norm=max_grad_norm)
         made.step_both(backward(made), unscale=1e-3, max_grad_norm=max_grad_norm)
         made.check()
         assert counts(made) == {"speculated": 2, "committed": 2}
@@ -326,7 +326,7 @@ def test_shards_added_in_the_middle_of_a_step() -> None:
         twin.core.close()
         parameter = twin.reference.parameters[0]
         made.reference.groups[0].parameters = [*made.reference.groups[0].parameters, parameter]
-        made.core.add_shards([made._shard(2, 0, parameter)])
+        made.core.layout.add_shards([made._shard(2, 0, parameter)])
         gradients[2] = made.gradient(made.shards[2])
         made.arrive(made.shards[2], gradients[2])
         made.step_both(gradients)

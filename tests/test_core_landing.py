@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from superoffload.bucket import BucketState, GroupHyper, Shard
-from superoffload.engine.engine import Engine, EngineOptions
+from superoffload.engine.engine import Engine
+from superoffload.engine.options import EngineOptions
 from superoffload.errors import WorkerError
 from superoffload.integrations.deepspeed.link import PartitionLink
 from superoffload.link import HostLink, Link
@@ -31,7 +32,7 @@ class Flat:
         if in_place:
             link = PartitionLink(lambda shard: self.slices(self.gradients)[shard.index], pin=False)
         self.core = Engine(link, EngineOptions(mode, 1024, [-1]), lambda group: hyper)
-        self.core.add_shards([self._shard(i) for i in range(len(SIZES))])
+        self.core.layout.add_shards([self._shard(i) for i in range(len(SIZES))])
 
     def slices(self, flat: Tensor) -> list[Tensor]:
         return list(flat.split(list(SIZES)))
@@ -54,11 +55,11 @@ class Flat:
         )
 
     def step(self, number: int, *, later: bool, clip: float | None = None) -> None:
-        self.core.expect(unscale=1.0, max_grad_norm=clip)
+        self.core.speculator.expect(unscale=1.0, max_grad_norm=clip)
         generator = torch.Generator().manual_seed(number)
         values = torch.randn(sum(SIZES), generator=generator).bfloat16()
         for shard in reversed(self.core.shards):
-            self.core.land(shard)
+            self.core.tail.land(shard)
             self.core.retract(shard)
             self.slices(self.gradients)[shard.index].copy_(self.slices(values)[shard.index])
             self.core.arrive(shard, self.slices(self.gradients)[shard.index])
@@ -90,11 +91,11 @@ def test_a_shard_lands_alone() -> None:
     before = flat.published.clone()
     flat.step(1, later=True)
     assert torch.equal(flat.published, before), "nothing is delivered by itself"
-    flat.core.land(flat.core.shards[1])
+    flat.core.tail.land(flat.core.shards[1])
     now, then = flat.slices(flat.published), flat.slices(before)
     assert torch.equal(now[1], flat.slices(flat.master)[1].bfloat16())
     assert torch.equal(now[3], then[3])
-    flat.core.land()
+    flat.core.tail.land()
     assert torch.equal(flat.published, flat.master.bfloat16())
     flat.core.close()
 
@@ -114,11 +115,11 @@ def test_a_worker_that_fails_after_the_verdict_is_reported_when_it_lands() -> No
     expected = digests("never", in_place=True, later=False, clip=None)
     for number in range(4):
         flat.step(number, later=True)
-    flat.core.land()
+    flat.core.tail.land()
     flat.core.pool.inject_fault(1, "planted")
     flat.step(4, later=True)
     with pytest.raises(WorkerError, match="planted"):
-        flat.core.land()
+        flat.core.tail.land()
     assert flat.core.digests() == expected, "the step was completed all the same"
     flat.core.close()
 

@@ -10,7 +10,8 @@ from superoffload.emulation.clock import VirtualClock
 from superoffload.emulation.link import VirtualLink
 from superoffload.emulation.training import layer_shard
 from superoffload.emulation.virtual_pool import VirtualPool
-from superoffload.engine.engine import Engine, EngineOptions
+from superoffload.engine.engine import Engine
+from superoffload.engine.options import EngineOptions
 from superoffload.errors import DeviceError, WorkerError
 
 SIZE = 64
@@ -25,7 +26,7 @@ class Lossy:
         pool = VirtualPool(self.clock, lambda operation, numel: 1.0)
         options = EngineOptions(mode, 1024, [-1], clock=self.clock.seconds, pool=pool)
         self.core = Engine(self.link, options, lambda group: GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1))
-        self.core.add_shards([layer_shard(i, torch.ones(numel).bfloat16()) for i in range(2)])
+        self.core.layout.add_shards([layer_shard(i, torch.ones(numel).bfloat16()) for i in range(2)])
         self.first, self.second = reversed(self.core.shards)
         self.gradient = torch.ones(numel).bfloat16()
 
@@ -57,14 +58,14 @@ def test_parameters_that_the_step_before_has_left_are_delivered_before_a_step_is
     lossy = Lossy("never", 1024)  # in a bucket each
     lossy.step()
     lossy.step(later=True)
-    assert len(lossy.core.landing_shards()) == 2
+    assert len(lossy.core.tail.landing_shards()) == 2
     lossy.link.lose(0, "planted")
     lossy.core.arrive(lossy.first, lossy.gradient)  # delivers its own bucket only
-    assert len(lossy.core.landing_shards()) == 1
+    assert len(lossy.core.tail.landing_shards()) == 1
     lossy.clock.run_dry()
     with pytest.raises(DeviceError, match="planted"):
         lossy.core.restore(lossy.first)
-    assert not lossy.core.is_landing and not lossy.core.is_filling
+    assert not lossy.core.tail.is_landing and not lossy.core.is_filling
     for shard in lossy.core.shards:
         assert torch.equal(shard.target(), shard.master.bfloat16())
     lossy.core.quiesce()  # the error was told

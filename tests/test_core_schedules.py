@@ -142,7 +142,7 @@ class Step:
 
     def run(self) -> None:
         rig, plan, core = self.rig, self.plan, self.core
-        core.expect(unscale=plan.expected[0], max_grad_norm=plan.expected[1])
+        core.speculator.expect(unscale=plan.expected[0], max_grad_norm=plan.expected[1])
         self.backward()
         rig.check_published_unchanged()
         if plan.hyper is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from superoffload.bucket import GroupHyper, Shard
 from superoffload.cuda.link import CudaOptions
-from superoffload.engine.engine import EngineOptions
+from superoffload.engine.options import EngineOptions
 from superoffload.errors import DeviceError
 from superoffload.integrations.deepspeed.driver import Partition, PartitionDriver
 from superoffload.verdict import decide

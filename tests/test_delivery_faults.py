@@ -75,7 +75,7 @@ def in_flight():
         optimizer.zero_grad()
         model(torch.ones(2, 500)).sum().backward()
         optimizer.step()
-    assert optimizer._core.is_landing
+    assert optimizer._core.tail.is_landing
 
 def forking():
     child = os.fork()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from superoffload import CPUAdamW
 from superoffload.bucket import GroupHyper, Shard
-from superoffload.engine.engine import EngineOptions
+from superoffload.engine.options import EngineOptions
 from superoffload.integrations.deepspeed.driver import Partition, PartitionDriver
 from superoffload.masters import follow
 

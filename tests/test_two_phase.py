@@ -49,7 +49,7 @@ def test_a_step_is_published_and_settles_before_anybody_looks() -> None:
         for number in range(1, 4):
             step(made)
             assert states(made) == {BucketState.PUBLISHED}
-            assert made.core.is_settling
+            assert made.core.tail.is_settling
             assert [shard.steps for shard in made.shards] == [number + 1] * 4, "counted at the verdict"
             made.check_published_unchanged()
         made.check()
@@ -86,7 +86,7 @@ def test_whoever_looks_finds_the_state_settled(reader: str) -> None:
         for shard, parameter in zip(made.shards, made.reference.parameters, strict=True):
             assert_same_bits("master", to_numpy(shard.master), parameter.master)
             assert_same_bits("exp_avg_sq", to_numpy(shard.exp_avg_sq), parameter.exp_avg_sq)
-        assert not made.core.is_settling
+        assert not made.core.tail.is_settling
 
 
 def test_a_gradient_settles_its_own_bucket_only() -> None:
@@ -116,12 +116,12 @@ def test_abandoning_retracting_and_new_hyper_parameters_do_not_touch_the_step_be
 def test_speculation_and_two_phases_mix() -> None:
     with rig(SPECULATING) as made:
         step(made, None)
-        made.core.expect(unscale=1.0, max_grad_norm=55.0)  # proven by two of the four gradients
+        made.core.speculator.expect(unscale=1.0, max_grad_norm=55.0)  # proven by two of the four gradients
         made.step_both(backward(made), max_grad_norm=55.0)
         made.check_published_unchanged()
         stats = made.core.stats()
         assert (stats["buckets_replayed"], stats["buckets_two_phase"]) == (2, 2)
-        made.core.expect(unscale=1.0, max_grad_norm=None)
+        made.core.speculator.expect(unscale=1.0, max_grad_norm=None)
         step(made, None)
         made.check()
 
@@ -186,7 +186,7 @@ def test_a_snapshot_sees_neither_phase_halfway() -> None:
         reader: Any = Reader()
         made.core.snapshots.add(reader)
         step(made)
-        made.core.settle()
+        made.core.tail.settle()
         assert all(torch.equal(reader.seen[i], before[i]) for i in range(4))
         made.check()
 

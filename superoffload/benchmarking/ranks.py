@@ -117,7 +117,7 @@ class _Entrant:
         for method, part in (("_compare", "check"), ("ended", "check"), ("start", "exchange"), ("_take", "exchange")):
             setattr(session, method, self._timed(getattr(session, method), part))
         core = self.engine.optimizer._core
-        core.gradient_is = self._timed(core.gradient_is, "notice")
+        core.packer.gradient_is = self._timed(core.packer.gradient_is, "notice")
         bits = core.link.bit_sums
         for method in ("of", "changed"):
             setattr(bits, method, self._timed(getattr(bits, method), "notice"))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.bucket import ELEMENT_TYPES
-from superoffload.engine.engine import JOURNAL_BYTES_PER_PARAM
+from superoffload.engine.layout import JOURNAL_BYTES_PER_PARAM
 from superoffload.memory import exceeds_caches, host_empty, host_zeros
 
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 1e-2

@@ -17,7 +17,8 @@ from superoffload import _native
 from superoffload.bucket import Bucket, GroupHyper
 from superoffload.emulation.machine import Machine, Workload
 from superoffload.emulation.training import layer_shard
-from superoffload.engine.engine import Engine, EngineOptions
+from superoffload.engine.engine import Engine
+from superoffload.engine.options import EngineOptions
 from superoffload.link import HostLink, PackTicket, wait_until_ended
 from superoffload.schedule import Schedule
 
@@ -129,7 +130,7 @@ class PacedTraining:
         self.core = Engine(PacedLink(machine), options, lambda group: hyper)
         generator = torch.Generator().manual_seed(seed)
         self.published = [torch.randn(numel, generator=generator).bfloat16() for _ in range(workload.layers)]
-        self.core.add_shards([layer_shard(layer, published) for layer, published in enumerate(self.published)])
+        self.core.layout.add_shards([layer_shard(layer, published) for layer, published in enumerate(self.published)])
         self._gradients = [torch.randn(numel, generator=generator).bfloat16() for _ in range(workload.layers)]
         self._norm = float(sum(float(gradient.float().square().sum()) for gradient in self._gradients)) ** 0.5
         self._ended = time.perf_counter()
@@ -139,9 +140,9 @@ class PacedTraining:
         workload, core = self._workload, self.core
         max_grad_norm = self._norm * (0.25 if clips else 4.0)
         for shard in core.shards:
-            core.land(shard)
+            core.tail.land(shard)
             self._pacer.spend(workload.forward / workload.layers)
-        core.expect(unscale=1.0, max_grad_norm=max_grad_norm)
+        core.speculator.expect(unscale=1.0, max_grad_norm=max_grad_norm)
         for shard in reversed(core.shards):
             self._pacer.spend(workload.backward / workload.layers)
             core.arrive(shard, self._gradients[shard.index])

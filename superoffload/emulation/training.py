@@ -16,7 +16,8 @@ from superoffload.emulation.clock import VirtualClock
 from superoffload.emulation.link import VirtualLink
 from superoffload.emulation.machine import Machine, Workload
 from superoffload.emulation.virtual_pool import VirtualPool
-from superoffload.engine.engine import Engine, EngineOptions
+from superoffload.engine.engine import Engine
+from superoffload.engine.options import EngineOptions
 from superoffload.schedule import Schedule
 
 _NORM = 4.0  # times the threshold, where a step clips; its reciprocal where it does not
@@ -56,7 +57,7 @@ class EmulatedTraining:
         self.core = Engine(link, options, lambda group: hyper)
         generator = torch.Generator().manual_seed(seed)
         self.published = [torch.randn(BLOCK, generator=generator).bfloat16() for _ in range(workload.layers)]
-        self.core.add_shards([layer_shard(layer, published) for layer, published in enumerate(self.published)])
+        self.core.layout.add_shards([layer_shard(layer, published) for layer, published in enumerate(self.published)])
         self._gradients = [_gradients(workload.layers, generator) for _ in range(_VARIETY)]
         self._steps = 0
         self._ended = 0.0
@@ -67,9 +68,9 @@ class EmulatedTraining:
         gradients, norm = self._gradients[self._steps % _VARIETY]
         max_grad_norm = norm / self._norm if clips else norm * _NORM
         for shard in core.shards:
-            core.land(shard)
+            core.tail.land(shard)
             clock.advance(workload.forward / workload.layers)
-        core.expect(unscale=1.0, max_grad_norm=max_grad_norm)
+        core.speculator.expect(unscale=1.0, max_grad_norm=max_grad_norm)
         for shard in reversed(core.shards):
             clock.advance(workload.backward / workload.layers)
             core.arrive(shard, gradients[shard.index])

@@ -7,153 +7,24 @@ nothing outside the engine's own masters and moments has changed.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, overload
+from collections.abc import Iterable, Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
 
-from superoffload.bits import Sums
-from superoffload.bucket import Bucket, BucketState, GroupHyper, Piece, Shard, sums_of_squares
-from superoffload.engine.executor import Executor
-from superoffload.engine.finisher import Finisher
-from superoffload.engine.inbox import Inbox
-from superoffload.engine.layout import JOURNAL_BYTES_PER_PARAM, Layout
-from superoffload.engine.listener import Listener
-from superoffload.engine.options import EngineOptions, Pool
-from superoffload.engine.packer import Packer
-from superoffload.engine.recorder import Recorder
-from superoffload.engine.snapshots import Snapshots
-from superoffload.engine.speculator import Speculator
-from superoffload.engine.tail import Tail
+from superoffload.bucket import Bucket, BucketState, Shard, sums_of_squares
+from superoffload.engine.digests import digests_of
+from superoffload.engine.parts import EngineParts
 from superoffload.errors import DeviceError, StateError
-from superoffload.link import Link
 from superoffload.placement import Placer
-from superoffload.stats import Stats
-from superoffload.verdict import Verdict, decide
-
-__all__ = ["JOURNAL_BYTES_PER_PARAM", "Engine", "EngineOptions", "SumExchange"]
+from superoffload.verdict import SumExchange, Verdict, decide
 
 
-class SumExchange(Protocol):
-    """Sums of squares of every rank; ``start`` and ``finish`` are called once per step."""
+class Engine(EngineParts):
+    """Coordinates the step over parts that each own what they are about."""
 
-    def start(self, sums: Mapping[int, float]) -> None:
-        """Those of this rank's shards, by index, in registration order."""
-
-    def finish(self) -> Sequence[float] | None:
-        """Those of all ranks, the same on each, in the order to fold them; None if no rank has a gradient."""
-
-
-class Engine:
-    """Coordinates the step; its parts own what there is.
-
-    ``hyper_of(group)`` returns a group's current hyper-parameters;
-    ``listener`` is told what the engine's owner may want to know; ``recorder`` records the steps; ``placer`` chooses
-    which state is on the accelerator (None: none).
-    """
-
-    def __init__(
-        self,
-        link: Link,
-        options: EngineOptions,
-        hyper_of: Callable[[int], GroupHyper],
-        *,
-        listener: Listener | None = None,
-        recorder: Recorder | None = None,
-        placer: Placer | None = None,
-    ) -> None:
-        listener, recorder = listener or Listener(), recorder or Recorder()
-        link = recorder.wrap_link(link)
-        self.link = link
-        self.schedule = schedule = options.make_schedule()
-        self.snapshots = Snapshots()
-        self._recorder = recorder
-        self._clock = options.clock
-        self._stats = stats = Stats()
-        pool = recorder.wrap_pool(options.make_pool())
-        self.executor = Executor(pool, schedule, hyper_of, stats, options.clock)
-        self.layout = Layout(link, options, schedule, listener, placer)
-        self.tail = Tail(link, self.layout, self.executor, schedule, listener, recorder)
-        self.inbox = Inbox(link, self.layout)
-        self.packer = Packer(link, self.layout, self.inbox, self.executor, listener)
-        self.speculator = Speculator(
-            link, self.layout, self.inbox, self.packer, self.executor, schedule, self.snapshots, stats
-        )
-        self.finisher = Finisher(
-            link,
-            self.layout,
-            self.speculator,
-            self.executor,
-            schedule,
-            self.snapshots,
-            stats,
-            two_phase=options.two_phase,
-        )
-        self._shared = False  # the verdict of this step is also that of other ranks
-        recorder.follow(lambda: self.layout.buckets)
-
-    # ---- what there is ----------------------------------------------------------------------------------------
-
-    @property
-    def shards(self) -> list[Shard]:
-        """In registration order."""
-        return self.layout.shards
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """In the order in which backward completes them."""
-        return self.layout.buckets
-
-    @property
-    def pool(self) -> Pool:
-        """The worker threads."""
-        return self.executor.pool
-
-    @property
-    def placer(self) -> Placer | None:
-        """What chooses which state is on the accelerator."""
-        return self.layout.placer
-
-    def add_shards(self, shards: Sequence[Shard]) -> None:
-        """New shards, in registration order. Their buckets follow those there are, in reverse order."""
-        self.layout.add_shards(shards)
-
-    def make_way(self) -> None:
-        """Nothing of the step before is needed any more: buckets may be laid out anew."""
-        self.layout.make_way()
-
-    def protect(self, shards: Iterable[Shard]) -> None:
-        """Before masters or moments change: every snapshot has them, or a copy, when it returns."""
-        self.snapshots.protect(shards)
-
-    # ---- what the step before has left ------------------------------------------------------------------------
-
-    @property
-    def is_landing(self) -> bool:
-        """Whether anything that ``apply(later=True)`` has left is not delivered yet."""
-        return self.tail.is_landing
-
-    @property
-    def is_settling(self) -> bool:
-        """Whether masters and moments of some bucket may still be those before the last step."""
-        return self.tail.is_settling
-
-    def landing_shards(self) -> dict[int, Shard]:
-        """Those that are not delivered wholly yet, by index, in forward order."""
-        return self.tail.landing_shards()
-
-    def land(self, shards: Shard | Iterable[Shard] | None = None) -> None:
-        """Waits for and delivers what ``apply(later=True)`` left running: the buckets of ``shards``, or all of them."""
-        self.tail.land(shards)
-
-    def settle(self, shard: Shard | None = None) -> None:
-        """Until masters and moments of ``shard``, or of all, are those of the last step.
-
-        A worker that failed there has completed its bucket; the next call that ends or interrupts a step says so.
-        """
-        self.tail.settle(shard)
+    _shared = False  # the verdict of this step is also that of other ranks
 
     # ---- gradients --------------------------------------------------------------------------------------------
 
@@ -165,10 +36,6 @@ class Engine:
     def is_filling(self) -> bool:
         """Whether any gradient has arrived in this step."""
         return bool(self.inbox)
-
-    def expect(self, *, unscale: float, max_grad_norm: float | None) -> None:
-        """What the coming verdict will most likely use; speculation is right when it does."""
-        self.speculator.expect(unscale=unscale, max_grad_norm=max_grad_norm)
 
     def widen(self, shards: Iterable[Shard]) -> None:
         """Lays buckets out anew, with the gradients of these shards in fp32; not where some of this step are packed."""
@@ -257,18 +124,6 @@ class Engine:
             self._abandon_step()
             self.executor.take_failure()
             raise
-
-    def gradient_is(self, shard: Shard, gradient: Tensor) -> bool:
-        """Whether the gradient that arrived has the bits of ``gradient``."""
-        return self.packer.gradient_is(shard, gradient)
-
-    def packed_sums(self, shard: Shard) -> list[tuple[Piece, Sums]] | None:
-        """Of the bits of its gradient, piece by piece; None where there are none, or some is still to be packed."""
-        return self.packer.packed_sums(shard)
-
-    def copy_packed(self, shard: Shard, into: Tensor) -> None:
-        """What was packed of ``shard`` last, this step or before, as a flat tensor of its gradient's type."""
-        self.packer.copy_packed(shard, into)
 
     def retract(self, shard: Shard) -> None:
         """The gradient of ``shard`` was not final after all, or is gone: undo what was done with it."""
@@ -464,8 +319,8 @@ class Engine:
         self._shared = False
         if whole and not self.layout.observed and order:
             self.layout.follow_observed_order(order)
-        elif whole and self.layout.observed and self.placer is not None and self.placer.is_due():
-            self._place_by_measurement(self.placer)
+        elif whole and self.layout.observed and self.layout.placer is not None and self.layout.placer.is_due():
+            self._place_by_measurement(self.layout.placer)
 
     def _place_by_measurement(self, placer: Placer) -> None:
         """placement="auto", once: after some steps it is known what the processors cannot hide."""
@@ -483,38 +338,12 @@ class Engine:
         if failure is not None:
             raise failure
 
-    # ---- figures, digests, the end ----------------------------------------------------------------------------
-
-    def stats(self) -> dict[str, float | int]:
-        """Totals since construction (superoffload/stats.py)."""
-        self._stats.set(
-            optimizer_seconds=self.executor.pool.busy_seconds,
-            bytes_down=self.link.bytes_down,
-            bytes_up=self.link.bytes_up,
-            bytes_up_early=self.link.bytes_up_early,
-            pinned_bytes=self.link.pinned_bytes,
-            params_on_device=sum(shard.numel for shard in self.shards if shard.resident),
-        )
-        return self._stats.as_dict()
+    # ---- the end ----------------------------------------------------------------------------------------------
 
     def digests(self) -> dict[str, str]:
         """SHA-256 over all shards in registration order: masters, moments and published parameters."""
         self.quiesce()
-        columns: dict[str, Callable[[Shard], Tensor]] = {
-            "master": lambda shard: shard.master,
-            "exp_avg": lambda shard: shard.exp_avg,
-            "exp_avg_sq": lambda shard: shard.exp_avg_sq,
-            "published": lambda shard: shard.target(),
-        }
-        result = {}
-        for name, column in columns.items():
-            digest = hashlib.sha256()
-            for shard in self.shards:
-                if shard.numel == 0:  # nothing to digest, and without strides that a view needs
-                    continue
-                digest.update(column(shard).to("cpu").contiguous().view(torch.uint8).numpy().data)
-            result[name] = digest.hexdigest()
-        return result
+        return digests_of(self.shards)
 
     def close(self) -> None:
         """Takes back what was speculated and ends the worker threads."""
@@ -523,14 +352,4 @@ class Engine:
             self.abandon()
             self._raise_failure()
         finally:
-            self.end_threads()
-
-    def end_threads(self) -> None:
-        """Worker threads, then the link's: after that nothing writes to memory of others any more."""
-        self.executor.close()
-        self.link.close()
-
-    def __del__(self) -> None:
-        # Workers must have ended before the tensors that they write to are freed, in whatever order that happens.
-        if hasattr(self, "executor"):
             self.end_threads()

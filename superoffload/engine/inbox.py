@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from torch import Tensor
 
@@ -30,6 +30,10 @@ class Inbox:
     def __bool__(self) -> bool:
         """Whether any has."""
         return bool(self._arrived)
+
+    def indices(self) -> Set[int]:
+        """Those with a gradient, by index."""
+        return self._arrived.keys()
 
     def shards(self) -> list[Shard]:
         """Those with a gradient, in registration order."""

@@ -6,7 +6,7 @@ What is looked at here costs about a microsecond for each: versions, addresses, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -76,8 +76,11 @@ def unwritten(several: Iterable[Tracked]) -> tuple[list[Tracked], list[Tracked]]
     return [tracked for tracked, sums in zip(alike, now, strict=True) if sums == tracked.sums], others
 
 
-def unedited(several: Iterable[Tracked]) -> tuple[list[Tracked], list[Tracked]]:
-    """Those whose gradients are what was handed over, and those that need a closer look."""
+def unedited(several: Iterable[Tracked], arrived: Container[int]) -> tuple[list[Tracked], list[Tracked]]:
+    """Those whose gradients are what was handed over, and those that need a closer look.
+
+    ``arrived``: shards, by index, whose gradients the engine has.
+    """
     alike: list[Tracked] = []
     others: list[Tracked] = []
     for tracked in several:
@@ -86,6 +89,7 @@ def unedited(several: Iterable[Tracked]) -> tuple[list[Tracked], list[Tracked]]:
         as_handed = (
             tracked.is_plain
             and param.grad is handed
+            and (handed is not None) is (tracked.shard.index in arrived)
             and (handed is None or gradient.is_as_handed)
             and gradient.reduced is None
             and gradient.sums is None

@@ -92,7 +92,7 @@ class Boundary:
     def take_stock(self, scale: LossScale) -> None:
         """All gradients and parameters as the user has them now."""
         self._core.link.check_stream()
-        self._core.land()
+        self._core.tail.land()
         self._ranks.look()
         self._intake.check_finished()
         self._intake.take_rest()
@@ -123,7 +123,7 @@ class Boundary:
 
     def _remember(self) -> None:
         ours, outdated = list(self._params), list[Tracked]()
-        landing = self._core.landing_shards()
+        landing = self._core.tail.landing_shards()
         if landing:
             outdated = [tracked for tracked in ours if tracked.shard.index in landing]
             ours = [tracked for tracked in ours if tracked.shard.index not in landing]

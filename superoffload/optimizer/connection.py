@@ -9,7 +9,8 @@ from torch import Tensor
 
 from superoffload.bucket import GroupHyper
 from superoffload.cpus import worker_cpus
-from superoffload.engine.engine import Engine, EngineOptions
+from superoffload.engine.engine import Engine
+from superoffload.engine.options import EngineOptions
 from superoffload.engine.recorder import Recorder
 from superoffload.links import keeps_gradients, link_for, on_device
 from superoffload.optimizer.following import Following

@@ -77,13 +77,13 @@ class Undelivered:
     def must_wait(self) -> bool:
         """Whether this thread must, before it reads a parameter."""
         mine = self._delivering == threading.get_ident()
-        return self._core.is_landing and not mine and not self._lifetime.closed
+        return self._core.tail.is_landing and not mine and not self._lifetime.closed
 
     def values(self) -> list[tuple[str, Tensor]]:
         """Names and values of what must not be read now."""
         if not self.must_wait():
             return []
-        return [(shard.name, shard.target()) for shard in self._core.landing_shards().values()]
+        return [(shard.name, shard.target()) for shard in self._core.tail.landing_shards().values()]
 
 
 class Eager:
@@ -165,7 +165,7 @@ class OnDemand:
             self._lifetime.check_usable(closed_too=True)
             for stream in streams:
                 self._core.link.read_on(stream)
-            self._core.land(shards)
+            self._core.tail.land(shards)
 
     def check_reads(self) -> CheckReads:
         return CheckReads(self._undelivered.values)

@@ -55,7 +55,7 @@ class Edits:
         core, intake = self._core, self._intake
         self._accumulation.step_begins(self._advice)
         intake.hook()
-        alike, others = unedited(self._params)
+        alike, others = unedited(self._params, core.inbox.indices())
         others += unwritten(alike)[1]
         noticed = self._notice(others)
         self._untold.found(noticed.untold)
@@ -85,16 +85,16 @@ class Edits:
         packed = packed_in(grad)
         if packed is None:
             unseen = is_dtensor(grad) and tracked.gradient.sums is None
-            unknown = self._core.packed_sums(tracked.shard) is None if tracked.shard.sums_gradient else unseen
+            unknown = self._core.packer.packed_sums(tracked.shard) is None if tracked.shard.sums_gradient else unseen
         else:  # brought back, and written with the same sums: a clip that clips nothing, or elements that were swapped
             unknown = packed.in_memory is not None and tracked.gradient.was_written(grad)
-        return unknown and not self._core.gradient_is(tracked.shard, tracked.holding.part(grad))
+        return unknown and not self._core.packer.gradient_is(tracked.shard, tracked.holding.part(grad))
 
     def _notice(self, several: Sequence[Tracked]) -> Noticed:
         """What was written and edited. Where a device cannot tell: masters are those of the last finished step, and
         gradients that it has lost are an error of their own."""
         try:
-            return notice(several, self._core.packed_sums)
+            return notice(several, self._core.packer.packed_sums)
         except DeviceError:
             self._core.quiesce()
             raise
@@ -109,7 +109,7 @@ class Edits:
         tracked.gradient.forget_reduced()
         grad = tracked.param.grad
         if grad is not None and self._core.has_gradient(tracked.shard):
-            if self._core.gradient_is(tracked.shard, tracked.holding.part(grad)):
+            if self._core.packer.gradient_is(tracked.shard, tracked.holding.part(grad)):
                 tracked.gradient.remember(grad)
             else:
                 self._let_go(tracked)

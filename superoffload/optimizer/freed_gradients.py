@@ -81,7 +81,7 @@ class FreedGradients:
             raise gradient_is_gone(packed.of, "this rank has packed a part of it (replicated='shard')")
         with torch.inference_mode(False), room_on_device(f"{packed.of}: bringing its gradient back", _LESS):
             flat = torch.empty(tracked.shard.numel, dtype=packed.dtype, device=packed.device)
-            self._core.copy_packed(tracked.shard, flat)
+            self._core.packer.copy_packed(tracked.shard, flat)
             gradient = out_of_order(flat, local.shape, holding.order)
             packed.fill(gradient)
             try:

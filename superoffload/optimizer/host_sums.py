@@ -18,6 +18,11 @@ class HostSums:
         self._core = core
         self._chosen = None if wanted and core.link.frees_gradients else False
 
+    @property
+    def are_off(self) -> bool:
+        """Whether no gradient is added up there."""
+        return self._chosen is False
+
     def serve(self, tracked: Tracked) -> bool:
         """Whether passes before the last one are packed, and what further ones give is added to what is packed."""
         if self._chosen is False or tracked.param.grad is None or main_grad_of(tracked.param) is not None:

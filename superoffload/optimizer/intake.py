@@ -63,7 +63,7 @@ class Intake:
         self._hooks: dict[Tracked, RemovableHandle] = {}  # not of frozen parameters
         self._unhooked: list[Tracked] = []  # frozen, or reduced over ranks
         self._steady = False  # the first gradient of this step has gone to the core, whose buckets stay as they are
-        self._waiting: defaultdict[Bucket, list[Tracked]] = defaultdict(list)  # until all of a bucket are final
+        self._waiting: defaultdict[Bucket, dict[Tracked, None]] = defaultdict(dict)  # until all of a bucket are final
         # Whose hook has ended a backward: with which p.grad, in which thread, and why.
         self._unfinished: dict[Tracked, tuple[int, str, Exception]] = {}
 
@@ -107,13 +107,17 @@ class Intake:
             or "main_grad" in tracked.param.__dict__
         ):
             self._in_backward(tracked, self._take)
-        elif tracked.arrives():
+        elif tracked.arrives_last():
             if self._apart:
                 self._core.link.received(bucket)
             waiting = self._waiting[bucket]
-            waiting.append(tracked)
+            waiting[tracked] = None
             if len(waiting) >= bucket.missing:
                 self._in_backward(tracked, lambda _: self._take_waiting(bucket))
+        elif self._host_sums.are_off:
+            tracked.arrives()
+        else:
+            self._in_backward(tracked, self._take)
 
     def _take_waiting(self, bucket: Bucket) -> None:
         """Gradients of ``bucket`` that were counted go to the core together."""
@@ -228,7 +232,7 @@ class Intake:
         if self._core.is_filling:
             return
         self._ranks.look()
-        self._core.expect(unscale=self._verdicts.unscale, max_grad_norm=self._verdicts.max_grad_norm)
+        self._core.speculator.expect(unscale=self._verdicts.unscale, max_grad_norm=self._verdicts.max_grad_norm)
         self._waiting.clear()
         self._steady = self._core.layout.observed
 

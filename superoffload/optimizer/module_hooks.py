@@ -71,10 +71,7 @@ class _BeforeForward(_Hook):
     def __call__(self, *args: Any) -> None:
         if self._inlined and torch.compiler.is_compiling():
             return
-        if self._sharded or self._wait is None:
-            self.wait()
-        else:
-            self._wait(self._params)
+        self.wait()
 
     @untraced  # FSDP2 keeps its state in a dictionary of weak references, which may change while that is traced
     def wait(self) -> None:

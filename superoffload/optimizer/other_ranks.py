@@ -113,7 +113,7 @@ class OtherRanks:
 
     def decide(self, step: Prepares, scale: LossScale) -> Verdict | None:
         """As all ranks do, or RankError on all of them, with the step abandoned."""
-        self._core.settle()  # every message has samples of masters
+        self._core.tail.settle()  # every message has samples of masters
         self.session.begin()
         try:
             step.take_stock(scale)
@@ -145,14 +145,14 @@ class OtherRanks:
     def conclude(self, verdict: Verdict) -> None:
         """What was done is compared with what the other ranks did."""
         applied, factor = not verdict.found_inf, verdict.gradient_factor
-        if not (self._core.is_landing or self._core.is_settling):
+        if not (self._core.tail.is_landing or self._core.tail.is_settling):
             self.session.ended(applied=applied, factor=factor)
             return
         self.session.count(applied=applied, factor=factor)
         self._look_is_due = True
         if self.session.full_check_is_due:
-            self._core.land()
-            self._core.settle()
+            self._core.tail.land()
+            self._core.tail.settle()
             self.look()
             self.session.check_everything()
 
@@ -161,10 +161,10 @@ class OtherRanks:
         if not self._look_is_due:
             return
         self._look_is_due = False
-        self._core.land()
+        self._core.tail.land()
         seen = self.session.seen_next()
         for held in seen:
-            self._core.settle(held.shard)
+            self._core.tail.settle(held.shard)
         self._writes.follow_all(notice(self._params[held.param] for held in seen))
         self.session.look()
 

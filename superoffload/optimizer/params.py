@@ -120,7 +120,7 @@ class Params:
         sizes = [holding.part(param).numel() for param, holding in holdings.items()]
         resident = [id(param) in self._resident for param in fresh]
         dtypes = (torch.float32, self._state_dtype, self._state_dtype)
-        states = make_state(sizes, dtypes, resident, self._core.placer)
+        states = make_state(sizes, dtypes, resident, self._core.layout.placer)
         found: list[Tracked] = []
         counts = torch.zeros(len(fresh), dtype=torch.float32)
         for i, (param, name) in enumerate(fresh.items()):
@@ -146,7 +146,7 @@ class Params:
             found.append(self._track(param, shard, holdings[param], counts[i]))
         self._counts.append((counts, found))
         if found:
-            self._core.add_shards([tracked.shard for tracked in found])
+            self._core.layout.add_shards([tracked.shard for tracked in found])
         remember_values(found)
         return found
 

@@ -99,7 +99,7 @@ class Parts:
 
     def placement(self) -> dict[str, Any] | None:
         """What ``AdamW.placement`` says."""
-        placer = self.core.placer
+        placer = self.core.layout.placer
         if placer is None:
             return None
         found = self.core.stats()["params_on_device"]

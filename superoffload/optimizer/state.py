@@ -122,7 +122,7 @@ class State:
             self._params.keep_masters()
             for param, value in values:
                 tracked = self._params[param]
-                self._core.protect([tracked.shard])
+                self._core.snapshots.protect([tracked.shard])
                 tracked.shard.master.copy_(value)
                 tracked.remember_value()
 
@@ -186,7 +186,7 @@ class State:
             self._core.quiesce()
             found = self.adopt_loaded(read)
         for tracked, values in found:
-            self._core.protect([tracked.shard])
+            self._core.snapshots.protect([tracked.shard])
             tracked.load(values)
 
     def adopt_loaded(self, read: ReadState) -> list[tuple[Tracked, ParamState | None]]:

@@ -67,6 +67,13 @@ class Tracked:
         self._arrivals += 1
         return self._arrivals >= self._expected
 
+    def arrives_last(self) -> bool:
+        """``arrives()``, where it is the last one; else nothing is counted."""
+        if self._arrivals + 1 < self._expected:
+            return False
+        self._arrivals += 1
+        return True
+
     def end_step(self) -> bool:
         """Whether this step has moved it."""
         self.gradient.end_step()

@@ -17,7 +17,7 @@ class Writes:
     def follow(self, tracked: Tracked) -> None:
         tracked.check_still_fits()
         self._core.restore(tracked.shard)  # or an undo would put back the old master
-        self._core.protect([tracked.shard])
+        self._core.snapshots.protect([tracked.shard])
         tracked.refresh_master()
 
     def follow_all(self, noticed: Noticed) -> None:

@@ -106,7 +106,7 @@ def read_after_steps(reader: str, options: dict[str, Any], zero: dict[str, Any])
     outstanding = False
     for step in range(4):
         scenario.train(engine, range(step, step + 1))
-        outstanding |= bool(engine.optimizer._driver.core.is_landing)
+        outstanding |= bool(engine.optimizer._driver.core.tail.is_landing)
         seen += [value.clone() for value in READERS[reader](engine)]
     end(engine)
     return seen, outstanding

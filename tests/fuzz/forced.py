@@ -13,7 +13,7 @@ from random import Random
 from unittest import mock
 
 from superoffload.checkpoints.snapshot import ShardState, Snapshot
-from superoffload.engine.engine import EngineOptions
+from superoffload.engine.options import EngineOptions
 from superoffload.schedule import Schedule, Situation
 from tests.core_tools import journal_codes_of
 from tests.fuzz.program import Settings

@@ -22,7 +22,8 @@ from superoffload.bucket import GroupHyper, Shard
 from superoffload.emulation.clock import VirtualClock
 from superoffload.emulation.link import VirtualLink
 from superoffload.emulation.virtual_pool import VirtualPool
-from superoffload.engine.engine import Engine, EngineOptions
+from superoffload.engine.engine import Engine
+from superoffload.engine.options import EngineOptions
 from superoffload.errors import WorkerError
 from superoffload.schedule import Schedule, Situation
 from superoffload.verdict import Verdict
@@ -147,7 +148,7 @@ class Simulation:
                     target=lambda published=published: published,  # type: ignore[misc]
                 )
             )
-        self.core.add_shards(shards)
+        self.core.layout.add_shards(shards)
 
     def _random(self, numel: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
         return torch.from_numpy(self._numbers.standard_normal(numel, np.float32)).mul_(scale).to(dtype)
@@ -192,7 +193,7 @@ class Simulation:
             if self._happens(0.5):
                 self.clock.advance(self._delay())
             if self._happens(0.5):
-                self._call(f"land {shard.index}", lambda shard=shard: self.core.land(shard))  # type: ignore[misc]
+                self._call(f"land {shard.index}", lambda shard=shard: self.core.tail.land(shard))  # type: ignore[misc]
                 self._undelivered.pop(shard.index, None)
             self._check_published(shard)
         self._meanwhile(0.15)
@@ -200,7 +201,7 @@ class Simulation:
     def _step(self) -> None:
         self._gradients = {}
         self._expected = self.chance.choice(_UNSCALES), self.chance.choice(_CLIPS)
-        self.core.expect(unscale=self._expected[0], max_grad_norm=self._expected[1])
+        self.core.speculator.expect(unscale=self._expected[0], max_grad_norm=self._expected[1])
         if self._happens(0.12):
             self.pool.inject_fault(self.chance.randint(0, 12), "planted")
         if self._happens(0.03):
@@ -305,7 +306,7 @@ class Simulation:
 
     def _settle(self) -> None:
         shard = self._any_shard()
-        self._call(f"settle {shard.index}", lambda: self.core.settle(shard))
+        self._call(f"settle {shard.index}", lambda: self.core.tail.settle(shard))
 
     def _write(self) -> None:
         """A user writes to a parameter: what is in flight for it is taken back first."""
@@ -315,7 +316,7 @@ class Simulation:
         plain = self.plain.shards[shard.index]
         self._compare(shard, plain)
         value = self._random(shard.numel, shard.published_dtype)
-        self.core.protect([shard])
+        self.core.snapshots.protect([shard])
         shard.master.copy_(value)
         shard.target().copy_(value)
         plain.write(value)
@@ -347,7 +348,7 @@ class Simulation:
         core = self.core
         self._must(not core.is_filling, "a step left gradients behind")
         if self._happens(0.5):
-            self._call("settle", core.settle)
+            self._call("settle", core.tail.settle)
             for shard, plain in zip(core.shards, self.plain.shards, strict=True):
                 self._compare(shard, plain, published=False)
         for shard, plain in zip(core.shards, self.plain.shards, strict=True):
