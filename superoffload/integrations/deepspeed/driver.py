@@ -34,6 +34,38 @@ class Partition:
     expected: int = 1  # how many arrived in the window before this one
     written: bool = False  # the slice holds something else than zeros
 
+    def take(self, incoming: Tensor) -> None:
+        """Adds a reduced gradient; its copy may still run on the current stream."""
+        self.arrivals += 1
+        incoming = incoming.view(-1)[: self.shard.numel]
+        if self.arrivals == 1:
+            self.gradient.copy_(incoming, non_blocking=True)
+        elif incoming.device == self.gradient.device:
+            self.gradient.add_(incoming.to(self.gradient.dtype))
+        else:  # on the device, where adding is fast
+            there = self.gradient.to(incoming.device, non_blocking=True)
+            there.add_(incoming.to(there.dtype))
+            self.gradient.copy_(there, non_blocking=True)
+        self.written = True
+
+    def written_from_outside(self) -> None:
+        """The slice is written by a user: it is a gradient, whether one has arrived or not."""
+        self.arrivals = max(1, self.arrivals)
+        self.written = True
+
+    def clear(self) -> None:
+        self.gradient.zero_()
+        self.written = False
+
+    def abandon(self) -> None:
+        """The window ends without a step, and says nothing about the next one."""
+        self.arrivals = 0
+
+    def begin_window(self) -> None:
+        """Most likely as many gradients as last time arrive in this one."""
+        self.expected = max(1, self.arrivals)
+        self.arrivals = 0
+
 
 @dataclass
 class Window:
@@ -74,17 +106,7 @@ class PartitionDriver:
         """Adds a reduced gradient partition to the window; its copy may still run on the current stream."""
         partition = self.partitions[key]
         self.let_go(partition)
-        partition.arrivals += 1
-        incoming = incoming.view(-1)[: partition.shard.numel]
-        if partition.arrivals == 1:
-            partition.gradient.copy_(incoming, non_blocking=True)
-        elif incoming.device == partition.gradient.device:
-            partition.gradient.add_(incoming.to(partition.gradient.dtype))
-        else:  # on the device, where adding is fast
-            there = partition.gradient.to(incoming.device, non_blocking=True)
-            there.add_(incoming.to(there.dtype))
-            partition.gradient.copy_(there, non_blocking=True)
-        partition.written = True
+        partition.take(incoming)
         return partition
 
     def let_go(self, partition: Partition) -> None:
@@ -122,8 +144,7 @@ class PartitionDriver:
     def _clear(self, partition: Partition) -> None:
         if partition.written:
             self.let_go(partition)
-            partition.gradient.zero_()
-            partition.written = False
+            partition.clear()
 
     # ---- the end of a window --------------------------------------------------------------------------------------
 
@@ -135,18 +156,14 @@ class PartitionDriver:
         finally:
             if self.core.stats()["steps"] != done:
                 self.set_steps([steps + 1 for steps in self.steps])
-            self._next_window()
+            for partition in self.partitions.values():
+                partition.begin_window()
 
     def abandon(self) -> None:
         """The window ends without a step: nothing has changed."""
         self.core.abandon()
         for partition in self.partitions.values():
-            partition.arrivals = 0
-
-    def _next_window(self) -> None:
-        for partition in self.partitions.values():
-            partition.expected = max(1, partition.arrivals)
-            partition.arrivals = 0
+            partition.abandon()
 
     def set_steps(self, steps: Sequence[int]) -> None:
         """One number of steps per sub-group, as checkpoints have it."""
@@ -171,7 +188,7 @@ class PartitionDriver:
         self.core.restore(self.partitions[key].shard)
 
     def take_over(self, key: int) -> None:
-        """Somebody wrote to the published partition: its master follows, where it is not that value's master."""
+        """The published partition was written: its master follows, where it is not that value's master."""
         partition = self.partitions.get(key)
         if partition is None:
             return
