@@ -20,11 +20,11 @@ from superoffload.integrations.deepspeed.stage3.agreement import Failures, Ranks
 from superoffload.integrations.deepspeed.stage3.copies import copies_of
 from superoffload.integrations.deepspeed.stage3.formulas import Formulas, OurFormulas, StockFormulas
 from superoffload.integrations.deepspeed.stage3.gradients import Gradients
-from superoffload.integrations.deepspeed.stage3.host import Host, trained
 from superoffload.integrations.deepspeed.stage3.inner_optimizer import InnerOptimizer
 from superoffload.integrations.deepspeed.stage3.saved_state import SavedState
 from superoffload.integrations.deepspeed.stage3.shards import Shards, accelerator_link
 from superoffload.integrations.deepspeed.stage3.steps import Steps
+from superoffload.integrations.deepspeed.stage3.stock import StockStage3, trained
 from superoffload.integrations.deepspeed.stage3.window_end import WindowEnd
 
 
@@ -32,7 +32,7 @@ from superoffload.integrations.deepspeed.stage3.window_end import WindowEnd
 class Given:
     """Holds what DeepSpeed's optimizer gives to its parts."""
 
-    host: Host
+    stock: StockStage3
     options: Options
     boundary_is_told: bool
     norm_of: Callable[[Tensor], Any]  # DeepSpeed's, of one gradient partition
@@ -105,16 +105,16 @@ class Closed:
 
 def assemble(given: Given, module_parameters: Sequence[Any]) -> Parts:
     """Parts for what DeepSpeed has laid out. Collective."""
-    host, options = given.host, given.options
-    resident = residency.resident_sub_groups(host.subgroup_to_device)
-    accelerator = accelerator_link(host, resident)
-    inner = InnerOptimizer(host, resident)
-    shards = Shards(host, inner, resident)
-    published, group = host.fp16_partitioned_groups_flat, host.dp_process_group
+    stock, options = given.stock, given.options
+    resident = residency.resident_sub_groups(stock.subgroup_to_device)
+    accelerator = accelerator_link(stock, resident)
+    inner = InnerOptimizer(stock, resident)
+    shards = Shards(stock, inner, resident)
+    published, group = stock.fp16_partitioned_groups_flat, stock.dp_process_group
     cpus, crowded = cpus_of_this_rank(options.threads, published, group, options.rank_timeout)
     driver = PartitionDriver(
         shards.partitions,
-        len(host.fp16_groups),
+        len(stock.fp16_groups),
         EngineOptions(options.speculation, options.bucket_numel, cpus),
         inner.hyper,
         pin=any(flat.device.type != "cpu" for flat in published),
@@ -123,18 +123,18 @@ def assemble(given: Given, module_parameters: Sequence[Any]) -> Parts:
     check = check_rank_check(options.rank_check)
     mine = [partition.shard for partition in shards.partitions]
     session = open_session(
-        list(trained(host)), mine, [shard.name for shard in mine], check, group, options.rank_timeout
+        list(trained(stock)), mine, [shard.name for shard in mine], check, group, options.rank_timeout
     )
     ranks, failures = agreement(session, driver, inner.settings), Failures()
     gradients = Gradients(
-        host, driver, copies_of(host, driver), ranks, failures, boundary_is_told=given.boundary_is_told
+        stock, driver, copies_of(stock, driver), ranks, failures, boundary_is_told=given.boundary_is_told
     )
     formulas = (
-        StockFormulas(host, driver, given.norm_of, given.norms_of_groups) if options.match_stock else OurFormulas()
+        StockFormulas(stock, driver, given.norm_of, given.norms_of_groups) if options.match_stock else OurFormulas()
     )
-    window_end = WindowEnd(host, driver, ranks, failures, formulas)
+    window_end = WindowEnd(stock, driver, ranks, failures, formulas)
     on_demand = options.delivery == "on_demand"
-    steps = Steps(host, driver, inner, ranks, failures, on_demand=on_demand, crowded=crowded)
+    steps = Steps(stock, driver, inner, ranks, failures, on_demand=on_demand, crowded=crowded)
     saved_state = SavedState(driver, inner, ranks, gradients)
     readers = Readers(
         module_parameters,

@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from superoffload.integrations.deepspeed.driver import Partition, PartitionDriver
-from superoffload.integrations.deepspeed.stage3.host import Host
+from superoffload.integrations.deepspeed.stage3.stock import StockStage3
 
 Arrivals = list[tuple[Partition, int]]  # and how many gradients had come by then
 
@@ -18,16 +18,16 @@ Arrivals = list[tuple[Partition, int]]  # and how many gradients had come by the
 class HandOver:
     """Gives gradients in host memory to speculation."""
 
-    def __init__(self, host: Host, driver: PartitionDriver) -> None:
-        self._host = host
+    def __init__(self, stock: StockStage3, driver: PartitionDriver) -> None:
+        self._stock = stock
         self._driver = driver
 
     def __call__(self, arrivals: Arrivals) -> None:
         """Not where another gradient has come since: its copy may still run."""
         for partition, arrival in arrivals:
             if partition.arrivals == arrival:
-                host = self._host
-                self._driver.final(partition, unscale=1.0 / host.loss_scale, max_grad_norm=host.clip_grad or None)
+                stock = self._stock
+                self._driver.final(partition, unscale=1.0 / stock.loss_scale, max_grad_norm=stock.clip_grad or None)
 
 
 class Copies(Protocol):
@@ -65,8 +65,8 @@ class EndedCopies:
 class RunningCopies:
     """On an accelerator, copies run in the order of DeepSpeed's reduce stream; an event says that one has ended."""
 
-    def __init__(self, host: Host, hand_over: HandOver) -> None:
-        self._host = host
+    def __init__(self, stock: StockStage3, hand_over: HandOver) -> None:
+        self._stock = stock
         self._hand_over = hand_over
         self._arriving: deque[tuple[Any, Arrivals]] = deque()
 
@@ -82,7 +82,7 @@ class RunningCopies:
             self._hand_over(self._arriving.popleft()[1])
 
     def wait(self) -> None:
-        self._host.reduce_and_partition_stream.synchronize()
+        self._stock.reduce_and_partition_stream.synchronize()
         while self._arriving:
             self._hand_over(self._arriving.popleft()[1])
 
@@ -90,7 +90,7 @@ class RunningCopies:
         self._arriving.clear()
 
 
-def copies_of(host: Host, driver: PartitionDriver) -> Copies:
+def copies_of(stock: StockStage3, driver: PartitionDriver) -> Copies:
     """Chooses by the device that reduces gradients."""
-    hand_over = HandOver(host, driver)
-    return EndedCopies(hand_over) if get_accelerator().is_synchronized_device() else RunningCopies(host, hand_over)
+    hand_over = HandOver(stock, driver)
+    return EndedCopies(hand_over) if get_accelerator().is_synchronized_device() else RunningCopies(stock, hand_over)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from superoffload.integrations.deepspeed.driver import PartitionDriver, Window
-from superoffload.integrations.deepspeed.stage3.host import Host, trained
+from superoffload.integrations.deepspeed.stage3.stock import StockStage3, trained
 
 
 class Formulas(Protocol):
@@ -38,28 +38,28 @@ class StockFormulas:
 
     def __init__(
         self,
-        host: Host,
+        stock: StockStage3,
         driver: PartitionDriver,
         norm_of: Callable[[Tensor], Any],
         norms_of_groups: Callable[[], Sequence[Any]],
     ) -> None:
         """``norm_of``: of one gradient partition; ``norms_of_groups``: over all ranks, from what it returned."""
-        self._host = host
+        self._stock = stock
         self._driver = driver
         self._norm_of = norm_of
         self._norms_of_groups = norms_of_groups
 
     def norm(self, window: Window, total: float) -> Tensor:
-        host = self._host
-        if host.dtype == torch.float16:
-            host.inf_or_nan_tracker.fill_(not math.isfinite(window.sum_of_squares))
-            host.check_overflow()
-            if host.overflow:
+        stock = self._stock
+        if stock.dtype == torch.float16:
+            stock.inf_or_nan_tracker.fill_(not math.isfinite(window.sum_of_squares))
+            stock.check_overflow()
+            if stock.overflow:
                 return torch.tensor(math.inf)
-        for param in trained(host):
+        for param in trained(stock):
             partition = self._driver.partitions[param.ds_id]
             if partition.arrivals and partition.shard.numel:
-                host.norm_for_param_grads[host.get_param_id(param)] = self._norm_of(partition.gradient)
+                stock.norm_for_param_grads[stock.get_param_id(param)] = self._norm_of(partition.gradient)
         norms = torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in self._norms_of_groups()])
         if bool((~torch.isfinite(norms) | (norms < 0)).any()):
             return torch.tensor(math.inf)
@@ -67,4 +67,4 @@ class StockFormulas:
         return combined
 
     def scale(self, before: float) -> float:
-        return float(self._host.loss_scale)
+        return float(self._stock.loss_scale)

@@ -9,7 +9,7 @@ from torch import Tensor
 from superoffload.integrations.deepspeed.driver import Partition, PartitionDriver
 from superoffload.integrations.deepspeed.stage3.agreement import Failures, Ranks
 from superoffload.integrations.deepspeed.stage3.copies import Copies
-from superoffload.integrations.deepspeed.stage3.host import Host
+from superoffload.integrations.deepspeed.stage3.stock import StockStage3
 from superoffload.interrupts import held_signals
 
 
@@ -18,7 +18,7 @@ class Gradients:
 
     def __init__(
         self,
-        host: Host,
+        stock: StockStage3,
         driver: PartitionDriver,
         copies: Copies,
         ranks: Ranks,
@@ -27,7 +27,7 @@ class Gradients:
         boundary_is_told: bool,
     ) -> None:
         """``boundary_is_told``: DeepSpeed knows which backward is the window's last."""
-        self._host = host
+        self._stock = stock
         self._driver = driver
         self._copies = copies
         self._ranks = ranks
@@ -51,10 +51,10 @@ class Gradients:
 
     def _is_last(self, partition: Partition) -> bool:
         """Whether this gradient is most likely the window's last. If not, the next one undoes what was done with it."""
-        told = self._host.is_gradient_accumulation_boundary
+        told = self._stock.is_gradient_accumulation_boundary
         if callable(told):  # a method since 0.19
             told = told()
-        if self._boundary_is_told and (self._host.gradient_accumulation_steps > 1 or not told):
+        if self._boundary_is_told and (self._stock.gradient_accumulation_steps > 1 or not told):
             return bool(told)
         return partition.arrivals >= partition.expected  # as many as last time
 
@@ -83,12 +83,12 @@ class Gradients:
         """Copies, by sub-group and place in it."""
         return {
             sub_group: {i: self.partition_of(param, write=False).float() for i, param in enumerate(params)}
-            for sub_group, params in enumerate(self._host.fp16_groups)
+            for sub_group, params in enumerate(self._stock.fp16_groups)
         }
 
     def for_state_api(self, param: Any, *, only_read: bool) -> tuple[Tensor, int]:
         """As DeepSpeed's functions that get and set one parameter's gradient want it; with its sub-group."""
-        sub_group = self._host.grad_position[self._host.get_param_id(param)][0]
+        sub_group = self._stock.grad_position[self._stock.get_param_id(param)][0]
         if only_read:
             return self.partition_of(param, write=False).float().clone(), sub_group
         return self.partition_of(param, write=True), sub_group

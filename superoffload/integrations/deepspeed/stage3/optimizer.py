@@ -11,7 +11,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.runtime.zero import stage3 as stock
+from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 
 from superoffload.environment import check_environment
@@ -20,12 +20,12 @@ from superoffload.integrations.deepspeed.config import Options, load, read_optio
 from superoffload.integrations.deepspeed.delivery import gather_together
 from superoffload.integrations.deepspeed.features import check_arguments, check_groups_alike, check_optimizer
 from superoffload.integrations.deepspeed.stage3.assembly import Closed, Given, Parts, assemble
-from superoffload.integrations.deepspeed.stage3.host import trained
+from superoffload.integrations.deepspeed.stage3.stock import trained
 from superoffload.interrupts import held_signals
 from superoffload.optimizer.lifetime import Lifetime
 
 
-class SpeculativeStage3(stock.DeepSpeedZeroOptimizer_Stage3):
+class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
     """ZeRO-3 whose optimizer steps during backward, on the CPU, with a result that speculation never changes."""
 
     superoffload_options: Options
@@ -54,13 +54,13 @@ class SpeculativeStage3(stock.DeepSpeedZeroOptimizer_Stage3):
             param.superoffload_steps_it = True  # clipping.py asks
 
     def _given(self, boundary_is_told: bool) -> Given:
-        host: Any = weakref.proxy(self)
+        stock: Any = weakref.proxy(self)
         return Given(
-            host,
+            stock,
             self.superoffload_options,
             boundary_is_told,
-            norm_of=lambda gradient: host._constant_buffered_norm2(gradient),
-            norms_of_groups=lambda: host._get_norm_groups(),
+            norm_of=lambda gradient: stock._constant_buffered_norm2(gradient),
+            norms_of_groups=lambda: stock._get_norm_groups(),
             before_gather=lambda params: self.parts.deliver(params),
             after_update=lambda params: self.parts.take_over(params),
         )
@@ -109,11 +109,11 @@ class SpeculativeStage3(stock.DeepSpeedZeroOptimizer_Stage3):
             self.parts.gradients.wait()
             self._pre_step()
             self._partition_all_parameters()
-            self.timers(stock.OPTIMIZER_STEP_TIMER).start()
+            self.timers(OPTIMIZER_STEP_TIMER).start()
             self._step_window()
-            self.timers(stock.OPTIMIZER_STEP_TIMER).stop()
+            self.timers(OPTIMIZER_STEP_TIMER).stop()
             if not self.overflow:
-                self._post_step({stock.OPTIMIZER_STEP_TIMER})
+                self._post_step({OPTIMIZER_STEP_TIMER})
             self.parts.ranks.check(later=self.parts.steps.later)
 
     def _step_window(self) -> None:

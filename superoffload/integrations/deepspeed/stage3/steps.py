@@ -9,8 +9,8 @@ from torch import Tensor
 
 from superoffload.integrations.deepspeed.driver import PartitionDriver, Window
 from superoffload.integrations.deepspeed.stage3.agreement import Failures, Ranks
-from superoffload.integrations.deepspeed.stage3.host import Host
 from superoffload.integrations.deepspeed.stage3.inner_optimizer import InnerOptimizer
+from superoffload.integrations.deepspeed.stage3.stock import StockStage3
 from superoffload.verdict import Verdict
 
 
@@ -19,7 +19,7 @@ class Steps:
 
     def __init__(
         self,
-        host: Host,
+        stock: StockStage3,
         driver: PartitionDriver,
         inner: InnerOptimizer,
         ranks: Ranks,
@@ -29,7 +29,7 @@ class Steps:
         crowded: bool,
     ) -> None:
         """``crowded``: there are more ranks than processors. What is left for later would be in the way of others."""
-        self._host = host
+        self._stock = stock
         self._driver = driver
         self._inner = inner
         self._ranks = ranks
@@ -66,7 +66,7 @@ class Steps:
 
     def clip(self, norm: Tensor, scale: float) -> tuple[float, float]:
         """Clip coefficient and gradient factor by DeepSpeed's formula, in the precision of ``norm``."""
-        threshold = self._host.clip_grad
+        threshold = self._stock.clip_grad
         if not threshold > 0.0:
             return 1.0, 1.0 / scale
         clip = torch.clamp((norm / scale + 1e-6) / threshold, min=1.0)

@@ -12,7 +12,7 @@ from superoffload.errors import ArgumentError, RankError, WorkerError
 from superoffload.integrations.deepspeed.driver import PartitionDriver, Window
 from superoffload.integrations.deepspeed.stage3.agreement import Failures, Ranks
 from superoffload.integrations.deepspeed.stage3.formulas import Formulas
-from superoffload.integrations.deepspeed.stage3.host import Host, trained
+from superoffload.integrations.deepspeed.stage3.stock import StockStage3, trained
 
 
 def _fold(sums: Sequence[float]) -> float:
@@ -25,9 +25,9 @@ class WindowEnd:
     """Closes a window on all ranks, or abandons it on all of them."""
 
     def __init__(
-        self, host: Host, driver: PartitionDriver, ranks: Ranks, failures: Failures, formulas: Formulas
+        self, stock: StockStage3, driver: PartitionDriver, ranks: Ranks, failures: Failures, formulas: Formulas
     ) -> None:
-        self._host = host
+        self._stock = stock
         self._driver = driver
         self._ranks = ranks
         self._failures = failures
@@ -36,7 +36,7 @@ class WindowEnd:
 
     def close(self) -> tuple[Window, Tensor]:
         """This rank's window, and the norm of the scaled gradients over all ranks."""
-        frozen = {param.ds_id for param in trained(self._host) if not param.requires_grad}
+        frozen = {param.ds_id for param in trained(self._stock) if not param.requires_grad}
         self._ranks.begin()
         window = Window({})
         with self._failures.kept():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Host(Protocol):
+class StockStage3(Protocol):
     """DeepSpeed's ZeRO-3 optimizer has these public names. Parts look them up at each use: it replaces some of them.
 
     Parts have a weak proxy of it, so that an engine that is let go of does not keep itself alive.
@@ -46,7 +46,7 @@ class Host(Protocol):
     def check_overflow(self) -> None: ...
 
 
-def trained(host: Host) -> Iterator[Any]:
+def trained(stock: StockStage3) -> Iterator[Any]:
     """All parameters of the optimizer, in the order of its sub-groups."""
-    for group in host.fp16_groups:
+    for group in stock.fp16_groups:
         yield from group
