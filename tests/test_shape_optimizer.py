@@ -1,10 +1,9 @@
-"""The shape of the optimizers: at most one class of ours above another, private names and attributes of their owner."""
+"""The shape of optimizers and of the ZeRO-3 adapter: at most one class of ours above another, private names and
+attributes of their owner."""
 
 from __future__ import annotations
 
 import ast
-import importlib
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,10 +13,12 @@ import torch
 import superoffload
 
 PACKAGE = Path(superoffload.__file__).resolve().parent
-FOLDERS = ("optimizer", "engine")
+ADAPTER = PACKAGE / "integrations" / "deepspeed"
+STAGE3 = ADAPTER / "stage3" / "optimizer.py"
 FILES = [
     *(PACKAGE / name for name in ("adamw.py", "cpu_adamw.py", "bucket.py")),
-    *(path for name in FOLDERS for path in sorted((PACKAGE / name).glob("*.py"))),
+    *(path for name in ("optimizer", "engine") for path in sorted((PACKAGE / name).glob("*.py"))),
+    *sorted(ADAPTER.rglob("*.py")),
 ]
 
 # Private names of others that are read, each with the reason why there is no other way.
@@ -26,11 +27,27 @@ READ = {
     "_foreach_add_": "torch: what its own optimizers count steps with",
     "_version": "torch: the counter of writes to a tensor, which has no other name",
     "_replace": "Python: the method of named tuples that makes another one, public in spite of its name",
+    "_constant_buffered_norm2": "DeepSpeed: with match_stock its own functions compute the norm",
+    "_get_norm_groups": "DeepSpeed: likewise",
+    "_opt_called": "torch: its schedulers look there whether step() was called, which under DeepSpeed it is not",
+    "_optimizer_step_pre_hooks": "torch: nothing public says that there are hooks, which would not be called",
+    "_optimizer_step_post_hooks": "torch: likewise",
+}
+# The only file that may read them.
+READ_IN = {
+    "_constant_buffered_norm2": "optimizer.py",
+    "_get_norm_groups": "optimizer.py",
+    "_opt_called": "inner_optimizer.py",
+    "_optimizer_step_pre_hooks": "inner_optimizer.py",
+    "_optimizer_step_post_hooks": "inner_optimizer.py",
 }
 # Attributes of others that are assigned.
 ASSIGNED = {
     "__cause__": "Python: an error says which one came before it",
     "grad": "torch: p.grad is the user's, and a placeholder has to stand there",
+    "_opt_called": "torch: as above",
+    "superoffload_steps_it": "DeepSpeed: its function that clips gets parameters alone, so each says what steps it",
+    "loader": "Python: a finder of modules answers with a spec whose loader it may replace",
 }
 
 
@@ -68,12 +85,53 @@ def ours_above(one: type) -> list[type]:
     ]
 
 
+def file_of(module: str) -> Path:
+    path = PACKAGE.parent.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def written_above(path: Path, name: str) -> list[str]:
+    """As ``ours_above()``, from the source alone: what DeepSpeed's classes are is not asked here."""
+    body = parsed(path).body
+    for node in body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            bases = [ast.unparse(base.value if isinstance(base, ast.Subscript) else base) for base in node.bases]
+            if "Protocol" in bases:
+                return []
+            return [name, *(above for base in bases for above in written_above(path, base))]
+    module, _, rest = name.rpartition(".")
+    for node in body:
+        if not isinstance(node, ast.ImportFrom) or not str(node.module).startswith("superoffload"):
+            continue
+        for alias in node.names:
+            if (alias.asname or alias.name) == name:
+                return written_above(file_of(str(node.module)), alias.name)
+            if module and (alias.asname or alias.name) == module:
+                return written_above(file_of(f"{node.module}.{alias.name}"), rest)
+    return []
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_a_class_has_at_most_one_class_of_ours_above_it(path: Path) -> None:
-    module = importlib.import_module(name_of(path))
-    for _, one in inspect.getmembers(module, inspect.isclass):
-        if one.__module__ == module.__name__:
-            assert len(ours_above(one)) <= 1, one
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.ClassDef):
+            above = written_above(path, node.name)[1:]
+            assert len(above) <= 1, (node.name, above)
+
+
+def test_deepspeeds_optimizer_is_alone_above_ours() -> None:
+    (node,) = (node for node in parsed(STAGE3).body if isinstance(node, ast.ClassDef))
+    assert node.name == "SpeculativeStage3"
+    assert [ast.unparse(base) for base in node.bases] == ["DeepSpeedZeroOptimizer_Stage3"]
+    assert written_above(STAGE3, node.name) == ["SpeculativeStage3"]
+
+
+@pytest.mark.parametrize("path", sorted(set(STAGE3.parent.glob("*.py")) - {STAGE3}), ids=name_of)
+def test_no_part_of_the_adapter_knows_the_class_that_owns_it(path: Path) -> None:
+    if path.name != "__init__.py":  # which says what is public
+        names = {node.name for node in ast.walk(parsed(path)) if isinstance(node, ast.alias)}
+        names |= {node.id for node in ast.walk(parsed(path)) if isinstance(node, ast.Name)}
+        assert not names & {"SpeculativeStage3", "DeepSpeedZeroOptimizer_Stage3"}
 
 
 @pytest.mark.parametrize("one", [superoffload.AdamW, superoffload.CPUAdamW])
@@ -85,7 +143,9 @@ def test_optimizers_inherit_from_torchs_alone(one: type) -> None:
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_private_names_are_read_by_their_owner_only(path: Path) -> None:
     found = [
-        f"{ast.unparse(node)}, line {node.lineno}" for node in private_reads(parsed(path)) if node.attr not in READ
+        f"{ast.unparse(node)}, line {node.lineno}"
+        for node in private_reads(parsed(path))
+        if node.attr not in READ or path.name != READ_IN.get(node.attr, path.name)
     ]
     assert not found
 
@@ -107,5 +167,5 @@ def test_every_exception_is_needed() -> None:
     assert (set(READ) - read, set(ASSIGNED) - written) == (set(), set())
 
 
-def parsed(path: Path) -> ast.AST:
+def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))

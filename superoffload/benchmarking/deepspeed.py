@@ -163,7 +163,8 @@ class _Entrant:
         optimizer = self.engine.optimizer
         optimizer.partition_grads = self._timed(optimizer.partition_grads)
         optimizer.step = self._timed(optimizer.step)
-        self.driver = getattr(optimizer, "_driver", None)
+        parts = getattr(optimizer, "parts", None)  # stock DeepSpeed's has none
+        self.driver = None if parts is None else parts.driver
         if self.driver is not None:
             self.driver.deliver = self._timed(self.driver.deliver)
 

@@ -56,7 +56,7 @@ class Zero3:
 
     def poison(self, last_rank: bool) -> None:
         if last_rank:
-            self.engine.optimizer._gradient_slice(self._poisoned, write=True)[0] = math.nan
+            self.engine.optimizer.parts.gradients.partition_of(self._poisoned, write=True)[0] = math.nan
 
     def weights(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param

@@ -143,7 +143,7 @@ def compare(name: str, steps: int, ways: Sequence[str] = tuple(WAYS)) -> dict[st
         else:
             found["stats"] = engine.optimizer.stats()
             found["digests"] = engine.optimizer.state_digests()
-            found["steps"] = engine.optimizer._driver.steps
+            found["steps"] = engine.optimizer.parts.driver.steps
             if reference is not None:
                 found["away"] = distance(reference, masters(engine))
         end(engine)

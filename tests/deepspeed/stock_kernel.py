@@ -113,7 +113,7 @@ def plugged_in() -> Iterator[None]:
 
 
 def use(zero_optimizer: Any) -> None:
-    core = zero_optimizer._driver.core
+    core = zero_optimizer.parts.driver.core
     core.executor.pool = StockPool(core.pool)
     StockWork.current = zero_optimizer
     inner = zero_optimizer.optimizer

@@ -87,7 +87,9 @@ def test_stock_and_ours_read_each_others(first: str, then: str, two_ranks: Ranks
 
 
 def padding() -> float:
-    """What is stored behind the parameters, where memory that nobody has written holds NaN."""
+    """What is stored behind the parameters, where memory that is not written yet holds NaN."""
+    from superoffload.integrations.deepspeed.stage3.shards import numel_here
+
     torch.use_deterministic_algorithms(True, warn_only=True)  # which fills it
     try:
         engine = SCENARIOS["bf16"].engine(*WAYS["ours"])
@@ -97,7 +99,7 @@ def padding() -> float:
     for flat, params in zip(engine.optimizer.fp32_partitioned_groups_flat, engine.optimizer.fp16_groups, strict=True):
         start = 0
         for param in params:
-            size, numel = param.partition_numel(), engine.optimizer._numel_here(param)
+            size, numel = param.partition_numel(), numel_here(param, engine.optimizer.dp_process_group)
             found += float(flat[start + numel : start + size].detach().abs().sum())
             start += size
     end(engine)
@@ -176,7 +178,7 @@ def load_universal(folder: str, way: str) -> tuple[dict[str, Tensor], dict[str, 
         for name, param in engine.module.named_parameters()
     }
     found = masters(engine)
-    steps = list(engine.optimizer._driver.steps)
+    steps = list(engine.optimizer.parts.driver.steps)
     configured.train(engine, range(4, 6))  # trains on
     end(engine)
     return found, moments, steps

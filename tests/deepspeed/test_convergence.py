@@ -44,17 +44,17 @@ class CharacterModel(nn.Module):
 
 def lose_gradient(engine: Any) -> None:
     partition = first_partition(engine)
-    engine.optimizer._driver.let_go(partition)
+    engine.optimizer.parts.driver.let_go(partition)
     partition.gradient.zero_()
 
 
 def first_partition(engine: Any) -> Any:
-    return next(p for p in engine.optimizer._driver.partitions.values() if p.shard is not None)
+    return next(p for p in engine.optimizer.parts.driver.partitions.values() if p.shard is not None)
 
 
 def apply_twice(engine: Any) -> None:
     """The first bucket of this step is stepped, and stepped again."""
-    core = engine.optimizer._driver.core
+    core = engine.optimizer.parts.driver.core
     finish = core.finisher.finish
 
     def twice(bucket: Any, factor: float) -> None:
@@ -68,7 +68,7 @@ def apply_twice(engine: Any) -> None:
 
 def skip_publish(engine: Any) -> None:
     """One bucket of this step is not delivered."""
-    link = engine.optimizer._driver.core.link
+    link = engine.optimizer.parts.driver.core.link
     deliver = link.deliver
 
     def lost(bucket: Any, after: Any) -> Any:
@@ -80,15 +80,15 @@ def skip_publish(engine: Any) -> None:
 
 def drop_clip(engine: Any) -> None:
     """This rank steps as if nothing had to be clipped, and reports that it did."""
-    optimizer = engine.optimizer
+    steps = engine.optimizer.parts.steps
 
     def unclipped(norm: torch.Tensor, scale: float) -> tuple[float, float]:
-        del optimizer._clip
-        coefficient, _ = optimizer._clip(norm, scale)
+        del steps.clip
+        coefficient, _ = steps.clip(norm, scale)
         assert coefficient < 1.0, "nothing was clipped, so nothing was planted"
         return coefficient, 1.0 / scale
 
-    optimizer._clip = unclipped
+    steps.clip = unclipped
 
 
 FAULTS: dict[str, Callable[[Any], None]] = {

@@ -27,8 +27,13 @@ class Event:
 
 
 class Accelerator:
+    """Only ``superoffload`` sees it: to DeepSpeed, tensors are where they are."""
+
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
+
+    def is_synchronized_device(self) -> bool:
+        return False
 
     def Event(self) -> Event:
         return Event()
@@ -41,25 +46,24 @@ def train(late: bool) -> tuple[dict[str, str], list[int]]:
     """Two backwards before each step. How often each partition was called final in a step."""
     from deepspeed.accelerator import get_accelerator
 
-    engine = SCENARIO.engine(OURS, {"speculation": "always"})
-    optimizer = engine.optimizer
     calls: Counter[int] = Counter()
-    final = optimizer._driver.final
-
-    def counted(partition: Any, **kwargs: Any) -> None:
-        calls[partition.key] += 1
-        final(partition, **kwargs)
-
-    optimizer._driver.final = counted
-    optimizer._on_cpu = not late
-    accelerator = Accelerator(get_accelerator())
+    accelerator = Accelerator(get_accelerator()) if late else get_accelerator()
     with (
-        mock.patch("superoffload.integrations.deepspeed.stage3.gradients.get_accelerator", lambda: accelerator),
-        mock.patch.object(optimizer, "reduce_and_partition_stream", mock.Mock()),
+        mock.patch("superoffload.integrations.deepspeed.stage3.copies.get_accelerator", lambda: accelerator),
         mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
     ):
-        SCENARIO.train(engine, range(STEPS))
-        digests = optimizer.state_digests()
+        engine = SCENARIO.engine(OURS, {"speculation": "always"})
+        optimizer = engine.optimizer
+        final = optimizer.parts.driver.final
+
+        def counted(partition: Any, **kwargs: Any) -> None:
+            calls[partition.key] += 1
+            final(partition, **kwargs)
+
+        optimizer.parts.driver.final = counted
+        with mock.patch.object(optimizer, "reduce_and_partition_stream", mock.Mock()):
+            SCENARIO.train(engine, range(STEPS))
+            digests = optimizer.state_digests()
     end(engine)
     return digests, sorted(calls.values())
 

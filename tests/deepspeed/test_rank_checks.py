@@ -22,7 +22,7 @@ def other_lr(engine: Any) -> None:
 
 def one_step_less(engine: Any) -> None:
     """Its optimizer has stepped once more than the others'."""
-    engine.optimizer._session.count(applied=True, factor=0.0)
+    engine.optimizer.parts.ranks.session.count(applied=True, factor=0.0)
 
 
 FAULTS: dict[str, Callable[[Any], None]] = {
@@ -215,7 +215,7 @@ def test_writes_of_users_are_no_faults(delivery: str, two_ranks: Ranks) -> None:
 
 def patience(options: dict[str, Any]) -> float:
     engine = SCENARIO.engine(OURS, options)
-    seconds: float = engine.optimizer._session.group.timeout
+    seconds: float = engine.optimizer.parts.ranks.session.group.timeout
     end(engine)
     return seconds
 

@@ -62,7 +62,9 @@ def trained(name: str, way: str, sub_groups: frozenset[int], steps: int = 8) -> 
         "record": record,
         "digests": engine.optimizer.state_digests(),
         "stepped": {shard for link in links for shard in link.residency.stepped},
-        "resident": {shard.name for shard in engine.optimizer._driver.core.shards if shard.resident and shard.numel},
+        "resident": {
+            shard.name for shard in engine.optimizer.parts.driver.core.shards if shard.resident and shard.numel
+        },
         "stats": engine.optimizer.stats(),
         "parts": len(engine.optimizer.fp16_groups),
     }

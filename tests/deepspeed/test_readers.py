@@ -79,9 +79,11 @@ def _moved(engine: Any) -> list[Tensor]:
     """DeepSpeed's state offload of the published parameters, and back."""
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
+    from superoffload.integrations.deepspeed.stage3.shards import numel_here
+
     engine.optimizer.offload_states(include=[OffloadStateTypeEnum.lp_params], pin_memory=False)
-    numel = engine.optimizer._numel_here  # without padding
-    moved = [param.ds_tensor[: numel(param)].clone() for param in _params(engine)]
+    group = engine.optimizer.dp_process_group
+    moved = [param.ds_tensor[: numel_here(param, group)].clone() for param in _params(engine)]  # without padding
     engine.optimizer.reload_states()
     return [*moved, *_gathered(engine)]
 
@@ -106,7 +108,7 @@ def read_after_steps(reader: str, options: dict[str, Any], zero: dict[str, Any])
     outstanding = False
     for step in range(4):
         scenario.train(engine, range(step, step + 1))
-        outstanding |= bool(engine.optimizer._driver.core.tail.is_landing)
+        outstanding |= bool(engine.optimizer.parts.driver.core.tail.is_landing)
         seen += [value.clone() for value in READERS[reader](engine)]
     end(engine)
     return seen, outstanding
@@ -229,7 +231,7 @@ def write_in_the_window(what: str, options: dict[str, Any], dtype: str | None) -
         nonlocal speculated
         if step != 3:
             return
-        for bucket in engine.optimizer._driver.core.buckets:  # what is speculated is in masters and moments by now
+        for bucket in engine.optimizer.parts.driver.core.buckets:  # what is speculated is in masters and moments by now
             assert bucket.running is None or bucket.running.wait(60.0)
         stats = engine.optimizer.stats()
         speculated = stats["buckets_speculated"] > stats["buckets_committed"] + stats["buckets_replayed"]

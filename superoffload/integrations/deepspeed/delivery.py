@@ -44,7 +44,7 @@ class Readers:
         setattr(parameter, name, wrapper)
 
     def close(self) -> None:
-        """Leaves alone what somebody else has wrapped or replaced since."""
+        """Leaves alone what others have wrapped or replaced since."""
         for parameter, name, original, wrapper in reversed(self._undo):
             if getattr(parameter, name, None) is wrapper:
                 setattr(parameter, name, original)

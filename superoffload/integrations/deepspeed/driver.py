@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from superoffload.bucket import GroupHyper, Shard
-from superoffload.engine.engine import Engine, EngineOptions
+from superoffload.engine.engine import Engine
+from superoffload.engine.options import EngineOptions
 from superoffload.integrations.deepspeed.link import PartitionLink
 from superoffload.integrations.deepspeed.residency import GivenPlaces
 from superoffload.link import Link
@@ -33,6 +34,38 @@ class Partition:
     arrivals: int = 0  # gradients since the last step
     expected: int = 1  # how many arrived in the window before this one
     written: bool = False  # the slice holds something else than zeros
+
+    def take(self, incoming: Tensor) -> None:
+        """Adds a reduced gradient; its copy may still run on the current stream."""
+        self.arrivals += 1
+        incoming = incoming.view(-1)[: self.shard.numel]
+        if self.arrivals == 1:
+            self.gradient.copy_(incoming, non_blocking=True)
+        elif incoming.device == self.gradient.device:
+            self.gradient.add_(incoming.to(self.gradient.dtype))
+        else:  # on the device, where adding is fast
+            there = self.gradient.to(incoming.device, non_blocking=True)
+            there.add_(incoming.to(there.dtype))
+            self.gradient.copy_(there, non_blocking=True)
+        self.written = True
+
+    def written_from_outside(self) -> None:
+        """The slice is written by a user: it is a gradient, whether one has arrived or not."""
+        self.arrivals = max(1, self.arrivals)
+        self.written = True
+
+    def clear(self) -> None:
+        self.gradient.zero_()
+        self.written = False
+
+    def abandon(self) -> None:
+        """The window ends without a step, and says nothing about the next one."""
+        self.arrivals = 0
+
+    def begin_window(self) -> None:
+        """Most likely as many gradients as last time arrive in this one."""
+        self.expected = max(1, self.arrivals)
+        self.arrivals = 0
 
 
 @dataclass
@@ -66,7 +99,7 @@ class PartitionDriver:
         residency: Residency | None = getattr(accelerator, "residency", None)
         placer = GivenPlaces(residency) if residency is not None else None
         self.core = Engine(link, options, hyper_of, placer=placer)
-        self.core.add_shards([partition.shard for partition in partitions])
+        self.core.layout.add_shards([partition.shard for partition in partitions])
 
     # ---- gradients ------------------------------------------------------------------------------------------------
 
@@ -74,22 +107,12 @@ class PartitionDriver:
         """Adds a reduced gradient partition to the window; its copy may still run on the current stream."""
         partition = self.partitions[key]
         self.let_go(partition)
-        partition.arrivals += 1
-        incoming = incoming.view(-1)[: partition.shard.numel]
-        if partition.arrivals == 1:
-            partition.gradient.copy_(incoming, non_blocking=True)
-        elif incoming.device == partition.gradient.device:
-            partition.gradient.add_(incoming.to(partition.gradient.dtype))
-        else:  # on the device, where adding is fast
-            there = partition.gradient.to(incoming.device, non_blocking=True)
-            there.add_(incoming.to(there.dtype))
-            partition.gradient.copy_(there, non_blocking=True)
-        partition.written = True
+        partition.take(incoming)
         return partition
 
     def let_go(self, partition: Partition) -> None:
         """Before the gradient is written: nothing may read it any more, and what was speculated with it is undone."""
-        self.core.land(partition.shard)
+        self.core.tail.land(partition.shard)
         self.core.retract(partition.shard)
 
     def final(self, partition: Partition, *, unscale: float, max_grad_norm: float | None) -> None:
@@ -97,7 +120,7 @@ class PartitionDriver:
         if self.core.has_gradient(partition.shard):
             return
         if not self.core.is_filling:
-            self.core.expect(unscale=unscale, max_grad_norm=max_grad_norm)
+            self.core.speculator.expect(unscale=unscale, max_grad_norm=max_grad_norm)
         self.core.arrive(partition.shard, partition.gradient)
 
     def close_window(self, trains: Callable[[int], bool]) -> Window:
@@ -112,7 +135,7 @@ class PartitionDriver:
                 if not trains(partition.key):
                     continue
                 self._clear(partition)
-            self.core.land(shard)
+            self.core.tail.land(shard)
             self.core.arrive(shard, partition.gradient, in_backward=False)
         self.core.decide(unscale=1.0, max_grad_norm=None)
         self.core.settle_speculation()
@@ -122,8 +145,7 @@ class PartitionDriver:
     def _clear(self, partition: Partition) -> None:
         if partition.written:
             self.let_go(partition)
-            partition.gradient.zero_()
-            partition.written = False
+            partition.clear()
 
     # ---- the end of a window --------------------------------------------------------------------------------------
 
@@ -135,43 +157,39 @@ class PartitionDriver:
         finally:
             if self.core.stats()["steps"] != done:
                 self.set_steps([steps + 1 for steps in self.steps])
-            self._next_window()
+            for partition in self.partitions.values():
+                partition.begin_window()
 
     def abandon(self) -> None:
         """The window ends without a step: nothing has changed."""
         self.core.abandon()
         for partition in self.partitions.values():
-            partition.arrivals = 0
-
-    def _next_window(self) -> None:
-        for partition in self.partitions.values():
-            partition.expected = max(1, partition.arrivals)
-            partition.arrivals = 0
+            partition.abandon()
 
     def set_steps(self, steps: Sequence[int]) -> None:
         """One number of steps per sub-group, as checkpoints have it."""
         self.steps = list(steps)
         for partition in self.partitions.values():
-            partition.shard.steps = self.steps[partition.sub_group]
+            partition.shard.has_made(self.steps[partition.sub_group])
 
     # ---- readers and writers --------------------------------------------------------------------------------------
 
     def deliver(self, keys: Sequence[int] | None = None) -> None:
         """The parameters' partitions have the values of the last step. None: all of them."""
         if keys is None:
-            self.core.land()
+            self.core.tail.land()
             return
         for key in keys:
             partition = self.partitions.get(key)
             if partition is not None:
-                self.core.land(partition.shard)
+                self.core.tail.land(partition.shard)
 
     def settle(self, key: int) -> None:
         """Master and moments of a parameter are those of the last step, and may be written."""
         self.core.restore(self.partitions[key].shard)
 
     def take_over(self, key: int) -> None:
-        """Somebody wrote to the published partition: its master follows, where it is not that value's master."""
+        """The published partition was written: its master follows, where it is not that value's master."""
         partition = self.partitions.get(key)
         if partition is None:
             return

@@ -1,4 +1,4 @@
-"""DeepSpeedCPUAdam without compiling its kernel until somebody really calls it: our engine never does.
+"""DeepSpeedCPUAdam compiles its kernel at its first call, not before: our engine never calls it.
 
 DeepSpeed compiles that kernel when the optimizer is made, which fails without a compiler and gives illegal instructions
 where a build is shared between machines.

@@ -9,40 +9,39 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.bucket import Bucket, Shard
-from superoffload.link import Link, PackTicket, SynchronousLink
+from superoffload.link import HostLink, Link, PackTicket, SynchronousLink
 from superoffload.memory import host_empty
 
 
 class PartitionLink(SynchronousLink):
     """The packed gradient is the partition in the flat buffer itself: no copy, no second buffer.
 
-    So whoever writes to the flat buffer must ``retract()`` the shard first. ``pin``: parameters are on a device.
+    What writes to the flat buffer must ``retract()`` the shard first. ``pin``: parameters are on a device.
     ``accelerator`` sees to the buckets whose state is there, their gradients included; its owner is this link.
     """
 
     def __init__(self, gradient_of: Callable[[Shard], Tensor], *, pin: bool, accelerator: Link | None = None) -> None:
+        """``accelerator`` None: no bucket's state is there."""
         super().__init__()
         self._gradient_of = gradient_of
         self._pin = pin
-        self._accelerator = accelerator
+        self._accelerator: Link = accelerator or HostLink()  # one without buckets
 
     def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
         super().prepare(buckets, anew=anew)
         if anew:
             self.pinned_bytes = 0
-        if self._accelerator is not None:
-            self._accelerator.prepare([bucket for bucket in buckets if bucket.resident], anew=anew)
+        self._accelerator.prepare([bucket for bucket in buckets if bucket.resident], anew=anew)
 
     def check_stream(self) -> None:
-        if self._accelerator is not None:
-            self._accelerator.check_stream()
+        self._accelerator.check_stream()
 
     def received(self, bucket: Bucket) -> None:
-        if bucket.resident and self._accelerator is not None:
+        if bucket.resident:
             self._accelerator.received(bucket)
 
     def arrived(self, ticket: PackTicket) -> _native.Completion:
-        if ticket.bucket.resident and self._accelerator is not None:
+        if ticket.bucket.resident:
             return self._accelerator.arrived(ticket)
         return ticket.completion
 
@@ -56,7 +55,7 @@ class PartitionLink(SynchronousLink):
         bucket.use_memory(gradients=gradients, shadow=shadow)
 
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
-        if bucket.resident and self._accelerator is not None:
+        if bucket.resident:
             return self._accelerator.pack(bucket, grads)
         assert bucket.gradients is not None
         for piece, here, grad in zip(bucket.pieces, bucket.gradients, grads, strict=True):
@@ -65,5 +64,4 @@ class PartitionLink(SynchronousLink):
         return self.pack_pieces(bucket, grads)
 
     def close(self) -> None:
-        if self._accelerator is not None:
-            self._accelerator.close()
+        self._accelerator.close()

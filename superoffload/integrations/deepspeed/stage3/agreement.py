@@ -2,69 +2,125 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
-from superoffload.arguments import check_rank_check
 from superoffload.errors import WorkerError
-from superoffload.integrations.deepspeed.driver import PartitionDriver
-from superoffload.integrations.deepspeed.features import hyper_of
-from superoffload.integrations.deepspeed.ranks import open_session
-from superoffload.integrations.deepspeed.stage3.shards import Shards
+from superoffload.integrations.deepspeed.driver import PartitionDriver, Window
 from superoffload.ranks.session import RankSession
 
 
-class Agreement(Shards):
-    """No rank raises or steps alone; ranks that diverge are found."""
+class Failures:
+    """Keeps a failed worker's error until the next step: to raise on one rank alone leaves the others waiting."""
 
-    _session: RankSession | None = None
-    _failure: WorkerError | None = None
-    _look_is_due = False
-    _later = False  # what the last step publishes may not be there yet
-
-    def _open_session(self, driver: PartitionDriver) -> RankSession | None:
-        shards = [partition.shard for partition in driver.partitions.values()]
-        names = [shard.name for shard in shards]
-        options = self.superoffload_options
-        check = check_rank_check(options.rank_check)
-        return open_session(list(self._trained()), shards, names, check, self.dp_process_group, options.rank_timeout)
-
-    def _settings(self) -> dict[str, Any]:
-        """What must be the same on all ranks."""
-        found: dict[str, Any] = {}
-        for index in range(len(self.optimizer.param_groups)):
-            for name, value in asdict(hyper_of(self.optimizer, index)).items():
-                found[f"{name} of group {index}"] = value
-        return {**found, "gradient_clipping": float(self.clip_grad), "loss scale": float(self.loss_scale)}
+    def __init__(self) -> None:
+        self._first: WorkerError | None = None
 
     @contextmanager
-    def _for_the_next_step(self) -> Iterator[None]:
-        """A failed worker between steps: to raise on one rank alone would leave the others waiting for it."""
+    def kept(self) -> Iterator[None]:
+        """Around work between steps."""
         try:
             yield
         except WorkerError as failure:
-            self._failure = self._failure or failure
+            self._first = self._first or failure
 
-    def _ended(self, *, applied: bool, factor: float) -> None:
-        if self._session is not None:
-            self._session.count(applied=applied, factor=factor)
-            self._look_is_due = True
+    def take(self) -> WorkerError | None:
+        """The first one since the last step."""
+        first, self._first = self._first, None
+        return first
 
-    def _look(self) -> None:
-        """At a part of what the last step has published, before the next one begins or somebody writes."""
-        if self._look_is_due and self._session is not None:
+
+class Ranks(Protocol):
+    """Agrees on a step, and compares what it did."""
+
+    def begin(self) -> None: ...
+    def exchange(self, window: Window) -> Sequence[float]: ...
+    def fail(self) -> None: ...
+    def ended(self, *, applied: bool, factor: float) -> None: ...
+    def look(self) -> None: ...
+    def forget_look(self) -> None: ...
+    def check(self, *, later: bool) -> None: ...
+    def loaded(self, steps: int) -> None: ...
+
+
+class OneRank:
+    """Decides alone; there is nothing to agree on."""
+
+    def begin(self) -> None: ...
+
+    def exchange(self, window: Window) -> Sequence[float]:
+        return list(window.sums.values())
+
+    def fail(self) -> None: ...
+
+    def ended(self, *, applied: bool, factor: float) -> None: ...
+
+    def look(self) -> None: ...
+
+    def forget_look(self) -> None: ...
+
+    def check(self, *, later: bool) -> None: ...
+
+    def loaded(self, steps: int) -> None: ...
+
+
+class Agreement:
+    """Steps together with the other ranks of a session; ranks that diverge are found.
+
+    It differs from superoffload/optimizer/other_ranks.py in what it folds and when it looks: the norm is DeepSpeed's,
+    found once for all ranks outside the engine, and forward gathers before anything may be looked at.
+    """
+
+    def __init__(self, session: RankSession, driver: PartitionDriver, settings: Callable[[], dict[str, Any]]) -> None:
+        """``settings``: what must be the same on all ranks."""
+        self.session = session
+        self._driver = driver
+        self._settings = settings
+        self._look_is_due = False
+
+    def begin(self) -> None:
+        self.session.begin()
+        self.session.agree_on(self._settings(), found_inf=False)
+
+    def exchange(self, window: Window) -> Sequence[float]:
+        """The sums of squares of all ranks, in their order, so that a fold has the same bits on all of them."""
+        self.session.start(window.sums)
+        return self.session.finish() or []
+
+    def fail(self) -> None:
+        self.session.fail()
+
+    def ended(self, *, applied: bool, factor: float) -> None:
+        self.session.count(applied=applied, factor=factor)
+        self._look_is_due = True
+
+    def look(self) -> None:
+        """At a part of what the last step has published, before the next one begins or a user writes."""
+        if self._look_is_due:
             self._look_is_due = False
-            self._opened().deliver()
-            self._session.look()
+            self._driver.deliver()
+            self.session.look()
 
-    def _check_ranks(self) -> None:
-        """At the end of ``step()``. On demand, the look waits until forward has gathered what it needs."""
-        if self._session is None or not self._look_is_due:
+    def forget_look(self) -> None:
+        """A user has written to what would be looked at."""
+        self._look_is_due = False
+
+    def check(self, *, later: bool) -> None:
+        """At the end of ``step()``. ``later``: the look waits until forward has gathered what it needs."""
+        if not self._look_is_due:
             return
-        if self._session.full_check_is_due:
-            self._look()
-            self._session.check_everything()
-        elif not self._later:
-            self._look()
+        if self.session.full_check_is_due:
+            self.look()
+            self.session.check_everything()
+        elif not later:
+            self.look()
+
+    def loaded(self, steps: int) -> None:
+        self.session.loaded(steps)
+        self.forget_look()
+
+
+def agreement(session: RankSession | None, driver: PartitionDriver, settings: Callable[[], dict[str, Any]]) -> Ranks:
+    """Chooses who decides: this rank alone, or the ranks of a session."""
+    return OneRank() if session is None else Agreement(session, driver, settings)

@@ -1,85 +1,196 @@
-"""``SpeculativeStage3``: its construction, who gathers its parameters, its end."""
+"""``SpeculativeStage3``: what DeepSpeed calls, forwarded to the parts that do it."""
 
 from __future__ import annotations
 
-from collections import deque
+import math
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer_Stage3
+from torch import Tensor
 
-from superoffload.closing import close_at_exit, is_closed
 from superoffload.environment import check_environment
 from superoffload.errors import StateError
-from superoffload.integrations.deepspeed.config import load, read_options
-from superoffload.integrations.deepspeed.delivery import Readers
+from superoffload.integrations.deepspeed.config import Options, load, read_options
+from superoffload.integrations.deepspeed.delivery import gather_together
 from superoffload.integrations.deepspeed.features import check_arguments, check_groups_alike, check_optimizer
-from superoffload.integrations.deepspeed.stage3.saved_state import SavedState
+from superoffload.integrations.deepspeed.stage3.assembly import Closed, Given, Parts, assemble
+from superoffload.integrations.deepspeed.stage3.stock import trained
+from superoffload.interrupts import held_signals
+from superoffload.optimizer.lifetime import Lifetime
 
 
-class SpeculativeStage3(SavedState):
+class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
     """ZeRO-3 whose optimizer steps during backward, on the CPU, with a result that speculation never changes."""
 
-    _readers: Readers | None = None
+    superoffload_options: Options
+    parts: Parts | Closed = Closed()  # also while DeepSpeed's constructor runs
+    overflow: bool  # DeepSpeed's, as are the others
+    persistent_parameters: Any
+    _global_grad_norm: Any
 
     def __init__(
         self, module: Any, init_optimizer: Any, param_names: Any, timers: Any, ds_config: Any, **kwargs: Any
     ) -> None:
+        self._lifetime = Lifetime(self)
         check_environment()
         config = load(ds_config) or {}
         self.superoffload_options = read_options(config)
         check_optimizer(init_optimizer, DeepSpeedCPUAdam)
-        self._on_cpu = bool(get_accelerator().is_synchronized_device())
         check_arguments(kwargs)
-        self._boundary_is_told = bool(config.get("managed_gradient_accumulation", True))
-        self._arriving = deque()
         super().__init__(module, init_optimizer, param_names, timers, ds_config, **kwargs)
         if self.torch_autocast_gradscaler is not None:
             raise StateError("torch_autocast with fp16: its loss scaler is not supported; use bf16, or fp16 without it")
-        check_groups_alike(self._trained(), self.dp_process_group)
-        self._driver = self._make_driver()
-        self._session = self._open_session(self._driver)
-        self._readers = Readers(
-            self.module.parameters(),
-            before_gather=self._before_gather if self._delivers_later else None,
-            after_update=self._after_update,
-        )
-        close_at_exit(self)
-        for param in self._trained():
+        check_groups_alike(trained(self), self.dp_process_group)
+        told = bool(config.get("managed_gradient_accumulation", True))
+        self.parts = assemble(self._given(told), list(self.module.parameters()))
+        self._lifetime.open()
+        for param in trained(self):
             param.superoffload_steps_it = True  # clipping.py asks
 
-    # ---- who gathers parameters -----------------------------------------------------------------------------------
+    def _given(self, boundary_is_told: bool) -> Given:
+        stock: Any = weakref.proxy(self)
+        return Given(
+            stock,
+            self.superoffload_options,
+            boundary_is_told,
+            norm_of=lambda gradient: stock._constant_buffered_norm2(gradient),
+            norms_of_groups=lambda: stock._get_norm_groups(),
+            before_gather=lambda params: self.parts.deliver(params),
+            after_update=lambda params: self.parts.take_over(params),
+        )
 
-    def _before_gather(self, params: list[Any]) -> None:
-        if self._driver is not None:
-            with self._for_the_next_step():
-                self._driver.deliver([param.ds_id for param in params])
+    def initialize_optimizer_states(self) -> None:
+        """No fp32 gradient per sub-group: the kernel reads the accumulated one. State is made with the shards."""
 
-    def _after_update(self, params: list[Any]) -> None:
-        """``GatheredParameters(..., modifier_rank=...)`` wrote parameters: the masters follow."""
-        if self._driver is not None:
-            self._look_is_due = False
-            for param in params:
-                self._driver.take_over(param.ds_id)
+    # ---- gradients ------------------------------------------------------------------------------------------------
 
-    # ---- figures and the end --------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Tensor]) -> list[Tensor]:
+        """Reduced gradient partitions, on DeepSpeed's reduce stream: into the flat buffer, and on to speculation."""
+        return self.parts.gradients.take(params_to_release, grad_partitions)
 
-    def stats(self) -> dict[str, float | int]:
-        """Totals of this rank since construction (superoffload/stats.py)."""
-        return self._opened().core.stats()
+    def _finalize_offload_gradient_accumulation(self) -> None:
+        """The end of an unmanaged window: what has not gone to speculation yet goes at the start of ``step()``."""
 
-    def close(self) -> None:
-        """Takes back what was speculated and ends the worker threads; parameters and state stay readable."""
-        driver, self._driver = self._driver, None
-        if self._readers is not None:
-            self._readers.close()
-            self._readers = None
-        self._arriving.clear()
-        self._session, self._look_is_due = None, False
-        is_closed(self)
-        if driver is not None:
-            driver.close()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Without a ``step()`` since backward, the window is abandoned: nothing has changed."""
+        self.parts.abandon()
+        super().zero_grad(set_to_none)
+
+    def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
+        """Copies in fp32, by sub-group and place in it."""
+        return self.parts.gradients.in_fp32()
+
+    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[Tensor, int]:
+        return self.parts.gradients.for_state_api(param, only_read=release_swap_buffers)
+
+    def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: list[Any]) -> None:
+        """As DeepSpeed's, on the accumulated gradient."""
+        for param in param_list:
+            if param.requires_grad:
+                new = update_func(self.get_fp32_grad_for_param(param), param)
+                self.set_fp32_grad_for_param(new, param)
+
+    # ---- step() ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """DeepSpeed's order of events, with one verdict for all sub-groups."""
+        if closure is not None:
+            raise StateError("step(closure): closures are not supported, as in DeepSpeed; call engine.step()")
+        self.parts.inner.refuse_hooks()
+        with held_signals():
+            self.parts.gradients.wait()
+            self._pre_step()
+            self._partition_all_parameters()
+            self.timers(OPTIMIZER_STEP_TIMER).start()
+            self._step_window()
+            self.timers(OPTIMIZER_STEP_TIMER).stop()
+            if not self.overflow:
+                self._post_step({OPTIMIZER_STEP_TIMER})
+            self.parts.ranks.check(later=self.parts.steps.later)
+
+    def _step_window(self) -> None:
+        parts = self.parts
+        window, norm = parts.window_end.close()
+        before = float(self.loss_scale)
+        self.overflow = not math.isfinite(float(norm))
+        if self.overflow:
+            parts.steps.skip(before)
+            self._update_scale(True)
+            self._global_grad_norm = float("inf")
+            self._overflow_clean_up(before)
+            return
+        self._update_scale(False)
+        scale = parts.formulas.scale(before)
+        self._global_grad_norm = (norm / scale).float()
+        parts.steps.apply(window, norm, float(self._global_grad_norm), expected=before, scale=scale)
+
+    def _post_step(self, timer_names: Any = ()) -> None:
+        """Persistent parameters are gathered by their next reader, where they may not be there yet."""
+        persistent = self.persistent_parameters
+        if self.parts.steps.later:
+            self.persistent_parameters = []
+        else:
+            gather_together(persistent)
+        try:
+            super()._post_step(timer_names)
+        finally:
+            self.persistent_parameters = persistent
+
+    def has_overflow(self, partition_gradients: bool = True) -> bool:
+        """Known from packing; DeepSpeed would read the whole gradient buffer twice more."""
+        flag = self.inf_or_nan_tracker.to(get_accelerator().current_device_name()).to(torch.uint8)
+        self.inf_or_nan_tracker.zero_()
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.dp_process_group)
+        return bool(flag.item())
+
+    # ---- saved state ----------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Returns once nothing runs: parameters, masters and moments are those of the last finished step."""
+        self.parts.saved_state.synchronize()
+
+    def _get_fp32_opt_state_partition(self, param: Any, *args: Any, **kwargs: Any) -> Any:
+        self.parts.saved_state.settle(param)
+        return super()._get_fp32_opt_state_partition(param, *args, **kwargs)
+
+    def _restore_from_bit16_weights(self) -> None:
+        self.synchronize()
+        super()._restore_from_bit16_weights()
+
+    def checkpoint_event_prologue(self) -> None:
+        self.synchronize()
+        super().checkpoint_event_prologue()
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Gradients are in host memory as they are; what moves is fresh."""
+        self.synchronize()
+        super().offload_states(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """DeepSpeed's layout, as after the last finished step, also between backward and ``step()``."""
+        self.synchronize()
+        state: dict[str, Any] = super().state_dict()
+        return state
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Ours and stock ZeRO-3's, also universal ones. A window in flight is abandoned."""
+        self.zero_grad()
+        self.synchronize()
+        mine = self.parts.saved_state.before_load()
+        super().load_state_dict(*args, **kwargs)
+        self.parts.saved_state.take_loaded(mine)
+
+    def state_digests(self) -> dict[str, str]:
+        """SHA-256 of this rank's masters, moments and published partitions, as after the last finished step."""
+        return self.parts.saved_state.digests()
 
     def __iter__(self) -> Iterator[Any]:
         """What torch.distributed.checkpoint tries with something that is no torch.optim.Optimizer."""
@@ -87,6 +198,17 @@ class SpeculativeStage3(SavedState):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError("an optimizer with worker threads cannot be copied or pickled; use engine.save_checkpoint()")
+
+    # ---- figures and the end --------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, float | int]:
+        """Totals of this rank since construction (superoffload/stats.py)."""
+        return self.parts.driver.core.stats()
+
+    def close(self) -> None:
+        """Takes back what was speculated and ends the worker threads; parameters and state stay readable."""
+        parts, self.parts = self.parts, Closed()
+        self._lifetime.close(parts, parts.unwrap_readers)
 
     def destroy(self) -> None:
         """As DeepSpeed's, and ends what is ours.
@@ -102,5 +224,5 @@ class SpeculativeStage3(SavedState):
         getattr(self, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", {}).clear()
 
     def __del__(self) -> None:
-        if self._driver is not None:  # let go of without destroy(): nobody can read what was speculated any more
-            self._driver.core.pool.close()
+        """Let go of without ``destroy()``: what was speculated has no reader any more."""
+        self.parts.end_threads()
