@@ -53,14 +53,14 @@ def interrupted_once(method: str) -> Any:
 IN_A_STEP = ["Engine._end_all_speculation", "Finisher.finish", "Engine._move_on", "Engine._end_step"]
 
 
-@pytest.mark.parametrize("method", [*IN_A_STEP, "Engine.decide", "Engine.expect"])
+@pytest.mark.parametrize("method", [*IN_A_STEP, "Engine.decide", "Speculator.expect"])
 def test_ctrl_c_in_step_comes_out_of_a_finished_step(method: str) -> None:
     with pair(bucket_numel=1024, max_grad_norm=1.0) as (model, optimizer, twin, plain):
         train(model, optimizer, range(3))
         train(twin, plain, range(4))
         optimizer.zero_grad()
         batch(model, 3).backward()
-        if method == "Engine.expect":  # called in step() only where backward has brought nothing
+        if method == "Speculator.expect":  # called in step() only where backward has brought nothing
             optimizer._parts.boundary.abandon()
         with interrupted_once(method), pytest.raises(KeyboardInterrupt):
             optimizer.step()
@@ -73,7 +73,7 @@ def test_ctrl_c_in_step_comes_out_of_a_finished_step(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["Engine.arrive", "Engine._pack", "Executor.freeze", "Speculator.speculate", "Engine.expect"]
+    "method", ["Engine.arrive", "Engine._pack", "Executor.freeze", "Speculator.speculate", "Speculator.expect"]
 )
 def test_ctrl_c_in_backward_leaves_the_last_finished_step(method: str) -> None:
     with pair(bucket_numel=1024) as (model, optimizer, twin, plain):

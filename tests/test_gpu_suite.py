@@ -36,7 +36,7 @@ from benchmarks.gpu_suite.pack_kernel import PackKernel
 from benchmarks.gpu_suite.settings import ALWAYS_CLIPS, FULL, TOY, TrainRow, parameters_of, train_row
 from benchmarks.gpu_suite.training import build
 from benchmarks.jobs import ENDS_VARIABLE, LEFT, Job, check_keys
-from superoffload import kernels
+from superoffload import _native, kernels
 from superoffload.environment import DEVICE_TIMEOUT
 from superoffload.errors import ArgumentError
 from tests.cuda_tools import out_of_memory
@@ -285,19 +285,19 @@ def test_delays_change_no_bit(speculation: str) -> None:
 def test_a_parameter_that_a_delay_keeps_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: a delivery that comes after a delay is lost."""
     delayed: list[bool] = []
-    delay, copy = Device.delay, torch._foreach_copy_
+    delay, publish = Device.delay, _native.HostPieces.publish
 
     def remembering(self: Device, generator: random.Random, stream: Any = None) -> None:
         delayed.append(True)
         delay(self, generator, stream)
 
-    def losing(targets: Any, sources: Any) -> None:
+    def losing(pieces: Any, parameters: Any) -> None:
         if not delayed:
-            copy(targets, sources)
+            publish(pieces, parameters)
         delayed.clear()
 
     monkeypatch.setattr(Device, "delay", remembering)
-    monkeypatch.setattr(torch, "_foreach_copy_", losing)
+    monkeypatch.setattr(_native.HostPieces, "publish", losing)
     found = races.run_races("cpu", "always", "eager", seeds=[1], steps=3)
     assert found["different_seeds"] == [1]
 

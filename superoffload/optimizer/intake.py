@@ -140,6 +140,10 @@ class Intake:
     def take_rest(self) -> None:
         """Backward is over: gradients of buckets that were not completed, and no more that wait."""
         self._steady = False
+        self.take_all_waiting()
+
+    def take_all_waiting(self) -> None:
+        """Before the state is looked at: masters have followed every parameter whose gradient is there."""
         for bucket in list(self._waiting):
             self._take_waiting(bucket)
 

@@ -75,16 +75,21 @@ class State:
 
     def digests(self) -> dict[str, str]:
         with self._lifetime.whole():
+            self._intake.take_all_waiting()
             return self._core.digests()
 
     def quiesce(self) -> None:
         with self._lifetime.whole():
-            self._core.quiesce()
+            self._quiesce()
+
+    def _quiesce(self) -> None:
+        self._intake.take_all_waiting()
+        self._core.quiesce()
 
     def begin_snapshot(self, snapshot: Snapshot) -> None:
         """From here on every shard is protected before it changes."""
         with self._lifetime.whole():
-            self._core.quiesce()  # also what backward in another thread has speculated by now
+            self._quiesce()  # also what backward in another thread has speculated by now
             self._core.snapshots.add(snapshot)
 
     def await_snapshots(self) -> None:
