@@ -140,7 +140,7 @@ class Shard:
         param = self.parameter
         if param is None or param.numel() != self.numel or param.dtype != self.published_dtype:
             return None
-        return param if param.is_contiguous() and param.is_cpu else None
+        return param if param.is_contiguous() and param.is_cpu and param.data_ptr() else None
 
     def widen(self) -> None:
         """Its gradients are packed in fp32 from now on."""

@@ -23,7 +23,6 @@ from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.module_hooks import ModuleHooks
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.untold_writes import UntoldWrites
-from superoffload.optimizer.untraced import untraced
 from superoffload.optimizer.watched import Tracked, notice
 from superoffload.optimizer.weakly import weakly
 from superoffload.undelivered import CheckReads
@@ -76,8 +75,9 @@ class Undelivered:
 
     def must_wait(self) -> bool:
         """Whether this thread must, before it reads a parameter."""
-        mine = self._delivering == threading.get_ident()
-        return self._core.tail.is_landing and not mine and not self._lifetime.closed
+        if not self._core.tail.is_landing or self._lifetime.closed:
+            return False
+        return self._delivering != threading.get_ident()
 
     def values(self) -> list[tuple[str, Tensor]]:
         """Names and values of what must not be read now."""
@@ -146,14 +146,14 @@ class OnDemand:
 
     # ---- readers ----------------------------------------------------------------------------------------------
 
-    @untraced
     def wait(self, params: Iterable[Tensor] | None, streams: Sequence[int] = ()) -> None:
         """Delivers ``params``, or all of them, before they are read; ``streams``: not only on the current one."""
         if not self._undelivered.must_wait():
             return
         shards = None
         if params is not None:
-            shards = [self._params[param].shard for param in params if param in self._params]
+            found = map(self._params.get, params)
+            shards = [tracked.shard for tracked in found if tracked is not None]
             if not self._core.tail.is_landing_any(shards):
                 return
         if self._lifetime.forked:

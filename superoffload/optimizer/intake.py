@@ -121,7 +121,8 @@ class Intake:
 
     def _take_waiting(self, bucket: Bucket) -> None:
         """Gradients of ``bucket`` that were counted go to the core together."""
-        ready, others = ready_gradients(self._waiting.pop(bucket, ()))
+        # At once: another thread may still add one, which step() finds.
+        ready, others = ready_gradients(list(self._waiting.pop(bucket, ())))
         if ready:
             self._core.arrive_together(ready, in_backward=True)
         for tracked in others:

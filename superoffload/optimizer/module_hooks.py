@@ -92,6 +92,7 @@ class _BeforeState(_Hook):
     def __init__(self, wait: Wait) -> None:
         self._wait = wait
 
+    @untraced
     def __call__(self, *args: Any) -> None:
         assert self._wait is not None
         self._wait(None)

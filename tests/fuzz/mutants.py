@@ -177,7 +177,7 @@ MUTANTS: dict[str, Mutant] = {
     "two phases: settled with another factor than published": _replaced(
         Tail, "_settle_behind", _settles_by_the_group_of_now
     ),
-    "two phases: readers do not wait": lambda: mock.patch.object(Engine, "settle", _nothing),
+    "two phases: readers do not wait": lambda: mock.patch.object(Tail, "settle", _nothing),
     "on demand: forward does not wait": lambda: mock.patch.object(OnDemand, "wait", _nothing),
     "scaler: its scale is not taken out": lambda: mock.patch.object(LossScale, "inverse", 1.0),
     "skip: nothing is taken back": _replaced(Engine, "_take_back", _takes_nothing_back),
