@@ -62,9 +62,10 @@ class Inbox:
         """Gradients that have arrived, in their order. Returns the buckets that have all of theirs now."""
         found: dict[Bucket, list[int]] = {}
         arrived, places = self._arrived, self._layout.places
-        for shard, gradient in arrivals:
+        for shard, _ in arrivals:  # before anything changes
             if shard.index in arrived:
                 raise StateError(f"{shard.name}: a second gradient arrived without retract() in between")
+        for shard, gradient in arrivals:
             arrived[shard.index] = gradient
             for bucket, place in places.get(shard.index, ()):
                 if bucket.state is BucketState.READY:  # packed by a decide() that came before this gradient

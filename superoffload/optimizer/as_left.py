@@ -18,8 +18,14 @@ from superoffload.optimizer.watched_gradient import WatchedGradient, remember_al
 from superoffload.ranks.layout import is_dtensor
 
 
-def ready_gradients(several: Iterable[Tracked]) -> tuple[list[tuple[Shard, Tensor]], list[Tracked]]:
-    """Gradients that can be packed as they are, each with its shard and remembered; and who needs a closer look."""
+def ready_gradients(
+    several: Iterable[Tracked], arrived: Container[int]
+) -> tuple[list[tuple[Shard, Tensor]], list[Tracked]]:
+    """Gradients that can be packed as they are, each with its shard and remembered; and those that need a closer look.
+
+    ``arrived``: shards, by index, whose gradients the engine has. What is returned for the others has a place of its
+    own in memory, whatever is put into ``p.grad.data`` later.
+    """
     ready: list[tuple[Shard, Tensor]] = []
     watched: list[tuple[WatchedGradient, Tensor]] = []
     others: list[Tracked] = []
@@ -29,17 +35,19 @@ def ready_gradients(several: Iterable[Tracked]) -> tuple[list[tuple[Shard, Tenso
         if (
             tracked.is_plain
             and type(grad) is Tensor
+            and shard.index not in arrived
             and grad.dtype is shard.gradient_dtype
             and grad.layout is torch.strided
             and grad.is_contiguous()
             and grad.numel() == shard.numel
+            and grad.data_ptr()  # torch has zeros without memory
             and not (shard.keeps_gradient or shard.sums_gradient)
             and "main_grad" not in param.__dict__
             and param._version == tracked.version[0]
             and param.data_ptr() == tracked.address
             and (tracked.bits.every_step or tracked.place.is_of(param))
         ):
-            ready.append((shard, grad))
+            ready.append((shard, grad.detach()))
             watched.append((tracked.gradient, grad))
         else:
             others.append(tracked)
@@ -112,7 +120,14 @@ def outdate(several: Iterable[Tracked]) -> None:
 
 def remember(several: Sequence[Tracked], *, on_device: bool) -> None:
     """``remember_values``, all ordinary parameters in host memory at once."""
-    plain = [tracked for tracked in several if tracked.is_plain and tracked.bits.every_step]
+    plain = [
+        tracked
+        for tracked in several
+        if tracked.is_plain
+        and tracked.bits.every_step
+        and tracked.param.is_contiguous()
+        and tracked.param.numel() == tracked.shard.numel
+    ]
     if len(plain) < len(several):
         known = set(plain)
         remember_values([tracked for tracked in several if tracked not in known], on_device=on_device)

@@ -128,6 +128,7 @@ class Boundary:
             outdated = [tracked for tracked in ours if tracked.shard.index in landing]
             ours = [tracked for tracked in ours if tracked.shard.index not in landing]
         moved = {tracked for tracked in self._params if tracked.end_step()}
+        self._intake.end_step()
         self._untold.step_ended()
         outdate(outdated)
         remember(ours, on_device=self._untold.on_device)

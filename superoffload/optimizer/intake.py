@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from weakref import ref
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from superoffload.arguments import check_gradient
 from superoffload.bucket import Bucket
 from superoffload.engine.engine import Engine
-from superoffload.errors import ArgumentError, StateError
+from superoffload.errors import ArgumentError, StateError, SuperOffloadError
 from superoffload.gradient_source import dtype_to_come, gradient_of, is_added, main_grad_of
 from superoffload.integrations.fsdp2 import await_offload
 from superoffload.memory import room_on_device
@@ -112,7 +113,7 @@ class Intake:
                 self._core.link.received(bucket)
             waiting = self._waiting[bucket]
             waiting[tracked] = None
-            if len(waiting) >= bucket.missing:
+            if len(waiting) >= (bucket.missing or len(bucket.pieces)):  # 0: still that of the step before
                 self._in_backward(tracked, lambda _: self._take_waiting(bucket))
         elif self._host_sums.are_off:
             tracked.arrives()
@@ -121,32 +122,51 @@ class Intake:
 
     def _take_waiting(self, bucket: Bucket) -> None:
         """Gradients of ``bucket`` that were counted go to the core together."""
-        # At once: another thread may still add one, which step() finds.
-        ready, others = ready_gradients(list(self._waiting.pop(bucket, ())))
-        if ready:
-            self._core.arrive_together(ready, in_backward=True)
-        for tracked in others:
+        for tracked in self._pass_on(self._no_longer_waiting(bucket), in_backward=True):
             self._in_backward(tracked, self._take_last)
+
+    def _no_longer_waiting(self, bucket: Bucket) -> list[Tracked]:
+        """At once: another thread may still add one, which ``step()`` finds."""
+        return list(self._waiting.pop(bucket, ()))
+
+    def _pass_on(self, several: Sequence[Tracked], *, in_backward: bool) -> list[Tracked]:
+        """Gives the core all gradients that can be packed as they are; the others are returned."""
+        ready, others = ready_gradients(several, self._core.inbox.indices())
+        if not ready:
+            return others
+        try:
+            self._core.arrive_together(ready, in_backward=in_backward)
+        except BaseException:
+            for tracked in several:  # to be looked at anew
+                if not self._core.has_gradient(tracked.shard):
+                    tracked.gradient.forget()
+            raise
+        return others
 
     def take_late(self, several: Sequence[Tracked]) -> None:
         """Gradients that the core has not, at the boundary."""
         for tracked in several[:1]:  # begins the step, where none has come before
             self.hand_over(tracked, in_backward=False)
-        ready, others = ready_gradients(several[1:])
-        if ready:
-            self._core.arrive_together(ready, in_backward=False)
-        for tracked in others:
+        for tracked in self._pass_on(several[1:], in_backward=False):
             self.hand_over(tracked, in_backward=False)
 
     def take_rest(self) -> None:
-        """Backward is over: gradients of buckets that were not completed, and no more that wait."""
+        """Backward is over: gradients of buckets that were not completed. What cannot be packed as it is stays."""
         self._steady = False
-        self.take_all_waiting()
-
-    def take_all_waiting(self) -> None:
-        """Before the state is looked at: masters have followed every parameter whose gradient is there."""
         for bucket in list(self._waiting):
-            self._take_waiting(bucket)
+            self._pass_on(self._no_longer_waiting(bucket), in_backward=True)
+
+    def follow_waiting(self) -> None:
+        """Before the state is looked at: masters have followed every parameter whose gradient is there."""
+        for waiting in list(self._waiting.values()):
+            for tracked in list(waiting):
+                if tracked.plainly_written:
+                    self._writes.follow(tracked)
+
+    def end_step(self) -> None:
+        """The next gradient begins a step."""
+        self._steady = False
+        self._waiting.clear()
 
     def _in_backward(self, tracked: Tracked, take: Callable[[Tracked], None]) -> None:
         """One thread at a time, whichever of them runs backward. What it raises may be lost with its thread, but then
@@ -160,7 +180,9 @@ class Intake:
             try:
                 take(tracked)
             except Exception as error:
-                self._unfinished[tracked] = (id(gradient_of(tracked.param)), threading.current_thread().name, error)
+                if not any(known is error for _, _, known in self._unfinished.values()):  # of one that waited
+                    grad = id(gradient_of(tracked.param))
+                    self._unfinished[tracked] = (grad, threading.current_thread().name, error)
                 raise
             if self._unfinished:
                 self._unfinished.pop(tracked, None)
@@ -219,7 +241,7 @@ class Intake:
         if tracked.plainly_written:  # of other writes step() takes back what is speculated now
             self._writes.follow(tracked)
         self._follow_dtype(tracked, grad.dtype)
-        self._begin_filling()
+        self._begin_filling(in_backward=in_backward)
         shard, core = tracked.shard, self._core
         kept = main is not None
         tracked.gradient.forget_placeholder()
@@ -233,13 +255,12 @@ class Intake:
             part = tracked.holding.part(grad).contiguous().to(shard.gradient_dtype)
         core.arrive(shard, part, in_backward=in_backward, more_to_come=more_to_come)
 
-    def _begin_filling(self) -> None:
+    def _begin_filling(self, *, in_backward: bool) -> None:
         if self._core.is_filling:
             return
         self._ranks.look()
         self._core.speculator.expect(unscale=self._verdicts.unscale, max_grad_norm=self._verdicts.max_grad_norm)
-        self._waiting.clear()
-        self._steady = self._core.layout.observed
+        self._steady = in_backward and self._core.layout.observed
 
     def _follow_dtype(self, tracked: Tracked, dtype: torch.dtype) -> None:
         """Sees to it that the gradient fits its buckets: those in fp32 hold every other one exactly.
@@ -284,7 +305,7 @@ class Intake:
         if tracked.plainly_written:
             self._writes.follow(tracked)
         self._follow_dtype(tracked, gradient.dtype)
-        self._begin_filling()
+        self._begin_filling(in_backward=True)
         tracked.shard.gradient_stays(kept=False, summed=False)
         tracked.gradient.remember_reduced(gradient)
         with room_on_device(tracked.shard.name):
@@ -305,10 +326,11 @@ class Intake:
         self._unfinished.clear()
 
     def forget(self) -> None:
-        """What this step's backward has left is given up."""
+        """What this step's backward has left is given up; masters follow what was written before it."""
         self._unfinished.clear()
-        self._waiting.clear()
-        self._steady = False
+        with suppress(SuperOffloadError):  # of a parameter that does not fit any more: step() says so
+            self.follow_waiting()
+        self.end_step()
 
 
 def _hook_of(intake: Intake, tracked: Tracked) -> Callable[[Tensor], None]:

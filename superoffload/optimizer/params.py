@@ -144,8 +144,8 @@ class Params:
             )
             master.copy_(shard.target())
             found.append(self._track(param, shard, holdings[param], counts[i]))
-        self._counts.append((counts, found))
         if found:
+            self._counts.append((counts, found))
             self._core.layout.add_shards([tracked.shard for tracked in found])
         remember_values(found)
         return found

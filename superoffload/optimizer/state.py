@@ -75,7 +75,7 @@ class State:
 
     def digests(self) -> dict[str, str]:
         with self._lifetime.whole():
-            self._intake.take_all_waiting()
+            self._intake.follow_waiting()
             return self._core.digests()
 
     def quiesce(self) -> None:
@@ -83,7 +83,7 @@ class State:
             self._quiesce()
 
     def _quiesce(self) -> None:
-        self._intake.take_all_waiting()
+        self._intake.follow_waiting()
         self._core.quiesce()
 
     def begin_snapshot(self, snapshot: Snapshot) -> None:
