@@ -63,15 +63,19 @@ py::bytes freeze_scalars(double lr, double beta1, double beta2, double eps, doub
 }
 
 // Pairs of sums, one per (address, bytes); the GIL is let go once for all of them.
-std::vector<std::pair<std::uint64_t, std::uint64_t>> bit_sums(const std::vector<std::pair<Address, std::size_t>>& runs,
-                                                              unsigned threads) {
-    const py::gil_scoped_release release;
-    std::vector<superoffload::Memory> memory;
-    memory.reserve(runs.size());
-    for (const auto& [address, bytes] : runs) memory.push_back({pointer<const void>(address), bytes});
-    std::vector<std::pair<std::uint64_t, std::uint64_t>> found;
-    found.reserve(runs.size());
-    for (const auto& sums : superoffload::bit_sums(memory, threads)) found.emplace_back(sums.plain, sums.weighted);
+// Both sums of each run as 16 bytes, which Python compares as one object.
+std::vector<py::bytes> bit_sums(const std::vector<std::pair<Address, std::size_t>>& runs, unsigned threads) {
+    std::vector<superoffload::BitSums> sums;
+    {
+        const py::gil_scoped_release release;
+        std::vector<superoffload::Memory> memory;
+        memory.reserve(runs.size());
+        for (const auto& [address, bytes] : runs) memory.push_back({pointer<const void>(address), bytes});
+        sums = superoffload::bit_sums(memory, threads);
+    }
+    std::vector<py::bytes> found;
+    found.reserve(sums.size());
+    for (const auto& one : sums) found.emplace_back(reinterpret_cast<const char*>(&one), sizeof(one));  // NOLINT
     return found;
 }
 

@@ -77,7 +77,7 @@ class SumsInMemory:
     in_stream_order = False
 
     def of(self, flats: Sequence[Tensor]) -> list[Sums]:
-        """Pairs of two sums of 64 bits."""
+        """Two sums of 64 bits each, as 16 bytes."""
         runs = [(flat.data_ptr(), flat.numel() * flat.element_size()) for flat in flats]
         return list(_native.bit_sums(runs, torch.get_num_threads()))
 

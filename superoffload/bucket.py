@@ -135,12 +135,12 @@ class Shard:
         self.steps = steps
 
     @property
-    def plain(self) -> Tensor | None:
-        """The parameter, where its memory is that of the published shard, element by element, and may be written."""
+    def address(self) -> int:
+        """Of ``parameter``, where its memory is that of the published shard, element by element; 0 elsewhere."""
         param = self.parameter
         if param is None or param.numel() != self.numel or param.dtype != self.published_dtype:
-            return None
-        return param if param.is_contiguous() and param.is_cpu and param.data_ptr() else None
+            return 0
+        return param.data_ptr() if param.is_contiguous() and param.is_cpu else 0
 
     def widen(self) -> None:
         """Its gradients are packed in fp32 from now on."""
@@ -164,11 +164,10 @@ class Piece:
     start: int
     numel: int
     offset: int
+    sums_address: int = field(init=False)  # of the block sums of its gradient, which are fp64
 
-    @property
-    def sums_address(self) -> int:
-        """Of the block sums of its gradient, which are fp64."""
-        return self.shard.sums_address + 8 * (self.start // BLOCK)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sums_address", self.shard.sums_address + 8 * (self.start // BLOCK))
 
 
 class ResidentWork:

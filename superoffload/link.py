@@ -189,10 +189,10 @@ class SynchronousLink:
                 continue
             shard, nbytes = piece.shard, size * piece.numel
             self.bytes_up += nbytes
-            param = shard.plain if nbytes < _LARGE else None
-            if param is not None:  # torch takes longer to start than to copy so little
-                addresses[i] = param.data_ptr() + size * piece.start
-                written.append(param)
+            address = shard.address if nbytes < _LARGE else 0
+            if address and shard.parameter is not None:  # torch takes longer to start than to copy so little
+                addresses[i] = address + size * piece.start
+                written.append(shard.parameter)
             else:
                 targets.append(shard.target()[piece.start : piece.start + piece.numel])
                 sources.append(bucket.shadow[piece.offset : piece.offset + piece.numel])

@@ -113,7 +113,8 @@ def test_sums_of_host_memory_are_what_their_definition_says() -> None:
         lines = nbytes // 64 + 1
         plain = nbytes + sum(word * odd[i % 8] for i, word in enumerate(words))
         weighted = sum((lines - i // 8) * word * odd[i % 8] for i, word in enumerate(words))
-        assert IN_MEMORY.of([values]) == [(plain % 2**64, weighted % 2**64) if nbytes else (0, 0)]
+        expected = [one % 2**64 if nbytes else 0 for one in (plain, weighted)]
+        assert IN_MEMORY.of([values]) == [b"".join(one.to_bytes(8, "little") for one in expected)]
 
 
 def test_sums_of_host_memory_do_not_depend_on_threads() -> None:

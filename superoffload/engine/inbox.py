@@ -59,7 +59,10 @@ class Inbox:
     # ---- arriving ---------------------------------------------------------------------------------------------
 
     def take(self, arrivals: Sequence[tuple[Shard, Tensor]], *, in_backward: bool) -> list[Bucket]:
-        """Gradients that have arrived, in their order. Returns the buckets that have all of theirs now."""
+        """Gradients that have arrived, in their order. Returns the buckets that have all of theirs now.
+
+        Those of other buckets are kept by tensors of our own: a user may put other memory into ``p.grad.data``.
+        """
         found: dict[Bucket, list[int]] = {}
         arrived, places = self._arrived, self._layout.places
         for shard, _ in arrivals:  # before anything changes
@@ -76,6 +79,9 @@ class Inbox:
         for bucket, here in found.items():
             bucket.receive(here)
             self._link.received(bucket)
+            if bucket.missing:
+                for index in {bucket.pieces[place].shard.index for place in here}:
+                    arrived[index] = _own(arrived[index])
         return [bucket for bucket in found if bucket.missing == 0]
 
     # ---- packed -----------------------------------------------------------------------------------------------
@@ -156,3 +162,7 @@ class Inbox:
         self._unfinished.clear()
         self._packed = 0
         return order
+
+
+def _own(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.detach()

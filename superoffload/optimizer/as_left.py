@@ -23,8 +23,7 @@ def ready_gradients(
 ) -> tuple[list[tuple[Shard, Tensor]], list[Tracked]]:
     """Gradients that can be packed as they are, each with its shard and remembered; and those that need a closer look.
 
-    ``arrived``: shards, by index, whose gradients the engine has. What is returned for the others has a place of its
-    own in memory, whatever is put into ``p.grad.data`` later.
+    ``arrived``: shards, by index, whose gradients the engine has.
     """
     ready: list[tuple[Shard, Tensor]] = []
     watched: list[tuple[WatchedGradient, Tensor]] = []
@@ -47,7 +46,7 @@ def ready_gradients(
             and param.data_ptr() == tracked.address
             and (tracked.bits.every_step or tracked.place.is_of(param))
         ):
-            ready.append((shard, grad.detach()))
+            ready.append((shard, grad))
             watched.append((tracked.gradient, grad))
         else:
             others.append(tracked)
@@ -98,7 +97,9 @@ def unedited(several: Iterable[Tracked], arrived: Container[int]) -> tuple[list[
             tracked.is_plain
             and param.grad is handed
             and (handed is not None) is (tracked.shard.index in arrived)
-            and (handed is None or gradient.is_as_handed)
+            and (
+                handed is None or (type(handed) is Tensor and handed._version == gradient.version) or gradient.is_asleep
+            )
             and gradient.reduced is None
             and gradient.sums is None
             and not tracked.shard.sums_gradient

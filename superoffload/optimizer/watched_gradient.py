@@ -28,6 +28,7 @@ class WatchedGradient:
         self._holding = holding
         self._bits = bits
         self._version = UNKNOWN
+        self.version = UNKNOWN[0]  # of an ordinary tensor, when it was handed over
         self._placeholder: ReferenceType[PackedGradient] | None = None  # of the gradient that was packed last
         self.handed: Tensor | None = None  # to the core, in this step
         self.sums: Sums | None = None  # of its bits, where versions do not show every edit and packing it gives none
@@ -37,20 +38,19 @@ class WatchedGradient:
 
     def remember(self, grad: Tensor, *, summed: bool = False) -> None:
         """``summed``: versions do not show every edit, and comparing its bits with the core's would take a copy."""
-        self.handed, self._version = grad, version_of(grad)
+        self.handed, self._version, self.version = grad, version_of(grad), grad._version
         self.sums = self._bits.of([self._holding.part(grad).contiguous()])[0] if summed else None
 
     def remember_plain(self, grad: Tensor) -> None:
         """``remember()`` for an ordinary tensor, whose version shows every edit that is to be noticed."""
-        self.handed, self._version, self.sums, self._placeholder = grad, (grad._version, 0), None, None
+        self.handed, self.sums, self._placeholder = grad, None, None
+        self.version = grad._version
+        self._version = (self.version, 0)
 
     @property
-    def is_as_handed(self) -> bool:
-        """As far as it shows without a look at bits; for what stands in ``p.grad`` and was handed over."""
-        handed = self.handed
-        if type(handed) is Tensor:
-            return handed._version == self._version[0]
-        return isinstance(handed, PackedGradient) and handed.is_untouched
+    def is_asleep(self) -> bool:
+        """Whether a placeholder was handed over, and nothing was done with it since."""
+        return isinstance(self.handed, PackedGradient) and self.handed.is_untouched
 
     def forget(self) -> None:
         """The core has none any more."""
