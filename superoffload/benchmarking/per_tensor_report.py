@@ -143,11 +143,11 @@ def _draw_growth(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_xscale("log")
     axes.set_xticks(counts, [f"{count:,}" for count in counts])
     axes.minorticks_off()
-    axes.set_ylim(bottom=min(0.0, *more))
+    axes.set_ylim(min(0.0, *more), 1.35 * axes.get_ylim()[1])  # room for the legend
     axes.set_xlabel("parameter tensors")
     axes.set_ylabel("microseconds, backward and step()")
     axes.set_title("Cost per tensor beyond autograd")
-    axes.legend()
+    axes.legend(loc="upper left", ncols=2)
 
 
 def _draw_parts(axes: Any, rows: Sequence[Row]) -> None:
