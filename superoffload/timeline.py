@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from superoffload import _native
 from superoffload.bucket import Bucket, BucketState
@@ -101,12 +101,10 @@ class Timeline(Recorder):
         self._by_work = {}
 
     def wrap_link(self, link: Link) -> Link:
-        wrapped: Any = _RecordingLink(link, self)
-        return wrapped  # type: ignore[no-any-return]  # what it has not itself it takes from the link
+        return cast("Link", _RecordingLink(link, self))  # the rest it takes from the link
 
     def wrap_pool(self, pool: Pool) -> Pool:
-        wrapped: Any = _RecordingPool(pool, self)
-        return wrapped  # type: ignore[no-any-return]  # likewise from the pool
+        return cast("Pool", _RecordingPool(pool, self))  # the rest it takes from the pool
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:

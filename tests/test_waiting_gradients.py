@@ -92,8 +92,8 @@ def test_buckets_are_laid_out_anew_while_gradients_wait() -> None:
             optimizer.step()
             optimizer.zero_grad()
         backward(several)
-        late.main_grad = torch.ones(100)  # type: ignore[attr-defined]  # Megatron's convention
-        late.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # likewise
+        late.main_grad = torch.ones(100)  # type: ignore[attr-defined]  # Megatron adds it
+        late.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # its kernels set it
         backward([late])
         before = [optimizer.state[param]["exp_avg"].clone() for param in several]
         backward(several)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -193,7 +194,7 @@ class Simulation:
             if self._happens(0.5):
                 self.clock.advance(self._delay())
             if self._happens(0.5):
-                self._call(f"land {shard.index}", lambda shard=shard: self.core.tail.land(shard))  # type: ignore[misc]
+                self._call(f"land {shard.index}", partial(self.core.tail.land, shard))
                 self._undelivered.pop(shard.index, None)
             self._check_published(shard)
         self._meanwhile(0.15)
