@@ -16,6 +16,7 @@ from superoffload.errors import ArgumentError
 from superoffload.integrations.accelerate import Window
 from superoffload.optimizer import intake
 from superoffload.optimizer.as_left import ready_gradients
+from tests.core_tools import Settings, rig
 
 SIZES = (100, 100, 100, 100)
 
@@ -194,3 +195,18 @@ def test_loading_keeps_no_more_counts_of_steps() -> None:
     optimizer.step()
     assert [int(optimizer.state[param]["step"]) for param in params] == [3, 3, 2, 2]
     optimizer.close()
+
+
+def test_the_engine_keeps_memory_of_a_gradient_whose_bucket_is_not_complete() -> None:
+    with rig(Settings([[64, 64]], bucket_numel=1024)) as made:
+        first, second = made.shards
+        gradients = {shard.index: torch.randn(64) for shard in (first, second)}
+        for shard in (second, first):
+            given = gradients[shard.index].clone()
+            made.core.arrive(shard, given)
+            if shard is second:
+                given.data = torch.zeros(0)  # of the tensor that was given, which is its user's
+        squares = sum(float(gradient.double().square().sum()) for gradient in gradients.values())
+        verdict = made.core.decide(unscale=1.0, max_grad_norm=None)
+        assert verdict.grad_norm == pytest.approx(squares**0.5, rel=1e-6)
+        made.core.abandon()
