@@ -38,7 +38,7 @@ ADAPTERS = (
         {"deepspeed": NEWEST},
     ),
     Adapter("fsdp2", "superoffload.integrations.fsdp2", {"torch": _OLDEST_TORCH}),
-    Adapter("ddp", "superoffload.integrations.ddp", {"torch": _OLDEST_TORCH}),
+    Adapter("ddp", "superoffload.ranks.data_parallel", {"torch": _OLDEST_TORCH}),
     Adapter(
         "transformers",
         "superoffload.integrations.transformers",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from superoffload.packed_gradient import PackedGradient, packed_in, stand_in_for
+from superoffload.packed_gradient import packed_in, stand_in_for
 
 
 @dataclass
@@ -80,6 +80,4 @@ def _in_dtype(param: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
     if packed is None or packed.in_memory is not None or packed.addend is not None:
         with torch.inference_mode(False):
             return grad.to(dtype)
-    like = PackedGradient(packed.of, packed.shard, packed, dtype, packed._fetch, packed._offer)
-    like.zeroed = packed.zeroed
-    return stand_in_for(param, like)
+    return stand_in_for(param, packed.in_dtype(dtype))
