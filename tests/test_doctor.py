@@ -397,7 +397,7 @@ def test_gpu_of_a_superchip(tmp_path: Path) -> None:
 
 def test_versions_decide_which_adapters_work() -> None:
     versions = {"torch": "2.13.0+cpu", "deepspeed": "0.18.0", "transformers": "5.1.0", "accelerate": "1.10"}
-    found = examine_software(versions.get, lambda module: not module.endswith("ddp"))
+    found = examine_software(versions.get, lambda module: not module.endswith("data_parallel"))
     assert found.facts["adapters"] == {
         "deepspeed": "works",
         "fsdp2": "works",

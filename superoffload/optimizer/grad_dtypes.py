@@ -18,6 +18,14 @@ class _Widened:
     was_own: bool  # the parameter's own dtype, as torch has it by default
     holders: int = 0
 
+    def hold(self) -> None:
+        self.holders += 1
+
+    def let_go(self) -> bool:
+        """Whether that was the last holder."""
+        self.holders -= 1
+        return self.holders <= 0
+
 
 _WIDENED: Any = WeakTensorKeyDictionary()  # of each parameter what it was, for all that have widened it
 
@@ -43,7 +51,7 @@ class GradDtypes:
                 return
             _set(param, torch.float32)
             _WIDENED[param] = _Widened(before, before == param.dtype)
-        _WIDENED[param].holders += 1
+        _WIDENED[param].hold()
         self._held[param] = None
 
     def put_back(self) -> None:
@@ -52,8 +60,7 @@ class GradDtypes:
         while self._held:
             param, _ = self._held.popitem()
             widened = _WIDENED[param]
-            widened.holders -= 1
-            if widened.holders > 0:
+            if not widened.let_go():
                 continue
             del _WIDENED[param]
             dtype = param.dtype if widened.was_own else widened.before  # which was converted since, perhaps
