@@ -187,7 +187,7 @@ class BuildPython(build_py):
         super().run()
         if self.editable_mode:
             return
-        target = Path(self.build_lib, "superoffload", "cuda", "sources")
+        target = Path(self.build_lib, "superoffload", "links", "cuda", "sources")
         target.mkdir(parents=True, exist_ok=True)
         for pattern in KERNEL_SOURCES:
             for path in sorted((ROOT / "csrc" / "cuda").glob(pattern)):

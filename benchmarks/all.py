@@ -14,11 +14,11 @@ from benchmarks.all_report import GPU_SUITE, plot_path
 from benchmarks.commands import ROOT, run_command
 from benchmarks.jobs import LEFT, RESULT_PATH, Job, Results, run_jobs
 from benchmarks.sources import PACKAGE
-from superoffload.cli import measurement
-from superoffload.cli.bench import BENCHMARKS
 from superoffload.errors import ArgumentError
-from superoffload.reporting.plots import matplotlib_installed
-from superoffload.reporting.run_folder import naming_write_errors
+from superoffload.tools.cli import measurement
+from superoffload.tools.cli.bench import BENCHMARKS
+from superoffload.tools.report.plots import matplotlib_installed
+from superoffload.tools.report.run_folder import naming_write_errors
 
 _NEEDS_PACKAGE = {"deepspeed": "deepspeed"}
 # Small sizes of those that have no --quick of their own.
@@ -123,7 +123,7 @@ def _job(name: str, folder: Path, *, quick: bool) -> Job:
 def options_of(name: str) -> frozenset[str]:
     """What `superoffload bench NAME` accepts."""
     parser = argparse.ArgumentParser()
-    added = import_module(f"superoffload.cli.bench_{name}").add_parser(parser.add_subparsers())
+    added = import_module(f"superoffload.tools.cli.bench_{name}").add_parser(parser.add_subparsers())
     return frozenset(option for action in added._actions for option in action.option_strings)
 
 

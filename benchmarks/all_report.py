@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.jobs import DONE, FAILED, NOT_HERE, TIMED_OUT, with_numbers
-from superoffload.reporting.page import Cell, Page, code, mark
+from superoffload.tools.report.page import Cell, Page, code, mark
 
 Row = Mapping[str, Any]
 

@@ -27,11 +27,11 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks.sources import PACKAGE, digest_of
-from superoffload.benchmarking.facts import benchmark_machine_facts, commit
 from superoffload.errors import ArgumentError
-from superoffload.reporting.machine import version_facts
-from superoffload.reporting.run_folder import naming_write_errors
-from superoffload.untrusted import read_json
+from superoffload.host.untrusted import read_json
+from superoffload.tools.bench.facts import benchmark_machine_facts, commit
+from superoffload.tools.report.machine_facts import version_facts
+from superoffload.tools.report.run_folder import naming_write_errors
 
 Row = dict[str, Any]
 Progress = Callable[[str], None]

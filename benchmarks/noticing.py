@@ -20,9 +20,9 @@ import torch
 
 from superoffload import AdamW
 from superoffload.optimizer import boundary, edits
-from superoffload.reporting.machine import machine_facts, version_facts
-from superoffload.training.config import ModelConfig
-from superoffload.training.model import DTYPES, build_model, compute_dtype
+from superoffload.tools.report.machine_facts import machine_facts, version_facts
+from superoffload.tools.train.model import DTYPES, build_model, compute_dtype
+from superoffload.tools.train.training_config import ModelConfig
 
 MODEL = ModelConfig(layers=12, hidden=640, heads=10, kv_heads=5, mlp=2560, sequence=2048, vocabulary=16000)
 

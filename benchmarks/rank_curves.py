@@ -16,11 +16,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-from superoffload.convergence.compare import Tolerance
-from superoffload.convergence.setup import Setup
-from superoffload.convergence.suite import verify_ranks
-from superoffload.reporting.machine import machine_facts, version_facts
-from superoffload.reporting.ranks_report import plot_curves
+from superoffload.tools.convergence.compare import Tolerance
+from superoffload.tools.convergence.convergence_setup import Setup
+from superoffload.tools.convergence.suite import verify_ranks
+from superoffload.tools.report.machine_facts import machine_facts, version_facts
+from superoffload.tools.report.ranks_report import plot_curves
 
 
 def main() -> int:

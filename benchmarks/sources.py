@@ -10,7 +10,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ("superoffload", "csrc", "setup.py")
 _SUFFIXES = frozenset({".py", ".pyi", ".cpp", ".h", ".inl", ".cu", ".cuh", ".txt"})
-_APART = ("csrc/tests/", "superoffload/plan/", "superoffload/doctor/", "superoffload/reporting/")  # of no result
+_APART = (  # of no result
+    "csrc/tests/",
+    "superoffload/tools/plan/",
+    "superoffload/tools/doctor/",
+    "superoffload/tools/report/",
+)
 _DIGITS = 16
 
 

@@ -6,8 +6,8 @@ import re
 import tempfile
 from pathlib import Path
 
-from superoffload.cli import main
-from superoffload.plan.published import comparison
+from superoffload.tools.cli import main
+from superoffload.tools.plan.published import comparison
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from superoffload import checkpoints, errors, exporter, integrations, kernels, metrics, timeline
     from superoffload.adamw import AdamW
     from superoffload.cpu_adamw import CPUAdamW
+    from superoffload.engine.verdict import Verdict
     from superoffload.metrics import Monitor
-    from superoffload.verdict import Verdict
 
 _HOMES = {
     "AdamW": "superoffload.adamw",
     "CPUAdamW": "superoffload.cpu_adamw",
     "Monitor": "superoffload.metrics",
-    "Verdict": "superoffload.verdict",
+    "Verdict": "superoffload.engine.verdict",
 }
 
 _MODULES = ("checkpoints", "errors", "exporter", "integrations", "kernels", "metrics", "timeline")

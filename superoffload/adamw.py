@@ -14,34 +14,34 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from superoffload import kernels  # obeys SUPEROFFLOAD_ISA
-from superoffload.checkpoint import ReadState, StateDict
+from superoffload.distributed.ownership import Holding
 from superoffload.engine.engine import Engine
 from superoffload.engine.recorder import Recorder
-from superoffload.environment import check_environment
+from superoffload.engine.verdict import Verdict
 from superoffload.errors import StateError
-from superoffload.gradient_source import clear_main_grad
+from superoffload.host.environment import check_environment
 from superoffload.optimizer.accumulating import Accumulating
+from superoffload.optimizer.adamw_parts import Lasting, assemble
+from superoffload.optimizer.check_reads import CheckReads
 from superoffload.optimizer.given import check_given, params_of
+from superoffload.optimizer.gradient_source import clear_main_grad
 from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.other_ranks import Ranks
-from superoffload.optimizer.parts import Lasting, assemble
 from superoffload.optimizer.state import agreed
+from superoffload.optimizer.state_dict import ReadState, StateDict
+from superoffload.optimizer.unknown_arguments import refuse_unknown
 from superoffload.optimizer.untraced import untraced
 from superoffload.optimizer.verdicts import LossScale, Verdicts
 from superoffload.optimizer.watched import Tracked
-from superoffload.ranks.layout import Holding
 from superoffload.timeline import Timeline, record
-from superoffload.undelivered import CheckReads
-from superoffload.unknown_arguments import refuse_unknown
-from superoffload.verdict import Verdict
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
+    from superoffload.distributed.session import RankSession
     from superoffload.engine.snapshot import Snapshot
-    from superoffload.ranks.session import RankSession
-    from superoffload.unknown_arguments import TorchDefaults
+    from superoffload.optimizer.unknown_arguments import TorchDefaults
 
 __all__ = ["AdamW", "kernels"]
 
@@ -293,7 +293,7 @@ class AdamW(Optimizer):
         return self._parts.placement()
 
     def stats(self) -> dict[str, float | int]:
-        """Totals since construction; superoffload/stats.py explains each."""
+        """Totals since construction; superoffload/engine/stats.py explains each."""
         return self._core.stats()
 
     def state_digests(self) -> dict[str, str]:

@@ -14,7 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from superoffload import _native
-from superoffload.arguments import (
+from superoffload.engine.bucket import ELEMENT_TYPES
+from superoffload.errors import WorkerError
+from superoffload.host.processors import worker_cpus
+from superoffload.host.tensors import in_order, memory_order
+from superoffload.optimizer.arguments import (
     as_groups,
     check_gradient,
     check_group,
@@ -24,20 +28,16 @@ from superoffload.arguments import (
     check_seed,
     check_state_dtype,
 )
-from superoffload.bucket import ELEMENT_TYPES
-from superoffload.checkpoint import ParamState, StateDict, blocks_of, read_state, write_state
-from superoffload.cpus import worker_cpus
-from superoffload.errors import WorkerError
-from superoffload.gradient_source import check_no_main_grad
-from superoffload.host.tensors import in_order, memory_order
-from superoffload.masters import follow
+from superoffload.optimizer.gradient_source import check_no_main_grad
 from superoffload.optimizer.lifetime import Lifetime
-from superoffload.unknown_arguments import refuse_unknown
+from superoffload.optimizer.masters import follow
+from superoffload.optimizer.state_dict import ParamState, StateDict, blocks_of, read_state, write_state
+from superoffload.optimizer.unknown_arguments import refuse_unknown
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from superoffload.unknown_arguments import TorchDefaults
+    from superoffload.optimizer.unknown_arguments import TorchDefaults
 
 
 class CPUAdamW(Optimizer):

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from superoffload import _native
-from superoffload.environment import tell_unknown_names
 from superoffload.errors import ArgumentError
+from superoffload.host.environment import tell_unknown_names
 
 BLOCK: int = _native.BLOCK
 ISA_VARIABLE = "SUPEROFFLOAD_ISA"

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Protocol
 from superoffload.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from superoffload.engine.verdict import Verdict
     from superoffload.exporter import PrometheusExporter
-    from superoffload.verdict import Verdict
 
 LOGGER = logging.getLogger("superoffload")
 PREFIX = "superoffload/"

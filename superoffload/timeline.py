@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from superoffload import _native
-from superoffload.bucket import Bucket, BucketState
+from superoffload.engine.bucket import Bucket, BucketState
 from superoffload.engine.recorder import Recorder
+from superoffload.engine.verdict import Verdict
 from superoffload.errors import ArgumentError
-from superoffload.verdict import Verdict
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from superoffload.engine.options import Pool
-    from superoffload.link import Link, PackTicket
+    from superoffload.engine.engine_options import Pool
+    from superoffload.links.host import Link, PackTicket
 
 COMPUTE, DOWN, PROCESSORS, UP, VERDICT = "compute", "pack and down", "processors", "up and deliver", "verdict"
 _LANE_NUMBERS = {COMPUTE: 1, DOWN: 2, PROCESSORS: 10, UP: 30, VERDICT: 40}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.schedule import MODES
+from superoffload.engine.schedule import MODES
 from tests.core_tools import COUNTERS
 from tests.quick_python import QuickPython
 

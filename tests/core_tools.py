@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.bucket import GroupHyper, Shard
+from superoffload.engine.bucket import GroupHyper, Shard
 from superoffload.engine.engine import Engine
+from superoffload.engine.engine_options import EngineOptions
 from superoffload.engine.journal_width import JournalWidth
-from superoffload.engine.options import EngineOptions
 from superoffload.engine.recorder import Recorder
-from superoffload.link import HostLink
-from superoffload.schedule import FixedSchedule, Schedule
-from superoffload.verdict import Verdict
+from superoffload.engine.schedule import FixedSchedule, Schedule
+from superoffload.engine.verdict import Verdict
+from superoffload.links.host import HostLink
 from tests.reference.adam import Verdict as ReferenceVerdict
 from tests.reference.convert import bits, narrow
 from tests.reference.trainer import Group, Parameter, Trainer

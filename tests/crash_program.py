@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from superoffload import AdamW, checkpoints
+from superoffload.distributed.launch import PRELOAD
 from superoffload.errors import DiskError, SuperOffloadError
-from superoffload.ranks.launch import PRELOAD
 from tests import power_cuts
 from tests.adamw_tools import batch, model_of
 from tests.disk_faults import KILL, KILLED, SHORT, TEAR, Record, Watch

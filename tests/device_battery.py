@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.bucket import Bucket, Shard
+from superoffload.engine.bucket import Bucket, Shard
 from superoffload.engine.layout import lay_out
-from superoffload.link import HostLink
+from superoffload.links.host import HostLink
 from tests import kernel_cases as cases
 from tests.kernel_battery import Case, norm_inputs, span_cases
 from tests.kernel_tools import GUARD_BYTES, GUARD_VALUE
@@ -65,9 +65,9 @@ def this_processor() -> Place:
 
 def gpu() -> Place:
     """The first CUDA device, through libcuda."""
-    from superoffload.cuda.device import TorchDevice
-    from superoffload.cuda.link import CudaLink
-    from superoffload.cuda.start import options_for
+    from superoffload.links.cuda.device import TorchDevice
+    from superoffload.links.cuda.link import CudaLink
+    from superoffload.links.cuda.start import options_for
 
     device = TorchDevice(torch.device("cuda", 0))
     options = options_for(device, keep_grads=False)
@@ -77,7 +77,7 @@ def gpu() -> Place:
 
 def stand_in(fake: Any) -> Place:
     """Likewise, the stand-in for the driver, whose kernels are those of csrc/cuda compiled for this processor."""
-    from superoffload.cuda.link import CudaLink, CudaOptions
+    from superoffload.links.cuda.link import CudaLink, CudaOptions
     from tests.fake_cuda import IMAGE, FakeDevice
 
     options = CudaOptions(image=IMAGE, timeout_seconds=TIMEOUT, library=fake.library)

@@ -18,8 +18,8 @@ import pytest
 from torch import Tensor
 
 from benchmarks.gpu_suite.launches import THREADS, copy_pieces, grid_for
-from superoffload.bucket import BLOCK
-from superoffload.cuda import geometry
+from superoffload.engine.bucket import BLOCK
+from superoffload.links.cuda import geometry
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.bits import BitSums, Sums
-from superoffload.bucket import Bucket
-from superoffload.cuda.link import CudaLink, CudaOptions
-from superoffload.link import HostLink, PackTicket
+from superoffload.engine.bucket import Bucket
+from superoffload.host.bits import BitSums, Sums
+from superoffload.links.cuda.link import CudaLink, CudaOptions
+from superoffload.links.host import HostLink, PackTicket
 from tests.emulation import library_path
 from tests.fake_memory import Memory
 
@@ -154,7 +154,7 @@ def _size(tensor: Tensor) -> ctypes.c_size_t:
 
 
 class FakeDevice:
-    """superoffload.cuda.device.Device over the fake."""
+    """superoffload.links.cuda.device.Device over the fake."""
 
     ordinal = 0
     torch_device = torch.device("cpu")

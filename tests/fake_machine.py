@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from superoffload.doctor.system import System
+from superoffload.host.system import System
 
 # A quiet x86 server with two processors on one node and no limits.
 PLAIN: dict[str, str] = {

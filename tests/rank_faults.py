@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from superoffload import AdamW, _native
-from superoffload.bucket import Bucket
-from superoffload.ranks.session import RankSession
-from superoffload.verdict import Verdict
+from superoffload.distributed.session import RankSession
+from superoffload.engine.bucket import Bucket
+from superoffload.engine.verdict import Verdict
 
 Operation = _native.Operation
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from superoffload import AdamW
-from superoffload.ranks.launch import LocalRanks
+from superoffload.distributed.launch import LocalRanks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 _pools: dict[tuple[int, int], LocalRanks] = {}

@@ -9,9 +9,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from superoffload.bucket import Bucket
-from superoffload.cuda import geometry
-from superoffload.link import HostLink
+from superoffload.engine.bucket import Bucket
+from superoffload.links.cuda import geometry
+from superoffload.links.host import HostLink
 from tests import emulation
 
 

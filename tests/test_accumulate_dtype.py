@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.schedule import MODES
+from superoffload.engine.schedule import MODES
 from tests.adamw_tools import batch, check_counters, model_of
 from tests.compatibility import compat
 from tests.fp32_gradients import (

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW, CPUAdamW
+from superoffload.engine.schedule import MODES
 from superoffload.errors import ArgumentError, StateError, UnknownArgument
 from superoffload.optimizer import grad_dtypes
 from superoffload.optimizer.fp32_sums import check_fp32_sums
-from superoffload.schedule import MODES
 from tests.adamw_tools import batch, model_of
 from tests.fp32_gradients import (
     by_hooks,

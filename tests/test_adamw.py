@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
+from superoffload.engine.schedule import MODES
 from superoffload.errors import StateError
-from superoffload.schedule import MODES
 from tests.adamw_tools import (
     DTYPES,
     Optimizer,

@@ -12,8 +12,8 @@ import pytest
 from benchmarks import all as all_benchmarks
 from benchmarks.all_report import GPU_SUITE
 from benchmarks.jobs import LEFT, RESULT_PATH, Job
-from superoffload.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE, bench_all, build_parser, main
-from superoffload.cli.bench import BENCHMARKS
+from superoffload.tools.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE, bench_all, build_parser, main
+from superoffload.tools.cli.bench import BENCHMARKS
 
 NAMES = [name for name in BENCHMARKS if name != "all"]
 RANKS = {"rows": [{"name": "light", "of_step": 0.005}]}

@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.all_report import headline
 from benchmarks.link import main as over_stand_in
-from superoffload.benchmarking.link import Rig, measure_steps
-from superoffload.cli import EXIT_OK, EXIT_USAGE, main
 from superoffload.errors import SuperOffloadError
+from superoffload.tools.bench.link_bandwidth import Rig, measure_steps
+from superoffload.tools.cli import EXIT_OK, EXIT_USAGE, main
 
 SMALL = ["--quick", "--threads", "1", "3", "--json"]
 

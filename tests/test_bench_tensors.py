@@ -15,7 +15,9 @@ import torch
 
 from benchmarks.all_report import headline
 from superoffload import kernels
-from superoffload.benchmarking.per_tensor import (
+from superoffload.errors import SuperOffloadError
+from superoffload.host.processors import allowed_cpus
+from superoffload.tools.bench.per_tensor import (
     AUTOGRAD,
     CONTESTANTS,
     FUSED,
@@ -27,10 +29,8 @@ from superoffload.benchmarking.per_tensor import (
     rows_of,
     run_tensors,
 )
-from superoffload.benchmarking.per_tensor_report import aims_table, plot, table
-from superoffload.cli import EXIT_OK, EXIT_USAGE, main
-from superoffload.cpus import allowed_cpus
-from superoffload.errors import SuperOffloadError
+from superoffload.tools.bench.per_tensor_report import aims_table, plot, table
+from superoffload.tools.cli import EXIT_OK, EXIT_USAGE, main
 
 
 def made_up(count: int, ours: float, fused: float, per_module: float) -> list[dict[str, Any]]:

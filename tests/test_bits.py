@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.bits import WORD, BitSums, SumsByTorch, SumsInMemory, all_finite, same_bits, same_but_for_nan
+from superoffload.host.bits import WORD, BitSums, SumsByTorch, SumsInMemory, all_finite, same_bits, same_but_for_nan
 
 WAYS = (SumsInMemory(), SumsByTorch())
 IN_MEMORY = WAYS[0]

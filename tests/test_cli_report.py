@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from superoffload.cli import main
 from superoffload.errors import ArgumentError
-from superoffload.reporting.recorded_runs import load_runs
-from superoffload.training.digests import STATE_PARTS
+from superoffload.tools.cli import main
+from superoffload.tools.report.recorded_runs import load_runs
+from superoffload.tools.train.run_digests import STATE_PARTS
 from tests.test_cli_train import TINY
 
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from superoffload import __version__
-from superoffload.cli import main
-from superoffload.reporting.plots import event_label, smooth
-from superoffload.reporting.progress import Progress
-from superoffload.reporting.run_folder import check_writable
-from superoffload.training.batches import BatchSource
-from superoffload.training.schedule import learning_rate_factor
+from superoffload.tools.cli import main
+from superoffload.tools.report.plots import event_label, smooth
+from superoffload.tools.report.progress import Progress
+from superoffload.tools.report.run_folder import check_writable
+from superoffload.tools.train.batches import BatchSource
+from superoffload.tools.train.learning_rate import learning_rate_factor
 
 # One source file of the standard library is text enough, and quicker to find than all of them.
 TINY = (
@@ -167,7 +167,7 @@ def test_a_command_without_a_run_folder_is_interrupted(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("superoffload.doctor.examine.diagnose", interrupt)
+    monkeypatch.setattr("superoffload.tools.doctor.examine.diagnose", interrupt)
     assert main(["doctor", "--no-bandwidth"]) == 130
     assert capsys.readouterr().err == "superoffload: error: interrupted\n"
 
@@ -266,7 +266,7 @@ def test_every_way_to_run_out_of_memory_is_one_line(
     def fails(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("superoffload.cli.train.run", fails)
+    monkeypatch.setattr("superoffload.tools.cli.train.run", fails)
     assert train(tmp_path / "run", "--steps", "12") == 1
     shown = capsys.readouterr().err
     assert said in shown and shown.count("\n") == 1
@@ -293,7 +293,7 @@ def test_the_learning_rate_of_a_step_is_the_one_that_it_used(tmp_path: Path) -> 
 
 def test_version_and_help_do_not_load_torch() -> None:
     script = (
-        "import sys; from superoffload.cli import main\n"
+        "import sys; from superoffload.tools.cli import main\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit as stop: status = stop.code\n"
         "assert 'torch' not in sys.modules, 'torch was loaded'\n"
@@ -328,7 +328,7 @@ def test_event_labels_are_short() -> None:
 @pytest.mark.parametrize("chosen, expected", [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
 def test_waiting_torch_threads_sleep_unless_told_otherwise(chosen: str | None, expected: str) -> None:
     script = (
-        "import os; from superoffload.cli import main\n"
+        "import os; from superoffload.tools.cli import main\n"
         "try: main(['--version'])\n"
         "except SystemExit: print(os.environ['OMP_WAIT_POLICY'])"
     )

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from superoffload.adamw import AdamW
-from superoffload.cli import main, verify
-from superoffload.training.model import Transformer
-from superoffload.training.record import BUCKET_FATES
+from superoffload.tools.cli import main, verify
+from superoffload.tools.train.model import Transformer
+from superoffload.tools.train.record import BUCKET_FATES
 
 TINY = (
     f"--data {argparse.__file__} --layers 1 --hidden 32 --heads 2 --kv-heads 1 --mlp 48 --sequence 32 --batch 4 "
@@ -81,7 +81,7 @@ def test_state_changed_by_speculation_is_caught_and_located(
                 parameter = self.param_groups[0]["params"][0]
                 self.state[parameter]["exp_avg"].view(torch.int32).view(-1)[7] ^= 1
 
-    monkeypatch.setattr("superoffload.training.trainer.AdamW", OffByOneBit)
+    monkeypatch.setattr("superoffload.tools.train.trainer.AdamW", OffByOneBit)
     assert run_verify(tmp_path, "--steps", "6", "--inject", "") == 1
     printed = capsys.readouterr().out
     assert "FAILED: step 3: equal gradients went in, but exp_avg came out different" in printed
@@ -101,7 +101,7 @@ def test_differences_of_bf16_moments_are_counted_in_elements(
                 for group in self.param_groups:
                     self.state[group["params"][0]]["exp_avg"].view(torch.int16).view(-1)[:2] ^= 1
 
-    monkeypatch.setattr("superoffload.training.trainer.AdamW", OffByOneBit)
+    monkeypatch.setattr("superoffload.tools.train.trainer.AdamW", OffByOneBit)
     # An odd number of elements does not divide into words of four bytes.
     sizes = ("--hidden", "30", "--heads", "1", "--kv-heads", "1", "--mlp", "47")
     assert run_verify(tmp_path, "--steps", "2", "--inject", "", "--state-dtype", "bf16", *sizes) == 1
@@ -136,7 +136,7 @@ def test_skipped_step_that_moves_something_in_both_runs_is_caught(
             if self.last_verdict is not None and self.last_verdict.found_inf:
                 self.state[self.param_groups[0]["params"][0]]["exp_avg_sq"].add_(1.0)
 
-    monkeypatch.setattr("superoffload.training.trainer.AdamW", MovesOnSkip)
+    monkeypatch.setattr("superoffload.tools.train.trainer.AdamW", MovesOnSkip)
     assert run_verify(tmp_path, "--steps", "4", "--inject", "nan@2") == 1
     assert "step 2 (nan@2): the step had to leave everything as it was, but exp_avg_sq" in capsys.readouterr().out
 
@@ -148,7 +148,7 @@ def test_speculative_run_that_never_speculates_is_caught(
         def __init__(self, *arguments: Any, **settings: Any) -> None:
             super().__init__(*arguments, **{**settings, "speculation": "never"})
 
-    monkeypatch.setattr("superoffload.training.trainer.AdamW", NeverSpeculates)
+    monkeypatch.setattr("superoffload.tools.train.trainer.AdamW", NeverSpeculates)
     assert run_verify(tmp_path) == 1
     assert "FAILED: no bucket was speculated or committed, although" in capsys.readouterr().out
 
@@ -185,7 +185,7 @@ def test_uncounted_buckets_are_caught(
             stats["buckets_committed"] -= stats["buckets_committed"] > 0
             return stats
 
-    monkeypatch.setattr("superoffload.training.trainer.AdamW", LosesOne)
+    monkeypatch.setattr("superoffload.tools.train.trainer.AdamW", LosesOne)
     assert run_verify(tmp_path, "--steps", "5", "--inject", "") == 1
     assert "buckets were speculated, but" in capsys.readouterr().out
 
@@ -197,7 +197,7 @@ def test_run_that_speculates_nothing_to_compare_with_is_caught(
         def __init__(self, *arguments: Any, **settings: Any) -> None:
             super().__init__(*arguments, **{**settings, "speculation": "always"})
 
-    monkeypatch.setattr("superoffload.training.trainer.AdamW", AlwaysAlways)
+    monkeypatch.setattr("superoffload.tools.train.trainer.AdamW", AlwaysAlways)
     assert run_verify(tmp_path, "--steps", "5", "--inject", "") == 1
     assert "the synchronous run speculated" in capsys.readouterr().out
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from superoffload.cli import main
-from superoffload.convergence.compare import Tolerance
-from superoffload.convergence.run import Curve
-from superoffload.convergence.setup import Setup
-from superoffload.convergence.suite import Result, judge_fates
+from superoffload.tools.cli import main
+from superoffload.tools.convergence.compare import Tolerance
+from superoffload.tools.convergence.convergence_setup import Setup
+from superoffload.tools.convergence.distributed_run import Curve
+from superoffload.tools.convergence.suite import Result, judge_fates
 
 
 @pytest.mark.convergence
@@ -55,7 +55,7 @@ def test_nothing_committed(
         judge_fates(result, setup)
         return result
 
-    monkeypatch.setattr("superoffload.convergence.suite.verify_ranks", judged)
+    monkeypatch.setattr("superoffload.tools.convergence.suite.verify_ranks", judged)
     code = main(["verify", "--ranks", "2", "--steps", "41", "--out", str(tmp_path)])
     printed, summary = capsys.readouterr().out, json.loads((tmp_path / "summary.json").read_text())
     assert (code == 0) == summary["passed"] == (committed > 0)

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from superoffload.convergence.compare import SAFETY, Tolerance, stray, tolerance_of, unequal
-from superoffload.convergence.engines import ENGINES, Engine
-from superoffload.convergence.run import Curve, run
-from superoffload.convergence.setup import Setup
-from superoffload.convergence.suite import distributed_run, single_runs
+from superoffload.distributed.launch import LocalRanks
 from superoffload.errors import ArgumentError
-from superoffload.ranks.launch import LocalRanks
+from superoffload.tools.convergence.compare import SAFETY, Tolerance, stray, tolerance_of, unequal
+from superoffload.tools.convergence.convergence_setup import Setup
+from superoffload.tools.convergence.distributed_run import Curve, run
+from superoffload.tools.convergence.engines import ENGINES, Engine
+from superoffload.tools.convergence.suite import distributed_run, single_runs
 from tests.rank_faults import FAULTS, IN_THE_LOOP
 from tests.rank_tools import pool, side_by_side
 
@@ -129,7 +129,7 @@ def test_unknown_engines_are_refused() -> None:
 
 
 def test_engines_that_are_not_installed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("superoffload.convergence.engines.find_spec", lambda name: None)
+    monkeypatch.setattr("superoffload.tools.convergence.engines.find_spec", lambda name: None)
     with pytest.raises(ArgumentError, match="engine=deepspeed: deepspeed is not installed; pip install deepspeed=="):
         run(SHARP, "deepspeed", "never")
 

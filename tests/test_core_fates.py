@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from superoffload.bucket import Bucket, BucketState, GroupHyper
+from superoffload.engine.bucket import Bucket, BucketState, GroupHyper
 from superoffload.errors import StateError
 from tests.core_tools import COUNTERS, Rig, Settings, rig
 

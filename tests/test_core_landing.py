@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from superoffload.bucket import BucketState, GroupHyper, Shard
+from superoffload.engine.bucket import BucketState, GroupHyper, Shard
 from superoffload.engine.engine import Engine
-from superoffload.engine.options import EngineOptions
+from superoffload.engine.engine_options import EngineOptions
 from superoffload.errors import WorkerError
 from superoffload.integrations.deepspeed.link import PartitionLink
-from superoffload.link import HostLink, Link
+from superoffload.links.host import HostLink, Link
 
 SIZES = (700, 3000, 1, 1024)
 HYPER = GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1)

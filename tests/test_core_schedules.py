@@ -13,8 +13,8 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from superoffload.bucket import BucketState, GroupHyper, Shard
-from superoffload.schedule import MODES
+from superoffload.engine.bucket import BucketState, GroupHyper, Shard
+from superoffload.engine.schedule import MODES
 from tests.core_tools import COUNTERS, Rig, Settings, assert_same_bits, rig, to_numpy
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

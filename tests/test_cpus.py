@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from superoffload import AdamW
-from superoffload.cpus import (
+from superoffload.host.processors import (
     LIMITING_VARIABLES,
     RankOnNode,
     allowed_cpus,
@@ -22,9 +22,9 @@ from superoffload.cpus import (
     thread_limit,
     worker_cpus,
 )
-from superoffload.doctor.system import System, largest_cache_bytes
-from superoffload.doctor.threads import examine_threads
-from superoffload.links import on_device
+from superoffload.host.system import System, largest_cache_bytes
+from superoffload.links.select import on_device
+from superoffload.tools.doctor.threads import examine_threads
 from tests.fake_machine import GRACE, make_machine
 from tests.rank_tools import net, on_ranks, optimizer_of
 
@@ -138,8 +138,8 @@ def test_an_optimizer_beside_a_device_leaves_two(
 ) -> None:
     for name in LIMITING_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("superoffload.cpus.allowed_cpus", lambda: list(range(16)))
-    monkeypatch.setattr("superoffload.cpus.cpu_quota", lambda system: None)
+    monkeypatch.setattr("superoffload.host.processors.allowed_cpus", lambda: list(range(16)))
+    monkeypatch.setattr("superoffload.host.processors.cpu_quota", lambda system: None)
     monkeypatch.setattr("superoffload.optimizer.connection.on_device", lambda params: device)
     with AdamW(net(torch.float32).parameters(), threads=threads) as optimizer:
         assert optimizer._core.pool.threads == expected  # type: ignore[attr-defined]  # the protocol has no count

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.errors import StateError
-from superoffload.packed_gradient import PackedGradient, packed_in
+from superoffload.optimizer.packed_gradient import PackedGradient, packed_in
 from tests.adamw_tools import batch, model_of
 from tests.fake_cuda import Fake, on_fake_device
 from tests.fp32_gradients import declared, needs_grad_dtype

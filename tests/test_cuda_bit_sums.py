@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.bits import Sums
-from superoffload.cuda.bit_sums import CudaBitSums, SumsThere
-from superoffload.cuda.link import CudaLink, CudaOptions
 from superoffload.errors import DeviceError
+from superoffload.host.bits import Sums
+from superoffload.links.cuda.bit_sums import CudaBitSums, SumsThere
+from superoffload.links.cuda.link import CudaLink, CudaOptions
 from superoffload.optimizer.watched import Tracked
 from tests.adamw_tools import batch, model_of, train
 from tests.cuda_tools import training

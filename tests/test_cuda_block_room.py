@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.cuda.blocks import early_buckets
+from superoffload.links.cuda.blocks import early_buckets
 from tests.adamw_tools import batch
 from tests.cuda_tools import blocks_of, count_gradients, out_of_memory, training
 from tests.fake_cuda import Fake, LateLink, on_fake_device, on_host

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.cuda.blocks import early_buckets
+from superoffload.engine.schedule import MODES
+from superoffload.links.cuda.blocks import early_buckets
 from superoffload.optimizer.untold_writes import UntoldWrites
-from superoffload.schedule import MODES
 from tests.adamw_tools import batch
 from tests.cuda_tools import blocks_of, count_gradients, training
 from tests.fake_cuda import Fake, on_fake_device, on_host

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from superoffload import AdamW
-from superoffload.cuda.device import TorchDevice
 from superoffload.errors import DeviceError
+from superoffload.links.cuda.device import TorchDevice
 from tests.adamw_tools import batch, model_of, train
 from tests.cuda_tools import host_digests, training
 from tests.fake_cuda import Fake, LateLink, on_fake_device

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from superoffload.cuda import compile as compiling
-from superoffload.cuda import nvrtc
-from superoffload.cuda.compile import compile_kernels
-from superoffload.cuda.nvrtc import CompileError, Nvrtc, Program
-from superoffload.doctor.gpu import TorchAccelerators
 from superoffload.errors import ArgumentError, KernelsUnavailable
+from superoffload.links.cuda import compile as compiling
+from superoffload.links.cuda import nvrtc
+from superoffload.links.cuda.compile import compile_kernels
+from superoffload.links.cuda.nvrtc import CompileError, Nvrtc, Program
+from superoffload.tools.doctor.gpu import TorchAccelerators
 
 
 class Compiler(Nvrtc):
@@ -164,7 +164,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
     wheels = SimpleNamespace(submodule_search_locations=[str(made.nvidia)])
     monkeypatch.setattr(nvrtc, "find_spec", lambda name: wheels)
     monkeypatch.setattr(torch, "__file__", str(made.torch.parent / "__init__.py"))
-    monkeypatch.setattr("superoffload.cuda.nvrtc.ctypes.CDLL", made.open)
+    monkeypatch.setattr("superoffload.links.cuda.nvrtc.ctypes.CDLL", made.open)
     monkeypatch.setenv("CUDA_HOME", str(made.toolkit))
     return made
 

@@ -15,8 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import AdamW
-from superoffload.cuda.link import CudaLink, CudaOptions
-from superoffload.ranks import data_parallel as ddp
+from superoffload.distributed import data_parallel as ddp
+from superoffload.links.cuda.link import CudaLink, CudaOptions
 from tests.fake_cuda import IMAGE, Fake, FakeDevice, garbage_like, on_host
 from tests.rank_tools import net, on_ranks
 from tests.test_ranks_replicated import loss_of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.packed_gradient import PackedGradient
+from superoffload.optimizer.packed_gradient import PackedGradient
 from tests.adamw_tools import batch
 from tests.fake_cuda import Fake
 from tests.freed_tools import (

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.cuda.link import CudaLink, CudaOptions
-from superoffload.cuda.start import LIBRARY_VARIABLE
-from superoffload.environment import DEVICE_TIMEOUT, device_timeout
 from superoffload.errors import ArgumentError, DeviceError, StateError, WorkerError
+from superoffload.host.environment import DEVICE_TIMEOUT, device_timeout
+from superoffload.links.cuda.link import CudaLink, CudaOptions
+from superoffload.links.cuda.start import LIBRARY_VARIABLE
 from tests.adamw_tools import batch, python, train
 from tests.cuda_tools import host_digests, state_of, training
 from tests.fake_cuda import Fake, LateLink, on_fake_device
@@ -140,7 +140,7 @@ def test_a_worker_that_throws(fake: Fake) -> None:
 
 
 def test_no_driver() -> None:
-    from superoffload.cuda.link import CudaLink
+    from superoffload.links.cuda.link import CudaLink
 
     class Nothing:
         ordinal = 0

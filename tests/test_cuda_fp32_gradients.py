@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.cuda.link import CudaLink, CudaOptions
-from superoffload.packed_gradient import PackedGradient
+from superoffload.links.cuda.link import CudaLink, CudaOptions
+from superoffload.optimizer.packed_gradient import PackedGradient
 from tests.adamw_tools import model_of
 from tests.fake_cuda import IMAGE, Fake, FakeDevice, garbage_like, on_fake_device, on_host
 from tests.fp32_gradients import SOURCES, by_kernels, declared, needs_grad_dtype, parameters_of, precise_loss

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.errors import ArgumentError, DeviceError, StateError
-from superoffload.packed_gradient import PackedGradient
+from superoffload.optimizer.packed_gradient import PackedGradient
 from tests.adamw_tools import batch, model_of, train
 from tests.cuda_tools import check_against_host, host_digests, training
 from tests.fake_cuda import Fake, on_fake_device

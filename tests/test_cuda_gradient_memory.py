@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.errors import DeviceError
-from superoffload.packed_gradient import packed_in
+from superoffload.optimizer.packed_gradient import packed_in
 from tests.adamw_tools import batch, model_of
 from tests.cuda_tools import training
 from tests.fake_cuda import Fake
@@ -57,12 +57,12 @@ def _reading(model: nn.Module, optimizer: AdamW) -> None:
 
 
 def _sums_of_what_was_read(model: nn.Module, optimizer: AdamW) -> None:
-    with refused("superoffload.cuda.bit_sums.CudaBitSums.of"):
+    with refused("superoffload.links.cuda.bit_sums.CudaBitSums.of"):
         brought_back(next(model.parameters()))
 
 
 def _a_second_backward(model: nn.Module, optimizer: AdamW) -> None:
-    with refused("superoffload.cuda.bit_sums.CudaBitSums.of"):
+    with refused("superoffload.links.cuda.bit_sums.CudaBitSums.of"):
         batch(model, 9).backward()
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.bucket import Shard
+from superoffload.engine.bucket import Shard
 from superoffload.engine.engine import Engine
-from superoffload.packed_gradient import packed_in
+from superoffload.optimizer.packed_gradient import packed_in
 from tests.adamw_tools import batch, model_of
 from tests.fake_cuda import Fake, FakeDevice
 from tests.fp32_gradients import needs_grad_dtype

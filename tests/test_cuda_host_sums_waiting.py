@@ -11,7 +11,7 @@ from torch import nn
 
 from superoffload import AdamW
 from superoffload.errors import DeviceError, StateError
-from superoffload.packed_gradient import PackedGradient
+from superoffload.optimizer.packed_gradient import PackedGradient
 from tests.adamw_tools import batch, model_of
 from tests.fake_cuda import Fake, on_fake_device
 from tests.fp32_gradients import needs_grad_dtype

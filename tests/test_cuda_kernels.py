@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.gpu_suite.launches import COPY_PIECE, SUM_PIECE, copy_pieces, grid_for, sum_pieces
 from superoffload import _native, kernels
-from superoffload.cuda import geometry
+from superoffload.links.cuda import geometry
 from tests import emulation
 from tests import kernel_cases as cases
 from tests.kernel_battery import Case, norm_inputs, span_cases

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.schedule import MODES
+from superoffload.engine.schedule import MODES
 from tests.adamw_tools import DTYPES, batch, model_of
 from tests.fake_cuda import Fake, LateLink, on_fake_device
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.cuda import link as cuda_link
 from superoffload.errors import DeviceError
+from superoffload.links.cuda import link as cuda_link
 from tests.adamw_tools import batch
 from tests.cuda_tools import blocks_of, training
 from tests.fake_cuda import Fake, garbage_like

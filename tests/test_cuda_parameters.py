@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.arguments import _same_device
 from superoffload.errors import ArgumentError, StateError
+from superoffload.optimizer.arguments import _same_device
 from tests.adamw_tools import batch, model_of, train
 from tests.cuda_tools import check_against_host, state_of, training
 from tests.fake_cuda import Fake

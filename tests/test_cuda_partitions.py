@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from superoffload.bucket import GroupHyper, Shard
-from superoffload.cuda.link import CudaOptions
-from superoffload.engine.options import EngineOptions
+from superoffload.engine.bucket import GroupHyper, Shard
+from superoffload.engine.engine_options import EngineOptions
+from superoffload.engine.verdict import decide
 from superoffload.errors import DeviceError
 from superoffload.integrations.deepspeed.driver import Partition, PartitionDriver
-from superoffload.verdict import decide
+from superoffload.links.cuda.link import CudaOptions
 from tests.fake_cuda import IMAGE, Fake, FakeDevice, LateLink
 from tests.test_cuda_link import LATE
 

@@ -153,6 +153,6 @@ def test_host_memory_that_is_refused_is_a_device_error(fake: Fake, monkeypatch: 
 
     with training(fake) as (_, optimizer):
         link = optimizer._core.link
-        monkeypatch.setattr("superoffload.cuda.link.PinnedArena", refuse)
+        monkeypatch.setattr("superoffload.links.cuda.link.PinnedArena", refuse)
         with pytest.raises(DeviceError, match="the host is out of memory; close other programs"):
             link.prepare(optimizer._core.buckets, anew=False)

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.bucket import Shard
+from superoffload.engine.bucket import Shard
+from superoffload.engine.placement import move_state
+from superoffload.engine.schedule import MODES
 from superoffload.errors import DeviceError, KernelsUnavailable, StateError, TornStep
-from superoffload.placement import move_state
-from superoffload.schedule import MODES
 from tests.adamw_tools import DTYPES, batch, model_of
 from tests.cuda_tools import out_of_memory
 from tests.fake_cuda import Fake, on_fake_device
@@ -191,7 +191,7 @@ def test_state_that_finds_no_room_stays_where_it_was(fake: Fake, of_allocator: b
         model.register_forward_pre_hook(lambda *_: fake.synchronize())
         options: dict[str, Any] = {"speculation": "always", "threads": 2, "bucket_numel": 1024, "max_grad_norm": 0.5}
         with (
-            mock.patch("superoffload.placement.Placer.choose_first", lambda placer, sizes: set()),
+            mock.patch("superoffload.engine.placement.Placer.choose_first", lambda placer, sizes: set()),
             AdamW(model.parameters(), placement={"gpu_fraction": 1.0}, **options) as optimizer,
         ):
             steps(model, optimizer)
@@ -207,7 +207,7 @@ def test_without_kernels_it_is_refused(fake: Fake) -> None:
     model = model_of(torch.float32)
     with (
         on_fake_device(fake, image=b""),
-        mock.patch("superoffload.placement._on_cpu", lambda params: False),
+        mock.patch("superoffload.engine.placement._on_cpu", lambda params: False),
         pytest.raises(KernelsUnavailable, match=r"placement=\{'gpu_fraction': 0.5\}: .*make NVRTC available"),
     ):
         AdamW(model.parameters(), placement=HALF)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.bucket import Bucket, BucketState
-from superoffload.cuda.blocks import early_buckets
-from superoffload.cuda.link import CudaLink
+from superoffload.engine.bucket import Bucket, BucketState
 from superoffload.errors import WorkerError
+from superoffload.links.cuda.blocks import early_buckets
+from superoffload.links.cuda.link import CudaLink
 from tests.adamw_tools import batch
 from tests.cuda_tools import training
 from tests.fake_cuda import Fake, LateLink, on_fake_device, on_host

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from superoffload.cuda.pinned import free_bytes, node_of, place
-from superoffload.cuda.start import LIBRARY_VARIABLE, cuda_link, kernels_for
 from superoffload.errors import KernelsUnavailable
+from superoffload.links.cuda.pinned import free_bytes, node_of, place
+from superoffload.links.cuda.start import LIBRARY_VARIABLE, cuda_link, kernels_for
 from tests.fake_cuda import IMAGE, Fake, FakeDevice
 
 # ---- where pinned memory goes ---------------------------------------------------------------------------------------
@@ -64,9 +64,9 @@ def test_a_link_for_a_torch_device(fake: Fake, monkeypatch: pytest.MonkeyPatch) 
         return IMAGE
 
     monkeypatch.setenv(LIBRARY_VARIABLE, fake.library)
-    monkeypatch.setattr("superoffload.cuda.start.TorchDevice", lambda device: FakeDevice(fake))
+    monkeypatch.setattr("superoffload.links.cuda.start.TorchDevice", lambda device: FakeDevice(fake))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("superoffload.cuda.compile.compile_kernels", compile_for)
+    monkeypatch.setattr("superoffload.links.cuda.compile.compile_kernels", compile_for)
     link = cuda_link(torch.device("cuda", 0), keep_grads=True)
     assert asked == ["sm_90"]
     assert not link.frees_gradients and link.pinned
@@ -80,6 +80,6 @@ def test_missing_kernels_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def unavailable(arch: str) -> bytes:
         raise KernelsUnavailable(f"no kernels for {arch}: install something")
 
-    monkeypatch.setattr("superoffload.cuda.compile.compile_kernels", unavailable)
+    monkeypatch.setattr("superoffload.links.cuda.compile.compile_kernels", unavailable)
     with pytest.warns(RuntimeWarning, match=r"no kernels for sm_80: install something.*with the same result"):
         assert kernels_for((8, 0)) == b""

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from superoffload.distributed.ownership import dtensor_holding, like_parameter
 from superoffload.host.tensors import is_dtensor, local_of
-from superoffload.ranks.layout import dtensor_holding, like_parameter
 
 
 @pytest.fixture

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.cuda.link import CudaLink, CudaOptions
+from superoffload.distributed import data_parallel as ddp
+from superoffload.distributed import fully_shard
+from superoffload.distributed.data_parallel import ReducedGradients
 from superoffload.errors import StateError
+from superoffload.links.cuda.link import CudaLink, CudaOptions
 from superoffload.optimizer import module_hooks
 from superoffload.optimizer.lifetime import Alone
 from superoffload.optimizer.watched import Tracked
-from superoffload.ranks import data_parallel as ddp
-from superoffload.ranks import fully_shard
-from superoffload.ranks.data_parallel import ReducedGradients
 from tests.adamw_tools import batch
 from tests.fake_cuda import IMAGE, Fake, FakeDevice, LateLink, garbage_like, on_fake_device
 from tests.test_cuda_link import deep_model

@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from superoffload import AdamW
 from superoffload.checkpoints import save
-from superoffload.ranks.group import Exchange
-from superoffload.ranks.launch import LocalRanks, Outcome
-from superoffload.ranks.roll_call import RollCall
-from superoffload.ranks.session import RankSession
+from superoffload.distributed.group import Exchange
+from superoffload.distributed.launch import LocalRanks, Outcome
+from superoffload.distributed.roll_call import RollCall
+from superoffload.distributed.session import RankSession
 from tests.network_tools import ADDRESSES, Link, cut, join_world, missing_for_namespaces
 from tests.rank_tools import BF16, flat_mesh, net, shard, tokens_of
 

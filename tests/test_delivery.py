@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from superoffload import AdamW
+from superoffload.engine.schedule import MODES
 from superoffload.errors import ArgumentError
-from superoffload.schedule import MODES
 from tests.adamw_tools import batch, model_of
 from tests.compatibility import compat
 from tests.delivery_tools import STEPS, Loop, compare, loss_of, odd, plain, plain_step

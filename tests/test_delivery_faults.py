@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from superoffload.errors import WorkerError
-from superoffload.link import HostLink
+from superoffload.links.host import HostLink
 from tests.adamw_tools import run_python
 from tests.delivery_tools import in_flight, loss_of, made, odd, pending, plain_step
 

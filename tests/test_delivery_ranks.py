@@ -15,12 +15,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import _native
-from superoffload.bucket import Bucket, BucketState
-from superoffload.convergence.setup import Setup
-from superoffload.convergence.suite import delivered_unlike
+from superoffload.engine.bucket import Bucket, BucketState
+from superoffload.engine.schedule import Schedule
 from superoffload.engine.tail import Tail
 from superoffload.optimizer import module_hooks
-from superoffload.schedule import Schedule
+from superoffload.tools.convergence.convergence_setup import Setup
+from superoffload.tools.convergence.suite import delivered_unlike
 from tests.compatibility import compat
 from tests.rank_tools import BF16, error_of, flat_mesh, net, on_ranks, optimizer_of, pool, tokens_of
 from tests.test_rank_checks import train_until_error

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from superoffload.engine.executor import Executor
-from superoffload.readers import readers_of
+from superoffload.optimizer.module_readers import readers_of
 from superoffload.timeline import UP, read_trace
 from tests.adamw_tools import weights
 from tests.delivery_tools import Odd, loss_of, made, odd, pending, plain_step

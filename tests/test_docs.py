@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from superoffload.cli import build_parser
-from superoffload.environment import OF_THE_BUILD, VARIABLES
+from superoffload.host.environment import OF_THE_BUILD, VARIABLES
+from superoffload.tools.cli import build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -173,7 +173,7 @@ def test_every_environment_variable_is_in_the_reference() -> None:
     used = {name for text in sources for name in re.findall(r"\"(SUPEROFFLOAD_[A-Z_]+)\"", text)}
     shown = set(re.findall(r"(?m)^\| `(SUPEROFFLOAD_[A-Z_]+)` \|", (ROOT / "docs/api.md").read_text()))
     assert used - shown == set(), "docs/api.md has no row for these"
-    assert shown == {*VARIABLES, *OF_THE_BUILD}, "superoffload/environment.py knows others"
+    assert shown == {*VARIABLES, *OF_THE_BUILD}, "superoffload/host/environment.py knows others"
 
 
 def test_pages_named_by_the_navigation_are_about_what_they_say() -> None:

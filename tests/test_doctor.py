@@ -12,19 +12,19 @@ from pathlib import Path
 import pytest
 
 from superoffload import kernels
-from superoffload.cli import EXIT_USAGE, main
-from superoffload.doctor import self_test
-from superoffload.doctor.bandwidth import examine_bandwidth, measure, measure_step
-from superoffload.doctor.control_groups import cpu_quota, memory_limit
-from superoffload.doctor.cpu import examine_cpu, examine_instruction_sets
-from superoffload.doctor.examine import Diagnosis, diagnose
-from superoffload.doctor.findings import OK, PROBLEM, WARNING, Examination
-from superoffload.doctor.gpu import Device, examine_gpu
-from superoffload.doctor.memory import examine_memory, examine_numa
-from superoffload.doctor.self_test import examine_undo
-from superoffload.doctor.software import examine_software, release
-from superoffload.doctor.superchip import examine_superchip, is_grace
-from superoffload.doctor.system import System, format_cpu_list, parse_cpu_list
+from superoffload.host.control_groups import cpu_quota, memory_limit
+from superoffload.host.system import System, format_cpu_list, parse_cpu_list
+from superoffload.tools.cli import EXIT_USAGE, main
+from superoffload.tools.doctor import self_test
+from superoffload.tools.doctor.bandwidth import examine_bandwidth, measure, measure_step
+from superoffload.tools.doctor.cpu import examine_cpu, examine_instruction_sets
+from superoffload.tools.doctor.examine import Diagnosis, diagnose
+from superoffload.tools.doctor.findings import OK, PROBLEM, WARNING, Examination
+from superoffload.tools.doctor.gpu import Device, examine_gpu
+from superoffload.tools.doctor.host_memory import examine_memory, examine_numa
+from superoffload.tools.doctor.self_test import examine_undo
+from superoffload.tools.doctor.software import examine_software, release
+from superoffload.tools.doctor.superchip import examine_superchip, is_grace
 from tests.fake_machine import GRACE, PLAIN, make_machine
 
 GIB = 1 << 30
@@ -92,7 +92,7 @@ def test_this_machine_with_one_processor_and_little_locked_memory(tmp_path: Path
         "import os, resource, sys\n"
         "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
         "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))\n"
-        "from superoffload.cli import main\n"
+        "from superoffload.tools.cli import main\n"
         "sys.exit(main(['doctor', '--json', sys.argv[1]]))"
     )
     done = subprocess.run([sys.executable, "-c", script, str(out)], capture_output=True, text=True, timeout=120)
@@ -162,7 +162,7 @@ def test_self_test_notices_sets_that_disagree(monkeypatch: pytest.MonkeyPatch) -
 def test_a_problem_fails_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = Examination("memory")
     found.problem("it is broken", "mend it")
-    monkeypatch.setattr("superoffload.doctor.examine.diagnose", lambda *_, **__: Diagnosis([found]))
+    monkeypatch.setattr("superoffload.tools.doctor.examine.diagnose", lambda *_, **__: Diagnosis([found]))
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
     assert "PROBLEM  it is broken" in shown and "-> mend it" in shown and "not fit to train: 1 problem" in shown
@@ -423,7 +423,7 @@ def test_without_a_usable_torch_nothing_trains(torch: str | None, text: str) -> 
 def test_the_command_examines_a_machine_without_torch() -> None:
     script = (
         "import sys; sys.modules['torch'] = None\n"
-        "from superoffload.cli import main\n"
+        "from superoffload.tools.cli import main\n"
         "sys.exit(main(['doctor', '--no-bandwidth']))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)

@@ -14,18 +14,18 @@ from unittest import mock
 import pytest
 
 from superoffload import _native
-from superoffload.bucket import BucketState
-from superoffload.emulation.clock import StalledError, VirtualClock, VirtualCompletion, when_done
-from superoffload.emulation.link import VirtualLink
-from superoffload.emulation.machine import Machine, Workload
-from superoffload.emulation.paced import PacedTraining
+from superoffload.engine.bucket import BucketState
 from superoffload.engine.executor import Executor
 from superoffload.engine.finisher import Finisher
 from superoffload.engine.packer import Packer
+from superoffload.engine.schedule import FixedSchedule, Schedule
 from superoffload.engine.snapshot import Snapshots
 from superoffload.engine.speculator import Speculator
 from superoffload.engine.tail import Tail
-from superoffload.schedule import FixedSchedule, Schedule
+from superoffload.tools.emulation.clock import StalledError, VirtualClock, VirtualCompletion, when_done
+from superoffload.tools.emulation.link import VirtualLink
+from superoffload.tools.emulation.machine import Machine, Workload
+from superoffload.tools.emulation.paced import PacedTraining
 from tests.simulator.schedules import simulate
 from tests.simulator.simulation import BrokenPromiseError
 

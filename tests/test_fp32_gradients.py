@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from superoffload import AdamW, CPUAdamW
+from superoffload.engine.schedule import MODES
 from superoffload.errors import ArgumentError, HostMemoryError
-from superoffload.schedule import MODES
 from tests.adamw_tools import assert_close_to_torch, batch, check_counters, model_of
 from tests.fp32_gradients import (
     SOURCES,

@@ -85,8 +85,8 @@ def test_what_compute_sanitizer_says(status: int | None, said: str, wrong: list[
 
 def test_smoke_makes_its_own_links_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one: the options that the link would get."""
-    from superoffload.cuda import start
-    from superoffload.cuda.link import CudaOptions
+    from superoffload.links.cuda import start
+    from superoffload.links.cuda.link import CudaOptions
 
     monkeypatch.setattr(start, "options_for", lambda device, *, keep_grads: CudaOptions(keep_grads=keep_grads))
     device = object.__new__(Cuda)

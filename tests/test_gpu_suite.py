@@ -37,8 +37,8 @@ from benchmarks.gpu_suite.settings import ALWAYS_CLIPS, FULL, TOY, TrainRow, par
 from benchmarks.gpu_suite.training import build
 from benchmarks.jobs import ENDS_VARIABLE, LEFT, Job, check_keys
 from superoffload import _native, kernels
-from superoffload.environment import DEVICE_TIMEOUT
 from superoffload.errors import ArgumentError
+from superoffload.host.environment import DEVICE_TIMEOUT
 from tests.cuda_tools import out_of_memory
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,7 +21,7 @@ from superoffload.checkpoints import archive, folder
 from superoffload.checkpoints.manifest import check_content
 from superoffload.checkpoints.safetensors import TensorReader
 from superoffload.errors import ArgumentError
-from superoffload.untrusted import parse_json
+from superoffload.host.untrusted import parse_json
 from tests.saving_tools import TENSORS, Run, assert_same, save_two_steps
 from tests.test_manifests import Content, forged, with_state
 

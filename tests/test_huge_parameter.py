@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 import superoffload
-from superoffload.bits import same_bits
-from superoffload.bucket import BLOCK
-from superoffload.memory import host_empty
+from superoffload.engine.bucket import BLOCK
+from superoffload.host.bits import same_bits
+from superoffload.host.memory import host_empty
 
 SHARED = 1 << 31  # elements
 OWN = 3 * BLOCK + 7
@@ -65,9 +65,9 @@ class RepeatedMemory:
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[RepeatedMemory]:
     repeated = RepeatedMemory()
-    monkeypatch.setattr("superoffload.link.host_empty", repeated.zeros)
-    monkeypatch.setattr("superoffload.placement.host_empty", repeated.zeros)
-    monkeypatch.setattr("superoffload.placement.host_zeros", repeated.zeros)
+    monkeypatch.setattr("superoffload.links.host.host_empty", repeated.zeros)
+    monkeypatch.setattr("superoffload.engine.placement.host_empty", repeated.zeros)
+    monkeypatch.setattr("superoffload.engine.placement.host_zeros", repeated.zeros)
     yield repeated
     repeated.close()
 

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from superoffload.cli.verify import DEFAULT_INJECTION, DEFAULTS
 from superoffload.errors import ArgumentError
-from superoffload.training.injection import KINDS, NOTHING, Threshold, parse_injection, poisoned
+from superoffload.tools.cli.verify import DEFAULT_INJECTION, DEFAULTS
+from superoffload.tools.train.injection import KINDS, NOTHING, Threshold, parse_injection, poisoned
 
 
 def test_every_kind_is_parsed_to_its_step() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from superoffload import kernels
-from superoffload.benchmarking.accuracy import (
+from superoffload.tools.bench.accuracy import (
     PARTS,
     STEPS,
     ErrorFigures,

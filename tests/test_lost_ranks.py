@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from superoffload import AdamW
+from superoffload.distributed.group import _GROUPS
+from superoffload.distributed.launch import LocalRanks, Outcome
+from superoffload.distributed.roll_call import RollCall
+from superoffload.distributed.session import RankSession
 from superoffload.errors import RankError
-from superoffload.ranks.group import _GROUPS
-from superoffload.ranks.launch import LocalRanks, Outcome
-from superoffload.ranks.roll_call import RollCall
-from superoffload.ranks.session import RankSession
 from tests.rank_tools import BF16, Net, flat_mesh, net, optimizer_of, shard, tokens_of
 
 TIMEOUT = 5.0

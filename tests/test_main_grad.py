@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW, CPUAdamW
+from superoffload.engine.schedule import MODES
 from superoffload.errors import ArgumentError, StateError
-from superoffload.gradient_source import dtype_to_come
-from superoffload.schedule import MODES
+from superoffload.optimizer.gradient_source import dtype_to_come
 from tests.adamw_tools import batch, model_of
 from tests.fp32_gradients import (
     add_to_main_grad,
@@ -251,6 +251,6 @@ def test_a_dtype_of_gradients_that_this_torch_does_not_know(monkeypatch: pytest.
     """Before torch 2.10 ``p.grad_dtype`` is an attribute like any other, which autograd does not read."""
     param = SimpleNamespace(grad_dtype=torch.float32, dtype=torch.bfloat16, requires_grad=True)
     older = SimpleNamespace(Tensor=object, float32=torch.float32, __version__="2.9.1")
-    monkeypatch.setattr("superoffload.gradient_source.torch", older)
+    monkeypatch.setattr("superoffload.optimizer.gradient_source.torch", older)
     with pytest.raises(ArgumentError, match=r"p\.grad_dtype is set, which this torch \(2\.9\.1\) does not know"):
         dtype_to_come("weight", param)  # type: ignore[arg-type]  # a parameter of that torch

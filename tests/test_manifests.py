@@ -19,7 +19,7 @@ import torch
 from superoffload import checkpoints
 from superoffload.checkpoints import folder as folders
 from superoffload.errors import ArgumentError
-from superoffload.untrusted import parse_json, printable, read_json
+from superoffload.host.untrusted import parse_json, printable, read_json
 from tests.saving_tools import TENSORS, Run, assert_same, save_two_steps
 
 KEY = "model.norm.running_mean"  # of 8 elements

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from superoffload import CPUAdamW
-from superoffload.bucket import GroupHyper, Shard
-from superoffload.engine.options import EngineOptions
+from superoffload.engine.bucket import GroupHyper, Shard
+from superoffload.engine.engine_options import EngineOptions
 from superoffload.integrations.deepspeed.driver import Partition, PartitionDriver
-from superoffload.masters import follow
+from superoffload.optimizer.masters import follow
 
 FINE = 1.0 + 2**-20  # rounds to 1 in bf16
 MASTERS = [FINE, FINE, 0.0, -0.0]

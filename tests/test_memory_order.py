@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import AdamW, CPUAdamW, checkpoints
+from superoffload.engine.schedule import MODES
 from superoffload.errors import ArgumentError, RankError, StateError
 from superoffload.host.tensors import dims_in_memory, in_order, is_dense, out_of_order
-from superoffload.schedule import MODES
 from tests.adamw_tools import DTYPES
 from tests.compatibility import compat
 from tests.fake_cuda import Fake, on_fake_device

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import superoffload
+from superoffload.engine.verdict import Verdict
 from superoffload.errors import ArgumentError, SuperOffloadError
 from superoffload.metrics import PER_STEP, PREFIX, TOTALS, Anomalies, Limits, Monitor, as_metrics
-from superoffload.verdict import Verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 

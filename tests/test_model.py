@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from superoffload.errors import ArgumentError
-from superoffload.training.config import ModelConfig, TrainingConfig
-from superoffload.training.model import Transformer, build_model, compute_dtype, rotary_tables, rotate
-from superoffload.training.schedule import learning_rate_factor
+from superoffload.tools.train.learning_rate import learning_rate_factor
+from superoffload.tools.train.model import Transformer, build_model, compute_dtype, rotary_tables, rotate
+from superoffload.tools.train.training_config import ModelConfig, TrainingConfig
 
 TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, mlp=48, sequence=16)
 
@@ -115,7 +115,7 @@ def test_fp32_compute_of_bf16_parameters_is_exactly_the_fp32_model_of_these_valu
 
 def test_auto_compute_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     for native, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr("superoffload.training.model.native_bf16", lambda native=native: native)
+        monkeypatch.setattr("superoffload.tools.train.model.native_bf16", lambda native=native: native)
         assert compute_dtype(torch.bfloat16, "auto") == expected
         assert compute_dtype(torch.float32, "auto") == torch.float32
         assert compute_dtype(torch.bfloat16, "bf16") == torch.bfloat16

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 import superoffload
-from superoffload import AdamW, checkpoints, environment
+from superoffload import AdamW, checkpoints
 from superoffload.errors import ArgumentError, SuperOffloadError, UnknownArgument
+from superoffload.host import environment
 from superoffload.host.numbers import MOST_THREADS
 from superoffload.optimizer.idle_steps import SKIPPED, WITHOUT_GRADIENTS
 from tests.adamw_tools import batch, model_of
@@ -153,7 +154,7 @@ def test_a_monitor_of_something_else() -> None:
 
 
 def test_memory_that_the_system_refuses_is_counted() -> None:
-    from superoffload.memory import host_zeros
+    from superoffload.host.memory import host_zeros
 
     told = (
         r"^host memory: 4e\+09 GB more were refused by the system, for optimizer state or buckets\. superoffload plan"

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from superoffload import AdamW
-from superoffload.cuda.bit_sums import CudaBitSums
+from superoffload.links.cuda.bit_sums import CudaBitSums
 from tests.fake_cuda import Fake, LateLink, on_fake_device
 from tests.rank_tools import flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
 from tests.test_ranks_replicated import loss_of

@@ -183,7 +183,7 @@ def test_extension_needs_only_the_c_and_cpp_libraries() -> None:
     assert [name for name in needed if not allowed.match(name)] == []
 
 
-@pytest.mark.parametrize("module", ["superoffload", "superoffload.kernels", "superoffload.cli"])
+@pytest.mark.parametrize("module", ["superoffload", "superoffload.kernels", "superoffload.tools.cli"])
 def test_imports_without_torch(module: str) -> None:
     program = f"import sys; sys.modules['torch'] = None; import {module}"
     shown = run(sys.executable, "-c", program)
@@ -209,7 +209,7 @@ def test_source_archive_has_everything_that_any_machine_compiles(source_tree: Pa
 def test_package_has_the_sources_of_the_accelerators_kernels(source_tree: Path, tmp_path: Path) -> None:
     shown = run(sys.executable, "setup.py", "build_py", "--build-lib", tmp_path, cwd=source_tree)
     assert shown.returncode == 0, shown.stderr
-    shipped = {path.name: path.read_bytes() for path in (tmp_path / "superoffload/cuda/sources").iterdir()}
+    shipped = {path.name: path.read_bytes() for path in (tmp_path / "superoffload/links/cuda/sources").iterdir()}
     folder = ROOT / "csrc/cuda"
     wanted = [path for pattern in ("*.cu", "*.cuh", "options.txt") for path in folder.glob(pattern)]
     assert shipped == {path.name: path.read_bytes() for path in wanted}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from superoffload import _native
-from superoffload.bucket import Bucket, Piece, Shard
+from superoffload.engine.bucket import Bucket, Piece, Shard
 from superoffload.engine.partial_norm import PartialNorm
 from tests.core_tools import Settings, rig
 

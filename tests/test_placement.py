@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import superoffload
 from superoffload import checkpoints
-from superoffload.bucket import Shard
+from superoffload.engine.bucket import Shard
+from superoffload.engine.placement import last_in_backward
+from superoffload.engine.placement_choice import Measured, choose_fraction
 from superoffload.errors import ArgumentError
-from superoffload.placement import last_in_backward
-from superoffload.placement_choice import Measured, choose_fraction
 from tests.resident_tools import ResidentHostLink, accelerator
 
 HALF = {"gpu_fraction": 0.5}

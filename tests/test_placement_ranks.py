@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import AdamW, checkpoints
+from superoffload.engine.placement import Placer
+from superoffload.engine.placement_choice import Measured
 from superoffload.errors import DeviceError, TornStep
-from superoffload.placement import Placer
-from superoffload.placement_choice import Measured
 from tests import test_ranks_fsdp2, test_ranks_replicated
 from tests.rank_tools import BF16, error_of, net, on_ranks, optimizer_of, tokens_of
 from tests.resident_tools import HostResidency, ResidentHostLink, accelerator

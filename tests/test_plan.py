@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from superoffload.cli import main
 from superoffload.errors import ArgumentError
-from superoffload.plan import published
-from superoffload.plan.explanations import AutoPlacement, auto_placement, placement_lines
-from superoffload.plan.machines import GB
-from superoffload.plan.memory import (
+from superoffload.tools.cli import main
+from superoffload.tools.plan import published
+from superoffload.tools.plan.explanations import AutoPlacement, auto_placement, placement_lines
+from superoffload.tools.plan.machines import GB
+from superoffload.tools.plan.memory_estimate import (
     BUCKET_ELEMENTS,
     CONTEXT_BYTES,
     ENGINES,
@@ -25,10 +25,10 @@ from superoffload.plan.memory import (
     check_fit,
     estimate_memory,
 )
-from superoffload.plan.models import ModelShape, parse_parameter_count, read_config, typical_shape
-from superoffload.plan.profiles import GH200_96
-from superoffload.plan.settings import evaluate, largest_model
-from superoffload.plan.step_time import estimate_step
+from superoffload.tools.plan.models import ModelShape, parse_parameter_count, read_config, typical_shape
+from superoffload.tools.plan.profiles import GH200_96
+from superoffload.tools.plan.settings import evaluate, largest_model
+from superoffload.tools.plan.step_time import estimate_step
 
 ROOT = Path(__file__).resolve().parent.parent
 LLAMA_8B = ModelShape(32, 4096, 32, 8, 14336, 128256)
@@ -92,8 +92,8 @@ def test_parameters_agree_with_a_real_module() -> None:
     pytest.importorskip("torch", reason="needs torch: pip install torch")
     import torch
 
-    from superoffload.training.config import ModelConfig
-    from superoffload.training.model import build_model
+    from superoffload.tools.train.model import build_model
+    from superoffload.tools.train.training_config import ModelConfig
 
     config = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, mlp=160, sequence=32)
     module = build_model(config, torch.float32, torch.float32, 0)

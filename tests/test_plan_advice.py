@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from superoffload.cli import main
+from superoffload.engine.placement_choice import Measured, choose_fraction
 from superoffload.errors import ArgumentError
-from superoffload.placement_choice import Measured, choose_fraction
-from superoffload.plan.advice import Advice, advice_lines
-from superoffload.plan.configuration import configuration
-from superoffload.plan.machines import GB
-from superoffload.plan.memory import ENGINES, SHARDINGS, Settings, check_fit
-from superoffload.plan.models import ModelShape, typical_shape
-from superoffload.plan.profiles import GH200_96, PROFILES
-from superoffload.plan.settings import SIMPLER, WORTH_DOUBLING, all_choices, evaluate, recommend
-from superoffload.plan.step_time import estimate_step
+from superoffload.tools.cli import main
+from superoffload.tools.plan.configuration import configuration
+from superoffload.tools.plan.machines import GB
+from superoffload.tools.plan.memory_estimate import ENGINES, SHARDINGS, Settings, check_fit
+from superoffload.tools.plan.models import ModelShape, typical_shape
+from superoffload.tools.plan.profiles import GH200_96, PROFILES
+from superoffload.tools.plan.recommendations import Advice, advice_lines
+from superoffload.tools.plan.settings import SIMPLER, WORTH_DOUBLING, all_choices, evaluate, recommend
+from superoffload.tools.plan.step_time import estimate_step
 
 LLAMA_8B = ModelShape(32, 4096, 32, 8, 14336, 128256)
 H100, RTX_4090 = PROFILES["h100-pcie5"], PROFILES["rtx-4090"]

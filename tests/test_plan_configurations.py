@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from superoffload.placement import check_placement
-from superoffload.plan.configuration import configuration, configuration_notes
-from superoffload.plan.memory import Settings
-from superoffload.plan.profiles import GH200_96
-from superoffload.plan.report import assumptions
+from superoffload.engine.placement import check_placement
+from superoffload.tools.plan.configuration import configuration, configuration_notes
+from superoffload.tools.plan.memory_estimate import Settings
+from superoffload.tools.plan.plan_report import assumptions
+from superoffload.tools.plan.profiles import GH200_96
 from tests.rank_tools import on_ranks
 
 ONE = [Settings(engine, accumulation=steps) for engine in ("torch", "superoffload") for steps in (1, 3)]

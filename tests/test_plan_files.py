@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from superoffload.cli import main
 from superoffload.errors import ArgumentError
-from superoffload.plan.hardware import find_hardware
-from superoffload.plan.models import read_config
+from superoffload.tools.cli import main
+from superoffload.tools.plan.hardware import find_hardware
+from superoffload.tools.plan.models import read_config
 from tests.test_manifests import STRANGE
 
 MACHINE: dict[str, Any] = {

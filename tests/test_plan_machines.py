@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from superoffload.cli import main
 from superoffload.errors import ArgumentError
-from superoffload.plan.hardware import find_hardware
-from superoffload.plan.profiles import GH200_96, PROFILES, resembling
+from superoffload.tools.cli import main
+from superoffload.tools.plan.hardware import find_hardware
+from superoffload.tools.plan.profiles import GH200_96, PROFILES, resembling
 
 
 def test_every_bandwidth_has_a_source() -> None:

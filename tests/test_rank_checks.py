@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from superoffload.distributed.disagreement import odd_ranks
+from superoffload.distributed.group import FRAME, ROOM, Gather, RankGroup, rank_timeout
+from superoffload.distributed.message import MOST_CLASSES, Packet
 from superoffload.errors import ArgumentError
 from superoffload.host.tensors import local_of
-from superoffload.ranks.compare import odd_ranks
-from superoffload.ranks.group import FRAME, ROOM, Gather, RankGroup, rank_timeout
-from superoffload.ranks.packet import MOST_CLASSES, Packet
 from tests.rank_faults import FAULTS
 from tests.rank_tools import BF16, error_of, flat_mesh, net, on_ranks, optimizer_of, replica_mesh, shard, tokens_of
 
@@ -207,7 +207,7 @@ def too_many_meshes() -> str:
         with optimizer_of(net(torch.float32)):
             pass
 
-    with mock.patch("superoffload.ranks.session.MOST_CLASSES", 0):
+    with mock.patch("superoffload.distributed.session.MOST_CLASSES", 0):
         return error_of(make)
 
 
@@ -327,7 +327,7 @@ def test_a_step_costs_one_exchange_of_at_most_128_bytes() -> None:
 
 def check_seconds() -> list[float]:
     """Of a light check's own work: the probe, for 16 Mi parameters in one tensor."""
-    from superoffload.ranks.held import probe, units_of
+    from superoffload.distributed.held import probe, units_of
 
     param = torch.nn.Parameter(torch.zeros(1 << 24, dtype=torch.bfloat16))
     with optimizer_of(torch.nn.ParameterList([param])) as optimizer:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from superoffload import AdamW
 from superoffload.integrations.fsdp2 import keep_reduced_gradients
-from superoffload.packed_gradient import packed_in
+from superoffload.optimizer.packed_gradient import packed_in
 from tests.adamw_tools import batch, model_of
 from tests.compatibility import compat
 from tests.fake_cuda import Fake, on_fake_device, on_host

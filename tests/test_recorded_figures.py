@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from superoffload.benchmarking.adam_report import Target, targets
-from superoffload.cli import build_parser
+from superoffload.tools.bench.adam_report import Target, targets
+from superoffload.tools.cli import build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from superoffload import AdamW
 from superoffload.engine import layout
 from superoffload.errors import HostMemoryError, SuperOffloadError
-from superoffload.memory import host_empty
+from superoffload.host.memory import host_empty
 from tests.rank_tools import on_ranks
 
 JOURNAL = (

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import superoffload
-from superoffload.cli import main
-from superoffload.cli.run import environment
+from superoffload.tools.cli import main
+from superoffload.tools.cli.run import environment
 
 ROOT = Path(superoffload.__file__).resolve().parents[1]
 CHILD = """
@@ -28,7 +28,7 @@ def test_nothing_beside_superoffload_comes_before_what_is_installed(tmp_path: Pa
     (tmp_path / "tests_of_a_user.py").write_text("value = 7")
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     assert str(ROOT) not in environment(inherited)["PYTHONPATH"].split(os.pathsep)
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from superoffload.cli import main; main(sys.argv[1:])"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from superoffload.tools.cli import main; main(sys.argv[1:])"
     done = subprocess.run(
         [sys.executable, "-c", code, "run", "--", sys.executable, "-c", CHILD, str(ROOT)],
         cwd=tmp_path, env=inherited, capture_output=True, text=True, timeout=60, check=True,

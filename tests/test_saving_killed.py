@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from superoffload import AdamW, checkpoints
-from superoffload.ranks.launch import PRELOAD
+from superoffload.distributed.launch import PRELOAD
 from tests.adamw_tools import batch, model_of
 from tests.compatibility import compat
 from tests.fake_cuda import Fake

@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from superoffload import AdamW, checkpoints
 from superoffload.checkpoints import folder as folders
-from superoffload.checkpoints import leftovers, parts
+from superoffload.checkpoints import leftovers
+from superoffload.checkpoints import part_files as parts
 from tests.compatibility import compat
 from tests.over_stand_in import only_over_stand_in
 from tests.rank_tools import Net, error_of, flat_mesh, net, on_ranks, optimizer_of, replica_mesh, shard, tokens_of

@@ -81,7 +81,7 @@ def test_what_load_would_refuse_is_not_saved(tmp_path: Path, saver: Any, monkeyp
         with pytest.raises(StateError, match=rf"step-2: not saved, since load\(\) would refuse it .*{size:,} bytes"):
             checkpoints.save(tmp_path / "step-2", *saver, keep=1)
     with monkeypatch.context() as patch:
-        patch.setattr("superoffload.checkpoints.parts._sha256", lambda data: "no digest")
+        patch.setattr("superoffload.checkpoints.part_files._sha256", lambda data: "no digest")
         with pytest.raises(StateError, match=r"step-2: not saved, since load\(\) would refuse it .*SHA-256"):
             checkpoints.save(tmp_path / "step-2", *saver, keep=1)
     assert os.listdir(tmp_path) == ["step-1"]

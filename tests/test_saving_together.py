@@ -17,8 +17,8 @@ import torch
 from superoffload import AdamW, checkpoints
 from superoffload.checkpoints.folder import finished
 from superoffload.checkpoints.safetensors import TensorFile, TensorReader
+from superoffload.distributed.launch import PRELOAD
 from superoffload.errors import ArgumentError, DiskError, StateError
-from superoffload.ranks.launch import PRELOAD
 from tests.adamw_tools import batch, model_of
 
 SAVES = 6

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from superoffload import AdamW
-from superoffload.schedule import MODES
+from superoffload.engine.schedule import MODES
 from tests.adamw_tools import Optimizer, TorchAdamW, assert_trained_alike, batch, check_scenario, model_of, train
 from tests.compatibility import Refusal, compat
 from tests.over_stand_in import SLOWER, only_over_stand_in

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.schedule import MODES
+from superoffload.engine.schedule import MODES
 from tests.adamw_tools import batch, model_of
 from tests.compatibility import compat
 

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from superoffload import AdamW, checkpoints
-from superoffload.ranks.launch import PRELOAD
-from superoffload.schedule import Schedule
+from superoffload.distributed.launch import PRELOAD
+from superoffload.engine.schedule import Schedule
 from tests.adamw_tools import batch, model_of, pair, run_python, train
 
 ROOT = Path(__file__).resolve().parent.parent

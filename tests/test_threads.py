@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW, checkpoints
-from superoffload.cuda.link import CudaLink
 from superoffload.engine.engine import Engine
 from superoffload.engine.executor import Executor
 from superoffload.engine.tail import Tail
 from superoffload.errors import ArgumentError, StateError
-from superoffload.link import HostLink
+from superoffload.links.cuda.link import CudaLink
+from superoffload.links.host import HostLink
 from tests.adamw_tools import batch, check_counters, model_of, run_python
 from tests.fake_cuda import Fake, on_fake_device, on_host
 

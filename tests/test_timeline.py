@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from superoffload import AdamW, _native
-from superoffload.cli import main
 from superoffload.errors import ArgumentError
-from superoffload.link import HostLink
-from superoffload.reporting.timeline_plot import choose_steps
+from superoffload.links.host import HostLink
 from superoffload.timeline import COMPUTE, DOWN, PROCESSORS, UP, VERDICT, _Work, read_trace, span
+from superoffload.tools.cli import main
+from superoffload.tools.report.timeline_plot import choose_steps
 
 BUCKETS = 4
 

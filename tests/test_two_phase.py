@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from superoffload import AdamW
-from superoffload.bucket import BucketState
+from superoffload.engine.bucket import BucketState
+from superoffload.engine.schedule import Schedule
 from superoffload.errors import WorkerError
-from superoffload.schedule import Schedule
 from superoffload.timeline import record
 from tests.core_tools import Rig, Settings, assert_same_bits, rig, to_numpy
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from superoffload import AdamW
-from superoffload.bits import SumsByTorch
 from superoffload.errors import StateError
+from superoffload.host.bits import SumsByTorch
 from superoffload.optimizer.advice import Advice
 from superoffload.optimizer.untold_writes import EVERY, FIRST_STEPS, UntoldWrites
 from superoffload.optimizer.watched import Place

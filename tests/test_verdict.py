@@ -11,8 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from superoffload import _native
-from superoffload.bucket import BLOCK
-from superoffload.verdict import Verdict, decide
+from superoffload.engine.bucket import BLOCK
+from superoffload.engine.verdict import Verdict, decide
 from tests.reference import adam as reference
 
 SUMS = st.lists(st.floats(0, 1e30), max_size=8)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from superoffload import AdamW
-from superoffload.bucket import GroupHyper
+from superoffload.engine.bucket import GroupHyper
 from superoffload.errors import StateError, WorkerError
 from tests.adamw_tools import run_python
 from tests.core_tools import COUNTERS, Rig, Settings, assert_same_bits, rig, to_numpy

@@ -92,8 +92,8 @@ def _measure(args: argparse.Namespace, folder: Path, log: Path, began: float) ->
 def all_jobs(args: argparse.Namespace, folder: Path, gpus: int) -> list[Any]:
     from benchmarks.all import all_jobs as benchmarks
     from benchmarks.gpu_suite.rows import smoke_jobs
-    from superoffload.cli.bench import BENCHMARKS
-    from superoffload.environment import DEVICE_TIMEOUT
+    from superoffload.host.environment import DEVICE_TIMEOUT
+    from superoffload.tools.cli.bench import BENCHMARKS
 
     parts = args.only or PARTS
     smoke = list(smoke_jobs(args.device, sanitized=not args.without_sanitizer))
@@ -117,7 +117,7 @@ def _machine(args: argparse.Namespace, folder: Path) -> list[Any]:
     from benchmarks.gpu_suite.rows import child
     from benchmarks.gpu_suite.settings import FULL, TOY
     from benchmarks.jobs import RESULT_PATH, Job
-    from superoffload.cpus import allowed_cpus
+    from superoffload.host.processors import allowed_cpus
 
     seconds = _TOY_SECONDS if args.toy else _RUN_SECONDS
     copy = {"device_name": args.device, "numbytes": (TOY if args.toy else FULL).copy_bytes}

@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.gh200.engines import ENGINES
 from benchmarks.jobs import DONE, NOT_HERE
-from superoffload.reporting.page import Page
-from superoffload.reporting.plots import PLOT_HINT, matplotlib_installed
+from superoffload.tools.report.page import Page
+from superoffload.tools.report.plots import PLOT_HINT, matplotlib_installed
 
 Row = Mapping[str, Any]
 _GIB = 2**30

@@ -1,4 +1,4 @@
-"""The setting of the published evaluation (superoffload/plan/published.py has its source), and a toy of it."""
+"""The setting of the published evaluation (superoffload/tools/plan/published.py has its source), and a toy of it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from superoffload.plan.models import swiglu_width
-from superoffload.plan.published import HIDDEN_SIZES, evaluated_model
-from superoffload.training.config import ModelConfig
+from superoffload.tools.plan.models import swiglu_width
+from superoffload.tools.plan.published import HIDDEN_SIZES, evaluated_model
+from superoffload.tools.train.training_config import ModelConfig
 
 LR, BETAS, WEIGHT_DECAY, MAX_GRAD_NORM = 5e-5, (0.9, 0.95), 0.1, 1.0
 SETTLED_FROM = 6  # throughput counts from this step on

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from benchmarks.gpu_suite.settings import GIB
-from superoffload.cuda.device import peak_active_bytes
-from superoffload.doctor.memory import usable_bytes
-from superoffload.doctor.system import System
 from superoffload.errors import ArgumentError
+from superoffload.host.system import System
+from superoffload.links.cuda.device import peak_active_bytes
+from superoffload.tools.doctor.host_memory import usable_bytes
 
 LONGEST_DELAY = 2e-3  # seconds
 _CYCLES_PER_SECOND = 1.5e9  # about; what counts is that delays differ
@@ -106,7 +106,7 @@ class Cuda(Device):
 
     @contextmanager
     def links(self, **options: Any) -> Iterator[None]:
-        from superoffload.cuda import start
+        from superoffload.links.cuda import start
 
         options_for = start.options_for
 

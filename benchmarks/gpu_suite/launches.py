@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from superoffload.cuda.geometry import Pieces, numbered
+from superoffload.links.cuda.geometry import Pieces, numbered
 
 THREADS = 128  # per CUDA block, for every kernel
 # 1024-element blocks that a CUDA block takes at a time; of sums of bits, blocks of 2048 bytes

@@ -12,12 +12,12 @@ from torch import Tensor
 from benchmarks.gpu_suite.devices import Device, open_device
 from benchmarks.gpu_suite.pack_kernel import DriverKernels, PackKernel
 from superoffload import kernels
-from superoffload.benchmarking.adam import AdamBenchmark, check_memory, run_adam
-from superoffload.benchmarking.timing import Contestant, Rounds, interleave
-from superoffload.cpus import worker_cpus
-from superoffload.doctor.memory import usable_bytes
-from superoffload.doctor.system import System
 from superoffload.errors import SuperOffloadError
+from superoffload.host.processors import worker_cpus
+from superoffload.host.system import System
+from superoffload.tools.bench.adam import AdamBenchmark, check_memory, run_adam
+from superoffload.tools.bench.timing import Contestant, Rounds, interleave
+from superoffload.tools.doctor.host_memory import usable_bytes
 
 _ROUNDS = Rounds(5, 50, 3.0)
 
@@ -101,7 +101,7 @@ def _pack_ways(
 
 def _cpu_pack(gradient: Tensor, packed: Tensor) -> Callable[[], None]:
     from superoffload import _native
-    from superoffload.bucket import BLOCK, ELEMENT_TYPES
+    from superoffload.engine.bucket import BLOCK, ELEMENT_TYPES
 
     sums = torch.zeros(-(-gradient.numel() // BLOCK), dtype=torch.float64)
 

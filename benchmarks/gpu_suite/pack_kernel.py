@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_suite.launches import THREADS, copy_pieces, grid_for
-from superoffload.cuda.compile import compile_kernels
-from superoffload.cuda.geometry import count_blocks
 from superoffload.errors import SuperOffloadError
+from superoffload.links.cuda.compile import compile_kernels
+from superoffload.links.cuda.geometry import count_blocks
 
 # Enqueues a kernel by its name: (name, grid, arguments as ctypes values).
 Launch = Callable[[str, int, Sequence[Any]], None]

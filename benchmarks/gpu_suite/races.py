@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.gpu_suite.devices import Device, open_device
 from superoffload import AdamW
-from superoffload.training.config import ModelConfig
-from superoffload.training.model import Transformer
+from superoffload.tools.train.model import Transformer
+from superoffload.tools.train.training_config import ModelConfig
 
 _MODEL = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, mlp=128, sequence=32)
 _LINK_CALLS = ("pack", "deliver", "make_visible")
@@ -190,7 +190,7 @@ class Delays:
 
 def _on_ranks(device: str, variant: Variant, seeds: Sequence[int], ranks: int, steps: int) -> list[str]:
     """Ranks that share the device over gloo, gradients averaged by DistributedDataParallel; fingerprints joined."""
-    from superoffload.ranks.launch import LocalRanks
+    from superoffload.distributed.launch import LocalRanks
 
     with LocalRanks(ranks) as group:
         found = group.run(_runs, device, variant, list(seeds), steps)

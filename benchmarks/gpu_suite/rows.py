@@ -27,7 +27,7 @@ from benchmarks.gpu_suite.settings import Size, train_row
 from benchmarks.gpu_suite.smoke import sanitizer
 from benchmarks.jobs import RESULT_PATH, Job
 from benchmarks.sources import PACKAGE
-from superoffload.environment import DEVICE_TIMEOUT
+from superoffload.host.environment import DEVICE_TIMEOUT
 
 SMOKE, SANITIZED, TESTS, DEEPSPEED_KERNEL = "smoke", "smoke, compute-sanitizer", "tests", "DeepSpeed's kernel"
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from benchmarks.gpu_suite.devices import LONGEST_DELAY, Device
-from superoffload.bucket import Shard
 from superoffload.engine import layout
-from superoffload.placement import move_state
+from superoffload.engine.bucket import Shard
+from superoffload.engine.placement import move_state
 from tests.fake_cuda import Fake, on_fake_device
 
 

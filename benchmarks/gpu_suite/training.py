@@ -15,11 +15,11 @@ from benchmarks.gpu_suite.contestants import CONTESTANTS, Contestant, Plain
 from benchmarks.gpu_suite.devices import Device, open_device
 from benchmarks.gpu_suite.settings import TrainRow
 from benchmarks.jobs import ENDS_VARIABLE
-from superoffload.memory import is_out_of_memory
-from superoffload.training.batches import BatchSource
-from superoffload.training.config import ModelConfig
-from superoffload.training.corpus import load_corpus
-from superoffload.training.model import Transformer
+from superoffload.host.memory import is_out_of_memory
+from superoffload.tools.train.batches import BatchSource
+from superoffload.tools.train.corpus import load_corpus
+from superoffload.tools.train.model import Transformer
+from superoffload.tools.train.training_config import ModelConfig
 
 # Of superoffload.AdamW.stats(): what is reported for the timed steps alone.
 _COUNTED = frozenset(

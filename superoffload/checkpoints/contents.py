@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from superoffload.adamw import AdamW
+from superoffload.distributed.ownership import Holding, dtensor_holding, whole_holding
+from superoffload.distributed.session import RankSession
+from superoffload.distributed.setup import plain_name
 from superoffload.errors import ArgumentError
 from superoffload.host.tensors import is_dtensor
 from superoffload.optimizer.watched import Tracked
-from superoffload.ranks.layout import Holding, dtensor_holding, whole_holding
-from superoffload.ranks.session import RankSession
-from superoffload.ranks.setup import plain_name
 
 _EXTRA_STATE = "_extra_state"
 MODEL, MASTER, EXP_AVG, EXP_AVG_SQ = "model.", "master.", "exp_avg.", "exp_avg_sq."

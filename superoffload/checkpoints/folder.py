@@ -13,7 +13,7 @@ from typing import Any
 
 from superoffload.checkpoints.manifest import LARGEST_STATE, check_content
 from superoffload.errors import ArgumentError
-from superoffload.untrusted import read_bounded, read_json, regular_size, shown
+from superoffload.host.untrusted import read_bounded, read_json, regular_size, shown
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "superoffload checkpoint", 1

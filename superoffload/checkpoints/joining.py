@@ -12,7 +12,7 @@ from typing import Any
 
 from superoffload.checkpoints import writing as folders
 from superoffload.checkpoints.contents import Named
-from superoffload.checkpoints.parts import Written, file_name
+from superoffload.checkpoints.part_files import Written, file_name
 from superoffload.errors import DiskError, RankError
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two looks; hundreds of ranks look at one folder

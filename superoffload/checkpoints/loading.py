@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from superoffload.adamw import AdamW
-from superoffload.checkpoint import Values, blocks_of, check_saved_group, is_on
 from superoffload.checkpoints.contents import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -26,12 +25,13 @@ from superoffload.checkpoints.contents import (
     on_all_ranks,
 )
 from superoffload.checkpoints.stored import Stored
+from superoffload.distributed.ownership import Holding, like_parameter
 from superoffload.errors import ArgumentError
+from superoffload.host.signals import held_signals
 from superoffload.host.tensors import local_of
-from superoffload.interrupts import held_signals
+from superoffload.host.untrusted import printable, shortened, shown
 from superoffload.optimizer.state import loaded_in_part
-from superoffload.ranks.layout import Holding, like_parameter
-from superoffload.untrusted import printable, shortened, shown
+from superoffload.optimizer.state_dict import Values, blocks_of, check_saved_group, is_on
 
 
 def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:

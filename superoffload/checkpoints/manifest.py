@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from superoffload.errors import ArgumentError
-from superoffload.untrusted import is_count, is_shape, printable, shortened, shown
+from superoffload.host.untrusted import is_count, is_shape, printable, shortened, shown
 
 STATE = "state.pt"
 LARGEST_STATE = 1 << 30  # bytes; all of it is held in memory

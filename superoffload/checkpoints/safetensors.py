@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from superoffload.errors import ArgumentError
-from superoffload.untrusted import is_count, is_shape, open_regular, parse_json, printable, shortened
+from superoffload.host.untrusted import is_count, is_shape, open_regular, parse_json, printable, shortened
 
 _NAMES = {
     torch.float64: "F64",

@@ -19,7 +19,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from superoffload.adamw import AdamW
-from superoffload.checkpoint import is_on
 from superoffload.checkpoints import writing as folders
 from superoffload.checkpoints.archive import check_archive
 from superoffload.checkpoints.contents import (
@@ -34,12 +33,13 @@ from superoffload.checkpoints.contents import (
 )
 from superoffload.checkpoints.joining import complete, hand_in, tell_failure, wait_until_named
 from superoffload.checkpoints.manifest import LONGEST_KEY
-from superoffload.checkpoints.parts import Part, plan_part, write_part
+from superoffload.checkpoints.part_files import Part, plan_part, write_part
 from superoffload.engine.snapshot import Snapshot
 from superoffload.errors import ArgumentError, DiskError, StateError
+from superoffload.host.signals import held_signals
 from superoffload.host.tensors import is_dtensor
-from superoffload.interrupts import held_signals
-from superoffload.untrusted import nested_deeply, shortened
+from superoffload.host.untrusted import nested_deeply, shortened
+from superoffload.optimizer.state_dict import is_on
 
 LOGGER = logging.getLogger("superoffload")
 _ends: WeakKeyDictionary[Optimizer, threading.Event] = WeakKeyDictionary()  # of each optimizer's last save

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superoffload.checkpoint import Values
 from superoffload.checkpoints.archive import read_archive
 from superoffload.checkpoints.contents import EXP_AVG, EXP_AVG_SQ, MASTER, MODEL, Piece
 from superoffload.checkpoints.cuts import Cut, cut_of, shared
 from superoffload.checkpoints.folder import check_file, read_manifest
 from superoffload.checkpoints.manifest import LARGEST_STATE, STATE
 from superoffload.checkpoints.safetensors import TensorReader
+from superoffload.distributed.ownership import Holding
 from superoffload.errors import ArgumentError
-from superoffload.ranks.layout import Holding
-from superoffload.untrusted import nested_deeply, printable, shortened, shown
+from superoffload.host.untrusted import nested_deeply, printable, shortened, shown
+from superoffload.optimizer.state_dict import Values
 
 _MOST_STEPS = 1 << 53  # what a float64 counts
 

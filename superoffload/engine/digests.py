@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from superoffload.bucket import Shard
+from superoffload.engine.bucket import Shard
 
 
 def digests_of(shards: Sequence[Shard]) -> dict[str, str]:

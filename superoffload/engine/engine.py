@@ -13,12 +13,12 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from superoffload.bucket import Bucket, BucketState, Shard, sums_of_squares
+from superoffload.engine.bucket import Bucket, BucketState, Shard, sums_of_squares
 from superoffload.engine.digests import digests_of
-from superoffload.engine.parts import EngineParts
+from superoffload.engine.engine_parts import EngineParts
+from superoffload.engine.placement import Placer
+from superoffload.engine.verdict import SumExchange, Verdict, decide
 from superoffload.errors import DeviceError, StateError
-from superoffload.placement import Placer
-from superoffload.verdict import SumExchange, Verdict, decide
 
 
 class Engine(EngineParts):

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from superoffload import _native
-from superoffload.bucket import Bucket, GroupHyper
-from superoffload.engine.options import Pool
+from superoffload.engine.bucket import Bucket, GroupHyper
+from superoffload.engine.engine_options import Pool
+from superoffload.engine.schedule import Schedule
+from superoffload.engine.stats import Stats
 from superoffload.engine.stopwatch import Stopwatch
 from superoffload.errors import SuperOffloadError, WorkerError
-from superoffload.schedule import Schedule
-from superoffload.stats import Stats
 
 
 class Executor:

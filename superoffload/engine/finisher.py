@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from superoffload import _native
-from superoffload.bucket import Bucket, BucketState
+from superoffload.engine.bucket import Bucket, BucketState
 from superoffload.engine.executor import Executor
 from superoffload.engine.layout import Layout
+from superoffload.engine.schedule import Schedule, Situation
 from superoffload.engine.snapshot import Snapshots
 from superoffload.engine.speculator import Speculator
+from superoffload.engine.stats import Stats
 from superoffload.errors import DeviceError, TornStep
-from superoffload.link import Link
-from superoffload.schedule import Schedule, Situation
-from superoffload.stats import Stats
+from superoffload.links.host import Link
 
 Operation = _native.Operation
 

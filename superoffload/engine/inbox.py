@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence, Set
 
 from torch import Tensor
 
-from superoffload.bucket import Bucket, BucketState, Shard
+from superoffload.engine.bucket import Bucket, BucketState, Shard
 from superoffload.engine.layout import Layout
 from superoffload.errors import StateError
-from superoffload.link import Link
+from superoffload.links.host import Link
 
 
 class Inbox:

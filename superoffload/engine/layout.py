@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from superoffload import _native
-from superoffload.bucket import BLOCK, Bucket, Piece, Shard, aligned
+from superoffload.engine.bucket import BLOCK, Bucket, Piece, Shard, aligned
+from superoffload.engine.engine_options import EngineOptions
 from superoffload.engine.listener import Listener
-from superoffload.engine.options import EngineOptions
-from superoffload.link import Link
-from superoffload.memory import exceeds_caches, is_out_of_memory
-from superoffload.placement import Placer, move_state
-from superoffload.placement_choice import Measured
-from superoffload.schedule import Schedule
+from superoffload.engine.placement import Placer, move_state
+from superoffload.engine.placement_choice import Measured
+from superoffload.engine.schedule import Schedule
+from superoffload.host.memory import exceeds_caches, is_out_of_memory
+from superoffload.links.host import Link
 
 # Reserved per parameter and speculating bucket. One-byte codes leave 1.5 bytes for escapes, two-byte codes 0.5; and
 # a little more, since the fewer parameters a bucket has the less they average out.

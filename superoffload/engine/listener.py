@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from superoffload.bucket import Bucket, Shard
+    from superoffload.engine.bucket import Bucket, Shard
     from superoffload.errors import SuperOffloadError
 
 

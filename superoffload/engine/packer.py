@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.bits import Sums, same_bits
-from superoffload.bucket import ELEMENT_TYPES, Bucket, BucketState, Piece, Shard
+from superoffload.engine.bucket import ELEMENT_TYPES, Bucket, BucketState, Piece, Shard
 from superoffload.engine.executor import Executor
 from superoffload.engine.inbox import Inbox
 from superoffload.engine.layout import Layout
 from superoffload.engine.listener import Listener
 from superoffload.engine.partial_norm import PartialNorm
 from superoffload.errors import DeviceError
-from superoffload.link import Link, wait_until_ended
+from superoffload.host.bits import Sums, same_bits
+from superoffload.links.host import Link, wait_until_ended
 
 
 class Packer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from superoffload import _native
-from superoffload.bucket import BLOCK, Bucket
+from superoffload.engine.bucket import BLOCK, Bucket
 
 
 class PartialNorm:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from superoffload.bucket import Bucket
-    from superoffload.engine.options import Pool
-    from superoffload.link import Link
-    from superoffload.verdict import Verdict
+    from superoffload.engine.bucket import Bucket
+    from superoffload.engine.engine_options import Pool
+    from superoffload.engine.verdict import Verdict
+    from superoffload.links.host import Link
 
 
 class Recorder:

@@ -13,8 +13,8 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-from superoffload.bucket import Shard
-from superoffload.interrupts import held_signals
+from superoffload.engine.bucket import Shard
+from superoffload.host.signals import held_signals
 
 
 @dataclass(frozen=True)

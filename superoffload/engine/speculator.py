@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 
 from superoffload import _native
-from superoffload.bucket import Bucket, BucketState
+from superoffload.engine.bucket import Bucket, BucketState
 from superoffload.engine.executor import Executor
 from superoffload.engine.inbox import Inbox
 from superoffload.engine.layout import Layout
 from superoffload.engine.packer import Packer
+from superoffload.engine.schedule import Schedule
 from superoffload.engine.snapshot import Snapshots
-from superoffload.link import Link
-from superoffload.schedule import Schedule
-from superoffload.stats import Stats
+from superoffload.engine.stats import Stats
+from superoffload.links.host import Link
 
 
 class Speculator:

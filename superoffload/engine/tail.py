@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from superoffload import _native
-from superoffload.bucket import Bucket, BucketState, Shard
+from superoffload.engine.bucket import Bucket, BucketState, Shard
 from superoffload.engine.executor import Executor
 from superoffload.engine.layout import Layout
 from superoffload.engine.listener import Listener
 from superoffload.engine.recorder import Recorder
+from superoffload.engine.schedule import Schedule
 from superoffload.errors import DeviceError, SuperOffloadError, WorkerError
-from superoffload.link import Link
-from superoffload.schedule import Schedule
+from superoffload.links.host import Link
 
 
 class Tail:

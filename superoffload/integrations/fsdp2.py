@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from superoffload.distributed.kept_reductions import KeptGroup, all_groups
 from superoffload.errors import ArgumentError
 from superoffload.optimizer.grad_dtypes import GradDtypes
-from superoffload.ranks.kept_reductions import KeptGroup, all_groups
 
 
 def keep_reduced_gradients(model: nn.Module) -> None:

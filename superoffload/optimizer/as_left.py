@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.bucket import Shard
+from superoffload.engine.bucket import Shard
 from superoffload.host.tensors import is_dtensor
 from superoffload.optimizer.watched import Tracked, remember_values
 from superoffload.optimizer.watched_gradient import WatchedGradient, remember_all

@@ -6,11 +6,11 @@ from typing import Any
 
 from superoffload.engine.engine import Engine
 from superoffload.errors import HostMemoryError, WorkerError
-from superoffload.gradient_source import gradient_of
 from superoffload.optimizer.advice import Advice
 from superoffload.optimizer.as_left import outdate, remember
 from superoffload.optimizer.delivery import Delivery
 from superoffload.optimizer.edits import Edits
+from superoffload.optimizer.gradient_source import gradient_of
 from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.idle_steps import IdleSteps
 from superoffload.optimizer.intake import Intake

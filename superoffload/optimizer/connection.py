@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from superoffload.bucket import GroupHyper
-from superoffload.cpus import worker_cpus
+from superoffload.distributed.setup import RankSetup, qualified_names, set_up_ranks
+from superoffload.engine.bucket import GroupHyper
 from superoffload.engine.engine import Engine
-from superoffload.engine.options import EngineOptions
+from superoffload.engine.engine_options import EngineOptions
+from superoffload.engine.placement import placer_for
 from superoffload.engine.recorder import Recorder
-from superoffload.gradient_source import gradient_of
-from superoffload.links import keeps_gradients, link_for, on_device
+from superoffload.host.processors import worker_cpus
+from superoffload.links.select import keeps_gradients, link_for, on_device
 from superoffload.optimizer.following import Following
 from superoffload.optimizer.given import Given
-from superoffload.packed_gradient import PackedGradient
-from superoffload.placement import placer_for
-from superoffload.ranks.setup import RankSetup, qualified_names, set_up_ranks
+from superoffload.optimizer.gradient_source import gradient_of
+from superoffload.optimizer.packed_gradient import PackedGradient
 
 
 @dataclass(frozen=True)

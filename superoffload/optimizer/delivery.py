@@ -14,19 +14,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from superoffload.arguments import check_in_module
-from superoffload.bucket import Bucket
+from superoffload.engine.bucket import Bucket
 from superoffload.engine.engine import Engine
+from superoffload.engine.verdict import Verdict
 from superoffload.errors import StateError, SuperOffloadError
+from superoffload.optimizer.arguments import check_in_module
 from superoffload.optimizer.as_left import remember, unwritten
+from superoffload.optimizer.check_reads import CheckReads
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.module_hooks import ModuleHooks
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.untold_writes import UntoldWrites
 from superoffload.optimizer.watched import Tracked, notice
 from superoffload.optimizer.weakly import weakly
-from superoffload.undelivered import CheckReads
-from superoffload.verdict import Verdict
 
 
 class Delivery(Protocol):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from superoffload.bucket import Bucket, BucketState, Shard
+from superoffload.engine.bucket import Bucket, BucketState, Shard
 from superoffload.optimizer.advice import Advice
 
 STEPS_IN_A_ROW = 2

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 from superoffload.engine.engine import Engine
 from superoffload.errors import DeviceError
-from superoffload.gradient_source import check_one_gradient, gradient_of
 from superoffload.host.tensors import is_dtensor
 from superoffload.optimizer.accumulating import Accumulation
 from superoffload.optimizer.advice import Advice
 from superoffload.optimizer.as_left import unedited, unwritten
 from superoffload.optimizer.edited_gradients import EditedGradients
+from superoffload.optimizer.gradient_source import check_one_gradient, gradient_of
 from superoffload.optimizer.intake import Intake
+from superoffload.optimizer.packed_gradient import packed_in
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.untold_writes import UntoldWrites
 from superoffload.optimizer.watched import Noticed, Tracked, notice
 from superoffload.optimizer.writes import Writes
-from superoffload.packed_gradient import packed_in
 
 
 class Edits:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 from weakref import ReferenceType, ref
 
-from superoffload.bucket import Bucket, Shard
+from superoffload.engine.bucket import Bucket, Shard
 from superoffload.engine.listener import Listener
 from superoffload.errors import SuperOffloadError
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from superoffload.distributed.kept_reductions import keep_in_fp32, sharded_in_16_bits
 from superoffload.errors import ArgumentError, StateError
 from superoffload.host.tensors import is_dtensor
 from superoffload.optimizer.grad_dtypes import GradDtypes, is_widened
-from superoffload.ranks.kept_reductions import keep_in_fp32, sharded_in_16_bits
 
 Named = Iterable[tuple[str, Any]]
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from superoffload.bucket import Shard
+from superoffload.engine.bucket import Shard
 from superoffload.engine.engine import Engine
+from superoffload.host.memory import room_on_device
 from superoffload.host.tensors import local_of, out_of_order
-from superoffload.memory import room_on_device
 from superoffload.optimizer.advice import Advice
 from superoffload.optimizer.host_sums import HostSums
 from superoffload.optimizer.lifetime import Lifetime
+from superoffload.optimizer.packed_gradient import PackedGradient, gradient_is_gone, packed_in
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.watched import Tracked
 from superoffload.optimizer.weakly import weakly
-from superoffload.packed_gradient import PackedGradient, gradient_is_gone, packed_in
 
 
 class FreedGradients:

@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from superoffload.arguments import (
+from superoffload.engine.placement import Asked, check_placement
+from superoffload.errors import ArgumentError
+from superoffload.host.numbers import check_threads, check_whole_number
+from superoffload.optimizer.arguments import (
     as_groups,
     check_accumulate_dtype,
     check_delivery,
@@ -25,10 +28,7 @@ from superoffload.arguments import (
     check_state_dtype,
     named_in,
 )
-from superoffload.errors import ArgumentError
-from superoffload.host.numbers import check_threads, check_whole_number
 from superoffload.optimizer.fp32_sums import check_fp32_sums
-from superoffload.placement import Asked, check_placement
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from superoffload.packed_gradient import packed_in, stand_in_for
+from superoffload.optimizer.packed_gradient import packed_in, stand_in_for
 
 
 @dataclass

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from superoffload.arguments import check_group
-from superoffload.bucket import GroupHyper
+from superoffload.engine.bucket import GroupHyper
+from superoffload.optimizer.arguments import check_group
 
 _KEYS = ("lr", "betas", "eps", "weight_decay")
 

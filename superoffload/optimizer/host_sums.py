@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from superoffload.engine.engine import Engine
-from superoffload.gradient_source import main_grad_of
 from superoffload.host.tensors import is_dtensor
+from superoffload.optimizer.gradient_source import main_grad_of
 from superoffload.optimizer.watched import Tracked
 
 _BYTES = 4  # of an element in fp32

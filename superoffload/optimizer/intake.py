@@ -12,26 +12,26 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from superoffload.arguments import check_gradient
-from superoffload.bucket import Bucket
+from superoffload.distributed.fully_shard import await_offload
+from superoffload.engine.bucket import Bucket
 from superoffload.engine.engine import Engine
 from superoffload.errors import ArgumentError, StateError, SuperOffloadError
-from superoffload.gradient_source import dtype_to_come, gradient_of, is_added, main_grad_of
+from superoffload.host.memory import room_on_device
 from superoffload.host.tensors import is_dtensor
-from superoffload.memory import room_on_device
 from superoffload.optimizer.accumulating import Accumulation
+from superoffload.optimizer.arguments import check_gradient
 from superoffload.optimizer.as_left import ready_gradients
 from superoffload.optimizer.fp32_sums import Fp32Sums
 from superoffload.optimizer.freed_gradients import FreedGradients
+from superoffload.optimizer.gradient_source import dtype_to_come, gradient_of, is_added, main_grad_of
 from superoffload.optimizer.host_sums import HostSums
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.other_ranks import Ranks
+from superoffload.optimizer.packed_gradient import PackedGradient, packed_in, unpacked
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.verdicts import Verdicts
 from superoffload.optimizer.watched import Tracked
 from superoffload.optimizer.writes import Writes
-from superoffload.packed_gradient import PackedGradient, packed_in, unpacked
-from superoffload.ranks.fully_shard import await_offload
 
 
 class Intake:

@@ -10,9 +10,9 @@ from threading import RLock
 from types import TracebackType
 from typing import Protocol
 
-from superoffload.closing import Closable, close_at_exit, is_closed
 from superoffload.errors import StateError, SuperOffloadError
-from superoffload.interrupts import held_signals
+from superoffload.host.at_exit import Closable, close_at_exit, is_closed
+from superoffload.host.signals import held_signals
 
 
 class Alone:

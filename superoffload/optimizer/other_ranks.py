@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from superoffload.distributed.gather import Spread, gather
+from superoffload.distributed.setup import RankSetup
 from superoffload.engine.engine import Engine
+from superoffload.engine.verdict import Verdict
 from superoffload.errors import RankError
-from superoffload.gradient_source import gradient_of
+from superoffload.optimizer.gradient_source import gradient_of
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.verdicts import LossScale, Verdicts
 from superoffload.optimizer.watched import notice
 from superoffload.optimizer.writes import Writes
-from superoffload.ranks.setup import RankSetup
-from superoffload.ranks.spread import Spread, gather
-from superoffload.verdict import Verdict
 
 if TYPE_CHECKING:
-    from superoffload.ranks.session import RankSession
+    from superoffload.distributed.session import RankSession
 
 
 class Prepares(Protocol):

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superoffload.arguments import check_finite, check_parameter
-from superoffload.bucket import Shard
+from superoffload.distributed.held import Held
+from superoffload.distributed.ownership import Holding, like_parameter
+from superoffload.engine.bucket import Shard
+from superoffload.engine.placement import make_state
 from superoffload.errors import StateError
-from superoffload.gradient_source import dtype_to_come
+from superoffload.optimizer.arguments import check_finite, check_parameter
 from superoffload.optimizer.connection import Connection
 from superoffload.optimizer.given import Given
+from superoffload.optimizer.gradient_source import dtype_to_come
 from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.watched import Tracked, remember_values
-from superoffload.placement import make_state
-from superoffload.ranks.held import Held
-from superoffload.ranks.layout import Holding, like_parameter
 
 
 class StateViews:

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from superoffload.checkpoint import ParamState, ReadState, StateDict, read_state, write_state
+from superoffload.distributed.gather import Spread
 from superoffload.engine.engine import Engine
 from superoffload.errors import ArgumentError, StateError
 from superoffload.host.tensors import is_dtensor
-from superoffload.masters import read_masters
 from superoffload.optimizer.boundary import Boundary
 from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.lifetime import Lifetime
+from superoffload.optimizer.masters import read_masters
 from superoffload.optimizer.other_ranks import Ranks
 from superoffload.optimizer.params import Params
+from superoffload.optimizer.state_dict import ParamState, ReadState, StateDict, read_state, write_state
 from superoffload.optimizer.watched import Tracked, notice
 from superoffload.optimizer.writes import Writes
-from superoffload.ranks.spread import Spread
 
 if TYPE_CHECKING:
     from superoffload.engine.snapshot import Snapshot

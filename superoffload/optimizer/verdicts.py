@@ -7,10 +7,10 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from superoffload.arguments import check_max_grad_norm
+from superoffload.engine.verdict import Verdict
 from superoffload.errors import StateError
 from superoffload.host.numbers import as_float
-from superoffload.verdict import Verdict
+from superoffload.optimizer.arguments import check_max_grad_norm
 
 _NAMED = 8  # of more ranks, the first ones
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from superoffload.arguments import check_parameter
-from superoffload.bits import BitSums, Sums
-from superoffload.bucket import Shard
-from superoffload.checkpoint import ParamState
+from superoffload.distributed.ownership import Holding
+from superoffload.engine.bucket import Shard
 from superoffload.errors import DeviceError, StateError
+from superoffload.host.bits import BitSums, Sums
 from superoffload.host.tensors import is_dtensor, local_of, memory_order, version_of
-from superoffload.masters import follow
+from superoffload.optimizer.arguments import check_parameter
+from superoffload.optimizer.masters import follow
+from superoffload.optimizer.state_dict import ParamState
 from superoffload.optimizer.watched_gradient import UNKNOWN, PackedSums, WatchedGradient
-from superoffload.ranks.layout import Holding
 
 
 class Place:

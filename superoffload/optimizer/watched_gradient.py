@@ -7,12 +7,12 @@ from weakref import ReferenceType, ref
 
 from torch import Tensor
 
-from superoffload.bits import BitSums, Sums
-from superoffload.bucket import Piece, Shard
-from superoffload.gradient_source import gradient_of
+from superoffload.distributed.ownership import Holding
+from superoffload.engine.bucket import Piece, Shard
+from superoffload.host.bits import BitSums, Sums
 from superoffload.host.tensors import is_dtensor, local_of, version_of
-from superoffload.packed_gradient import PackedGradient, packed_in, stand_in_for
-from superoffload.ranks.layout import Holding
+from superoffload.optimizer.gradient_source import gradient_of
+from superoffload.optimizer.packed_gradient import PackedGradient, packed_in, stand_in_for
 
 UNKNOWN = (-1, -1)
 

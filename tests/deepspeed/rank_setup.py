@@ -14,7 +14,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
-from superoffload.integrations.deepspeed import ranks as integration
+from superoffload.integrations.deepspeed import partitions as integration
 from tests.deepspeed.quick_kernels.sitecustomize import install
 
 install()  # before the first of its kernels is compiled

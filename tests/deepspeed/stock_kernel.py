@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.bucket import Bucket
+from superoffload.engine.bucket import Bucket
 
 Operation = _native.Operation
 

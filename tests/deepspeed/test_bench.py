@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from superoffload.benchmarking.deepspeed import (
+from superoffload.errors import ArgumentError
+from superoffload.tools.bench.deepspeed import (
     EAGER,
     LATER,
     STOCK,
@@ -20,9 +21,8 @@ from superoffload.benchmarking.deepspeed import (
     default_ranks,
     measure_rank,
 )
-from superoffload.benchmarking.deepspeed_report import holds, line, rows_of
-from superoffload.cli.bench_deepspeed import add_parser, run
-from superoffload.errors import ArgumentError
+from superoffload.tools.bench.deepspeed_report import holds, line, rows_of
+from superoffload.tools.cli.bench_deepspeed import add_parser, run
 from tests.deepspeed import upstream
 from tests.deepspeed.ranks import QUICK_KERNELS, Ranks
 from tests.deepspeed.test_stock_kernel import kernel  # noqa: F401  (stock steps with DeepSpeed's kernel)

@@ -67,7 +67,7 @@ def cut_link(hosts: tuple[str, ...], point: str, how: str, cuts: int) -> tuple[s
     """The error that the fourth step ends with on this rank, and how long that took."""
     from unittest import mock
 
-    from superoffload.ranks.session import RankSession
+    from superoffload.distributed.session import RankSession
     from tests.network_tools import cut
 
     engine = SCENARIO.engine(OURS, {"speculation": "always", "rank_timeout": OURS_TO_WAIT})

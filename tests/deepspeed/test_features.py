@@ -169,7 +169,7 @@ def processors(threads: int | None) -> tuple[list[int], int, int]:
     """Of this rank's worker threads, how many threads an engine then has, how many processors there are."""
     import torch.distributed as dist
 
-    from superoffload.integrations.deepspeed.ranks import cpus_of_this_rank
+    from superoffload.integrations.deepspeed.partitions import cpus_of_this_rank
 
     engine = make_engine(config(options={} if threads is None else {"threads": threads}), _seeded(1))
     found, _ = cpus_of_this_rank(threads, [torch.zeros(1)], dist.group.WORLD, None)

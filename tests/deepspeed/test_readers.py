@@ -135,7 +135,7 @@ def is_left_for_later(crowded: bool) -> bool:
     """Whether a step leaves anything, where there are (not) more ranks than processors."""
     from unittest.mock import patch
 
-    from superoffload.integrations.deepspeed import ranks
+    from superoffload.integrations.deepspeed import partitions as ranks
 
     with patch.object(ranks, "is_crowded", lambda everyone: crowded):
         _, outstanding = read_after_steps("gathered", WAITING_LATER, {})
@@ -188,7 +188,7 @@ def test_before_0_19_8_parameters_are_gathered_one_by_one(monkeypatch: pytest.Mo
     """A blocking gather of several waited for the last of them only, and gloo ends them in any order."""
     import deepspeed
 
-    from superoffload.integrations.deepspeed.delivery import Readers, gathers_wait_for_the_last_only
+    from superoffload.integrations.deepspeed.whole_parameters import Readers, gathers_wait_for_the_last_only
 
     for release, waits_for_last in (("0.18.0", True), ("0.19.7+cpu", True), ("0.19.8", False), ("0.20.0", False)):
         monkeypatch.setattr(deepspeed, "__version__", release)

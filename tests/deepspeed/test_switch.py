@@ -14,8 +14,8 @@ import pytest
 from superoffload.errors import ArgumentError, StateError
 from superoffload.integrations.deepspeed.config import Options, load, read_options, rewrite, selects_us
 from superoffload.integrations.deepspeed.switch import NEWEST, OLDEST, check_version
-from superoffload.plan.configuration import configuration
-from superoffload.plan.memory import Settings
+from superoffload.tools.plan.configuration import configuration
+from superoffload.tools.plan.memory_estimate import Settings
 from tests.deepspeed.ranks import RankError, Ranks
 from tests.deepspeed.training import STOCK, Small, config, end, make_engine, run_steps
 

@@ -13,7 +13,7 @@ from unittest import mock
 import superoffload.engine.finisher as finisher_module
 import superoffload.optimizer.lifetime as lifetime
 from superoffload import _native
-from superoffload.bucket import Bucket, BucketState, Shard
+from superoffload.engine.bucket import Bucket, BucketState, Shard
 from superoffload.engine.engine import Engine
 from superoffload.engine.executor import Executor
 from superoffload.engine.finisher import Finisher

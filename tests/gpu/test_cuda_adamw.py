@@ -22,9 +22,9 @@ from torch import nn
 from benchmarks.gpu_suite.given_gradients import NAN_STEP, STEPS, Model, Run, backward, make, train
 from benchmarks.gpu_suite.races import run_races
 from superoffload import AdamW
-from superoffload.cuda.device import active_bytes, peak_active_bytes
 from superoffload.errors import ArgumentError, StateError, WorkerError
-from superoffload.memory import is_out_of_memory
+from superoffload.host.memory import is_out_of_memory
+from superoffload.links.cuda.device import active_bytes, peak_active_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("always", "never", "adaptive")
@@ -250,7 +250,7 @@ def test_a_full_gpu_is_survived() -> None:
 @gpu
 def test_memory_that_cannot_be_pinned_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clear warning, and copies that do not overlap."""
-    pinned: Any = import_module("superoffload.cuda.pinned")
+    pinned: Any = import_module("superoffload.links.cuda.pinned")
     make_arena = pinned.PinnedArena.__init__
 
     def refused(self: Any, *args: Any, **kwargs: Any) -> None:

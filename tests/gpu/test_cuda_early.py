@@ -12,8 +12,8 @@ from torch import nn
 from benchmarks.gpu_suite.devices import Device, open_device
 from benchmarks.gpu_suite.races import deterministic
 from superoffload import AdamW
-from superoffload.cuda.blocks import early_buckets
-from superoffload.cuda.device import TorchDevice, active_bytes, peak_active_bytes
+from superoffload.links.cuda.blocks import early_buckets
+from superoffload.links.cuda.device import TorchDevice, active_bytes, peak_active_bytes
 from tests.gpu.test_cuda_training import devices
 
 STEPS = 6

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.bucket import ELEMENT_TYPES, GroupHyper, Shard
-from superoffload.verdict import Verdict, decide
+from superoffload.engine.bucket import ELEMENT_TYPES, GroupHyper, Shard
+from superoffload.engine.verdict import Verdict, decide
 
 _WORDS = {4: torch.int32, 2: torch.int16}
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from superoffload.arguments import check_rank_check
+from superoffload.engine.schedule import MODES
 from superoffload.errors import ArgumentError
 from superoffload.host.numbers import check_number, check_threads, check_whole_number
-from superoffload.schedule import MODES
+from superoffload.optimizer.arguments import check_rank_check
 
 DEVICE = "superoffload"
 OPTIONS_KEY = "superoffload"

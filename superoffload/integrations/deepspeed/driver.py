@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from superoffload.bucket import GroupHyper, Shard
+from superoffload.engine.bucket import GroupHyper, Shard
 from superoffload.engine.engine import Engine
-from superoffload.engine.options import EngineOptions
+from superoffload.engine.engine_options import EngineOptions
+from superoffload.engine.placement import Residency
+from superoffload.engine.verdict import Verdict
 from superoffload.integrations.deepspeed.link import PartitionLink
 from superoffload.integrations.deepspeed.residency import GivenPlaces
-from superoffload.link import Link
-from superoffload.masters import follow
-from superoffload.placement import Residency
-from superoffload.verdict import Verdict
+from superoffload.links.host import Link
+from superoffload.optimizer.masters import follow
 
 
 @dataclass(eq=False)

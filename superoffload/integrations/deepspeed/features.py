@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from superoffload.arguments import check_group
-from superoffload.bucket import ELEMENT_TYPES, GroupHyper
+from superoffload.engine.bucket import ELEMENT_TYPES, GroupHyper
 from superoffload.errors import ArgumentError
+from superoffload.optimizer.arguments import check_group
 
 
 def check_optimizer(optimizer: Any, cpu_adam: type) -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.bucket import Bucket, Shard
-from superoffload.link import HostLink, Link, PackTicket, SynchronousLink
-from superoffload.memory import host_empty
+from superoffload.engine.bucket import Bucket, Shard
+from superoffload.host.memory import host_empty
+from superoffload.links.host import HostLink, Link, PackTicket, SynchronousLink
 
 
 class PartitionLink(SynchronousLink):

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from superoffload.bucket import Shard
+from superoffload.engine.bucket import Shard
+from superoffload.engine.placement import Placer, Residency
 from superoffload.errors import ArgumentError, KernelsUnavailable
-from superoffload.link import Link
-from superoffload.placement import Placer, Residency
+from superoffload.links.host import Link
 
 
 def resident_sub_groups(devices: Mapping[int, str]) -> frozenset[int]:
@@ -34,7 +34,7 @@ def check_resident(masters: Mapping[int, Tensor], published: Mapping[int, Tensor
 
 def accelerator_link(device: torch.device) -> Link:
     """Packs and steps on ``device``. KernelsUnavailable: nothing could be compiled that would."""
-    from superoffload.cuda.start import cuda_link  # loads the driver
+    from superoffload.links.cuda.start import cuda_link  # loads the driver
 
     link = cuda_link(device, keep_grads=True)
     if link.residency is None:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from superoffload.distributed.session import RankSession
 from superoffload.errors import WorkerError
 from superoffload.integrations.deepspeed.driver import PartitionDriver, Window
-from superoffload.ranks.session import RankSession
 
 
 class Failures:

@@ -8,14 +8,12 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from superoffload.arguments import check_rank_check
-from superoffload.engine.options import EngineOptions
+from superoffload.engine.engine_options import EngineOptions
 from superoffload.errors import StateError
 from superoffload.integrations.deepspeed import residency
 from superoffload.integrations.deepspeed.config import Options
-from superoffload.integrations.deepspeed.delivery import Readers
 from superoffload.integrations.deepspeed.driver import PartitionDriver
-from superoffload.integrations.deepspeed.ranks import cpus_of_this_rank, open_session
+from superoffload.integrations.deepspeed.partitions import cpus_of_this_rank, open_session
 from superoffload.integrations.deepspeed.stage3.agreement import Failures, Ranks, agreement
 from superoffload.integrations.deepspeed.stage3.copies import copies_of
 from superoffload.integrations.deepspeed.stage3.formulas import Formulas, OurFormulas, StockFormulas
@@ -26,6 +24,8 @@ from superoffload.integrations.deepspeed.stage3.shards import Shards, accelerato
 from superoffload.integrations.deepspeed.stage3.steps import Steps
 from superoffload.integrations.deepspeed.stage3.stock import StockStage3, trained
 from superoffload.integrations.deepspeed.stage3.window_end import WindowEnd
+from superoffload.integrations.deepspeed.whole_parameters import Readers
+from superoffload.optimizer.arguments import check_rank_check
 
 
 @dataclass(frozen=True)

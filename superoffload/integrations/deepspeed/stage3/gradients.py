@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
+from superoffload.host.signals import held_signals
 from superoffload.integrations.deepspeed.driver import Partition, PartitionDriver
 from superoffload.integrations.deepspeed.stage3.agreement import Failures, Ranks
 from superoffload.integrations.deepspeed.stage3.copies import Copies
 from superoffload.integrations.deepspeed.stage3.stock import StockStage3
-from superoffload.interrupts import held_signals
 
 
 class Gradients:

@@ -10,11 +10,11 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor
 
-from superoffload.bucket import GroupHyper
+from superoffload.engine.bucket import GroupHyper
 from superoffload.errors import StateError
+from superoffload.host.memory import host_zeros
 from superoffload.integrations.deepspeed.features import hyper_of
 from superoffload.integrations.deepspeed.stage3.stock import StockStage3
-from superoffload.memory import host_zeros
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -14,14 +14,14 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 
-from superoffload.environment import check_environment
 from superoffload.errors import StateError
+from superoffload.host.environment import check_environment
+from superoffload.host.signals import held_signals
 from superoffload.integrations.deepspeed.config import Options, load, read_options
-from superoffload.integrations.deepspeed.delivery import gather_together
 from superoffload.integrations.deepspeed.features import check_arguments, check_groups_alike, check_optimizer
 from superoffload.integrations.deepspeed.stage3.assembly import Closed, Given, Parts, assemble
 from superoffload.integrations.deepspeed.stage3.stock import trained
-from superoffload.interrupts import held_signals
+from superoffload.integrations.deepspeed.whole_parameters import gather_together
 from superoffload.optimizer.lifetime import Lifetime
 
 
@@ -202,7 +202,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
     # ---- figures and the end --------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float | int]:
-        """Totals of this rank since construction (superoffload/stats.py)."""
+        """Totals of this rank since construction (superoffload/engine/stats.py)."""
         return self.parts.driver.core.stats()
 
     def close(self) -> None:

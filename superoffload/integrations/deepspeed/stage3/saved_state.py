@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from superoffload.host.signals import held_signals
 from superoffload.integrations.deepspeed.driver import PartitionDriver
 from superoffload.integrations.deepspeed.stage3.agreement import Ranks
 from superoffload.integrations.deepspeed.stage3.gradients import Gradients
 from superoffload.integrations.deepspeed.stage3.inner_optimizer import InnerOptimizer
-from superoffload.interrupts import held_signals
 
 
 class SavedState:

@@ -8,12 +8,12 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor
 
-from superoffload.bucket import Shard
+from superoffload.engine.bucket import Shard
 from superoffload.integrations.deepspeed import residency
 from superoffload.integrations.deepspeed.driver import Partition
 from superoffload.integrations.deepspeed.stage3.inner_optimizer import InnerOptimizer
 from superoffload.integrations.deepspeed.stage3.stock import StockStage3
-from superoffload.link import Link
+from superoffload.links.host import Link
 
 
 def numel_here(param: Any, group: Any) -> int:

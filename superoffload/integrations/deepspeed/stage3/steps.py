@@ -7,11 +7,11 @@ import math
 import torch
 from torch import Tensor
 
+from superoffload.engine.verdict import Verdict
 from superoffload.integrations.deepspeed.driver import PartitionDriver, Window
 from superoffload.integrations.deepspeed.stage3.agreement import Failures, Ranks
 from superoffload.integrations.deepspeed.stage3.inner_optimizer import InnerOptimizer
 from superoffload.integrations.deepspeed.stage3.stock import StockStage3
-from superoffload.verdict import Verdict
 
 
 class Steps:

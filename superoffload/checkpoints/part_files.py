@@ -1,0 +1,156 @@
+"""A rank's part of a checkpoint: what it writes."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from superoffload.adamw import AdamW
+from superoffload.checkpoints import writing as folders
+from superoffload.checkpoints.contents import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    MODEL,
+    Named,
+    Piece,
+    holding_of,
+    piece_of,
+    stepped,
+)
+from superoffload.checkpoints.manifest import STATE
+from superoffload.checkpoints.safetensors import Entry, TensorFile, flat_runs
+from superoffload.distributed.ownership import Holding
+from superoffload.engine.snapshot import ShardState, Snapshot
+from superoffload.errors import ArgumentError, StateError
+from superoffload.host.tensors import is_dtensor, local_of
+
+
+@dataclass
+class Part:
+    """What this rank writes: entries with their place in the whole, and who produces their bytes."""
+
+    entries: list[Entry] = field(default_factory=list)
+    pieces: dict[str, Piece] = field(default_factory=dict)
+    plain: list[tuple[str, Tensor, int | None]] = field(default_factory=list)  # with version, if not copied
+    shards: dict[int, tuple[str, Tensor, Holding]] = field(default_factory=dict)  # by index: name, published
+
+    state: bytes = b""  # what is no tensor of the model's size; the first rank writes it
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.state) + sum(entry.nbytes for entry in self.entries)
+
+    def add(self, name: str, dtype: torch.dtype, piece: Piece) -> None:
+        self.entries.append(Entry(name, dtype, piece.own_shape))
+        self.pieces[name] = piece
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rank has written: the first bytes of its file, and what belongs into the manifest about it."""
+
+    header: bytes
+    report: dict[str, Any]
+
+
+def plan_part(optimizer: Optimizer, named: Named, *, copy: bool) -> Part:
+    """``copy``: buffers may change before they are written."""
+    part = Part()
+    own = {}
+    if isinstance(optimizer, AdamW):
+        for name, param, tracked in stepped(optimizer, named):
+            own[name] = tracked
+            if named.writes(tracked.holding):
+                piece = piece_of(param, tracked.holding)
+                shard = tracked.shard
+                part.shards[shard.index] = (name, param, tracked.holding)
+                part.add(MODEL + name, param.dtype, piece)
+                part.add(MASTER + name, torch.float32, piece)
+                part.add(EXP_AVG + name, shard.exp_avg.dtype, piece)
+                part.add(EXP_AVG_SQ + name, shard.exp_avg_sq.dtype, piece)
+    trains = {id(param) for param in named.params.values()}
+    for name, tensor in named.tensors.items():
+        holding = holding_of(name, tensor)
+        if name in own or not (named.writes(holding) if is_dtensor(tensor) else named.is_first):
+            continue
+        local = local_of(tensor)
+        part.add(MODEL + name, tensor.dtype, piece_of(tensor, holding))
+        buffer = copy and not isinstance(tensor, nn.Parameter) and id(tensor) not in trains
+        part.plain.append((MODEL + name, local.clone() if buffer else local, None if buffer else local._version))
+    if not isinstance(optimizer, AdamW):
+        _plan_of_torch(part, optimizer, named)
+    return part
+
+
+def _plan_of_torch(part: Part, optimizer: Optimizer, named: Named) -> None:
+    for name, param in named.params.items():
+        state = optimizer.state.get(param, {})
+        lost = sorted(map(str, state.keys() - {"step", "exp_avg", "exp_avg_sq"}))
+        if lost:
+            raise ArgumentError(
+                f"optimizer: its state of {name} has {', '.join(lost)}, for which a checkpoint has no place; use "
+                "optimizer.state_dict() and torch.save()"
+            )
+        for prefix, key in ((EXP_AVG, "exp_avg"), (EXP_AVG_SQ, "exp_avg_sq")):
+            if key in state:
+                part.add(prefix + name, state[key].dtype, piece_of(param, holding_of(name, param)))
+                part.plain.append((prefix + name, local_of(state[key]), None))
+
+
+def file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def write_part(part: Part, named: Named, writing: Path, snapshot: Snapshot | None) -> Written:
+    """This rank's tensors; the first rank also what is no tensor."""
+    name = file_name(named.rank)
+    file: TensorFile | None = None
+    files: dict[str, Any] = {}
+
+    def read(index: int, values: ShardState) -> None:
+        assert file is not None
+        shard, param, holding = part.shards[index]
+        master = holding.in_own_order(values.master, param.shape)
+        file.write(MASTER + shard, flat_runs(master))
+        file.write(EXP_AVG + shard, flat_runs(holding.in_own_order(values.exp_avg, param.shape)))
+        file.write(EXP_AVG_SQ + shard, flat_runs(holding.in_own_order(values.exp_avg_sq, param.shape)))
+        file.write(MODEL + shard, (run.to(param.dtype) for run in flat_runs(master)))
+
+    # Among ranks each save has a mark of its own, by which they know their file again.
+    mark = {"save": writing.name.rpartition("-")[2]} if len(named.ranks) > 1 else {}
+    try:
+        file = TensorFile(writing / name, part.entries, {"format": "pt", **mark})
+        if snapshot is not None:
+            snapshot.read_all(read)
+        _write_plain(part, file)
+        file.finish()
+    finally:
+        if snapshot is not None:  # also where the file could not be made: steps must not wait for it
+            snapshot.end()
+        if file is not None:
+            file.close()
+    files[name] = {"bytes": file.nbytes, "header": _sha256(file.header)}
+    if named.is_first:
+        folders.write_durably(writing / STATE, part.state)
+        files[STATE] = {"bytes": len(part.state), "sha256": _sha256(part.state)}
+    tensors = {key: {**part.pieces[key].as_json(), "file": name, "sha256": file.digests[key]} for key in part.pieces}
+    return Written(file.header, {"files": files, "tensors": tensors})
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _write_plain(part: Part, file: TensorFile) -> None:
+    for name, tensor, _ in part.plain:
+        file.write(name, flat_runs(tensor))
+    for name, tensor, version in part.plain:
+        if version is not None and tensor._version != version:
+            raise StateError(f"{name.removeprefix(MODEL)}: written to while it was saved; save it again, with save()")

@@ -1,0 +1,153 @@
+"""The full check: every parameter's copies, rounding and state across ranks, and what the next forward gathers."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from superoffload.distributed.disagreement import odd_ranks
+from superoffload.distributed.group import RankGroup
+from superoffload.distributed.held import Held, crc, is_published
+from superoffload.host.bits import all_finite
+from superoffload.host.tensors import is_dtensor
+
+GradientOf = Callable[[Tensor], Tensor | None]
+
+
+def no_gradient(param: Tensor) -> None:
+    """Where gradients are not in the parameters: there is nothing to compare."""
+
+
+_COLUMNS = ("published parameter", "state (master, exp_avg, exp_avg_sq)", "step count")
+_NOT_ROUNDED, _GRADIENT, _WIDTH = 3, 4, 5
+
+
+class FullCheck:
+    """Compares what the ranks hold. ``replicas``: per rank, per parameter, the ranks that have the same shard.
+
+    ``gradient_of`` gives the gradient of a parameter that can be compared, or None. ``run`` is collective.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        held: Sequence[Held],
+        gathered: Callable[[], Iterator[tuple[Tensor, Tensor]]] | None,
+        replicas: Sequence[Sequence[tuple[int, ...]]],
+        gradient_of: GradientOf,
+    ) -> None:
+        self._group = group
+        self._held = held
+        self._gathered = gathered
+        self._replicas = replicas
+        self._gradient_of = gradient_of
+
+    @torch.no_grad()
+    def run(self, where: str, outcome: tuple[int, int, float]) -> str | None:
+        """What is wrong, the same text on every rank; None if nothing is."""
+        rows = np.array([self._row(one) for one in self._held], np.uint32).reshape(-1, _WIDTH)
+        header = np.array([zlib.crc32(repr(outcome).encode())], np.uint32)
+        told = self._exchange(where, np.concatenate([header, rows.reshape(-1)]))
+        heads = {rank: int(theirs[0]) for rank, theirs in told.items()}
+        for rank, first in odd_ranks(heads):
+            return f"{where}: rank {rank}: the verdict was carried out otherwise than on rank {first}"
+        tables = {rank: theirs[1:].reshape(-1, _WIDTH) for rank, theirs in told.items()}
+        return (
+            self._bad_gradients(where, tables)
+            or self._bad_rounding(where, tables)
+            or self._bad_copies(where, tables)
+            or self._bad_forward(where)
+        )
+
+    def _row(self, one: Held) -> tuple[int, int, int, int, int]:
+        shard = one.shard
+        state = crc(shard.exp_avg_sq, crc(shard.exp_avg, crc(shard.master)))
+        return crc(shard.target()), state, shard.steps, int(not is_published(one)), self._gradient(one)
+
+    def _gradient(self, one: Held) -> int:
+        """Checksum of a gradient that every rank has in full; 0 if there is none to compare.
+
+        Nor where it is not finite: then the step was skipped on all ranks, whichever of them saw it.
+        """
+        gradient = self._gradient_of(one.param) if one.is_spread else None
+        if gradient is None:
+            return 0
+        values = gradient.detach().reshape(-1)
+        return crc(values) if all_finite(values) else 0
+
+    def _exchange(self, where: str, mine: NDArray[np.uint32]) -> dict[int, NDArray[np.uint32]]:
+        told = self._group.exchange_bytes(where, mine.tobytes())
+        return {rank: np.frombuffer(data, np.uint32) for rank, data in zip(self._group.ranks, told, strict=True)}
+
+    def _bad_gradients(self, where: str, tables: dict[int, NDArray[np.uint32]]) -> str | None:
+        """Of spread state, each rank's sums are those of its own part: that nobody has reduced shows only here."""
+        for index, one in enumerate(self._held):
+            known = {rank: int(table[index, _GRADIENT]) for rank, table in tables.items() if table[index, _GRADIENT]}
+            for rank, first in odd_ranks(known) if known else ():
+                return (
+                    f"{where}: rank {rank}: {one.name}: its gradient differs from that of rank {first}, though both "
+                    "have the whole parameter. Gradients of replicated parameters must be reduced over the ranks "
+                    "before step()"
+                )
+        return None
+
+    def _bad_rounding(self, where: str, tables: dict[int, NDArray[np.uint32]]) -> str | None:
+        for rank, table in tables.items():
+            for index in np.flatnonzero(table[:, _NOT_ROUNDED]).tolist():
+                return f"{where}: rank {rank}: {self._held[index].name}: the published parameter is not round(master)"
+        return None
+
+    def _bad_copies(self, where: str, tables: dict[int, NDArray[np.uint32]]) -> str | None:
+        for index, one in enumerate(self._held):
+            for column, what in enumerate(_COLUMNS):
+                for replicas in dict.fromkeys(theirs[index] for theirs in self._replicas):
+                    values = {rank: int(tables[rank][index, column]) for rank in replicas}
+                    for rank, first in odd_ranks(values):
+                        return f"{where}: rank {rank}: {one.name}: its {what} differs from that of rank {first}"
+        return None
+
+    def _bad_forward(self, where: str) -> str | None:
+        """Whether what a forward reads of every part is what that part's owner has published."""
+        seen = {one.shard.index: (full.dtype, self._chunk_checksums(one, full)) for one, full in self._wholes()}
+        own = np.zeros(len(self._held), np.uint32)
+        for index, (dtype, _) in seen.items():
+            own[index] = _checksum(self._held[index].shard.target().to(dtype))
+        published = self._exchange(where, own)
+        report = np.zeros(2, np.uint32)
+        for index, (_, checksums) in seen.items():
+            for owner, checksum in checksums.items():
+                if not report[0] and int(published[owner][index]) != checksum:
+                    report = np.array([1 + index, owner], np.uint32)
+        for rank, (bad, owner) in self._exchange(where, report).items():
+            if bad:
+                return (
+                    f"{where}: rank {rank}: {self._held[int(bad) - 1].name}: what its forward reads is not what rank "
+                    f"{owner} has published: updated parameters do not reach this rank"
+                )
+        return None
+
+    def _chunk_checksums(self, one: Held, full: Tensor) -> dict[int, int]:
+        return {chunk.owner: _checksum(one.holding.chunk_of_whole(full, chunk)) for chunk in one.holding.chunks}
+
+    def _wholes(self) -> Iterator[tuple[Held, Tensor]]:
+        """Whole parameters as a forward sees them, one after the other."""
+        todo = {id(one.param): one for one in self._held if len(one.holding.chunks) > 1}
+        if self._gathered is not None:
+            for param, full in self._gathered():
+                one = todo.pop(id(param), None)
+                if one is not None:
+                    yield one, full
+        for one in todo.values():
+            whole: Any = one.param.detach()
+            yield one, whole.full_tensor() if is_dtensor(whole) else whole
+
+
+def _checksum(values: Tensor) -> int:
+    """Of what was converted on one rank or another: which bits a NaN then has depends on its place in memory."""
+    return crc(values.masked_fill(values.isnan(), torch.nan))

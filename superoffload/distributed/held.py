@@ -1,0 +1,109 @@
+"""A parameter as the ranks see it: its shard here, where the other parts are, checksums and samples of it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from superoffload.distributed.ownership import Holding
+from superoffload.engine.bucket import Shard
+from superoffload.host.bits import same_but_for_nan
+from superoffload.host.tensors import in_order, local_of
+
+_UNITS = 32
+_SAMPLE = 1 << 16  # elements that a light check reads of a shard, spread over it
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """One parameter of the optimizer, in the order in which all ranks have them."""
+
+    name: str
+    param: Tensor
+    shard: Shard
+    holding: Holding
+
+    @property
+    def copies(self) -> Sequence[int]:
+        """Ranks on which ``copy`` must have the same bits."""
+        return [chunk.owner for chunk in self.holding.chunks] if self.is_spread else self.holding.replicas
+
+    @property
+    def is_spread(self) -> bool:
+        """Every rank has all of the parameter, and the state of a part of it."""
+        return self.holding.kind == "spread"
+
+    def copy(self) -> Tensor:
+        """The elements of the published parameter that this rank has, flat."""
+        return in_order(local_of(self.param), self.holding.order)
+
+    def signature(self) -> tuple[object, ...]:
+        """What must be the same on all ranks."""
+        about = (self.name, tuple(self.param.shape), str(self.param.dtype), self.shard.group, self.holding.kind)
+        return about if self.holding.order is None else (*about, f"dimensions in memory {self.holding.order}")
+
+
+def crc(tensor: Tensor, start: int = 0) -> int:
+    """Checksum of the bits of a flat tensor, continuing ``start``."""
+    if tensor.numel() == 0:
+        return start
+    # Of a copy: memory that NumPy has seen cannot be resized any more, as fully_shard does with gathered parameters.
+    copy = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return zlib.crc32(copy.view(torch.uint8).numpy().data, start)
+
+
+def is_published(held: Held, stride: int = 1, phase: int = 0) -> bool:
+    """Whether the published part is round(master), in every ``stride``-th element from ``phase``."""
+    master = held.shard.master[phase::stride]
+    published = held.shard.target()[phase::stride].to(master.device)
+    return same_but_for_nan(published, master.to(published.dtype))
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What one light check saw; see Packet."""
+
+    unit: int
+    bad: int
+    copy: int
+
+
+def units_of(held: Sequence[Held]) -> list[list[int]]:
+    """About 32 runs of parameters of the same kind, cut by their full sizes: the same runs on every rank."""
+    total = sum(one.param.numel() for one in held)
+    units: list[list[int]] = []
+    filled = 0
+    for i, one in enumerate(held):
+        if not units or filled * _UNITS >= total or held[units[-1][0]].holding.kind != one.holding.kind:
+            units.append([])
+            filled = 0
+        units[-1].append(i)
+        filled += one.param.numel()
+    return units
+
+
+def probe(held: Sequence[Held], units: Sequence[Sequence[int]], turn: int) -> Probe:
+    """Looks at unit ``turn`` modulo their number; a constant amount of work, whatever the size of the model."""
+    if not units:
+        return Probe(0, 0, 0)
+    unit = turn % len(units)
+    bad, copy = 0, 0
+    for index in units[unit]:
+        one = held[index]
+        stride, phase = _sampling(one.shard.numel, turn // len(units))
+        if not bad and not is_published(one, stride, phase):
+            bad = 1 + index
+        if len(one.copies) > 1:
+            values = one.copy()
+            stride, phase = _sampling(values.numel(), turn // len(units))
+            copy = crc(values[phase::stride], copy)
+    return Probe(unit, bad, copy)
+
+
+def _sampling(numel: int, turn: int) -> tuple[int, int]:
+    stride = max(1, numel // _SAMPLE)
+    return stride, turn % stride

@@ -1,0 +1,320 @@
+"""One optimizer's dealings with the other ranks: an exchange per step, its comparison, and the fold for the verdict.
+
+The exchange starts when the local sums are known and travels while worker threads finish what they speculate. All
+ranks see the same packets and compare them in the same order, so all of them raise the same error or none does.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from superoffload.distributed.disagreement import bits_of, odd_ranks
+from superoffload.distributed.full_check import FullCheck, GradientOf, no_gradient
+from superoffload.distributed.group import Exchange, RankGroup
+from superoffload.distributed.held import Held, Probe, probe, units_of
+from superoffload.distributed.message import FAILED, FOUND_INF, MOST_CLASSES, Packet
+from superoffload.errors import ArgumentError, RankError
+
+Gathered = Callable[[], Iterator[tuple[Tensor, Tensor]]]
+
+_FIRST_STEPS = 3  # are checked in full, whatever the options
+
+
+@dataclass(frozen=True)
+class RankCheck:
+    """``light``: every step. ``every``: a full check every so many steps (0: only the first ones and after a load)."""
+
+    light: bool
+    every: int
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Of one rank, per parameter: who has the same shard, who has the same published copy."""
+
+    replicas: list[tuple[int, ...]]
+    copies: list[tuple[int, ...]]
+
+    def classes(self) -> list[tuple[int, ...]]:
+        return list(dict.fromkeys(self.replicas))
+
+
+class RankSession:
+    """Exchanges packets with the other ranks, compares them and folds the sums for the verdict.
+
+    ``gathered`` yields (parameter, what forward would gather of it), collectively; None: asks the tensors.
+    ``gradient_of`` gives the gradient of a parameter that the full check can compare between ranks.
+    """
+
+    def __init__(
+        self, group: RankGroup, check: RankCheck, gathered: Gathered | None, gradient_of: GradientOf = no_gradient
+    ) -> None:
+        self.group = group
+        self.check = check
+        self.held: list[Held] = []
+        self._gathered = gathered
+        self._gradient_of = gradient_of
+        self._layouts: list[_Layout] = []
+        self._units: list[list[int]] = []
+        self._call = 0
+        self._applied = self._skipped = 0
+        self._factor = 0.0
+        self._probe = Probe(0, 0, 0)
+        self._turn = 0  # whose unit is looked at next
+        self._full_until = _FIRST_STEPS
+        self._settings: Mapping[str, Any] = {}
+        self._found_inf = False
+        self._failure: str | None = None
+        group.sessions += 1
+        self._name = "" if group.sessions == 1 else f" of optimizer {group.sessions}"
+        self._sums: dict[int, float] = {}
+        self._told = True
+        self._exchange: Exchange | None = None
+
+    # ---- layout -----------------------------------------------------------------------------------------------
+
+    def add(self, held: Sequence[Held]) -> None:
+        """More parameters, also those that train for the first time; all ranks must add the same ones."""
+        self.held.extend(held)
+        signatures = [one.signature() for one in self.held]
+        layout = _Layout([tuple(one.holding.replicas) for one in self.held], [tuple(one.copies) for one in self.held])
+        checksum = zlib.crc32(repr((self.check, signatures)).encode())
+        told = self.group.exchange_objects(f"new parameters{self._name}", (checksum, layout))
+        if len({theirs for theirs, _ in told}) > 1:
+            detail = {"rank_check": str(self.check)}
+            detail |= {f"parameter {i}": str(signature) for i, signature in enumerate(signatures)}
+            self._explain(f"the optimizers{self._name} were made differently", detail, in_step=False)
+        self._layouts = [layout for _, layout in told]
+        most = max(len(layout.classes()) for layout in self._layouts)
+        if most > MOST_CLASSES:
+            raise ArgumentError(
+                f"params: {most} different sets of replicas on one rank, expected at most {MOST_CLASSES}; "
+                "use fewer meshes"
+            )
+        self._units = units_of(self.held)
+        # A probe of the units there were would not fit those there are now.
+        self._probe = Probe(0, 0, 0)
+
+    def loaded(self, steps: int) -> None:
+        """State was loaded: everything is checked after the next step."""
+        self._call = max(steps, self._call)
+        self._full_until = max(self._full_until, self._call + 1)
+        self._probe = Probe(0, 0, 0)
+        self._factor = 0.0
+        self._applied = self._skipped = 0
+
+    def agree(self, what: str, error: Exception | None, left: str = "nothing was changed on any") -> None:
+        """A load or the like that is done on all ranks or on none. ``left``: what there is where one has failed."""
+        told = self.group.exchange_objects(
+            f"{what}{self._name}", None if error is None else f"{type(error).__name__}: {error}"
+        )
+        for rank, theirs in zip(self.group.ranks, told, strict=True):
+            if theirs is not None and error is None:
+                raise RankError(f"{what}: rank {rank} failed, so {left}: {theirs}")
+
+    # ---- one step ---------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A step() was called; every rank must do so."""
+        if self._failure is not None:
+            raise RankError(f"{self._failure} (the ranks have diverged; make new optimizers from the last checkpoint)")
+        self._call += 1
+        self._told = False
+        self._settings, self._found_inf = {}, False
+
+    def agree_on(self, settings: Mapping[str, Any], *, found_inf: bool) -> None:
+        """``settings``: named values which must be the same on all ranks. ``found_inf``: somebody else saw one."""
+        self._settings, self._found_inf = settings, found_inf
+
+    def fail(self) -> None:
+        """Tells the others that this rank raises instead of stepping, so that they need not wait to find out."""
+        if not self._told and self.group.failure is None and self._failure is None:  # those are known on all ranks
+            self._told = True
+            packet = replace(self._packet({}), flags=FAILED)
+            with suppress(RankError):  # the error that brought us here is the one to tell
+                self.group.exchange(self._where("the verdict"), packet.to_bytes()).wait()
+
+    def start(self, sums: Mapping[int, float]) -> None:
+        """Sums of squares of the shards that have a gradient, by index, are on their way to the other ranks."""
+        self._sums = dict(sums)
+        self._told = True
+        self._exchange = self.group.exchange(self._where("the verdict"), self._packet(sums).to_bytes())
+
+    def finish(self) -> list[float] | None:
+        """All ranks' sums in the order in which every rank folds them; None if no rank has any gradient."""
+        packets = self._take()
+        self._raise_failed(packets)
+        if len({packet.gradients for packet in packets}) > 1:  # whatever the options: what comes next needs them alike
+            detail = {one.name: one.shard.index in self._sums for one in self.held}
+            self._explain("not the same parameters have a gradient", detail)
+        if self.check.light or self.check.every:
+            self._compare(packets)
+        if not any(packet.gradients for packet in packets):
+            return None
+        # Anybody's NaN or infinity counts, also that of a replica whose sum does not.
+        spoiled = any(packet.flags & FOUND_INF or not all(map(math.isfinite, packet.sums)) for packet in packets)
+        sums = [math.inf] if spoiled else []
+        for rank, packet, layout in zip(self.group.ranks, packets, self._layouts, strict=True):
+            # Of those that have the same shards, the first one counts.
+            counted = [mine for mine, cls in zip(packet.sums, layout.classes(), strict=True) if cls[0] == rank]
+            sums.extend(counted)
+        return sums
+
+    def ended(self, *, applied: bool, factor: float) -> None:
+        """The step was applied or skipped; looks at what was published, and at everything where that is due."""
+        self.count(applied=applied, factor=factor)
+        self.look()
+        if self.full_check_is_due:
+            self.check_everything()
+
+    def count(self, *, applied: bool, factor: float) -> None:
+        """The step was applied or skipped, and what it publishes is not to be seen yet."""
+        self._applied += applied
+        self._skipped += not applied
+        self._factor = factor
+        self._turn = self._call
+
+    def seen_next(self) -> list[Held]:
+        """The parameters that ``look()`` will look at."""
+        if not (self.check.light or self.check.every) or not self._units:
+            return []
+        return [self.held[index] for index in self._units[self._turn % len(self._units)]]
+
+    def look(self) -> None:
+        """At a part of what the last step has published; the next exchange tells the others. Not collective."""
+        if self.check.light or self.check.every:
+            self._probe = probe(self.held, self._units, self._turn)
+
+    @property
+    def full_check_is_due(self) -> bool:
+        """Of the step that has just ended."""
+        if not (self.check.light or self.check.every):
+            return False
+        return self._call <= self._full_until or bool(self.check.every and self._call % self.check.every == 0)
+
+    def check_everything(self) -> None:
+        """The full check, collectively: copies, rounding and what forward gathers, of every parameter."""
+        replicas = [layout.replicas for layout in self._layouts]
+        found = FullCheck(self.group, self.held, self._gathered, replicas, self._gradient_of).run(
+            self._where("the full check"), (self._applied, self._skipped, self._factor)
+        )
+        if found is not None:
+            self._diverged(found)
+
+    # ---- inside -----------------------------------------------------------------------------------------------
+
+    def _packet(self, sums: Mapping[int, float]) -> Packet:
+        totals = dict.fromkeys(dict.fromkeys(tuple(one.holding.replicas) for one in self.held), 0.0)
+        for index, value in sums.items():  # in registration order, as the core gives them
+            totals[tuple(self.held[index].holding.replicas)] += value
+        return Packet(
+            sums=tuple(totals.values()),
+            flags=FOUND_INF if self._found_inf else 0,
+            settings=zlib.crc32(repr(sorted(self._settings.items())).encode()),
+            gradients=zlib.crc32(np.array(sorted(sums), np.uint32).tobytes()) if sums else 0,
+            applied=self._applied & 0xFFFFFFFF,
+            skipped=self._skipped & 0xFFFFFFFF,
+            unit=self._probe.unit,
+            bad=self._probe.bad,
+            copy=self._probe.copy,
+            factor=self._factor,
+        )
+
+    def _take(self) -> list[Packet]:
+        exchange, self._exchange = self._exchange, None
+        assert exchange is not None
+        return [Packet.from_bytes(data) for data in exchange.wait()]
+
+    def _where(self, what: str) -> str:
+        return f"{what} of step {self._call}{self._name}"
+
+    def _raise_failed(self, packets: Sequence[Packet]) -> None:
+        failed = [rank for rank, packet in zip(self.group.ranks, packets, strict=True) if packet.flags & FAILED]
+        if failed:
+            raise RankError(
+                f"step {self._call}: rank {', '.join(map(str, failed))} raised before the verdict (its own output says "
+                "why), so the step was abandoned on every rank"
+            )
+
+    def _compare(self, packets: Sequence[Packet]) -> None:
+        """Raises on every rank, with the same message, if any two of them disagree."""
+        if len({packet.settings for packet in packets}) > 1:
+            self._explain("the ranks step with different settings", {k: repr(v) for k, v in self._settings.items()})
+        if self._unequal_sums(packets):
+            self._explain_gradients()
+        outcomes = {(packet.applied, packet.skipped, bits_of(packet.factor)) for packet in packets}
+        if len(outcomes) > 1:
+            ended = {"steps applied": self._applied, "steps skipped": self._skipped, "gradient factor": self._factor}
+            self._explain("the step before did not end alike", ended)
+        self._compare_probes(packets)
+
+    def _unequal_sums(self, packets: Sequence[Packet]) -> bool:
+        """Whether ranks that have the same shards have different gradients of them. Not where a NaN or an infinity
+        on any of them will skip the step on all."""
+        if not all(math.isfinite(mine) for packet in packets for mine in packet.sums):
+            return False
+        seen: dict[tuple[int, ...], bytes] = {}
+        for packet, layout in zip(packets, self._layouts, strict=True):
+            for mine, replicas in zip(packet.sums, layout.classes(), strict=True):
+                bits = bits_of(mine)
+                if seen.setdefault(replicas, bits) != bits:
+                    return True
+        return False
+
+    def _explain_gradients(self) -> None:
+        sums = [self._sums.get(one.shard.index, 0.0) for one in self.held]
+        told = self.group.exchange_objects(self._where("comparing gradients"), sums)
+        for index, one in enumerate(self.held):
+            values = {rank: theirs[index] for rank, theirs in zip(self.group.ranks, told, strict=True)}
+            for rank, first in self._odd_of(values, [layout.replicas[index] for layout in self._layouts]):
+                self._diverged(
+                    f"step {self._call}: rank {rank}: {one.name}: its gradient differs from that of rank {first} "
+                    f"(sums of squares {values[rank]!r} and {values[first]!r}), though both hold the same elements. "
+                    "Gradients of replicated parameters must be reduced over the ranks before step()"
+                )
+        self._diverged(f"step {self._call}: gradients of replicated parameters differ between ranks")
+
+    def _odd_of(self, values: Mapping[int, Any], classes: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, int]]:
+        """Ranks whose value differs from that of most of their replicas, with one that has what most have."""
+        for replicas in dict.fromkeys(classes):
+            yield from odd_ranks({rank: values[rank] for rank in replicas})
+
+    def _compare_probes(self, packets: Sequence[Packet]) -> None:
+        step = self._call - 1
+        for rank, packet in zip(self.group.ranks, packets, strict=True):
+            if packet.bad:
+                self._diverged(
+                    f"step {step}: rank {rank}: {self.held[packet.bad - 1].name}: the published parameter is not "
+                    "round(master). A publish was lost, or the parameter was written through .data or foreign memory "
+                    "(then call refresh_masters() after such a write)"
+                )
+        if not self._units or len({packet.unit for packet in packets}) > 1:
+            return
+        unit = self._units[packets[0].unit]
+        values = {rank: packet.copy for rank, packet in zip(self.group.ranks, packets, strict=True)}
+        for _ in self._odd_of(values, [layout.copies[unit[0]] for layout in self._layouts]):
+            self.check_everything()  # says which
+            names = ", ".join(self.held[index].name for index in unit)
+            self._diverged(f"step {step}: copies of a parameter differ between ranks, one of: {names}")
+
+    def _explain(self, what: str, detail: Mapping[str, Any], *, in_step: bool = True) -> None:
+        """Exchanges ``detail`` and raises with the first entry that differs."""
+        told = self.group.exchange_objects(self._where(what) if in_step else what, dict(detail))
+        where = f"step {self._call}: {what}" if in_step else what
+        for name in dict.fromkeys(key for theirs in told for key in theirs):
+            values = {r: theirs.get(name, "missing") for r, theirs in zip(self.group.ranks, told, strict=True)}
+            for rank, first in odd_ranks(values):
+                self._diverged(f"{where}: rank {rank}: {name} is {values[rank]}, on rank {first} {values[first]}")
+        self._diverged(where)
+
+    def _diverged(self, message: str) -> None:
+        self._failure = f"ranks have diverged: {message}"
+        raise RankError(self._failure)

@@ -1,0 +1,384 @@
+"""Shards, buckets and the life of a bucket within one step. Knows nothing of autograd, threads or devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from superoffload import _native
+from superoffload.engine.journal_width import JournalWidth
+from superoffload.errors import StateError
+from superoffload.host.memory import refused
+
+BLOCK: int = _native.BLOCK
+# beta ** step is 0 in double precision from here on, so that 1 - beta ** step, the bias correction, is 1.
+_CORRECTED_BY_ONE = 1 << 60
+ALIGN = 64  # elements: runs start at whole cache lines in every buffer
+
+ELEMENT_TYPES = {
+    torch.float32: _native.ElementType.f32,
+    torch.bfloat16: _native.ElementType.bf16,
+    torch.float16: _native.ElementType.f16,
+}
+
+
+class BucketState(Enum):
+    """Where a bucket is in its step; DESIGN's words."""
+
+    FILLING = "filling"
+    READY = "ready"
+    SPECULATED = "speculated"
+    UNDONE = "undone"
+    COMMITTED = "committed"
+    REPLAYED = "replayed"
+    STEPPED = "stepped"
+    PUBLISHED = "published"
+    SETTLED = "settled"
+    SKIPPED = "skipped"
+    ABANDONED = "abandoned"
+
+
+_ENDED = frozenset(
+    {
+        BucketState.COMMITTED,
+        BucketState.REPLAYED,
+        BucketState.STEPPED,
+        BucketState.SETTLED,
+        BucketState.SKIPPED,
+        BucketState.ABANDONED,
+    }
+)
+_NEXT = {
+    BucketState.FILLING: {BucketState.READY, BucketState.ABANDONED},
+    BucketState.READY: {
+        BucketState.SPECULATED,
+        BucketState.STEPPED,
+        BucketState.PUBLISHED,
+        BucketState.SKIPPED,
+        BucketState.ABANDONED,
+        BucketState.FILLING,
+    },
+    BucketState.SPECULATED: {
+        BucketState.COMMITTED,
+        BucketState.REPLAYED,
+        BucketState.SKIPPED,
+        BucketState.ABANDONED,
+        BucketState.UNDONE,
+    },
+    BucketState.UNDONE: {BucketState.FILLING},
+    BucketState.PUBLISHED: {BucketState.SETTLED},
+    **{state: {BucketState.FILLING} for state in _ENDED},
+}
+
+
+@dataclass(frozen=True)
+class GroupHyper:
+    """The hyper-parameters of a param group as a bucket freezes them."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    l2: bool = False
+    bias_correction: bool = True
+
+
+@dataclass(eq=False)
+class Shard:
+    """The part of a parameter that this rank owns, and its state in host memory.
+
+    ``master``: flat float32 tensor of ``numel`` elements; ``exp_avg``, ``exp_avg_sq``: likewise, or bfloat16 with
+    stochastic rounding, keyed by ``noise_stream``. ``target`` returns the flat published tensor that delivery writes.
+    """
+
+    index: int
+    name: str
+    group: int
+    numel: int
+    gradient_dtype: torch.dtype
+    published_dtype: torch.dtype
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    target: Callable[[], Tensor]
+    parameter: Tensor | None = None  # whose memory the published shard is, where it is a plain one in host memory
+    noise_stream: int = 0
+    offset: int = 0  # of its first element in the whole parameter, so that the noise does not depend on the sharding
+    steps: int = 0
+    resident: bool = False  # master and moments are on the accelerator (superoffload/engine/placement.py)
+    keeps_gradient: bool = False  # its gradient stays its user's, also where others are freed (``p.main_grad``)
+    sums_gradient: bool = False  # its bits are summed as it is packed, because version counters do not show every edit
+    block_sums: NDArray[np.float64] = field(init=False)
+    sums_address: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.block_sums = np.zeros(-(-self.numel // BLOCK), np.float64)
+        self.sums_address = self.block_sums.ctypes.data
+
+    def stepped(self) -> None:
+        """It has made one step more."""
+        self.steps += 1
+
+    def gradient_stays(self, *, kept: bool, summed: bool) -> None:
+        """``kept``: with its user, also where others are freed. ``summed``: its bits are summed as it is packed."""
+        self.keeps_gradient, self.sums_gradient = kept, summed
+
+    def has_made(self, steps: int) -> None:
+        """A checkpoint says how many steps."""
+        self.steps = steps
+
+    @property
+    def address(self) -> int:
+        """Of ``parameter``, where its memory is that of the published shard, element by element; 0 elsewhere."""
+        param = self.parameter
+        if param is None or param.numel() != self.numel or param.dtype != self.published_dtype:
+            return 0
+        return param.data_ptr() if param.is_contiguous() and param.is_cpu else 0
+
+    def widen(self) -> None:
+        """Its gradients are packed in fp32 from now on."""
+        self.gradient_dtype = torch.float32
+
+    def sum_of_squares(self) -> float:
+        """Folded from the block sums of the gradient that was packed last."""
+        return sums_of_squares([self])[0]
+
+
+def sums_of_squares(shards: Sequence[Shard]) -> list[float]:
+    """Of each shard, folded from the block sums of the gradient that was packed last."""
+    return _native.fold_sums([(shard.sums_address, len(shard.block_sums)) for shard in shards])
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of one shard inside a bucket; ``start`` and ``offset`` in elements of shard and bucket."""
+
+    shard: Shard
+    start: int
+    numel: int
+    offset: int
+    sums_address: int = field(init=False)  # of the block sums of its gradient, which are fp64
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sums_address", self.shard.sums_address + 8 * (self.start // BLOCK))
+
+
+class ResidentWork:
+    """What a step freezes of a resident bucket: the kernels' scalars of every piece, None where it has no gradient."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._streams = [piece.shard.noise_stream for piece in bucket.pieces]
+        self.scalars: list[bytes | None] = [None] * len(bucket.pieces)
+
+    def freeze(
+        self,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        gradient_factor: float,
+        l2: bool,
+        steps: list[int],
+    ) -> None:
+        """As ``BucketWork.freeze``: ``steps`` has 0 for a piece that is left as it is."""
+        self.scalars = [
+            _native.freeze_scalars(lr, beta1, beta2, eps, weight_decay, gradient_factor, l2, step, stream)
+            if step
+            else None
+            for step, stream in zip(steps, self._streams, strict=True)
+        ]
+
+
+class Bucket:
+    """A flat run of shard elements of one param group: the unit of transfer, step, undo and publish."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        first = pieces[0].shard
+        self.pieces = list(pieces)
+        self.group = first.group
+        self.resident = first.resident
+        self.gradient_dtype = first.gradient_dtype
+        self.published_dtype = first.published_dtype
+        self.numel = sum(piece.numel for piece in pieces)
+        self.padded = aligned(max(piece.offset + piece.numel for piece in pieces))
+        self.state = BucketState.FILLING
+        self.present = [False] * len(self.pieces)
+        self.missing = len(self.pieces)  # pieces whose gradient is not final
+        self.final = True  # nothing will be added to what is packed, as far as that is known
+        # Given by the link (memory) and the layout (native work) when the bucket is attached:
+        self.gradient: Tensor
+        self.gradients: list[Tensor] | None = None  # one per piece, where gradients stay where they arrive
+        self.shadow: Tensor
+        self.work: _native.BucketWork  # of a resident bucket: nothing
+        self.resident_work: ResidentWork | None = None
+        self.arrival: _native.Completion | None = None  # of the packed gradient in host memory
+        self.packed: _native.Completion | None = None  # likewise, also once its step is over
+        self.running: _native.Completion | None = None
+        self.doing: _native.Operation | None = None  # None while ``running`` is the gradient on its way
+        self.bit_sums: Mapping[Piece, object] = {}  # of the gradient that was packed last (superoffload/links/host.py)
+        # What the last step or speculation froze:
+        self.frozen: GroupHyper | None = None
+        self.factor = 1.0
+        self.journal_width = JournalWidth()
+
+    def move(self, state: BucketState) -> None:
+        """Enters ``state``; anything the state machine does not allow raises and changes nothing."""
+        if state not in _NEXT[self.state]:
+            raise StateError(f"a bucket cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+    @property
+    def name(self) -> str:
+        """For errors."""
+        first, more = self.pieces[0].shard.name, len(self.pieces) - 1
+        others = f" and {more} more" if more else ""
+        return f"a bucket of {self.numel} parameters ({first}{others})"
+
+    @property
+    def ended(self) -> bool:
+        return self.state in _ENDED
+
+    def stepped_pieces(self) -> list[Piece]:
+        """Those that have a gradient in this step."""
+        return [piece for piece, present in zip(self.pieces, self.present, strict=True) if present]
+
+    def renew(self) -> None:
+        """Ready for the next step's gradients."""
+        if self.state is not BucketState.FILLING:
+            self.move(BucketState.FILLING)
+        self.present = [False] * len(self.pieces)
+        self.missing = len(self.pieces)
+        self.arrival = None
+        self.bit_sums = {}
+
+    # ---- its gradient -----------------------------------------------------------------------------------------
+
+    def receive(self, places: Iterable[int]) -> None:
+        """The gradients of the pieces at these places have arrived."""
+        for place in places:
+            self.present[place] = True
+            self.missing -= 1
+
+    def take_out(self, place: int) -> None:
+        """It has not arrived after all."""
+        self.present[place] = False
+        self.missing += 1
+
+    def leave_out(self, shards: Container[int]) -> None:
+        """Pieces of these shards, by index, are not delivered."""
+        self.present = [
+            present and piece.shard.index not in shards
+            for piece, present in zip(self.pieces, self.present, strict=True)
+        ]
+
+    def is_packed(self, arrival: _native.Completion, bit_sums: Mapping[Piece, object]) -> None:
+        """The packed gradient is in host memory once ``arrival`` is done."""
+        self.arrival = self.packed = self.running = arrival
+        self.bit_sums = {**self.bit_sums, **bit_sums}
+        self.move(BucketState.READY)
+
+    def expects(self, *, more: bool) -> None:
+        """Whether more is to be added to what is packed next, as far as that is known."""
+        self.final = not more
+
+    # ---- work on it -------------------------------------------------------------------------------------------
+
+    def runs(self, operation: _native.Operation, completion: _native.Completion) -> None:
+        """Worker threads have ``operation``, which ends with ``completion``."""
+        self.running, self.doing = completion, operation
+
+    def rests(self) -> None:
+        """Nothing runs on it."""
+        self.running = self.doing = None
+
+    def is_withdrawn(self) -> None:
+        """The operation never ran; the gradient may still be on its way."""
+        self.running, self.doing = self.arrival, None
+
+    def freeze(self, hyper: GroupHyper, factor: float) -> None:
+        """Fixes the scalars that it is stepped with, and that an undo needs."""
+        ahead = 1 if hyper.bias_correction else _CORRECTED_BY_ONE
+        work = self.work if self.resident_work is None else self.resident_work
+        work.freeze(
+            lr=hyper.lr,
+            beta1=hyper.beta1,
+            beta2=hyper.beta2,
+            eps=hyper.eps,
+            weight_decay=hyper.weight_decay,
+            gradient_factor=factor,
+            l2=hyper.l2,
+            steps=[
+                piece.shard.steps + ahead if present else 0
+                for piece, present in zip(self.pieces, self.present, strict=True)
+            ],
+        )
+        self.frozen, self.factor = hyper, factor
+
+    def next_step(self) -> int:
+        """The number of the step that its pieces with a gradient are about to make, of the youngest of them."""
+        return 1 + min(piece.shard.steps for piece in self.stepped_pieces())
+
+    # ---- its memory -------------------------------------------------------------------------------------------
+
+    def use_memory(
+        self, *, gradient: Tensor | None = None, gradients: list[Tensor] | None = None, shadow: Tensor | None = None
+    ) -> None:
+        """Flat tensors of ``padded`` elements; ``gradients``: one per piece, instead of ``gradient``."""
+        if gradient is not None:
+            self.gradient = gradient
+        if gradients is not None:
+            self.gradients = gradients
+        if shadow is not None:
+            self.shadow = shadow
+
+    def make_resident_work(self) -> None:
+        """The state is on the accelerator: worker threads have nothing to do."""
+        self.work = _native.BucketWork([], 0)
+        self.resident_work = ResidentWork(self)
+
+    def make_work(self, journal_bytes: int, *, past_cache: bool = False) -> None:
+        """The native description; ``gradient`` and ``shadow`` must be allocated (``padded`` elements each).
+
+        ``past_cache``: a step over all buckets exceeds the caches (superoffload/host/memory.py).
+        """
+        runs = []
+        size = self.gradient_dtype.itemsize
+        for i, piece in enumerate(self.pieces):
+            shard = piece.shard
+            if self.gradients is None:
+                gradient = self.gradient.data_ptr() + size * piece.offset
+            else:
+                gradient = self.gradients[i].data_ptr()
+            runs.append(
+                _native.Run(
+                    master=shard.master.data_ptr() + 4 * piece.start,
+                    exp_avg=shard.exp_avg.data_ptr() + shard.exp_avg.element_size() * piece.start,
+                    exp_avg_sq=shard.exp_avg_sq.data_ptr() + shard.exp_avg_sq.element_size() * piece.start,
+                    gradient=gradient,
+                    shadow=self.shadow.data_ptr() + self.shadow.element_size() * piece.offset,
+                    numel=piece.numel,
+                    gradient_type=ELEMENT_TYPES[self.gradient_dtype],
+                    shadow_type=ELEMENT_TYPES[self.published_dtype],
+                    state_type=ELEMENT_TYPES[shard.exp_avg.dtype],
+                    first_index=piece.shard.offset + piece.start,
+                    noise_stream=shard.noise_stream,
+                    past_cache=past_cache,
+                )
+            )
+        try:
+            self.work = _native.BucketWork(runs, journal_bytes)
+        except MemoryError as error:
+            raise refused(journal_bytes, f"the undo journal of {self.name}") from error
+
+
+def aligned(numel: int) -> int:
+    """The next multiple of ``ALIGN``."""
+    return -(-numel // ALIGN) * ALIGN

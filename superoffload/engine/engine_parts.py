@@ -1,0 +1,109 @@
+"""The parts of an engine: which there are, and which of them each needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from superoffload.engine.bucket import Bucket, GroupHyper, Shard
+from superoffload.engine.engine_options import EngineOptions, Pool
+from superoffload.engine.executor import Executor
+from superoffload.engine.finisher import Finisher
+from superoffload.engine.inbox import Inbox
+from superoffload.engine.layout import Layout
+from superoffload.engine.listener import Listener
+from superoffload.engine.packer import Packer
+from superoffload.engine.placement import Placer
+from superoffload.engine.recorder import Recorder
+from superoffload.engine.snapshot import Snapshots
+from superoffload.engine.speculator import Speculator
+from superoffload.engine.stats import Stats
+from superoffload.engine.tail import Tail
+from superoffload.links.host import Link
+
+
+class EngineParts:
+    """Owns the parts, and ends them.
+
+    ``hyper_of(group)`` returns a group's current hyper-parameters; ``listener`` is told what the engine's owner may
+    want to know; ``recorder`` records the steps; ``placer`` chooses which state is on the accelerator (None: none).
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        options: EngineOptions,
+        hyper_of: Callable[[int], GroupHyper],
+        *,
+        listener: Listener | None = None,
+        recorder: Recorder | None = None,
+        placer: Placer | None = None,
+    ) -> None:
+        listener, recorder = listener or Listener(), recorder or Recorder()
+        link = recorder.wrap_link(link)
+        self.link = link
+        self.schedule = schedule = options.make_schedule()
+        self.snapshots = Snapshots()
+        self._recorder = recorder
+        self._clock = options.clock
+        self._stats = stats = Stats()
+        pool = recorder.wrap_pool(options.make_pool())
+        self.executor = Executor(pool, schedule, hyper_of, stats, options.clock)
+        self.layout = Layout(link, options, schedule, listener, placer)
+        self.tail = Tail(link, self.layout, self.executor, schedule, listener, recorder)
+        self.inbox = Inbox(link, self.layout)
+        self.packer = Packer(link, self.layout, self.inbox, self.executor, listener)
+        self.speculator = Speculator(
+            link, self.layout, self.inbox, self.packer, self.executor, schedule, self.snapshots, stats
+        )
+        self.finisher = Finisher(
+            link,
+            self.layout,
+            self.speculator,
+            self.executor,
+            schedule,
+            self.snapshots,
+            stats,
+            two_phase=options.two_phase,
+        )
+        recorder.follow(lambda: self.layout.buckets)
+
+    # ---- what there is ----------------------------------------------------------------------------------------
+
+    @property
+    def shards(self) -> list[Shard]:
+        """In registration order."""
+        return self.layout.shards
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """In the order in which backward completes them."""
+        return self.layout.buckets
+
+    @property
+    def pool(self) -> Pool:
+        """The worker threads."""
+        return self.executor.pool
+
+    # ---- figures, the end ---------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, float | int]:
+        """Totals since construction (superoffload/engine/stats.py)."""
+        self._stats.set(
+            optimizer_seconds=self.executor.pool.busy_seconds,
+            bytes_down=self.link.bytes_down,
+            bytes_up=self.link.bytes_up,
+            bytes_up_early=self.link.bytes_up_early,
+            pinned_bytes=self.link.pinned_bytes,
+            params_on_device=sum(shard.numel for shard in self.shards if shard.resident),
+        )
+        return self._stats.as_dict()
+
+    def end_threads(self) -> None:
+        """Worker threads, then the link's: after that nothing writes to memory of others any more."""
+        self.executor.close()
+        self.link.close()
+
+    def __del__(self) -> None:
+        # Workers must have ended before the tensors that they write to are freed, in whatever order that happens.
+        if hasattr(self, "executor"):
+            self.end_threads()

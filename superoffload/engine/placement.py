@@ -1,0 +1,184 @@
+"""State that stays on the accelerator: which parameters', chosen from the end of backward, and what a link does for it.
+
+The buckets that backward completes last are those whose step nothing hides. With master and moments next to the
+parameter they cost the processors, the link and the host's memory nothing: the accelerator steps them after the
+verdict, with the same arithmetic and so the same bits (csrc/cuda/step.cuh).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from superoffload.engine.bucket import ALIGN, Bucket, Shard
+from superoffload.engine.placement_choice import STEPS_MEASURED, Measured, choose_fraction
+from superoffload.errors import ArgumentError, KernelsUnavailable
+from superoffload.host.memory import host_empty, host_zeros
+from superoffload.host.numbers import as_float
+from superoffload.links.host import Link
+
+AUTO = "auto"
+
+Asked = float | str | None
+
+
+class Residency(Protocol):
+    """A link's side of resident buckets, whose master, moments and packed gradient are on its device.
+
+    ``Link.pack`` packs them like others, and their block sums arrive like others'.
+    """
+
+    device: torch.device
+
+    def attach(self, bucket: Bucket) -> None:
+        """Allocates the bucket's packed gradient on the device."""
+
+    def step(self, bucket: Bucket) -> None:
+        """Steps the pieces that ``bucket.resident_work`` froze, published parameters included.
+
+        On the training thread; whatever it enqueues from here on sees the new values.
+        """
+
+    def free_bytes(self) -> int:
+        """Memory of the device that nothing has used so far, forward and backward included."""
+
+
+# ---- choosing -------------------------------------------------------------------------------------------------------
+
+
+def check_placement(value: Any) -> Asked:
+    """None, "auto", or the fraction."""
+    if value is None or value == AUTO:
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, Mapping) and set(value) == {"gpu_fraction"}:
+        fraction = as_float(value["gpu_fraction"])
+        if 0.0 <= fraction <= 1.0:
+            return fraction
+    raise ArgumentError(
+        f"placement={value!r}: expected None, 'auto' or {{'gpu_fraction': f}} with a number f from 0 to 1, the part of "
+        "the parameters that keeps its state on the accelerator"
+    )
+
+
+def placer_for(asked: Asked, link: Link, params: Sequence[Tensor]) -> Placer | None:
+    """Raises where there is no accelerator, or no kernels that could step there."""
+    if asked is None:
+        return None
+    residency: Residency | None = getattr(link, "residency", None)
+    if residency is not None:
+        return Placer(asked, residency)
+    if _on_cpu(params):
+        raise ArgumentError(
+            f"placement={_shown(asked)}: there is no accelerator, the parameters are on the CPU; pass None, or move "
+            "the model to the accelerator before making the optimizer"
+        )
+    raise KernelsUnavailable(
+        f"placement={_shown(asked)}: state on the accelerator is stepped by kernels, which could not be compiled (see "
+        "the warning before this); make NVRTC available, or pass placement=None"
+    )
+
+
+def _on_cpu(params: Sequence[Tensor]) -> bool:
+    return all(param.device.type == "cpu" for param in params)
+
+
+def _shown(asked: Asked) -> str:
+    return repr(asked) if isinstance(asked, str) else repr({"gpu_fraction": asked})
+
+
+def last_in_backward(sizes: Iterable[tuple[int, int]], fraction: float) -> set[int]:
+    """Keys of (key, elements), given from the end of backward on, that together are at most ``fraction`` of all.
+
+    Whole parameters; one that does not fit is left out, and smaller ones before it may still fit.
+    """
+    listed = list(sizes)
+    left = math.floor(fraction * sum(numel for _, numel in listed))
+    chosen = set()
+    for key, numel in listed:
+        if 0 < numel <= left:
+            chosen.add(key)
+            left -= numel
+    return chosen
+
+
+class Placer:
+    """Chooses which shards are resident: at first by registration, then by the observed order, "auto" by measuring."""
+
+    def __init__(self, asked: float | str, residency: Residency) -> None:
+        self.residency = residency
+        self.fraction = 0.0 if isinstance(asked, str) else asked
+        self.why = "measuring" if isinstance(asked, str) else "as asked for"
+        self._steps_to_measure = STEPS_MEASURED if isinstance(asked, str) else 0
+
+    def choose_first(self, sizes: Sequence[tuple[int, int]]) -> set[int]:
+        """Of (key, elements) in registration order, whose reverse backward most likely follows."""
+        return last_in_backward(sizes, self.fraction)
+
+    def choose(self, shards: Sequence[Shard]) -> set[int]:
+        """Indices of shards, which are given in the order of backward."""
+        return last_in_backward([(shard.index, shard.numel) for shard in reversed(shards)], self.fraction)
+
+    def had_no_room_for(self, name: str) -> None:
+        """The accelerator's memory was full when the state of ``name`` was to be moved there."""
+        self.why += f"; the accelerator had no room left for {name} and what would have followed"
+
+    def is_due(self) -> bool:
+        """After every step: whether enough were measured for ``measure``."""
+        if self._steps_to_measure == 0:
+            return False
+        self._steps_to_measure -= 1
+        return self._steps_to_measure == 0
+
+    def measure(self, measured: Measured) -> None:
+        self.fraction, self.why = choose_fraction(measured)
+
+    def wait_longer(self) -> None:
+        """Nothing could be measured so far."""
+        self._steps_to_measure = 1
+
+
+# ---- state ----------------------------------------------------------------------------------------------------------
+
+State = tuple[Tensor, Tensor, Tensor]
+
+
+def make_state(
+    sizes: Sequence[int], dtypes: Sequence[torch.dtype], resident: Sequence[bool], placer: Placer | None
+) -> list[State]:
+    """Master, exp_avg and exp_avg_sq of each size, zero, in one slab per kind and place."""
+    states: dict[int, State] = {}
+    for on_device in (False, True):
+        members = [i for i in range(len(sizes)) if resident[i] is on_device]
+        if not members:
+            continue
+        starts = [0]
+        for i in members:
+            starts.append(starts[-1] + -(-sizes[i] // ALIGN) * ALIGN)
+        device = placer.residency.device if on_device and placer is not None else None
+        slabs = [_zeros(starts[-1], dtype, device) for dtype in dtypes]
+        for i, start in zip(members, starts, strict=False):
+            master, exp_avg, exp_avg_sq = (slab[start : start + sizes[i]] for slab in slabs)
+            states[i] = (master, exp_avg, exp_avg_sq)
+    return [states[i] for i in range(len(sizes))]
+
+
+def _zeros(numel: int, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    what = f"master, exp_avg or exp_avg_sq of all {numel} parameters that begin to train"
+    return host_zeros(numel, dtype, what) if device is None else torch.zeros(numel, dtype=dtype, device=device)
+
+
+def move_state(shard: Shard, device: torch.device | None) -> None:
+    """To the device, or (None) to host memory; whoever still reads the old tensors finds them unchanged."""
+    old: State = (shard.master, shard.exp_avg, shard.exp_avg_sq)
+    new = [  # all of it, or an error that changes nothing
+        host_empty(one.numel(), one.dtype)
+        if device is None
+        else torch.empty(one.numel(), dtype=one.dtype, device=device)
+        for one in old
+    ]
+    shard.master, shard.exp_avg, shard.exp_avg_sq = (there.copy_(one) for there, one in zip(new, old, strict=True))
+    shard.resident = device is not None

@@ -1,0 +1,193 @@
+"""Blocks: memory on the device that freed gradients have left, where new parameters wait for the verdict.
+
+A bucket has its block for one step. It is packed into it; once that gradient is in host memory its new parameters may
+come up into the same block, and a commit is one kernel on the device. For gradients of such buckets the order of
+streams takes the place of ``record_stream``: what the device needs does not depend on how far the program is ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from superoffload import _native
+from superoffload.engine.bucket import Bucket, Shard
+from superoffload.host.memory import is_out_of_memory
+from superoffload.links.cuda.device import Device
+
+ALLOCATED = 512  # bytes; torch's allocator hands out multiples of it
+
+
+@dataclass(frozen=True)
+class _Block:
+    native: _native.DeviceBucket
+    memory: Tensor
+    stream: int  # that it was allocated on, and that goes on with it
+
+
+@dataclass(frozen=True)
+class _Lingering:
+    """Gradients of the bucket that was packed last, which the pack kernel may still read."""
+
+    native: _native.DeviceBucket
+    stream: int  # that they were packed from; memory that was allocated for another one is recorded on it
+    gradients: list[Tensor]
+
+
+class Blocks:
+    """Belongs to a ``CudaLink``, and says which of its buckets have a block."""
+
+    def __init__(self, device: Device, pipeline: _native.CudaPipeline, pack_stream: int) -> None:
+        self._device = device
+        self._pipeline = pipeline
+        self._pack_stream = pack_stream
+        self._early: set[Bucket] = set()  # may have one
+        self._held: dict[Bucket, _Block] = {}
+        self._used = 0  # bytes of those
+        self._lingering: _Lingering | None = None
+        self._peak_is_known = False  # a whole step has ended, without blocks
+        self._room: int | None = None  # bytes for all of them together; None: not measured yet
+        self._measured = False  # in this step
+
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        """All that are attached, in backward order."""
+        self._early = early_buckets(buckets)
+
+    def take(self, bucket: Bucket, native: _native.DeviceBucket) -> int:
+        """The address of the block to pack ``bucket`` into; 0: it has none."""
+        if bucket not in self._held and bucket in self._early:
+            self._allocate(bucket, native)
+        return self._held[bucket].memory.data_ptr() if bucket in self._held else 0
+
+    def _allocate(self, bucket: Bucket, native: _native.DeviceBucket) -> None:
+        nbytes = _block_bytes(bucket)
+        if self._used + nbytes > self._room_now():
+            return
+        try:
+            memory = self._device.empty(nbytes)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            self._room = 0
+            return
+        self._held[bucket] = _Block(native, memory, self._device.current_stream())
+        self._used += nbytes
+
+    def _room_now(self) -> int:
+        """Bytes that there are for blocks: half of what nothing has used at the peak so far, blocks included.
+
+        The other half is for gradients that linger, and for steps that become larger. The first whole step has none.
+        """
+        if not self._peak_is_known:
+            return 0
+        if not self._measured:
+            self._measured = True
+            half = self._device.free_bytes() // 2
+            self._room = half if self._room is None else min(self._room, half)
+        return self._room or 0
+
+    def linger(self, native: _native.DeviceBucket, stream: int, gradients: list[Tensor]) -> None:
+        """Keeps gradients that were packed into a block until the next bucket is packed, or the step ends."""
+        self._lingering = _Lingering(native, stream, gradients)
+
+    def let_go(self) -> None:
+        """Their memory may be used again, in the order of their stream, which waits for the pack kernel.
+
+        That is long over where the next bucket is packed already, so that backward hardly waits.
+        """
+        lingering, self._lingering = self._lingering, None
+        if lingering is None:
+            return
+        reader = lingering.stream
+        try:
+            self._pipeline.hold_back(lingering.native, reader)
+        except RuntimeError:  # the next call will say what is wrong
+            reader = self._pack_stream
+        self._device.release(lingering.gradients, reader)
+
+    def give_back(self, bucket: Bucket) -> None:
+        """Nothing of its block is needed any more, behind what is enqueued."""
+        block = self._held.get(bucket)
+        if block is None:
+            return
+        try:
+            self._pipeline.release(block.native, block.stream)
+        except RuntimeError:  # likewise; it is tried again when the next step ends
+            return
+        del self._held[bucket]
+        self._used -= block.memory.numel()
+
+    def step_ended(self, pending: Collection[Bucket], *, whole: bool) -> None:
+        """``pending``: buckets that are on their way from their blocks to the parameters."""
+        self.let_go()
+        for bucket in [bucket for bucket in self._held if bucket not in pending]:
+            self.give_back(bucket)
+        self._peak_is_known |= whole
+        self._measured = False
+
+    def clear(self) -> list[Tensor]:
+        """Lets go of everything; what is returned may go once the device is idle."""
+        blocks = [block.memory for block in self._held.values()]
+        gradients = self._lingering.gradients if self._lingering is not None else []
+        self._held.clear()
+        self._lingering = None
+        self._used = 0
+        return [*blocks, *gradients]
+
+
+def early_buckets(buckets: Sequence[Bucket]) -> set[Bucket]:
+    """Those of ``buckets``, in backward order, that may have a block.
+
+    With them, blocks and gradients never take more than all gradients together, since a block takes no more than its
+    bucket's gradients. While those linger both are there, and so may be all gradients of buckets that are open then:
+    what follows must be as much. The last buckets are followed by nothing; they are stepped after the verdict anyway.
+    """
+    freed = {piece.shard for bucket in buckets for piece in bucket.pieces if not piece.shard.keeps_gradient}
+    total = _gradient_bytes(freed)
+    packed: set[Shard] = set()
+    packed_bytes = 0
+    early: set[Bucket] = set()
+    for bucket, behind in zip(buckets, _open_behind(buckets), strict=True):
+        own = _shards(bucket)
+        packed_bytes += _gradient_bytes((own & freed) - packed)
+        packed |= own & freed
+        still_open = (set().union(*map(_shards, behind)) & freed) - packed
+        needed = packed_bytes + _gradient_bytes(own) + _gradient_bytes(still_open)
+        fits = bucket.published_dtype.itemsize <= bucket.gradient_dtype.itemsize
+        if needed <= total and own <= freed and fits and not bucket.resident:
+            early.add(bucket)
+    # A gradient that spans buckets is there until the last of them is packed, and longer where that has no block.
+    while True:
+        late = set().union(*(_shards(bucket) for bucket in buckets if bucket not in early))
+        mixed = {bucket for bucket in early if not late.isdisjoint(_shards(bucket))}
+        if not mixed:
+            return early
+        early -= mixed
+
+
+def _open_behind(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
+    """For each bucket those whose gradients may arrive before the next one is complete: one of every kind."""
+    following: dict[object, Bucket] = {}
+    found = []
+    for bucket in reversed(buckets):
+        found.append(list(following.values()))
+        following[bucket.group, bucket.gradient_dtype, bucket.published_dtype, bucket.resident] = bucket
+    return found[::-1]
+
+
+def _shards(bucket: Bucket) -> set[Shard]:
+    return {piece.shard for piece in bucket.pieces}
+
+
+def _block_bytes(bucket: Bucket) -> int:
+    return _allocated(bucket.padded * bucket.gradient_dtype.itemsize)
+
+
+def _gradient_bytes(shards: Iterable[Shard]) -> int:
+    return sum(_allocated(shard.numel * shard.gradient_dtype.itemsize) for shard in shards)
+
+
+def _allocated(nbytes: int) -> int:
+    return -(-nbytes // ALLOCATED) * ALLOCATED

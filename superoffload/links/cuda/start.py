@@ -1,0 +1,46 @@
+"""From a torch device to its link: the kernels compiled for it, and what the environment says."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import torch
+
+from superoffload.errors import KernelsUnavailable
+from superoffload.host.environment import device_timeout
+from superoffload.links.cuda.device import TorchDevice
+from superoffload.links.cuda.link import CudaLink, CudaOptions
+
+LIBRARY_VARIABLE = "SUPEROFFLOAD_LIBCUDA"
+
+
+def cuda_link(device: torch.device, *, keep_grads: bool | None) -> CudaLink:
+    """The link for parameters on ``device``, with what this process' environment says."""
+    opened = TorchDevice(device)
+    return CudaLink(opened, options_for(opened, keep_grads=keep_grads))
+
+
+def options_for(device: TorchDevice, *, keep_grads: bool | None) -> CudaOptions:
+    return CudaOptions(
+        keep_grads=bool(keep_grads),
+        image=kernels_for(torch.cuda.get_device_capability(device.torch_device)),
+        timeout_seconds=device_timeout(),
+        library=os.environ.get(LIBRARY_VARIABLE) or CudaOptions.library,
+    )
+
+
+def kernels_for(capability: tuple[int, int]) -> bytes:
+    """The compiled kernels; empty, with a warning, where nothing can compile them."""
+    from superoffload.links.cuda.compile import compile_kernels
+
+    try:
+        return compile_kernels(f"sm_{capability[0]}{capability[1]}")
+    except KernelsUnavailable as error:
+        warnings.warn(
+            f"superoffload: {error}. Training goes on without them: gradients are copied one by one and summed on the "
+            "CPU, with the same result",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return b""

@@ -1,0 +1,34 @@
+"""Which link serves given parameters. Tests replace ``link_for`` to put another one under the same optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from superoffload.errors import ArgumentError
+from superoffload.host.tensors import local_of
+from superoffload.links.host import HostLink, Link
+
+
+def on_device(params: Sequence[Tensor]) -> bool:
+    """Whether these parameters are on an accelerator, all of them or none."""
+    return local_of(params[0]).device.type != "cpu"
+
+
+def keeps_gradients(params: Sequence[Tensor], asked: bool | None, model: nn.Module | None) -> bool | None:
+    """What ``keep_grads`` comes to for these parameters; None: as the link likes."""
+    reduced = isinstance(model, nn.parallel.DistributedDataParallel)
+    if asked is False and (reduced or not on_device(params)):
+        where = "under DistributedDataParallel, which reuses their memory," if reduced else "on the CPU"
+        raise ArgumentError(f"keep_grads=False: gradients {where} are always kept; pass True or None")
+    return True if reduced else asked
+
+
+def link_for(params: Sequence[Tensor], *, keep_grads: bool | None) -> Link:
+    """The link for parameters that are all on one device (superoffload/optimizer/arguments.py has checked that)."""
+    if not on_device(params):
+        return HostLink()
+    from superoffload.links.cuda.start import cuda_link  # loads the driver
+
+    return cuda_link(local_of(params[0]).device, keep_grads=keep_grads)

@@ -1,0 +1,178 @@
+"""``superoffload.AdamW`` is put together here: each part gets those that it needs, and none knows ``AdamW`` itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from superoffload.engine.engine import Engine
+from superoffload.engine.recorder import Recorder
+from superoffload.optimizer.accumulating import Accumulation
+from superoffload.optimizer.advice import Advice
+from superoffload.optimizer.arguments import as_groups, check_groups, named_in
+from superoffload.optimizer.boundary import Boundary
+from superoffload.optimizer.connection import connect
+from superoffload.optimizer.delivery import Delivery, Eager, OnDemand
+from superoffload.optimizer.edits import Edits
+from superoffload.optimizer.fp32_sums import Fp32Sums
+from superoffload.optimizer.freed_gradients import FreedGradients
+from superoffload.optimizer.given import Given
+from superoffload.optimizer.groups import ParamGroups
+from superoffload.optimizer.host_sums import HostSums
+from superoffload.optimizer.intake import Intake
+from superoffload.optimizer.lifetime import Lifetime
+from superoffload.optimizer.other_ranks import Ranks, other_ranks
+from superoffload.optimizer.params import Params, StateViews
+from superoffload.optimizer.reductions import Reductions
+from superoffload.optimizer.state import State
+from superoffload.optimizer.untold_writes import UntoldWrites
+from superoffload.optimizer.verdicts import Verdicts
+from superoffload.optimizer.writes import Writes
+
+
+class Lasting:
+    """Holds what stays as it is when other parameters take the place of those that an optimizer was made for."""
+
+    def __init__(
+        self, lifetime: Lifetime, groups: ParamGroups, verdicts: Verdicts, given: Given, recorder: Recorder
+    ) -> None:
+        self.lifetime = lifetime
+        self.groups = groups
+        self.verdicts = verdicts
+        self.given = given
+        self.recorder = recorder
+        self.sums = Fp32Sums(wanted=given.fp32_sums)
+        self.accumulation = Accumulation()
+        self.reductions = Reductions()
+        self.views = StateViews()
+
+    def follow_reductions(self, ranks: Ranks) -> None:
+        """Among ranks, gradients of a ``DistributedDataParallel`` are final once it has reduced them."""
+        model = self.given.model()
+        if ranks.session is not None and model is not None:
+            self.reductions.follow(model, self.lifetime.alone)
+
+    def say_whose_norm(self, ranks: Ranks) -> None:
+        """Once, where other ranks clip by other norms."""
+        if ranks.setup.first:
+            self.verdicts.say_whose_norm(ranks.setup.sharing, ranks.setup.world)
+
+    def check_group(self, param_group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+        """One that is to be added to those there are, as a group of lists."""
+        (group,) = as_groups([param_group])
+        check_groups([group], defaults, taken=self.groups.params())
+        self.sums.check_params(named_in([group]), self.given.model())
+        return group
+
+    def check_sums(self, params: Params) -> None:
+        """That gradients of everything that is in the groups now can be added up as they are to be."""
+        groups = range(len(self.groups.now))
+        self.sums.check_params([one for index in groups for one in params.named(index)], self.given.model())
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Holds what is made for one set of parameters. Each part knows those before it."""
+
+    core: Engine
+    params: Params
+    advice: Advice
+    ranks: Ranks
+    intake: Intake
+    delivery: Delivery
+    boundary: Boundary
+    state: State
+
+    def adopt(self, lasting: Lasting, group: int) -> None:
+        """Those parameters of a group that train."""
+        lasting.sums.begin(self.params.named(group), lasting.given.model())
+        self.intake.adopt(group, [param for param in lasting.groups.now[group]["params"] if param.requires_grad])
+
+    def adopt_all(self, lasting: Lasting) -> None:
+        """Those of all groups that there are now."""
+        for index in range(len(lasting.groups.now)):
+            self.adopt(lasting, index)
+        self.ranks.announce()
+
+    def placement(self) -> dict[str, Any] | None:
+        """What ``AdamW.placement`` says."""
+        placer = self.core.layout.placer
+        if placer is None:
+            return None
+        found = self.core.stats()["params_on_device"]
+        return {"gpu_fraction": placer.fraction, "params_on_device": found, "why": placer.why}
+
+    # ---- others in their place --------------------------------------------------------------------------------
+
+    def may_be_replaced(self, lasting: Lasting) -> bool:
+        """Whether parts for the parameters of now can take the place of these; raises where these were lost."""
+        if not self.params.may_be_replaced:
+            self.params.refuse_replaced()
+            return False
+        lasting.check_sums(self.params)
+        return True
+
+    def anew(self, lasting: Lasting) -> Parts:
+        """Parts for the parameters of now, in the place of these."""
+        self._remove_hooks(lasting)
+        self.core.close()
+        self.params.forget_all()
+        parts = assemble(lasting, lasting.groups.params())
+        lasting.groups.accept()
+        return parts
+
+    def end(self, lasting: Lasting) -> None:
+        """Once the core is closed."""
+        lasting.recorder.close()
+        self._remove_hooks(lasting)
+
+    def _remove_hooks(self, lasting: Lasting) -> None:
+        """Those on what may outlive the optimizer."""
+        lasting.sums.end()
+        self.intake.remove_hooks()
+        self.delivery.remove_hooks()
+
+
+def assemble(lasting: Lasting, params: Sequence[Tensor]) -> Parts:
+    """Parts for ``params``, which are adopted later, group by group."""
+    lifetime, groups, verdicts, given = lasting.lifetime, lasting.groups, lasting.verdicts, lasting.given
+    try:
+        connection = connect(given, params, groups.hyper, lasting.recorder)
+    except BaseException:
+        lasting.recorder.close()
+        raise
+    core, advice = connection.core, Advice()
+    owned = Params(connection, given, groups, lasting.views)
+    untold = UntoldWrites(advice)
+    writes = Writes(core, untold)
+    ranks = other_ranks(connection.ranks, core, owned, verdicts, writes)
+    delivery: Delivery = (
+        OnDemand(lifetime, core, owned, untold, given.model, params) if given.on_demand else Eager(lifetime, core)
+    )
+    host_sums = HostSums(core, wanted=given.fp32_sums)
+    freed = FreedGradients(lifetime, core, owned, host_sums, advice)
+    connection.listener.tell(gradients=freed, state=owned, delivery=delivery)
+    intake = Intake(
+        lifetime, core, owned, lasting.accumulation, lasting.sums, host_sums, freed, writes, ranks, verdicts
+    )
+    lasting.reductions.give_to(intake)
+    edits = Edits(core, owned, intake, writes, untold, lasting.accumulation, advice)
+    boundary = Boundary(
+        core,
+        groups,
+        owned,
+        ranks,
+        intake,
+        edits,
+        delivery,
+        lasting.reductions,
+        untold,
+        verdicts,
+        advice,
+        fp32_sums=given.fp32_sums,
+    )
+    state = State(lifetime, core, groups, owned, ranks, intake, boundary, writes)
+    return Parts(core, owned, advice, ranks, intake, delivery, boundary, state)

@@ -1,0 +1,283 @@
+"""Checks of what users pass to ``superoffload.AdamW``; every message says what was expected and what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from superoffload.distributed.ownership import REPLICATED
+from superoffload.engine.bucket import ELEMENT_TYPES
+from superoffload.errors import ArgumentError, WrongType
+from superoffload.host.bits import all_finite
+from superoffload.host.numbers import as_float, check_number
+from superoffload.host.tensors import is_dense, is_dtensor, local_of
+from superoffload.optimizer.unknown_arguments import refuse_in_group
+
+
+def check_max_grad_norm(value: Any) -> float | None:
+    """None (no clipping) or a finite number above 0."""
+    if value is None:
+        return None
+    number = as_float(value)
+    if number == 0.0:
+        raise ArgumentError("max_grad_norm=0: every gradient would become 0; pass None to switch clipping off")
+    if not 0.0 < number < math.inf:
+        raise ArgumentError(f"max_grad_norm={value!r}: expected a finite number above 0, or None for no clipping")
+    return number
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """The hyper-parameters of one param group."""
+    check_number("lr", group["lr"], low=0.0)
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ArgumentError(f"betas={betas!r}: expected two numbers, such as (0.9, 0.999)")
+    for i, beta in enumerate(betas):
+        check_number(f"betas[{i}]", beta, low=0.0, high=1.0, below=True)
+    check_number("eps", group["eps"], low=0.0)
+    check_number("weight_decay", group["weight_decay"], low=0.0)
+
+
+def check_parameter(name: str, param: Any) -> None:
+    """What a parameter must be to have its state in host memory."""
+    if not isinstance(param, Tensor):
+        raise WrongType(f"{name}: {type(param).__name__}, expected a torch.Tensor (model.parameters())")
+    if param.layout is not torch.strided:
+        raise ArgumentError(f"{name}: layout {param.layout}, expected a dense tensor; leave sparse parameters out")
+    if is_lazy(param):
+        raise ArgumentError(f"{name}: not initialized yet; run one forward pass before making the optimizer")
+    if param.is_inference():
+        raise ArgumentError(f"{name}: made in torch.inference_mode(), where nothing can train; make it outside")
+    if param.dtype not in ELEMENT_TYPES:
+        raise ArgumentError(
+            f"{name}: dtype {param.dtype}, expected float32, bfloat16 or float16; convert it or leave it out"
+        )
+    if param.device.type == "meta":
+        raise ArgumentError(f"{name}: on the meta device; materialize the model before making the optimizer")
+    param, whole = local_of(param), param
+    if param.device.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"{name}: on {param.device}; expected the CPU or a CUDA device: move the model there")
+    if not (param.is_contiguous() if is_dtensor(whole) else is_dense(param)):
+        raise ArgumentError(
+            f"{name}: shape {tuple(param.shape)} with strides {param.stride()}: expected elements that fill a run of "
+            "memory, each once, in any order of dimensions (a DTensor: contiguous); make it so with "
+            "torch.nn.Parameter(param.detach().contiguous())"
+        )
+    if not whole.is_leaf:
+        raise ArgumentError(f"{name}: not a leaf of autograd; pass the parameters themselves, not results of theirs")
+
+
+def as_groups(params: Any) -> list[dict[str, Any]]:
+    """What the base class accepts (parameters, groups, named parameters) as a list of groups of lists."""
+    if isinstance(params, (Tensor, str, bytes, Mapping)) or not isinstance(params, Iterable):
+        one = "; a single one goes into a list" if isinstance(params, (Tensor, Mapping)) else ""
+        raise WrongType(f"params: {type(params).__name__}, expected an iterable such as model.parameters(){one}")
+    _refuse_set("params", params)
+    items = list(params)
+    if not items:
+        raise ArgumentError("params: empty; expected parameters to train (did a generator run out?)")
+    if not isinstance(items[0], dict):
+        items = [{"params": items}]
+    groups = []
+    for group in items:
+        if not isinstance(group, dict):
+            raise WrongType(f"params: {type(group).__name__} among param groups, expected each to be a dict")
+        if "params" not in group:
+            raise ArgumentError(f"params: {sorted(map(str, group))}, expected param groups, each a dict with 'params'")
+        members = group["params"]
+        if isinstance(members, (str, bytes, Mapping)) or not isinstance(members, Iterable):
+            raise WrongType(f"params: {type(members).__name__} in a param group, expected parameters")
+        _refuse_set("params", members)
+        groups.append({**group, "params": [members] if isinstance(members, Tensor) else list(members)})
+    return groups
+
+
+def named_in(groups: Iterable[Mapping[str, Any]]) -> list[tuple[str, Tensor]]:
+    """Every parameter of ``as_groups``, with a name for errors."""
+    found = []
+    for g, group in enumerate(groups):
+        for i, entry in enumerate(group["params"]):
+            named = isinstance(entry, tuple)
+            found.append((entry[0], entry[1]) if named else (f"parameter {i} of param_groups[{g}]", entry))
+    return found
+
+
+def _refuse_set(name: str, params: Any) -> None:
+    if isinstance(params, Set) and not isinstance(params, Mapping):
+        raise WrongType(f"{name}: {type(params).__name__}, whose order changes between runs; expected a list")
+
+
+def check_groups(groups: Iterable[dict[str, Any]], defaults: dict[str, Any], taken: Iterable[Tensor] = ()) -> None:
+    """Groups of ``as_groups``: hyper-parameters, parameters, and that none is there twice or in ``taken``."""
+    taken = list(taken)
+    seen = {id(param) for param in taken}
+    device = local_of(taken[0]).device if taken else None
+    for g, group in enumerate(groups):
+        check_group({**defaults, **group})
+        refuse_in_group(f"param_groups[{g}]", group)
+        named = [isinstance(entry, tuple) and len(entry) == 2 for entry in group["params"]]
+        if len(set(named)) > 1:
+            raise ArgumentError(f"param_groups[{g}]: some parameters with a name and some without; expected one kind")
+        for i, entry in enumerate(group["params"]):
+            name = f"parameter {entry[0]!r}" if named[i] else f"parameter {i} of param_groups[{g}]"
+            param = entry[1] if named[i] else entry
+            check_parameter(name, param)
+            if id(param) in seen:
+                raise ArgumentError(f"{name}: given twice; a tied parameter belongs into one group, once")
+            seen.add(id(param))
+            device = _same_device(name, local_of(param).device, device)
+            check_finite(name, param)
+
+
+def _same_device(name: str, device: torch.device, others: torch.device | None) -> torch.device:
+    if others is not None and device != others:
+        raise ArgumentError(
+            f"{name}: on {device}, while parameters before it are on {others}; expected one device per optimizer: make "
+            "one optimizer for each, or move the model to one"
+        )
+    return device
+
+
+def check_keep_grads(value: Any) -> None:
+    if value is not None and not isinstance(value, bool):
+        raise ArgumentError(f"keep_grads={value!r}: expected True, False or None")
+
+
+def check_l2(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ArgumentError(f"l2={value!r}: expected True (Adam with an L2 penalty) or False (AdamW)")
+    return value
+
+
+def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
+    """What a gradient must be to be packed."""
+    if is_dtensor(param) and not (is_dtensor(grad) and grad.placements == param.placements):
+        found = getattr(grad, "placements", "a plain tensor")
+        raise ArgumentError(
+            f"{name}: gradient with placements {found}, expected those of the parameter, {param.placements}; let "
+            "fully_shard reduce it before step()"
+        )
+    param, grad = local_of(param), local_of(grad)
+    if grad.layout is not torch.strided:
+        raise ArgumentError(f"{name}: its gradient has layout {grad.layout}, expected dense (Embedding(sparse=False))")
+    fits = grad.dtype in (param.dtype, torch.float32)
+    if not fits or grad.numel() != param.numel() or grad.device != param.device:
+        or_fp32 = " or torch.float32" if param.dtype != torch.float32 else ""
+        raise ArgumentError(
+            f"{name}: gradient of {grad.dtype} {tuple(grad.shape)} on {grad.device}, "
+            f"expected {param.dtype}{or_fp32} {tuple(param.shape)} on {param.device}"
+        )
+
+
+def check_finite(name: str, param: Tensor) -> None:
+    """Training from NaN or infinite weights cannot work, and a speculated step would hide where they came from."""
+    values = local_of(param)
+    if not all_finite(values):
+        bad = int((~torch.isfinite(values)).sum())
+        raise ArgumentError(
+            f"{name}: {bad} of {values.numel()} initial values are NaN or infinite; initialize it first"
+        )
+
+
+def check_delivery(delivery: Any, module: Any, model: Any, replicated: str) -> None:
+    """How parameters get their new values, and the module whose forward waits for them on demand."""
+    if delivery not in ("eager", "on_demand"):
+        raise ArgumentError(f"delivery={delivery!r}: expected 'eager' or 'on_demand'")
+    for name, given in (("module", module), ("model", model)):
+        if given is not None and not isinstance(given, nn.Module):
+            raise ArgumentError(f"{name}: {type(given).__name__}, expected the torch.nn.Module that is trained")
+    if module is not None and model is not None and module is not model:
+        raise ArgumentError("module and model are not the same; pass one of them, the module whose forward is called")
+    if delivery == "on_demand" and module is None and model is None:
+        raise ArgumentError("delivery='on_demand' needs the module whose forward passes wait: pass module=")
+    if delivery == "on_demand" and replicated == "shard":
+        raise ArgumentError(
+            "delivery='on_demand' with replicated='shard': the ranks' parts are gathered in step(), so nothing could "
+            "be delivered later; pass delivery='eager', or replicated='replicate'"
+        )
+
+
+def check_is_of(model: nn.Module, params: Iterable[Any]) -> None:
+    """A model that has none of the parameters is another one, or was sharded or wrapped anew since."""
+    known = {id(param) for param in model.parameters()}
+    if not any(id(entry[1] if isinstance(entry, tuple) else entry) in known for entry in params):
+        raise ArgumentError(
+            f"model: {type(model).__name__}, which has none of params; pass the model whose parameters they are "
+            "(fully_shard makes new ones: take model.parameters() after it)"
+        )
+
+
+def check_in_module(module: nn.Module, params: Iterable[Any]) -> None:
+    """Parameters that no forward of the module reads would never be waited for."""
+    known = {id(param) for param in module.parameters()}
+    for i, param in enumerate([params] if isinstance(params, Tensor) else params):
+        tensor = param[1] if isinstance(param, tuple) else param
+        if id(tensor) not in known:
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ArgumentError(
+                f"params: number {i} ({shape}) is no parameter of module, so nothing waits for it; pass the module "
+                "that has all of them, or delivery='eager'"
+            )
+
+
+def check_rank_check(value: Any) -> tuple[bool, int]:
+    """(whether there is a light check in every step, every how many steps there is a full one, 0 for none)."""
+    if isinstance(value, Mapping) and set(value) == {"full"}:
+        every = value["full"]
+        if not isinstance(every, bool) and isinstance(every, int) and every >= 1:
+            return True, every
+    elif value in ("off", "light", "full"):
+        return value != "off", int(value == "full")
+    raise ArgumentError(f"rank_check={value!r}: expected 'off', 'light', 'full' or {{'full': every so many steps}}")
+
+
+def check_process_group(value: Any) -> None:
+    """None (all ranks are meant) or a group of torch.distributed that this rank is in."""
+    if value is None:
+        return
+    import torch.distributed as dist
+
+    if not dist.is_available() or not isinstance(value, dist.ProcessGroup):
+        raise ArgumentError(
+            f"process_group={value!r}: expected a torch.distributed.ProcessGroup that this rank is in, as "
+            "torch.distributed.new_group() or DeviceMesh.get_group() return it, or None for all ranks"
+        )
+
+
+def check_replicated(value: Any) -> str:
+    """What several ranks do about parameters that each of them has in full."""
+    if value is None:
+        return "replicate"
+    if value not in REPLICATED:
+        raise ArgumentError(f"replicated={value!r}: expected 'replicate', 'shard', 'local' or None")
+    return str(value)
+
+
+_STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def check_state_dtype(value: Any) -> torch.dtype:
+    """The dtype of exp_avg and exp_avg_sq."""
+    for name, dtype in _STATE_DTYPES.items():
+        if value in (name, dtype):
+            return dtype
+    raise ArgumentError(f"state_dtype={value!r}: expected 'fp32' or 'bf16'")
+
+
+def check_accumulate_dtype(value: Any) -> bool:
+    """Whether gradients add up in fp32 whatever their parameters' dtype; None: they add up in that."""
+    if value is None or value in ("fp32", torch.float32):
+        return value is not None
+    raise ArgumentError(f"accumulate_dtype={value!r}: expected 'fp32', or None for the parameter's own dtype")
+
+
+def check_seed(value: Any) -> int:
+    """A whole number of 32 bits."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
+        raise ArgumentError(f"seed={value!r}: expected a whole number from 0 to {2**32 - 1}")
+    return value

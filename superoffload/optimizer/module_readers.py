@@ -1,0 +1,83 @@
+"""Which modules read which parameters: who must wait for a parameter that is delivered on demand.
+
+A parameter is read by the module that owns it, when its forward begins. A module without a forward (a ParameterList)
+is read by the module above it. What reads for all that is below itself (an all-gather of FSDP2, compiled code, torch's
+fused attention) waits for all that is below.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from superoffload.distributed.fully_shard import is_sharded_module
+from superoffload.host.tensors import is_dtensor
+
+# They read the parameters of their children without calling them.
+_READ_BELOW = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+@dataclass(eq=False)
+class Reader:
+    """``params``: what must have its value before ``module``'s forward begins, by id.
+
+    ``inlined``: it is part of compiled code that begins further up, where all of them are waited for.
+    """
+
+    module: nn.Module
+    params: dict[int, Tensor] = field(default_factory=dict)
+    inlined: bool = False
+
+    def add(self, params: Iterable[Tensor]) -> None:
+        self.params.update((id(param), param) for param in params)
+
+
+def readers_of(module: nn.Module) -> list[Reader]:
+    """Those that read parameters of ``module``, from the outside in; all that FSDP2 gathers for are among them."""
+    found: dict[nn.Module, Reader] = {}
+
+    def reader_of(module: nn.Module) -> Reader:
+        return found.setdefault(module, Reader(module))
+
+    for at, above, unit in _walk(module, None, None, set()):
+        reader = reader_of(at if above is None or _has_forward(at) else above)
+        params = list(at.parameters(recurse=isinstance(at, _READ_BELOW)))
+        if unit is not None and is_sharded_module(unit):
+            reader_of(unit).add(param for param in params if is_dtensor(param))
+            params = [param for param in params if not is_dtensor(param)]
+        elif unit is not None and unit is not reader.module:
+            reader_of(unit).add(params)
+            reader.inlined = True
+        reader.add(params)
+    return [reader for reader in found.values() if reader.params or is_sharded_module(reader.module)]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """By ``torch.compile(module)`` or ``module.compile()``."""
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")  # loaded only where something compiles
+    return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _walk(
+    at: nn.Module, above: nn.Module | None, unit: nn.Module | None, seen: set[tuple[int, int, int]]
+) -> Iterator[tuple[nn.Module, nn.Module | None, nn.Module | None]]:
+    """(module, the next one above that has a forward, itself or the one above that reads for all below it)."""
+    if is_sharded_module(at) or (unit is None and is_compiled(at)):
+        unit = at
+    key = id(at), id(above), id(unit)
+    if key in seen:
+        return
+    seen.add(key)
+    yield at, above, unit
+    below = at if above is None or _has_forward(at) else above
+    for child in at.children():
+        yield from _walk(child, below, unit, seen)

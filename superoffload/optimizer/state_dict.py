@@ -1,0 +1,198 @@
+"""Optimizer state in ``torch.optim.AdamW``'s layout: written, and read with every check before anything changes."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from superoffload.errors import ArgumentError
+from superoffload.host.bits import all_finite
+from superoffload.host.numbers import as_float
+from superoffload.optimizer.arguments import check_group
+
+StateDict: TypeAlias = dict[str, Any]
+PartOf: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+_HYPER = ("lr", "betas", "eps", "weight_decay")
+_FOREIGN = ("amsgrad", "maximize")  # of torch.optim.AdamW; not ours, so they must be off
+
+
+_BLOCK = 1 << 18  # elements that are checked, converted or copied at a time
+
+
+@dataclass(frozen=True)
+class Values:
+    """This rank's elements of a tensor of ``shape``, wherever they are: they are read twice, to check and to copy them.
+
+    ``read`` yields flat blocks with where they begin, together every element once; each is used before the next.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Iterator[tuple[int, Tensor]]]
+
+    def copy_to(self, flat: Tensor) -> None:
+        for at, block in self.read():
+            flat[at : at + len(block)].copy_(block)
+
+
+@dataclass(frozen=True)
+class ParamState:
+    """One parameter's state, checked, to be read as flat float32; ``master`` None where the checkpoint has none."""
+
+    step: int
+    exp_avg: Values
+    exp_avg_sq: Values
+    master: Values | None
+
+
+@dataclass(frozen=True)
+class ReadState:
+    """Group values, and one state per parameter in the optimizer's order: None where it had not been stepped."""
+
+    groups: list[dict[str, Any]]
+    states: list[ParamState | None]
+
+
+def write_state(state_dict: StateDict, *, l2: bool = False) -> StateDict:
+    """A copy that later steps do not change, with what ``torch.optim.AdamW`` needs to load it."""
+    states = {
+        position: {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
+        for position, values in state_dict["state"].items()
+    }
+    groups = []
+    for group in state_dict["param_groups"]:
+        extra = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False}
+        groups.append({**extra, "differentiable": False, "fused": None, "decoupled_weight_decay": not l2, **group})
+    return {"state": states, "param_groups": groups}
+
+
+def _whole(param: Tensor, value: Tensor) -> Tensor:
+    return value.reshape(-1)
+
+
+def blocks_of(flat: Tensor) -> Iterator[tuple[int, Tensor]]:
+    for at in range(0, flat.numel(), _BLOCK):
+        yield at, flat[at : at + _BLOCK]
+
+
+def _given(state_dict: Any) -> str:
+    if isinstance(state_dict, Mapping):
+        return f"a dict with {', '.join(map(repr, list(state_dict)[:3])) or 'nothing'}"
+    if isinstance(state_dict, (str, os.PathLike)):
+        return f"{os.fspath(state_dict)!r}, which torch.load reads"
+    return f"a {type(state_dict).__name__}"
+
+
+def read_state(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    l2: bool = False,
+    part_of: PartOf = _whole,
+) -> ReadState:
+    """Checks ``state_dict`` against the optimizer's groups; raises ArgumentError and changes nothing if it misfits.
+
+    ``l2``: the optimizer is Adam with an L2 penalty instead of AdamW. ``part_of(param, value)``: the elements of a
+    tensor of the parameter's shape that this process keeps, flat. Nothing is copied: what is returned reads
+    ``state_dict`` again, whose values may be tensors or ``Values``.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        raise ArgumentError(
+            f"state_dict: {_given(state_dict)}, expected a dict with 'state' and 'param_groups', as state_dict() of an "
+            "optimizer returns"
+        )
+    theirs = state_dict["param_groups"]
+    if not isinstance(theirs, list) or not isinstance(state_dict["state"], Mapping):
+        raise ArgumentError("state_dict: expected a list under 'param_groups' and a dict under 'state'")
+    if len(theirs) != len(groups):
+        raise ArgumentError(f"state_dict: {len(theirs)} param groups, the optimizer has {len(groups)}")
+    states: list[ParamState | None] = []
+    values: list[dict[str, Any]] = []
+    for g, (group, mine) in enumerate(zip(theirs, groups, strict=True)):
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
+            raise ArgumentError(f"state_dict: group {g} is no dict with a list of 'params'")
+        if len(group["params"]) != len(mine["params"]):
+            raise ArgumentError(
+                f"state_dict: {len(group['params'])} parameters in group {g}, the optimizer has {len(mine['params'])}; "
+                "is it of another model?"
+            )
+        values.append(_read_group(g, group, l2))
+        for key, param in zip(group["params"], mine["params"], strict=True):
+            where = f"state_dict: parameter {len(states)} (group {g})"
+            state = state_dict["state"].get(key)
+            states.append(None if state is None else _read_param(where, state, param, part_of))
+    return ReadState(values, states)
+
+
+def check_saved_group(index: int, group: Mapping[str, Any]) -> None:
+    """Its hyper-parameters are there and are such."""
+    missing = [name for name in _HYPER if name not in group]
+    if missing:
+        raise ArgumentError(f"state_dict: group {index} lacks {', '.join(missing)}; is it from an Adam optimizer?")
+    check_group(group)
+
+
+def _read_group(index: int, group: Mapping[str, Any], l2: bool) -> dict[str, Any]:
+    check_saved_group(index, group)
+    for name in _FOREIGN:
+        if is_on(group.get(name)):
+            raise ArgumentError(f"state_dict: group {index} has {name}=True, which superoffload does not do")
+    kinds = {True: "Adam with an L2 penalty", False: "AdamW"}
+    theirs = not is_on(group.get("decoupled_weight_decay", not l2))
+    if theirs is not l2 and float(group["weight_decay"]) != 0.0:
+        raise ArgumentError(f"state_dict: group {index} is from {kinds[theirs]}, expected {kinds[l2]}")
+    return {name: deepcopy(value) for name, value in group.items() if name != "params"}
+
+
+def is_on(flag: Any) -> bool:
+    """Of what torch takes for a flag: of a tensor of many elements Python cannot tell."""
+    return flag is not None and as_float(int(flag) if isinstance(flag, bool) else flag) != 0.0
+
+
+def _read_param(where: str, state: Mapping[str, Any], param: Tensor, part_of: PartOf) -> ParamState:
+    if not isinstance(state, Mapping):
+        raise ArgumentError(f"{where}: state is {type(state).__name__}, expected a dict")
+    step = as_float(state.get("step"))
+    if not math.isfinite(step) or step < 0 or step != int(step):
+        raise ArgumentError(f"{where}: step is {state.get('step')!r}, expected a whole number of at least 0")
+    found: dict[str, Values] = {}
+    for name in ("exp_avg", "exp_avg_sq", "master"):
+        value = state.get(name)
+        if value is None and name == "master":
+            continue
+        found[name] = _read_values(where, name, value, param, part_of)
+        _check_values(where, name, found[name])
+    return ParamState(int(step), found["exp_avg"], found["exp_avg_sq"], found.get("master"))
+
+
+def _read_values(where: str, name: str, value: Any, param: Tensor, part_of: PartOf) -> Values:
+    dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+    if not (dense or isinstance(value, Values)) or value.shape != param.shape or not value.dtype.is_floating_point:
+        known = isinstance(value, (Tensor, Values))
+        found = f"{value.dtype} {tuple(value.shape)}" if known else type(value).__name__
+        raise ArgumentError(
+            f"{where}: {name} is {found}, expected dense floating point {tuple(param.shape)}; is it of another model?"
+        )
+
+    def read() -> Iterator[tuple[int, Tensor]]:
+        blocks = value.read() if isinstance(value, Values) else blocks_of(part_of(param, value.detach()))
+        for at, block in blocks:
+            yield at, block.to("cpu", torch.float32)
+
+    return Values(tuple(value.shape), value.dtype, read)
+
+
+def _check_values(where: str, name: str, values: Values) -> None:
+    for _, block in values.read():
+        if not all_finite(block):
+            raise ArgumentError(f"{where}: {name} contains NaN or infinite values; the checkpoint is damaged")
+        if name == "exp_avg_sq" and bool((block < 0).any()):
+            raise ArgumentError(f"{where}: exp_avg_sq has values below 0; the checkpoint is damaged")

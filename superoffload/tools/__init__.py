@@ -1,0 +1,1 @@
+"""The `superoffload` command and what only it needs: training, verification, measurements, diagnosis, planning."""

@@ -1,0 +1,50 @@
+"""What bf16 moments cost in accuracy: the demo's training with fp32 and with bf16 moments, over several seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+from superoffload.tools.train.corpus import Corpus
+from superoffload.tools.train.injection import Injection
+from superoffload.tools.train.trainer import Trainer
+from superoffload.tools.train.training_config import STATE_DTYPES, TrainingConfig
+
+Row = dict[str, Any]
+
+
+def run_state(
+    config: TrainingConfig, corpus: Corpus, seeds: Sequence[int], on_step: Callable[[str, int], None]
+) -> dict[str, Any]:
+    """Losses of every run, and the difference that the moments' dtype makes beside the difference that a seed makes."""
+    rows = [
+        _run(config.replace(state_dtype=dtype, seed=seed), corpus, on_step) for seed in seeds for dtype in STATE_DTYPES
+    ]
+    final = {dtype: [row["held_out_loss"] for row in rows if row["state_dtype"] == dtype] for dtype in STATE_DTYPES}
+    differences = [bf16 - fp32 for fp32, bf16 in zip(final["fp32"], final["bf16"], strict=True)]
+    return {
+        "rows": rows,
+        "held_out_loss_fp32": fmean(final["fp32"]),
+        "held_out_loss_bf16": fmean(final["bf16"]),
+        "mean_difference": fmean(differences),
+        "differences": differences,
+        "spread_over_seeds_fp32": stdev(final["fp32"]) if len(seeds) > 1 else None,
+    }
+
+
+def _run(config: TrainingConfig, corpus: Corpus, on_step: Callable[[str, int], None]) -> Row:
+    name = f"{config.state_dtype} moments, seed {config.seed}"
+    with Trainer(config, corpus, Injection(())) as trainer:
+        losses = []
+        for step in range(1, config.steps + 1):
+            losses.append(trainer.train_step(step).loss)
+            on_step(name, step)
+        held_out = trainer.evaluate()
+    return {
+        "name": name,
+        "state_dtype": config.state_dtype,
+        "seed": config.seed,
+        "losses": losses,
+        "held_out_loss": held_out,
+    }

@@ -1,0 +1,140 @@
+"""Arrays as a training run leaves them: weights, moments and gradients whose journal escapes are realistic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from superoffload import _native
+from superoffload.engine.bucket import ELEMENT_TYPES
+from superoffload.engine.layout import JOURNAL_BYTES_PER_PARAM
+from superoffload.host.memory import exceeds_caches, host_empty, host_zeros
+
+LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 1e-2
+
+_TILE = 1 << 20  # random numbers are drawn once for so many elements and repeated
+_GRADIENTS = 2  # packed gradients that steps use in turn
+_FIRST_STEP = 1
+_WARM_UP_STEPS = 12
+_JOURNAL_BYTES = 1 << 16  # besides those per parameter, since few parameters average less
+
+# Bytes per parameter of everything here, with both journals' pages touched, and of what the contestants add.
+BYTES_PER_PARAM = 12 + 2 * _GRADIENTS + 2 + 2 + 2.5 * _GRADIENTS
+PEER_BYTES_PER_PARAM = 4
+
+
+class Workload:
+    """One bucket's worth of state with two gradients, stepped on `pool` until it looks like training.
+
+    `moments`: dtype of exp_avg and exp_avg_sq, float32 or bfloat16 (stochastically rounded).
+    """
+
+    def __init__(
+        self, numel: int, pool: _native.WorkerPool, *, moments: torch.dtype = torch.float32, seed: int = 0
+    ) -> None:
+        random = torch.Generator().manual_seed(seed)
+        tile = min(numel, _TILE)
+
+        def normal() -> Tensor:
+            return torch.randn(tile, generator=random)
+
+        self.numel = numel
+        self.step = _FIRST_STEP - 1
+        self.master = _repeated(0.02 * normal(), numel)
+        self.exp_avg = host_zeros(numel, moments)
+        self.exp_avg_sq = host_zeros(numel, moments)
+        # Every element has a scale and a direction of its own, as the rows of real matrices do, under more noise.
+        scale = 1e-3 * torch.exp(normal())
+        direction = 0.3 * normal()
+        self.gradients = [
+            _repeated((scale * (direction + normal())).to(torch.bfloat16), numel) for _ in range(_GRADIENTS)
+        ]
+        self.shadow = host_zeros(numel, torch.bfloat16)
+        self.codes = host_zeros(2 * numel, torch.uint8)  # for the memory limit; journals have their own
+        self._works = [self._work(gradient) for gradient in self.gradients]
+        self._turn = 0
+        for _ in range(_WARM_UP_STEPS):
+            pool.submit(self.next_work(), _native.Operation.step).wait()
+
+    def _work(self, gradient: Tensor) -> _native.BucketWork:
+        run = _native.Run(
+            master=self.master.data_ptr(),
+            exp_avg=self.exp_avg.data_ptr(),
+            exp_avg_sq=self.exp_avg_sq.data_ptr(),
+            gradient=gradient.data_ptr(),
+            shadow=self.shadow.data_ptr(),
+            numel=self.numel,
+            gradient_type=ELEMENT_TYPES[gradient.dtype],
+            shadow_type=ELEMENT_TYPES[self.shadow.dtype],
+            state_type=ELEMENT_TYPES[self.exp_avg.dtype],
+            past_cache=exceeds_caches(self.numel),
+        )
+        return _native.BucketWork([run], int(JOURNAL_BYTES_PER_PARAM * self.numel) + _JOURNAL_BYTES)
+
+    @property
+    def gradient(self) -> Tensor:
+        """The one whose turn it is."""
+        return self.gradients[self._turn]
+
+    def next_work(self) -> _native.BucketWork:
+        """With the next gradient, frozen for the next step."""
+        self._turn = (self._turn + 1) % len(self._works)
+        self.step += 1
+        self.freeze()
+        return self.current_work
+
+    @property
+    def current_work(self) -> _native.BucketWork:
+        return self._works[self._turn]
+
+    def freeze(self, gradient_factor: float = 1.0) -> None:
+        """What the next step, replay or publish of the current work uses."""
+        self.current_work.freeze(
+            lr=LR,
+            beta1=BETAS[0],
+            beta2=BETAS[1],
+            eps=EPS,
+            weight_decay=WEIGHT_DECAY,
+            gradient_factor=gradient_factor,
+            l2=False,
+            steps=[self.step],
+        )
+
+    def bits(self) -> dict[str, Tensor]:
+        """Master, moments and shadow as whole-number views, for comparisons bit by bit."""
+        tensors = {
+            "master": self.master,
+            "exp_avg": self.exp_avg,
+            "exp_avg_sq": self.exp_avg_sq,
+            "shadow": self.shadow,
+        }
+        return {
+            name: tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+            for name, tensor in tensors.items()
+        }
+
+
+def _repeated(tile: Tensor, numel: int) -> Tensor:
+    """`tile` over and over, `numel` elements."""
+    result = host_empty(numel, tile.dtype)
+    whole = numel // tile.numel()
+    result[: whole * tile.numel()].view(whole, tile.numel()).copy_(tile)
+    result[whole * tile.numel() :].copy_(tile[: numel - whole * tile.numel()])
+    return result
+
+
+def journal_figures(work: _native.BucketWork, numel: int) -> dict[str, float]:
+    """Bytes per parameter and the share of words that escaped, of the last journaled step."""
+    use = work.journal_use()
+    names = ("exp_avg", "exp_avg_sq", "master")
+    return {
+        "journal_bytes_per_param": use.bytes / numel,
+        **{f"escaped_{name}": count / numel for name, count in zip(names, use.escapes, strict=True)},
+    }
+
+
+def cpus_for(threads: int, allowed: Sequence[int]) -> list[int]:
+    """The processors that `threads` threads are bound to: the first ones this process may use."""
+    return list(allowed[:threads])

@@ -1,0 +1,80 @@
+"""The `superoffload` command: one module per subcommand, each with `add_parser(subparsers)` and `run(args) -> int`.
+
+Command modules import torch only when they run, so that help, `--version` and argument errors are immediate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from superoffload import __version__
+from superoffload.errors import ArgumentError, SuperOffloadError
+from superoffload.host.untrusted import printable
+
+COMMANDS = ("train", "verify", "bench", "doctor", "plan", "report", "run")
+_RUN_FOLDER_COMMANDS = ("train", "verify")
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="superoffload", description="AdamW in host memory that steps during backward, with exact results."
+    )
+    parser.add_argument("--version", action="version", version=f"superoffload {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        command = import_module(f"superoffload.tools.cli.{name}")
+        command.add_parser(subparsers).set_defaults(run=command.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status is 0 only if everything the command says it checked holds."""
+    _let_waiting_threads_sleep()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    args = build_parser().parse_args(arguments)
+    args.command_line = ["superoffload", *arguments]
+    try:
+        return int(args.run(args))
+    except ArgumentError as error:
+        return _fail(str(error), EXIT_USAGE)
+    except SuperOffloadError as error:
+        return _fail(str(error), EXIT_FAILED)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not re.search("allocate memory|out of memory", str(error)):
+            raise
+        what = str(error).partition("\n")[0].rstrip(".") or "an allocation failed"
+        return _fail(f"not enough memory: {what}; choose smaller sizes (model, batch, sequence)", EXIT_FAILED)
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "numpy"):
+            raise
+        return _fail(f"{error.name} is not installed, which this command needs: pip install {error.name}", EXIT_FAILED)
+    except KeyboardInterrupt:
+        kept = "; metrics.jsonl holds the finished steps" if arguments[0] in _RUN_FOLDER_COMMANDS else ""
+        return _fail(f"interrupted{kept}", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`). Point stdout elsewhere, or flushing it at exit fails again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+
+
+def _let_waiting_threads_sleep() -> None:
+    """Unless the user chose otherwise, OpenMP threads of torch sleep while they wait.
+
+    By default they spin, on the very processors that the optimizer's worker threads step on during backward; where
+    other programs share the processors as well, a step then takes up to ten times as long. OpenMP reads the variable
+    when torch is loaded.
+    """
+    if "torch" not in sys.modules:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def _fail(message: str, status: int) -> int:
+    print("superoffload: error: " + printable(" ".join(message.split())), file=sys.stderr)
+    return status

@@ -1,0 +1,45 @@
+"""`superoffload bench journal`: bytes per parameter in every step of real training, also with spiking gradients."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from superoffload.errors import ArgumentError
+from superoffload.tools.cli.bench_training import add_training_options, measure
+
+FACTORS = (1.0, 3.0, 10.0, 30.0, 100.0)
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "journal",
+        help="the size of the undo journal in training",
+        description="Trains the demo's model with every step speculated and reports the journal's bytes per parameter, "
+        "without clipping and with gradients that are a factor larger than the clipped ones.",
+    )
+    parser.add_argument(
+        "--factors", nargs="+", type=float, default=FACTORS, metavar="R", help="spike factors (default: 1 3 10 30 100)"
+    )
+    add_training_options(parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    if any(not 1 <= factor <= 1e6 for factor in args.factors):
+        raise ArgumentError(f"factors={args.factors}: expected numbers from 1 to 1e6")
+    from superoffload.tools.bench.journal import run_journal
+    from superoffload.tools.bench.training_plots import plot_journal
+
+    report = measure(
+        args,
+        len(args.factors),
+        lambda config, corpus, on_step: {"rows": run_journal(config, corpus, args.factors, on_step)},
+        plot_journal,
+    )
+    print(f"{'run':36} {'mean B/param':>12} {'largest':>8} {'overflows':>9} {'replayed':>8}   after step 10")
+    for row in report["rows"]:
+        mean, largest = row["mean_after_step_10"], row["largest_after_step_10"]
+        sizes = f"{mean:>12.3f} {largest:>8.3f}" if mean is not None else f"{'-':>12} {'-':>8}"
+        print(f"{row['name']:36} {sizes} {row['journal_overflows']:>9} {row['buckets_replayed']:>8}")
+    return 0

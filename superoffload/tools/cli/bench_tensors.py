@@ -1,0 +1,75 @@
+"""`superoffload bench tensors`: what one more parameter tensor costs per step."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from superoffload.errors import ArgumentError
+from superoffload.tools.cli import measurement
+from superoffload.tools.cli.options import add_option
+
+COUNTS = (250, 1000, 2000, 5000, 20000)
+_QUICK_COUNTS = (50, 200)
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "tensors",
+        help="the cost of one more parameter tensor",
+        description="Trains a model of many small fp32 parameters, one per module, and reports the microseconds per "
+        "tensor that torch's fused AdamW, AdamW and CPUAdamW add to backward and step(), beyond autograd alone, and "
+        "those per module that on-demand delivery adds to eager delivery. Contestants take turns; by default all of it "
+        "runs on one processor. Exits with 0 once everything was measured, whether aims were met or not.",
+    )
+    counts = " ".join(map(str, COUNTS))
+    parser.add_argument(
+        "--counts", type=int, nargs="+", metavar="N", help=f"parameter tensors of the model (default: {counts})"
+    )
+    add_option(parser, "--numel", type=int, default=256, help="elements per tensor")
+    add_option(parser, "--processors", type=int, default=1, help="for torch, worker threads and everything else")
+    add_option(parser, "--rounds", type=int, default=7, help="turns of each contestant")
+    add_option(parser, "--steps", type=int, default=3, help="per turn")
+    parser.add_argument("--quick", action="store_true", help="few tensors and rounds, to see that it works")
+    parser.add_argument("--json", metavar="PATH", help="write machine, versions and rows to this file")
+    parser.add_argument("--plot", metavar="PATH", help="draw a PNG")
+    parser.add_argument("--quiet", action="store_true", help="no progress, only the result")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = _settings(args)
+    from superoffload.host.system import System
+    from superoffload.tools.bench import per_tensor_report
+    from superoffload.tools.bench.per_tensor import check_memory, run_tensors
+    from superoffload.tools.doctor.host_memory import usable_bytes
+
+    check_memory(settings.counts, settings.numel, usable_bytes(System()))
+    facts = measurement.begin(args)
+    shown = {"numel": settings.numel, "cpus": list(settings.cpus), "rounds": settings.rounds, "steps": settings.steps}
+    rows = run_tensors(settings, measurement.progress(args))
+    report = {**facts, "settings": shown, "limit": None, "rows": rows}
+    print(per_tensor_report.table(rows))
+    print()
+    print(per_tensor_report.aims_table(rows))
+    measurement.write(args, report, lambda path: per_tensor_report.plot(report, path))
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> Any:
+    from superoffload.host.processors import allowed_cpus
+    from superoffload.tools.bench.per_tensor import TensorsBenchmark
+
+    cpus = allowed_cpus()
+    if not 1 <= args.processors <= len(cpus):
+        raise ArgumentError(
+            f"processors={args.processors}: expected a number from 1 to {len(cpus)}, the processors of this process"
+        )
+    for name in ("numel", "rounds", "steps"):
+        if getattr(args, name) < 1:
+            raise ArgumentError(f"{name}={getattr(args, name)}: expected at least 1")
+    counts = sorted(set(args.counts or (_QUICK_COUNTS if args.quick else COUNTS)))
+    if counts[0] < 1:
+        raise ArgumentError(f"counts={counts[0]}: expected positive numbers")
+    rounds, steps = (2, 1) if args.quick else (args.rounds, args.steps)
+    return TensorsBenchmark(counts, args.numel, cpus[: args.processors], rounds, steps)

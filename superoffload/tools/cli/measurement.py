@@ -1,0 +1,57 @@
+"""What measurements share as commands: what stands above their figures, progress, and where results go."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def begin(args: argparse.Namespace) -> dict[str, Any]:
+    """Before anything is measured: results can be written; what a reader needs beside them."""
+    from superoffload.tools.bench.facts import benchmark_machine_facts, commit
+    from superoffload.tools.report.machine_facts import version_facts
+    from superoffload.tools.report.run_folder import check_writable
+
+    check_writable(args.json, "json")
+    check_writable(_plot_path(args), "plot")
+    return {
+        "machine": benchmark_machine_facts(),
+        "versions": version_facts(),
+        "commit": commit(),
+        "command": args.command_line,
+    }
+
+
+def progress(args: argparse.Namespace) -> Callable[[str], None]:
+    """Shows a line, unless --quiet was given."""
+
+    def show(text: str) -> None:
+        if not args.quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    return show
+
+
+def write(args: argparse.Namespace, report: dict[str, Any], plot: Callable[[Path], None] | None = None) -> None:
+    """The JSON and the plot that were asked for."""
+    from superoffload.tools.report.plots import PLOT_HINT, matplotlib_installed
+    from superoffload.tools.report.run_folder import write_json
+
+    if args.json:
+        write_json(args.json, report)
+    path = _plot_path(args)
+    if path is None or plot is None:
+        return
+    if matplotlib_installed():
+        plot(Path(path))
+    else:
+        print(PLOT_HINT, file=sys.stderr)
+
+
+def _plot_path(args: argparse.Namespace) -> str | None:
+    """Some have nothing to draw, and no such option."""
+    path: str | None = getattr(args, "plot", None)
+    return path

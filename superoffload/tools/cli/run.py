@@ -1,0 +1,61 @@
+"""`superoffload run -- COMMAND`: a DeepSpeed script with superoffload enabled and nothing edited."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from superoffload.errors import ArgumentError
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+_INJECT = _PACKAGE / "integrations" / "deepspeed" / "inject"
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "run",
+        help="run a DeepSpeed script with superoffload, without touching it",
+        description="Runs a command in which every Python calls superoffload.integrations.deepspeed.enable() right\n"
+        'after it imports deepspeed. The config decides the rest: "offload_optimizer": {"device": "superoffload"} or\n'
+        '{"device": "cpu", "super_offload": true}. The exit status is that of the command.',
+        epilog="examples:\n"
+        "  superoffload run -- deepspeed --num_gpus 4 train.py --deepspeed ds.json\n"
+        "  superoffload run -- torchrun --nproc-per-node 4 train.py\n"
+        "  superoffload run -- accelerate launch train.py",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="what to run")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        raise ArgumentError("run: no command; expected one, such as: superoffload run -- torchrun train.py")
+    replace_process(command)
+
+
+def replace_process(command: list[str]) -> NoReturn:
+    """Becomes the command, so that signals and the exit status are its own."""
+    if shutil.which(command[0]) is None:
+        raise ArgumentError(f"run: {command[0]}: not found or not executable; expected a program on PATH or its path")
+    try:
+        os.execvpe(command[0], command, environment(os.environ))
+    except (OSError, ValueError) as error:  # no #! line, another processor's, its interpreter not there, too long
+        why = getattr(error, "strerror", None) or str(error)
+        raise ArgumentError(
+            f"run: {command[0]}: cannot be started ({why}); expected a program: give a script its #! line, or name its "
+            f"interpreter, such as: superoffload run -- python {command[0]}"
+        ) from error
+
+
+def environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """PYTHONPATH begins with our ``sitecustomize``, which finds superoffload, and nothing else beside it."""
+    path = [str(_INJECT)]
+    if inherited.get("PYTHONPATH"):
+        path.append(inherited["PYTHONPATH"])
+    return {**inherited, "PYTHONPATH": os.pathsep.join(path)}

@@ -1,0 +1,120 @@
+"""Two questions to curves: are they bit-equal, and is one within what the order of summation does to the other?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from superoffload.tools.convergence.distributed_run import Curve
+
+FEWEST_RUNS = 5
+# The spread of a handful of runs underestimates how far another one strays: three times the largest seen, and a floor
+# for the first steps, in which all runs agree to the last bits.
+SAFETY = 3.0
+FLOOR = 1e-4
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What runs that differ only in the order of summation have in common, and how far they stray from it."""
+
+    losses: list[float]
+    loss_spread: list[float]
+    norms: list[float]
+    norm_spread: list[float]
+    weights: dict[str, Tensor]
+    weight_spread: dict[str, float]
+
+    def allowed_losses(self) -> list[float]:
+        """Per step, how far a loss may be from ``losses``."""
+        return [_allowed(centre, spread) for centre, spread in zip(self.losses, self.loss_spread, strict=True)]
+
+    def describe(self) -> dict[str, float]:
+        return {
+            "loss_at_the_end": SAFETY * self.loss_spread[-1] + FLOOR,
+            "norm_at_the_end": SAFETY * self.norm_spread[-1] + FLOOR,
+            "largest_relative_weight": max(self.weight_spread.values()),
+        }
+
+
+def tolerance_of(runs: Sequence[Curve]) -> Tolerance:
+    if len(runs) < FEWEST_RUNS:
+        raise ValueError(f"{len(runs)} runs: a tolerance takes at least {FEWEST_RUNS}")
+    losses, loss_spread = _centre_and_spread([run.losses for run in runs])
+    norms, norm_spread = _centre_and_spread([run.norms for run in runs])
+    weights = {name: sum((run.weights[name] for run in runs[1:]), runs[0].weights[name]) / len(runs)
+               for name in runs[0].weights}  # fmt: skip
+    spread = {name: max(_distance(run.weights[name], centre) for run in runs) for name, centre in weights.items()}
+    return Tolerance(losses, loss_spread, norms, norm_spread, weights, spread)
+
+
+def _centre_and_spread(curves: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
+    """Per step the mean, and the largest distance from it in any step so far."""
+    centres, spreads, largest = [], [], 0.0
+    for values in zip(*curves, strict=True):
+        finite = [value for value in values if math.isfinite(value)]
+        centre = math.fsum(finite) / len(finite) if len(finite) == len(values) else math.inf
+        if math.isfinite(centre):
+            largest = max(largest, max(abs(value - centre) for value in values))
+        centres.append(centre)
+        spreads.append(largest)
+    return centres, spreads
+
+
+def _allowed(centre: float, spread: float) -> float:
+    return SAFETY * spread + FLOOR * max(1.0, abs(centre) if math.isfinite(centre) else 1.0)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm().clamp(min=1e-12))
+
+
+def stray(curve: Curve, tolerance: Tolerance) -> list[str]:
+    """Where ``curve`` leaves the tolerance; empty if it stays within."""
+    problems = []
+    for what, values, centres, spreads in (
+        ("loss", curve.losses, tolerance.losses, tolerance.loss_spread),
+        ("gradient norm", curve.norms, tolerance.norms, tolerance.norm_spread),
+    ):
+        for step, (value, centre, spread) in enumerate(zip(values, centres, spreads, strict=False), 1):
+            allowed = _allowed(centre, spread)
+            if math.isfinite(value) != math.isfinite(centre) or (
+                math.isfinite(centre) and abs(value - centre) > allowed
+            ):
+                problems.append(
+                    f"step {step}: {what} is {value:.5f}, of one process {centre:.5f}, tolerance {allowed:.5f}"
+                )
+                break
+    if curve.error:
+        problems.append(curve.error)
+    elif len(curve.losses) == len(tolerance.losses):
+        for name, mean in tolerance.weights.items():
+            distance, allowed = _distance(curve.weights[name], mean), SAFETY * tolerance.weight_spread[name] + FLOOR
+            if distance > allowed:
+                problems.append(f"at the end: {name} is off by {distance:.2e} of its norm, allowed are {allowed:.2e}")
+    return problems
+
+
+def unequal(one: Sequence[Curve], other: Sequence[Curve]) -> list[str]:
+    """Differences between two runs on the same ranks that must be bit-equal on each."""
+    problems = []
+    for rank, (a, b) in enumerate(zip(one, other, strict=True)):
+        for curve in (a, b):
+            if curve.error:
+                problems.append(f"rank {rank}: {curve.speculation}: {curve.error}")
+        pairs = zip(a.losses, b.losses, strict=False)
+        different = [step for step, (x, y) in enumerate(pairs, 1) if not _same(x, y)]
+        different += [step for step in a.digests if a.digests[step] != b.digests.get(step)]
+        if different:
+            parts = [part for part, digest in a.digests.get(min(different), {}).items()
+                     if digest != b.digests.get(min(different), {}).get(part)]  # fmt: skip
+            what = ", ".join(parts) or "loss"
+            problems.append(f"rank {rank}: step {min(different)}: {what}: speculative and synchronous differ")
+    return problems
+
+
+def _same(a: float, b: float) -> bool:
+    return a == b or (math.isnan(a) and math.isnan(b))

@@ -1,0 +1,105 @@
+"""One training run on this rank, with clips, a NaN and an infinity on the way; what it leaves to be compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from superoffload.tools.convergence.convergence_setup import Setup
+from superoffload.tools.convergence.engines import Engine, make_engine, world
+from superoffload.tools.train.batches import BatchSource
+from superoffload.tools.train.corpus import load_corpus
+from superoffload.tools.train.learning_rate import learning_rate_factor
+
+Around = Callable[[Engine], AbstractContextManager[Any]]
+
+
+@dataclass
+class Curve:
+    """``losses`` are means over all ranks, ``norms`` what the optimizer saw; ``digests`` are of this rank."""
+
+    engine: str
+    speculation: str
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    digests: dict[int, dict[str, str]] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    stats: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+def _unchanged(engine: Engine) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def run(setup: Setup, name: str, speculation: str, *, order: int = 0, around: Around = _unchanged) -> Curve:
+    """``order`` above 0: a single process adds up the same gradients in another order, drawn from it.
+
+    ``around`` is entered for the whole training; an error ends it and is part of the result.
+    """
+    curve = Curve(name, speculation)
+    rank, count = world() if name != "single" else (0, 1)
+    corpus = load_corpus(None, setup.model.sequence, setup.corpus_bytes)
+    batches = BatchSource(corpus.train, setup.batch, setup.model.sequence, setup.seed + 1)
+    engine = make_engine(name, setup, speculation)
+    try:
+        with around(engine):
+            for step in range(1, setup.steps + 1):
+                micro_batches = _share(batches.next(), setup, rank, count, order * 100_003 + step if order else 0)
+                try:
+                    _step(engine, setup, step, micro_batches, rank, count, curve)
+                except Exception as error:
+                    curve.error = f"step {step}: {type(error).__name__}: {error}"
+                    return curve
+        curve.weights = engine.weights()
+        curve.stats = engine.stats()
+    finally:
+        engine.close()
+    return curve
+
+
+def _share(tokens: Tensor, setup: Setup, rank: int, count: int, order: int) -> Sequence[Tensor]:
+    """This rank's micro-batches of the global batch."""
+    if not order:
+        return tokens[setup.rows(rank, count)].chunk(setup.micro_batches)
+    generator = torch.Generator().manual_seed(order)
+    shuffled = tokens[torch.randperm(len(tokens), generator=generator)]
+    # As many backward passes as several ranks would make, so that as many rounded gradients are added up.
+    return shuffled.chunk(setup.micro_batches * (1, 2, 4)[order % 3])
+
+
+def _step(
+    engine: Engine, setup: Setup, step: int, micro_batches: Sequence[Tensor], rank: int, count: int, curve: Curve
+) -> None:
+    optimizer = engine.optimizer
+    for group in optimizer.param_groups:
+        group["lr"] = setup.lr * learning_rate_factor(step - 1, setup.warmup, setup.steps)
+    optimizer.max_grad_norm = setup.max_grad_norm
+    optimizer.zero_grad()
+    scale = math.inf if step == setup.inf_step and rank == 0 else 1.0
+    loss = engine.backward(micro_batches, scale)
+    if step == setup.nan_step:
+        engine.poison(rank == count - 1)
+    finite = [norm for norm in curve.norms if math.isfinite(norm)]
+    if step in setup.late_clips and finite:
+        optimizer.max_grad_norm = finite[-1] / 3
+    optimizer.step()
+    curve.losses.append(_mean(loss, count))
+    curve.norms.append(optimizer.grad_norm if math.isfinite(optimizer.grad_norm) else math.inf)
+    if step % setup.digest_every == 0 or step == setup.steps:
+        curve.digests[step] = engine.digests()
+
+
+def _mean(loss: float, count: int) -> float:
+    if count == 1:
+        return loss
+    total = torch.tensor([loss], dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / count

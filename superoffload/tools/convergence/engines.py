@@ -1,0 +1,245 @@
+"""Engines that can be compared: each trains the same model its own way. A new one is one entry in ``ENGINES``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from superoffload.adamw import AdamW
+from superoffload.errors import ArgumentError
+from superoffload.host.tensors import is_dtensor, local_of
+from superoffload.tools.convergence.convergence_setup import Setup
+from superoffload.tools.train.model import DTYPES, Transformer, build_model
+
+
+class Engine(Protocol):
+    """One model in training on this rank. ``optimizer`` has step(), zero_grad(), max_grad_norm and grad_norm."""
+
+    model: nn.Module
+    optimizer: Any
+
+    def backward(self, micro_batches: Sequence[Tensor], scale: float) -> float:
+        """Gradients of the mean loss over micro-batches and ranks, times ``scale``; this rank's mean loss."""
+
+    def poison(self, last_rank: bool) -> None:
+        """A NaN into one element of a gradient that the last rank owns."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """The whole model in float32, by name; masters where there are any. Collective."""
+
+    def digests(self) -> dict[str, str]:
+        """Of this rank's state."""
+
+    def stats(self) -> dict[str, Any]:
+        """Of a superoffload optimizer."""
+
+    def close(self) -> None: ...
+
+
+class _Base:
+    """What the engines of this file share."""
+
+    model: nn.Module
+    optimizer: Any
+
+    def __init__(self, setup: Setup, speculation: str) -> None:
+        self.setup = setup
+        self.inner = self.build(setup)
+        self.model = self.wrap(self.inner)
+        # Switched by tests to plant a reduction that comes before the last micro-batch.
+        self.reduces: Callable[[int, int], bool] = lambda micro, count: micro + 1 == count
+        self.optimizer = self.make_optimizer(setup, speculation)
+
+    def build(self, setup: Setup) -> Transformer:
+        return build_model(setup.model, DTYPES[setup.dtype], torch.float32, setup.seed)
+
+    def wrap(self, model: Transformer) -> nn.Module:
+        return model
+
+    def make_optimizer(self, setup: Setup, speculation: str) -> Any:
+        named = [(name, param) for name, param in self.inner.named_parameters() if param.requires_grad]
+        return AdamW(
+            named,
+            lr=setup.lr,
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
+            max_grad_norm=setup.max_grad_norm,
+            speculation=speculation,
+            bucket_numel=setup.bucket_numel,
+            threads=1,
+            rank_check=setup.rank_check,
+            delivery=setup.delivery,
+            module=self.model,
+        )
+
+    def backward(self, micro_batches: Sequence[Tensor], scale: float) -> float:
+        losses = []
+        for micro, tokens in enumerate(micro_batches):
+            with self.micro_batch(self.reduces(micro, len(micro_batches))):
+                loss = self.loss(tokens)
+                (loss * (scale / len(micro_batches))).backward()
+                losses.append(loss.item())
+        return math.fsum(losses) / len(losses)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        logits = self.model(tokens[:, :-1])
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+    def micro_batch(self, reduces: bool) -> AbstractContextManager[None]:
+        return nullcontext() if reduces else accumulating(self.optimizer)
+
+    def poison(self, last_rank: bool) -> None:
+        if not last_rank:
+            return
+        for param in self.inner.parameters():
+            if param.grad is not None and local_of(param.grad).numel():
+                local_of(param.grad).view(-1)[-1] = math.nan
+                return
+
+    @torch.no_grad()
+    def weights(self) -> dict[str, Tensor]:
+        found = {}
+        for name, param in self.inner.named_parameters():
+            state = self.optimizer.state.get(param, {})
+            found[name] = _whole(state.get("master", param)).float().cpu().clone()
+        return found
+
+    def digests(self) -> dict[str, str]:
+        digests: dict[str, str] = self.optimizer.state_digests() if isinstance(self.optimizer, AdamW) else {}
+        return digests
+
+    def stats(self) -> dict[str, Any]:
+        return self.optimizer.stats() if isinstance(self.optimizer, AdamW) else {}
+
+    def close(self) -> None:
+        if isinstance(self.optimizer, AdamW):
+            self.optimizer.close()
+
+
+def accumulating(optimizer: Any) -> AbstractContextManager[None]:
+    """Backward in here is not the last one of the step."""
+    context: AbstractContextManager[None] = (
+        optimizer.accumulate() if hasattr(optimizer, "accumulate") else nullcontext()
+    )
+    return context
+
+
+def _whole(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor.detach()
+    return whole
+
+
+class Single(_Base):
+    """One process."""
+
+
+class Fsdp2(_Base):
+    """fully_shard on every block: bf16 parameters, reduced in fp32."""
+
+    def policy(self) -> Any:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        return MixedPrecisionPolicy(
+            param_dtype=DTYPES[self.setup.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+
+    def wrap(self, model: Transformer) -> nn.Module:
+        from torch.distributed.fsdp import fully_shard
+
+        for block in model.blocks:
+            fully_shard(block, mp_policy=self.policy())
+        fully_shard(model, mp_policy=self.policy())
+        return model
+
+    def micro_batch(self, reduces: bool) -> AbstractContextManager[None]:
+        model: Any = self.model
+        model.set_requires_gradient_sync(reduces)
+        return nullcontext()
+
+
+class PlainFsdp2(Fsdp2):
+    """FSDP2 with torch's own AdamW on fp32 parameters that are cast to bf16 for compute: what one does on GPUs."""
+
+    def build(self, setup: Setup) -> Transformer:
+        return super().build(setup).float()
+
+    def make_optimizer(self, setup: Setup, speculation: str) -> Any:
+        return ClippingAdamW(self.inner.parameters(), setup)
+
+
+class Ddp(_Base):
+    """DistributedDataParallel with our communication hook."""
+
+    def wrap(self, model: Transformer) -> nn.Module:
+        from torch.nn.parallel import DistributedDataParallel
+
+        return DistributedDataParallel(model, bucket_cap_mb=0.1)
+
+    def micro_batch(self, reduces: bool) -> AbstractContextManager[None]:
+        model: Any = self.model
+        return nullcontext() if reduces else model.no_sync()
+
+    def poison(self, last_rank: bool) -> None:
+        super().poison(True)  # all ranks have the same gradients, so a NaN that came from one is on all
+
+
+class ClippingAdamW(torch.optim.AdamW):
+    """torch's, with clipping and skipping as its users do them."""
+
+    def __init__(self, params: Iterable[Tensor], setup: Setup) -> None:
+        super().__init__(params, lr=setup.lr, betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
+        self.max_grad_norm: float | None = setup.max_grad_norm
+        self.grad_norm = 0.0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(params, limit)
+        self.grad_norm = float(_whole(norm))
+        if math.isfinite(self.grad_norm):
+            super().step()
+
+
+# Name -> class, or "module:class" of one that is loaded when it is asked for.
+ENGINES: dict[str, type[Any] | str] = {
+    "single": Single,
+    "fsdp2": Fsdp2,
+    "ddp": Ddp,
+    "deepspeed": "superoffload.tools.convergence.zero3:Zero3",
+    "plain-fsdp2": PlainFsdp2,
+}
+_NEEDS = {"deepspeed": "deepspeed==0.19.8"}
+
+
+def check_engine(name: str) -> None:
+    """ArgumentError if there is no such engine, or what it needs is not installed."""
+    if name not in ENGINES:
+        raise ArgumentError(f"engine={name}: expected one of {', '.join(ENGINES)}")
+    if name in _NEEDS and find_spec(name) is None:
+        raise ArgumentError(f"engine={name}: {name} is not installed; pip install {_NEEDS[name]}")
+
+
+def make_engine(name: str, setup: Setup, speculation: str) -> Engine:
+    check_engine(name)
+    entry = ENGINES[name]
+    if isinstance(entry, str):
+        module, _, attribute = entry.partition(":")
+        entry = getattr(import_module(module), attribute)
+    assert not isinstance(entry, str)
+    engine: Engine = entry(setup, speculation)
+    return engine
+
+
+def world() -> tuple[int, int]:
+    """This rank and how many there are."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1

@@ -1,0 +1,113 @@
+"""The whole comparison for one engine: speculative against synchronous, and both against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from superoffload.distributed.launch import LocalRanks
+from superoffload.tools.convergence.compare import FEWEST_RUNS, Tolerance, stray, tolerance_of, unequal
+from superoffload.tools.convergence.convergence_setup import Setup
+from superoffload.tools.convergence.distributed_run import Curve, run
+from superoffload.tools.train.record import unclipped_steps
+
+Say = Callable[[str], None]
+_ON_DEMAND_STEPS = 48
+
+
+@dataclass
+class Result:
+    """``curves`` by name, as rank 0 has them. ``inconclusive``: no problem, but something to compare was missing."""
+
+    curves: dict[str, Curve] = field(default_factory=dict)
+    tolerance: Tolerance | None = None
+    problems: list[str] = field(default_factory=list)
+    inconclusive: str = ""
+    compared_digests: int = 0
+
+    @property
+    def verified(self) -> bool:
+        return not self.problems and not self.inconclusive
+
+
+def single_runs(setup: Setup, ranks: LocalRanks, say: Say) -> list[Curve]:
+    """One-process runs that add up in different orders, spread over the ranks at hand."""
+    curves: list[Curve] = []
+    for first in range(0, FEWEST_RUNS + 1, ranks.count):
+        orders = list(range(first, min(first + ranks.count, FEWEST_RUNS + 1)))
+        curves.extend(curve for curve in ranks.run(single_run, setup, orders) if curve is not None)
+        say(f"{len(curves)} of {FEWEST_RUNS + 1} one-process runs done")
+    return curves
+
+
+def single_run(setup: Setup, orders: Sequence[int]) -> Curve | None:
+    """In a rank, alone: the other ranks train in other orders at the same time."""
+    import os
+
+    rank = int(os.environ["RANK"])
+    return run(setup, "single", "never", order=orders[rank]) if rank < len(orders) else None
+
+
+def distributed_run(setup: Setup, engine: str, speculation: str) -> Curve:
+    return run(setup, engine, speculation)
+
+
+def delivered_unlike(setup: Setup, engine: str, ranks: LocalRanks) -> list[str]:
+    """Differences between speculation with delivery on demand and synchronous steps with eager delivery."""
+    short = replace(setup, steps=min(setup.steps, _ON_DEMAND_STEPS))
+    eager = ranks.run(distributed_run, short, engine, "never")
+    return unequal(ranks.run(distributed_run, replace(short, delivery="on_demand"), engine, "always"), eager)
+
+
+def verify_ranks(setup: Setup, engine: str, count: int, say: Say = print) -> Result:
+    """Starts ``count`` ranks on this machine and compares."""
+    result = Result()
+    setup.rows(0, count)
+    with LocalRanks(max(count, 2), init=False) as alone:
+        singles = single_runs(setup, alone, say)
+    result.tolerance = tolerance_of(singles)
+    result.curves["one process"] = singles[0]
+    with LocalRanks(count) as ranks:
+        both: dict[str, list[Any]] = {}
+        for speculation in ("always", "never"):
+            both[speculation] = ranks.run(distributed_run, setup, engine, speculation)
+            say(f"{engine}, {count} ranks, speculation {speculation}: loss {_last(both[speculation][0])}")
+        result.curves["speculative"], result.curves["synchronous"] = both["always"][0], both["never"][0]
+        result.problems += unequal(both["always"], both["never"])
+        result.compared_digests = sum(len(parts) for curve in both["always"] for parts in curve.digests.values())
+        result.problems += [f"one process: {problem}" for problem in stray(both["always"][0], result.tolerance)]
+        if engine == "fsdp2":
+            plain = ranks.run(distributed_run, setup, "plain-fsdp2", "never")
+            say(f"plain FSDP2 with torch.optim.AdamW: loss {_last(plain[0])}")
+            result.curves["plain FSDP2, torch AdamW"] = plain[0]
+            result.problems += [f"plain FSDP2: {problem}" for problem in stray(plain[0], result.tolerance)]
+            result.problems += [f"on demand: {problem}" for problem in delivered_unlike(setup, engine, ranks)]
+            say("delivery on demand: compared with eager delivery")
+    judge_fates(result, setup)
+    return result
+
+
+def judge_fates(result: Result, setup: Setup) -> None:
+    """Whether speculated buckets went the ways that had to be compared."""
+    stats = result.curves["speculative"].stats
+    if not stats:
+        return
+    for fate in ("speculated", "replayed"):
+        if not stats[f"buckets_{fate}"]:
+            result.problems.append(f"no bucket was {fate}, so nothing was compared in that; take more steps")
+    if stats["buckets_committed"]:
+        return
+    if unclipped := unclipped_steps(stats):
+        result.problems.append(f"{unclipped} steps were not clipped, and yet no bucket was committed in any of them")
+    elif not result.problems:
+        result.inconclusive = (
+            f"everything that was compared is equal, but each of the {stats['steps']} steps that were taken had to be "
+            f"clipped to max_grad_norm={setup.max_grad_norm:g}, as is common early in training: no speculated bucket "
+            f"could be committed, so that was not compared. Take more than --steps {setup.steps} (default "
+            f"{Setup().steps}), or another --seed"
+        )
+
+
+def _last(curve: Curve) -> str:
+    return ", ".join(f"{loss:.4f}" for loss in curve.losses[-1:])

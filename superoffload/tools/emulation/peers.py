@@ -1,0 +1,33 @@
+"""Other systems in the same model, as arithmetic: they are not run."""
+
+from __future__ import annotations
+
+from superoffload.engine.step_model import Kind, StepTimes, period
+from superoffload.tools.emulation.machine import Machine, Operation, Workload
+
+_FP32, _NORM = 4.0, 2.0  # bytes per parameter on the link, and read for the norm
+
+
+def synchronous(workload: Workload, machine: Machine) -> float:
+    """Nothing beside anything else: fp32 gradients down, their norm, one pass, fp32 parameters up."""
+    numel = workload.parameters
+    link = _FP32 * numel / machine.down + _FP32 * numel / machine.up
+    norm = _NORM * numel / machine.memory
+    return workload.forward + workload.backward + link + norm + machine.seconds(Operation.step, numel)
+
+
+def in_backward(workload: Workload, machine: Machine) -> float:
+    """Steps each bucket in backward, for good, and so cannot clip; forward begins when all are done."""
+    step = machine.seconds(Operation.step, workload.parameters)
+    times = StepTimes(
+        workload.forward,
+        workload.backward,
+        step=step,
+        journaled=step,  # without a journal: nothing can be undone
+        replay=step,
+        publish=step,
+        settle=0.0,
+        on_demand=False,
+        withdraws=False,
+    )
+    return period(times, (Kind(1.0, 0.0, clips=False),), workload.layers)

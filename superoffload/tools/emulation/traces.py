@@ -1,0 +1,77 @@
+"""Named sequences of verdicts, and how long each schedule takes over them in virtual time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from superoffload.engine.schedule import FixedSchedule, Schedule
+from superoffload.tools.emulation.machine import Machine, Workload
+from superoffload.tools.emulation.training import EmulatedTraining
+
+SETTLED_IN = 20  # steps that are not counted: the schedule learns
+SLOWEST = 1.03  # what adaptive may take of the best fixed choice
+
+
+def _random(chance: float) -> Callable[[int], list[bool]]:
+    def trace(steps: int) -> list[bool]:
+        source = random.Random(f"clips in {chance} of the steps")
+        return [source.random() < chance for _ in range(steps)]
+
+    return trace
+
+
+def clips_until(last: int) -> Callable[[int], list[bool]]:
+    """Every step clips up to step ``last``, none after it."""
+    return lambda steps: [step < last for step in range(steps)]
+
+
+TRACES: dict[str, Callable[[int], list[bool]]] = {
+    "never clips": lambda steps: [False] * steps,
+    "clips at every step": lambda steps: [True] * steps,
+    "clips until step 1000": clips_until(1000),
+    "alternates": lambda steps: [step % 2 == 0 for step in range(steps)],
+    "random 10 %": _random(0.1),
+    "random 50 %": _random(0.5),
+    "random 90 %": _random(0.9),
+}
+
+FIXED: dict[str, Callable[[], Schedule]] = {
+    "speculate": lambda: Schedule("always"),
+    "one pass": lambda: Schedule("never"),
+    "two-phase": lambda: FixedSchedule(speculates=False, published=1.0),
+}
+
+
+@dataclass(frozen=True)
+class TraceResult:
+    """Seconds after the first steps; ``fixed``: of each choice that is the same in every step."""
+
+    name: str
+    steps: int
+    adaptive: float
+    fixed: dict[str, float]
+
+    @property
+    def best(self) -> str:
+        return min(self.fixed, key=lambda name: self.fixed[name])
+
+    @property
+    def ratio(self) -> float:
+        """Adaptive against the best fixed choice: below 1 it is faster than all of them."""
+        return self.adaptive / self.fixed[self.best]
+
+
+def run_trace(
+    name: str, workload: Workload, machine: Machine, steps: int, *, norm: float = 4.0, on_demand: bool = True
+) -> TraceResult:
+    """``norm``: in multiples of the threshold, where a step clips."""
+    trace = TRACES[name](steps)
+
+    def seconds(schedule: Schedule) -> float:
+        training = EmulatedTraining(workload, machine, schedule, norm=norm, on_demand=on_demand)
+        return sum(training.run(trace)[SETTLED_IN:])
+
+    fixed = {choice: seconds(make()) for choice, make in FIXED.items()}
+    return TraceResult(name, steps, seconds(Schedule("adaptive")), fixed)

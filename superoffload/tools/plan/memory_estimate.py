@@ -1,0 +1,273 @@
+"""Memory per GPU and per rank's share of the host, by component; what a run with these settings needs at its peak."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from superoffload.errors import ArgumentError
+from superoffload.tools.plan.machines import GB, Hardware
+from superoffload.tools.plan.models import ModelShape
+
+ENGINES = ("torch", "zero-offload", "deepspeed-superoffload", "superoffload")
+SHARDINGS = ("none", "zero1", "zero2", "zero3", "fsdp2")
+CHECKPOINTING = ("none", "full")
+
+CONTEXT_BYTES = 1.5e9  # CUDA context, cuBLAS and NCCL
+FRAGMENTATION = 0.15  # of a GPU's memory, for what the caching allocator cannot reuse; docs/plan.md says why so much
+HOST_RESERVE = 16e9  # operating system, Python, data loading
+HOST_RESERVE_SHARE = 0.25  # of a host's memory, that the reserve takes at most
+GATHERED_ELEMENTS = 1e9  # DeepSpeed's stage3_max_live_parameters, and its sub_group_size
+REDUCE_ELEMENTS = 2 * 5e8  # two reduce buckets, one in use while the other is filled
+BUCKET_ELEMENTS = 32 << 20  # this project's largest bucket; four are on their way at once
+JOURNAL = "journal, reserved"
+GPU_SHARE = 0.10  # of the optimizer, which DeepSpeed SuperOffload's examples keep on the GPU
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`clip_rate`: share of the steps that clip. `micro_batch` sequences per rank, `accumulation` of them per step.
+
+    `gpu_fraction`: of the optimizer's state, what superoffload's ``placement`` keeps on the GPU.
+    """
+
+    engine: str = "superoffload"
+    sharding: str = "none"
+    ranks: int = 1
+    sequence: int = 2048
+    micro_batch: int = 1
+    accumulation: int = 1
+    checkpointing: str = "none"
+    clip_rate: float = 0.0
+    utilization: float = 0.40
+    state_dtype: str = "fp32"
+    gpu_fraction: float = 0.0
+    gradient_dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        for name, choices in (("engine", ENGINES), ("sharding", SHARDINGS), ("checkpointing", CHECKPOINTING)):
+            if getattr(self, name) not in choices:
+                raise ArgumentError(f"{name}={getattr(self, name)}: expected one of {', '.join(choices)}")
+        for name in ("ranks", "sequence", "micro_batch", "accumulation"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(f"{name}={getattr(self, name)}: expected a whole number of at least 1")
+        if not 0 <= self.clip_rate <= 1:
+            raise ArgumentError(f"clip_rate={self.clip_rate}: expected a share from 0 to 1")
+        if not 0 < self.utilization <= 1:
+            raise ArgumentError(f"utilization={self.utilization}: expected a share of the peak, above 0 and at most 1")
+        if self.state_dtype not in ("fp32", "bf16"):
+            raise ArgumentError(f"state_dtype={self.state_dtype}: expected fp32 or bf16")
+        if self.gradient_dtype not in ("fp32", "bf16"):
+            raise ArgumentError(f"gradient_dtype={self.gradient_dtype}: expected fp32 or bf16")
+        if self.engine in ("zero-offload", "deepspeed-superoffload") and self.sharding != "zero3":
+            raise ArgumentError(f"engine={self.engine} with sharding={self.sharding}: expected sharding zero3")
+        if not 0 <= self.gpu_fraction <= 1:
+            raise ArgumentError(f"gpu_fraction={self.gpu_fraction}: expected a share of the state, from 0 to 1")
+        if self.gpu_fraction > 0 and not self.can_place:
+            raise ArgumentError(
+                f"gpu_fraction={self.gpu_fraction} with engine={self.engine}, sharding={self.sharding}: expected 0; "
+                "placement= is superoffload's, with sharding none or fsdp2"
+            )
+        if self.engine == "superoffload" and self.sharding in ("zero1", "zero2"):
+            raise ArgumentError(
+                f"sharding={self.sharding}: superoffload does not serve ZeRO stages 1 and 2; use zero3, fsdp2 or none"
+            )
+
+    @property
+    def can_place(self) -> bool:
+        """Whether ``placement=`` exists: DeepSpeed's partitions have a key of its own."""
+        return self.engine == "superoffload" and self.sharding != "zero3"
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of one element of superoffload's gradients. DistributedDataParallel and ZeRO-3 have those of their own."""
+        wide = self.gradient_dtype == "fp32" and self.can_place and not self.is_replicated
+        return 4 if wide else 2
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank has all parameters, under ``DistributedDataParallel``."""
+        return self.ranks > 1 and self.sharding == "none"
+
+    @property
+    def shards_parameters(self) -> bool:
+        return self.sharding in ("zero3", "fsdp2")
+
+    @property
+    def tokens_per_micro_batch(self) -> int:
+        return self.sequence * self.micro_batch
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of one rank."""
+        return self.tokens_per_micro_batch * self.accumulation
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes by component; `gpu_moments` are the times within a step of which the worst one counts."""
+
+    gpu: dict[str, float]
+    host: dict[str, float]
+    gpu_moments: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def gpu_peak(self) -> float:
+        """The most that is in use at a time: what torch reports as the peak of active bytes."""
+        return sum(self.gpu.values()) + max(self.gpu_moments.values(), default=0.0)
+
+    @property
+    def host_peak(self) -> float:
+        return sum(self.host.values())
+
+    @property
+    def worst_moment(self) -> str:
+        return max(self.gpu_moments, key=self.gpu_moments.__getitem__, default="")
+
+
+def activation_bytes(model: ModelShape, settings: Settings) -> tuple[float, float]:
+    """(of all layers, of the output head) that forward leaves for backward, for one micro-batch, in bf16.
+
+    Per token and layer without checkpointing: 16 x hidden for two RMSNorms (their fp32 input, the normalized value,
+    the output), 10 x attention width for query, key and value as the attention kernel saw them and its output, and
+    8 x width of the feed-forward layer. No score matrix: the attention kernel is taken to be a fused one. The head
+    keeps bf16 logits, fp32 logits, their log-softmax and its gradient.
+    """
+    tokens = settings.tokens_per_micro_batch
+    ffn = model.ffn * model.experts_used
+    layer = tokens * (16.0 * model.hidden + 10.0 * model.attention_width + (8.0 if model.gated else 6.0) * ffn)
+    head = tokens * model.vocabulary * 12.0
+    if settings.checkpointing == "full":
+        return model.layers * tokens * 2.0 * model.hidden + layer, head
+    return model.layers * layer, head
+
+
+def estimate_memory(model: ModelShape, settings: Settings) -> Needs:
+    """All components at their peak."""
+    count, shard = float(model.parameters), model.parameters / settings.ranks
+    gpu: dict[str, float] = {"parameters": 2 * (shard if settings.shards_parameters else count)}
+    host: dict[str, float] = {}
+    if settings.engine == "torch":
+        _add_optimizer_on_gpu(gpu, settings, count, shard)
+    else:
+        _add_offloaded(gpu, host, settings, count, shard)
+    if settings.ranks > 1:
+        _add_communication(gpu, model, settings)
+    layers, head = activation_bytes(model, settings)
+    moments = {"start of backward": layers + head}
+    _add_gradient_moments(moments, gpu, settings, count, shard)
+    return Needs(gpu, host, moments)
+
+
+def _add_optimizer_on_gpu(gpu: dict[str, float], settings: Settings, count: float, shard: float) -> None:
+    own = count if settings.sharding == "none" else shard
+    gpu["master"], gpu["moments"] = 4 * own, 8 * own
+    if settings.sharding in ("zero3", "fsdp2"):
+        gpu["gradients"] = 2 * shard  # allocated once
+    if settings.sharding == "none":
+        gpu["gradients"] = 4 * own  # kept in fp32 where nothing is sharded
+
+
+def _add_offloaded(
+    gpu: dict[str, float], host: dict[str, float], settings: Settings, count: float, shard: float
+) -> None:
+    """Gradients leave the GPU bucket by bucket; the host keeps state and staging, ours the journal as well."""
+    own = shard if settings.ranks > 1 else count
+    if settings.engine == "superoffload":
+        # Two slots down, one up. Parameters that go up before the verdict take what is free, and need nothing.
+        gpu["staging"] = (2 * settings.gradient_bytes + 2) * min(BUCKET_ELEMENTS, own)
+        moments = 8 if settings.state_dtype == "fp32" else 4
+        if settings.gpu_fraction > 0:
+            gpu["state on the GPU (placement)"] = settings.gpu_fraction * (4 + moments + settings.gradient_bytes) * own
+            own *= 1 - settings.gpu_fraction
+        host["master"], host["moments"] = 4 * own, moments * own
+        host["packed gradient"] = settings.gradient_bytes * own
+        host["shadow"], host[JOURNAL] = 2 * own, 2.5 * own
+        if settings.is_replicated:
+            gpu["gradients"] = 2 * count  # DistributedDataParallel keeps them
+    elif settings.engine == "zero-offload":
+        gpu["staging"] = 2 * min(GATHERED_ELEMENTS, own)
+        host["master"], host["moments"] = 4 * own, 8 * own
+        host["gradients"], host["parameters in bf16"] = 4 * own, 2 * own
+    else:
+        gpu["master and moments on the GPU"] = 12 * GPU_SHARE * own
+        gpu["staging"] = 4 * min(GATHERED_ELEMENTS, own) + 4 * min(0.4e9, own)  # fp32 transfers both ways
+        host["master"], host["moments"] = 4 * (1 - GPU_SHARE) * own, 8 * (1 - GPU_SHARE) * own
+        host["gradients"], host["parameters in bf16"] = 4 * own, 2 * own
+
+
+def _add_communication(gpu: dict[str, float], model: ModelShape, settings: Settings) -> None:
+    if settings.sharding == "zero3":
+        gpu["gathered parameters"] = 2 * min(GATHERED_ELEMENTS, model.parameters)
+    elif settings.sharding == "fsdp2":
+        gpu["gathered parameters"] = 3 * 2 * model.parameters / (model.layers + 1)  # this block, the next, a gradient
+    else:
+        gpu["reduce buckets"] = 2 * min(REDUCE_ELEMENTS, model.parameters)
+
+
+def _add_gradient_moments(
+    moments: dict[str, float], gpu: dict[str, float], settings: Settings, count: float, shard: float
+) -> None:
+    """What lives on the GPU late in a step and not at the start of backward."""
+    if settings.engine != "torch":
+        if settings.accumulation > 1 and not settings.is_replicated:  # partial sums wait on the GPU for the boundary
+            size = settings.gradient_bytes
+            gpu["accumulated gradients"] = size * (shard if settings.shards_parameters else count)
+        elif settings.engine == "superoffload":
+            moments["end of backward"] = settings.gradient_bytes * 4 * min(BUCKET_ELEMENTS, count)
+        return
+    if settings.sharding in ("zero1", "zero2"):
+        moments["end of backward"] = 2 * (count if settings.sharding == "zero1" else shard)
+        # this rank's gradients, their flat copy, and the fp32 copy that the optimizer reads
+        moments["optimizer step"] = 8 * shard
+    elif settings.sharding == "zero3":
+        moments["optimizer step"] = 4 * min(GATHERED_ELEMENTS, shard)
+    elif settings.sharding == "none":
+        moments["end of backward"] = 2 * min(REDUCE_ELEMENTS, count)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether it fits, and what binds first."""
+
+    gpu_need: float
+    gpu_room: float
+    host_need: float
+    host_room: float
+
+    @property
+    def fits(self) -> bool:
+        return self.gpu_need <= self.gpu_room and self.host_need <= self.host_room
+
+    @property
+    def binds(self) -> str:
+        """Of GPU and host memory the one that is fuller."""
+        gpu, host = (
+            need / room if room > 0 else math.inf
+            for need, room in ((self.gpu_need, self.gpu_room), (self.host_need, self.host_room))
+        )
+        return "GPU memory" if gpu >= host else "host memory"
+
+    @property
+    def lacking(self) -> list[str]:
+        """What is missing, such as `18.9 GB of GPU memory`; empty where it fits."""
+        kinds = (
+            ("GPU memory", self.gpu_need - self.gpu_room),
+            ("host memory", self.host_need - self.host_room),
+        )
+        return [f"{missing / GB:.1f} GB of {kind}" for kind, missing in kinds if missing > 0]
+
+    def as_json(self) -> dict[str, Any]:
+        return {**vars(self), "fits": self.fits, "binds": self.binds}
+
+
+def check_fit(model: ModelShape, hardware: Hardware, settings: Settings) -> Fit:
+    needs = estimate_memory(model, settings)
+    reserve = HOST_RESERVE / min(settings.ranks, hardware.gpus_per_node)
+    return Fit(
+        gpu_need=needs.gpu_peak,
+        gpu_room=max(0.0, hardware.gpu_memory * (1 - FRAGMENTATION) - CONTEXT_BYTES),
+        host_need=needs.host_peak,
+        host_room=hardware.host_memory - min(reserve, HOST_RESERVE_SHARE * hardware.host_memory),
+    )
