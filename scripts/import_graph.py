@@ -19,6 +19,8 @@ from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent.parent / "superoffload"
 
+VOCABULARY = ("engine.bucket", "engine.journal_width")  # what the rooms around the engine may read of it
+
 Graph = Mapping[str, AbstractSet[str]]
 
 # ---- reading ----------------------------------------------------------------------------------------------------
@@ -94,13 +96,17 @@ def rooms_of(graph: Graph) -> dict[str, set[str]]:
     """The same graph of the folders right inside the package, and of the modules that lie beside them."""
     rooms: dict[str, set[str]] = {}
     for name, imported in graph.items():
-        room = rooms.setdefault(_room(name), set())
-        room.update({_room(other) for other in imported} - {_room(name)})
+        room = rooms.setdefault(room_of(name), set())
+        room.update({room_of(other) for other in imported} - {room_of(name)})
     return rooms
 
 
-def _room(module: str) -> str:
-    return ".".join(module.split(".")[:2])
+def room_of(module: str) -> str:
+    """The folder right inside the package, or the module beside it; the vocabulary is a room of its own."""
+    package, *inside = module.split(".")
+    if ".".join(inside) in VOCABULARY:
+        return f"{package}.{VOCABULARY[0].replace('.', '/')}"
+    return ".".join([package, *inside[:1]])
 
 
 def _reached(graph: Graph) -> dict[str, set[str]]:
@@ -181,7 +187,7 @@ def draw(graph: Graph, path: Path) -> None:
     from matplotlib.figure import Figure
 
     rooms = rooms_of(graph)
-    folders = {_room(name) for name in graph if name.count(".") >= 2}
+    folders = {room_of(name) for name in graph if name.count(".") >= 2}
     rows = [_cells(row, folders) for row in layers(rooms)]
     width, height = _place(rows)
     with matplotlib.rc_context({"svg.hashsalt": "imports", "svg.fonttype": "none", "font.family": "sans-serif"}):

@@ -58,6 +58,9 @@ class _Work:
     number: int | None = None
     fate: str | None = None
 
+    def belongs_to(self, step: int, number: int | None, fate: str | None) -> None:
+        self.step, self.number, self.fate = step, number, fate
+
     @property
     def still_runs(self) -> bool:
         return self.completion is not None and not self.completion.done()
@@ -129,7 +132,7 @@ class Timeline(Recorder):
         """``completion``: of a copy that still runs, and has its own times."""
         work = _Work(UP, "deliver", bucket, began, _native.now_seconds(), completion)
         if self._verdict is None:  # on demand, after its step has ended
-            work.step, work.number, work.fate = self._step, self._buckets().index(bucket), _fate(bucket)
+            work.belongs_to(self._step, self._buckets().index(bucket), _fate(bucket))
         self._pending.append(work)
 
     def landed(self, buckets: Sequence[Bucket], began: float) -> None:
@@ -161,7 +164,7 @@ class Timeline(Recorder):
         for work in self._pending:
             if work.step == 0:
                 key = id(work.bucket)
-                work.step, work.number, work.fate = self._step, numbers.get(key), fates.get(key)
+                work.belongs_to(self._step, numbers.get(key), fates.get(key))
         self._write_what_is_over()
         self._deciding = self._backward = self._verdict = None
 

@@ -47,6 +47,9 @@ class Part:
     def nbytes(self) -> int:
         return len(self.state) + sum(entry.nbytes for entry in self.entries)
 
+    def keep_state(self, state: bytes) -> None:
+        self.state = state
+
     def add(self, name: str, dtype: torch.dtype, piece: Piece) -> None:
         self.entries.append(Entry(name, dtype, piece.own_shape))
         self.pieces[name] = piece

@@ -45,18 +45,42 @@ LOGGER = logging.getLogger("superoffload")
 _ends: WeakKeyDictionary[Optimizer, threading.Event] = WeakKeyDictionary()  # of each optimizer's last save
 
 
+class _Outcome:
+    """Runs the work of one checkpoint, here or in the background, and knows when and how it ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ended = threading.Event()
+        self.error: BaseException | None = None
+        self._folder = folder
+
+    def run(self, work: Callable[[], None], *, in_background: bool) -> None:
+        def guarded() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self.error = error
+                if in_background:  # also where nothing waits
+                    LOGGER.error("saving %s in the background failed: %s", self._folder, error)
+            finally:
+                self.ended.set()
+
+        if in_background:
+            threading.Thread(target=guarded, name="superoffload checkpoint").start()
+        else:
+            guarded()
+
+
 class Saving:
     """A checkpoint on its way. ``wait()`` before the process ends, or to learn of errors."""
 
-    def __init__(self, final: Path, snapshot: Snapshot | None) -> None:
+    def __init__(self, final: Path, snapshot: Snapshot | None, outcome: _Outcome) -> None:
         self.folder = final
         self._snapshot = snapshot
-        self._error: BaseException | None = None
-        self._ended = threading.Event()
+        self._outcome = outcome
 
     @property
     def done(self) -> bool:
-        return self._ended.is_set()
+        return self._outcome.ended.is_set()
 
     @property
     def largest_extra_bytes(self) -> int:
@@ -65,27 +89,11 @@ class Saving:
 
     def wait(self, timeout: float | None = None) -> Path:
         """The finished folder; raises what went wrong. The checkpoints before it are untouched in any case."""
-        if not self._ended.wait(timeout):
+        if not self._outcome.ended.wait(timeout):
             raise StateError(f"{self.folder}: not written after {timeout:g} s; wait longer")
-        if self._error is not None:
-            raise self._error
+        if self._outcome.error is not None:
+            raise self._outcome.error
         return self.folder
-
-    def _run(self, work: Callable[[], None], *, in_background: bool) -> None:
-        def guarded() -> None:
-            try:
-                work()
-            except BaseException as error:
-                self._error = error
-                if in_background:  # also where nobody waits
-                    LOGGER.error("saving %s in the background failed: %s", self.folder, error)
-            finally:
-                self._ended.set()
-
-        if in_background:
-            threading.Thread(target=guarded, name="superoffload checkpoint").start()
-        else:
-            guarded()
 
 
 def save(
@@ -160,7 +168,8 @@ def _begin(
     if named.session is None and any(is_dtensor(t) and t.device_mesh.size() > 1 for t in named.tensors.values()):
         raise ArgumentError("model: sharded over ranks; that needs superoffload.AdamW, or torch.distributed.checkpoint")
     part = plan_part(optimizer, named, copy=memory is not None)
-    part.state = on_all_ranks(named.session, "save()", lambda: _state_bytes(optimizer, named, check_extra(extra)))
+    state = on_all_ranks(named.session, "save()", lambda: _state_bytes(optimizer, named, check_extra(extra)))
+    part.keep_state(state)
     writing = _agree_on_folder(named, final)
     snapshot = None
     try:
@@ -169,13 +178,14 @@ def _begin(
                 tracked.shard for _, _, tracked in stepped(optimizer, named) if tracked.shard.index in part.shards
             ]
             snapshot = Snapshot(shards, memory)
-        saving = Saving(final, snapshot)
+        outcome = _Outcome(final)
+        saving = Saving(final, snapshot, outcome)
         work = partial(_write, part, named, writing, final, snapshot, keep, timeout, _ends.get(optimizer))
         with nullcontext() if memory is None else held_signals():  # a thread that reads, or none and no snapshot
             if isinstance(optimizer, AdamW) and snapshot is not None:
                 optimizer.begin_snapshot(snapshot)  # also for save(): another thread may run backward
-            saving._run(work, in_background=memory is not None)
-        _ends[optimizer] = saving._ended
+            outcome.run(work, in_background=memory is not None)
+        _ends[optimizer] = outcome.ended
     except BaseException:  # Ctrl-C, no memory, or no thread could be started: steps must not wait
         if snapshot is not None:
             snapshot.end()

@@ -91,11 +91,16 @@ class RankGroup:
         self.timeout = timeout
         self.patience = timeout * (1.0 - _ROLL_CALL)
         self.failure: str | None = None
-        self.sessions = 0
+        self._sessions = 0
         self.gloo = self._make_gloo()
         self._calls = 0
         self._roll_call = RollCall(self.ranks, self.rank, timeout * _ROLL_CALL)
         self._roll_call.join(self.exchange_objects("the roll call", self._roll_call.address)[0], timeout)
+
+    def number_of_session(self) -> int:
+        """Counts the sessions that use the group: 1 for the first."""
+        self._sessions += 1
+        return self._sessions
 
     @property
     def size(self) -> int:

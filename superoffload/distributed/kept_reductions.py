@@ -69,8 +69,11 @@ class KeptGroup:
     def hold(cls, group: Any, dtypes: Callable[[], Widens]) -> KeptGroup:
         """The same one for every holder."""
         kept: KeptGroup = getattr(group, "_kept_by_superoffload", None) or cls(group, dtypes())
-        kept._holders += 1
+        kept.add_holder()
         return kept
+
+    def add_holder(self) -> None:
+        self._holders += 1
 
     def _keep(self) -> None:
         for one in self._group.fsdp_params:

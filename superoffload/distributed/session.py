@@ -73,8 +73,8 @@ class RankSession:
         self._settings: Mapping[str, Any] = {}
         self._found_inf = False
         self._failure: str | None = None
-        group.sessions += 1
-        self._name = "" if group.sessions == 1 else f" of optimizer {group.sessions}"
+        number = group.number_of_session()
+        self._name = "" if number == 1 else f" of optimizer {number}"
         self._sums: dict[int, float] = {}
         self._told = True
         self._exchange: Exchange | None = None

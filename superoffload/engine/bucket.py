@@ -122,6 +122,10 @@ class Shard:
         self.block_sums = np.zeros(-(-self.numel // BLOCK), np.float64)
         self.sums_address = self.block_sums.ctypes.data
 
+    def move(self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, resident: bool) -> None:
+        """The same state is in other memory from now on."""
+        self.master, self.exp_avg, self.exp_avg_sq, self.resident = master, exp_avg, exp_avg_sq, resident
+
     def stepped(self) -> None:
         """It has made one step more."""
         self.steps += 1

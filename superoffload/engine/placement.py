@@ -172,7 +172,7 @@ def _zeros(numel: int, dtype: torch.dtype, device: torch.device | None) -> Tenso
 
 
 def move_state(shard: Shard, device: torch.device | None) -> None:
-    """To the device, or (None) to host memory; whoever still reads the old tensors finds them unchanged."""
+    """To the device, or (None) to host memory; what still reads the old tensors finds them unchanged."""
     old: State = (shard.master, shard.exp_avg, shard.exp_avg_sq)
     new = [  # all of it, or an error that changes nothing
         host_empty(one.numel(), one.dtype)
@@ -180,5 +180,5 @@ def move_state(shard: Shard, device: torch.device | None) -> None:
         else torch.empty(one.numel(), dtype=one.dtype, device=device)
         for one in old
     ]
-    shard.master, shard.exp_avg, shard.exp_avg_sq = (there.copy_(one) for there, one in zip(new, old, strict=True))
-    shard.resident = device is not None
+    master, exp_avg, exp_avg_sq = (there.copy_(one) for there, one in zip(new, old, strict=True))
+    shard.move(master, exp_avg, exp_avg_sq, resident=device is not None)

@@ -115,6 +115,29 @@ class _Progress:
     processors: float  # until when they are busy
     settled: list[float]  # when each part, in backward order, can take its next gradient
 
+    def compute(self, seconds: float) -> None:
+        """The training thread computes for ``seconds``."""
+        self.now += seconds
+
+    def wait_for(self, moment: float) -> None:
+        """The training thread waits until ``moment``, if that is to come."""
+        self.now = max(self.now, moment)
+
+    def work(self, seconds: float) -> None:
+        """The processors go on for ``seconds``."""
+        self.processors += seconds
+
+    def work_until(self, moment: float) -> None:
+        self.processors = moment
+
+    def settle(self, published: int, seconds: float) -> None:
+        """The last ``published`` parts settle one after the other, in backward order; the others are settled."""
+        parts = len(self.settled)
+        self.settled = [0.0] * parts
+        for part in range(parts - published, parts):
+            self.work(seconds)
+            self.settled[part] = self.processors
+
 
 @lru_cache(maxsize=4096)
 def period(times: StepTimes, kinds: tuple[Kind, ...], parts: int) -> float:
@@ -126,7 +149,7 @@ def period(times: StepTimes, kinds: tuple[Kind, ...], parts: int) -> float:
         for kind in kinds:
             speculated = _backward(times, kind, parts, progress)
             published = _after_verdict(times, kind, parts, speculated, progress)
-            _settle(times, parts, published, progress)
+            progress.settle(published, times.settle / parts)
     return progress.now - began
 
 
@@ -136,15 +159,16 @@ def _backward(times: StepTimes, kind: Kind, parts: int, progress: _Progress) -> 
     begins = []
     processors = progress.processors
     for part in range(parts):
-        progress.now = max(progress.now + times.backward / parts, progress.settled[part])
+        progress.compute(times.backward / parts)
+        progress.wait_for(progress.settled[part])
         if part < wanted:
             begins.append(max(processors, progress.now))
             processors = begins[-1] + times.journaled / parts
     for begin in begins:
         if begin <= progress.now or not times.withdraws:  # the last gradient and the verdict come at the same moment
-            progress.processors = begin + times.journaled / parts
+            progress.work_until(begin + times.journaled / parts)
             speculated += 1
-    progress.processors = max(progress.processors, progress.now)
+    progress.work_until(max(progress.processors, progress.now))
     return speculated
 
 
@@ -154,20 +178,15 @@ def _after_verdict(times: StepTimes, kind: Kind, parts: int, speculated: int, pr
     published = round(kind.published * waiting)
     for part in range(parts):  # in forward order
         if part < published:
-            progress.processors += times.publish / parts
+            progress.work(times.publish / parts)
         elif part < waiting:
-            progress.processors += times.step / parts
+            progress.work(times.step / parts)
         elif kind.clips:
-            progress.processors += times.replay / parts
+            progress.work(times.replay / parts)
         if times.on_demand:
-            progress.now = max(progress.now, progress.processors) + times.forward / parts
+            progress.wait_for(progress.processors)
+            progress.compute(times.forward / parts)
     if not times.on_demand:
-        progress.now = max(progress.now, progress.processors) + times.forward
+        progress.wait_for(progress.processors)
+        progress.compute(times.forward)
     return published
-
-
-def _settle(times: StepTimes, parts: int, published: int, progress: _Progress) -> None:
-    progress.settled = [0.0] * parts
-    for part in range(parts - published, parts):  # in backward order
-        progress.processors += times.settle / parts
-        progress.settled[part] = progress.processors

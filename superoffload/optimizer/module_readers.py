@@ -31,6 +31,9 @@ class Reader:
     params: dict[int, Tensor] = field(default_factory=dict)
     inlined: bool = False
 
+    def inline(self) -> None:
+        self.inlined = True
+
     def add(self, params: Iterable[Tensor]) -> None:
         self.params.update((id(param), param) for param in params)
 
@@ -50,7 +53,7 @@ def readers_of(module: nn.Module) -> list[Reader]:
             params = [param for param in params if not is_dtensor(param)]
         elif unit is not None and unit is not reader.module:
             reader_of(unit).add(params)
-            reader.inlined = True
+            reader.inline()
         reader.add(params)
     return [reader for reader in found.values() if reader.params or is_sharded_module(reader.module)]
 

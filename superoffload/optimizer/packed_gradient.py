@@ -44,16 +44,23 @@ class PackedGradient(Tensor):
         fetch: Callable[[PackedGradient], None],
         offer: Callable[[PackedGradient, Tensor], None],
     ) -> PackedGradient:
-        """``offer`` calls ``keep_addend`` with what it is given where its owner adds it to what was packed."""
         made: PackedGradient = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=dtype, device=param.device, requires_grad=False
         )
-        made.of, made.shard, made.in_memory, made.zeroed, made.addend = name, shard, None, False, None
-        made._fetch, made._offer = fetch, offer
         return made
 
-    def __init__(self, *_: Any) -> None:
-        """All is done in ``__new__``, as for every tensor."""
+    def __init__(
+        self,
+        name: str,
+        shard: int,
+        param: Tensor,
+        dtype: torch.dtype,
+        fetch: Callable[[PackedGradient], None],
+        offer: Callable[[PackedGradient, Tensor], None],
+    ) -> None:
+        """``offer`` calls ``keep_addend`` with what it is given where its owner adds it to what was packed."""
+        self.of, self.shard, self.in_memory, self.zeroed, self.addend = name, shard, None, False, None
+        self._fetch, self._offer = fetch, offer
 
     def bring_back(self) -> Tensor:
         """The gradient as an ordinary tensor; the same one at every call."""
@@ -70,7 +77,8 @@ class PackedGradient(Tensor):
     def in_dtype(self, dtype: torch.dtype) -> PackedGradient:
         """Another one that stands for the same, untouched, gradient in ``dtype``."""
         other = PackedGradient(self.of, self.shard, self, dtype, self._fetch, self._offer)
-        other.zeroed = self.zeroed
+        if self.zeroed:
+            other.set_to_zero()
         return other
 
     def fill(self, gradient: Tensor) -> None:
