@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent.parent / "superoffload"
@@ -130,9 +133,10 @@ def _mutual(name: str, reached: Mapping[str, AbstractSet[str]]) -> list[str]:
 
 # ---- drawing ----------------------------------------------------------------------------------------------------
 
-_ROOM_HEIGHT, _LINE_HEIGHT, _GAP = 0.62, 0.19, 0.55  # inches
-_ROW_WIDTH, _LETTER, _PADDING = 12.0, 0.088, 0.26
+_ROOM_HEIGHT, _LINE_HEIGHT, _GAP = 0.42, 0.17, 0.42  # inches
+_ROW_WIDTH, _LETTER, _PADDING = 12.0, 0.082, 0.26
 _NAMES_PER_LINE = 4
+_NOTE_WIDTH = 44  # letters
 _INK, _PALE, _PLAIN, CIRCLE_COLOUR, ARROW_COLOUR = "#1d2733", "#e4edf7", "#f4f1e8", "#c0392b", "#8a97a6"
 
 
@@ -140,8 +144,9 @@ _INK, _PALE, _PLAIN, CIRCLE_COLOUR, ARROW_COLOUR = "#1d2733", "#e4edf7", "#f4f1e
 class _Box:
     """A folder, or the modules of one row that lie beside the folders."""
 
-    lines: Sequence[str]
+    lines: Sequence[str]  # names, then what is said of them
     colour: str
+    names: int = 1  # of the lines
     x: float = 0.0
     y: float = 0.0
 
@@ -179,16 +184,28 @@ class _Cell:
         return min(box.y for box in self.boxes)
 
 
-def draw(graph: Graph, path: Path) -> None:
+def notes_of(package_folder: Path) -> dict[str, str]:
+    """The first sentence of the docstring of each folder inside the package, and of the vocabulary."""
+    notes = {}
+    for name, path in _files(package_folder).items():
+        is_room = path.stem == "__init__" and name.count(".") == 1
+        if is_room or name.partition(".")[2] == VOCABULARY[0]:
+            said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            notes[room_of(name)] = " ".join(re.split(r"(?<=[.!?])\s", said, maxsplit=1)[0].replace("`", "").split())
+    return notes
+
+
+def draw(graph: Graph, path: Path, notes: Mapping[str, str] = MappingProxyType({})) -> None:
     """Writes the picture of ``rooms_of(graph)``, SVG or PNG by the name of ``path``: what imports stands above what
-    it imports. An arrow that follows from others is left out; folders of a circle stand in one red frame."""
+    it imports. An arrow that follows from others is left out; folders of a circle stand in one red frame. ``notes``:
+    what is written below the names of folders."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rooms = rooms_of(graph)
     folders = {room_of(name) for name in graph if name.count(".") >= 2}
-    rows = [_cells(row, folders) for row in layers(rooms)]
+    rows = [_cells(row, folders, notes) for row in layers(rooms)]
     width, height = _place(rows)
     with matplotlib.rc_context({"svg.hashsalt": "imports", "svg.fonttype": "none", "font.family": "sans-serif"}):
         figure = Figure(figsize=(width, height), dpi=144)
@@ -205,25 +222,29 @@ def draw(graph: Graph, path: Path) -> None:
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _cells(row: Sequence[Sequence[str]], folders: AbstractSet[str]) -> list[_Cell]:
+def _cells(row: Sequence[Sequence[str]], folders: AbstractSet[str], notes: Mapping[str, str]) -> list[_Cell]:
     """The cells of one row. Modules beside the folders share one box, since there are many."""
     cells, beside = [], []
     for group in row:
         if len(group) == 1 and group[0] not in folders:
             beside.append(group[0])
         else:
-            boxes = [_Box([f"{_short(name)}/"], _PALE) for name in group if name in folders]
+            shown = [(name, textwrap.wrap(notes.get(name, ""), _NOTE_WIDTH)) for name in group if name in folders]
+            boxes = [
+                _Box([f"{_short(name)}/" if "/" not in name else _short(name), *note], _PALE) for name, note in shown
+            ]
             alone = [name for name in group if name not in folders]
-            boxes += [_Box(_in_lines(alone), _PLAIN)] if alone else []
+            boxes += [_in_box(alone)] if alone else []
             cells.append(_Cell(frozenset(group), boxes, in_circle=len(group) > 1))
     if beside:
-        cells.append(_Cell(frozenset(beside), [_Box(_in_lines(beside), _PLAIN)]))
+        cells.append(_Cell(frozenset(beside), [_in_box(beside)]))
     return cells
 
 
-def _in_lines(names: Sequence[str]) -> list[str]:
+def _in_box(names: Sequence[str]) -> _Box:
     shown = [_short(name) for name in names]
-    return ["  ".join(shown[i : i + _NAMES_PER_LINE]) for i in range(0, len(shown), _NAMES_PER_LINE)]
+    lines = ["  ".join(shown[i : i + _NAMES_PER_LINE]) for i in range(0, len(shown), _NAMES_PER_LINE)]
+    return _Box(lines, _PLAIN, names=len(lines))
 
 
 def _short(room: str) -> str:
@@ -242,7 +263,7 @@ def _place(rows: Sequence[Sequence[_Cell]]) -> tuple[float, float]:
                 x += _GAP / 2 if cell.in_circle else _GAP
                 box.x, box.y = x, y + _GAP / 2
                 x += box.width
-            y += max(box.height for _, box in line) + 0.75 * _GAP
+            y += max(box.height for _, box in line) + 0.6 * _GAP
             placed.append(([box for _, box in line], x))
         y += _GAP / 2
     width = max(x for _, x in placed) + _GAP
@@ -311,10 +332,14 @@ def _draw_cell(axes: Any, cell: _Cell) -> None:
                 facecolor=box.colour,
                 edgecolor=_INK,
                 linewidth=0.8,
+                zorder=3,
             )
         )
-        middle = (box.x + box.width / 2, box.y + box.height / 2)
-        axes.text(*middle, "\n".join(box.lines), ha="center", va="center", fontsize=9, color=_INK)
+        for i, line in enumerate(box.lines):
+            y = box.y + box.height / 2 + _LINE_HEIGHT * ((len(box.lines) - 1) / 2 - i)
+            is_name = i < box.names
+            style = {"fontsize": 9 if is_name else 7.5, "weight": "bold" if is_name else "normal", "color": _INK}
+            axes.text(box.x + box.width / 2, y, line, ha="center", va="center", zorder=4, **style)
 
 
 # ---- the command ------------------------------------------------------------------------------------------------
@@ -333,7 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _show("modules", among_modules, graph)
     _show("folders and modules beside them", among_rooms, rooms_of(graph))
     if args.draw is not None:
-        draw(graph, args.draw)
+        draw(graph, args.draw, notes_of(args.folder))
     return 1 if among_modules or among_rooms else 0
 
 

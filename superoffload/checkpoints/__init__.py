@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not at all, checked when read, for any number of ranks. docs/checkpoints.md."""
+"""A checkpoint on disk is whole or absent, is checked when it is read, and serves any number of ranks."""
 
 from superoffload.checkpoints.exporting import export_weights
 from superoffload.checkpoints.folder import latest

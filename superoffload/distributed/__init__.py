@@ -1,1 +1,1 @@
-"""One verdict over all ranks, and checks that they have not diverged. Knows of tensors and ranks, not of modules."""
+"""Ranks reach one verdict together and check that they have not diverged."""

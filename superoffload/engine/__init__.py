@@ -1,1 +1,1 @@
-"""One step over buckets: speculated during backward, decided by one verdict. Knows no autograd and no framework."""
+"""An engine steps buckets during backward and ends the step by one verdict. It knows no autograd."""

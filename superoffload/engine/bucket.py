@@ -1,4 +1,4 @@
-"""Shards, buckets and the life of a bucket within one step. Knows nothing of autograd, threads or devices."""
+"""A bucket groups pieces of shards and goes through the states of one step. All rooms share these words."""
 
 from __future__ import annotations
 

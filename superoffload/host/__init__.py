@@ -1,1 +1,1 @@
-"""What the machine and the process offer: processors, memory, signals, the environment, tensors as memory."""
+"""These modules know the machine and the process: processors, memory, signals, environment, bits of tensors."""

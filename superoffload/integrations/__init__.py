@@ -1,4 +1,4 @@
-"""Adapters to host frameworks. No optimizer logic: they translate a framework's events into calls of the core.
+"""Adapters translate the events of host frameworks into calls of the optimizer and the engine.
 
 Each is loaded when first used, since it needs its framework.
 """

@@ -1,1 +1,1 @@
-"""What ``superoffload.AdamW`` owns; parts.py puts it together."""
+"""AdamW owns these parts: parameters, arriving gradients, delivery, edits, state. adamw_parts.py joins them."""
