@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.emulation.clock import VirtualClock
+from benchmarks.emulation.link import VirtualLink
+from benchmarks.emulation.training import layer_shard
+from benchmarks.emulation.virtual_pool import VirtualPool
 from superoffload.bucket import GroupHyper
-from superoffload.emulation.clock import VirtualClock
-from superoffload.emulation.link import VirtualLink
-from superoffload.emulation.training import layer_shard
-from superoffload.emulation.virtual_pool import VirtualPool
 from superoffload.engine.engine import Engine
 from superoffload.engine.options import EngineOptions
 from superoffload.errors import DeviceError, WorkerError

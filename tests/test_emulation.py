@@ -13,12 +13,12 @@ from unittest import mock
 
 import pytest
 
+from benchmarks.emulation.clock import StalledError, VirtualClock, VirtualCompletion, when_done
+from benchmarks.emulation.link import VirtualLink
+from benchmarks.emulation.machine import Machine, Workload
+from benchmarks.emulation.paced import PacedTraining
 from superoffload import _native
 from superoffload.bucket import BucketState
-from superoffload.emulation.clock import StalledError, VirtualClock, VirtualCompletion, when_done
-from superoffload.emulation.link import VirtualLink
-from superoffload.emulation.machine import Machine, Workload
-from superoffload.emulation.paced import PacedTraining
 from superoffload.engine.executor import Executor
 from superoffload.engine.finisher import Finisher
 from superoffload.engine.packer import Packer

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks import planned_and_published as published
 from superoffload.cli import main
 from superoffload.errors import ArgumentError
-from superoffload.plan import published
 from superoffload.plan.explanations import AutoPlacement, auto_placement, placement_lines
 from superoffload.plan.machines import GB
 from superoffload.plan.memory import (

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from superoffload.emulation.machine import GRACE, Machine, Workload
-from superoffload.emulation.traces import SLOWEST, TRACES, run_trace
-from superoffload.emulation.training import EmulatedTraining
+from benchmarks.emulation.machine import GRACE, Machine, Workload
+from benchmarks.emulation.traces import SLOWEST, TRACES, run_trace
+from benchmarks.emulation.training import EmulatedTraining
 from superoffload.errors import ArgumentError
 from superoffload.prediction import SpoilPredictor
 from superoffload.schedule import FixedSchedule, Schedule

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from superoffload import _native, kernels
 from superoffload.benchmarking import workload as settings
-from superoffload.benchmarking.memory_limit import Arrays, MemoryLimit
 from superoffload.benchmarking.timing import Contestant, timed
 from superoffload.benchmarking.workload import Workload
+from superoffload.doctor.memory_limit import Arrays, MemoryLimit
 from superoffload.errors import SuperOffloadError
 
 Operation = _native.Operation

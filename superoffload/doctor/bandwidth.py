@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from superoffload import _native
-from superoffload.benchmarking.memory_limit import Arrays, Way, all_ways, streams_of
 from superoffload.doctor.findings import Examination
 from superoffload.doctor.memory import GIB
+from superoffload.doctor.memory_limit import Arrays, Way, all_ways, streams_of
 from superoffload.doctor.system import System, largest_cache_bytes
 
 _BYTES_PER_ELEMENT = 4 + 4 + 4 + 2 + 2 + 2

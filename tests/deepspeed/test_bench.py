@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from superoffload.benchmarking.deepspeed import (
+from benchmarks.bench_deepspeed import add_parser, run
+from benchmarks.zero3_report import holds, line, rows_of
+from benchmarks.zero3_steps import (
     EAGER,
     LATER,
     STOCK,
@@ -20,8 +22,6 @@ from superoffload.benchmarking.deepspeed import (
     default_ranks,
     measure_rank,
 )
-from superoffload.benchmarking.deepspeed_report import holds, line, rows_of
-from superoffload.cli.bench_deepspeed import add_parser, run
 from superoffload.errors import ArgumentError
 from tests.deepspeed import upstream
 from tests.deepspeed.ranks import QUICK_KERNELS, Ranks

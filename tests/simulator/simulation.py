@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.emulation.clock import VirtualClock
+from benchmarks.emulation.link import VirtualLink
+from benchmarks.emulation.virtual_pool import VirtualPool
 from superoffload.bucket import GroupHyper, Shard
-from superoffload.emulation.clock import VirtualClock
-from superoffload.emulation.link import VirtualLink
-from superoffload.emulation.virtual_pool import VirtualPool
 from superoffload.engine.engine import Engine
 from superoffload.engine.options import EngineOptions
 from superoffload.errors import WorkerError

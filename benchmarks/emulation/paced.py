@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from benchmarks.emulation.machine import Machine, Workload
+from benchmarks.emulation.training import layer_shard
 from superoffload import _native
 from superoffload.bucket import Bucket, GroupHyper
-from superoffload.emulation.machine import Machine, Workload
-from superoffload.emulation.training import layer_shard
 from superoffload.engine.engine import Engine
 from superoffload.engine.options import EngineOptions
 from superoffload.link import HostLink, PackTicket, wait_until_ended

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from superoffload.emulation.machine import BEHIND_PCIE, GRACE, Machine, Operation, Workload
-from superoffload.emulation.paced import PacedTraining
-from superoffload.emulation.peers import in_backward, synchronous
-from superoffload.emulation.traces import SETTLED_IN, TRACES, run_trace
-from superoffload.emulation.training import EmulatedTraining
+from benchmarks.emulation.machine import BEHIND_PCIE, GRACE, Machine, Operation, Workload
+from benchmarks.emulation.paced import PacedTraining
+from benchmarks.emulation.peers import in_backward, synchronous
+from benchmarks.emulation.traces import SETTLED_IN, TRACES, run_trace
+from benchmarks.emulation.training import EmulatedTraining
 from superoffload.schedule import FixedSchedule, Schedule
 
 PARTS = ("model", "delivery", "traces", "wall-clock")

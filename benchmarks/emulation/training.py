@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from benchmarks.emulation.clock import VirtualClock
+from benchmarks.emulation.link import VirtualLink
+from benchmarks.emulation.machine import Machine, Workload
+from benchmarks.emulation.virtual_pool import VirtualPool
 from superoffload.bucket import BLOCK, GroupHyper, Shard
-from superoffload.emulation.clock import VirtualClock
-from superoffload.emulation.link import VirtualLink
-from superoffload.emulation.machine import Machine, Workload
-from superoffload.emulation.virtual_pool import VirtualPool
 from superoffload.engine.engine import Engine
 from superoffload.engine.options import EngineOptions
 from superoffload.schedule import Schedule

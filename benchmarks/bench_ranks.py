@@ -7,7 +7,6 @@ from typing import Any
 
 from superoffload.cli import measurement
 from superoffload.cli.options import add_option
-from superoffload.errors import ArgumentError
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -30,10 +29,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("ranks", "hidden", "layers", "rows", "rounds", "steps"):
-        if getattr(args, name) < (2 if name == "ranks" else 1):
-            raise ArgumentError(f"{name}={getattr(args, name)}: expected at least {2 if name == 'ranks' else 1}")
-    from superoffload.benchmarking.ranks import LIGHT, PROMISE, Workload, run_ranks
+    measurement.check_at_least(args, 2, "ranks")
+    measurement.check_at_least(args, 1, "hidden", "layers", "rows", "rounds", "steps")
+    from benchmarks.rank_checks import LIGHT, PROMISE, Workload, run_ranks
     from superoffload.training.config import ModelConfig
 
     model = ModelConfig(

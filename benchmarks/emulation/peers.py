@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from superoffload.emulation.machine import Machine, Operation, Workload
+from benchmarks.emulation.machine import Machine, Operation, Workload
 from superoffload.step_model import Kind, StepTimes, period
 
 _FP32, _NORM = 4.0, 2.0  # bytes per parameter on the link, and read for the norm

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from superoffload.emulation.machine import Machine, Workload
-from superoffload.emulation.training import EmulatedTraining
+from benchmarks.emulation.machine import Machine, Workload
+from benchmarks.emulation.training import EmulatedTraining
 from superoffload.schedule import FixedSchedule, Schedule
 
 SETTLED_IN = 20  # steps that are not counted: the schedule learns

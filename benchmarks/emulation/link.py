@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from benchmarks.emulation.clock import VirtualClock, VirtualCompletion, when_done
 from superoffload import _native
 from superoffload.bucket import Bucket
-from superoffload.emulation.clock import VirtualClock, VirtualCompletion, when_done
 from superoffload.link import HostLink, PackTicket
 
 
