@@ -27,9 +27,8 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks.sources import PACKAGE, digest_of
-from superoffload.benchmarking.facts import benchmark_machine_facts, commit
 from superoffload.errors import ArgumentError
-from superoffload.reporting.machine import version_facts
+from superoffload.reporting.machine import benchmark_machine_facts, commit, version_facts
 from superoffload.reporting.run_folder import naming_write_errors
 from superoffload.untrusted import read_json
 

@@ -20,8 +20,8 @@ from superoffload.cli import main
 from superoffload.reporting.plots import event_label, smooth
 from superoffload.reporting.progress import Progress
 from superoffload.reporting.run_folder import check_writable
-from superoffload.training.batches import BatchSource
-from superoffload.training.schedule import learning_rate_factor
+from superoffload.training.corpus import BatchSource
+from superoffload.training.trainer import learning_rate_factor
 
 # One source file of the standard library is text enough, and quicker to find than all of them.
 TINY = (

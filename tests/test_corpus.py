@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from superoffload.errors import ArgumentError
-from superoffload.training.batches import BatchSource, held_out_batches
-from superoffload.training.corpus import load_corpus
+from superoffload.training.corpus import BatchSource, held_out_batches, load_corpus
 
 POEM = b"Simple is better than complex.\n"
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from superoffload.errors import ArgumentError
 from superoffload.training.config import ModelConfig, TrainingConfig
 from superoffload.training.model import Transformer, build_model, compute_dtype, rotary_tables, rotate
-from superoffload.training.schedule import learning_rate_factor
+from superoffload.training.trainer import learning_rate_factor
 
 TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, mlp=48, sequence=16)
 

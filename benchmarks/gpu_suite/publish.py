@@ -11,8 +11,8 @@ from benchmarks.gpu_suite.table import table
 from benchmarks.gpu_suite.targets import all_targets
 from benchmarks.jobs import plain, write_json_whole
 from benchmarks.sources import digest_of
-from superoffload.benchmarking.facts import commit
 from superoffload.errors import ArgumentError
+from superoffload.reporting.machine import commit
 
 
 def report(path: Path, target: Path | None) -> int:

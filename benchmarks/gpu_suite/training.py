@@ -16,9 +16,8 @@ from benchmarks.gpu_suite.devices import Device, open_device
 from benchmarks.gpu_suite.settings import TrainRow
 from benchmarks.jobs import ENDS_VARIABLE
 from superoffload.memory import is_out_of_memory
-from superoffload.training.batches import BatchSource
 from superoffload.training.config import ModelConfig
-from superoffload.training.corpus import load_corpus
+from superoffload.training.corpus import BatchSource, load_corpus
 from superoffload.training.model import Transformer
 
 # Of superoffload.AdamW.stats(): what is reported for the timed steps alone.

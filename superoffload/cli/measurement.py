@@ -27,8 +27,7 @@ def check_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
 
 def begin(args: argparse.Namespace) -> dict[str, Any]:
     """Before anything is measured: results can be written; what a reader needs beside them."""
-    from superoffload.benchmarking.facts import benchmark_machine_facts, commit
-    from superoffload.reporting.machine import version_facts
+    from superoffload.reporting.machine import benchmark_machine_facts, commit, version_facts
     from superoffload.reporting.run_folder import check_writable
 
     check_writable(args.json, "json")

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from superoffload.convergence.engines import Engine, make_engine, world
 from superoffload.convergence.setup import Setup
-from superoffload.training.batches import BatchSource
-from superoffload.training.corpus import load_corpus
-from superoffload.training.schedule import learning_rate_factor
+from superoffload.training.corpus import BatchSource, load_corpus
+from superoffload.training.trainer import learning_rate_factor
 
 Around = Callable[[Engine], AbstractContextManager[Any]]
 
