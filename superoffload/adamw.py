@@ -39,7 +39,7 @@ from superoffload.verdict import Verdict
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from superoffload.checkpoints.snapshot import Snapshot
+    from superoffload.engine.snapshot import Snapshot
     from superoffload.ranks.session import RankSession
     from superoffload.unknown_arguments import TorchDefaults
 

@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from superoffload.arguments import as_float, check_group
+from superoffload.arguments import check_group
 from superoffload.bits import all_finite
 from superoffload.errors import ArgumentError
+from superoffload.host.numbers import as_float
 
 StateDict: TypeAlias = dict[str, Any]
 PartOf: TypeAlias = Callable[[Tensor, Tensor], Tensor]

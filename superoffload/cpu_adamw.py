@@ -29,9 +29,9 @@ from superoffload.checkpoint import ParamState, StateDict, blocks_of, read_state
 from superoffload.cpus import worker_cpus
 from superoffload.errors import WorkerError
 from superoffload.gradient_source import check_no_main_grad
+from superoffload.host.tensors import in_order, memory_order
 from superoffload.masters import follow
 from superoffload.optimizer.lifetime import Lifetime
-from superoffload.ranks.layout import in_order, memory_order
 from superoffload.unknown_arguments import refuse_unknown
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ def worker_cpus(threads: int | None, mine: Sequence[int] | None = None, *, besid
     ``mine``: this rank's share of the node (None: all that the process may use). ``beside_device``: the model computes
     on an accelerator.
     """
-    from superoffload.arguments import check_threads  # loads torch, which the doctor must do without
+    from superoffload.host.numbers import check_threads  # loads torch, which the doctor must do without
 
     check_threads("threads", threads)
     allowed = list(mine) if mine is not None else allowed_cpus()

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from superoffload.errors import ArgumentError
+from superoffload.host.tensors import local_of
 from superoffload.link import HostLink, Link
-from superoffload.ranks.layout import local_of
 
 
 def on_device(params: Sequence[Tensor]) -> bool:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from superoffload.errors import StateError
+from superoffload.host.tensors import is_dtensor
 from superoffload.memory import room_on_device
-from superoffload.ranks.layout import is_dtensor
 
 
 class PackedGradient(Tensor):
@@ -66,6 +66,12 @@ class PackedGradient(Tensor):
         if self.in_memory is None:
             raise gradient_is_gone(self.of, "what was packed has made way for a later one, or its optimizer is closed")
         return self.in_memory
+
+    def in_dtype(self, dtype: torch.dtype) -> PackedGradient:
+        """Another one that stands for the same, untouched, gradient in ``dtype``."""
+        other = PackedGradient(self.of, self.shard, self, dtype, self._fetch, self._offer)
+        other.zeroed = self.zeroed
+        return other
 
     def fill(self, gradient: Tensor) -> None:
         """``gradient``, in memory, is what this stood for until now."""

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from superoffload.arguments import as_float
 from superoffload.bucket import ALIGN, Bucket, Shard
 from superoffload.errors import ArgumentError, KernelsUnavailable
+from superoffload.host.numbers import as_float
 from superoffload.link import Link
 from superoffload.memory import host_empty, host_zeros
 from superoffload.placement_choice import STEPS_MEASURED, Measured, choose_fraction

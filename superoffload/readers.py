@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from superoffload.integrations.fsdp2 import is_sharded_module
-from superoffload.ranks.layout import is_dtensor
+from superoffload.host.tensors import is_dtensor
+from superoffload.ranks.fully_shard import is_sharded_module
 
 # They read the parameters of their children without calling them.
 _READ_BELOW = (nn.MultiheadAttention, nn.TransformerEncoderLayer)

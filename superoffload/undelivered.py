@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from superoffload.errors import StateError
-from superoffload.ranks.layout import local_of
+from superoffload.host.tensors import local_of
 
 # They take over shape, dtype and device of a tensor, not its values.
 _LIKE = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from superoffload.ranks.layout import local_of
+from superoffload.host.tensors import local_of
 from tests.rank_tools import Net, tokens_of
 from tests.test_semantics import SCHEDULERS
 

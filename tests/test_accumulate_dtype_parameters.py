@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from superoffload import AdamW, CPUAdamW, grad_dtypes
+from superoffload import AdamW, CPUAdamW
 from superoffload.errors import ArgumentError, StateError, UnknownArgument
+from superoffload.optimizer import grad_dtypes
 from superoffload.optimizer.fp32_sums import check_fp32_sums
 from superoffload.schedule import MODES
 from tests.adamw_tools import batch, model_of

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import AdamW
 from superoffload.cuda.link import CudaLink, CudaOptions
-from superoffload.integrations import ddp
+from superoffload.ranks import data_parallel as ddp
 from tests.fake_cuda import IMAGE, Fake, FakeDevice, garbage_like, on_host
 from tests.rank_tools import net, on_ranks
 from tests.test_ranks_replicated import loss_of

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.integrations.accelerate import Window
+from superoffload.optimizer.accelerate_window import Window
 from tests.adamw_tools import batch, model_of
 from tests.fake_cuda import Fake, on_fake_device, on_host
 from tests.freed_tools import NEEDED_AGAIN, OPTIONS, grads_of, seen, taken_back

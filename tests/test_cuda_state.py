@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from superoffload.ranks.layout import dtensor_holding, is_dtensor, like_parameter, local_of
+from superoffload.host.tensors import is_dtensor, local_of
+from superoffload.ranks.layout import dtensor_holding, like_parameter
 
 
 @pytest.fixture

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from superoffload import AdamW
 from superoffload.cuda.link import CudaLink, CudaOptions
 from superoffload.errors import StateError
-from superoffload.integrations import ddp, fsdp2
-from superoffload.integrations.ddp import ReducedGradients
 from superoffload.optimizer import module_hooks
 from superoffload.optimizer.lifetime import Alone
 from superoffload.optimizer.watched import Tracked
+from superoffload.ranks import data_parallel as ddp
+from superoffload.ranks import fully_shard
+from superoffload.ranks.data_parallel import ReducedGradients
 from tests.adamw_tools import batch
 from tests.fake_cuda import IMAGE, Fake, FakeDevice, LateLink, garbage_like, on_fake_device
 from tests.test_cuda_link import deep_model
@@ -174,7 +175,7 @@ def test_a_gradient_on_its_way_to_host_memory_is_waited_for(
     param = nn.Parameter(torch.zeros(2))
     if mesh is not None:
         param.device_mesh = SimpleNamespace(device_type=mesh)  # type: ignore[attr-defined]
-    fsdp2.await_offload(param)
+    fully_shard.await_offload(param)
     assert waited == ["cuda"] * waits
 
 
@@ -230,14 +231,14 @@ class Sharded(nn.Linear):
 
 def test_where_fsdp2_gathers() -> None:
     def gathering(context: Any) -> list[int]:
-        return fsdp2.gathering_streams(Sharded(context))
+        return fully_shard.gathering_streams(Sharded(context))
 
     assert gathering(SimpleNamespace(all_gather_copy_in_stream=SimpleNamespace(cuda_stream=7))) == [7]
     assert gathering(SimpleNamespace(all_gather_copy_in_stream=object())) == []  # on processors
     assert gathering(SimpleNamespace()) == []  # before the first forward
-    assert fsdp2.gathering_streams(nn.Linear(2, 2)) == []  # another version of torch, on processors
+    assert fully_shard.gathering_streams(nn.Linear(2, 2)) == []  # another version of torch, on processors
     with pytest.raises(StateError, match="use delivery='eager'"):
-        fsdp2.gathering_streams(nn.Linear(2, 2, device="meta"))
+        fully_shard.gathering_streams(nn.Linear(2, 2, device="meta"))
 
 
 def test_hooks_name_the_stream_of_the_gather() -> None:

@@ -22,7 +22,7 @@ from superoffload.bucket import BucketState
 from superoffload.engine.executor import Executor
 from superoffload.engine.finisher import Finisher
 from superoffload.engine.packer import Packer
-from superoffload.engine.snapshots import Snapshots
+from superoffload.engine.snapshot import Snapshots
 from superoffload.engine.speculator import Speculator
 from superoffload.engine.tail import Tail
 from superoffload.schedule import FixedSchedule, Schedule

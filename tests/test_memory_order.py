@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import AdamW, CPUAdamW, checkpoints
 from superoffload.errors import ArgumentError, RankError, StateError
-from superoffload.ranks.layout import dims_in_memory, in_order, is_dense, out_of_order
+from superoffload.host.tensors import dims_in_memory, in_order, is_dense, out_of_order
 from superoffload.schedule import MODES
 from tests.adamw_tools import DTYPES
 from tests.compatibility import compat

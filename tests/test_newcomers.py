@@ -18,8 +18,8 @@ from torch import nn
 
 import superoffload
 from superoffload import AdamW, checkpoints, environment
-from superoffload.arguments import MOST_THREADS
 from superoffload.errors import ArgumentError, SuperOffloadError, UnknownArgument
+from superoffload.host.numbers import MOST_THREADS
 from superoffload.optimizer.idle_steps import SKIPPED, WITHOUT_GRADIENTS
 from tests.adamw_tools import batch, model_of
 

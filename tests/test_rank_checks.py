@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from superoffload.errors import ArgumentError
+from superoffload.host.tensors import local_of
 from superoffload.ranks.compare import odd_ranks
 from superoffload.ranks.group import FRAME, ROOM, Gather, RankGroup, rank_timeout
-from superoffload.ranks.layout import local_of
 from superoffload.ranks.packet import MOST_CLASSES, Packet
 from tests.rank_faults import FAULTS
 from tests.rank_tools import BF16, error_of, flat_mesh, net, on_ranks, optimizer_of, replica_mesh, shard, tokens_of

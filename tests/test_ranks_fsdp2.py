@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from superoffload import AdamW
-from superoffload.ranks.layout import local_of
+from superoffload.host.tensors import local_of
 from tests.compatibility import compat
 from tests.rank_tools import BF16, Net, flat_mesh, net, on_ranks, optimizer_of, replica_mesh, shard, tokens_of
 

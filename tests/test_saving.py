@@ -20,7 +20,7 @@ from torch import nn
 from superoffload import AdamW, checkpoints
 from superoffload.checkpoints import folder as folders
 from superoffload.checkpoints.safetensors import TensorFile
-from superoffload.checkpoints.snapshot import ShardState, Snapshot
+from superoffload.engine.snapshot import ShardState, Snapshot
 from superoffload.errors import ArgumentError, DiskError, StateError
 from tests.adamw_tools import DTYPES, batch, model_of, train
 from tests.compatibility import compat

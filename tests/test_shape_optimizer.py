@@ -45,6 +45,7 @@ READ_IN = {
 ASSIGNED = {
     "__cause__": "Python: an error says which one came before it",
     "grad": "torch: p.grad is the user's, and a placeholder has to stand there",
+    "grad_dtype": "torch: p.grad_dtype is where autograd looks for the dtype of gradients",
     "_opt_called": "torch: as above",
     "superoffload_steps_it": "DeepSpeed: its function that clips gets parameters alone, so each says what steps it",
     "loader": "Python: a finder of modules answers with a spec whose loader it may replace",

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.errors import ArgumentError
-from superoffload.integrations.accelerate import Window
 from superoffload.optimizer import intake
+from superoffload.optimizer.accelerate_window import Window
 from superoffload.optimizer.as_left import ready_gradients
 from tests.core_tools import Settings, rig
 

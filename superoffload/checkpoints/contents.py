@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from superoffload.adamw import AdamW
 from superoffload.errors import ArgumentError
+from superoffload.host.tensors import is_dtensor
 from superoffload.optimizer.watched import Tracked
-from superoffload.ranks.layout import Holding, dtensor_holding, is_dtensor, whole_holding
+from superoffload.ranks.layout import Holding, dtensor_holding, whole_holding
 from superoffload.ranks.session import RankSession
 from superoffload.ranks.setup import plain_name
 

@@ -16,7 +16,7 @@ from superoffload.checkpoints import leftovers, writing
 from superoffload.checkpoints.contents import name_everything
 from superoffload.checkpoints.safetensors import Entry, TensorFile, flat_runs
 from superoffload.errors import ArgumentError
-from superoffload.ranks.layout import is_dtensor
+from superoffload.host.tensors import is_dtensor
 
 WEIGHTS = "model.safetensors"
 

@@ -27,9 +27,10 @@ from superoffload.checkpoints.contents import (
 )
 from superoffload.checkpoints.stored import Stored
 from superoffload.errors import ArgumentError
+from superoffload.host.tensors import local_of
 from superoffload.interrupts import held_signals
 from superoffload.optimizer.state import loaded_in_part
-from superoffload.ranks.layout import Holding, like_parameter, local_of
+from superoffload.ranks.layout import Holding, like_parameter
 from superoffload.untrusted import printable, shortened, shown
 
 

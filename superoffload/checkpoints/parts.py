@@ -26,9 +26,10 @@ from superoffload.checkpoints.contents import (
 )
 from superoffload.checkpoints.manifest import STATE
 from superoffload.checkpoints.safetensors import Entry, TensorFile, flat_runs
-from superoffload.checkpoints.snapshot import ShardState, Snapshot
+from superoffload.engine.snapshot import ShardState, Snapshot
 from superoffload.errors import ArgumentError, StateError
-from superoffload.ranks.layout import Holding, is_dtensor, local_of
+from superoffload.host.tensors import is_dtensor, local_of
+from superoffload.ranks.layout import Holding
 
 
 @dataclass

@@ -35,10 +35,10 @@ from superoffload.checkpoints.contents import (
 from superoffload.checkpoints.joining import complete, hand_in, tell_failure, wait_until_named
 from superoffload.checkpoints.manifest import LONGEST_KEY
 from superoffload.checkpoints.parts import Part, plan_part, write_part
-from superoffload.checkpoints.snapshot import Snapshot
+from superoffload.engine.snapshot import Snapshot
 from superoffload.errors import ArgumentError, DiskError, StateError
+from superoffload.host.tensors import is_dtensor
 from superoffload.interrupts import held_signals
-from superoffload.ranks.layout import is_dtensor
 from superoffload.untrusted import nested_deeply, shortened
 
 LOGGER = logging.getLogger("superoffload")

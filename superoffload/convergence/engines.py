@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from superoffload.adamw import AdamW
 from superoffload.convergence.setup import Setup
 from superoffload.errors import ArgumentError
-from superoffload.ranks.layout import is_dtensor, local_of
+from superoffload.host.tensors import is_dtensor, local_of
 from superoffload.training.model import DTYPES, Transformer, build_model
 
 

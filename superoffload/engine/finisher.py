@@ -10,7 +10,7 @@ from superoffload import _native
 from superoffload.bucket import Bucket, BucketState
 from superoffload.engine.executor import Executor
 from superoffload.engine.layout import Layout
-from superoffload.engine.snapshots import Snapshots
+from superoffload.engine.snapshot import Snapshots
 from superoffload.engine.speculator import Speculator
 from superoffload.errors import DeviceError, TornStep
 from superoffload.link import Link

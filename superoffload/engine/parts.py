@@ -13,7 +13,7 @@ from superoffload.engine.listener import Listener
 from superoffload.engine.options import EngineOptions, Pool
 from superoffload.engine.packer import Packer
 from superoffload.engine.recorder import Recorder
-from superoffload.engine.snapshots import Snapshots
+from superoffload.engine.snapshot import Snapshots
 from superoffload.engine.speculator import Speculator
 from superoffload.engine.tail import Tail
 from superoffload.link import Link

@@ -10,7 +10,7 @@ from superoffload.engine.executor import Executor
 from superoffload.engine.inbox import Inbox
 from superoffload.engine.layout import Layout
 from superoffload.engine.packer import Packer
-from superoffload.engine.snapshots import Snapshots
+from superoffload.engine.snapshot import Snapshots
 from superoffload.link import Link
 from superoffload.schedule import Schedule
 from superoffload.stats import Stats

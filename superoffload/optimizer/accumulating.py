@@ -8,7 +8,7 @@ from contextlib import ContextDecorator
 from types import TracebackType
 from typing import Any, TypeVar
 
-from superoffload.integrations.accelerate import Window
+from superoffload.optimizer.accelerate_window import Window
 from superoffload.optimizer.advice import Advice
 
 F = TypeVar("F", bound=Callable[..., Any])

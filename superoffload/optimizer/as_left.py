@@ -13,9 +13,9 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.bucket import Shard
+from superoffload.host.tensors import is_dtensor
 from superoffload.optimizer.watched import Tracked, remember_values
 from superoffload.optimizer.watched_gradient import WatchedGradient, remember_all
-from superoffload.ranks.layout import is_dtensor
 
 
 def ready_gradients(

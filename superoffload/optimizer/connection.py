@@ -12,9 +12,11 @@ from superoffload.cpus import worker_cpus
 from superoffload.engine.engine import Engine
 from superoffload.engine.options import EngineOptions
 from superoffload.engine.recorder import Recorder
+from superoffload.gradient_source import gradient_of
 from superoffload.links import keeps_gradients, link_for, on_device
 from superoffload.optimizer.following import Following
 from superoffload.optimizer.given import Given
+from superoffload.packed_gradient import PackedGradient
 from superoffload.placement import placer_for
 from superoffload.ranks.setup import RankSetup, qualified_names, set_up_ranks
 
@@ -46,6 +48,7 @@ def connect(
         check=given.check,
         process_group=given.process_group,
         timeout=given.rank_timeout,
+        gradient_of=_in_memory,
     )
     cpus = worker_cpus(given.threads, ranks.cpus, beside_device=on_device(params))
     options = EngineOptions(given.speculation, given.bucket_numel, cpus, two_phase=True)
@@ -61,6 +64,12 @@ def connect(
     listener = Following()
     core = Engine(link, options, hyper_of, listener=listener, recorder=recorder, placer=placer)
     return Connection(core, listener, ranks, names, resident)
+
+
+def _in_memory(param: Tensor) -> Tensor | None:
+    """The gradient of ``param``, unless it was packed and freed."""
+    gradient = gradient_of(param)
+    return None if isinstance(gradient, PackedGradient) else gradient
 
 
 def _sizes(params: Sequence[Tensor], names: dict[int, str], ranks: RankSetup) -> list[tuple[int, int]]:

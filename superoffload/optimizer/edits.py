@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from superoffload.engine.engine import Engine
 from superoffload.errors import DeviceError
 from superoffload.gradient_source import check_one_gradient, gradient_of
+from superoffload.host.tensors import is_dtensor
 from superoffload.optimizer.accumulating import Accumulation
 from superoffload.optimizer.advice import Advice
 from superoffload.optimizer.as_left import unedited, unwritten
@@ -17,7 +18,6 @@ from superoffload.optimizer.untold_writes import UntoldWrites
 from superoffload.optimizer.watched import Noticed, Tracked, notice
 from superoffload.optimizer.writes import Writes
 from superoffload.packed_gradient import packed_in
-from superoffload.ranks.layout import is_dtensor
 
 
 class Edits:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from superoffload.errors import ArgumentError, StateError
-from superoffload.grad_dtypes import GradDtypes, is_widened
-from superoffload.integrations.fsdp2 import keep_in_fp32, sharded_in_16_bits
-from superoffload.ranks.layout import is_dtensor
+from superoffload.host.tensors import is_dtensor
+from superoffload.optimizer.grad_dtypes import GradDtypes, is_widened
+from superoffload.ranks.kept_reductions import keep_in_fp32, sharded_in_16_bits
 
 Named = Iterable[tuple[str, Any]]
 
@@ -75,7 +75,7 @@ class Fp32Sums:
             return
         ours = [param for _, param in params if _is_ours_to_set(param)]
         if model is not None:
-            self._kept.append(keep_in_fp32(model, ours))
+            self._kept.append(keep_in_fp32(model, ours, GradDtypes))
         for param in ours:
             self._dtypes.widen(param)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from superoffload.bucket import Shard
 from superoffload.engine.engine import Engine
+from superoffload.host.tensors import local_of, out_of_order
 from superoffload.memory import room_on_device
 from superoffload.optimizer.advice import Advice
 from superoffload.optimizer.host_sums import HostSums
@@ -15,7 +16,6 @@ from superoffload.optimizer.params import Params
 from superoffload.optimizer.watched import Tracked
 from superoffload.optimizer.weakly import weakly
 from superoffload.packed_gradient import PackedGradient, gradient_is_gone, packed_in
-from superoffload.ranks.layout import local_of, out_of_order
 
 
 class FreedGradients:

@@ -23,11 +23,10 @@ from superoffload.arguments import (
     check_replicated,
     check_seed,
     check_state_dtype,
-    check_threads,
-    check_whole_number,
     named_in,
 )
 from superoffload.errors import ArgumentError
+from superoffload.host.numbers import check_threads, check_whole_number
 from superoffload.optimizer.fp32_sums import check_fp32_sums
 from superoffload.placement import Asked, check_placement
 

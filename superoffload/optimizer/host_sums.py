@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from superoffload.engine.engine import Engine
 from superoffload.gradient_source import main_grad_of
+from superoffload.host.tensors import is_dtensor
 from superoffload.optimizer.watched import Tracked
-from superoffload.ranks.layout import is_dtensor
 
 _BYTES = 4  # of an element in fp32
 

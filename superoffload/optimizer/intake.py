@@ -17,7 +17,7 @@ from superoffload.bucket import Bucket
 from superoffload.engine.engine import Engine
 from superoffload.errors import ArgumentError, StateError, SuperOffloadError
 from superoffload.gradient_source import dtype_to_come, gradient_of, is_added, main_grad_of
-from superoffload.integrations.fsdp2 import await_offload
+from superoffload.host.tensors import is_dtensor
 from superoffload.memory import room_on_device
 from superoffload.optimizer.accumulating import Accumulation
 from superoffload.optimizer.as_left import ready_gradients
@@ -31,7 +31,7 @@ from superoffload.optimizer.verdicts import Verdicts
 from superoffload.optimizer.watched import Tracked
 from superoffload.optimizer.writes import Writes
 from superoffload.packed_gradient import PackedGradient, packed_in, unpacked
-from superoffload.ranks.layout import is_dtensor
+from superoffload.ranks.fully_shard import await_offload
 
 
 class Intake:

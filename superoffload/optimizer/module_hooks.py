@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from superoffload.integrations.fsdp2 import UnshardHook, gathered_with, gathering_streams, is_sharded_module
 from superoffload.optimizer.untraced import untraced
+from superoffload.ranks.fully_shard import UnshardHook, gathered_with, gathering_streams, is_sharded_module
 from superoffload.readers import Reader, readers_of
 
 

@@ -39,7 +39,7 @@ class Reductions:
 
     def follow(self, model: nn.Module, alone: Alone) -> None:
         """``alone``: around what other threads and the handlers of signals must not see half-way."""
-        from superoffload.integrations.ddp import reduced_gradients
+        from superoffload.ranks.data_parallel import reduced_gradients
 
         found = reduced_gradients(model, weakly(self._take), weakly(self._keep), alone)
         if found is not None:

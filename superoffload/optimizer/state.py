@@ -11,6 +11,7 @@ from torch import Tensor
 from superoffload.checkpoint import ParamState, ReadState, StateDict, read_state, write_state
 from superoffload.engine.engine import Engine
 from superoffload.errors import ArgumentError, StateError
+from superoffload.host.tensors import is_dtensor
 from superoffload.masters import read_masters
 from superoffload.optimizer.boundary import Boundary
 from superoffload.optimizer.groups import ParamGroups
@@ -20,11 +21,10 @@ from superoffload.optimizer.other_ranks import Ranks
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.watched import Tracked, notice
 from superoffload.optimizer.writes import Writes
-from superoffload.ranks.layout import is_dtensor
 from superoffload.ranks.spread import Spread
 
 if TYPE_CHECKING:
-    from superoffload.checkpoints.snapshot import Snapshot
+    from superoffload.engine.snapshot import Snapshot
 
 _Read = TypeVar("_Read")
 

@@ -7,8 +7,9 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from superoffload.arguments import as_float, check_max_grad_norm
+from superoffload.arguments import check_max_grad_norm
 from superoffload.errors import StateError
+from superoffload.host.numbers import as_float
 from superoffload.verdict import Verdict
 
 _NAMED = 8  # of more ranks, the first ones

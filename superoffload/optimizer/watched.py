@@ -13,9 +13,10 @@ from superoffload.bits import BitSums, Sums
 from superoffload.bucket import Shard
 from superoffload.checkpoint import ParamState
 from superoffload.errors import DeviceError, StateError
+from superoffload.host.tensors import is_dtensor, local_of, memory_order, version_of
 from superoffload.masters import follow
 from superoffload.optimizer.watched_gradient import UNKNOWN, PackedSums, WatchedGradient
-from superoffload.ranks.layout import Holding, is_dtensor, local_of, memory_order, version_of
+from superoffload.ranks.layout import Holding
 
 
 class Place:

@@ -10,8 +10,9 @@ from torch import Tensor
 from superoffload.bits import BitSums, Sums
 from superoffload.bucket import Piece, Shard
 from superoffload.gradient_source import gradient_of
+from superoffload.host.tensors import is_dtensor, local_of, version_of
 from superoffload.packed_gradient import PackedGradient, packed_in, stand_in_for
-from superoffload.ranks.layout import Holding, is_dtensor, local_of, version_of
+from superoffload.ranks.layout import Holding
 
 UNKNOWN = (-1, -1)
 

@@ -12,19 +12,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from superoffload.bits import all_finite
-from superoffload.gradient_source import gradient_of
-from superoffload.packed_gradient import PackedGradient
+from superoffload.host.tensors import is_dtensor
 from superoffload.ranks.compare import odd_ranks
 from superoffload.ranks.group import RankGroup
 from superoffload.ranks.held import Held, crc, is_published
-from superoffload.ranks.layout import is_dtensor
+
+GradientOf = Callable[[Tensor], Tensor | None]
+
+
+def no_gradient(param: Tensor) -> None:
+    """Where gradients are not in the parameters: there is nothing to compare."""
+
 
 _COLUMNS = ("published parameter", "state (master, exp_avg, exp_avg_sq)", "step count")
 _NOT_ROUNDED, _GRADIENT, _WIDTH = 3, 4, 5
 
 
 class FullCheck:
-    """``replicas``: per rank, per parameter, who has the same shard. ``run`` is collective."""
+    """Compares what the ranks hold. ``replicas``: per rank, per parameter, the ranks that have the same shard.
+
+    ``gradient_of`` gives the gradient of a parameter that can be compared, or None. ``run`` is collective.
+    """
 
     def __init__(
         self,
@@ -32,11 +40,13 @@ class FullCheck:
         held: Sequence[Held],
         gathered: Callable[[], Iterator[tuple[Tensor, Tensor]]] | None,
         replicas: Sequence[Sequence[tuple[int, ...]]],
+        gradient_of: GradientOf,
     ) -> None:
         self._group = group
         self._held = held
         self._gathered = gathered
         self._replicas = replicas
+        self._gradient_of = gradient_of
 
     @torch.no_grad()
     def run(self, where: str, outcome: tuple[int, int, float]) -> str | None:
@@ -58,7 +68,18 @@ class FullCheck:
     def _row(self, one: Held) -> tuple[int, int, int, int, int]:
         shard = one.shard
         state = crc(shard.exp_avg_sq, crc(shard.exp_avg, crc(shard.master)))
-        return crc(shard.target()), state, shard.steps, int(not is_published(one)), _gradient(one)
+        return crc(shard.target()), state, shard.steps, int(not is_published(one)), self._gradient(one)
+
+    def _gradient(self, one: Held) -> int:
+        """Checksum of a gradient that every rank has in full; 0 if there is none to compare.
+
+        Nor where it is not finite: then the step was skipped on all ranks, whichever of them saw it.
+        """
+        gradient = self._gradient_of(one.param) if one.is_spread else None
+        if gradient is None:
+            return 0
+        values = gradient.detach().reshape(-1)
+        return crc(values) if all_finite(values) else 0
 
     def _exchange(self, where: str, mine: NDArray[np.uint32]) -> dict[int, NDArray[np.uint32]]:
         told = self._group.exchange_bytes(where, mine.tobytes())
@@ -130,15 +151,3 @@ class FullCheck:
 def _checksum(values: Tensor) -> int:
     """Of what was converted on one rank or another: which bits a NaN then has depends on its place in memory."""
     return crc(values.masked_fill(values.isnan(), torch.nan))
-
-
-def _gradient(one: Held) -> int:
-    """Checksum of a gradient that every rank has in full, 0 if there is none to compare: another, or none, or freed.
-
-    Nor where it is not finite: then the step was skipped on all ranks, whoever saw it.
-    """
-    gradient = gradient_of(one.param)
-    if not one.is_spread or gradient is None or isinstance(gradient, PackedGradient):
-        return 0
-    values = gradient.detach().reshape(-1)
-    return crc(values) if all_finite(values) else 0

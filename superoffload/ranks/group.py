@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from superoffload.arguments import check_number
 from superoffload.errors import ArgumentError, RankError
+from superoffload.host.numbers import check_number
 from superoffload.ranks.roll_call import GRACE, RollCall, within
 
 DEFAULT_TIMEOUT = 60.0

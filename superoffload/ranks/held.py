@@ -11,7 +11,8 @@ from torch import Tensor
 
 from superoffload.bits import same_but_for_nan
 from superoffload.bucket import Shard
-from superoffload.ranks.layout import Holding, in_order, local_of
+from superoffload.host.tensors import in_order, local_of
+from superoffload.ranks.layout import Holding
 
 _UNITS = 32
 _SAMPLE = 1 << 16  # elements that a light check reads of a shard, spread over it

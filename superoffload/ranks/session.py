@@ -18,7 +18,7 @@ from torch import Tensor
 
 from superoffload.errors import ArgumentError, RankError
 from superoffload.ranks.compare import bits_of, odd_ranks
-from superoffload.ranks.full_check import FullCheck
+from superoffload.ranks.full_check import FullCheck, GradientOf, no_gradient
 from superoffload.ranks.group import Exchange, RankGroup
 from superoffload.ranks.held import Held, Probe, probe, units_of
 from superoffload.ranks.packet import FAILED, FOUND_INF, MOST_CLASSES, Packet
@@ -48,13 +48,20 @@ class _Layout:
 
 
 class RankSession:
-    """``gathered`` yields (parameter, what forward would gather of it), collectively; None: asks the tensors."""
+    """Exchanges packets with the other ranks, compares them and folds the sums for the verdict.
 
-    def __init__(self, group: RankGroup, check: RankCheck, gathered: Gathered | None) -> None:
+    ``gathered`` yields (parameter, what forward would gather of it), collectively; None: asks the tensors.
+    ``gradient_of`` gives the gradient of a parameter that the full check can compare between ranks.
+    """
+
+    def __init__(
+        self, group: RankGroup, check: RankCheck, gathered: Gathered | None, gradient_of: GradientOf = no_gradient
+    ) -> None:
         self.group = group
         self.check = check
         self.held: list[Held] = []
         self._gathered = gathered
+        self._gradient_of = gradient_of
         self._layouts: list[_Layout] = []
         self._units: list[list[int]] = []
         self._call = 0
@@ -195,7 +202,8 @@ class RankSession:
 
     def check_everything(self) -> None:
         """The full check, collectively: copies, rounding and what forward gathers, of every parameter."""
-        found = FullCheck(self.group, self.held, self._gathered, [layout.replicas for layout in self._layouts]).run(
+        replicas = [layout.replicas for layout in self._layouts]
+        found = FullCheck(self.group, self.held, self._gathered, replicas, self._gradient_of).run(
             self._where("the full check"), (self._applied, self._skipped, self._factor)
         )
         if found is not None:

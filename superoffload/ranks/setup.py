@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from superoffload.cpus import RankOnNode, allowed_cpus, cpus_near_gpu, share_cpus
-from superoffload.ranks.layout import Holding, holder, is_dtensor
+from superoffload.host.tensors import is_dtensor
+from superoffload.ranks.layout import Holding, holder
 
 if TYPE_CHECKING:
     from superoffload.ranks.session import RankSession
@@ -44,6 +45,7 @@ def set_up_ranks(
     check: tuple[bool, int],
     process_group: Any,
     timeout: float | None,
+    gradient_of: Callable[[Tensor], Tensor | None],
 ) -> RankSetup:
     """Collective where there are several ranks; loads nothing of torch.distributed where there are not."""
     import torch.distributed as dist
@@ -59,11 +61,11 @@ def set_up_ranks(
     group = rank_group(process_group, seconds)
     if group is None:
         return RankSetup(None, holder("local", None, rank), sharing=(rank,), world=world)
-    from superoffload.integrations.fsdp2 import forward_view
+    from superoffload.ranks.fully_shard import forward_view
     from superoffload.ranks.session import RankCheck, RankSession
 
     view = forward_view(model) if model is not None else None
-    session = RankSession(group, RankCheck(*check), view)
+    session = RankSession(group, RankCheck(*check), view, gradient_of)
     mine = RankOnNode(socket.gethostname(), group.rank, tuple(allowed_cpus()), near_gpu(params))
     cpus = share_cpus(group.exchange_objects("the processors of each rank", mine), group.rank)
     ranks = tuple(group.ranks)

@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 from random import Random
 from unittest import mock
 
-from superoffload.checkpoints.snapshot import ShardState, Snapshot
 from superoffload.engine.options import EngineOptions
+from superoffload.engine.snapshot import ShardState, Snapshot
 from superoffload.schedule import Schedule, Situation
 from tests.core_tools import journal_codes_of
 from tests.fuzz.program import Settings

@@ -14,10 +14,10 @@ import superoffload.engine.finisher as finisher_module
 import superoffload.optimizer.lifetime as lifetime
 from superoffload import _native
 from superoffload.bucket import Bucket, BucketState, Shard
-from superoffload.checkpoints.snapshot import Snapshot
 from superoffload.engine.engine import Engine
 from superoffload.engine.executor import Executor
 from superoffload.engine.finisher import Finisher
+from superoffload.engine.snapshot import Snapshot
 from superoffload.engine.speculator import Speculator
 from superoffload.engine.tail import Tail
 from superoffload.optimizer.delivery import OnDemand

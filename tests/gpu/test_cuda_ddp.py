@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.gpu_suite.given_gradients import Model, gradients_of
 from superoffload import AdamW
-from superoffload.integrations import ddp
+from superoffload.ranks import data_parallel as ddp
 from tests.rank_tools import on_ranks
 
 STEPS = 6

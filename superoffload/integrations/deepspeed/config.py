@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from superoffload.arguments import check_number, check_rank_check, check_threads, check_whole_number
+from superoffload.arguments import check_rank_check
 from superoffload.errors import ArgumentError
+from superoffload.host.numbers import check_number, check_threads, check_whole_number
 from superoffload.schedule import MODES
 
 DEVICE = "superoffload"

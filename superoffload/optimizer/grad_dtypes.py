@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from superoffload.packed_gradient import PackedGradient, packed_in, stand_in_for
+from superoffload.packed_gradient import packed_in, stand_in_for
 
 
 @dataclass
@@ -17,6 +17,14 @@ class _Widened:
     before: torch.dtype | None
     was_own: bool  # the parameter's own dtype, as torch has it by default
     holders: int = 0
+
+    def hold(self) -> None:
+        self.holders += 1
+
+    def let_go(self) -> bool:
+        """Whether that was the last holder."""
+        self.holders -= 1
+        return self.holders <= 0
 
 
 _WIDENED: Any = WeakTensorKeyDictionary()  # of each parameter what it was, for all that have widened it
@@ -43,7 +51,7 @@ class GradDtypes:
                 return
             _set(param, torch.float32)
             _WIDENED[param] = _Widened(before, before == param.dtype)
-        _WIDENED[param].holders += 1
+        _WIDENED[param].hold()
         self._held[param] = None
 
     def put_back(self) -> None:
@@ -52,8 +60,7 @@ class GradDtypes:
         while self._held:
             param, _ = self._held.popitem()
             widened = _WIDENED[param]
-            widened.holders -= 1
-            if widened.holders > 0:
+            if not widened.let_go():
                 continue
             del _WIDENED[param]
             dtype = param.dtype if widened.was_own else widened.before  # which was converted since, perhaps
@@ -80,6 +87,4 @@ def _in_dtype(param: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
     if packed is None or packed.in_memory is not None or packed.addend is not None:
         with torch.inference_mode(False):
             return grad.to(dtype)
-    like = PackedGradient(packed.of, packed.shard, packed, dtype, packed._fetch, packed._offer)
-    like.zeroed = packed.zeroed
-    return stand_in_for(param, like)
+    return stand_in_for(param, packed.in_dtype(dtype))

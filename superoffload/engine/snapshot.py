@@ -1,11 +1,15 @@
-"""The state of one moment, read while later steps change it: what is about to change is read or copied before."""
+"""The state of one moment, read while later steps change it: what is about to change is read or copied before.
+
+A checkpoint that is still being written reads one.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -97,7 +101,7 @@ class Snapshot:
         return index is not None
 
     def end(self) -> None:
-        """Nothing is read any more, whether all was or not; nobody need wait."""
+        """Nothing is read any more, whether all was or not; nothing need wait."""
         with self._changed:
             self._over = True
             self._states.clear()
@@ -136,3 +140,29 @@ class Snapshot:
         """Until everything was read, or reading failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._over)
+
+
+class Snapshots:
+    """Holds the snapshots that are still read, weakly: one whose save was cut off is gone by itself."""
+
+    def __init__(self) -> None:
+        self._open: WeakSet[Snapshot] = WeakSet()
+
+    def __iter__(self) -> Iterator[Snapshot]:
+        return iter(list(self._open))
+
+    def add(self, snapshot: Snapshot) -> None:
+        self._open.add(snapshot)
+
+    def clear(self) -> None:
+        self._open.clear()
+
+    def protect(self, shards: Iterable[Shard]) -> None:
+        """Before masters or moments of ``shards`` change: every snapshot has read or copied them when it returns."""
+        if not self._open:
+            return
+        changing = list(shards)
+        for snapshot in self:
+            snapshot.protect(changing)
+            if snapshot.over:
+                self._open.discard(snapshot)

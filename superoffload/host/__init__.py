@@ -1,0 +1,1 @@
+"""What the machine and the process offer: processors, memory, signals, the environment, tensors as memory."""

@@ -1,0 +1,129 @@
+"""``torch.distributed.fsdp.fully_shard``: what a forward gathers, and when. All else is in its DTensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from superoffload.errors import StateError
+from superoffload.host.tensors import is_dtensor, local_of
+
+_Place = tuple[nn.Module, str, Tensor]
+
+
+def forward_view(model: nn.Module) -> Callable[[], Iterator[tuple[Tensor, Tensor]]] | None:
+    """A collective generator of (sharded parameter, what forward gathers of it); None if nothing is sharded.
+
+    To be made while the parameters are sharded, as they are between a backward and the next forward. A parameter that
+    is still gathered at that time (a stale one, if it was gathered before the step) is shown as it is.
+    """
+    try:
+        from torch.distributed.fsdp import FSDPModule
+    except ImportError:
+        return None
+    owners = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not owners:
+        return None
+    places = {module: list(_places(module, FSDPModule)) for module in owners}
+
+    def gathered() -> Iterator[tuple[Tensor, Tensor]]:
+        for module in owners:
+            mine = places[module]
+            was_sharded = any(is_dtensor(_now(place)) for place in mine)
+            module.unshard()
+            for place in mine:
+                whole = _now(place)
+                if not is_dtensor(whole):
+                    yield place[2], whole.detach()
+            if was_sharded:
+                module.reshard()
+
+    return gathered
+
+
+def await_offload(param: Tensor) -> None:
+    """In a hook of ``param``: returns once its gradient is in host memory, where ``CPUOffloadPolicy`` copies it there.
+
+    Before torch 2.13 hooks run while the copy is under way, on the stream that is current then.
+    """
+    mesh: Any = getattr(param, "device_mesh", None)
+    if mesh is not None and mesh.device_type != "cpu" and local_of(param).device.type == "cpu":
+        torch.get_device_module(mesh.device_type).current_stream().synchronize()
+
+
+def is_sharded_module(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on it; without loading what does that."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ()))
+
+
+def gathered_with(module: nn.Module) -> list[nn.Module] | None:
+    """The sharded modules that are all-gathered when ``module``'s forward begins: itself, those of its group
+    (``fully_shard([a, b])``), and those it was told to prefetch. None: this version of torch does not show it.
+    """
+    sharded: Any = module
+    try:
+        state = sharded._get_fsdp_state()
+        states = [state, *state._states_to_forward_prefetch, *state._states_to_backward_prefetch]
+        return [member for one in states for member in one._modules]
+    except AttributeError:
+        return None
+
+
+def gathering_streams(module: nn.Module) -> list[int]:
+    """Streams of a GPU on which FSDP2 reads sharded parameters. They wait for the current stream when the outermost
+    forward begins and not again, so what is written later must be waited for on them, too. None before that forward.
+    """
+    sharded: Any = module
+    try:
+        context = sharded._get_fsdp_state()._comm_ctx
+    except AttributeError as error:
+        if all(local_of(param).device.type == "cpu" for param in module.parameters()):
+            return []
+        raise StateError(
+            "delivery='on_demand': this version of torch does not show on which stream fully_shard gathers parameters, "
+            "so nothing can wait for them there; use delivery='eager'"
+        ) from error
+    handle = getattr(getattr(context, "all_gather_copy_in_stream", None), "cuda_stream", None)
+    return [int(handle)] if handle is not None else []
+
+
+class UnshardHook:
+    """Calls ``before`` when ``module.unshard()`` is called, which gathers without a forward."""
+
+    def __init__(self, module: nn.Module, before: Callable[[], None]) -> None:
+        original: Any = module.unshard
+
+        def unshard(*args: Any, **kwargs: Any) -> Any:
+            before()
+            return original(*args, **kwargs)
+
+        self._module = module
+        self._wrapper = unshard
+        object.__setattr__(module, "unshard", unshard)
+
+    def remove(self) -> None:
+        """Leaves alone what other code has put in its place since."""
+        if vars(self._module).get("unshard") is self._wrapper:
+            object.__delattr__(self._module, "unshard")
+
+
+def _places(module: nn.Module, kind: type) -> Iterator[_Place]:
+    """The sharded parameters below ``module`` that no nested module of the kind manages."""
+    for name, param in module.named_parameters(recurse=False):
+        if is_dtensor(param):
+            yield module, name, param
+    for child in module.children():
+        if not isinstance(child, kind):
+            yield from _places(child, kind)
+
+
+def _now(place: _Place) -> Tensor:
+    """What the module has under the parameter's name at this moment: sharded or gathered."""
+    module, name, _ = place
+    tensor: Tensor = getattr(module, name)
+    return tensor
