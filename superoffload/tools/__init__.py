@@ -1,1 +1,1 @@
-"""The `superoffload` command and what only it needs: training, verification, measurements, diagnosis, planning."""
+"""The `superoffload` command trains, verifies, measures, diagnoses, plans and reports."""
