@@ -16,7 +16,7 @@ from benchmarks.jobs import LEFT, RESULT_PATH, Job, Results, run_jobs
 from benchmarks.sources import PACKAGE
 from superoffload.errors import ArgumentError
 from superoffload.tools.cli import measurement
-from superoffload.tools.cli.bench import BENCHMARKS
+from superoffload.tools.cli.bench import BENCHMARKS, INSTALLED, parser_of_checkout
 from superoffload.tools.report.plots import matplotlib_installed
 from superoffload.tools.report.run_folder import naming_write_errors
 
@@ -117,13 +117,18 @@ def _job(name: str, folder: Path, *, quick: bool) -> Job:
         _SECONDS_QUICK if quick else _SECONDS,
         absent=_absent(name),
         keeps_output=True,
+        sources=PACKAGE if name in INSTALLED else (*PACKAGE, "benchmarks"),
     )
 
 
 def options_of(name: str) -> frozenset[str]:
     """What `superoffload bench NAME` accepts."""
-    parser = argparse.ArgumentParser()
-    added = import_module(f"superoffload.tools.cli.bench_{name}").add_parser(parser.add_subparsers())
+    if name in INSTALLED:
+        added = import_module(f"superoffload.tools.cli.bench_{name}").add_parser(
+            argparse.ArgumentParser().add_subparsers()
+        )
+    else:
+        added = parser_of_checkout(name)
     return frozenset(option for action in added._actions for option in action.option_strings)
 
 

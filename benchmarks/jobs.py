@@ -29,8 +29,7 @@ from typing import Any
 from benchmarks.sources import PACKAGE, digest_of
 from superoffload.errors import ArgumentError
 from superoffload.host.untrusted import read_json
-from superoffload.tools.bench.facts import benchmark_machine_facts, commit
-from superoffload.tools.report.machine_facts import version_facts
+from superoffload.tools.report.machine_facts import benchmark_machine_facts, commit, version_facts
 from superoffload.tools.report.run_folder import naming_write_errors
 
 Row = dict[str, Any]

@@ -7,14 +7,15 @@ import tempfile
 from pathlib import Path
 
 from superoffload.tools.cli import main
-from superoffload.tools.plan.published import comparison
+from superoffload.tools.cli.checkout import of_checkout
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 def refresh() -> None:
     page = DOCS / "plan.md"
-    marked = f"<!-- published -->\n{comparison()}\n<!-- /published -->"
+    comparison = of_checkout("planned_and_published", "this page", "python scripts/plan_page.py").comparison()
+    marked = f"<!-- published -->\n{comparison}\n<!-- /published -->"
     text = re.sub(r"<!-- published -->.*<!-- /published -->", lambda _: marked, page.read_text(), flags=re.DOTALL)
     page.write_text(text)
     with tempfile.TemporaryDirectory() as folder:

@@ -19,7 +19,6 @@ from superoffload.errors import ArgumentError
 
 if TYPE_CHECKING:
     from superoffload.engine.verdict import Verdict
-    from superoffload.exporter import PrometheusExporter
 
 LOGGER = logging.getLogger("superoffload")
 PREFIX = "superoffload/"
@@ -76,6 +75,12 @@ class Watched(Protocol):
     def last_verdict(self) -> Verdict | None: ...
 
 
+class Exporter(Protocol):
+    """What publishes the metrics of each step, such as `superoffload.exporter.PrometheusExporter`."""
+
+    def update(self, metrics: Mapping[str, float]) -> None: ...
+
+
 def as_metrics(stats: Mapping[str, float | int]) -> dict[str, float]:
     """Totals as a logger takes them: finite numbers under one prefix."""
     return {PREFIX + name: float(value) for name, value in stats.items() if math.isfinite(value)}
@@ -105,7 +110,7 @@ class Monitor:
         optimizer: Watched,
         *,
         limits: Limits | None = None,
-        exporter: PrometheusExporter | None = None,
+        exporter: Exporter | None = None,
         rank: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.journal_sizes import plot_journal
 from superoffload import kernels
-from superoffload.tools.bench.training_plots import plot_journal
 from superoffload.tools.cli import EXIT_OK, EXIT_USAGE, main
 from superoffload.tools.train.training_config import ModelConfig, TrainingConfig
 
@@ -26,7 +26,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """What these two say is the same of a small one."""
     model = ModelConfig(layers=2, hidden=64, mlp=160, sequence=64)
-    monkeypatch.setattr("superoffload.tools.cli.bench_training.TrainingConfig", partial(TrainingConfig, model=model))
+    monkeypatch.setattr("superoffload.tools.cli.bench_state.TrainingConfig", partial(TrainingConfig, model=model))
 
 
 def bench(*arguments: str) -> dict[str, Any]:

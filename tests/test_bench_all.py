@@ -12,8 +12,8 @@ import pytest
 from benchmarks import all as all_benchmarks
 from benchmarks.all_report import GPU_SUITE
 from benchmarks.jobs import LEFT, RESULT_PATH, Job
-from superoffload.tools.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE, bench_all, build_parser, main
-from superoffload.tools.cli.bench import BENCHMARKS
+from superoffload.tools.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE, build_parser, checkout, main
+from superoffload.tools.cli.bench import BENCHMARKS, INSTALLED, parser_of_checkout
 
 NAMES = [name for name in BENCHMARKS if name != "all"]
 RANKS = {"rows": [{"name": "light", "of_step": 0.005}]}
@@ -23,8 +23,10 @@ RANKS = {"rows": [{"name": "light", "of_step": 0.005}]}
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_benchmark_is_asked_for_something_it_understands(name: str, quick: bool, tmp_path: Path) -> None:
     (job,) = all_benchmarks.all_jobs([name], tmp_path, quick=quick, cuda=True)
-    assert list(job.command[:3]) == [sys.executable, "-m", "superoffload"]
+    assert list(job.command[:5]) == [sys.executable, "-m", "superoffload", "bench", name]
     args = build_parser().parse_args(list(job.command[3:]))
+    if name not in INSTALLED:
+        args = parser_of_checkout(name).parse_args(args.arguments)
     assert args.json == RESULT_PATH
     assert job.settings["bench"] == name
 
@@ -110,11 +112,23 @@ def test_the_command_line_hands_every_argument_on(
     assert "usage: python -m benchmarks.all" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [("all", "python -m benchmarks.all --out DIR"), ("schedule", "python -m superoffload bench schedule")],
+)
 def test_without_a_checkout_the_command_line_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench_all, "_CHECKOUT", tmp_path)
-    assert main(["bench", "all", "--out", str(tmp_path / "out"), "--only", "speed"]) == EXIT_FAILED
+    monkeypatch.setattr(checkout, "_ROOT", tmp_path)
+    assert main(["bench", name, "--json", str(tmp_path / "out"), "--help"]) == EXIT_FAILED
     error = capsys.readouterr().err
-    assert "clone the repository" in error and "python -m benchmarks.all --out DIR" in error
+    assert "clone the repository" in error and command in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_benchmark_of_the_checkout_explains_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "schedule", "--help"])
+    assert ended.value.code == EXIT_OK
+    printed = capsys.readouterr().out
+    assert "usage: superoffload bench schedule" in printed and "--trace-steps" in printed

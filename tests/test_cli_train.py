@@ -20,8 +20,8 @@ from superoffload.tools.cli import main
 from superoffload.tools.report.plots import event_label, smooth
 from superoffload.tools.report.progress import Progress
 from superoffload.tools.report.run_folder import check_writable
-from superoffload.tools.train.batches import BatchSource
-from superoffload.tools.train.learning_rate import learning_rate_factor
+from superoffload.tools.train.corpus import BatchSource
+from superoffload.tools.train.trainer import learning_rate_factor
 
 # One source file of the standard library is text enough, and quicker to find than all of them.
 TINY = (

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.emulation.clock import VirtualClock
+from benchmarks.emulation.link import VirtualLink
+from benchmarks.emulation.training import layer_shard
+from benchmarks.emulation.virtual_pool import VirtualPool
 from superoffload.engine.bucket import GroupHyper
 from superoffload.engine.engine import Engine
 from superoffload.engine.engine_options import EngineOptions
 from superoffload.errors import DeviceError, WorkerError
-from superoffload.tools.emulation.clock import VirtualClock
-from superoffload.tools.emulation.link import VirtualLink
-from superoffload.tools.emulation.training import layer_shard
-from superoffload.tools.emulation.virtual_pool import VirtualPool
 
 SIZE = 64
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from superoffload.errors import ArgumentError
-from superoffload.tools.train.batches import BatchSource, held_out_batches
-from superoffload.tools.train.corpus import load_corpus
+from superoffload.tools.train.corpus import BatchSource, held_out_batches, load_corpus
 
 POEM = b"Simple is better than complex.\n"
 

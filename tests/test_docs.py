@@ -17,6 +17,7 @@ import torch
 
 from superoffload.host.environment import OF_THE_BUILD, VARIABLES
 from superoffload.tools.cli import build_parser
+from superoffload.tools.cli.bench import IN_CHECKOUT, parser_of_checkout
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -108,6 +109,12 @@ def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
     return dict(action.choices)
 
 
+def benchmark_parsers() -> dict[str, argparse.ArgumentParser]:
+    """Also of those that only a checkout has."""
+    found = subparsers(subparsers(build_parser())["bench"])
+    return {name: parser_of_checkout(name) if name in IN_CHECKOUT else parser for name, parser in found.items()}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_of_the_page_exist(page: Path) -> None:
     known = subparsers(build_parser())
@@ -115,15 +122,18 @@ def test_commands_of_the_page_exist(page: Path) -> None:
         if words[1] not in known and page.name in hooks.OPTIONAL:
             continue
         try:
-            known[words[1]].parse_args(words[2:])
+            parser, rest = known[words[1]], words[2:]
+            if words[1] == "bench":
+                parser, rest = benchmark_parsers()[words[2]], words[3:]
+            parser.parse_args(rest)
         except (SystemExit, KeyError):
             pytest.fail(f"{page.name}: {' '.join(words)} is not accepted")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_options_named_in_the_text_exist(page: Path) -> None:
-    commands = subparsers(build_parser())
-    known = {**commands, **{f"bench {name}": parser for name, parser in subparsers(commands["bench"]).items()}}
+    known = subparsers(build_parser())
+    known |= {f"bench {name}": parser for name, parser in benchmark_parsers().items()}
     for name, options in re.findall(r"`superoffload (bench \w+|\w+)((?: [^`\n]+)?)`", page.read_text()):
         if name not in known and (page.name in hooks.OPTIONAL or name in ("bench", "run", "COMMAND")):
             continue

@@ -13,6 +13,10 @@ from unittest import mock
 
 import pytest
 
+from benchmarks.emulation.clock import StalledError, VirtualClock, VirtualCompletion, when_done
+from benchmarks.emulation.link import VirtualLink
+from benchmarks.emulation.machine import Machine, Workload
+from benchmarks.emulation.paced import PacedTraining
 from superoffload import _native
 from superoffload.engine.bucket import BucketState
 from superoffload.engine.executor import Executor
@@ -22,10 +26,6 @@ from superoffload.engine.schedule import FixedSchedule, Schedule
 from superoffload.engine.snapshot import Snapshots
 from superoffload.engine.speculator import Speculator
 from superoffload.engine.tail import Tail
-from superoffload.tools.emulation.clock import StalledError, VirtualClock, VirtualCompletion, when_done
-from superoffload.tools.emulation.link import VirtualLink
-from superoffload.tools.emulation.machine import Machine, Workload
-from superoffload.tools.emulation.paced import PacedTraining
 from tests.simulator.schedules import simulate
 from tests.simulator.simulation import BrokenPromiseError
 

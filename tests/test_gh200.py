@@ -21,10 +21,10 @@ from benchmarks.gh200.setting import LR, PUBLISHED_SIZES, Run, published_run, to
 from benchmarks.gpu_suite.rows import SMOKE
 from benchmarks.gpu_suite.settings import parameters_of
 from benchmarks.jobs import LEFT, check_keys
+from benchmarks.planned_and_published import PARAMETERS_WITHOUT_EMBEDDINGS
 from superoffload.distributed.launch import LocalRanks
 from superoffload.host.environment import DEVICE_TIMEOUT
 from superoffload.tools.cli import build_parser
-from superoffload.tools.plan.published import PARAMETERS_WITHOUT_EMBEDDINGS
 
 
 def toy(out: Path, *more: str) -> list[str]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from superoffload import _native
-from superoffload.tools.bench.memory_limit import Arrays, MemoryLimit, Way, all_ways, streams_of
+from superoffload.tools.doctor.memory_limit import Arrays, MemoryLimit, Way, all_ways, streams_of
 
 READ, WRITE, UPDATE = _native.Access.read, _native.Access.write, _native.Access.update
 GUARD = 64  # bytes around an array that nobody may touch

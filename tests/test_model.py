@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from superoffload.errors import ArgumentError
-from superoffload.tools.train.learning_rate import learning_rate_factor
 from superoffload.tools.train.model import Transformer, build_model, compute_dtype, rotary_tables, rotate
+from superoffload.tools.train.trainer import learning_rate_factor
 from superoffload.tools.train.training_config import ModelConfig, TrainingConfig
 
 TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, mlp=48, sequence=16)

@@ -47,7 +47,7 @@ def source_tree(tmp_path: Path) -> Path:
     tree = tmp_path / "tree"
     tree.mkdir()
     skipped = shutil.ignore_patterns("__pycache__", "*.so", ".*_cache")
-    for name in ("csrc", "superoffload", "tests", "requirements"):
+    for name in ("csrc", "superoffload", "tests", "benchmarks", "requirements"):
         shutil.copytree(ROOT / name, tree / name, ignore=skipped)
     for path in ROOT.iterdir():
         if path.is_file() and path.name not in (".git",):
@@ -202,6 +202,7 @@ def test_source_archive_has_everything_that_any_machine_compiles(source_tree: Pa
     wanted = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*") if path.is_file()}
     wanted |= {source for machine in MACHINES for source in setup_py.plan(machine, {}).sources}
     wanted |= {"LICENSE", "Makefile", "pyproject.toml", "setup.py", "superoffload/py.typed", "requirements/test.txt"}
+    wanted |= {"benchmarks/emulation/clock.py"}  # the tests run on it
     assert wanted - names == set()
     assert [name for name in names if name.endswith((".so", ".o", ".pyc"))] == []
 

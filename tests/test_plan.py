@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks import planned_and_published as published
 from superoffload.errors import ArgumentError
 from superoffload.tools.cli import main
-from superoffload.tools.plan import published
 from superoffload.tools.plan.explanations import AutoPlacement, auto_placement, placement_lines
 from superoffload.tools.plan.machines import GB
 from superoffload.tools.plan.memory_estimate import (

@@ -6,13 +6,13 @@ import random
 
 import pytest
 
+from benchmarks.emulation.machine import GRACE, Machine, Workload
+from benchmarks.emulation.traces import SLOWEST, TRACES, run_trace
+from benchmarks.emulation.training import EmulatedTraining
 from superoffload.engine.schedule import FixedSchedule, Schedule
 from superoffload.engine.spoil_prediction import SpoilPredictor
 from superoffload.engine.step_model import BYTES, Kind, MeasuredTimes, Operation, StepTimes, period
 from superoffload.errors import ArgumentError
-from superoffload.tools.emulation.machine import GRACE, Machine, Workload
-from superoffload.tools.emulation.traces import SLOWEST, TRACES, run_trace
-from superoffload.tools.emulation.training import EmulatedTraining
 
 PARAMETERS, FLOPS = 7e9, 400e12
 # A small server: slow memory, PCIe, and what it costs to hand work to threads and to start a copy.

@@ -12,7 +12,7 @@ from benchmarks.gpu_suite.targets import all_targets
 from benchmarks.jobs import plain, write_json_whole
 from benchmarks.sources import digest_of
 from superoffload.errors import ArgumentError
-from superoffload.tools.bench.facts import commit
+from superoffload.tools.report.machine_facts import commit
 
 
 def report(path: Path, target: Path | None) -> int:

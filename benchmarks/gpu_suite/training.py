@@ -16,8 +16,7 @@ from benchmarks.gpu_suite.devices import Device, open_device
 from benchmarks.gpu_suite.settings import TrainRow
 from benchmarks.jobs import ENDS_VARIABLE
 from superoffload.host.memory import is_out_of_memory
-from superoffload.tools.train.batches import BatchSource
-from superoffload.tools.train.corpus import load_corpus
+from superoffload.tools.train.corpus import BatchSource, load_corpus
 from superoffload.tools.train.model import Transformer
 from superoffload.tools.train.training_config import ModelConfig
 

@@ -11,7 +11,7 @@ from superoffload.engine.schedule import Schedule
 
 
 class Pool(Protocol):
-    """What an engine asks of ``_native.WorkerPool``; superoffload/emulation has one without threads."""
+    """What an engine asks of ``_native.WorkerPool``; benchmarks/emulation has one without threads."""
 
     def submit(
         self,

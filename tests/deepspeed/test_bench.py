@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from superoffload.errors import ArgumentError
-from superoffload.tools.bench.deepspeed import (
+from benchmarks.bench_deepspeed import add_parser, run
+from benchmarks.zero3_report import holds, line, rows_of
+from benchmarks.zero3_steps import (
     EAGER,
     LATER,
     STOCK,
@@ -21,8 +22,7 @@ from superoffload.tools.bench.deepspeed import (
     default_ranks,
     measure_rank,
 )
-from superoffload.tools.bench.deepspeed_report import holds, line, rows_of
-from superoffload.tools.cli.bench_deepspeed import add_parser, run
+from superoffload.errors import ArgumentError
 from tests.deepspeed import upstream
 from tests.deepspeed.ranks import QUICK_KERNELS, Ranks
 from tests.deepspeed.test_stock_kernel import kernel  # noqa: F401  (stock steps with DeepSpeed's kernel)

@@ -19,15 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.emulation.clock import VirtualClock
+from benchmarks.emulation.link import VirtualLink
+from benchmarks.emulation.virtual_pool import VirtualPool
 from superoffload.engine.bucket import GroupHyper, Shard
 from superoffload.engine.engine import Engine
 from superoffload.engine.engine_options import EngineOptions
 from superoffload.engine.schedule import Schedule, Situation
 from superoffload.engine.verdict import Verdict
 from superoffload.errors import WorkerError
-from superoffload.tools.emulation.clock import VirtualClock
-from superoffload.tools.emulation.link import VirtualLink
-from superoffload.tools.emulation.virtual_pool import VirtualPool
 from tests.simulator.plain import PlainModel, PlainShard, words
 
 _SIZES = (0, 1, 5, 64, 300, 700, 1024, 1025, 1500, 2100)

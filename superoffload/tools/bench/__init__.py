@@ -1,1 +1,1 @@
-"""What `superoffload bench` measures and how: contestants, interleaved timing, the machine's own limit, reports."""
+"""What `superoffload bench` measures of a user's machine, and how; benchmarks/ of a checkout has the rest."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,14 @@ _RATIOS = {
 }
 
 
+def all_of(rows: Sequence[Row], **wanted: Any) -> Iterator[Row]:
+    """The rows with these values."""
+    return (row for row in rows if all(row[key] == value for key, value in wanted.items()))
+
+
 def find(rows: Sequence[Row], **wanted: Any) -> Row | None:
-    """The first row with these values."""
-    return next((row for row in rows if all(row[key] == value for key, value in wanted.items())), None)
+    """The first of them."""
+    return next(all_of(rows, **wanted), None)
 
 
 def targets(report: dict[str, Any]) -> list[Target]:
@@ -146,35 +151,31 @@ def _draw_operations(axes: Any, report: dict[str, Any]) -> None:
 
 
 def _draw_sizes(axes: Any, report: dict[str, Any]) -> None:
-    rows = report["rows"]
-    most, best = max(row["threads"] for row in rows), report["settings"]["isas"][-1]
-    lines = (("limit of step", "", style.MUTED), ("step", best, style.BLUE), ("journaled", best, style.ORANGE))
-    for name, isa, colour in lines:
-        points = sorted(
-            (row["numel"], 1e9 * row["seconds_median"] / row["numel"])
-            for row in rows
-            if row["name"] == name and row["isa"] == isa and row["threads"] == most
-        )
-        axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3.5, linewidth=1.4, label=name)
+    most = max(row["threads"] for row in report["rows"])
+    _draw_lines(axes, report, "numel", lambda row: 1e9 * row["seconds_median"] / row["numel"], threads=most)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("elements")
-    axes.set_title(f"Nanoseconds per parameter, {most} threads, {best}")
-    axes.legend()
+    axes.set_title(f"Nanoseconds per parameter, {most} threads, {report['settings']['isas'][-1]}")
 
 
 def _draw_threads(axes: Any, report: dict[str, Any]) -> None:
-    rows, best, numel = report["rows"], report["settings"]["isas"][-1], report["settings"]["numel"]
-    lines = (("limit of step", "", style.MUTED), ("step", best, style.BLUE), ("journaled", best, style.ORANGE))
-    for name, isa, colour in lines:
-        points = sorted(
-            (row["threads"], row["gb_per_s"])
-            for row in rows
-            if row["name"] == name and row["isa"] == isa and row["numel"] == numel
-        )
-        axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, linewidth=1.4, label=name)
+    rows, numel = report["rows"], report["settings"]["numel"]
+    _draw_lines(axes, report, "threads", lambda row: float(row["gb_per_s"]), numel=numel)
     axes.set_xlabel("threads")
     axes.set_xticks(sorted({row["threads"] for row in rows}))
     axes.set_ylim(bottom=0)
-    axes.set_title(f"GB/s, {numel / 1e6:.0f} M parameters, {best}")
+    axes.set_title(f"GB/s, {numel / 1e6:.0f} M parameters, {report['settings']['isas'][-1]}")
+
+
+def _draw_lines(axes: Any, report: dict[str, Any], x: str, y: Callable[[Row], float], **fixed: int) -> None:
+    """The steps of the best instruction set and their limit, among rows with the values ``fixed``."""
+    best = report["settings"]["isas"][-1]
+    for name, isa, colour in (
+        ("limit of step", "", style.MUTED),
+        ("step", best, style.BLUE),
+        ("journaled", best, style.ORANGE),
+    ):
+        points = sorted((row[x], y(row)) for row in all_of(report["rows"], name=name, isa=isa, **fixed))
+        axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, linewidth=1.4, label=name)
     axes.legend()

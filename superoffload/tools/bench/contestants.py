@@ -12,9 +12,9 @@ from torch import Tensor
 from superoffload import _native, kernels
 from superoffload.errors import SuperOffloadError
 from superoffload.tools.bench import workload as settings
-from superoffload.tools.bench.memory_limit import Arrays, MemoryLimit
 from superoffload.tools.bench.timing import Contestant, timed
 from superoffload.tools.bench.workload import Workload
+from superoffload.tools.doctor.memory_limit import Arrays, MemoryLimit
 
 Operation = _native.Operation
 

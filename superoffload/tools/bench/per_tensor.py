@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from superoffload import AdamW, CPUAdamW, kernels
 from superoffload.errors import ArgumentError, SuperOffloadError
+from superoffload.tools.bench.timing import in_turn, no_garbage_collection
 
 Row = dict[str, Any]
 Tell = Callable[[str], None]
@@ -77,15 +78,12 @@ def _bound_to(cpus: Sequence[int]) -> Iterator[None]:
     """Binds this thread to these processors and gives torch as many threads. Worker threads that begin inside follow:
     they are bound to what their optimizer finds allowed."""
     allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
-    collects = gc.isenabled()
     os.sched_setaffinity(0, cpus)
     torch.set_num_threads(len(cpus))
-    gc.disable()  # a collection would hit one contestant and not the others
     try:
-        yield
+        with no_garbage_collection():  # it would hit one contestant and not the others
+            yield
     finally:
-        if collects:
-            gc.enable()
         torch.set_num_threads(threads)
         os.sched_setaffinity(0, allowed)
 
@@ -224,8 +222,7 @@ def _measure(settings: TensorsBenchmark, count: int, tell: Tell) -> list[Row]:
             found[name].warm_up()
         for number in range(settings.rounds):
             tell(f"{count:,} tensors: round {number + 1} of {settings.rounds}")
-            first = number % len(CONTESTANTS)
-            for name in (*CONTESTANTS[first:], *CONTESTANTS[:first]):
+            for name in in_turn(CONTESTANTS, number):
                 found[name].turn(settings.steps)
         rows = rows_of(found, settings, count)
     gc.collect()

@@ -117,17 +117,10 @@ def _growth(rows: Sequence[Row]) -> list[str]:
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """The cost per tensor by the number of tensors; what it consists of."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with rc_context(style.MATPLOTLIB):
-        figure = Figure(figsize=(11, 4.2), layout="constrained")
-        FigureCanvasAgg(figure)
+    with style.drawing(path, 11, 4.2) as figure:
         growth, parts = figure.subplots(1, 2)
         _draw_growth(growth, report["rows"])
         _draw_parts(parts, report["rows"])
-        figure.savefig(path)
 
 
 def _draw_growth(axes: Any, rows: Sequence[Row]) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from superoffload.tools.report import style
+from superoffload.tools.report.plots import smooth
 from superoffload.tools.train.corpus import Corpus
 from superoffload.tools.train.injection import Injection
 from superoffload.tools.train.trainer import Trainer
@@ -48,3 +52,23 @@ def _run(config: TrainingConfig, corpus: Corpus, on_step: Callable[[str, int], N
         "losses": losses,
         "held_out_loss": held_out,
     }
+
+
+@contextmanager
+def axes_over_steps(path: Path) -> Iterator[Any]:
+    """Axes with steps along them and their legend outside; saved to ``path`` when the block ends."""
+    with style.drawing(path, 11, 3.8) as figure:
+        axes = figure.subplots()
+        yield axes
+        axes.set_xlabel("step")
+        figure.legend(loc="outside right upper")
+
+
+def plot_state(report: dict[str, Any], path: Path) -> None:
+    """Training loss of every run, smoothed."""
+    with axes_over_steps(path) as axes:
+        for row in report["rows"]:
+            colour = style.BLUE if row["state_dtype"] == "fp32" else style.ORANGE
+            label = f"{row['state_dtype']} moments" if row["seed"] == report["rows"][0]["seed"] else None
+            axes.plot(range(1, len(row["losses"]) + 1), smooth(row["losses"]), color=colour, linewidth=1, label=label)
+        axes.set_title("Training loss (nats per byte), smoothed, a line per seed")

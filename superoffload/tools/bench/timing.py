@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _SHORTEST_SAMPLE = 1e-3  # seconds; shorter work is repeated within one sample
 _MOST_REPEATS = 200
@@ -85,16 +88,21 @@ def interleave(contestants: Sequence[Contestant], rounds: Rounds) -> dict[tuple[
     samples = {contestant.key: Samples(contestant) for contestant in contestants}
     if len(samples) != len(contestants):
         raise ValueError(f"contestants: two of the same name and instruction set in {list(samples)}")
-    with _no_garbage_collection():
+    with no_garbage_collection():
         repeats = {contestant.key: _repeats_for(contestant) for contestant in contestants}
         began = time.perf_counter()
         for index in range(rounds.most):
             if index >= rounds.least and time.perf_counter() - began > rounds.seconds:
                 break
-            first = index % len(contestants)
-            for contestant in (*contestants[first:], *contestants[:first]):
+            for contestant in in_turn(contestants, index):
                 samples[contestant.key].seconds.append(_sample(contestant, repeats[contestant.key]))
     return samples
+
+
+def in_turn(entrants: Sequence[T], number: int) -> list[T]:
+    """The order of a round: each begins with another one, so that none always follows the same one."""
+    first = number % len(entrants)
+    return [*entrants[first:], *entrants[:first]]
 
 
 def _repeats_for(contestant: Contestant) -> int:
@@ -112,7 +120,7 @@ def _sample(contestant: Contestant, repeats: int) -> float:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -26,15 +26,10 @@ PEER_BYTES_PER_PARAM = 4
 
 
 class Workload:
-    """One bucket's worth of state with two gradients, stepped on `pool` until it looks like training.
+    """One bucket's worth of state with two gradients, stepped on `pool` until it looks like training."""
 
-    `moments`: dtype of exp_avg and exp_avg_sq, float32 or bfloat16 (stochastically rounded).
-    """
-
-    def __init__(
-        self, numel: int, pool: _native.WorkerPool, *, moments: torch.dtype = torch.float32, seed: int = 0
-    ) -> None:
-        random = torch.Generator().manual_seed(seed)
+    def __init__(self, numel: int, pool: _native.WorkerPool) -> None:
+        random = torch.Generator().manual_seed(0)
         tile = min(numel, _TILE)
 
         def normal() -> Tensor:
@@ -43,8 +38,8 @@ class Workload:
         self.numel = numel
         self.step = _FIRST_STEP - 1
         self.master = _repeated(0.02 * normal(), numel)
-        self.exp_avg = host_zeros(numel, moments)
-        self.exp_avg_sq = host_zeros(numel, moments)
+        self.exp_avg = host_zeros(numel, torch.float32)
+        self.exp_avg_sq = host_zeros(numel, torch.float32)
         # Every element has a scale and a direction of its own, as the rows of real matrices do, under more noise.
         scale = 1e-3 * torch.exp(normal())
         direction = 0.3 * normal()
@@ -101,19 +96,6 @@ class Workload:
             l2=False,
             steps=[self.step],
         )
-
-    def bits(self) -> dict[str, Tensor]:
-        """Master, moments and shadow as whole-number views, for comparisons bit by bit."""
-        tensors = {
-            "master": self.master,
-            "exp_avg": self.exp_avg,
-            "exp_avg_sq": self.exp_avg_sq,
-            "shadow": self.shadow,
-        }
-        return {
-            name: tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
-            for name, tensor in tensors.items()
-        }
 
 
 def _repeated(tile: Tensor, numel: int) -> Tensor:

@@ -33,9 +33,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add_option(parser, "--seconds", type=float, default=30.0, help="for each of the two large tables")
     parser.add_argument("--no-deepspeed", action="store_true", help="do not time DeepSpeedCPUAdam, though installed")
     parser.add_argument("--quick", action="store_true", help="small arrays and short times, to see that it works")
-    parser.add_argument("--json", metavar="PATH", help="write machine, versions, limit and rows to this file")
-    parser.add_argument("--plot", metavar="PATH", help="draw a PNG")
-    parser.add_argument("--quiet", action="store_true", help="no progress, only the result")
+    measurement.add_output_options(parser, facts="machine, versions, limit and rows")
     return parser
 
 

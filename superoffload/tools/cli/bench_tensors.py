@@ -31,9 +31,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add_option(parser, "--rounds", type=int, default=7, help="turns of each contestant")
     add_option(parser, "--steps", type=int, default=3, help="per turn")
     parser.add_argument("--quick", action="store_true", help="few tensors and rounds, to see that it works")
-    parser.add_argument("--json", metavar="PATH", help="write machine, versions and rows to this file")
-    parser.add_argument("--plot", metavar="PATH", help="draw a PNG")
-    parser.add_argument("--quiet", action="store_true", help="no progress, only the result")
+    measurement.add_output_options(parser)
     return parser
 
 
@@ -65,9 +63,7 @@ def _settings(args: argparse.Namespace) -> Any:
         raise ArgumentError(
             f"processors={args.processors}: expected a number from 1 to {len(cpus)}, the processors of this process"
         )
-    for name in ("numel", "rounds", "steps"):
-        if getattr(args, name) < 1:
-            raise ArgumentError(f"{name}={getattr(args, name)}: expected at least 1")
+    measurement.check_at_least(args, 1, "numel", "rounds", "steps")
     counts = sorted(set(args.counts or (_QUICK_COUNTS if args.quick else COUNTS)))
     if counts[0] < 1:
         raise ArgumentError(f"counts={counts[0]}: expected positive numbers")

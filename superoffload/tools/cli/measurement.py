@@ -8,11 +8,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from superoffload.errors import ArgumentError
+
+
+def add_output_options(parser: argparse.ArgumentParser, *, facts: str = "machine, versions and rows") -> None:
+    """``facts``: what the JSON has."""
+    parser.add_argument("--json", metavar="PATH", help=f"write {facts} to this file")
+    parser.add_argument("--plot", metavar="PATH", help="draw a PNG")
+    parser.add_argument("--quiet", action="store_true", help="no progress, only the result")
+
+
+def check_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
+    """Raises for options with a smaller value."""
+    for name in names:
+        if getattr(args, name) < least:
+            raise ArgumentError(f"{name}={getattr(args, name)}: expected at least {least}")
+
 
 def begin(args: argparse.Namespace) -> dict[str, Any]:
     """Before anything is measured: results can be written; what a reader needs beside them."""
-    from superoffload.tools.bench.facts import benchmark_machine_facts, commit
-    from superoffload.tools.report.machine_facts import version_facts
+    from superoffload.tools.report.machine_facts import benchmark_machine_facts, commit, version_facts
     from superoffload.tools.report.run_folder import check_writable
 
     check_writable(args.json, "json")

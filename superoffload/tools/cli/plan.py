@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from superoffload.errors import ArgumentError
+from superoffload.tools.cli.checkout import of_checkout
 from superoffload.tools.cli.options import add_option
 
 if TYPE_CHECKING:
@@ -72,7 +73,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     output.add_argument("--all", action="store_true", help="list every engine, sharding and checkpointing too")
     output.add_argument("--plots", metavar="FOLDER", help="draw throughput.png and memory.png there")
     output.add_argument(
-        "--check-published", action="store_true", help="compare the planner with published measurements, as Markdown"
+        "--check-published",
+        action="store_true",
+        help="compare the planner with published measurements, as Markdown (in a checkout)",
     )
     return parser
 
@@ -85,9 +88,8 @@ def run(args: argparse.Namespace) -> int:
     from superoffload.tools.report.run_folder import check_writable, write_json
 
     if args.check_published:
-        from superoffload.tools.plan.published import comparison
-
-        print(comparison())
+        command = "python -m superoffload plan --check-published"
+        print(of_checkout("planned_and_published", "plan --check-published", command).comparison())
         return 0
     model, settings = model_from(args), settings_from(args)
     given = None if args.host_bandwidth is None else args.host_bandwidth * GB

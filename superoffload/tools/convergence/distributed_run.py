@@ -14,9 +14,8 @@ from torch import Tensor
 
 from superoffload.tools.convergence.convergence_setup import Setup
 from superoffload.tools.convergence.engines import Engine, make_engine, world
-from superoffload.tools.train.batches import BatchSource
-from superoffload.tools.train.corpus import load_corpus
-from superoffload.tools.train.learning_rate import learning_rate_factor
+from superoffload.tools.train.corpus import BatchSource, load_corpus
+from superoffload.tools.train.trainer import learning_rate_factor
 
 Around = Callable[[Engine], AbstractContextManager[Any]]
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from superoffload import _native
 from superoffload.host.system import System, largest_cache_bytes
-from superoffload.tools.bench.memory_limit import Arrays, Way, all_ways, streams_of
 from superoffload.tools.doctor.findings import Examination
 from superoffload.tools.doctor.host_memory import GIB
+from superoffload.tools.doctor.memory_limit import Arrays, Way, all_ways, streams_of
 
 _BYTES_PER_ELEMENT = 4 + 4 + 4 + 2 + 2 + 2
 _LEAST_BYTES, _MOST_BYTES = 256 << 20, 4 * GIB

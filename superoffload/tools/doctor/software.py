@@ -6,7 +6,6 @@ import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Any
 
 from superoffload import __version__
@@ -19,31 +18,21 @@ _OLDEST_TORCH = (2, 6)
 
 @dataclass(frozen=True)
 class Adapter:
-    """`module` is ours; `needs` maps packages to the oldest version that has what the adapter uses.
+    """`needs` maps packages to the oldest version that has what the adapter uses.
 
     `newest` maps those whose private names the adapter knows to the last version that it accepts.
     """
 
     name: str
-    module: str
     needs: Mapping[str, tuple[int, ...]]
     newest: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 ADAPTERS = (
-    Adapter(
-        "deepspeed",
-        "superoffload.integrations.deepspeed",
-        {"torch": _OLDEST_TORCH, "deepspeed": OLDEST},
-        {"deepspeed": NEWEST},
-    ),
-    Adapter("fsdp2", "superoffload.integrations.fsdp2", {"torch": _OLDEST_TORCH}),
-    Adapter("ddp", "superoffload.distributed.data_parallel", {"torch": _OLDEST_TORCH}),
-    Adapter(
-        "transformers",
-        "superoffload.integrations.transformers",
-        {"torch": _OLDEST_TORCH, "transformers": (5,), "accelerate": (1, 10)},
-    ),
+    Adapter("deepspeed", {"torch": _OLDEST_TORCH, "deepspeed": OLDEST}, {"deepspeed": NEWEST}),
+    Adapter("fsdp2", {"torch": _OLDEST_TORCH}),
+    Adapter("ddp", {"torch": _OLDEST_TORCH}),
+    Adapter("transformers", {"torch": _OLDEST_TORCH, "transformers": (5,), "accelerate": (1, 10)}),
 )
 
 Lookup = Callable[[str], str | None]
@@ -56,14 +45,7 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def module_exists(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
-
-
-def examine_software(lookup: Lookup = installed_version, exists: Callable[[str], bool] = module_exists) -> Examination:
+def examine_software(lookup: Lookup = installed_version) -> Examination:
     found = Examination("software")
     versions = {package: lookup(package) for package in PACKAGES}
     found.facts["versions"] = {"superoffload": __version__, "python": platform.python_version(), **versions}
@@ -72,7 +54,7 @@ def examine_software(lookup: Lookup = installed_version, exists: Callable[[str],
     _judge_torch(found, versions["torch"])
     adapters: dict[str, Any] = {}
     for adapter in ADAPTERS:
-        adapters[adapter.name] = state = adapter_state(adapter, lookup, exists)
+        adapters[adapter.name] = state = adapter_state(adapter, lookup)
         found.ok(f"adapter {adapter.name}: {state}")
     found.facts["adapters"] = adapters
     return found
@@ -86,10 +68,8 @@ def _judge_torch(found: Examination, torch: str | None) -> None:
         found.problem(f"torch {torch} is older than {oldest}", f"pip install --upgrade 'torch>={oldest}'")
 
 
-def adapter_state(adapter: Adapter, lookup: Lookup, exists: Callable[[str], bool]) -> str:
+def adapter_state(adapter: Adapter, lookup: Lookup) -> str:
     """`works`, or what keeps it from working."""
-    if not exists(adapter.module):
-        return "not in this version of superoffload"
     for package, oldest in adapter.needs.items():
         have = lookup(package)
         if have is None:

@@ -105,12 +105,12 @@ def parse_parameter_count(text: str) -> float:
     return count
 
 
-def typical_shape(parameters: float, vocabulary: int = 128_000) -> ModelShape:
+def typical_shape(parameters: float) -> ModelShape:
     """A decoder of about that many parameters, as they are usually built: 128 hidden per layer, heads of 128.
 
     Small models get a smaller vocabulary, or it would be most of them.
     """
-    vocabulary = max(256, min(vocabulary, int(parameters * 0.25 / 512)))
+    vocabulary = max(256, min(128_000, int(parameters * 0.25 / 512)))
     best: ModelShape | None = None
     for hidden in range(64, 1 << 16, 64):
         heads = max(1, hidden // 128)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from superoffload.tools.plan.step_time import estimate_step
 from superoffload.tools.report import style
 
 _TOKENS = tuple(1024 << power for power in range(8))
+_BILLIONS = (0.5, 1, 2, 4, 7, 10, 14, 20, 28, 40)
 _COLOURS = {
     "all on the GPU": style.MUTED,
     "ZeRO-Offload": style.RED,
@@ -65,12 +65,11 @@ def plot_throughput(model: ModelShape, hardware: Hardware, settings: Settings, p
         axes.legend(loc="lower right")
 
 
-def plot_memory(hardware: Hardware, settings: Settings, path: Path, billions: Sequence[float] = ()) -> None:
+def plot_memory(hardware: Hardware, settings: Settings, path: Path) -> None:
     """Peak GPU and host memory per rank for models of usual proportions."""
-    sizes = list(billions) or [0.5, 1, 2, 4, 7, 10, 14, 20, 28, 40]
     with _figure(path) as figure:
         gpu, host = figure.subplots(1, 2)
-        shapes = [typical_shape(size * 1e9) for size in sizes]
+        shapes = [typical_shape(size * 1e9) for size in _BILLIONS]
         actual = [shape.parameters / 1e9 for shape in shapes]
         for name, contestant in _contestants(settings).items():
             if "clips" in name:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
+import subprocess
+from pathlib import Path
 from typing import Any
 
 from superoffload import __version__, kernels
 from superoffload.host.processors import allowed_cpus
-from superoffload.host.system import System
+from superoffload.host.system import System, largest_cache_bytes
 from superoffload.tools.doctor.cpu import cpu_name
+from superoffload.tools.doctor.host_memory import huge_page_mode
+from superoffload.tools.doctor.software import installed_version
 
 _PACKAGES = ("torch", "numpy")
+_ROOT = Path(__file__).resolve().parents[3]
 
 
 def machine_facts() -> dict[str, Any]:
@@ -27,14 +31,20 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
+def benchmark_machine_facts() -> dict[str, Any]:
+    """The machine, and how busy it was when the measurement began."""
+    return {
+        **machine_facts(),
+        "largest_cache_mib": round(largest_cache_bytes(System()) / 2**20, 1),
+        "page_bytes": os.sysconf("SC_PAGE_SIZE"),
+        "transparent_huge_pages": huge_page_mode(System()) or "unknown",
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+    }
+
+
 def version_facts() -> dict[str, str]:
-    facts = {"superoffload": __version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            facts[package] = version(package)
-        except PackageNotFoundError:
-            facts[package] = "not installed"
-    return facts
+    packages = {package: installed_version(package) or "not installed" for package in _PACKAGES}
+    return {"superoffload": __version__, "python": platform.python_version(), **packages}
 
 
 def memory_gib() -> float | None:
@@ -42,3 +52,23 @@ def memory_gib() -> float | None:
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     except (ValueError, OSError, AttributeError):
         return None
+
+
+def commit() -> str:
+    """The commit of the checkout this package runs from, with "+changes" if files differ; "unknown" elsewhere."""
+    if not (_ROOT / ".git").exists():
+        return "unknown"
+    head = _git("rev-parse", "HEAD")
+    if not head:
+        return "unknown"
+    return head + ("+changes" if _git("status", "--porcelain") else "")
+
+
+def _git(*arguments: str) -> str:
+    try:
+        shown = subprocess.run(
+            ["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, timeout=20, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return shown.stdout.strip()

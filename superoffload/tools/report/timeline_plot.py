@@ -34,7 +34,7 @@ def plot_timeline(trace: str | PathLike[str], path: Path) -> None:
         axes.set_title(_title(shown))
 
 
-def choose_steps(events: Iterable[Event], count: int = _STEPS) -> list[int]:
+def choose_steps(events: Iterable[Event]) -> list[int]:
     """Consecutive steps with as many different fates as there are; of equals the later ones, which are warmed up."""
     fates: dict[int, set[str]] = {}
     for event in events:
@@ -42,7 +42,7 @@ def choose_steps(events: Iterable[Event], count: int = _STEPS) -> list[int]:
         if event["args"].get("fate"):
             known.add(event["args"]["fate"])
     steps = sorted(fates)
-    windows = [steps[i : i + count] for i in range(max(1, len(steps) - count + 1))]
+    windows = [steps[i : i + _STEPS] for i in range(max(1, len(steps) - _STEPS + 1))]
     return max(windows, key=lambda window: (len(set().union(*(fates[step] for step in window))), window))
 
 

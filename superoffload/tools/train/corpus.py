@@ -1,4 +1,4 @@
-"""Text to train on: the Python standard library's own sources, or the user's files and folders, as bytes.
+"""Text to train on, and batches of it: the Python standard library's own sources, or the user's files and folders.
 
 One token is one byte, so any text works without a vocabulary, and everybody who has Python has the default corpus.
 """
@@ -155,3 +155,30 @@ def _split(text: bytes, sequence: int, source: str) -> tuple[Tensor, Tensor]:
     train = torch.cat([tokens[a:b] for (a, b), held in zip(bounds, is_held_out, strict=True) if not held])
     held_out = torch.cat([tokens[a:b] for (a, b), held in zip(bounds, is_held_out, strict=True) if held])
     return train, held_out
+
+
+# ---- batches -----------------------------------------------------------------------------------------------------
+
+
+class BatchSource:
+    """Random windows of `sequence + 1` bytes from one text, as int64 tokens [batch, sequence + 1]."""
+
+    def __init__(self, text: Tensor, batch: int, sequence: int, seed: int) -> None:
+        self._text = text
+        self._batch = batch
+        self._offsets = torch.arange(sequence + 1)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def next(self) -> Tensor:
+        last_start = self._text.numel() - self._offsets.numel()
+        starts = torch.randint(0, last_start + 1, (self._batch, 1), generator=self._generator)
+        return self._text[starts + self._offsets].long()
+
+
+def held_out_batches(text: Tensor, batch: int, sequence: int, count: int) -> list[Tensor]:
+    """The same `count` evenly spread batches of windows for every evaluation of every run."""
+    windows = batch * count
+    last_start = text.numel() - (sequence + 1)
+    starts = torch.linspace(0, last_start, windows, dtype=torch.float64).long().unsqueeze(1)
+    tokens = text[starts + torch.arange(sequence + 1)].long()
+    return list(tokens.split(batch))

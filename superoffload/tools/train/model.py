@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from superoffload.tools.train.training_config import ModelConfig
 
+_ROTARY_BASE = 10_000.0
+
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -58,9 +60,9 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
 
 
-def rotary_tables(sequence: int, width: int, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
+def rotary_tables(sequence: int, width: int) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every (position, pair) angle, each [sequence, width // 2], in fp32."""
-    frequency = base ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
+    frequency = _ROTARY_BASE ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
     angle = torch.outer(torch.arange(sequence, dtype=torch.float32), frequency)
     return angle.cos(), angle.sin()
 

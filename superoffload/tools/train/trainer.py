@@ -15,16 +15,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from superoffload.adamw import AdamW
 from superoffload.timeline import span
-from superoffload.tools.train.batches import BatchSource, held_out_batches
-from superoffload.tools.train.corpus import Corpus
+from superoffload.tools.train.corpus import BatchSource, Corpus, held_out_batches
 from superoffload.tools.train.injection import InjectedError, Injection, StepEvents, poisoned
-from superoffload.tools.train.learning_rate import warmup_cosine
 from superoffload.tools.train.model import DTYPES, Transformer, build_model, compute_dtype
 from superoffload.tools.train.record import StepRecord
 from superoffload.tools.train.training_config import TrainingConfig
+
+FINAL_FRACTION = 0.1  # of the learning rate, at the end of a run
+
+
+def learning_rate_factor(step: int, warmup: int, steps: int) -> float:
+    """Of the base learning rate, in the zero-based `step`: linear warm-up, then a cosine down to a tenth."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return FINAL_FRACTION + (1.0 - FINAL_FRACTION) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def warmup_cosine(optimizer: Optimizer, warmup: int, steps: int) -> LambdaLR:
+    """The schedule as an ordinary torch scheduler, since that is what users attach to the optimizer."""
+    return LambdaLR(optimizer, lambda step: learning_rate_factor(step, warmup, steps))
 
 
 def build_optimizer(model: Transformer, config: TrainingConfig, trace: str | None = None) -> AdamW:

@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
             raise ArgumentError(f"--{name} {getattr(args, name)}: expected at least 1")
     if find_spec("deepspeed") is None:
         raise ArgumentError("bench deepspeed: deepspeed is not installed; pip install deepspeed==0.19.8")
-    from superoffload.tools.bench.deepspeed import UPSTREAM, Workload, check_ranks, default_ranks, measure, on_gpus
-    from superoffload.tools.bench.deepspeed_report import holds, line, plot, rows_of
+    from benchmarks.zero3_report import holds, line, plot, rows_of
+    from benchmarks.zero3_steps import UPSTREAM, Workload, check_ranks, default_ranks, measure, on_gpus
 
     ranks = asked or default_ranks()
     for count in ranks:

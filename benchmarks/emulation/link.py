@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from benchmarks.emulation.clock import VirtualClock, VirtualCompletion, when_done
 from superoffload import _native
 from superoffload.engine.bucket import Bucket
 from superoffload.links.host import HostLink, PackTicket
-from superoffload.tools.emulation.clock import VirtualClock, VirtualCompletion, when_done
 
 
 @dataclass(eq=False)

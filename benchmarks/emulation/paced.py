@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from benchmarks.emulation.machine import Machine, Workload
+from benchmarks.emulation.training import layer_shard
 from superoffload import _native
 from superoffload.engine.bucket import Bucket, GroupHyper
 from superoffload.engine.engine import Engine
 from superoffload.engine.engine_options import EngineOptions
 from superoffload.engine.schedule import Schedule
 from superoffload.links.host import HostLink, PackTicket, wait_until_ended
-from superoffload.tools.emulation.machine import Machine, Workload
-from superoffload.tools.emulation.training import layer_shard
 
 _BEHIND = 5e-4  # seconds by which a sleep that ended late is made up for by the next one
 

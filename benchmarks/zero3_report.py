@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from superoffload.tools.bench.deepspeed import EAGER, LATER, STOCK, UPSTREAM, Workload
+from benchmarks.zero3_steps import EAGER, LATER, STOCK, UPSTREAM, Workload
 from superoffload.tools.report import style
 
 FASTER_OPTIMIZER = 1.4

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from superoffload.errors import ArgumentError, SuperOffloadError
+from superoffload.tools.bench.timing import in_turn
 
 _WARM_UP_STEPS = 4
 
@@ -133,9 +134,8 @@ def measure_rank(workload: Workload, rank: int, ranks: int) -> dict[str, Any]:
         (ours.disable if name == UPSTREAM else ours.enable)()
         entrants[name] = _Entrant(name, workload)
     for turn in range(workload.rounds + 1):
-        first = turn % len(entrants)  # none always follows the same one
-        for name in [*entrants][first:] + [*entrants][:first]:
-            entrants[name].turn(warm_up=turn == 0)
+        for entrant in in_turn(list(entrants.values()), turn):
+            entrant.turn(warm_up=turn == 0)
     return {name: entrant.result() for name, entrant in entrants.items()}
 
 

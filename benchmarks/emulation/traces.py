@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from benchmarks.emulation.machine import Machine, Workload
+from benchmarks.emulation.training import EmulatedTraining
 from superoffload.engine.schedule import FixedSchedule, Schedule
-from superoffload.tools.emulation.machine import Machine, Workload
-from superoffload.tools.emulation.training import EmulatedTraining
 
 SETTLED_IN = 20  # steps that are not counted: the schedule learns
 SLOWEST = 1.03  # what adaptive may take of the best fixed choice

@@ -33,17 +33,15 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add_option(parser, "--rounds", type=int, default=7, help="turns of each contestant")
     add_option(parser, "--steps", type=int, default=6, help="per turn")
     parser.add_argument("--quick", action="store_true", help="few steps and parameters, to see that it works")
-    parser.add_argument("--json", metavar="PATH", help="write machine, versions, limit and rows to this file")
-    parser.add_argument("--plot", metavar="PATH", help="draw a PNG")
-    parser.add_argument("--quiet", action="store_true", help="no progress, only the result")
+    measurement.add_output_options(parser, facts="machine, versions, limit and rows")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
-    from superoffload.tools.bench import schedule_report
-    from superoffload.tools.bench.emulated_schedule import run_schedule
-    from superoffload.tools.emulation.traces import SLOWEST
+    from benchmarks import schedule_report
+    from benchmarks.emulation.traces import SLOWEST
+    from benchmarks.schedule_rows import run_schedule
 
     facts = measurement.begin(args)
     report = {**facts, **run_schedule(settings, measurement.progress(args))}
@@ -56,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> Any:
+    from benchmarks.schedule_rows import ScheduleBenchmark
     from superoffload.host.processors import worker_cpus
-    from superoffload.tools.bench.emulated_schedule import ScheduleBenchmark
 
     if not 1e6 <= args.parameters <= 1e13:
         raise ArgumentError(f"parameters={args.parameters:g}: expected from 1e6 to 1e13")
@@ -65,11 +63,8 @@ def _settings(args: argparse.Namespace) -> Any:
         raise ArgumentError(f"tokens={min(args.tokens)}: expected positive numbers")
     if args.trace_steps < 40:
         raise ArgumentError(f"trace_steps={args.trace_steps}: expected at least 40, since the first 20 are not counted")
-    if args.numel < 1 << 16:
-        raise ArgumentError(f"numel={args.numel}: expected at least {1 << 16}")
-    for name in ("rounds", "steps"):
-        if getattr(args, name) < 1:
-            raise ArgumentError(f"{name}={getattr(args, name)}: expected at least 1")
+    measurement.check_at_least(args, 1 << 16, "numel")
+    measurement.check_at_least(args, 1, "rounds", "steps")
     cpus = worker_cpus(args.threads)
     if args.quick:
         return ScheduleBenchmark(args.parts, args.parameters, args.tokens[:2], 60, min(args.numel, _QUICK), cpus, 1, 2)

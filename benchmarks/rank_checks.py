@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from superoffload.tools.bench.timing import in_turn
 from superoffload.tools.train.training_config import ModelConfig
 
 OFF, LIGHT, FULL = "off", "light", "full"
@@ -88,8 +89,7 @@ def measure_rank(workload: Workload) -> dict[str, Any]:
     for entrant in entrants.values():
         entrant.turn(_WARM_UP, counts=False)
     for turn in range(workload.rounds):
-        order = CONTESTANTS[turn % 3 :] + CONTESTANTS[: turn % 3]
-        for name in order:
+        for name in in_turn(CONTESTANTS, turn):
             entrants[name].turn(workload.steps, counts=True)
     found: dict[str, Any] = {name: entrant.times for name, entrant in entrants.items()}
     numel = sum(param.numel() for param in entrants[OFF].engine.model.parameters())

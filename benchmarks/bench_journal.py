@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from superoffload.errors import ArgumentError
-from superoffload.tools.cli.bench_training import add_training_options, measure
+from superoffload.tools.cli.bench_state import add_training_options, measure
 
 FACTORS = (1.0, 3.0, 10.0, 30.0, 100.0)
 
@@ -28,8 +28,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     if any(not 1 <= factor <= 1e6 for factor in args.factors):
         raise ArgumentError(f"factors={args.factors}: expected numbers from 1 to 1e6")
-    from superoffload.tools.bench.journal import run_journal
-    from superoffload.tools.bench.training_plots import plot_journal
+    from benchmarks.journal_sizes import plot_journal, run_journal
 
     report = measure(
         args,

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from benchmarks.emulation.clock import VirtualClock
+from benchmarks.emulation.link import VirtualLink
+from benchmarks.emulation.machine import Machine, Workload
+from benchmarks.emulation.virtual_pool import VirtualPool
 from superoffload.engine.bucket import BLOCK, GroupHyper, Shard
 from superoffload.engine.engine import Engine
 from superoffload.engine.engine_options import EngineOptions
 from superoffload.engine.schedule import Schedule
-from superoffload.tools.emulation.clock import VirtualClock
-from superoffload.tools.emulation.link import VirtualLink
-from superoffload.tools.emulation.machine import Machine, Workload
-from superoffload.tools.emulation.virtual_pool import VirtualPool
 
 _NORM = 4.0  # times the threshold, where a step clips; its reciprocal where it does not
 _VARIETY = 8  # sets of gradients that take turns

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from superoffload.errors import ArgumentError
 from superoffload.tools.cli import measurement
 from superoffload.tools.cli.options import add_option
 
@@ -30,10 +29,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("ranks", "hidden", "layers", "rows", "rounds", "steps"):
-        if getattr(args, name) < (2 if name == "ranks" else 1):
-            raise ArgumentError(f"{name}={getattr(args, name)}: expected at least {2 if name == 'ranks' else 1}")
-    from superoffload.tools.bench.rank_times import LIGHT, PROMISE, Workload, run_ranks
+    measurement.check_at_least(args, 2, "ranks")
+    measurement.check_at_least(args, 1, "hidden", "layers", "rows", "rounds", "steps")
+    from benchmarks.rank_checks import LIGHT, PROMISE, Workload, run_ranks
     from superoffload.tools.train.training_config import ModelConfig
 
     model = ModelConfig(

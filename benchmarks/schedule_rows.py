@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from benchmarks.emulation.machine import BEHIND_PCIE, GRACE, Machine, Operation, Workload
+from benchmarks.emulation.paced import PacedTraining
+from benchmarks.emulation.peers import in_backward, synchronous
+from benchmarks.emulation.traces import SETTLED_IN, TRACES, run_trace
+from benchmarks.emulation.training import EmulatedTraining
 from superoffload.engine.schedule import FixedSchedule, Schedule
-from superoffload.tools.emulation.machine import BEHIND_PCIE, GRACE, Machine, Operation, Workload
-from superoffload.tools.emulation.paced import PacedTraining
-from superoffload.tools.emulation.peers import in_backward, synchronous
-from superoffload.tools.emulation.traces import SETTLED_IN, TRACES, run_trace
-from superoffload.tools.emulation.training import EmulatedTraining
 
 PARTS = ("model", "delivery", "traces", "wall-clock")
 

@@ -6,16 +6,23 @@ is set to 1/r of the last norm after backward, when all buckets are speculated a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from superoffload.tools.bench.state_dtypes import axes_over_steps
+from superoffload.tools.plan.explanations import JOURNAL_USED_BYTES
+from superoffload.tools.report import style
 from superoffload.tools.train.corpus import Corpus
 from superoffload.tools.train.injection import Injection, parse_injection
 from superoffload.tools.train.trainer import Trainer
 from superoffload.tools.train.training_config import TrainingConfig
 
 SETTLED_AFTER = 10  # steps; before, exp_avg_sq changes by its own size and fewer words fit their codes
+
+_COLOURS = (style.BLUE, style.GREEN, style.ORANGE, style.RED, style.MUTED, style.INK)
 
 Row = dict[str, Any]
 
@@ -60,3 +67,16 @@ def _run(config: TrainingConfig, corpus: Corpus, factor: float, on_step: Callabl
         "journal_overflows": stats["journal_overflows"],
         "last_loss": losses[-1],
     }
+
+
+def plot_journal(report: dict[str, Any], path: Path) -> None:
+    """Bytes per parameter over the steps, one line per spike factor."""
+    with axes_over_steps(path) as axes:
+        for row, colour in zip(report["rows"], _COLOURS, strict=False):
+            sizes = [math.nan if size is None else size for size in row["bytes_per_param"]]  # a gap: nothing speculated
+            axes.plot(range(1, len(sizes) + 1), sizes, ".-", ms=2.5, color=colour, linewidth=1, label=row["name"])
+        expected = JOURNAL_USED_BYTES[1]
+        label = f"{expected}: the higher mean that a plan expects"
+        axes.axhline(expected, color=style.INK, linestyle=":", linewidth=1, label=label)
+        axes.set_ylim(bottom=0)
+        axes.set_title("Journal, bytes per parameter of the speculated buckets")

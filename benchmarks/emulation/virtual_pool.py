@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from benchmarks.emulation.clock import VirtualClock, VirtualCompletion, when_done
 from superoffload import _native
-from superoffload.tools.emulation.clock import VirtualClock, VirtualCompletion, when_done
 
 Operation = _native.Operation
 

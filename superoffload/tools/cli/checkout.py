@@ -1,0 +1,24 @@
+"""What only a checkout of the repository has: its folder benchmarks/, which no installed package brings."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from superoffload.errors import SuperOffloadError
+
+_ROOT = Path(__file__).resolve().parents[3]
+
+
+def of_checkout(module: str, what: str, command: str) -> ModuleType:
+    """A module of benchmarks/. Where there is none, an error that names ``what`` and where ``command`` works."""
+    if not (_ROOT / "benchmarks" / f"{module}.py").is_file():
+        raise SuperOffloadError(
+            f"{what}: the installed package does not have it; clone the repository, build it there (make build), and "
+            f"start it there: {command}"
+        )
+    if str(_ROOT) not in sys.path:
+        sys.path.insert(0, str(_ROOT))
+    return import_module(f"benchmarks.{module}")
