@@ -251,7 +251,7 @@ def test_of_what_examines_a_machine_only_the_walk_over_memory_changes_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "ROOT", tmp_path)
-    doctor = tmp_path / "superoffload/doctor"
+    doctor = tmp_path / "superoffload/tools/doctor"
     doctor.mkdir(parents=True)
     digests = []
     for name in ("examine.py", "memory_limit.py"):

@@ -19,8 +19,8 @@ ROWS = (
     {"__init__"},  # names for what is below
     {"integrations", "checkpoints"},
     {"adamw", "cpu_adamw"},
-    {"metrics", "timeline"},
     {"exporter"},
+    {"metrics", "timeline"},
     {"optimizer"},
     {"engine"},
     {"links", "distributed"},

@@ -24,6 +24,7 @@ TRANSFORMERS = ("integrations/transformers.py",)
 READ: dict[str, tuple[str, tuple[str, ...]]] = {
     "_ActionsContainer": ("argparse: what a parser and a group of its arguments have in common", ("tools/",)),
     "_C": ("torch: what calls a function without __torch_function__", ("optimizer/packed_gradient.py",)),
+    "_actions": ("argparse: nothing public lists a parser's options", ("tools/cli/verify_ranks.py",)),
     "_cdata": ("torch: the only identity of a storage that does not keep it alive", ("optimizer/watched.py",)),
     "_clip_grad_norm": ("transformers: no callback may clip in the Trainer's place", TRANSFORMERS),
     "_comm_ctx": ("torch: the streams of FSDP2", FSDP2),
@@ -67,6 +68,8 @@ ASSIGNED: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "_opt_called": ("torch: its schedulers look there whether step() was called", INNER_OPTIMIZER),
     "_orig_dtype": ("torch: the dtype to which FSDP2 rounds what it has reduced", FSDP2),
+    "clip_grad": ("DeepSpeed: its optimizer keeps the threshold there", ("tools/convergence/zero3.py",)),
+    "data": ("torch: changes the dtype of a parameter", ("tools/train/model.py",)),
     "grad": ("torch: p.grad is the user's, and a placeholder has to stand there", ()),
     "grad_added_to_main_grad": ("Megatron: says that p.main_grad has the gradient", ("optimizer/gradient_source.py",)),
     "grad_dtype": ("torch: p.grad_dtype is where autograd looks", ("optimizer/grad_dtypes.py",)),
@@ -74,8 +77,10 @@ ASSIGNED: dict[str, tuple[str, tuple[str, ...]]] = {
         "Python: a finder of modules may replace it in a spec",
         ("integrations/deepspeed/inject/sitecustomize.py",),
     ),
+    "max_grad_norm": ("ours: users set it", ()),
     "optimizer_cls_and_kwargs": ("transformers: what its Trainer makes optimizers from", TRANSFORMERS),
     "superoffload_steps_it": ("DeepSpeed: its function that clips gets parameters alone", STAGE3_OPTIMIZER),
+    "weight": ("torch: ties two layers", ("tools/train/model.py",)),
 }
 
 

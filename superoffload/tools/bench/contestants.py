@@ -89,7 +89,7 @@ class OurKernels:
 
     def undo(self) -> None:
         self._pool.submit(self._workload.current_work, Operation.undo).wait()
-        self._workload.step -= 1
+        self._workload.take_back()
 
     def replay(self) -> None:
         self._workload.freeze(gradient_factor=0.5)
@@ -97,7 +97,7 @@ class OurKernels:
 
     def publish(self) -> None:
         self._pool.submit(self._workload.next_work(), Operation.publish).wait()
-        self._workload.step -= 1
+        self._workload.take_back()
 
 
 @dataclass(frozen=True)

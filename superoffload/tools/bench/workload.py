@@ -80,6 +80,10 @@ class Workload:
         self.freeze()
         return self.current_work
 
+    def take_back(self) -> None:
+        """The step before is the last one again."""
+        self.step -= 1
+
     @property
     def current_work(self) -> _native.BucketWork:
         return self._works[self._turn]

@@ -38,8 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status is 0 only if everything the command says it checked holds."""
     _let_waiting_threads_sleep()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    args = build_parser().parse_args(arguments)
-    args.command_line = ["superoffload", *arguments]
+    args = build_parser().parse_args(arguments, argparse.Namespace(command_line=["superoffload", *arguments]))
     try:
         return int(args.run(args))
     except ArgumentError as error:

@@ -50,8 +50,8 @@ def _add_stand_in(subparsers: Any, name: str) -> None:
 
 
 def _run_of_checkout(args: argparse.Namespace) -> int:
-    inner = parser_of_checkout(args.name).parse_args(args.arguments)
-    inner.command_line = args.command_line
+    handed_on = argparse.Namespace(command_line=args.command_line)
+    inner = parser_of_checkout(args.name).parse_args(args.arguments, handed_on)
     return int(_of_checkout(args.name).run(inner))
 
 

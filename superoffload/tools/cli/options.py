@@ -77,7 +77,7 @@ def _add_training_options(parser: argparse.ArgumentParser, defaults: TrainingCon
     add_option(
         group,
         "--max-grad-norm",
-        type=_threshold,
+        type=threshold,
         default=defaults.max_grad_norm,
         help="clip the gradient norm; or none",
     )
@@ -92,12 +92,9 @@ def _add_machine_options(parser: argparse.ArgumentParser, defaults: TrainingConf
     group.add_argument("--torch-threads", type=int, help="threads of torch itself (default: torch's choice)")
 
 
-def _threshold(text: str) -> float | None:
+def threshold(text: str) -> float | None:
+    """Reads --clip. argparse names this function in its error message."""
     return None if text == "none" else float(text)
-
-
-# argparse names the type in its error message.
-_threshold.__name__ = "threshold"
 
 
 def config_from(args: argparse.Namespace, defaults: TrainingConfig) -> TrainingConfig:

@@ -48,8 +48,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     if verify_ranks.is_wanted(args):
         return verify_ranks.run(args)
-    args.steps = DEFAULTS.steps if args.steps is None else args.steps
-    config = config_from(args, DEFAULTS)
+    steps = DEFAULTS.steps if args.steps is None else args.steps
+    config = config_from(argparse.Namespace(**{**vars(args), "steps": steps}), DEFAULTS)
     from superoffload.tools.report.progress import Progress
     from superoffload.tools.report.run_folder import RunFolder, check_writable, write_json
     from superoffload.tools.report.verification_report import finish_verification, verification_summary

@@ -33,6 +33,12 @@ class Curve:
     stats: dict[str, Any] = field(default_factory=dict)
     error: str = ""
 
+    def end(self, weights: dict[str, Tensor], stats: dict[str, Any]) -> None:
+        self.weights, self.stats = weights, stats
+
+    def fail(self, error: str) -> None:
+        self.error = error
+
 
 def _unchanged(engine: Engine) -> AbstractContextManager[None]:
     return nullcontext()
@@ -55,10 +61,9 @@ def run(setup: Setup, name: str, speculation: str, *, order: int = 0, around: Ar
                 try:
                     _step(engine, setup, step, micro_batches, rank, count, curve)
                 except Exception as error:
-                    curve.error = f"step {step}: {type(error).__name__}: {error}"
+                    curve.fail(f"step {step}: {type(error).__name__}: {error}")
                     return curve
-        curve.weights = engine.weights()
-        curve.stats = engine.stats()
+        curve.end(engine.weights(), engine.stats())
     finally:
         engine.close()
     return curve

@@ -141,35 +141,44 @@ class Single(_Base):
     """One process."""
 
 
+def _sharded(model: Transformer, dtype: str) -> nn.Module:
+    """``model`` with fully_shard on every block: parameters in ``dtype``, gradients reduced in fp32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model
+
+
+def _reducing(model: Any, reduces: bool) -> AbstractContextManager[None]:
+    """``model`` of fully_shard reduces the gradients of the next backward, or keeps them."""
+    model.set_requires_gradient_sync(reduces)
+    return nullcontext()
+
+
 class Fsdp2(_Base):
-    """fully_shard on every block: bf16 parameters, reduced in fp32."""
-
-    def policy(self) -> Any:
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
-        return MixedPrecisionPolicy(
-            param_dtype=DTYPES[self.setup.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
+    """FSDP2 with superoffload.AdamW on bf16 parameters."""
 
     def wrap(self, model: Transformer) -> nn.Module:
-        from torch.distributed.fsdp import fully_shard
-
-        for block in model.blocks:
-            fully_shard(block, mp_policy=self.policy())
-        fully_shard(model, mp_policy=self.policy())
-        return model
+        return _sharded(model, self.setup.dtype)
 
     def micro_batch(self, reduces: bool) -> AbstractContextManager[None]:
-        model: Any = self.model
-        model.set_requires_gradient_sync(reduces)
-        return nullcontext()
+        return _reducing(self.model, reduces)
 
 
-class PlainFsdp2(Fsdp2):
-    """FSDP2 with torch's own AdamW on fp32 parameters that are cast to bf16 for compute: what one does on GPUs."""
+class PlainFsdp2(_Base):
+    """FSDP2 with torch's own AdamW on fp32 parameters that are cast to bf16 for compute, as is common on GPUs."""
 
     def build(self, setup: Setup) -> Transformer:
         return super().build(setup).float()
+
+    def wrap(self, model: Transformer) -> nn.Module:
+        return _sharded(model, self.setup.dtype)
+
+    def micro_batch(self, reduces: bool) -> AbstractContextManager[None]:
+        return _reducing(self.model, reduces)
 
     def make_optimizer(self, setup: Setup, speculation: str) -> Any:
         return ClippingAdamW(self.inner.parameters(), setup)

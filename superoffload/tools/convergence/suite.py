@@ -26,6 +26,13 @@ class Result:
     inconclusive: str = ""
     compared_digests: int = 0
 
+    def count_digests(self, curves: Sequence[Curve]) -> None:
+        self.compared_digests = sum(len(parts) for curve in curves for parts in curve.digests.values())
+
+    def leave_open(self, why: str) -> None:
+        """Nothing differs, but ``why`` says what was not compared."""
+        self.inconclusive = why
+
     @property
     def verified(self) -> bool:
         return not self.problems and not self.inconclusive
@@ -62,11 +69,11 @@ def delivered_unlike(setup: Setup, engine: str, ranks: LocalRanks) -> list[str]:
 
 def verify_ranks(setup: Setup, engine: str, count: int, say: Say = print) -> Result:
     """Starts ``count`` ranks on this machine and compares."""
-    result = Result()
     setup.rows(0, count)
     with LocalRanks(max(count, 2), init=False) as alone:
         singles = single_runs(setup, alone, say)
-    result.tolerance = tolerance_of(singles)
+    tolerance = tolerance_of(singles)
+    result = Result(tolerance=tolerance)
     result.curves["one process"] = singles[0]
     with LocalRanks(count) as ranks:
         both: dict[str, list[Any]] = {}
@@ -74,15 +81,15 @@ def verify_ranks(setup: Setup, engine: str, count: int, say: Say = print) -> Res
             both[speculation] = ranks.run(distributed_run, setup, engine, speculation)
             say(f"{engine}, {count} ranks, speculation {speculation}: loss {_last(both[speculation][0])}")
         result.curves["speculative"], result.curves["synchronous"] = both["always"][0], both["never"][0]
-        result.problems += unequal(both["always"], both["never"])
-        result.compared_digests = sum(len(parts) for curve in both["always"] for parts in curve.digests.values())
-        result.problems += [f"one process: {problem}" for problem in stray(both["always"][0], result.tolerance)]
+        result.problems.extend(unequal(both["always"], both["never"]))
+        result.count_digests(both["always"])
+        result.problems.extend([f"one process: {problem}" for problem in stray(both["always"][0], tolerance)])
         if engine == "fsdp2":
             plain = ranks.run(distributed_run, setup, "plain-fsdp2", "never")
             say(f"plain FSDP2 with torch.optim.AdamW: loss {_last(plain[0])}")
             result.curves["plain FSDP2, torch AdamW"] = plain[0]
-            result.problems += [f"plain FSDP2: {problem}" for problem in stray(plain[0], result.tolerance)]
-            result.problems += [f"on demand: {problem}" for problem in delivered_unlike(setup, engine, ranks)]
+            result.problems.extend([f"plain FSDP2: {problem}" for problem in stray(plain[0], tolerance)])
+            result.problems.extend([f"on demand: {problem}" for problem in delivered_unlike(setup, engine, ranks)])
             say("delivery on demand: compared with eager delivery")
     judge_fates(result, setup)
     return result
@@ -101,7 +108,7 @@ def judge_fates(result: Result, setup: Setup) -> None:
     if unclipped := unclipped_steps(stats):
         result.problems.append(f"{unclipped} steps were not clipped, and yet no bucket was committed in any of them")
     elif not result.problems:
-        result.inconclusive = (
+        result.leave_open(
             f"everything that was compared is equal, but each of the {stats['steps']} steps that were taken had to be "
             f"clipped to max_grad_norm={setup.max_grad_norm:g}, as is common early in training: no speculated bucket "
             f"could be committed, so that was not compared. Take more than --steps {setup.steps} (default "

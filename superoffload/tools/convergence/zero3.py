@@ -37,7 +37,7 @@ class Zero3:
         engine, *_ = deepspeed.initialize(
             model=model, model_parameters=parameters, config=configuration(setup, speculation)
         )
-        model.cos, model.sin = tables  # DeepSpeed has rounded the buffers along with the parameters
+        model.set_rotary_tables(*tables)  # DeepSpeed has rounded the buffers along with the parameters
         self.engine: Any = engine
         self.model: nn.Module = model
         self._poisoned = model.head.weight

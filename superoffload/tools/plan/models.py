@@ -67,14 +67,15 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        return self.layers * self._layer(self.experts) + self.hidden + self.embedding_parameters
+        return self.layers * self.layer_parameters(self.experts) + self.hidden + self.embedding_parameters
 
     @property
     def multiplied_parameters(self) -> int:
         """What a token is multiplied with: not the input embedding, and only the experts it uses."""
-        return self.layers * self._layer(self.experts_used) + self.vocabulary * self.hidden
+        return self.layers * self.layer_parameters(self.experts_used) + self.vocabulary * self.hidden
 
-    def _layer(self, experts: int) -> int:
+    def layer_parameters(self, experts: int) -> int:
+        """Parameters of one layer with so many experts."""
         attention = 2 * self.hidden * (self.attention_width + self.kv_width)
         router = self.hidden * self.experts if self.experts > 1 else 0
         return attention + experts * (3 if self.gated else 2) * self.hidden * self.ffn + router + 2 * self.hidden
@@ -116,7 +117,7 @@ def typical_shape(parameters: float) -> ModelShape:
         heads = max(1, hidden // 128)
         kv_heads = next(count for count in (8, 4, 2, 1) if heads % count == 0)
         shape = ModelShape(1, hidden, heads, kv_heads, swiglu_width(hidden, 1.3, 64), vocabulary)
-        per_layer = shape.layers * shape._layer(1)
+        per_layer = shape.layers * shape.layer_parameters(1)
         layers = round((parameters - shape.embedding_parameters) / per_layer)
         if layers < 1:
             break

@@ -144,6 +144,9 @@ class Transformer(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
         self._initialize()
 
+    def set_rotary_tables(self, cos: Tensor, sin: Tensor) -> None:
+        self.cos, self.sin = cos, sin
+
     def _initialize(self) -> None:
         """Normal(0, 0.02); the two matrices that write to the residual stream are scaled down by its depth."""
         residual_scale = (2 * self.config.layers) ** -0.5

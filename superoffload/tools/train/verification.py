@@ -64,6 +64,13 @@ class Verification:
     problems: list[str] = field(default_factory=list)
     inconclusive: str = ""
 
+    def keep_stats(self, speculative: Mapping[str, Any], synchronous: Mapping[str, Any]) -> None:
+        self.speculative_stats, self.synchronous_stats = speculative, synchronous
+
+    def leave_open(self, why: str) -> None:
+        """Nothing differs, but ``why`` says what was not compared; empty: all was."""
+        self.inconclusive = why
+
     @property
     def verified(self) -> bool:
         return bool(self.steps) and not self.problems and not self.inconclusive
@@ -116,11 +123,10 @@ def verify(
                     on_step(compared)
                 if problems:
                     break
-            result.speculative_stats = speculative.trainer.optimizer.stats()
-            result.synchronous_stats = synchronous.trainer.optimizer.stats()
+            result.keep_stats(speculative.trainer.optimizer.stats(), synchronous.trainer.optimizer.stats())
     result.problems.extend(_count_problems(result, must_exercise_all))
     if must_exercise_all and not result.problems:
-        result.inconclusive = _not_exercised(result.speculative_stats)
+        result.leave_open(_not_exercised(result.speculative_stats))
     return result
 
 
