@@ -19,8 +19,8 @@ from torch import Tensor
 
 from benchmarks.commands import run_command
 from superoffload.engine.bucket import Bucket
+from superoffload.links.base import PackTicket
 from superoffload.links.cuda.link import CudaLink, CudaOptions
-from superoffload.links.host import PackTicket
 from superoffload.tools.bench.link_bandwidth import Rig
 from superoffload.tools.cli.bench_link import add_link_options, run_link
 from tests.fake_cuda import IMAGE, Fake, FakeDevice

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from superoffload.engine.engine_options import Pool
-    from superoffload.links.host import Link, PackTicket
+    from superoffload.links.base import Link, PackTicket
 
 COMPUTE, DOWN, PROCESSORS, UP, VERDICT = "compute", "pack and down", "processors", "up and deliver", "verdict"
 _LANE_NUMBERS = {COMPUTE: 1, DOWN: 2, PROCESSORS: 10, UP: 30, VERDICT: 40}

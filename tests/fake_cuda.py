@@ -23,8 +23,9 @@ from torch import Tensor
 from superoffload import _native
 from superoffload.engine.bucket import Bucket
 from superoffload.host.bits import BitSums, Sums
+from superoffload.links.base import PackTicket
 from superoffload.links.cuda.link import CudaLink, CudaOptions
-from superoffload.links.host import HostLink, PackTicket
+from superoffload.links.host import HostLink
 from tests.emulation import library_path
 from tests.fake_memory import Memory
 

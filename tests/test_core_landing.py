@@ -12,7 +12,8 @@ from superoffload.engine.engine import Engine
 from superoffload.engine.engine_options import EngineOptions
 from superoffload.errors import WorkerError
 from superoffload.integrations.deepspeed.link import PartitionLink
-from superoffload.links.host import HostLink, Link
+from superoffload.links.base import Link
+from superoffload.links.host import HostLink
 
 SIZES = (700, 3000, 1, 1024)
 HYPER = GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1)

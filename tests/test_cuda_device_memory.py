@@ -15,9 +15,9 @@ from torch import Tensor
 from superoffload import AdamW
 from superoffload.engine.bucket import Bucket
 from superoffload.host.memory import is_out_of_memory
+from superoffload.links.base import PackTicket
 from superoffload.links.cuda.device import TorchDevice, active_bytes, peak_active_bytes
 from superoffload.links.cuda.link import CudaLink, CudaOptions
-from superoffload.links.host import PackTicket
 from tests.cuda_tools import accelerator_error, out_of_memory
 from tests.fake_cuda import IMAGE, Fake, FakeDevice, on_fake_device
 from tests.test_cuda_link import LATE, deep_model

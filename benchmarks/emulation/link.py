@@ -10,7 +10,8 @@ from torch import Tensor
 from benchmarks.emulation.clock import VirtualClock, VirtualCompletion, when_done
 from superoffload import _native
 from superoffload.engine.bucket import Bucket
-from superoffload.links.host import HostLink, PackTicket
+from superoffload.links.base import PackTicket
+from superoffload.links.host import HostLink
 
 
 @dataclass(eq=False)

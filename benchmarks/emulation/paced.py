@@ -20,7 +20,8 @@ from superoffload.engine.bucket import Bucket, GroupHyper
 from superoffload.engine.engine import Engine
 from superoffload.engine.engine_options import EngineOptions
 from superoffload.engine.schedule import Schedule
-from superoffload.links.host import HostLink, PackTicket, wait_until_ended
+from superoffload.links.base import PackTicket, wait_until_ended
+from superoffload.links.host import HostLink
 
 _BEHIND = 5e-4  # seconds by which a sleep that ended late is made up for by the next one
 

@@ -227,7 +227,7 @@ class Bucket:
         self.packed: _native.Completion | None = None  # likewise, also once its step is over
         self.running: _native.Completion | None = None
         self.doing: _native.Operation | None = None  # None while ``running`` is the gradient on its way
-        self.bit_sums: Mapping[Piece, object] = {}  # of the gradient that was packed last (superoffload/links/host.py)
+        self.bit_sums: Mapping[Piece, object] = {}  # of the gradient that was packed last (superoffload/links/base.py)
         # What the last step or speculation froze:
         self.frozen: GroupHyper | None = None
         self.factor = 1.0

@@ -18,7 +18,7 @@ from superoffload.engine.snapshot import Snapshots
 from superoffload.engine.speculator import Speculator
 from superoffload.engine.stats import Stats
 from superoffload.engine.tail import Tail
-from superoffload.links.host import Link
+from superoffload.links.base import Link
 
 
 class EngineParts:

@@ -15,7 +15,7 @@ from superoffload.engine.snapshot import Snapshots
 from superoffload.engine.speculator import Speculator
 from superoffload.engine.stats import Stats
 from superoffload.errors import DeviceError, TornStep
-from superoffload.links.host import Link
+from superoffload.links.base import Link
 
 Operation = _native.Operation
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from superoffload.engine.bucket import Bucket, BucketState, Shard
 from superoffload.engine.layout import Layout
 from superoffload.errors import StateError
-from superoffload.links.host import Link
+from superoffload.links.base import Link
 
 
 class Inbox:

@@ -14,7 +14,7 @@ from superoffload.engine.placement import Placer, move_state
 from superoffload.engine.placement_choice import Measured
 from superoffload.engine.schedule import Schedule
 from superoffload.host.memory import exceeds_caches, is_out_of_memory
-from superoffload.links.host import Link
+from superoffload.links.base import Link
 
 # Reserved per parameter and speculating bucket. One-byte codes leave 1.5 bytes for escapes, two-byte codes 0.5; and
 # a little more, since the fewer parameters a bucket has the less they average out.

@@ -16,7 +16,7 @@ from superoffload.engine.listener import Listener
 from superoffload.engine.partial_norm import PartialNorm
 from superoffload.errors import DeviceError
 from superoffload.host.bits import Sums, same_bits
-from superoffload.links.host import Link, wait_until_ended
+from superoffload.links.base import Link, wait_until_ended
 
 
 class Packer:

@@ -19,7 +19,7 @@ from superoffload.engine.placement_choice import STEPS_MEASURED, Measured, choos
 from superoffload.errors import ArgumentError, KernelsUnavailable
 from superoffload.host.memory import host_empty, host_zeros
 from superoffload.host.numbers import as_float
-from superoffload.links.host import Link
+from superoffload.links.base import Link
 
 AUTO = "auto"
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from superoffload.engine.bucket import Bucket
     from superoffload.engine.engine_options import Pool
     from superoffload.engine.verdict import Verdict
-    from superoffload.links.host import Link
+    from superoffload.links.base import Link
 
 
 class Recorder:

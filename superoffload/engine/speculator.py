@@ -13,7 +13,7 @@ from superoffload.engine.packer import Packer
 from superoffload.engine.schedule import Schedule
 from superoffload.engine.snapshot import Snapshots
 from superoffload.engine.stats import Stats
-from superoffload.links.host import Link
+from superoffload.links.base import Link
 
 
 class Speculator:

@@ -19,7 +19,7 @@ from superoffload.engine.listener import Listener
 from superoffload.engine.recorder import Recorder
 from superoffload.engine.schedule import Schedule
 from superoffload.errors import DeviceError, SuperOffloadError, WorkerError
-from superoffload.links.host import Link
+from superoffload.links.base import Link
 
 
 class Tail:

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from superoffload.errors import ArgumentError
 from superoffload.host.tensors import local_of
-from superoffload.links.host import HostLink, Link
+from superoffload.links.base import Link
+from superoffload.links.host import HostLink
 
 
 def on_device(params: Sequence[Tensor]) -> bool:

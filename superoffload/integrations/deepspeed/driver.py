@@ -18,7 +18,7 @@ from superoffload.engine.placement import Residency
 from superoffload.engine.verdict import Verdict
 from superoffload.integrations.deepspeed.link import PartitionLink
 from superoffload.integrations.deepspeed.residency import GivenPlaces
-from superoffload.links.host import Link
+from superoffload.links.base import Link
 from superoffload.optimizer.masters import follow
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from superoffload import _native
 from superoffload.engine.bucket import Bucket, Shard
 from superoffload.host.memory import host_empty
-from superoffload.links.host import HostLink, Link, PackTicket, SynchronousLink
+from superoffload.links.base import Link, PackTicket
+from superoffload.links.host import HostLink, SynchronousLink
 
 
 class PartitionLink(SynchronousLink):

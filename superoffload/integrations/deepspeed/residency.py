@@ -14,7 +14,7 @@ from torch import Tensor
 from superoffload.engine.bucket import Shard
 from superoffload.engine.placement import Placer, Residency
 from superoffload.errors import ArgumentError, KernelsUnavailable
-from superoffload.links.host import Link
+from superoffload.links.base import Link
 
 
 def resident_sub_groups(devices: Mapping[int, str]) -> frozenset[int]:

@@ -14,13 +14,13 @@ from superoffload import _native
 from superoffload.engine.bucket import ELEMENT_TYPES, Bucket, Piece
 from superoffload.errors import DeviceError
 from superoffload.host.bits import BitSums, SumsByTorch
+from superoffload.links.base import PackTicket
 from superoffload.links.cuda.bit_sums import CudaBitSums, SumsThere, sums_per_block
 from superoffload.links.cuda.blocks import Blocks
 from superoffload.links.cuda.device import Device
 from superoffload.links.cuda.geometry import blocks_of
 from superoffload.links.cuda.pinned import ALIGN, LARGEST_REGISTRATION, PinnedArena, aligned, warn_unpinned
 from superoffload.links.cuda.residency import CudaResidency
-from superoffload.links.host import PackTicket
 
 SLOTS = 2  # staging on the device: one is packed while the other is copied
 _FLAG_BYTES = 4096

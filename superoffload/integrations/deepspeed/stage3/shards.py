@@ -13,7 +13,7 @@ from superoffload.integrations.deepspeed import residency
 from superoffload.integrations.deepspeed.driver import Partition
 from superoffload.integrations.deepspeed.stage3.inner_optimizer import InnerOptimizer
 from superoffload.integrations.deepspeed.stage3.stock import StockStage3
-from superoffload.links.host import Link
+from superoffload.links.base import Link
 
 
 def numel_here(param: Any, group: Any) -> int:
