@@ -23,7 +23,7 @@ from superoffload.bucket import Bucket
 from superoffload.cli.bench_link import add_link_options, run_link
 from superoffload.cuda.link import CudaLink, CudaOptions
 from superoffload.link import PackTicket
-from tests.fake_cuda import IMAGE, Fake, FakeDevice
+from tests.support.fake_cuda import IMAGE, Fake, FakeDevice
 
 _COUNTED = {
     "copies": ("cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"),

@@ -1,0 +1,249 @@
+"""accumulate_dtype="fp32": micro-batches of bf16 and fp16 parameters add up in fp32, whatever adds them where."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superoffload import AdamW
+from superoffload.schedule import MODES
+from tests.support.adamw_training import batch, check_counters, model_of
+from tests.support.compatibility import compat
+from tests.support.fp32_gradients import (
+    declared,
+    needs_grad_dtype,
+    steps,
+    trained,
+)
+from tests.support.over_stand_in import SOMETIMES_SLOWER
+
+HALVES = (torch.bfloat16, torch.float16)
+WINDOWS = (3, 1, 5, 2)  # micro-batches of each step
+ROW = "gradient accumulation in fp32 of bfloat16 and float16 parameters (accumulate_dtype)"
+Window = Callable[[AdamW, Iterable[Tensor]], None]
+
+
+def as_it_is(_: nn.Module) -> None:
+    """The model as it is."""
+
+
+def losses_of(model: nn.Module, window: int, count: int) -> Iterator[Tensor]:
+    """One after the other, each when it is asked for."""
+    for micro in range(count):
+        yield batch(model, 10 * window + micro)
+
+
+def loop(optimizer: AdamW, losses: Iterable[Tensor]) -> None:
+    for loss in losses:
+        loss.backward()
+
+
+def told(optimizer: AdamW, losses: Iterable[Tensor]) -> None:
+    *first, last = losses
+    with optimizer.accumulate():
+        for loss in first:
+            loss.backward()
+    last.backward()
+
+
+def in_own_dtype(loss: Tensor, params: Sequence[Any], **options: Any) -> list[Tensor]:
+    """Gradients as autograd makes them where nothing is said of their dtype."""
+    for param in params:
+        param.grad, param.grad_dtype = None, param.dtype
+    found = list(torch.autograd.grad(loss, params, **options))
+    for param, grad in zip(params, found, strict=True):
+        assert grad.dtype is param.dtype
+        param.grad_dtype = torch.float32
+    return found
+
+
+def summed(optimizer: AdamW, losses: Iterable[Tensor]) -> None:
+    """The reference: torch adds such gradients in fp32."""
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    sums = [torch.zeros_like(param, dtype=torch.float32) for param in params]
+    for loss in losses:
+        for total, grad in zip(sums, in_own_dtype(loss, params), strict=True):
+            total.add_(grad.float())
+    for param, total in zip(params, sums, strict=True):
+        param.grad = total
+
+
+def train_windows(window: Window, model: nn.Module, optimizer: Any) -> None:
+    """With steps that clip, change the learning rate, or are skipped."""
+    for number, count in enumerate((*WINDOWS, *WINDOWS)):
+        optimizer.zero_grad()
+        optimizer.max_grad_norm = 0.05 if number == 3 else 100.0
+        optimizer.param_groups[0]["lr"] = 1e-2 / (1 + number)
+        window(optimizer, losses_of(model, number, count))
+        if number == 5:
+            assert model[0].bias.grad is not None  # type: ignore[index]  # Sequential is indexed, a Module is not
+            model[0].bias.grad[0] = torch.inf  # type: ignore[index]  # Sequential is indexed, a Module is not
+        optimizer.step()
+
+
+def expected_digests(dtype: torch.dtype, train: Callable[..., None] = train_windows) -> dict[str, str]:
+    return trained(declared, partial(train, summed), dtype, speculation="never").state_digests()
+
+
+@needs_grad_dtype
+@pytest.mark.parametrize("window", [loop, told])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_bits_of_sums_that_torch_makes_in_fp32(dtype: torch.dtype, window: Window) -> None:
+    expected = expected_digests(dtype)
+    for mode in MODES:
+        found = trained(as_it_is, partial(train_windows, window), dtype, speculation=mode, accumulate_dtype="fp32")
+        check_counters(found)
+        assert found.state_digests() == expected, mode
+        assert found.stats()["skipped_steps"] == 1 and found.stats()["clipped_steps"] == 1
+        assert bool(found.stats()["buckets_speculated"]) or mode != "always"
+    rounded = trained(as_it_is, partial(train_windows, window), dtype).state_digests()
+    assert rounded["master"] != expected["master"], "these sums are none that the parameters' dtype could hold"
+
+
+@needs_grad_dtype
+def test_the_same_graph_twice_and_undone() -> None:
+    def twice(adding: Any, model: nn.Module, optimizer: Any) -> None:
+        for seed in range(4):
+            optimizer.zero_grad()
+            loss = batch(model, seed)
+            if adding is summed:
+                params = list(model.parameters())
+                first = in_own_dtype(loss, params, retain_graph=True)
+                second = in_own_dtype(0.3 * loss, params)
+                for param, one, other in zip(params, first, second, strict=True):
+                    param.grad = one.float() + other.float()
+            else:
+                loss.backward(retain_graph=True)
+                (0.3 * loss).backward()
+            optimizer.step()
+
+    expected = expected_digests(torch.bfloat16, twice)
+    for mode in MODES:
+        found = trained(as_it_is, partial(twice, loop), torch.bfloat16, speculation=mode, accumulate_dtype="fp32")
+        assert found.state_digests() == expected
+        assert bool(found.stats()["buckets_undone"]) or mode != "always"
+
+
+@needs_grad_dtype
+def test_uses_of_a_parameter_within_one_backward() -> None:
+    """docs/edits.md says that autograd widens each before it adds them."""
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.randn(512).bfloat16())
+    factors = [torch.randn(512).bfloat16() for _ in range(6)]
+    with AdamW([param], accumulate_dtype="fp32", threads=1):
+        sum((param * factor).sum() for factor in factors).backward()  # type: ignore[union-attr]  # of at least one factor, so no int
+        exact = torch.stack([factor.double() for factor in factors]).sum(0)
+        assert param.grad is not None and (param.grad.double() - exact).abs().max() < 1e-5
+
+
+@compat(ROW, "single")
+@compat(ROW, "stand_in", note=SOMETIMES_SLOWER)
+@needs_grad_dtype
+@pytest.mark.parametrize("window", [loop, told])
+@pytest.mark.parametrize("clip", [False, True])
+def test_gradients_are_in_fp32_and_can_be_clipped(window: Window, clip: bool) -> None:
+    """By hand too, and by a GradScaler, which refuses fp16 gradients."""
+
+    def train(window: Window, model: nn.Module, optimizer: Any) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        for number in range(4):
+            optimizer.zero_grad()
+            window(optimizer, (scaler.scale(loss) for loss in losses_of(model, number, 3)))
+            if clip:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            for param in model.parameters():
+                assert param.grad is not None and param.grad.dtype is torch.float32
+            scaler.step(optimizer)
+            scaler.update()
+
+    expected = trained(declared, partial(train, summed), torch.float16, speculation="never")
+    assert expected.stats()["steps"] == 4
+    for mode in MODES:
+        found = trained(
+            as_it_is, partial(train, window), torch.float16, speculation=mode, accumulate_dtype=torch.float32
+        )
+        assert found.state_digests() == expected.state_digests()
+
+
+def test_fp32_parameters_are_left_as_they_are() -> None:
+    found = [
+        trained(as_it_is, partial(train_windows, loop), torch.float32, accumulate_dtype=dtype)
+        for dtype in (None, "fp32")
+    ]
+    assert found[0].state_digests() == found[1].state_digests()
+
+
+@needs_grad_dtype
+def test_checkpoints_are_the_same() -> None:
+    """Saved with it, loaded without, and the other way."""
+    for before, after in (("fp32", None), (None, "fp32")):
+        model, other = model_of(torch.bfloat16), model_of(torch.bfloat16, seed=1)
+        with AdamW(model.parameters(), lr=1e-2, threads=2, accumulate_dtype=before) as optimizer:
+            steps(model, optimizer)
+            digests, file = optimizer.state_digests(), io.BytesIO()
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        saved = torch.load(io.BytesIO(file.getvalue()))
+        with AdamW(other.parameters(), lr=1e-2, threads=2, accumulate_dtype=after) as optimizer:
+            other.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            assert optimizer.state_digests() == digests
+            steps(other, optimizer, range(4, 6))
+            assert optimizer.stats()["steps"] == 2
+
+
+# ---- loops of others ------------------------------------------------------------------------------------------------
+
+
+@compat(ROW, "single")
+@needs_grad_dtype
+@pytest.mark.parametrize("mode", MODES)
+def test_windows_of_accelerate(mode: str) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'superoffload[transformers]'")
+
+    def theirs(model: nn.Module, optimizer: Any) -> None:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.state.GradientState._reset_state()
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+        prepared, wrapped = accelerator.prepare(model, optimizer)
+        for seed in range(12):
+            with accelerator.accumulate(prepared):
+                accelerator.backward(batch(model, seed))
+                wrapped.step()
+                wrapped.zero_grad()
+
+    def by_hand(model: nn.Module, optimizer: Any) -> None:
+        for number in range(3):
+            summed(optimizer, (batch(model, 4 * number + micro) / 4 for micro in range(4)))
+            optimizer.step()
+
+    expected = trained(declared, by_hand, torch.bfloat16, speculation="never").state_digests()
+    found = trained(as_it_is, theirs, torch.bfloat16, speculation=mode, accumulate_dtype="fp32")
+    assert found.state_digests() == expected and found.stats()["buckets_undone"] == 0
+    assert trained(as_it_is, theirs, torch.bfloat16).state_digests() != expected
+
+
+@needs_grad_dtype
+def test_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs transformers: pip install 'superoffload[transformers]'")
+    from superoffload.integrations.transformers import offload
+    from tests.integrations import test_transformers
+
+    def run(source: Callable[[nn.Module], None], mode: str, **options: Any) -> dict[str, str]:
+        model = test_transformers.model_of(dtype=torch.bfloat16)
+        source(model)
+        trainer = test_transformers.trainer_of(tmp_path, model, None, max_steps=3, gradient_accumulation_steps=4)
+        offload(trainer, speculation=mode, threads=1, **options)
+        trainer.train()
+        return test_transformers.end(trainer)
+
+    expected = run(declared, "never")
+    assert [run(as_it_is, mode, accumulate_dtype="fp32") for mode in MODES] == [expected] * len(MODES)
+    assert run(as_it_is, "never") != expected
