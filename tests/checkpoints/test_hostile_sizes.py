@@ -22,7 +22,7 @@ from superoffload.checkpoints.manifest import check_content
 from superoffload.checkpoints.safetensors import TensorReader
 from superoffload.errors import ArgumentError
 from superoffload.untrusted import parse_json
-from tests.checkpoints.test_manifests import Content, forged, with_state
+from tests.support.forged_checkpoints import Content, forged, with_state
 from tests.support.saved_runs import TENSORS, Run, assert_same, save_two_steps
 
 

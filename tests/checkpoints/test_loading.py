@@ -23,8 +23,8 @@ from superoffload.checkpoints.cuts import cut_of, shared
 from superoffload.checkpoints.safetensors import TensorReader
 from superoffload.errors import ArgumentError, HostMemoryError, StateError
 from superoffload.optimizer.state import State
-from tests.checkpoints.test_saving_ranks import build, step
 from tests.support.rank_processes import error_of, on_ranks, optimizer_of
+from tests.support.saved_ranks import build, step
 from tests.support.saved_runs import Run, assert_same, save_two_steps
 
 MEMORY = """

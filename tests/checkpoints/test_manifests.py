@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import io
 import json
-import os
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,14 +15,12 @@ import pytest
 import torch
 
 from superoffload import checkpoints
-from superoffload.checkpoints import folder as folders
 from superoffload.errors import ArgumentError
 from superoffload.untrusted import parse_json, printable, read_json
+from tests.support.forged_checkpoints import STRANGE, Content, a_file, forged, with_state
 from tests.support.saved_runs import TENSORS, Run, assert_same, save_two_steps
 
 KEY = "model.norm.running_mean"  # of 8 elements
-Content = dict[str, Any]
-NESTED = "[" * 100_000 + "]" * 100_000
 
 
 @pytest.fixture(scope="module")
@@ -38,19 +34,6 @@ def run() -> Iterator[Run]:
     run.steps(range(1))
     yield run
     run.optimizer.close()
-
-
-def forged(saved: Path, folder: Path, change: Callable[[Content], None]) -> Path:
-    """A copy whose manifest was changed and has the checksum that fits."""
-    folder.mkdir(parents=True)
-    for path in saved.iterdir():
-        os.link(path, folder / path.name)
-    content = json.loads((saved / "manifest.json").read_bytes())
-    del content["checksum"], content["format"], content["version"]
-    change(content)
-    (folder / "manifest.json").unlink()
-    (folder / "manifest.json").write_bytes(folders.manifest_text(content))
-    return folder
 
 
 def piece(**values: Any) -> Callable[[Content], None]:
@@ -73,10 +56,6 @@ def at(*path: Any, value: Any) -> Callable[[Content], None]:
         content[path[-1]] = value
 
     return change
-
-
-def a_file(name: Any, **values: Any) -> Callable[[Content], None]:
-    return lambda content: content["files"].update({name: {"bytes": 5, "sha256": "0" * 64, **values}})
 
 
 MANIFESTS: dict[str, Callable[[Content], None]] = {
@@ -158,13 +137,6 @@ def test_forged_manifests_are_refused(name: str, saved: Path, run: Run, tmp_path
         checkpoints.load(folder, run.model, run.optimizer)
     assert str(folder) in str(caught.value) and str(caught.value).isprintable() and len(str(caught.value)) < 1200
     assert_same(run.everything(), before)
-
-
-def with_state(saved: Path, folder: Path, data: bytes) -> Path:
-    forged(saved, folder, a_file("state.pt", bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
-    (folder / "state.pt").unlink()
-    (folder / "state.pt").write_bytes(data)
-    return folder
 
 
 def state_at(*path: Any, value: Any) -> Callable[[Content], Any]:
@@ -269,30 +241,6 @@ def test_mutated_manifests_change_nothing(saved: Path, run: Run, tmp_path: Path)
 
 
 # ---- what is no file of ours ------------------------------------------------------------------------------------
-
-
-def fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def sparse(path: Path) -> None:
-    path.touch()
-    os.truncate(path, 1 << 40)
-
-
-STRANGE: dict[str, Callable[[Path], Any]] = {
-    "a FIFO": fifo,
-    "an endless device": lambda path: path.symlink_to("/dev/zero"),
-    "a folder": Path.mkdir,
-    "a link to itself": lambda path: path.symlink_to(path),
-    "a link to nothing": lambda path: path.symlink_to(path.parent / "nothing"),
-    "a huge file": sparse,
-    "nested deeply": lambda path: path.write_text(NESTED),
-    "nested in text": lambda path: path.write_text('{"\\\\": "[", "a\\"": ' + NESTED + "}"),
-    "no UTF-8": lambda path: path.write_bytes(b"\xff\xfe{}"),
-    "a number": lambda path: path.write_text("1"),
-    "many digits": lambda path: path.write_text("9" * 5000),
-}
 
 
 @pytest.mark.timeout(30)

@@ -17,8 +17,8 @@ import pytest
 
 from superoffload import AdamW, checkpoints
 from superoffload.checkpoints import leftovers
-from tests.checkpoints.test_saving_together import break_locks
 from tests.support.adamw_training import model_of
+from tests.support.saved_runs import break_locks
 
 HIDDEN = ".writing-{host}-{pid}-{start}-{namespace}-{boot}-0123456789ab"
 

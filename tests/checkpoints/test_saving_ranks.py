@@ -32,31 +32,15 @@ from tests.support.over_stand_in import only_over_stand_in
 from tests.support.rank_processes import (
     Net,
     error_of,
-    flat_mesh,
     net,
     on_ranks,
     optimizer_of,
-    replica_mesh,
-    shard,
     tokens_of,
 )
+from tests.support.saved_ranks import build, step
 
 State = dict[str, Any]
 WAYS = ("fsdp2", "replicas", "shard", "replicate")
-
-
-def build(way: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> tuple[Net, dict[str, Any]]:
-    model = net(dtype, seed=seed, tied=True)
-    if way in ("fsdp2", "replicas"):
-        return shard(model, flat_mesh() if way == "fsdp2" else replica_mesh()), {}
-    return model, {"replicated": way}
-
-
-def step(model: Net, optimizer: Any, seed: int) -> None:
-    """Every rank has the same rows, so the global batch is the same for any number of ranks."""
-    optimizer.zero_grad()
-    model.loss(tokens_of(seed, 0)).backward()
-    optimizer.step()
 
 
 def full(value: Any) -> Tensor:

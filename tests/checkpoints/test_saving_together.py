@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import multiprocessing
 import os
@@ -20,16 +19,9 @@ from superoffload.checkpoints.safetensors import TensorFile, TensorReader
 from superoffload.errors import ArgumentError, DiskError, StateError
 from superoffload.ranks.launch import PRELOAD
 from tests.support.adamw_training import batch, model_of
+from tests.support.saved_runs import break_locks
 
 SAVES = 6
-
-
-def break_locks(how: str) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    if how != "locks":
-        fcntl.flock = refuse if how == "refused" else lambda *_: None
 
 
 def save_often(folder: str, names: str, keep: int | None, locks: str, background: bool, go: Any) -> None:

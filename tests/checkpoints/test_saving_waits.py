@@ -17,8 +17,8 @@ import torch.distributed as dist
 from superoffload import checkpoints
 from superoffload.checkpoints import joining
 from superoffload.checkpoints.safetensors import TensorFile
-from tests.checkpoints.test_saving_ranks import build, step
 from tests.support.rank_processes import on_ranks, optimizer_of
+from tests.support.saved_ranks import build, step
 
 
 @contextlib.contextmanager

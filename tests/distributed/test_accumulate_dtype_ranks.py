@@ -15,12 +15,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from superoffload import AdamW
 from superoffload.integrations.fsdp2 import keep_reduced_gradients
 from superoffload.packed_gradient import packed_in
-from tests.links.cuda.test_cuda_link import LATE
-from tests.optimizer.test_accumulate_dtype import ROW
 from tests.support.adamw_training import batch, model_of
 from tests.support.compatibility import compat
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
 from tests.support.fp32_gradients import declared, needs_grad_dtype
+from tests.support.link_runs import LATE
+from tests.support.micro_batches import ROW
 from tests.support.rank_processes import (
     BF16,
     Net,

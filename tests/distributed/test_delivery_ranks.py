@@ -21,9 +21,9 @@ from superoffload.convergence.suite import delivered_unlike
 from superoffload.engine.tail import Tail
 from superoffload.optimizer import module_hooks
 from superoffload.schedule import Schedule
-from tests.distributed.test_rank_checks import train_until_error
-from tests.integrations.test_fsdp2 import CLIPPED, POISONED, Case, build, poison
 from tests.support.compatibility import compat
+from tests.support.fsdp2_cases import CLIPPED, POISONED, Case, build, poison
+from tests.support.rank_faults import train_until_error
 from tests.support.rank_processes import BF16, error_of, flat_mesh, net, on_ranks, optimizer_of, pool, tokens_of
 
 STEPS = 5

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from superoffload import AdamW
 from superoffload.integrations.fsdp2 import keep_reduced_gradients
-from tests.integrations.test_fsdp2 import STEPS, Case, build, train
 from tests.support.adamw_training import model_of
 from tests.support.fp32_gradients import add_to_main_grad, by_kernels, needs_grad_dtype, parameters_of, precise_loss
+from tests.support.fsdp2_cases import STEPS, Case, build, train
 from tests.support.rank_processes import BF16, error_of, flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
 
 

@@ -19,10 +19,8 @@ from superoffload import AdamW, checkpoints
 from superoffload.errors import DeviceError, TornStep
 from superoffload.placement import Placer
 from superoffload.placement_choice import Measured
-from tests.distributed import test_replicated_parameters
-from tests.integrations import test_fsdp2
-from tests.integrations.test_fsdp2 import Case
-from tests.support.rank_processes import BF16, error_of, net, on_ranks, optimizer_of, tokens_of
+from tests.support.fsdp2_cases import Case, build, poison
+from tests.support.rank_processes import BF16, error_of, loss_of, net, on_ranks, optimizer_of, tokens_of
 from tests.support.resident_link import HostResidency, ResidentHostLink, accelerator
 
 HALF = {"gpu_fraction": 0.5}
@@ -40,7 +38,7 @@ class Run:
 
 def model_of(run: Run) -> Any:
     if run.kind == "fsdp2":
-        return test_fsdp2.build(run.case)
+        return build(run.case)
     return DistributedDataParallel(net(run.case.dtype), bucket_cap_mb=0.005)
 
 
@@ -62,15 +60,13 @@ def train(run: Run, model: Any, optimizer: AdamW, steps: range) -> list[float]:
     for step in steps:
         optimizer.max_grad_norm = (50.0, 0.05, 0.5)[step % 3]
         optimizer.zero_grad()
-        if run.kind == "fsdp2":
-            loss = model.loss(tokens_of(step, dist.get_rank()))
-        else:
-            loss = test_replicated_parameters.loss_of(model, step)
+        rows = tokens_of(step, dist.get_rank())
+        loss = model.loss(rows) if run.kind == "fsdp2" else loss_of(model, step)
         loss.backward()
         losses.append(loss.item())
         if step == 2:
             if run.kind == "fsdp2":
-                test_fsdp2.poison(model, dist.get_rank(), dist.get_world_size())
+                poison(model, dist.get_rank(), dist.get_world_size())
             elif dist.get_rank() == 1:
                 model.module.head.weight.grad[-1, -1] = math.nan
         optimizer.step()

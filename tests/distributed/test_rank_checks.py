@@ -16,40 +16,16 @@ from superoffload.ranks.compare import odd_ranks
 from superoffload.ranks.group import FRAME, ROOM, Gather, RankGroup, rank_timeout
 from superoffload.ranks.layout import local_of
 from superoffload.ranks.packet import MOST_CLASSES, Packet
-from tests.support.rank_faults import FAULTS
+from tests.support.rank_faults import train_until_error
 from tests.support.rank_processes import (
-    BF16,
     error_of,
     flat_mesh,
     net,
     on_ranks,
     optimizer_of,
-    replica_mesh,
     shard,
     tokens_of,
 )
-
-
-def train_until_error(
-    fault: str, step: int, rank: int, replicas: bool, check: Any, steps: int = 60, delivery: str = "eager"
-) -> list[Any]:
-    """[the number of the step whose step() raised, the message]; [steps, ""] if none did."""
-    model: Any = shard(net(torch.bfloat16), replica_mesh() if replicas else flat_mesh(), BF16)
-    with (
-        optimizer_of(model, max_grad_norm=0.5, rank_check=check, delivery=delivery) as optimizer,
-        FAULTS[fault](optimizer, step, rank),
-    ):
-        for number in range(1, steps + 1):
-            if fault == "stale_parameters" and number == step:
-                model.set_reshard_after_backward(False)
-            optimizer.zero_grad()
-            model.loss(tokens_of(number, dist.get_rank())).backward()
-            try:
-                optimizer.step()
-            except Exception as error:
-                return [number, f"{type(error).__name__}: {error}"]
-    return [steps, ""]
-
 
 # fault, whether there are replicas, what the error says
 CASES = [

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from superoffload import AdamW
 from superoffload.errors import ArgumentError
 from tests.support.adamw_training import assert_worker_threads, worker_threads
-from tests.support.rank_processes import Net, net, on_ranks, optimizer_of, tokens_of
+from tests.support.rank_processes import Net, loss_of, net, on_ranks, optimizer_of
 
 STEPS = 6
 CLIPPED, POISONED, EDITED, TWICE = 1, 2, 3, 4
@@ -50,11 +50,6 @@ def train(model: Any, optimizer: AdamW, *, by_hand: bool) -> list[float]:
             optimizer.max_grad_norm = 0.05
         optimizer.step()
     return losses
-
-
-def loss_of(model: Any, seed: int) -> Any:
-    logits = model(tokens_of(seed, dist.get_rank())[:, :-1])
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens_of(seed, dist.get_rank())[:, 1:].flatten())
 
 
 def run(kind: str, replicated: str, dtype: torch.dtype, view: bool) -> dict[str, Any]:

@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from superoffload import AdamW
 from superoffload.cuda.link import CudaLink, CudaOptions
 from superoffload.integrations import ddp
-from tests.distributed.test_replicated_parameters import loss_of
 from tests.support.fake_cuda import IMAGE, Fake, FakeDevice, garbage_like, on_host
-from tests.support.rank_processes import net, on_ranks
+from tests.support.rank_processes import loss_of, net, on_ranks
 
 STEPS = 4
 LATE = 20_000.0  # microseconds

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from superoffload import AdamW, checkpoints
-from tests.project.test_examples import needs
 from tests.support.compatibility import compat
+from tests.support.optional_packages import needs
 from tests.support.rank_processes import (
     Net,
     error_of,
@@ -109,7 +109,7 @@ def test_accelerate() -> None:
 
 
 def trained_by_trainer(folder: str) -> dict[str, Any]:
-    from tests.integrations.test_transformers import logs_of, model_of, trainer_of
+    from tests.support.hugging_face import logs_of, model_of, trainer_of
 
     found: dict[str, Any] = {}
     for mode in ("always", "never", None):
@@ -129,7 +129,7 @@ def trained_by_trainer(folder: str) -> dict[str, Any]:
 
 
 def resumed_by_trainer(folder: str, *, resume: bool) -> Any:
-    from tests.integrations.test_transformers import logs_of, model_of, trainer_of
+    from tests.support.hugging_face import logs_of, model_of, trainer_of
 
     with fsdp2_on_the_cpu():
         trainer = trainer_of(Path(folder), model_of(), "always", max_steps=5, save_strategy="steps", save_steps=3)
@@ -157,7 +157,7 @@ def trained_by_sft(folder: str) -> dict[str, Any]:
     import trl
 
     from superoffload.integrations.transformers import offload
-    from tests.integrations.test_transformers import Counting, logs_of, model_of, tokenizer_of
+    from tests.support.hugging_face import Counting, logs_of, model_of, tokenizer_of
 
     sequences = [Counting()[i]["input_ids"].tolist() for i in range(64)]
     data = datasets.Dataset.from_dict({"input_ids": sequences, "labels": sequences})

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from superoffload import AdamW
 from superoffload.schedule import MODES
@@ -22,70 +22,19 @@ from tests.support.fp32_gradients import (
     steps,
     trained,
 )
+from tests.support.micro_batches import (
+    HALVES,
+    ROW,
+    Window,
+    as_it_is,
+    in_own_dtype,
+    loop,
+    losses_of,
+    summed,
+    told,
+    train_windows,
+)
 from tests.support.over_stand_in import SOMETIMES_SLOWER
-
-HALVES = (torch.bfloat16, torch.float16)
-WINDOWS = (3, 1, 5, 2)  # micro-batches of each step
-ROW = "gradient accumulation in fp32 of bfloat16 and float16 parameters (accumulate_dtype)"
-Window = Callable[[AdamW, Iterable[Tensor]], None]
-
-
-def as_it_is(_: nn.Module) -> None:
-    """The model as it is."""
-
-
-def losses_of(model: nn.Module, window: int, count: int) -> Iterator[Tensor]:
-    """One after the other, each when it is asked for."""
-    for micro in range(count):
-        yield batch(model, 10 * window + micro)
-
-
-def loop(optimizer: AdamW, losses: Iterable[Tensor]) -> None:
-    for loss in losses:
-        loss.backward()
-
-
-def told(optimizer: AdamW, losses: Iterable[Tensor]) -> None:
-    *first, last = losses
-    with optimizer.accumulate():
-        for loss in first:
-            loss.backward()
-    last.backward()
-
-
-def in_own_dtype(loss: Tensor, params: Sequence[Any], **options: Any) -> list[Tensor]:
-    """Gradients as autograd makes them where nothing is said of their dtype."""
-    for param in params:
-        param.grad, param.grad_dtype = None, param.dtype
-    found = list(torch.autograd.grad(loss, params, **options))
-    for param, grad in zip(params, found, strict=True):
-        assert grad.dtype is param.dtype
-        param.grad_dtype = torch.float32
-    return found
-
-
-def summed(optimizer: AdamW, losses: Iterable[Tensor]) -> None:
-    """The reference: torch adds such gradients in fp32."""
-    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
-    sums = [torch.zeros_like(param, dtype=torch.float32) for param in params]
-    for loss in losses:
-        for total, grad in zip(sums, in_own_dtype(loss, params), strict=True):
-            total.add_(grad.float())
-    for param, total in zip(params, sums, strict=True):
-        param.grad = total
-
-
-def train_windows(window: Window, model: nn.Module, optimizer: Any) -> None:
-    """With steps that clip, change the learning rate, or are skipped."""
-    for number, count in enumerate((*WINDOWS, *WINDOWS)):
-        optimizer.zero_grad()
-        optimizer.max_grad_norm = 0.05 if number == 3 else 100.0
-        optimizer.param_groups[0]["lr"] = 1e-2 / (1 + number)
-        window(optimizer, losses_of(model, number, count))
-        if number == 5:
-            assert model[0].bias.grad is not None  # type: ignore[index]  # Sequential is indexed, a Module is not
-            model[0].bias.grad[0] = torch.inf  # type: ignore[index]  # Sequential is indexed, a Module is not
-        optimizer.step()
 
 
 def expected_digests(dtype: torch.dtype, train: Callable[..., None] = train_windows) -> dict[str, str]:
@@ -234,15 +183,15 @@ def test_windows_of_accelerate(mode: str) -> None:
 def test_trainer(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs transformers: pip install 'superoffload[transformers]'")
     from superoffload.integrations.transformers import offload
-    from tests.integrations import test_transformers
+    from tests.support import hugging_face
 
     def run(source: Callable[[nn.Module], None], mode: str, **options: Any) -> dict[str, str]:
-        model = test_transformers.model_of(dtype=torch.bfloat16)
+        model = hugging_face.model_of(dtype=torch.bfloat16)
         source(model)
-        trainer = test_transformers.trainer_of(tmp_path, model, None, max_steps=3, gradient_accumulation_steps=4)
+        trainer = hugging_face.trainer_of(tmp_path, model, None, max_steps=3, gradient_accumulation_steps=4)
         offload(trainer, speculation=mode, threads=1, **options)
         trainer.train()
-        return test_transformers.end(trainer)
+        return hugging_face.end(trainer)
 
     expected = run(declared, "never")
     assert [run(as_it_is, mode, accumulate_dtype="fp32") for mode in MODES] == [expected] * len(MODES)

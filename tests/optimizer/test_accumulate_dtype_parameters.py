@@ -15,7 +15,6 @@ from superoffload import AdamW, CPUAdamW, grad_dtypes
 from superoffload.errors import ArgumentError, StateError, UnknownArgument
 from superoffload.optimizer.fp32_sums import check_fp32_sums
 from superoffload.schedule import MODES
-from tests.optimizer.test_accumulate_dtype import WINDOWS, Window, as_it_is, loop, losses_of, summed, told
 from tests.support.adamw_training import batch, model_of
 from tests.support.fp32_gradients import (
     by_hooks,
@@ -27,6 +26,7 @@ from tests.support.fp32_gradients import (
     trained,
     with_main_grad,
 )
+from tests.support.micro_batches import WINDOWS, Window, as_it_is, loop, losses_of, summed, told
 
 
 def _dtypes(params: Any) -> list[Any]:

@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from superoffload import AdamW
 from superoffload.cuda.bit_sums import CudaBitSums
-from tests.distributed.test_replicated_parameters import loss_of
 from tests.support.fake_cuda import Fake, LateLink, on_fake_device
-from tests.support.rank_processes import flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
+from tests.support.rank_processes import flat_mesh, loss_of, net, on_ranks, optimizer_of, shard, tokens_of
 
 # ---- fully_shard on a device ----------------------------------------------------------------------------------------
 

@@ -256,6 +256,6 @@ def test_train_draws_its_timeline(tmp_path: Path, train_tiny: Callable[..., int]
 
 @pytest.fixture
 def train_tiny() -> Callable[..., int]:
-    from tests.tools.test_train import TINY
+    from tests.support.tiny_run import TINY
 
     return lambda out, *options: main(["train", *TINY.split(), "--out", str(out), "--quiet", *options])

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,56 +32,8 @@ from benchmarks.jobs import (
     with_numbers,
 )
 from superoffload.errors import ArgumentError
+from tests.support.benchmark_jobs import Bench
 from tests.support.checkout import ROOT
-
-# Appends its name to a file, so that it shows how often it ran, and writes a result.
-SCRIPT = """
-import json, os, sys, time
-name, log, path, seconds = sys.argv[1:]
-with open(log, "a") as file:
-    file.write(name + "\\n")
-time.sleep(float(seconds))
-print("measuring", name)
-if name == "bad":
-    print("the first of many lines\\n" + 1000 * "another line\\n")
-    sys.exit("something is wrong")
-if name == "chatty":
-    print("the first line\\n" + 200_000 * "another line\\n" + "the last line")
-if name == "not a number":
-    json.dump({"loss": float("nan"), "losses": [1.0, float("-inf")], "median": 2.5}, open(path, "w"))
-    sys.exit()
-if name == "unfinished":
-    sys.exit(3)
-if name != "silent":
-    json.dump({"name": name, "variable": os.environ.get("A_VARIABLE")}, open(path, "w"))
-"""
-
-
-class Bench:
-    """Jobs that write down when they run."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.log = folder / "out", folder / "log"
-        self.said: list[str] = []
-
-    def job(self, name: str, *, seconds: float = 30.0, takes: float = 0.0, **more: Any) -> Job:
-        command = [sys.executable, "-c", SCRIPT, name, str(self.log), RESULT_PATH, str(takes)]
-        settings: Mapping[str, Any] = more.pop("settings", {"name": name})
-        return Job(name, command, settings, seconds, **more)
-
-    def run(self, *jobs: Job, limit: float = 60.0, **options: Any) -> list[str]:
-        left = run_jobs(jobs, self.results(), limit, self.said.append, **options)
-        return [job.key for job in left]
-
-    def results(self) -> Results:
-        return Results(self.folder, "merged.json")
-
-    def report(self, *jobs: Job) -> dict[str, Any]:
-        return self.results().merge(jobs, {"command": ["test"]})
-
-    @property
-    def ran(self) -> list[str]:
-        return self.log.read_text().split() if self.log.exists() else []
 
 
 @pytest.fixture
@@ -272,7 +223,7 @@ def test_a_killed_call_leaves_no_process_and_the_next_goes_on(bench: Bench, tmp_
         """
         import sys
         from pathlib import Path
-        from tests.project.test_benchmark_jobs import Bench
+        from tests.support.benchmark_jobs import Bench
         bench = Bench(Path(sys.argv[1]))
         bench.run(bench.job("one"), bench.job("two", takes=120.0, seconds=200.0), limit=300.0)
         """

@@ -19,6 +19,7 @@ import pytest
 
 from tests.support.checkout import ROOT
 from tests.support.compatibility import compat
+from tests.support.optional_packages import needs
 from tests.support.quick_python import QuickPython
 
 ENVIRONMENT = {
@@ -31,11 +32,6 @@ ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
 }
 TORCHRUN = ["-m", "torch.distributed.run", "--master-port", "0", "--rdzv-backend", "c10d"]
-
-
-def needs(*modules: str) -> pytest.MarkDecorator:
-    missing = [module for module in modules if find_spec(module) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}: pip install {' '.join(missing)}")
 
 
 def run(*command: str) -> str:

@@ -14,6 +14,7 @@ import pytest
 from benchmarks import extension
 from benchmarks.gpu_suite import gpu_tests
 from tests.support.checkout import ROOT
+from tests.support.native_extension import real_extension
 
 BROKEN = """
 import pytest, time, torch
@@ -76,12 +77,6 @@ class Bare:
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bare:
     return Bare(tmp_path, monkeypatch)
-
-
-def real_extension() -> Path:
-    from superoffload import _native
-
-    return Path(_native.__file__)
 
 
 def test_an_extension_that_was_built_before_is_used(bare: Bare) -> None:

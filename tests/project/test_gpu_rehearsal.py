@@ -27,10 +27,10 @@ from benchmarks.gpu_suite import __main__ as suite
 from benchmarks.gpu_suite import publish, rows
 from benchmarks.gpu_suite.contestants import BARE, OURS
 from benchmarks.jobs import LEFT
-from tests.project.test_gpu_bare_machine import real_extension
 from tests.support.checkout import ROOT
 from tests.support.emulated_kernels import library_path
 from tests.support.fake_cuda import LIBRARY, build
+from tests.support.native_extension import real_extension
 
 # ---- with canned results ---------------------------------------------------------------------------------------------
 

@@ -15,9 +15,9 @@ from superoffload import AdamW
 from superoffload.bucket import Shard
 from superoffload.engine.engine import Engine
 from superoffload.packed_gradient import packed_in
-from tests.links.cuda.test_cuda_link import LATE
 from tests.support.adamw_training import batch, model_of
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
+from tests.support.link_runs import LATE
 
 Program = Callable[[Any, AdamW], Any]
 MakeModel = Callable[[torch.dtype], nn.Module]
@@ -117,3 +117,27 @@ def steps(model: nn.Module, optimizer: AdamW, between: Callable[[], Any] = lambd
         results.append(seen(between()))
         optimizer.step()
     return results
+
+
+class Branches(nn.ModuleList):
+    """Gradients come not in the order of registration, so that buckets are laid out anew after the first step."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        for index in (1, 0, 2):
+            layer: Any = self[index]
+            values = layer(values.to(layer.weight.dtype))
+        return values
+
+
+def branches(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return Branches([nn.Linear(24, 24), nn.Linear(16, 24), nn.Linear(24, 4)]).to(dtype)
+
+
+def images(dtype: torch.dtype) -> nn.Module:
+    """Parameters whose elements are in another order in memory."""
+    torch.manual_seed(0)
+    layers = (nn.Unflatten(1, (4, 2, 2)), nn.Conv2d(4, 8, 2), nn.Flatten(), nn.Linear(8, 4))
+    model: Any = nn.Sequential(*layers).to(dtype)
+    made: nn.Module = model.to(memory_format=torch.channels_last)
+    return made

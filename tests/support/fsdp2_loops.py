@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from superoffload.ranks.layout import local_of
-from tests.optimizer.test_user_code import SCHEDULERS
 from tests.support.rank_processes import Net, tokens_of
+from tests.support.schedulers import SCHEDULERS
 
 Scenario = Callable[[Net, Any], None]
 STEPS = 4

@@ -15,6 +15,15 @@ from superoffload import AdamW, _native
 from superoffload.bucket import Bucket
 from superoffload.ranks.session import RankSession
 from superoffload.verdict import Verdict
+from tests.support.rank_processes import (
+    BF16,
+    flat_mesh,
+    net,
+    optimizer_of,
+    replica_mesh,
+    shard,
+    tokens_of,
+)
 
 Operation = _native.Operation
 
@@ -128,3 +137,24 @@ FAULTS: dict[str, Any] = {
     "swap_transformer_shards": partial(swap_shards, name="blocks.0.mlp.down.weight"),
     **dict.fromkeys(IN_THE_LOOP, nothing),
 }
+
+
+def train_until_error(
+    fault: str, step: int, rank: int, replicas: bool, check: Any, steps: int = 60, delivery: str = "eager"
+) -> list[Any]:
+    """[the number of the step whose step() raised, the message]; [steps, ""] if none did."""
+    model: Any = shard(net(torch.bfloat16), replica_mesh() if replicas else flat_mesh(), BF16)
+    with (
+        optimizer_of(model, max_grad_norm=0.5, rank_check=check, delivery=delivery) as optimizer,
+        FAULTS[fault](optimizer, step, rank),
+    ):
+        for number in range(1, steps + 1):
+            if fault == "stale_parameters" and number == step:
+                model.set_reshard_after_backward(False)
+            optimizer.zero_grad()
+            model.loss(tokens_of(number, dist.get_rank())).backward()
+            try:
+                optimizer.step()
+            except Exception as error:
+                return [number, f"{type(error).__name__}: {error}"]
+    return [steps, ""]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -130,3 +131,8 @@ def error_of(function: Callable[[], Any]) -> str:
     with pytest.raises(Exception) as caught:
         function()
     return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def loss_of(model: Any, seed: int) -> Any:
+    logits = model(tokens_of(seed, dist.get_rank())[:, :-1])
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens_of(seed, dist.get_rank())[:, 1:].flatten())

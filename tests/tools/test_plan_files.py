@@ -13,7 +13,7 @@ from superoffload.cli import main
 from superoffload.errors import ArgumentError
 from superoffload.plan.hardware import find_hardware
 from superoffload.plan.models import read_config
-from tests.checkpoints.test_manifests import STRANGE
+from tests.support.forged_checkpoints import STRANGE
 
 MACHINE: dict[str, Any] = {
     "GPU": {"devices": []},

@@ -18,7 +18,7 @@ from superoffload.cli import main
 from superoffload.errors import ArgumentError
 from superoffload.reporting.recorded_runs import load_runs
 from superoffload.training.digests import STATE_PARTS
-from tests.tools.test_train import TINY
+from tests.support.tiny_run import TINY
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -22,12 +21,7 @@ from superoffload.reporting.progress import Progress
 from superoffload.reporting.run_folder import check_writable
 from superoffload.training.batches import BatchSource
 from superoffload.training.schedule import learning_rate_factor
-
-# One source file of the standard library is text enough, and quicker to find than all of them.
-TINY = (
-    f"--data {argparse.__file__} --layers 1 --hidden 32 --heads 2 --kv-heads 1 --mlp 48 --sequence 32 --batch 4 "
-    f"--bucket-numel 4096 --torch-threads 1 --threads 1 --eval-every 10"
-)
+from tests.support.tiny_run import TINY
 
 
 def train(out: Path, *options: str) -> int:

@@ -23,7 +23,6 @@ from superoffload.benchmarking.deepspeed import (
 from superoffload.benchmarking.deepspeed_report import holds, line, rows_of
 from superoffload.cli.bench_deepspeed import add_parser, run
 from superoffload.errors import ArgumentError
-from tests.integrations.deepspeed.test_stock_kernel import kernel  # noqa: F401  (stock steps with DeepSpeed's kernel)
 from tests.support.deepspeed import upstream
 from tests.support.deepspeed.ranks import QUICK_KERNELS, Ranks
 

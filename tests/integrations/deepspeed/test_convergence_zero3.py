@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from superoffload import _native
+from tests.support.deepspeed.rank_faults_zero3 import drop_clip, skip_publish
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import distance
 from tests.support.deepspeed.training import config, end, make_engine, masters
@@ -64,31 +65,6 @@ def apply_twice(engine: Any) -> None:
         core.executor.submit(bucket, _native.Operation.step)
 
     core.finisher.finish = twice
-
-
-def skip_publish(engine: Any) -> None:
-    """One bucket of this step is not delivered."""
-    link = engine.optimizer.parts.driver.core.link
-    deliver = link.deliver
-
-    def lost(bucket: Any, after: Any) -> Any:
-        link.deliver = deliver
-        return after
-
-    link.deliver = lost
-
-
-def drop_clip(engine: Any) -> None:
-    """This rank steps as if nothing had to be clipped, and reports that it did."""
-    steps = engine.optimizer.parts.steps
-
-    def unclipped(norm: torch.Tensor, scale: float) -> tuple[float, float]:
-        del steps.clip
-        coefficient, _ = steps.clip(norm, scale)
-        assert coefficient < 1.0, "nothing was clipped, so nothing was planted"
-        return coefficient, 1.0 / scale
-
-    steps.clip = unclipped
 
 
 FAULTS: dict[str, Callable[[Any], None]] = {

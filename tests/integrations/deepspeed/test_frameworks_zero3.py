@@ -40,7 +40,7 @@ def sft(folder: str, options: dict[str, Any]) -> tuple[Any, list[float]]:
     from accelerate.state import AcceleratorState
 
     import superoffload.integrations.deepspeed as ours
-    from tests.integrations.test_transformers import Counting, logs_of, model_of, tokenizer_of
+    from tests.support.hugging_face import Counting, logs_of, model_of, tokenizer_of
 
     ours.enable()
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -81,7 +81,7 @@ def best_model(folder: str) -> tuple[str, bool, bool, bool]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     import superoffload.integrations.deepspeed as ours
-    from tests.integrations.test_transformers import Counting, model_of
+    from tests.support.hugging_face import Counting, model_of
 
     ours.enable()
     AcceleratorState._reset_state(reset_partial_state=True)

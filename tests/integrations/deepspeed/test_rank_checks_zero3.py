@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.deepspeed.test_convergence_zero3 import drop_clip, skip_publish
+from tests.support.deepspeed.rank_faults_zero3 import drop_clip, skip_publish
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import Scenario
 from tests.support.deepspeed.training import OURS, STOCK, Small, batch, config, end, make_engine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
 import pytest
@@ -13,26 +12,6 @@ from tests.support.deepspeed import stock_kernel
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import CLIP_SOME, WAYS, Scenario
 from tests.support.deepspeed.training import Small, config, end, make_engine, masters, run_steps
-
-
-def build_kernel() -> str | None:
-    """None, or why it cannot be had; DeepSpeed compiles it on first use."""
-    from deepspeed.ops.op_builder import CPUAdamBuilder
-
-    try:
-        CPUAdamBuilder().load()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-@pytest.fixture(scope="module")
-def kernel(two_ranks: Ranks) -> None:
-    if shutil.which("ninja") is None or shutil.which("g++") is None:
-        pytest.skip("needs ninja and g++, to compile DeepSpeed's kernel")
-    for reason in two_ranks.run(build_kernel, timeout=280):
-        if reason is not None:
-            pytest.skip(f"DeepSpeed's kernel cannot be built here: {reason}")
 
 
 def train(way: str, model: str, more: dict[str, Any], micros: int) -> tuple[dict[str, Tensor], dict[str, Any], Any]:

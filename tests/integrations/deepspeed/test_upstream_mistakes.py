@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.integrations.deepspeed.test_stock_kernel import kernel  # noqa: F401  (upstream steps with DeepSpeed's kernel)
-from tests.integrations.deepspeed.test_stock_mistakes import NAME, UNUSED, gradients_of, reference
 from tests.support.deepspeed import upstream
 from tests.support.deepspeed.ranks import Ranks
+from tests.support.deepspeed.recorded_reference import NAME, UNUSED, gradients_of, reference
 from tests.support.deepspeed.scenarios import INF, WAYS, Scenario, distance
 from tests.support.deepspeed.training import config, end, make_engine, masters
 

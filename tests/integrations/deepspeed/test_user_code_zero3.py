@@ -53,7 +53,7 @@ def autocast(engine: Any) -> None:
 
 def schedulers(engine: Any) -> None:
     """Of torch, on the optimizer that the engine was given; the learning rate changes between backward and step."""
-    from tests.optimizer.test_user_code import SCHEDULERS
+    from tests.support.schedulers import SCHEDULERS
 
     inner = engine.optimizer.optimizer
     for step, (name, make) in enumerate(SCHEDULERS.items()):

@@ -13,22 +13,21 @@ from torch import Tensor, nn
 from superoffload import AdamW
 from superoffload.errors import StateError
 from superoffload.packed_gradient import PackedGradient, packed_in
-from tests.links.cuda.test_cuda_link import LATE
-from tests.links.cuda.test_cuda_windows import branches, images
-from tests.optimizer.test_accumulate_dtype import (
-    WINDOWS,
-    Window,
-    in_own_dtype,
-    loop,
-    losses_of,
-    summed,
-    told,
-    train_windows,
-)
 from tests.support.adamw_training import batch, model_of
 from tests.support.fake_cuda import Fake, on_fake_device
 from tests.support.fp32_gradients import declared, needs_grad_dtype
-from tests.support.freed_gradients import NEEDED_AGAIN, MakeModel, grads_of, on_the_device, on_the_host, taken_back
+from tests.support.freed_gradients import (
+    NEEDED_AGAIN,
+    MakeModel,
+    branches,
+    grads_of,
+    images,
+    on_the_device,
+    on_the_host,
+    taken_back,
+)
+from tests.support.link_runs import LATE
+from tests.support.micro_batches import WINDOWS, Window, in_own_dtype, loop, losses_of, summed, told, train_windows
 
 pytestmark = needs_grad_dtype
 LINKS: dict[str, dict[str, Any]] = {"freed": {}, "kept": {"keep_grads": True}, "copies": {"image": b""}}

@@ -19,12 +19,12 @@ from superoffload.cuda.bit_sums import CudaBitSums, SumsThere
 from superoffload.cuda.link import CudaLink, CudaOptions
 from superoffload.errors import DeviceError
 from superoffload.optimizer.watched import Tracked
-from tests.links.cuda.test_cuda_link import LATE
 from tests.support.adamw_training import batch, model_of, train
 from tests.support.device_battery import sums_at
 from tests.support.fake_cuda import IMAGE, Fake, FakeDevice, on_fake_device, on_host
 from tests.support.fake_cuda_training import training
 from tests.support.freed_gradients import taken_back
+from tests.support.link_runs import LATE
 from tests.support.reference.bit_sums import bit_sums
 
 pytestmark = pytest.mark.filterwarnings("ignore:superoffload. .* changed without autograd's version counters")

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.cuda.blocks import early_buckets
-from tests.links.cuda.test_cuda_link import LATE, deep_model, steps
 from tests.support.adamw_training import batch
 from tests.support.fake_cuda import Fake, LateLink, on_fake_device, on_host
 from tests.support.fake_cuda_training import blocks_of, count_gradients, out_of_memory, training
 from tests.support.fp32_gradients import needs_grad_dtype
+from tests.support.link_runs import LATE, deep_model, steps
 
 
 def digests_with(fake: Fake, at_step: Callable[[int, LateLink, AdamW], None], **options: Any) -> dict[str, str]:

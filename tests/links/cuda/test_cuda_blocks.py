@@ -13,11 +13,11 @@ from superoffload import AdamW
 from superoffload.cuda.blocks import early_buckets
 from superoffload.optimizer.untold_writes import UntoldWrites
 from superoffload.schedule import MODES
-from tests.links.cuda.test_cuda_link import LATE, _run, deep_model, steps, wide_model
 from tests.support.adamw_training import batch
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
 from tests.support.fake_cuda_training import blocks_of, count_gradients, training
 from tests.support.fake_memory import allocated
+from tests.support.link_runs import LATE, deep_model, run_model, steps, wide_model
 
 MakeModel = Callable[[torch.dtype], nn.Sequential]
 
@@ -277,7 +277,7 @@ def test_one_parameter_in_many_buckets(fake: Fake, mode: str) -> None:
 
 
 def run_on_host_deep(**options: Any) -> tuple[dict[str, str], dict[str, float | int]]:
-    return _run(steps, torch.bfloat16, options, lambda: None, deep_model)
+    return run_model(steps, torch.bfloat16, options, lambda: None, deep_model)
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -18,10 +18,9 @@ from superoffload.cuda.device import TorchDevice, active_bytes, peak_active_byte
 from superoffload.cuda.link import CudaLink, CudaOptions
 from superoffload.link import PackTicket
 from superoffload.memory import is_out_of_memory
-from tests.links.cuda.test_cuda_link import LATE, deep_model
-from tests.links.cuda.test_cuda_streams import train, two_branches
 from tests.support.fake_cuda import IMAGE, Fake, FakeDevice, on_fake_device
 from tests.support.fake_cuda_training import accelerator_error, out_of_memory
+from tests.support.link_runs import LATE, deep_model, train, two_branches
 
 GRAPH_TREES = "torch._inductor.cudagraph_trees"
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -12,35 +11,25 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.bucket import Shard
-from superoffload.engine.engine import Engine
-from superoffload.packed_gradient import packed_in
-from tests.links.cuda.test_cuda_link import LATE
-from tests.links.cuda.test_cuda_windows import branches, images
-from tests.optimizer.test_accumulate_dtype import loop, losses_of, told
 from tests.support.adamw_training import batch, model_of
-from tests.support.fake_cuda import Fake, FakeDevice
+from tests.support.fake_cuda import Fake
 from tests.support.fp32_gradients import needs_grad_dtype
-from tests.support.freed_gradients import NEEDED_AGAIN, Program, clipped, grads_of, on_the_device, on_the_host, seen
+from tests.support.freed_gradients import (
+    NEEDED_AGAIN,
+    Program,
+    branches,
+    clipped,
+    grads_of,
+    images,
+    on_the_device,
+    on_the_host,
+    seen,
+)
+from tests.support.host_sums import BF16, FP32, bytes_in_use, free_bytes, uneven
+from tests.support.link_runs import LATE
+from tests.support.micro_batches import loop, losses_of, told
 
 pytestmark = needs_grad_dtype
-FP32: dict[str, Any] = {"accumulate_dtype": "fp32"}
-BF16 = torch.bfloat16
-
-
-@contextmanager
-def free_bytes(nbytes: int) -> Iterator[list[str]]:
-    """On the device; yields the shards of which something was added in host memory."""
-    names: list[str] = []
-    add = Engine.add
-
-    def counted(core: Engine, shard: Shard, addend: Tensor, **options: Any) -> None:
-        assert not shard.resident, "its packed gradient is on the device"
-        names.append(shard.name)
-        add(core, shard, addend, **options)
-
-    with mock.patch.object(FakeDevice, "free_bytes", lambda _: nbytes), mock.patch.object(Engine, "add", counted):
-        yield names
 
 
 def large(dtype: torch.dtype) -> nn.Sequential:
@@ -50,14 +39,6 @@ def large(dtype: torch.dtype) -> nn.Sequential:
 
 
 # ---- loops ----------------------------------------------------------------------------------------------------------
-
-
-def uneven(model: nn.Module, optimizer: AdamW) -> None:
-    for number, count in enumerate((3, 1, 5, 2, 2)):
-        optimizer.zero_grad()
-        optimizer.max_grad_norm = 0.05 if number == 3 else 100.0
-        loop(optimizer, losses_of(model, number, count))
-        optimizer.step()
 
 
 def in_windows(model: nn.Module, optimizer: AdamW) -> None:
@@ -348,12 +329,6 @@ def test_only_gradients_that_wait_for_their_bucket_take_memory(fake: Fake, windo
     with free_bytes(0) as added:
         on_the_device(fake, measured, BF16, layers, bucket_numel=2048, **FP32)
     assert added and 0 < peak <= 2 * 4 * 2048 < 4 * sum(p.numel() for p in layers(BF16).parameters()) / 4
-
-
-def bytes_in_use(grad: Tensor | None) -> int:
-    packed = packed_in(grad)
-    tensors = [grad] if packed is None else [packed.in_memory, packed.addend]
-    return sum(one.numel() * one.element_size() for one in tensors if one is not None)
 
 
 def test_each_pass_is_counted_on_the_link(fake: Fake) -> None:

@@ -15,59 +15,7 @@ from superoffload import AdamW
 from superoffload.schedule import MODES
 from tests.support.adamw_training import DTYPES, batch, model_of
 from tests.support.fake_cuda import Fake, LateLink, on_fake_device
-
-Train = Callable[[nn.Module, AdamW], None]
-Outcome = tuple[dict[str, str], dict[str, float | int]]
-
-LATE = 1500  # microseconds: up to so much later than enqueued; a step of these models takes about as long
-
-
-def steps(model: nn.Module, optimizer: AdamW, seeds: range = range(6), scale: float = 1.0) -> None:
-    for seed in seeds:
-        optimizer.zero_grad()
-        batch(model, seed, scale).backward()
-        optimizer.step()
-
-
-def run_on_host(train: Train, dtype: torch.dtype = torch.float32, **options: Any) -> Outcome:
-    return _run(train, dtype, options, lambda: None)
-
-
-def run_on_fake(
-    fake: Fake, train: Train, dtype: torch.dtype = torch.float32, *, link: dict[str, Any] | None = None, **options: Any
-) -> Outcome:
-    with on_fake_device(fake, **(link or {})):
-        return _run(train, dtype, options, fake.synchronize)
-
-
-def deep_model(dtype: torch.dtype) -> nn.Sequential:
-    """Of a dozen buckets, more than there are staging slots."""
-    torch.manual_seed(0)
-    layers = [layer for _ in range(10) for layer in (nn.Linear(32, 32), nn.Tanh())]
-    return nn.Sequential(nn.Linear(16, 32), *layers, nn.Linear(32, 4)).to(dtype)
-
-
-def wide_model(dtype: torch.dtype) -> nn.Sequential:
-    """Each of its larger gradients spans four buckets."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 16), nn.Linear(16, 4)).to(dtype)
-
-
-def _run(
-    train: Train,
-    dtype: torch.dtype,
-    options: dict[str, Any],
-    synchronize: Callable[[], None],
-    make_model: Callable[[torch.dtype], nn.Module] = model_of,
-) -> Outcome:
-    model = make_model(dtype)
-    model.register_forward_pre_hook(lambda *_: synchronize())  # a forward reads parameters behind the current stream
-    options = {"speculation": "always", "threads": 2, "bucket_numel": 1024, **options}
-    with AdamW(model.parameters(), **options) as optimizer:
-        train(model, optimizer)
-        synchronize()
-        return optimizer.state_digests(), optimizer.stats()
-
+from tests.support.link_runs import LATE, deep_model, run_model, run_on_fake, run_on_host, steps, wide_model
 
 # ---- the same bits --------------------------------------------------------------------------------------------------
 
@@ -240,7 +188,7 @@ def test_delivery_on_demand_needs_the_wait_in_forward(fake: Fake) -> None:
 def _differs_without(fake: Fake, later: str, earlier: str, *, room: int = 1 << 30, **options: Any) -> bool:
     """Whether some seed shows that the wait of one stream for the other is needed. ``room``: for blocks."""
     settings = {"max_grad_norm": 0.5, **options}
-    expected, _ = _run(steps, torch.bfloat16, {**settings, "keep_grads": None}, lambda: None, deep_model)
+    expected, _ = run_model(steps, torch.bfloat16, {**settings, "keep_grads": None}, lambda: None, deep_model)
     for seed in range(6):
         with on_fake_device(fake) as links:
             made: list[LateLink] = links
@@ -252,7 +200,7 @@ def _differs_without(fake: Fake, later: str, earlier: str, *, room: int = 1 << 3
                 steps(model, optimizer)
 
             fake.delays(seed, LATE)
-            digests, _ = _run(train, torch.bfloat16, settings, fake.synchronize, deep_model)
+            digests, _ = run_model(train, torch.bfloat16, settings, fake.synchronize, deep_model)
             for stream in made[0].roles.values():
                 fake.synchronize(stream)
             if digests != expected or fake.mismatches:
@@ -279,8 +227,8 @@ def test_a_missing_wait_changes_the_result(fake: Fake, later: str, earlier: str,
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_that_span_buckets_are_freed_when_all_of_them_was_packed(mode: str, fake: Fake) -> None:
     options: dict[str, Any] = {"speculation": mode, "max_grad_norm": 0.5}
-    expected = _run(steps, torch.bfloat16, options, lambda: None, wide_model)
+    expected = run_model(steps, torch.bfloat16, options, lambda: None, wide_model)
     fake.delays(7, LATE)
     with on_fake_device(fake):
-        found = _run(steps, torch.bfloat16, options, fake.synchronize, wide_model)
+        found = run_model(steps, torch.bfloat16, options, fake.synchronize, wide_model)
     assert found[0] == expected[0]

@@ -16,10 +16,10 @@ from torch import nn
 
 from superoffload import AdamW
 from superoffload.integrations.accelerate import Window
-from tests.links.cuda.test_cuda_link import LATE
 from tests.support.adamw_training import batch, model_of
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
 from tests.support.freed_gradients import NEEDED_AGAIN, OPTIONS, grads_of, seen, taken_back
+from tests.support.link_runs import LATE
 from tests.support.rank_processes import error_of, flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
 
 # ---- fully_shard ----------------------------------------------------------------------------------------------------
@@ -188,17 +188,17 @@ def test_a_window_that_was_left_half_way_is_another_loops() -> None:
 
 
 def trained(folder: Path, fake: Fake | None) -> dict[str, str]:
-    from tests.integrations import test_transformers as tools
+    from tests.support.hugging_face import end, model_of, trainer_of
 
     options: dict[str, Any] = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 16, "max_steps": 8}
     with on_fake_device(fake) if fake is not None else on_host():
-        trainer = tools.trainer_of(folder, tools.model_of(), "always", **options)
+        trainer = trainer_of(folder, model_of(), "always", **options)
         if fake is not None:
             trainer.model.register_forward_pre_hook(lambda *_: fake.synchronize())
         trainer.train()  # an epoch is five windows of three, and one of a single batch
         if fake is not None:
             fake.synchronize()
-        return tools.end(trainer)
+        return end(trainer)
 
 
 @pytest.mark.parametrize("told", [True, False])

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from superoffload import AdamW
 from superoffload.cuda import link as cuda_link
 from superoffload.errors import DeviceError
-from tests.links.cuda.test_cuda_link import deep_model
 from tests.support.adamw_training import batch
 from tests.support.fake_cuda import Fake, garbage_like
 from tests.support.fake_cuda_training import blocks_of, training
+from tests.support.link_runs import deep_model
 
 OUT_OF_MEMORY = 2
 BEHIND = 2_500_000.0  # microseconds: longer than a link waits when it is closed

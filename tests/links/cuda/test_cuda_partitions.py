@@ -14,8 +14,8 @@ from superoffload.engine.options import EngineOptions
 from superoffload.errors import DeviceError
 from superoffload.integrations.deepspeed.driver import Partition, PartitionDriver
 from superoffload.verdict import decide
-from tests.links.cuda.test_cuda_link import LATE
 from tests.support.fake_cuda import IMAGE, Fake, FakeDevice, LateLink
+from tests.support.link_runs import LATE
 
 SIZES = (3000, 1000, 0, 500, 2100)
 HYPER = GroupHyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, l2=False, bias_correction=True)

@@ -15,10 +15,10 @@ from superoffload.bucket import Shard
 from superoffload.errors import DeviceError, KernelsUnavailable, StateError, TornStep
 from superoffload.placement import move_state
 from superoffload.schedule import MODES
-from tests.links.cuda.test_cuda_link import LATE, deep_model, run_on_host
 from tests.support.adamw_training import DTYPES, batch, model_of
 from tests.support.fake_cuda import Fake, on_fake_device
 from tests.support.fake_cuda_training import out_of_memory
+from tests.support.link_runs import LATE, deep_model, run_on_host
 
 HALF = {"gpu_fraction": 0.5}
 

@@ -17,10 +17,10 @@ from superoffload.bucket import Bucket, BucketState
 from superoffload.cuda.blocks import early_buckets
 from superoffload.cuda.link import CudaLink
 from superoffload.errors import WorkerError
-from tests.links.cuda.test_cuda_link import LATE, deep_model
 from tests.support.adamw_training import batch
 from tests.support.fake_cuda import Fake, LateLink, on_fake_device, on_host
 from tests.support.fake_cuda_training import training
+from tests.support.link_runs import LATE, deep_model
 
 Look = Callable[[], None]
 Outcome = tuple[dict[str, str], dict[str, float | int]]

@@ -22,29 +22,11 @@ from superoffload.integrations.ddp import ReducedGradients
 from superoffload.optimizer import module_hooks
 from superoffload.optimizer.lifetime import Alone
 from superoffload.optimizer.watched import Tracked
-from tests.links.cuda.test_cuda_link import deep_model
 from tests.support.adamw_training import batch
 from tests.support.fake_cuda import IMAGE, Fake, FakeDevice, LateLink, garbage_like, on_fake_device
+from tests.support.link_runs import STEPS, deep_model, train, two_branches
 
-STEPS = 4
 LATE = 20_000.0  # microseconds
-
-
-def two_branches() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.ModuleList([nn.Linear(24, 24), nn.Linear(24, 24)])
-
-
-def train(model: Any, synchronize: Any) -> dict[str, str]:
-    """Both branches' gradients are in one bucket."""
-    with AdamW(model.parameters(), speculation="always", bucket_numel=100_000, threads=1) as optimizer:
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            values = torch.randn(8, 24, generator=torch.Generator().manual_seed(step))
-            sum(branch(values).square().mean() for branch in model).backward()
-            optimizer.step()
-            synchronize()
-        return optimizer.state_digests()
 
 
 def test_gradients_of_several_streams_are_all_waited_for(fake: Fake) -> None:

@@ -14,9 +14,11 @@ from superoffload import AdamW
 from tests.support.adamw_training import batch, train
 from tests.support.fake_cuda import Fake
 from tests.support.freed_gradients import (
+    branches,
     check,
     clipped,
     grads_of,
+    images,
     on_the_device,
     taken_back,
 )
@@ -110,21 +112,6 @@ def test_a_backward_without_zero_grad_adds_to_the_step_before(fake: Fake) -> Non
     check(fake, kept)
 
 
-class Branches(nn.ModuleList):
-    """Gradients come not in the order of registration, so that buckets are laid out anew after the first step."""
-
-    def forward(self, values: Tensor) -> Tensor:
-        for index in (1, 0, 2):
-            layer: Any = self[index]
-            values = layer(values.to(layer.weight.dtype))
-        return values
-
-
-def branches(dtype: torch.dtype) -> nn.Module:
-    torch.manual_seed(0)
-    return Branches([nn.Linear(24, 24), nn.Linear(16, 24), nn.Linear(24, 4)]).to(dtype)
-
-
 @pytest.mark.parametrize("cleared", [False, True])
 def test_buckets_that_are_laid_out_anew(fake: Fake, cleared: bool) -> None:
     """What is still shown of the step before is copied before that."""
@@ -146,15 +133,6 @@ def test_buckets_that_are_laid_out_anew(fake: Fake, cleared: bool) -> None:
         return found
 
     check(fake, kept, make=branches)
-
-
-def images(dtype: torch.dtype) -> nn.Module:
-    """Parameters whose elements are in another order in memory."""
-    torch.manual_seed(0)
-    layers = (nn.Unflatten(1, (4, 2, 2)), nn.Conv2d(4, 8, 2), nn.Flatten(), nn.Linear(8, 4))
-    model: Any = nn.Sequential(*layers).to(dtype)
-    made: nn.Module = model.to(memory_format=torch.channels_last)
-    return made
 
 
 def test_parameters_in_another_order_of_memory(fake: Fake) -> None:

@@ -18,6 +18,17 @@ from superoffload.bucket import Bucket
 Operation = _native.Operation
 
 
+def build() -> str | None:
+    """None, or why it cannot be had; DeepSpeed compiles it on first use."""
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    try:
+        CPUAdamBuilder().load()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 class _Clock:
     """One of DeepSpeed's native Adam objects. It multiplies up its powers of beta from call to call, so it must be
     called once for every step number, in order, as stock does."""
