@@ -35,10 +35,11 @@ CHECKED := checkpoints/safetensors checkpoints/saving engine/bucket_fates engine
     engine/placement engine/schedule engine/two_phase engine/verdict engine/worker_faults kernels/bit_sums \
     kernels/float_environment kernels/journal kernels/kernels kernels/reference links/cuda/cuda_link \
     links/cuda/cuda_parameters links/cuda/cuda_streams optimizer/adamw optimizer/clipping_by_hand optimizer/cpu_adamw \
-    optimizer/delivery optimizer/delivery_readers optimizer/masters optimizer/metrics optimizer/parameter_writes \
-    optimizer/second_backward optimizer/timeline optimizer/unknown_arguments project/docs project/packaging \
-    project/public_names project/recorded_figures tools/plan tools/plan_advice tools/plan_machines \
-    tools/verify_injection
+    optimizer/delivery optimizer/delivery_readers optimizer/edited_gradients optimizer/grad_scaler \
+    optimizer/hyper_parameters optimizer/masters optimizer/metrics optimizer/parameter_writes \
+    optimizer/second_backward optimizer/timeline optimizer/unknown_arguments optimizer/unusual_parameters \
+    project/docs project/packaging project/public_names project/recorded_figures tools/plan tools/plan_advice \
+    tools/plan_machines tools/verify_injection
 TARGETS := demo test check docs build lint types format native-test clang-test sanitize arm-test arm-python-test \
     old-cpu-test grace cuda-kernels old-deepspeed-test fresh-clone-test gpu-extension clean
 

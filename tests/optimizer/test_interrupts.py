@@ -1,4 +1,4 @@
-"""Ctrl-C and other signals at any moment of a step: nothing is lost, doubled or half-applied."""
+"""Ctrl-C, other signals and exceptions at any moment of a step: nothing is lost, doubled or half-applied."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.engine.engine import Engine
@@ -16,9 +17,11 @@ from superoffload.engine.finisher import Finisher
 from superoffload.engine.speculator import Speculator
 from superoffload.errors import StateError
 from tests.support.adamw_training import (
+    Optimizer,
     assert_worker_threads,
     batch,
     check_counters,
+    check_scenario,
     model_of,
     pair,
     run_python,
@@ -224,3 +227,41 @@ def test_many_interrupts_at_random_moments() -> None:
     """Each training step is retried until it is done; in the end nothing was lost, doubled or half-applied."""
     counters = f"print(stats['buckets_speculated'] == sum(stats[name] for name in {COUNTERS}))"
     assert run_python(HAMMERED.replace("COUNTERS", counters)).stdout.split() == ["True"] * 4
+
+
+def test_an_exception_between_backward_and_step() -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        for seed in range(4):
+            optimizer.zero_grad()
+            try:
+                batch(model, seed).backward()
+                if seed % 2:
+                    raise ValueError("the user's")
+                optimizer.step()
+            except ValueError:
+                continue
+
+    assert check_scenario(scenario)["buckets_abandoned"] == 2  # by zero_grad(), and the last one by close()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("then_step", [False, True])
+def test_an_exception_in_the_middle_of_backward(error: type[BaseException], then_step: bool) -> None:
+    """With step() after it, the gradients that had arrived are applied, as in torch."""
+
+    def scenario(model: Any, optimizer: Optimizer) -> None:
+        train(model, optimizer, range(2))
+        optimizer.zero_grad()
+
+        def fail(grad: Tensor) -> None:
+            raise error("the user's")
+
+        handle = model[2].weight.register_hook(fail)
+        with pytest.raises(error, match="the user's"):
+            batch(model, 7).backward()
+        handle.remove()
+        if then_step:
+            optimizer.step()
+        train(model, optimizer, range(3))
+
+    check_scenario(scenario, bucket_numel=1024)

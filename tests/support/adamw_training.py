@@ -183,3 +183,18 @@ def python() -> QuickPython:
     server = QuickPython(["torch", "torch._dynamo"], {**os.environ, "PYTHONPATH": os.getcwd()})
     atexit.register(server.close)
     return server
+
+
+def grads_of(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@contextmanager
+def nothing_shows(model: nn.Module) -> Any:
+    """No parameter changes its bits or its version inside."""
+    before = [(p.detach().clone(), p._version, p.data_ptr()) for p in model.parameters()]
+    yield
+    for param, (value, version, address) in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param.detach(), value)
+        assert param._version == version
+        assert param.data_ptr() == address

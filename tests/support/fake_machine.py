@@ -1,10 +1,12 @@
-"""Copies of /proc and /sys that never were: Grace, containers, small machines, for `superoffload doctor`."""
+"""Machines that never were, for `superoffload doctor`: copies of /proc and /sys, GPUs, and what it warns of there."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
+from superoffload.doctor.findings import OK, Examination
+from superoffload.doctor.gpu import Device
 from superoffload.doctor.system import System
 
 # A quiet x86 server with two processors on one node and no limits.
@@ -54,3 +56,38 @@ def make_machine(root: Path, files: Mapping[str, str], changes: Mapping[str, str
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
     return System(root)
+
+
+class NoGpu:
+    def missing(self) -> str | None:
+        return "torch sees no CUDA device"
+
+    def devices(self) -> list[Device]:
+        raise AssertionError("asked for devices although there are none")
+
+    def compiler(self) -> tuple[str, str]:
+        raise AssertionError("asked for a compiler although there is no GPU")
+
+
+class Gpus:
+    def __init__(self, *devices: Device, compiler: tuple[str, str] = ("NVRTC 13.0 (made up)", "")) -> None:
+        self._devices = list(devices)
+        self._compiler = compiler
+
+    def missing(self) -> str | None:
+        return None
+
+    def devices(self) -> list[Device]:
+        return self._devices
+
+    def compiler(self) -> tuple[str, str]:
+        return self._compiler
+
+
+def warnings_of(found: Examination) -> list[str]:
+    return [f"{finding.text} -> {finding.remedy}" for finding in found.findings if finding.level != OK]
+
+
+def one_warning(found: Examination) -> str:
+    (warning,) = warnings_of(found)
+    return warning

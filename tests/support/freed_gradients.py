@@ -100,10 +100,6 @@ def taken_back() -> Iterator[list[str]]:
         yield names
 
 
-def grads_of(model: nn.Module) -> list[Tensor]:
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
 def clipped(model: nn.Module) -> Tensor:
     return nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 

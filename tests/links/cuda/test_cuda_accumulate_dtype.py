@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from superoffload import AdamW
 from superoffload.errors import StateError
 from superoffload.packed_gradient import PackedGradient, packed_in
-from tests.support.adamw_training import batch, model_of
+from tests.support.adamw_training import batch, grads_of, model_of
 from tests.support.fake_cuda import Fake, on_fake_device
 from tests.support.fp32_gradients import declared, needs_grad_dtype
 from tests.support.freed_gradients import (
     NEEDED_AGAIN,
     MakeModel,
     branches,
-    grads_of,
     images,
     on_the_device,
     on_the_host,

@@ -15,18 +15,9 @@ from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.packed_gradient import PackedGradient
-from tests.support.adamw_training import batch
+from tests.support.adamw_training import batch, grads_of
 from tests.support.fake_cuda import Fake
-from tests.support.freed_gradients import (
-    check,
-    clipped,
-    grads_of,
-    on_the_device,
-    on_the_host,
-    seen,
-    steps,
-    taken_back,
-)
+from tests.support.freed_gradients import check, clipped, on_the_device, on_the_host, seen, steps, taken_back
 
 # ---- clipped, scaled, edited by hand --------------------------------------------------------------------------------
 

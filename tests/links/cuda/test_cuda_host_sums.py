@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from tests.support.adamw_training import batch, model_of
+from tests.support.adamw_training import batch, grads_of, model_of
 from tests.support.fake_cuda import Fake
 from tests.support.fp32_gradients import needs_grad_dtype
 from tests.support.freed_gradients import (
@@ -19,7 +19,6 @@ from tests.support.freed_gradients import (
     Program,
     branches,
     clipped,
-    grads_of,
     images,
     on_the_device,
     on_the_host,

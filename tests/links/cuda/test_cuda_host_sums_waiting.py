@@ -12,10 +12,10 @@ from torch import nn
 from superoffload import AdamW
 from superoffload.errors import DeviceError, StateError
 from superoffload.packed_gradient import PackedGradient
-from tests.support.adamw_training import batch, model_of
+from tests.support.adamw_training import batch, grads_of, model_of
 from tests.support.fake_cuda import Fake, on_fake_device
 from tests.support.fp32_gradients import needs_grad_dtype
-from tests.support.freed_gradients import OPTIONS, grads_of, on_the_device, on_the_host, seen
+from tests.support.freed_gradients import OPTIONS, on_the_device, on_the_host, seen
 from tests.support.host_sums import BF16, FP32, bytes_in_use, free_bytes, uneven
 from tests.support.link_runs import LATE
 

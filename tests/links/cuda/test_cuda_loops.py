@@ -16,9 +16,9 @@ from torch import nn
 
 from superoffload import AdamW
 from superoffload.integrations.accelerate import Window
-from tests.support.adamw_training import batch, model_of
+from tests.support.adamw_training import batch, grads_of, model_of
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
-from tests.support.freed_gradients import NEEDED_AGAIN, OPTIONS, grads_of, seen, taken_back
+from tests.support.freed_gradients import NEEDED_AGAIN, OPTIONS, seen, taken_back
 from tests.support.link_runs import LATE
 from tests.support.rank_processes import error_of, flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
 

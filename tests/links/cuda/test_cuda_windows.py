@@ -11,17 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from tests.support.adamw_training import batch, train
+from tests.support.adamw_training import batch, grads_of, train
 from tests.support.fake_cuda import Fake
-from tests.support.freed_gradients import (
-    branches,
-    check,
-    clipped,
-    grads_of,
-    images,
-    on_the_device,
-    taken_back,
-)
+from tests.support.freed_gradients import branches, check, clipped, images, on_the_device, taken_back
 
 # ---- what autograd adds ---------------------------------------------------------------------------------------------
 
