@@ -23,19 +23,7 @@ from superoffload.checkpoints.safetensors import TensorReader
 from superoffload.errors import ArgumentError
 from superoffload.untrusted import parse_json
 from tests.support.forged_checkpoints import Content, forged, with_state
-from tests.support.saved_runs import TENSORS, Run, assert_same, save_two_steps
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_two_steps(tmp_path_factory.mktemp("saved"))
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    run = Run(3, torch.bfloat16)
-    yield run
-    run.optimizer.close()
+from tests.support.saved_runs import TENSORS, Run, assert_same
 
 
 def refused(folder: Path, run: Run, words: str) -> None:

@@ -18,22 +18,9 @@ from superoffload import checkpoints
 from superoffload.errors import ArgumentError
 from superoffload.untrusted import parse_json, printable, read_json
 from tests.support.forged_checkpoints import STRANGE, Content, a_file, forged, with_state
-from tests.support.saved_runs import TENSORS, Run, assert_same, save_two_steps
+from tests.support.saved_runs import TENSORS, Run, assert_same
 
 KEY = "model.norm.running_mean"  # of 8 elements
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_two_steps(tmp_path_factory.mktemp("saved"))
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    run = Run(3, torch.bfloat16)
-    run.steps(range(1))
-    yield run
-    run.optimizer.close()
 
 
 def piece(**values: Any) -> Callable[[Content], None]:

@@ -15,19 +15,11 @@ from typing import Any
 
 import pytest
 
-from superoffload import AdamW, checkpoints
+from superoffload import checkpoints
 from superoffload.checkpoints import leftovers
-from tests.support.adamw_training import model_of
 from tests.support.saved_runs import break_locks
 
 HIDDEN = ".writing-{host}-{pid}-{start}-{namespace}-{boot}-0123456789ab"
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[tuple[Any, AdamW]]:
-    model = model_of(seed=8)
-    with AdamW(model.parameters(), threads=1) as optimizer:
-        yield model, optimizer
 
 
 def hidden(root: Path, **changed: Any) -> Path:

@@ -6,7 +6,6 @@ import errno
 import json
 import multiprocessing
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +69,6 @@ def together(jobs: list[tuple[Path, str]], keep: int | None, locks: str, backgro
 def said(folder: Path) -> list[list[tuple[str, dict[str, str]]]]:
     """Per process: the names that it was told are saved, and what is in them."""
     return [json.loads(path.read_text()) for path in folder.glob("*.json")]
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[tuple[Any, AdamW]]:
-    model = model_of(seed=8)
-    with AdamW(model.parameters(), threads=1) as optimizer:
-        yield model, optimizer
 
 
 def assert_whole(folder: Path, saved: list[tuple[str, dict[str, str]]], reader: Any) -> None:

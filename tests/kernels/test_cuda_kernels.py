@@ -15,7 +15,7 @@ from superoffload import _native, kernels
 from superoffload.cuda import geometry
 from tests.support import emulated_kernels
 from tests.support import kernel_inputs as cases
-from tests.support.guarded_arrays import Guarded, assert_bits
+from tests.support.guarded_arrays import Guarded, assert_bits, scalars_of
 from tests.support.kernel_battery import Case, norm_inputs, span_cases
 from tests.support.reference.bit_sums import BLOCK_BYTES, bit_sums, number_of
 from tests.support.reference.convert import narrow
@@ -168,18 +168,8 @@ def test_unpack_keeps_every_bit(form: str) -> None:
         assert target.intact()
 
 
-def scalars_of(case: Case) -> bytes:
-    hyper = case.hyper
-    return _native.freeze_scalars(
-        lr=hyper.lr,
-        beta1=hyper.beta1,
-        beta2=hyper.beta2,
-        eps=hyper.eps,
-        weight_decay=hyper.weight_decay,
-        gradient_factor=hyper.gradient_factor,
-        l2=hyper.l2,
-        step=hyper.step,
-    )
+def frozen(case: Case) -> bytes:
+    return _native.freeze_scalars(**scalars_of(case.hyper), l2=case.hyper.l2, step=case.hyper.step)
 
 
 @pytest.mark.parametrize("l2", [False, True], ids=["adamw", "l2"])
@@ -196,7 +186,7 @@ def test_step_gives_the_bits_of_the_reference(types: tuple[str, str], l2: bool) 
         parameter = Guarded(np.zeros(case.length, WORDS[types[1]]), start)
         memory.append((*state, gradient, parameter))
         addresses = [guarded.array.ctypes.data for guarded in memory[-1]]
-        rows.append((*addresses, case.length, 0, scalars_of(case)))
+        rows.append((*addresses, case.length, 0, frozen(case)))
     emulated_kernels.launch(step_kernel(types), geometry.step_pieces(rows))
     for case, parts in zip(spans, memory, strict=True):
         for name, part, expected in zip(
@@ -256,7 +246,7 @@ def test_noisy_step_gives_the_bits_of_the_native_kernel(first_index: int) -> Non
 
 def test_piece_tables_are_what_the_kernels_read() -> None:
     assert (COPY_PIECE.itemsize, SUM_PIECE.itemsize, geometry.STEP_PIECE.itemsize) == (32, 32, 128)
-    assert len(scalars_of(span_cases("fp32", "fp32", False)[0])) == geometry.SCALARS_BYTES
+    assert len(frozen(span_cases("fp32", "fp32", False)[0])) == geometry.SCALARS_BYTES
     table = copy_pieces([(64, 0, 1024), (128, 1024, 0), (192, 1024, 1), (256, 1088, 3000)])
     assert table["first_block"].tolist() == [0, 1, 1, 2]
     assert geometry.count_blocks(table) == 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,19 +13,20 @@ from torch import nn
 
 from superoffload import AdamW
 from superoffload.schedule import MODES
-from tests.support.adamw_training import batch, check_counters, model_of
+from tests.support.adamw_training import batch, check_counters
 from tests.support.compatibility import compat
 from tests.support.fp32_gradients import (
+    as_it_is,
+    check_checkpoint,
     declared,
     needs_grad_dtype,
-    steps,
     trained,
 )
 from tests.support.micro_batches import (
     HALVES,
     ROW,
     Window,
-    as_it_is,
+    accelerated,
     in_own_dtype,
     loop,
     losses_of,
@@ -133,19 +133,9 @@ def test_fp32_parameters_are_left_as_they_are() -> None:
 @needs_grad_dtype
 def test_checkpoints_are_the_same() -> None:
     """Saved with it, loaded without, and the other way."""
-    for before, after in (("fp32", None), (None, "fp32")):
-        model, other = model_of(torch.bfloat16), model_of(torch.bfloat16, seed=1)
-        with AdamW(model.parameters(), lr=1e-2, threads=2, accumulate_dtype=before) as optimizer:
-            steps(model, optimizer)
-            digests, file = optimizer.state_digests(), io.BytesIO()
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-        saved = torch.load(io.BytesIO(file.getvalue()))
-        with AdamW(other.parameters(), lr=1e-2, threads=2, accumulate_dtype=after) as optimizer:
-            other.load_state_dict(saved["model"])
-            optimizer.load_state_dict(saved["optimizer"])
-            assert optimizer.state_digests() == digests
-            steps(other, optimizer, range(4, 6))
-            assert optimizer.stats()["steps"] == 2
+    with_it: dict[str, Any] = {"accumulate_dtype": "fp32"}
+    check_checkpoint(as_it_is, as_it_is, (with_it, {}))
+    check_checkpoint(as_it_is, as_it_is, ({}, with_it))
 
 
 # ---- loops of others ------------------------------------------------------------------------------------------------
@@ -155,28 +145,17 @@ def test_checkpoints_are_the_same() -> None:
 @needs_grad_dtype
 @pytest.mark.parametrize("mode", MODES)
 def test_windows_of_accelerate(mode: str) -> None:
-    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'superoffload[transformers]'")
-
-    def theirs(model: nn.Module, optimizer: Any) -> None:
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-        accelerate.state.GradientState._reset_state()
-        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
-        prepared, wrapped = accelerator.prepare(model, optimizer)
-        for seed in range(12):
-            with accelerator.accumulate(prepared):
-                accelerator.backward(batch(model, seed))
-                wrapped.step()
-                wrapped.zero_grad()
-
     def by_hand(model: nn.Module, optimizer: Any) -> None:
         for number in range(3):
             summed(optimizer, (batch(model, 4 * number + micro) / 4 for micro in range(4)))
             optimizer.step()
 
     expected = trained(declared, by_hand, torch.bfloat16, speculation="never").state_digests()
-    found = trained(as_it_is, theirs, torch.bfloat16, speculation=mode, accumulate_dtype="fp32")
+    found = trained(
+        as_it_is, partial(accelerated, micro_batches=4), torch.bfloat16, speculation=mode, accumulate_dtype="fp32"
+    )
     assert found.state_digests() == expected and found.stats()["buckets_undone"] == 0
-    assert trained(as_it_is, theirs, torch.bfloat16).state_digests() != expected
+    assert trained(as_it_is, partial(accelerated, micro_batches=4), torch.bfloat16).state_digests() != expected
 
 
 @needs_grad_dtype

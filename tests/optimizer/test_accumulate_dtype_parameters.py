@@ -17,6 +17,7 @@ from superoffload.optimizer.fp32_sums import check_fp32_sums
 from superoffload.schedule import MODES
 from tests.support.adamw_training import batch, model_of
 from tests.support.fp32_gradients import (
+    as_it_is,
     by_hooks,
     declared,
     needs_grad_dtype,
@@ -26,7 +27,7 @@ from tests.support.fp32_gradients import (
     trained,
     with_main_grad,
 )
-from tests.support.micro_batches import WINDOWS, Window, as_it_is, loop, losses_of, summed, told
+from tests.support.micro_batches import WINDOWS, Window, loop, losses_of, summed, told
 
 
 def _dtypes(params: Any) -> list[Any]:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from packaging.markers import Marker
@@ -21,20 +20,12 @@ from packaging.version import Version
 import superoffload
 import superoffload._native
 from tests.support.checkout import ROOT
+from tests.support.scripts import load_file
 
 MACHINES = ("x86_64", "aarch64", "riscv64")
 
 
-def load_setup() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("superoffload_setup", ROOT / "setup.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-setup_py = load_setup()
+setup_py = load_file(ROOT / "setup.py")
 
 
 def run(*command: str | Path, **options: object) -> subprocess.CompletedProcess[str]:

@@ -23,7 +23,7 @@ from superoffload.engine.layout import lay_out
 from superoffload.link import HostLink
 from tests.support import kernel_inputs as cases
 from tests.support.checkout import ROOT
-from tests.support.guarded_arrays import GUARD_BYTES, GUARD_VALUE
+from tests.support.guarded_arrays import GUARD_BYTES, GUARD_VALUE, scalars_of
 from tests.support.kernel_battery import Case, norm_inputs, span_cases
 from tests.support.reference.convert import narrow
 
@@ -281,16 +281,7 @@ def pack(link: Any, bucket: Bucket, gradients: list[Tensor]) -> None:
 def _step(link: Any, bucket: Bucket, setting: Setting) -> None:
     hyper = cases.HYPERS[bucket.group]
     work = bucket.resident_work or bucket.work
-    work.freeze(
-        lr=hyper.lr,
-        beta1=hyper.beta1,
-        beta2=hyper.beta2,
-        eps=hyper.eps,
-        weight_decay=hyper.weight_decay,
-        gradient_factor=hyper.gradient_factor,
-        l2=setting.l2,
-        steps=[hyper.step] * len(bucket.pieces),
-    )
+    work.freeze(**scalars_of(hyper), l2=setting.l2, steps=[hyper.step] * len(bucket.pieces))
     if bucket.resident:
         link.residency.step(bucket)
         return

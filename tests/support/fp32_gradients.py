@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +65,10 @@ def precise_loss(model: nn.Module, seed: int) -> Tensor:
 def parameters_of(model: nn.Module) -> list[Any]:
     """With whatever attributes others have given them."""
     return list(model.parameters())
+
+
+def as_it_is(_: nn.Module) -> None:
+    """The model as it is."""
 
 
 def declared(model: nn.Module) -> None:
@@ -138,6 +143,24 @@ def steps(model: nn.Module, optimizer: Optimizer, seeds: range = range(4)) -> No
         optimizer.zero_grad()
         precise_loss(model, seed).backward()
         optimizer.step()
+
+
+def check_checkpoint(before: Source, after: Source, options: tuple[dict[str, Any], dict[str, Any]] = ({}, {})) -> None:
+    """What the one saves, the other loads, bit for bit, and trains on."""
+    model, other = model_of(torch.bfloat16), model_of(torch.bfloat16, seed=1)
+    before(model)
+    with AdamW(model.parameters(), lr=1e-2, threads=2, **options[0]) as optimizer:
+        steps(model, optimizer)
+        digests, file = optimizer.state_digests(), io.BytesIO()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    saved = torch.load(io.BytesIO(file.getvalue()))
+    after(other)
+    with AdamW(other.parameters(), lr=1e-2, threads=2, **options[1]) as optimizer:
+        other.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        assert optimizer.state_digests() == digests
+        steps(other, optimizer, range(4, 6))
+        assert optimizer.stats()["steps"] == 2
 
 
 def gradient_of(param: Tensor) -> Tensor:

@@ -20,19 +20,22 @@ WORST_BYTES_PER_LANE = 32
 WORST_BYTES_PER_BLOCK = 256
 
 
+def scalars_of(hyper: HyperLike) -> dict[str, Any]:
+    """The hyper-parameters that every call to a kernel takes by name."""
+    return {
+        "lr": hyper.lr,
+        "beta1": hyper.beta1,
+        "beta2": hyper.beta2,
+        "eps": hyper.eps,
+        "weight_decay": hyper.weight_decay,
+        "gradient_factor": hyper.gradient_factor,
+    }
+
+
 def kernel_hyper(hyper: HyperLike, **changes: Any) -> kernels.Hyper:
     """The reference's hyper-parameters as the kernels' class."""
     return replace(
-        kernels.Hyper(
-            lr=hyper.lr,
-            beta1=hyper.beta1,
-            beta2=hyper.beta2,
-            eps=hyper.eps,
-            weight_decay=hyper.weight_decay,
-            step=hyper.step,
-            gradient_factor=hyper.gradient_factor,
-            l2=hyper.l2,
-        ),
+        kernels.Hyper(**scalars_of(hyper), step=hyper.step, l2=hyper.l2),
         **changes,
     )
 

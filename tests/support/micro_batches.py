@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -15,10 +16,6 @@ HALVES = (torch.bfloat16, torch.float16)
 WINDOWS = (3, 1, 5, 2)  # micro-batches of each step
 ROW = "gradient accumulation in fp32 of bfloat16 and float16 parameters (accumulate_dtype)"
 Window = Callable[[AdamW, Iterable[Tensor]], None]
-
-
-def as_it_is(_: nn.Module) -> None:
-    """The model as it is."""
 
 
 def losses_of(model: nn.Module, window: int, count: int) -> Iterator[Tensor]:
@@ -73,3 +70,18 @@ def train_windows(window: Window, model: nn.Module, optimizer: Any) -> None:
             assert model[0].bias.grad is not None  # type: ignore[index]  # Sequential is indexed, a Module is not
             model[0].bias.grad[0] = torch.inf  # type: ignore[index]  # Sequential is indexed, a Module is not
         optimizer.step()
+
+
+def accelerated(model: nn.Module, optimizer: Any, micro_batches: int = 3) -> None:
+    """Three windows of Accelerate, which says where they end."""
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'superoffload[transformers]'")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=micro_batches)
+    prepared, wrapped = accelerator.prepare(model, optimizer)
+    for seed in range(3 * micro_batches):
+        with accelerator.accumulate(prepared):
+            accelerator.backward(batch(model, seed))
+            wrapped.step()
+            wrapped.zero_grad()
+    accelerate.state.GradientState._reset_state()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -17,7 +17,16 @@ from superoffload import AdamW
 from superoffload.packed_gradient import PackedGradient
 from tests.support.adamw_training import batch, grads_of
 from tests.support.fake_cuda import Fake
-from tests.support.freed_gradients import check, clipped, on_the_device, on_the_host, seen, steps, taken_back
+from tests.support.freed_gradients import (
+    check,
+    clipped,
+    on_the_device,
+    on_the_host,
+    seen,
+    steps,
+    taken_back,
+    with_scaler,
+)
 
 # ---- clipped, scaled, edited by hand --------------------------------------------------------------------------------
 
@@ -139,22 +148,12 @@ def test_gradients_that_are_taken_away_or_replaced(fake: Fake) -> None:
 
 @pytest.mark.parametrize("by_hand", ["", "unscale_", "unscale_ and clip"])
 def test_scaler(fake: Fake, by_hand: str) -> None:
+    def losses_of(model: nn.Module, seed: int) -> Iterator[Tensor]:
+        for micro in range(1 + (seed == 4)):
+            yield batch(model, 10 * seed + micro, scale=float("inf") if seed == 2 else 1.0)
+
     def scaled(model: nn.Module, optimizer: AdamW) -> list[float]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-        scales = []
-        for seed in range(6):
-            optimizer.zero_grad()
-            for micro in range(1 + (seed == 4)):
-                loss = batch(model, 10 * seed + micro, scale=float("inf") if seed == 2 else 1.0)
-                scaler.scale(loss).backward()
-            if by_hand:
-                scaler.unscale_(optimizer)
-            if "clip" in by_hand:
-                clipped(model)
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-        return scales
+        return with_scaler(model, optimizer, (losses_of(model, seed) for seed in range(6)), by_hand)
 
     check(fake, scaled, torch.float32)
 

@@ -23,10 +23,11 @@ from tests.support.freed_gradients import (
     on_the_device,
     on_the_host,
     seen,
+    with_scaler,
 )
 from tests.support.host_sums import BF16, FP32, bytes_in_use, free_bytes, uneven
 from tests.support.link_runs import LATE
-from tests.support.micro_batches import loop, losses_of, told
+from tests.support.micro_batches import accelerated, loop, losses_of, told
 
 pytestmark = needs_grad_dtype
 
@@ -99,24 +100,12 @@ def twice(model: nn.Module, optimizer: AdamW) -> None:
         optimizer.step()
 
 
-def scaled(model: nn.Module, optimizer: AdamW, by_hand: bool = False) -> list[float]:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    scales = []
-    for number in range(4):
-        optimizer.zero_grad()
-        for loss in losses_of(model, number, 3):
-            scaler.scale(loss).backward()
-        if by_hand:
-            scaler.unscale_(optimizer)
-            clipped(model)
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return scales
+def scaled(model: nn.Module, optimizer: AdamW, by_hand: str = "") -> list[float]:
+    return with_scaler(model, optimizer, (losses_of(model, number, 3) for number in range(4)), by_hand)
 
 
 def unscaled(model: nn.Module, optimizer: AdamW) -> list[float]:
-    return scaled(model, optimizer, by_hand=True)
+    return scaled(model, optimizer, "unscale_ and clip")
 
 
 def never_cleared(model: nn.Module, optimizer: AdamW) -> None:
@@ -124,20 +113,6 @@ def never_cleared(model: nn.Module, optimizer: AdamW) -> None:
     for number in range(3):
         loop(optimizer, losses_of(model, number, 2))
         optimizer.step()
-
-
-def accelerated(model: nn.Module, optimizer: AdamW) -> None:
-    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'superoffload[transformers]'")
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)
-    prepared, wrapped = accelerator.prepare(model, optimizer)
-    for seed in range(9):
-        with accelerator.accumulate(prepared):
-            accelerator.backward(batch(model, seed))
-            wrapped.step()
-            wrapped.zero_grad()
-    accelerate.state.GradientState._reset_state()
 
 
 LOOPS: list[Program] = [
