@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,9 @@ from superoffload.adamw import AdamW
 from superoffload.cli import main, verify
 from superoffload.training.model import Transformer
 from superoffload.training.record import BUCKET_FATES
+from tests.support.tiny_run import SIZES
 
-TINY = (
-    f"--data {argparse.__file__} --layers 1 --hidden 32 --heads 2 --kv-heads 1 --mlp 48 --sequence 32 --batch 4 "
-    f"--bucket-numel 4096 --torch-threads 1 --threads 2"
-)
+TINY = f"{SIZES} --threads 2"
 
 
 def run_verify(out: Path, *options: str) -> int:
