@@ -10,12 +10,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ("superoffload", "csrc", "setup.py")
 _SUFFIXES = frozenset({".py", ".pyi", ".cpp", ".h", ".inl", ".cu", ".cuh", ".txt"})
-_APART = (  # of no result
+_APART = (
     "csrc/tests/",
     "superoffload/tools/plan/",
     "superoffload/tools/doctor/",
     "superoffload/tools/report/",
-)
+)  # of no result
 _DIGITS = 16
 
 
