@@ -31,10 +31,15 @@ OLD_DEEPSPEED := build/deepspeed-0.18.0
 SVE_BYTES := 32 64
 emulated_cpu = -cpu max,sve-default-vector-length=$(1)
 # The tests of `make check`: without ranks, training or programs of their own. pytest refuses a file that is gone.
-CHECKED := adamw adamw_gradients adamw_parameters bits bucket_states clipping_by_hand core_fates core_landing cpu_adamw \
-    cuda_link cuda_parameters cuda_streams delivery delivery_readers docs float_environment injection journal kernels masters \
-    metrics packaging placement plan plan_advice plan_machines public_names recorded_figures reference safetensors saving schedule timeline two_phase \
-    unknown_arguments verdict worker_faults
+CHECKED := checkpoints/safetensors checkpoints/saving engine/bucket_fates engine/bucket_states engine/later_delivery \
+    engine/placement engine/schedule engine/two_phase engine/verdict engine/worker_faults kernels/bit_sums \
+    kernels/float_environment kernels/journal kernels/kernels kernels/reference links/cuda/cuda_link \
+    links/cuda/cuda_parameters links/cuda/cuda_streams optimizer/adamw optimizer/clipping_by_hand optimizer/cpu_adamw \
+    optimizer/delivery optimizer/delivery_readers optimizer/edited_gradients optimizer/grad_scaler \
+    optimizer/hyper_parameters optimizer/masters optimizer/metrics optimizer/parameter_writes \
+    optimizer/second_backward optimizer/timeline optimizer/unknown_arguments optimizer/unusual_parameters \
+    project/docs project/packaging project/public_names project/recorded_figures tools/plan tools/plan_advice \
+    tools/plan_machines tools/verify_injection
 TARGETS := demo test check docs build lint types format native-test clang-test sanitize arm-test arm-python-test \
     old-cpu-test grace cuda-kernels old-deepspeed-test fresh-clone-test gpu-extension clean
 
@@ -59,7 +64,7 @@ test: $(VENV)/.test-ready
 	$(PYTEST) $(PYTEST_ARGS)
 
 check: lint types native-test $(VENV)/.test-ready
-	$(PYTEST) $(CHECKED:%=tests/test_%.py)
+	$(PYTEST) $(foreach test,$(CHECKED),tests/$(dir $(test))test_$(notdir $(test)).py)
 
 docs: $(VENV)/.docs-requirements
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -184,9 +189,9 @@ old-cpu-test: $(VENV)/.built
 
 # The oldest DeepSpeed that the adapter knows, in front of the newest one, which the tests have.
 old-deepspeed-test: $(OLD_DEEPSPEED)/.installed $(VENV)/.test-ready
-	PYTHONPATH=$(CURDIR)/$(OLD_DEEPSPEED) $(PYTEST) $(addprefix tests/deepspeed/test_,$(OLD_DEEPSPEED_TESTS:=.py))
+	PYTHONPATH=$(CURDIR)/$(OLD_DEEPSPEED) $(PYTEST) $(addprefix tests/integrations/deepspeed/test_,$(OLD_DEEPSPEED_TESTS:=.py))
 
-OLD_DEEPSPEED_TESTS := switch against_stock checkpoints readers
+OLD_DEEPSPEED_TESTS := enabling against_stock checkpoints_zero3 readers_zero3
 
 $(OLD_DEEPSPEED)/.installed: $(VENV)/.test-requirements
 	rm -rf $(@D)

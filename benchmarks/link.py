@@ -23,7 +23,7 @@ from superoffload.links.base import PackTicket
 from superoffload.links.cuda.link import CudaLink, CudaOptions
 from superoffload.tools.bench.link_bandwidth import Rig
 from superoffload.tools.cli.bench_link import add_link_options, run_link
-from tests.fake_cuda import IMAGE, Fake, FakeDevice
+from tests.support.fake_cuda import IMAGE, Fake, FakeDevice
 
 _COUNTED = {
     "copies": ("cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"),

@@ -22,7 +22,7 @@ mirror=${SUPEROFFLOAD_DEBIAN:-http://deb.debian.org/debian}
 suite=trixie
 packages=(python3 python3-numpy python3-pytest python3-pytest-timeout python3-hypothesis libpython3-dev)
 keyring=/usr/share/keyrings/debian-archive-keyring.gpg
-tests=(tests/test_kernels.py tests/test_journal.py tests/test_float_environment.py)
+tests=(tests/kernels/test_kernels.py tests/kernels/test_journal.py tests/kernels/test_float_environment.py)
 
 skip() {
     echo "SKIPPED: THE EXTENSION WAS NOT TRIED UNDER AN ARM PYTHON: $1"

@@ -43,7 +43,7 @@ def missing_for_gpu() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    from tests.over_stand_in import is_wanted
+    from tests.support.over_stand_in import is_wanted
 
     items[:] = [item for item in items if is_wanted(item)]
     marked = [item for item in items if item.get_closest_marker("gpu")]
@@ -66,13 +66,13 @@ def torch_threads_as_before() -> Iterator[None]:
 @pytest.fixture
 def refusal(request: pytest.FixtureRequest) -> Any:
     """Checks an error against the text that docs/compatibility.md quotes from the test's mark."""
-    from tests.compatibility import Refusal
+    from tests.support.compatibility import Refusal
 
     return Refusal([mark.kwargs["refused"] for mark in request.node.iter_markers("compat") if mark.kwargs["refused"]])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    from tests.over_stand_in import LINKS, shows_stand_in
+    from tests.support.over_stand_in import LINKS, shows_stand_in
 
     if shows_stand_in(metafunc.definition):
         metafunc.parametrize("link_below", LINKS, indirect=True)
@@ -81,7 +81,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(autouse=True)
 def link_below(request: pytest.FixtureRequest) -> Iterator[str]:
     """Puts the CUDA link over the fake driver below the test's optimizers, in a run that fills its column."""
-    from tests.over_stand_in import below, is_over_stand_in
+    from tests.support.over_stand_in import below, is_over_stand_in
 
     if not is_over_stand_in(request.node):
         yield "host"
@@ -92,7 +92,7 @@ def link_below(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
-    from tests.over_stand_in import check_used
+    from tests.support.over_stand_in import check_used
 
     result = yield
     check_used(pyfuncitem)
@@ -101,14 +101,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
 
 @pytest.fixture(scope="session")
 def _fake_driver() -> Any:
-    from tests.fake_cuda import Fake
+    from tests.support.fake_cuda import Fake
 
     return Fake()
 
 
 @pytest.fixture
 def fake(_fake_driver: Any) -> Iterator[Any]:
-    """The fake CUDA driver (tests.fake_cuda.Fake), as new; whatever a test has broken or left running."""
+    """The fake CUDA driver (tests.support.fake_cuda.Fake), as new; whatever a test has broken or left running."""
     _fake_driver.reset()
     yield _fake_driver
     _fake_driver.reset()
@@ -119,6 +119,6 @@ def pytest_sessionfinish() -> None:
     """Ends the ranks that tests share, if any were started."""
     import sys
 
-    tools = sys.modules.get("tests.rank_tools")
+    tools = sys.modules.get("tests.support.rank_processes")
     if tools is not None:
         tools.close_pools()

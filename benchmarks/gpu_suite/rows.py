@@ -55,10 +55,17 @@ _OUR_SOURCES = (
 )
 _TEST_SOURCES = (
     *_OUR_SOURCES,
-    *("tests/gpu", "tests/conftest.py", "tests/reference", "tests/kernel_battery.json"),
+    *("tests/gpu", "tests/conftest.py", "tests/support/reference", "tests/support/kernel_battery.json"),
     *(
-        f"tests/{name}.py"
-        for name in ("device_battery", "kernel_battery", "kernel_cases", "kernel_tools", "rank_tools")
+        f"tests/support/{name}.py"
+        for name in (
+            "checkout",
+            "device_battery",
+            "guarded_arrays",
+            "kernel_battery",
+            "kernel_inputs",
+            "rank_processes",
+        )
     ),
 )
 # Two processes for torch's other allocators, a compiled model and four exits take the most; the rest is about a second

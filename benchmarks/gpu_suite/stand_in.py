@@ -1,4 +1,4 @@
-"""A device that stands in for a GPU: CPU tensors over a driver without a device (tests/fake_cuda.py).
+"""A device that stands in for a GPU: CPU tensors over a driver without a device (tests/support/fake_cuda.py).
 
 With it the whole suite can be rehearsed: links, kernels and streams are those of a GPU, times are not.
 """
@@ -18,7 +18,7 @@ from benchmarks.gpu_suite.devices import LONGEST_DELAY, Device
 from superoffload.engine import layout
 from superoffload.engine.bucket import Shard
 from superoffload.engine.placement import move_state
-from tests.fake_cuda import Fake, on_fake_device
+from tests.support.fake_cuda import Fake, on_fake_device
 
 
 class StandIn(Device):

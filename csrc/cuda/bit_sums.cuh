@@ -4,9 +4,9 @@
 //
 // The sum is that of each word times the number of its place, modulo 2^64. These numbers are odd, so a change within
 // one word always shows. No two of them are the same modulo 2^33, so it always shows where two elements change places
-// (tests/test_cuda_kernels.py tries all pairs). They are mixed, so that of other changes those with a pattern (all
-// signs, all values doubled) do not add up to nothing but by chance: about one in 2^33 where only signs of fp32 change,
-// else less.
+// (tests/kernels/test_cuda_kernels.py tries all pairs). They are mixed, so that of other changes those with a pattern
+// (all signs, all values doubled) do not add up to nothing but by chance: about one in 2^33 where only signs of fp32
+// change, else less.
 #pragma once
 
 #include "elements.cuh"

@@ -1,7 +1,7 @@
 // A library to preload: sees every call that a program makes to the disk below one folder, whichever function of Python
 // makes it. One call can fail, be cut short or be the last; what changed the disk is written down
-// (tests/disk_faults.py). Calls are synced in that record only: what a power cut leaves follows from it, and the tests
-// stay fast.
+// (tests/support/disk_faults.py). Calls are synced in that record only: what a power cut leaves follows from it, and
+// the tests stay fast.
 #include <dirent.h>
 #include <dlfcn.h>
 #include <fcntl.h>

@@ -15,8 +15,8 @@ from unittest import mock
 from superoffload.engine.engine_options import EngineOptions
 from superoffload.engine.schedule import Schedule, Situation
 from superoffload.engine.snapshot import ShardState, Snapshot
-from tests.core_tools import journal_codes_of
 from tests.fuzz.program import Settings
+from tests.support.engine_rig import journal_codes_of
 
 _READING_SECONDS = 0.001  # per shard, so that training goes on while a save is under way
 SHARES = (0.0, 0.3, 0.5, 1.0)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.core_tools import COUNTERS
 from tests.fuzz import backward, changes, steps, storage
 from tests.fuzz.forced import forced
 from tests.fuzz.program import Op, Program
 from tests.fuzz.world import Seen, World
+from tests.support.engine_rig import COUNTERS
 
 OPERATIONS: dict[str, Callable[[World, Op], None]] = {
     operation.__name__: operation

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -129,3 +130,8 @@ def _backward(device: Device, forward: Any, seed: int) -> float:
     loss = (forward(inputs.bfloat16()).float() - targets).square().mean()
     loss.backward()
     return float(loss.detach())
+
+
+# Without a GPU: over the stand-in for the driver. A GPU shows the rest: its allocator, its streams, its kernels.
+DEVICES = ("stand-in", pytest.param("cuda", marks=pytest.mark.gpu))
+devices = pytest.mark.parametrize("device", DEVICES)

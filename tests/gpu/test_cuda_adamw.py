@@ -12,7 +12,6 @@ import textwrap
 import time
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +24,8 @@ from superoffload import AdamW
 from superoffload.errors import ArgumentError, StateError, WorkerError
 from superoffload.host.memory import is_out_of_memory
 from superoffload.links.cuda.device import active_bytes, peak_active_bytes
+from tests.support.checkout import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 MODES = ("always", "never", "adaptive")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))

@@ -6,13 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.gpu.on_allocator import SETTINGS
+from tests.support.checkout import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 # Without a GPU the program is tried once, without the allocator.
 TRIED = (("stand-in", "expandable segments"), *(pytest.param("cuda", name, marks=pytest.mark.gpu) for name in SETTINGS))
 # The first is the name since torch 2.9.

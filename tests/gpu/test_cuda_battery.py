@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests import device_battery as battery
-from tests import kernel_cases as cases
-from tests.device_battery import Place, Setting, Types
-from tests.kernel_battery import RECORDED
-from tests.kernel_tools import assert_bits
-from tests.reference.bit_sums import bit_sums
+from tests.support import device_battery as battery
+from tests.support import kernel_inputs as cases
+from tests.support.device_battery import Place, Setting, Types
+from tests.support.guarded_arrays import assert_bits
+from tests.support.kernel_battery import RECORDED
+from tests.support.reference.bit_sums import bit_sums
 
 PLACES = ("stand-in", pytest.param("gpu", marks=pytest.mark.gpu))
 MODES = pytest.mark.parametrize("l2", [False, True], ids=["adamw", "l2"])
@@ -109,7 +109,7 @@ def test_sums_of_bits(place: Place, form: str) -> None:
 
 
 def test_every_kernel_is_launched_by_the_battery(fake: Any) -> None:
-    from tests import emulation  # here: what a GPU runs does without it
+    from tests.support import emulated_kernels  # here: what a GPU runs does without it
 
     place = battery.stand_in(fake)
     for types in battery.step_types():
@@ -117,4 +117,4 @@ def test_every_kernel_is_launched_by_the_battery(fake: Any) -> None:
             battery.stepped_by_pipeline(place, Setting(types, resident=resident))
             battery.stepped_by_pipeline(place, Setting(types, moments="bf16", resident=resident))
     battery.summed_by_link(place, "fp32")
-    assert [name for name in emulation.kernel_names() if not fake.calls(name)] == []
+    assert [name for name in emulated_kernels.kernel_names() if not fake.calls(name)] == []

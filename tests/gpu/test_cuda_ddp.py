@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.gpu_suite.given_gradients import Model, gradients_of
 from superoffload import AdamW
 from superoffload.distributed import data_parallel as ddp
-from tests.rank_tools import on_ranks
+from tests.support.rank_processes import on_ranks
 
 STEPS = 6
 CLIPS = 0.65  # every norm is a little larger

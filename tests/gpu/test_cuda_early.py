@@ -14,7 +14,7 @@ from benchmarks.gpu_suite.races import deterministic
 from superoffload import AdamW
 from superoffload.links.cuda.blocks import early_buckets
 from superoffload.links.cuda.device import TorchDevice, active_bytes, peak_active_bytes
-from tests.gpu.test_cuda_training import devices
+from tests.gpu.small_training import devices
 
 STEPS = 6
 EARLY = 2 * 256 * 256 * 10  # bytes in a step: twelve buckets but the last two

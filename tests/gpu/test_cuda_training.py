@@ -14,11 +14,7 @@ import torch
 
 from benchmarks.gpu_suite.given_gradients import Run, train
 from superoffload.errors import KernelsUnavailable
-from tests.gpu.small_training import Outcome, Way, runs
-
-# Without a GPU: over the stand-in for the driver. A GPU shows the rest: its allocator, its streams, its kernels.
-DEVICES = ("stand-in", pytest.param("cuda", marks=pytest.mark.gpu))
-devices = pytest.mark.parametrize("device", DEVICES)
+from tests.gpu.small_training import Outcome, Way, devices, runs
 
 NEVER: dict[str, Any] = {"speculation": "never"}
 ALWAYS: dict[str, Any] = {"speculation": "always"}

@@ -1,0 +1,1 @@
+"""superoffload.checkpoints: folders on disk."""

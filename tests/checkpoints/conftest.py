@@ -1,0 +1,37 @@
+"""What tests of checkpoints begin with: a checkpoint of two steps, a run that loads, a model that reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from superoffload import AdamW
+from tests.support.adamw_training import model_of
+from tests.support.saved_runs import Run, save_two_steps
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a checkpoint."""
+    return save_two_steps(tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """Another seed's, after one step: a load that is refused must leave it as it is."""
+    run = Run(3, torch.bfloat16)
+    run.steps(range(1))
+    yield run
+    run.optimizer.close()
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[tuple[nn.Module, AdamW]]:
+    """Loads what others have saved."""
+    model = model_of(seed=8)
+    with AdamW(model.parameters(), threads=1) as optimizer:
+        yield model, optimizer

@@ -1,0 +1,318 @@
+"""Loading: compared in full before anything changes, then in blocks without memory beside the state, never half."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from superoffload import AdamW, checkpoints
+from superoffload.checkpoints import loading
+from superoffload.checkpoints.cuts import cut_of, shared
+from superoffload.checkpoints.safetensors import TensorReader
+from superoffload.errors import ArgumentError, HostMemoryError, StateError
+from superoffload.optimizer.state import State
+from tests.support.rank_processes import error_of, on_ranks, optimizer_of
+from tests.support.saved_ranks import build, step
+from tests.support.saved_runs import Run, assert_same, save_two_steps
+
+MEMORY = """
+import gc, sys
+import torch
+from torch import nn
+from superoffload import AdamW, CPUAdamW, checkpoints
+
+torch.set_num_threads(1)
+
+def of_status(field):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+def measure(name, work):
+    gc.collect()
+    steady = of_status("VmRSS")
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak is counted anew
+    work()
+    print(name, steady, of_status("VmHWM"))
+
+def measure_all(folder, width):
+    for kind in (AdamW, CPUAdamW):
+        model = nn.Sequential(nn.Embedding(4 * width, width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width))
+        optimizer = kind(model.bfloat16().parameters(), threads=1)
+        model(torch.arange(4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if kind is AdamW:
+            measure("save", lambda: checkpoints.save(folder, model, optimizer))
+            measure("load", lambda: checkpoints.load(folder, model, optimizer))
+        given = optimizer.state_dict()
+        measure(kind.__name__, lambda: optimizer.load_state_dict(given))
+        optimizer.close()
+        del model, optimizer, given
+
+measure_all(sys.argv[1] + "/small", 8)  # what is imported and allocated once is no part of the state
+measure_all(sys.argv[1] + "/large", 896)
+"""
+
+
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK),
+    reason="needs Linux with /proc/self/clear_refs that may be written: it counts the peak of memory anew",
+)
+def test_saving_and_loading_need_no_memory_beside_the_state(tmp_path: Path) -> None:
+    """10 M parameters in three tensors: a second copy of any part of the state would be more than these 3 %."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
+    )
+    rows = [line.split() for line in done.stdout.splitlines()][4:]
+    found = {name: (int(peak) - int(steady)) / int(steady) for name, steady, peak in rows}
+    assert len(found) == 4 and all(more <= 0.03 for more in found.values()), found
+
+
+def parts_of(shape: tuple[int, ...], chance: random.Random) -> Iterator[tuple[int, int, int, bool]]:
+    """Some cut of a tensor into pieces: (dim, start, length, flat)."""
+    flat = chance.random() < 0.4 or not shape
+    dim = 0 if flat else chance.randrange(len(shape))
+    extent = torch.Size(shape).numel() if flat else shape[dim]
+    ends = sorted({0, extent, *(chance.randint(0, extent) for _ in range(chance.randint(0, 3)))})
+    for start, end in itertools.pairwise([0, *ends]):
+        yield dim, start, end - start, flat
+
+
+def part(whole: Tensor, dim: int, start: int, length: int, flat: bool) -> Tensor:
+    return (whole.view(-1) if flat or not whole.dim() else whole).narrow(dim, start, length).reshape(-1)
+
+
+def test_any_cut_is_put_together_from_any_other() -> None:
+    chance = random.Random(3)
+    for _ in range(300):
+        shape = tuple(chance.randint(0 if chance.random() < 0.1 else 1, 6) for _ in range(chance.randint(0, 4)))
+        whole = torch.arange(torch.Size(shape).numel()).view(shape)
+        saved = list(parts_of(shape, chance))
+        for mine in parts_of(shape, chance):
+            expected = part(whole, *mine)
+            found = torch.full_like(expected, -1)
+            block = chance.randint(1, 5)
+            for one in saved:
+                values = part(whole, *one)
+                cut, own = cut_of(shape, *one), cut_of(shape, *mine)
+                assert cut.numel == len(values) and own.numel == len(expected)
+                for at in range(0, len(values), block):
+                    for begin, there, count in shared(cut, own, at, min(at + block, len(values))):
+                        assert cut.may_share(own)
+                        found[there : there + count] = values[begin : begin + count]
+            assert torch.equal(found, expected)
+
+
+# ---- all comparisons come first ---------------------------------------------------------------------------------
+
+
+class Keeping(nn.Module):
+    """Extra state that is a tensor, as quantizing layers have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Any = torch.zeros(3)
+
+    def get_extra_state(self) -> Any:
+        return copy.deepcopy(self.kept)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+class Counting(Keeping):
+    """Extra state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"calls": 3}
+
+
+class OneWay(nn.Module):
+    """Gives extra state and takes none."""
+
+    def get_extra_state(self) -> Any:
+        return 1
+
+
+def model_with(last: nn.Module) -> nn.Sequential:
+    torch.manual_seed(len(list(last.modules())))
+    return nn.Sequential(nn.Linear(3, 2), last)
+
+
+@pytest.mark.parametrize(
+    "saved, ours, words",
+    [
+        (Counting, nn.Identity, "the model lacks the extra state 1._extra_state"),
+        (nn.Identity, Counting, "the checkpoint lacks the extra state 1._extra_state"),
+        (Keeping, nn.Identity, "the model lacks the extra state 1._extra_state"),
+        (nn.Identity, Keeping, "the checkpoint lacks the extra state 1._extra_state"),
+        (OneWay, OneWay, "1._extra_state: the module has get_extra_state and no set_extra_state"),
+    ],
+)
+def test_extra_state_is_compared_before_anything_changes(
+    saved: Callable[[], nn.Module], ours: Callable[[], nn.Module], words: str, tmp_path: Path
+) -> None:
+    first, second = model_with(saved()), model_with(ours())
+    with AdamW(first.parameters(), threads=1) as one, AdamW(second.parameters(), threads=1) as other:
+        checkpoints.save(tmp_path / "a", first, one)
+        with torch.no_grad():
+            next(second.parameters()).add_(1.0)
+        for optimizer in (other, None):
+            before = [param.clone() for param in second.parameters()], other.state_dict()["param_groups"]
+            with pytest.raises(ArgumentError) as caught:
+                checkpoints.load(tmp_path / "a", second, optimizer)
+            assert words in str(caught.value)
+            assert all(map(torch.equal, before[0], second.parameters()))
+            assert other.state_dict()["param_groups"] == before[1]
+
+
+def test_extra_state_that_is_a_tensor_goes_back_to_its_module(tmp_path: Path) -> None:
+    keeping, other = Keeping(), Keeping()
+    keeping.kept = torch.tensor([1.0, 2.0, 3.0])
+    model = model_with(keeping)
+    with AdamW(model.parameters(), threads=1) as optimizer:
+        checkpoints.save(tmp_path / "a", model, optimizer)
+    wrapped = nn.Module()
+    wrapped.module = model_with(other)  # as DistributedDataParallel names what it wraps
+    checkpoints.load(tmp_path / "a", wrapped)
+    assert torch.equal(other.kept, keeping.kept)
+
+
+class Two(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.randn(3))
+        self.other = self.one if tied else nn.Parameter(torch.randn(3))
+
+
+def test_tied_in_the_model_and_two_in_the_checkpoint(tmp_path: Path) -> None:
+    model, tied = Two(False), Two(True)
+    with AdamW(model.parameters(), threads=1) as optimizer:
+        checkpoints.save(tmp_path / "a", model, optimizer)
+        before = tied.one.clone()
+        with pytest.raises(ArgumentError, match="other differs from one, and is one with it"):
+            checkpoints.load(tmp_path / "a", tied)
+        assert torch.equal(tied.one, before)
+        with torch.no_grad():
+            model.other.copy_(model.one)
+        checkpoints.save(tmp_path / "b", model, optimizer)
+    checkpoints.load(tmp_path / "b", tied)
+    assert torch.equal(tied.one, model.one)
+
+
+# ---- what changes between the two passes ------------------------------------------------------------------------
+
+
+def spoil_second_pass(patch: pytest.MonkeyPatch, wanted: str) -> None:
+    """An entry that is whole when it is verified has other bytes when it is loaded."""
+    blocks, passes = TensorReader.blocks, list[str]()
+
+    def changing(reader: TensorReader, name: str, digest: str | None = None) -> Iterator[tuple[int, Tensor]]:
+        passes.append(name)
+        if name == wanted and passes.count(name) == 2:
+            handle = os.open(reader.path, os.O_RDWR)
+            at = reader.entries[name][1]
+            byte = os.pread(handle, 1, at)[0]
+            os.pwrite(handle, bytes([byte ^ 1]), at)
+            os.close(handle)
+        yield from blocks(reader, name, digest)
+
+    patch.setattr(TensorReader, "blocks", changing)
+
+
+@pytest.mark.parametrize("entry", ["exp_avg.embedding.weight", "model.norm.running_mean"])
+def test_a_file_that_changes_while_it_is_loaded(entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, spoiled = save_two_steps(tmp_path / "good"), save_two_steps(tmp_path / "spoiled")
+    run, straight = Run(3, torch.bfloat16), Run(4, torch.bfloat16)
+    with monkeypatch.context() as patch:
+        spoil_second_pass(patch, entry)
+        with pytest.raises(StateError, match=r"differs from its checksum.*loaded in part: load a whole checkpoint"):
+            checkpoints.load(spoiled, run.model, run.optimizer)
+    run.backward(1)
+    for use in (
+        run.optimizer.step,
+        run.optimizer.state_dict,
+        run.optimizer.state_digests,
+        lambda: checkpoints.save(tmp_path / "new", run.model, run.optimizer),
+    ):
+        with pytest.raises(StateError, match="state was loaded in part"):
+            use()
+    with pytest.raises(ArgumentError, match="damaged"):  # refused before it changes anything; the state is as it was
+        checkpoints.load(spoiled, run.model, run.optimizer)
+    for one in (run, straight):
+        one.resume(saved)
+        one.steps(range(2, 4))
+    assert_same(run.everything(), straight.everything())
+    run.optimizer.close()
+    straight.optimizer.close()
+
+
+def test_interrupted_while_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = save_two_steps(tmp_path)
+    run = Run(3, torch.bfloat16)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "_load_model", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.load(saved, run.model, run.optimizer)
+    with pytest.raises(StateError, match="state was loaded in part"):
+        run.optimizer.state_dict()
+    run.resume(saved)
+    run.steps(range(2, 3))
+    run.optimizer.close()
+
+
+def refuse_memory(patch: pytest.MonkeyPatch) -> None:
+    """For state of parameters that had none, before anything is read."""
+
+    def refuse(*_: Any) -> None:
+        raise HostMemoryError("1 GB more were refused")
+
+    patch.setattr(State, "adopt_loaded", refuse)
+
+
+def changes_on_one(folder: str) -> list[str]:
+    model, options = build("fsdp2")
+    errors = []
+    with optimizer_of(model, **options) as optimizer:
+        step(model, optimizer, 0)
+        for name in ("a", "b"):
+            checkpoints.save(f"{folder}/{name}", model, optimizer)
+        step(model, optimizer, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                spoil_second_pass(patch, "exp_avg.embedding.weight")
+            errors.append(error_of(lambda: checkpoints.load(f"{folder}/a", model, optimizer)))
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                refuse_memory(patch)
+            errors.append(error_of(lambda: checkpoints.load(f"{folder}/b", model, optimizer)))
+        errors.append(error_of(lambda: optimizer.step()))
+        checkpoints.load(f"{folder}/b", model, optimizer)
+        step(model, optimizer, 1)
+    return errors
+
+
+def test_where_one_rank_fails_half_way_none_goes_on(tmp_path: Path) -> None:
+    first, second = on_ranks(2, changes_on_one, str(tmp_path))
+    assert "RankError: load(): rank 1 failed, so the state is loaded in part, everywhere" in first[0]
+    assert "StateError" in second[0] and "differs from its checksum" in second[0]
+    assert "RankError: load(): rank 1 failed, so the state is loaded in part" in first[1] and "refused" in second[1]
+    assert all("StateError" in one[2] and "loaded in part" in one[2] for one in (first, second))

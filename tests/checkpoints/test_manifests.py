@@ -1,0 +1,273 @@
+"""Checkpoints made to harm, with checksums that fit: refused as what they are, with every weight's bit as it was."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from superoffload import checkpoints
+from superoffload.errors import ArgumentError
+from superoffload.host.untrusted import parse_json, printable, read_json
+from tests.support.forged_checkpoints import STRANGE, Content, a_file, forged, with_state
+from tests.support.saved_runs import TENSORS, Run, assert_same
+
+KEY = "model.norm.running_mean"  # of 8 elements
+
+
+def piece(**values: Any) -> Callable[[Content], None]:
+    return lambda content: content["tensors"][KEY][0].update(values)
+
+
+def without(*path: Any) -> Callable[[Content], None]:
+    def change(content: Any) -> None:
+        for key in path[:-1]:
+            content = content[key]
+        del content[path[-1]]
+
+    return change
+
+
+def at(*path: Any, value: Any) -> Callable[[Content], None]:
+    def change(content: Any) -> None:
+        for key in path[:-1]:
+            content = content[key]
+        content[path[-1]] = value
+
+    return change
+
+
+MANIFESTS: dict[str, Callable[[Content], None]] = {
+    "no files": without("files"),
+    "no tensors": without("tensors"),
+    "files a list": at("files", value=[]),
+    "tensors a string": at("tensors", value="x"),
+    "no bytes": without("files", TENSORS, "bytes"),
+    "bytes negative": at("files", TENSORS, "bytes", value=-1),
+    "bytes a string": at("files", TENSORS, "bytes", value="7"),
+    "bytes true": at("files", TENSORS, "bytes", value=True),
+    "no header": without("files", TENSORS, "header"),
+    "header a number": at("files", TENSORS, "header", value=3),
+    "a file null": at("files", TENSORS, value=None),
+    "bytes of a state beyond all": at("files", "state.pt", "bytes", value=(1 << 30) + 1),
+    "no state": without("files", "state.pt"),
+    "state without checksum": at("files", "state.pt", value={"bytes": 5, "header": "0" * 64}),
+    "up the tree": a_file("../../etc/passwd"),
+    "from the root": a_file("/etc/passwd"),
+    "the folder above": a_file(".."),
+    "the folder": a_file("."),
+    "no name": a_file(""),
+    "a name with NUL": a_file("a\0b"),
+    "a name of control characters": a_file("\x1b[2J"),
+    "a long name": a_file("x" * 300),
+    "a name that is no text": a_file("\ud800"),
+    "pieces null": at("tensors", KEY, value=None),
+    "no pieces": at("tensors", KEY, value=[]),
+    "pieces a dict": at("tensors", KEY, value={}),
+    "a piece a list": at("tensors", KEY, 0, value=[]),
+    "twice": lambda content: content["tensors"][KEY].append(content["tensors"][KEY][0]),
+    "no shape": without("tensors", KEY, 0, "shape"),
+    "shape a number": piece(shape=8),
+    "shape of strings": piece(shape=["8"]),
+    "shape of floats": piece(shape=[8.0]),
+    "shape negative": piece(shape=[-8]),
+    "shape huge": piece(shape=[1 << 40, 1 << 40]),
+    "shape whose strides overflow": piece(shape=[0, 1 << 61, 1 << 61], length=0),
+    "shape of many dimensions": piece(shape=[1] * 100_000),
+    "no dim": without("tensors", KEY, 0, "dim"),
+    "dim=7": piece(dim=7),
+    "dim=-1": piece(dim=-1),
+    "dim null": piece(dim=None),
+    "start=-1": piece(start=-1),
+    "start=1": piece(start=1),
+    "start a float": piece(start=0.5),
+    "start a number beyond all": piece(start=10**400),
+    "length=1e9": piece(length=1e9),
+    "length=10**9": piece(length=10**9),
+    "length=7": piece(length=7),
+    "flat a number": piece(flat=1),
+    "flat and dim": piece(flat=True, dim=1),
+    "no flat": without("tensors", KEY, 0, "flat"),
+    "file up the tree": piece(file="../../etc/passwd"),
+    "file of no kind": piece(file={}),
+    "file that is not there": piece(file="x"),
+    "file without tensors": piece(file="state.pt"),
+    "no checksum": without("tensors", KEY, 0, "sha256"),
+    "checksum null": piece(sha256=None),
+    "checksum short": piece(sha256="0"),
+    "a long name of a tensor": lambda content: content["tensors"].update({"model." + "\x1b" * 5000: []}),
+    "pieces in one file": lambda content: content["tensors"][KEY].append(
+        {**content["tensors"][KEY][0], "start": 8, "length": 0}),
+    "another shape of as many": piece(shape=[2, 4], length=2),
+    "a tensor less": without("tensors", KEY),
+    "a moment less": without("tensors", "exp_avg_sq.scale"),
+    "a master less": without("tensors", "master.scale"),
+    "a tensor that is not in the file": at("tensors", "model.new", value=[
+        {"shape": [], "dim": 0, "start": 0, "length": 1, "flat": False, "file": TENSORS, "sha256": "0" * 64}]),
+    "nested deeply": at("ranks", value=json.loads("[" * 500 + "]" * 500)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_forged_manifests_are_refused(name: str, saved: Path, run: Run, tmp_path: Path) -> None:
+    folder = forged(saved, tmp_path / "step-2", MANIFESTS[name])
+    before = run.everything()
+    with pytest.raises(ArgumentError) as caught:
+        checkpoints.load(folder, run.model, run.optimizer)
+    assert str(folder) in str(caught.value) and str(caught.value).isprintable() and len(str(caught.value)) < 1200
+    assert_same(run.everything(), before)
+
+
+def state_at(*path: Any, value: Any) -> Callable[[Content], Any]:
+    def changed(content: Content) -> Any:
+        at(*path, value=value)(content)
+        return content
+
+    return changed
+
+
+STATES: dict[str, Callable[[Content], Any]] = {
+    "a list": lambda _: [],
+    "a tensor": lambda _: torch.zeros(3),
+    "no groups": state_at("groups", value=None),
+    "a group a list": state_at("groups", 0, value=[]),
+    "no params": state_at("groups", 0, "params", value=None),
+    "params numbers": state_at("groups", 0, "params", value=[1]),
+    "no lr": lambda content: {**content, "groups": [{"params": g["params"]} for g in content["groups"]]},
+    "lr a string": state_at("groups", 0, "lr", value="x"),
+    "weight decay a list": state_at("groups", 0, "weight_decay", value=[1]),
+    "betas null": state_at("groups", 0, "betas", value=None),
+    "amsgrad of many": state_at("groups", 0, "amsgrad", value=torch.ones(3)),
+    "steps a list": state_at("steps", value=[]),
+    "steps of nothing": state_at("steps", value={}),
+    "steps negative": state_at("steps", "scale", value=-1),
+    "steps a float": state_at("steps", "scale", value=1.5),
+    "steps beyond all": state_at("steps", "scale", value=10**400),
+    "aliases null": state_at("aliases", value=None),
+    "aliases of what is not there": state_at("aliases", "head.weight", value="nothing"),
+    "aliases numbers": state_at("aliases", "head.weight", value=3),
+    "other null": state_at("other", value=None),
+    "other numbered": state_at("other", 3, value=3),
+    "other of no module": state_at("other", "nothing._extra_state", value=3),
+    "extra null": state_at("extra", value=None),
+    "extra missing": lambda content: {key: value for key, value in content.items() if key != "extra"},
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_forged_states_are_refused(name: str, saved: Path, run: Run, tmp_path: Path) -> None:
+    data = io.BytesIO()
+    torch.save(STATES[name](torch.load(saved / "state.pt", weights_only=True)), data)
+    folder = with_state(saved, tmp_path / "step-2", data.getvalue())
+    before = run.everything()
+    with pytest.raises(ArgumentError):
+        checkpoints.load(folder, run.model, run.optimizer)
+    assert_same(run.everything(), before)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"x", b"\x80\x02.", b"PK\x03\x04", b"\x80\x02(((((", b"\x80\x02]q\x00h\x01.", b"\x80\x02K\x01\x94u."]
+)
+def test_states_that_are_no_states(data: bytes, saved: Path, run: Run, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"state\.pt: cannot be read safely"):
+        checkpoints.load(with_state(saved, tmp_path / "step-2", data), run.model, run.optimizer)
+
+
+JUNK: list[Any] = [None, True, -1, 0, 1, 1 << 63, 1e300, float("nan"), "", "x", "..", "\0", [], {}, [[]], {"a": 1}]
+
+
+def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    for key in content if isinstance(content, dict) else range(len(content)):
+        yield (*path, key)
+        if isinstance(content[key], (dict, list)):
+            yield from places(content[key], (*path, key))
+
+
+def mutate(content: Content, chance: random.Random) -> None:
+    for _ in range(chance.choice((1, 1, 1, 2, 5))):
+        *above, key = chance.choice(list(places(content)))
+        parent: Any = content
+        for step in above:
+            parent = parent[step]
+        kind = chance.randrange(4)
+        if kind == 0:
+            del parent[key]
+        elif kind == 1:
+            parent[key] = copy.deepcopy(chance.choice(JUNK))
+        elif kind == 2 and type(parent[key]) is int:
+            parent[key] += chance.choice((-1, 1, 7))
+        elif isinstance(parent, dict):
+            parent[chance.choice(list(parent))] = parent.pop(key)
+
+
+def test_mutated_manifests_change_nothing(saved: Path, run: Run, tmp_path: Path) -> None:
+    """Every mutant either raises ArgumentError, or loads what was saved: checksums leave nothing between."""
+    expected, straight = Run(4, torch.bfloat16), run.everything()
+    checkpoints.load(saved, expected.model, expected.optimizer)
+    loaded = 0
+    for seed in range(300):
+        folder = forged(saved, tmp_path / str(seed), partial(mutate, chance=random.Random(seed)))
+        try:
+            checkpoints.load(folder, run.model, run.optimizer)
+        except ArgumentError:
+            continue
+        loaded += 1
+        assert run.optimizer.state_digests() == expected.optimizer.state_digests(), seed
+    if not loaded:
+        assert_same(run.everything(), straight)
+    assert loaded < 100
+    expected.optimizer.close()
+
+
+# ---- what is no file of ours ------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", STRANGE)
+def test_strange_files_hide_no_checkpoint_and_hang_nothing(kind: str, saved: Path, run: Run, tmp_path: Path) -> None:
+    good = forged(saved, tmp_path / "step-2", lambda _: None)
+    for number, name in ((3, "manifest.json"), (4, "state.pt"), (5, TENSORS)):
+        folder = forged(saved, tmp_path / f"step-{number}", lambda _: None)
+        (folder / name).unlink()
+        STRANGE[kind](folder / name)
+        with pytest.raises(ArgumentError):
+            checkpoints.load(folder, run.model, run.optimizer)
+    assert checkpoints.latest(tmp_path) == good
+
+
+@pytest.mark.parametrize("folder", ["a\0b", "x" * 5000, "\ud800", b"a", 3])
+def test_paths_that_cannot_be(folder: Any, run: Run) -> None:
+    with pytest.raises(ArgumentError):
+        checkpoints.load(folder, run.model, run.optimizer)
+    if isinstance(folder, str):
+        assert checkpoints.latest(folder) is None
+
+
+def test_depth_is_that_of_brackets_outside_of_text(tmp_path: Path) -> None:
+    contents: list[Any] = [{"[" * 200: '"\\' + "{" * 200}, [[[]]] * 1000, json.loads("[" * 60 + "]" * 60)]
+    for content in contents:
+        text = json.dumps(content).encode()
+        assert parse_json(text) == content
+    for text in (b"[" * 65 + b"]" * 65, b'["\\\\"' + b",[" * 70, b'{"a":' * 70 + b"1" + b"}" * 70, b"[]]"):
+        with pytest.raises(ValueError, match="nested deeper"):
+            parse_json(text)
+    for at in range(-8, 3):  # an escape, a quote and a bracket where one block ends and the next begins
+        before = b'["' + b"x" * ((1 << 16) + at)
+        assert parse_json(before + b'\\\\\\"[[[[", [[]]]')[1] == [[]]
+        with pytest.raises(ValueError, match="nested deeper"):
+            parse_json(before + b'\\\\", ' + b"[" * 130)
+    (tmp_path / "x").write_text('"' + "x" * 100 + '"')
+    with pytest.raises(ArgumentError, match="more than 50 bytes"):
+        read_json(tmp_path / "x", 50)
+
+
+def test_names_are_shown_without_what_steers_a_terminal() -> None:
+    assert printable("a\x1b[31mb\udcff\u202e\n\tö") == "a\\x1b[31mb\\udcff\\u202e\\n\\tö"

@@ -1,0 +1,352 @@
+"""superoffload.checkpoints in one process: resumed to the bit, in the background, whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import re
+import resource
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from superoffload import AdamW, checkpoints
+from superoffload.checkpoints import folder as folders
+from superoffload.checkpoints.safetensors import TensorFile
+from superoffload.engine.snapshot import ShardState, Snapshot
+from superoffload.errors import ArgumentError, DiskError, StateError
+from tests.support.adamw_training import DTYPES, batch, model_of, train
+from tests.support.compatibility import compat
+from tests.support.over_stand_in import only_over_stand_in
+from tests.support.saved_runs import Run, Tied, assert_same, save_two_steps
+
+
+@compat("save, kill, resume: the same losses and bits as a run never stopped", "single", "stand_in")
+@only_over_stand_in(dtype=torch.bfloat16)
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(("dtype", "state"), [(d, "fp32") for d in DTYPES] + [(torch.bfloat16, "bf16")])
+def test_resume_is_bit_exact(dtype: torch.dtype, state: str, background: bool, tmp_path: Path) -> None:
+    straight = Run(0, dtype, state_dtype=state)
+    losses, at = [], (0, 1, 4)
+    for step in range(7):
+        if step in at and background:
+            checkpoints.save_in_background(
+                tmp_path / f"step-{step}", straight.model, straight.optimizer, extra=straight.extra()
+            )
+        elif step in at:
+            checkpoints.save(tmp_path / f"step-{step}", straight.model, straight.optimizer, extra=straight.extra())
+        losses += straight.steps(range(step, step + 1))
+    straight.optimizer.await_snapshots()
+    for step in at:
+        other = Run(5, dtype, "never", state_dtype=state)
+        other.steps(range(50, 53))
+        wait_for(tmp_path / f"step-{step}")
+        other.resume(tmp_path / f"step-{step}")
+        assert other.steps(range(step, 7)) == losses[step:]
+        assert_same(other.everything(), straight.everything())
+        other.optimizer.close()
+    straight.optimizer.close()
+
+
+def wait_for(folder: Path) -> None:
+    deadline = threading.Event()
+    for _ in range(3000):
+        if (folder / "manifest.json").exists():
+            return
+        deadline.wait(0.01)
+    raise AssertionError(f"{folder} was not written within 30 s")
+
+
+@compat("a checkpoint in the middle of an accumulation window: that of the last finished step", "single", "stand_in")
+@pytest.mark.parametrize("background", [False, True])
+def test_saved_in_the_middle_of_a_window(background: bool, tmp_path: Path) -> None:
+    """What is saved is the last finished step; after a resume the window is run again from its beginning."""
+    run = Run(0, torch.bfloat16)
+    run.steps(range(3))
+    calls, rng, lr = run.model.calls, torch.get_rng_state(), run.scheduler.state_dict()
+    buffers = [buffer.clone() for buffer in run.model.buffers()]
+    run.optimizer.zero_grad()
+    run.backward(3)  # speculated; the second half of the window is still to come
+    extra = {"scheduler": lr, "rng": rng}
+    if background:
+        checkpoints.save_in_background(tmp_path / "a", run.model, run.optimizer, extra=extra).wait()
+    else:
+        checkpoints.save(tmp_path / "a", run.model, run.optimizer, extra=extra)
+    run.backward(103)
+    run.optimizer.step()
+    run.scheduler.step()
+    run.steps(range(4, 6))
+    other = Run(1, torch.bfloat16)
+    other.resume(tmp_path / "a")
+    other.model.calls = calls  # what forward itself changes is that of the moment
+    for mine, theirs in zip(other.model.buffers(), buffers, strict=True):
+        mine.copy_(theirs)
+    other.steps(range(3, 6))
+    assert_same(other.everything(), run.everything())
+    run.optimizer.close()
+    other.optimizer.close()
+
+
+class HeldUp:
+    """Lets the writing thread write an entry only when told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        self.began = threading.Event()
+        write = TensorFile.write
+
+        def held_up(file: TensorFile, name: str, runs: Any) -> None:
+            self.began.set()
+            assert self.go.wait(60)
+            write(file, name, runs)
+
+        monkeypatch.setattr(TensorFile, "write", held_up)
+
+
+def test_copies_of_resident_shards_count() -> None:
+    """12 bytes of state per element; the first shard's state is on the accelerator."""
+
+    def shard(index: int, numel: int) -> Any:
+        state = {name: torch.zeros(numel) for name in ("master", "exp_avg", "exp_avg_sq")}
+        return SimpleNamespace(index=index, resident=index == 0, **state)
+
+    shards = [shard(0, 10), shard(1, 5)]
+    for memory, most in ((180, 180), (179, 120), (0, 120)):
+        snapshot, read = Snapshot(shards, memory), list[int]()
+        assert snapshot.largest_extra == 120
+        if most == 180:
+            snapshot.protect(shards)  # there is room: returns at once
+        snapshot.read_all(lambda index, _: read.append(index))  # noqa: B023
+        assert read == [0, 1] and snapshot.largest_extra == most
+        snapshot.protect(shards)  # all is read
+
+
+def test_room_of_resident_shards_is_free_again_once_they_are_written() -> None:
+    state = {name: torch.zeros(10) for name in ("master", "exp_avg", "exp_avg_sq")}
+    shards: Any = [SimpleNamespace(index=i, resident=i == 0, **state) for i in range(3)]
+    snapshot = Snapshot(shards, 120)
+
+    def read(index: int, _: ShardState) -> None:
+        if index == 1:
+            snapshot.protect(shards[2:])  # would wait for ever for the thread that reads, were there no room
+
+    snapshot.read_all(read)
+    assert snapshot.largest_extra == 120
+
+
+@compat("saved in the background while training goes on", "single", "stand_in")
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_training_goes_on_while_a_checkpoint_is_written(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(0, torch.bfloat16, mode)
+    run.steps(range(2))
+    at_save, saved = run.everything(), run.extra()
+    held = HeldUp(monkeypatch)
+    saving = checkpoints.save_in_background(tmp_path / "a", run.model, run.optimizer, extra=saved)
+    run.steps(range(2, 5))  # several steps, and nothing was written yet
+    assert not saving.done and held.began.is_set()
+    with pytest.raises(StateError, match="not written after"):
+        saving.wait(0.01)
+    held.go.set()
+    assert saving.wait(60) == tmp_path / "a"
+    state = sum(3 * 4 * p.numel() for p in run.model.parameters() if p.requires_grad)
+    assert 0 < saving.largest_extra_bytes <= state
+    other = Run(1, torch.bfloat16)
+    other.resume(tmp_path / "a")
+    assert_same(other.everything(), at_save)
+    run.optimizer.close()
+    other.optimizer.close()
+
+
+def test_without_memory_for_copies_a_step_waits_for_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(0, torch.float32)
+    run.steps(range(2))
+    at_save, saved = run.everything(), run.extra()
+    held = HeldUp(monkeypatch)
+    saving = checkpoints.save_in_background(tmp_path / "a", run.model, run.optimizer, extra=saved, memory=0)
+    assert held.began.wait(60)
+    finished = threading.Event()
+
+    def let_go() -> None:
+        if not finished.is_set():
+            held.go.set()
+
+    timer = threading.Timer(0.5, let_go)
+    timer.start()
+    run.steps(range(2, 4))
+    waited = held.go.is_set()  # the timer, and nothing else, has let the step go on
+    finished.set()
+    timer.join()
+    assert waited and saving.wait(60) and saving.largest_extra_bytes == 0
+    other = Run(1, torch.float32)
+    other.resume(tmp_path / "a")
+    assert_same(other.everything(), at_save)
+    for one in (run, other):
+        one.optimizer.close()
+
+
+def test_a_second_checkpoint_waits_for_the_first_one(tmp_path: Path) -> None:
+    run = Run(0, torch.float32)
+    savings = []
+    for step in range(4):
+        run.steps(range(step, step + 1))
+        name = tmp_path / f"step-{step}"
+        savings.append(checkpoints.save_in_background(name, run.model, run.optimizer, extra=run.extra(), keep=2))
+    for saving in savings:
+        saving.wait(60)
+    assert [path.name for path in folders.finished(tmp_path)] == ["step-2", "step-3"]
+    run.optimizer.close()
+
+
+def test_a_frozen_parameter_written_meanwhile_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(0, torch.float32)
+    held = HeldUp(monkeypatch)
+    saving = checkpoints.save_in_background(tmp_path / "a", run.model, run.optimizer)
+    with torch.no_grad():
+        run.model.frozen.weight.add_(1.0)
+    held.go.set()
+    with pytest.raises(StateError, match=r"frozen.weight: written to while it was saved"):
+        saving.wait(60)
+    assert list(tmp_path.iterdir()) == []
+    run.optimizer.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_leaves_the_checkpoint_before(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A quota that is used up is one too."""
+    reason = os.strerror(number)
+    run = Run(0, torch.float32)
+    run.steps(range(2))
+    checkpoints.save(tmp_path / "step-2", run.model, run.optimizer, extra=run.extra())
+    before = run.everything()
+    run.steps(range(2, 3))
+
+    def full(*_: Any) -> int:
+        raise OSError(number, reason)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        words = rf"step-3: not saved \({reason}; [\d,]+ bytes were to be written, [\d,]+ bytes are free"
+        with pytest.raises(DiskError, match=words + ".* free some space .* or save to another place") as caught:
+            checkpoints.save(tmp_path / "step-3", run.model, run.optimizer)
+        assert caught.value.errno == number
+        saving = checkpoints.save_in_background(tmp_path / "step-3", run.model, run.optimizer)
+        run.steps(range(3, 5))  # does not wait for what will not come
+        for _ in range(2):  # it was not saved, however often one asks
+            with pytest.raises(DiskError, match=reason):
+                saving.wait(60)
+        with pytest.raises(DiskError, match=rf"model.safetensors: not saved \({reason}.* [\d,]+ bytes were to"):
+            checkpoints.export_weights(tmp_path, run.model, run.optimizer)
+        assert re.search(f"saving .*step-3 in the background failed: .*{reason}", caplog.text)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+    other = Run(3, torch.float32)
+    found = checkpoints.latest(tmp_path)
+    assert found is not None
+    other.resume(found)
+    assert_same(other.everything(), before)
+    for one in (run, other):
+        one.optimizer.close()
+
+
+def test_a_limit_of_the_system_on_the_size_of_files(tmp_path: Path) -> None:
+    run = Run(0, torch.float32)
+    run.steps(range(1))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
+    try:
+        with pytest.raises(DiskError, match=r"step-1: not saved .*free some space") as caught:
+            checkpoints.save(tmp_path / "step-1", run.model, run.optimizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.errno == errno.EFBIG
+    assert list(tmp_path.iterdir()) == []
+    run.steps(range(1, 2))
+    checkpoints.save(tmp_path / "step-2", run.model, run.optimizer)
+    assert checkpoints.latest(tmp_path) == tmp_path / "step-2"
+    run.optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        (threading.Thread, "start", RuntimeError("can't start new thread")),
+        (Snapshot, "__init__", MemoryError("a copy of state on the accelerator")),
+    ],
+)
+def test_what_cannot_be_started_leaves_nothing_to_wait_for(
+    owner: type, name: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(0, torch.float32)
+    run.steps(range(2))
+
+    def refuse(*_: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, refuse)
+        with pytest.raises(type(error), match=str(error)):
+            checkpoints.save_in_background(tmp_path / "step-2", run.model, run.optimizer, memory=0)
+    assert list(tmp_path.iterdir()) == []
+    run.steps(range(2, 4))
+    run.optimizer.close()
+
+
+@compat("state of torch.optim.AdamW taken over, and given back", "single", "stand_in")
+@pytest.mark.parametrize("first", ["torch", "ours"])
+def test_checkpoints_fit_torchs_own_adamw(first: str, tmp_path: Path) -> None:
+    """Saved by one, gone on with by the other: as one of them alone."""
+    makers: dict[str, Callable[[nn.Module], Any]] = {
+        "torch": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+        "ours": lambda model: AdamW(model.parameters(), lr=1e-3, threads=1),
+    }
+    second = "ours" if first == "torch" else "torch"
+    model = model_of()
+    optimizer = makers[first](model)
+    train(model, optimizer, range(5))
+    checkpoints.save(tmp_path / "a", model, optimizer)
+    train(model, optimizer, range(5, 10))
+    other = model_of(seed=9)
+    resumed = makers[second](other)
+    checkpoints.load(tmp_path / "a", other, resumed)
+    train(other, resumed, range(5, 10))
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    for one in (optimizer, resumed):
+        if isinstance(one, AdamW):
+            one.close()
+
+
+def test_weights_alone(tmp_path: Path) -> None:
+    saved = save_two_steps(tmp_path)
+    model = Tied(7).bfloat16()
+    checkpoints.load(saved, model)
+    run = Run(3, torch.bfloat16)
+    run.resume(saved)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), run.model.parameters(), strict=True))
+    run.optimizer.close()
+
+
+def test_a_loaded_state_must_be_finite(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, range(2))  # type: ignore[arg-type]
+    first = next(iter(model.parameters()))
+    optimizer.state[first]["exp_avg"].fill_(math.nan)
+    checkpoints.save(tmp_path / "a", model, optimizer)
+    other = model_of(seed=3)
+    with AdamW(other.parameters(), threads=1) as ours:
+        before = ours.state_digests()
+        with pytest.raises(ArgumentError, match="NaN or infinite"):
+            checkpoints.load(tmp_path / "a", other, ours)
+        assert ours.state_digests() == before
+        batch(other, 0)

@@ -1,0 +1,334 @@
+"""Checkpoints of several ranks: ours, torch.distributed.checkpoint's, and its optimizer state_dict functions."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from superoffload import AdamW, checkpoints
+from superoffload.checkpoints import folder as folders
+from superoffload.checkpoints import leftovers
+from superoffload.checkpoints import part_files as parts
+from tests.support.compatibility import compat
+from tests.support.over_stand_in import only_over_stand_in
+from tests.support.rank_processes import (
+    Net,
+    error_of,
+    net,
+    on_ranks,
+    optimizer_of,
+    tokens_of,
+)
+from tests.support.saved_ranks import build, step
+
+State = dict[str, Any]
+WAYS = ("fsdp2", "replicas", "shard", "replicate")
+
+
+def full(value: Any) -> Tensor:
+    tensor: Tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    return tensor.detach().clone()
+
+
+def everything(model: Net, optimizer: AdamW) -> State:
+    """All state, gathered, by name and kind."""
+    states = optimizer.state_dict()["state"]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    names = {id(p): name for name, p in model.named_parameters()}
+    found: State = {name: full(value) for name, value in model.state_dict().items()}
+    for i, param in enumerate(params):
+        for key in ("master", "exp_avg", "exp_avg_sq", "step"):
+            found[f"{key} {names[id(param)]}"] = full(states[i][key])
+    return found
+
+
+def same(a: State, b: State) -> bool:
+    return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def save(folder: str, way: str, background: bool) -> State:
+    model, options = build(way)
+    with optimizer_of(model, **options) as optimizer:
+        for seed in range(3):
+            step(model, optimizer, seed)
+        found = everything(model, optimizer)
+        if way == "fsdp2":
+            model.loss(tokens_of(9, 0)).backward()  # in the middle of a window
+        if background:
+            saving = checkpoints.save_in_background(folder, model, optimizer, extra={"step": 3}, memory=0)
+            step(model, optimizer, 3)
+            saving.wait(60)
+        else:
+            checkpoints.save(folder, model, optimizer, extra={"step": 3})
+        return found
+
+
+def load(folder: str, way: str) -> State:
+    model, options = build(way, seed=7)
+    with optimizer_of(model, **options) as optimizer:
+        step(model, optimizer, 20)
+        extra = checkpoints.load(folder, model, optimizer)
+        assert extra == {"step": 3}
+        found = everything(model, optimizer)
+        step(model, optimizer, 3)  # the first one is checked in full, on all ranks
+        return found
+
+
+@compat("saved by some ranks, loaded by another number of them", "fsdp2")
+@compat(
+    "saved by some ranks, loaded by another number of them",
+    "single",
+    "stand_in",
+    note="one process loads what ranks saved",
+)
+@compat("saved in the background while training goes on", "fsdp2")
+@compat("a checkpoint in the middle of an accumulation window: that of the last finished step", "fsdp2")
+@only_over_stand_in(first="fsdp2", background=False)
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("first", WAYS)
+def test_any_number_of_ranks_loads_what_any_saved(first: str, background: bool, tmp_path: Path) -> None:
+    folder = str(tmp_path / "step-3")
+    count = 4 if first == "replicas" else 2
+    saved, *others = on_ranks(count, save, folder, first, background)
+    assert all(same(saved, other) for other in others)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+    for then in ("fsdp2", "shard") if first == "fsdp2" else ("fsdp2",):
+        for found in on_ranks(4 if count == 2 else 2, load, folder, then):
+            assert same(found, saved)
+    model = net(torch.bfloat16, seed=9, tied=True)
+    with optimizer_of(model) as optimizer:  # one process
+        checkpoints.load(folder, model, optimizer)
+        assert same(everything(model, optimizer), saved)
+        step(model, optimizer, 3)
+
+
+def one_cannot() -> list[str]:
+    """A folder that exists; a value that only one rank cannot save: no rank saves."""
+    import tempfile
+
+    shared: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(shared)
+    root = Path(shared[0])
+    model, options = build("fsdp2")
+    with optimizer_of(model, **options) as optimizer:
+        errors = [error_of(lambda: checkpoints.save(root, model, optimizer))]
+        extra = {"x": open} if dist.get_rank() == 1 else {}
+        errors.append(error_of(lambda: checkpoints.save(root / "a", model, optimizer, extra=extra)))
+        checkpoints.save(root / "b", model, optimizer)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            path = root / "b" / "rank-00001.safetensors"
+            os.truncate(path, path.stat().st_size - 1)
+        dist.barrier()
+        before = optimizer.state_digests()
+        errors.append(error_of(lambda: checkpoints.load(root / "b", model, optimizer)))
+        assert optimizer.state_digests() == before
+        step(model, optimizer, 0)
+        return [*errors, *sorted(path.name for path in root.iterdir())]
+
+
+@compat("a truncated, bit-flipped or foreign checkpoint", "fsdp2", note="refused with the file's name")
+def test_what_one_rank_cannot_do_no_rank_does() -> None:
+    for exists, extra, damaged, *left in on_ranks(2, one_cannot):
+        assert "exists already" in exists and "extra" in extra
+        assert "rank-00001.safetensors" in damaged and "damaged" in damaged
+        assert left == ["b"]
+
+
+def saver_dies(folder: str) -> list[str]:
+    """The second rank never writes its part; then it has no room for it, which takes no time-out to be known."""
+    model, options = build("fsdp2")
+    errors = []
+    with optimizer_of(model, **options) as optimizer:
+        for name, harm, timeout in (
+            ("saving.hand_in", mock.Mock(), 1.0),
+            ("safetensors.os.pwrite", mock.Mock(side_effect=OSError(28, "No space left on device")), 100.0),
+        ):
+            with contextlib.ExitStack() as stack:
+                if dist.get_rank() == 1:
+                    stack.enter_context(mock.patch(f"superoffload.checkpoints.{name}", harm))
+                    timeout *= 3
+                errors.append(error_of(lambda: checkpoints.save(folder, model, optimizer, timeout=timeout)))  # noqa: B023
+            dist.barrier()
+    return errors
+
+
+@compat("killed while it saves: the checkpoint before loads", "fsdp2", note="and the missing rank is named")
+def test_a_rank_that_does_not_write_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    began = time.monotonic()
+    (lost, told), (second, full) = on_ranks(2, saver_dies, str(tmp_path / "a"))
+    assert "RankError" in lost and "rank 1 has not written its part" in lost
+    assert "RankError" in second
+    assert "RankError" in told and "rank 1 could not write its part" in told
+    assert "DiskError" in full and f"{tmp_path / 'a'}: not saved (No space left on device; " in full
+    assert folders.finished(tmp_path) == [] and list(tmp_path.iterdir()) == []
+    assert time.monotonic() - began < 90
+
+
+def others_meanwhile(folder: str) -> list[str]:
+    """Another process sweeps while a save runs; then another save takes the name."""
+    model, options = build("fsdp2")
+    root, write = Path(folder), parts.write_part
+
+    def swept(*arguments: Any) -> Any:
+        if dist.get_rank() == 1:  # the folder is the first rank's
+            leftovers.sweep(root)
+        return write(*arguments)
+
+    def taken(*arguments: Any) -> Any:
+        if dist.get_rank() == 0:
+            shutil.copytree(root / "a", root / "b")
+        return write(*arguments)
+
+    with optimizer_of(model, **options) as optimizer:
+        with mock.patch("superoffload.checkpoints.saving.write_part", swept):
+            checkpoints.save(root / "a", model, optimizer)
+        step(model, optimizer, 0)
+        with mock.patch("superoffload.checkpoints.saving.write_part", taken):
+            error = error_of(lambda: checkpoints.save(root / "b", model, optimizer))
+        dist.barrier()
+        checkpoints.load(root / "a", model, optimizer)
+        return [error, *sorted(os.listdir(root))]
+
+
+def test_ranks_and_other_processes_that_save_into_their_folder(tmp_path: Path) -> None:
+    first, second = on_ranks(2, others_meanwhile, str(tmp_path))
+    assert "exists already" in first[0] and "another save has taken this name" in second[0]
+    assert first[1:] == second[1:] == ["a", "b"]
+
+
+# ---- torch.distributed.checkpoint -------------------------------------------------------------------------------
+
+
+class Loop:
+    """Trains with the same global batch on any number of ranks."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.model, options = build("fsdp2", seed, torch.float32)
+        self.optimizer = AdamW(
+            [p for p in self.model.parameters() if p.requires_grad], lr=3e-3, max_grad_norm=1.0, threads=1,
+            model=self.model, **options,
+        )  # fmt: skip
+
+    def steps(self, seeds: range) -> None:
+        for seed in seeds:
+            step(self.model, self.optimizer, seed)
+
+    def everything(self) -> State:
+        return everything(self.model, self.optimizer)
+
+
+def dcp_save(folder: str) -> list[State]:
+    loop = Loop()
+    loop.steps(range(3))
+    model, optimizer = get_state_dict(loop.model, loop.optimizer)
+    state_dict_saver.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    at_save = loop.everything()
+    loop.steps(range(3, 5))
+    found = [at_save, loop.everything()]
+    loop.optimizer.close()
+    return found
+
+
+def dcp_load(folder: str) -> list[State]:
+    loop = Loop(seed=4)
+    loop.steps(range(20, 21))
+    model, optimizer = get_state_dict(loop.model, loop.optimizer)
+    values: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    state_dict_loader.load(values, checkpoint_id=folder)
+    set_state_dict(loop.model, loop.optimizer, model_state_dict=model, optim_state_dict=values["optimizer"])
+    found = [loop.everything()]
+    loop.steps(range(3, 5))
+    found.append(loop.everything())
+    loop.optimizer.close()
+    return found
+
+
+@compat("torch.distributed.checkpoint, with another number of ranks", "fsdp2")
+def test_torch_distributed_checkpoint(tmp_path: Path) -> None:
+    (at_save, at_end), *_ = on_ranks(2, dcp_save, str(tmp_path))
+    for now, then in on_ranks(2, dcp_load, str(tmp_path)):
+        assert same(now, at_save) and same(then, at_end)
+    for now, _ in on_ranks(4, dcp_load, str(tmp_path)):
+        assert same(now, at_save)
+
+
+def full_state() -> list[bool]:
+    """get_ and set_optimizer_state_dict: full tensors on the CPU, broadcast from the first rank, and sharded."""
+    results = []
+    for options in (
+        StateDictOptions(full_state_dict=True),
+        StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True),
+        StateDictOptions(),
+    ):
+        loop = Loop()
+        loop.steps(range(2))
+        read = StateDictOptions(full_state_dict=options.full_state_dict, cpu_offload=options.cpu_offload)
+        state = get_optimizer_state_dict(loop.model, loop.optimizer, options=read)
+        weights = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
+        expected = loop.everything()
+        loop.optimizer.close()
+        other = Loop(seed=3)
+        other.model.load_state_dict(weights)
+        other.steps(range(9, 10))
+        other.model.load_state_dict(weights)
+        given: Any = state if not options.broadcast_from_rank0 or dist.get_rank() == 0 else {}
+        set_optimizer_state_dict(other.model, other.optimizer, given, options=options)
+        results.append(same(other.everything(), expected))
+        other.optimizer.close()
+    return results
+
+
+@compat("get_optimizer_state_dict and set_optimizer_state_dict", "fsdp2")
+def test_optimizer_state_dict_functions() -> None:
+    assert on_ranks(2, full_state) == [[True, True, True]] * 2
+
+
+@compat("get_optimizer_state_dict and set_optimizer_state_dict", "single", "stand_in")
+def test_optimizer_state_dict_functions_in_one_process() -> None:
+    model = net(torch.bfloat16)
+    with optimizer_of(model) as optimizer:
+        step(model, optimizer, 0)
+        expected = optimizer.state_digests()
+        state = get_optimizer_state_dict(model, optimizer)
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        step(model, optimizer, 1)
+        model.load_state_dict(kept)
+        set_optimizer_state_dict(model, optimizer, state)
+        assert optimizer.state_digests() == expected
+
+
+@compat("torch.distributed.checkpoint, with another number of ranks", "single", "stand_in")
+def test_torch_distributed_checkpoint_in_one_process(tmp_path: Path) -> None:
+    model = net(torch.bfloat16)
+    with optimizer_of(model) as optimizer:
+        step(model, optimizer, 0)
+        expected = everything(model, optimizer)
+        weights, state = get_state_dict(model, optimizer)
+        state_dict_saver.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
+        for seed in range(1, 3):
+            step(model, optimizer, seed)
+        weights, state = get_state_dict(model, optimizer)
+        values: dict[str, Any] = {"model": weights, "optimizer": state}
+        state_dict_loader.load(values, checkpoint_id=tmp_path)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=values["optimizer"])
+        assert same(everything(model, optimizer), expected)

@@ -1,0 +1,209 @@
+"""Processes that save side by side: what one of them saved is whole, whatever the others do or have left behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from superoffload import AdamW, checkpoints
+from superoffload.checkpoints.folder import finished
+from superoffload.checkpoints.safetensors import TensorFile, TensorReader
+from superoffload.distributed.launch import PRELOAD
+from superoffload.errors import ArgumentError, DiskError, StateError
+from tests.support.adamw_training import batch, model_of
+from tests.support.saved_runs import break_locks
+
+SAVES = 6
+
+
+def save_often(folder: str, names: str, keep: int | None, locks: str, background: bool, go: Any) -> None:
+    """In a child: saves and writes down what it was told of each. No error may come but those of a taken name."""
+    torch.set_num_threads(1)
+    break_locks(locks)
+    said = []
+    model = model_of()
+    with AdamW(model.parameters(), threads=1) as optimizer:
+        go.wait(60)
+        for step in range(1, SAVES + 1):
+            optimizer.zero_grad()
+            batch(model, step + os.getpid()).backward()
+            optimizer.step()
+            digests, name = optimizer.state_digests(), names.format(step)
+            try:
+                if background:
+                    checkpoints.save_in_background(f"{folder}/{name}", model, optimizer, keep=keep).wait(60)
+                else:
+                    checkpoints.save(f"{folder}/{name}", model, optimizer, keep=keep)
+                said.append((name, digests))
+            except ArgumentError as error:
+                assert "exists already; save under another name" in str(error), error
+            except StateError as error:  # another process has saved and kept a newer one meanwhile
+                assert keep and "not whole when it was read back" in str(error), error
+    Path(folder, f"{os.getpid()}.json").write_text(json.dumps(said))
+    os._exit(0)
+
+
+def together(jobs: list[tuple[Path, str]], keep: int | None, locks: str, background: bool = False) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    go = context.Barrier(len(jobs))
+    started = []
+    for folder, names in jobs:
+        folder.mkdir(parents=True, exist_ok=True)
+        started.append(
+            context.Process(target=save_often, args=(str(folder), names, keep, locks, background, go), daemon=True)
+        )
+        started[-1].start()
+    for process in started:
+        process.join(120)
+    assert [process.exitcode for process in started] == [0] * len(jobs)
+
+
+def said(folder: Path) -> list[list[tuple[str, dict[str, str]]]]:
+    """Per process: the names that it was told are saved, and what is in them."""
+    return [json.loads(path.read_text()) for path in folder.glob("*.json")]
+
+
+def assert_whole(folder: Path, saved: list[tuple[str, dict[str, str]]], reader: Any) -> None:
+    model, optimizer = reader
+    for name, digests in saved:
+        checkpoints.load(folder / name, model, optimizer)
+        assert optimizer.state_digests() == digests, name
+
+
+@pytest.mark.parametrize(
+    ("processes", "parents", "keep", "locks", "background"),
+    [
+        (2, 1, None, "locks", False),
+        (4, 1, 1, "locks", True),
+        (8, 1, None, "refused", False),
+        (8, 2, 1, "no-op", False),
+    ],
+)
+def test_every_save_that_returned_is_whole(
+    processes: int, parents: int, keep: int | None, locks: str, background: bool, tmp_path: Path, reader: Any
+) -> None:
+    """NFS without its lock service refuses locks; with ``nolock`` each host grants its own."""
+    folders = [tmp_path / f"runs-{i}" for i in range(parents)]
+    together([(folders[i % parents], f"job{i}-{{}}") for i in range(processes)], keep, locks, background)
+    for folder in folders:
+        saved = said(folder)
+        assert [len(one) for one in saved] == [SAVES] * (processes // parents)
+        for one in saved:
+            assert_whole(folder, one[-1:] if keep else one, reader)
+        assert len(finished(folder)) == len(saved) * (keep or SAVES)
+        assert not list(folder.glob(".*"))
+
+
+@pytest.mark.parametrize("keep", [None, 1])
+def test_of_saves_under_one_name_one_wins(keep: int | None, tmp_path: Path, reader: Any) -> None:
+    together([(tmp_path, "step-{}")] * 4, keep, "locks")
+    saved = [entry for one in said(tmp_path) for entry in one]
+    names = [name for name, _ in saved]
+    if keep is None:  # otherwise a name may be free again
+        assert sorted(names) == [f"step-{step}" for step in range(1, SAVES + 1)]
+        assert_whole(tmp_path, saved, reader)
+    else:
+        assert_whole(tmp_path, [entry for entry in saved if entry[0] == f"step-{SAVES}"], reader)
+    found = checkpoints.latest(tmp_path)
+    assert found == tmp_path / f"step-{SAVES}" and not list(tmp_path.glob(".*"))
+
+
+def test_exports_into_one_folder_do_not_take_each_others_files(
+    tmp_path: Path, reader: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one begins while the first one writes; the one that ends last has written what is there."""
+    model, optimizer = reader
+    write, other = TensorFile.write, model_of(seed=3)
+
+    def second(*arguments: Any) -> None:
+        monkeypatch.setattr(TensorFile, "write", write)
+        checkpoints.export_weights(tmp_path, other)
+        write(*arguments)
+
+    monkeypatch.setattr(TensorFile, "write", second)
+    path = checkpoints.export_weights(tmp_path, model, optimizer)
+    assert os.listdir(tmp_path) == [path.name]
+    found = TensorReader(path)
+    assert all(torch.equal(found.tensor(name), value) for name, value in model.state_dict().items())
+
+
+# ---- what keep removes ------------------------------------------------------------------------------------------
+
+
+def test_links_and_other_series_are_left_alone(tmp_path: Path, reader: Any) -> None:
+    outside = tmp_path / "outside"
+    checkpoints.save(outside / "step-0", *reader)
+    root = tmp_path / "runs"
+    for name in ("step-1", "step-2", "other-1", "final", "run2-step-1"):
+        checkpoints.save(root / name, *reader)
+    for name, target in (
+        ("latest", "step-2"),
+        ("step-0", outside / "step-0"),
+        ("step-3", "nowhere"),
+        ("best", "step-1"),
+    ):
+        (root / name).symlink_to(target)
+    checkpoints.save(root / "step-10", *reader)
+    checkpoints.save(root / "step-4", *reader, keep=3)  # as after going back: never newer ones
+    rest = ["best", "final", "latest", "other-1", "run2-step-1", "step-0", "step-10", "step-3", "step-4"]
+    assert sorted(os.listdir(root)) == sorted([*rest, "step-2"])
+    checkpoints.save(root / "step-11", *reader, keep=1)
+    assert sorted(os.listdir(root)) == sorted(set(rest) - {"step-10", "step-4"} | {"step-11"})
+    assert os.readlink(root / "latest") == "step-2" and (outside / "step-0" / "manifest.json").exists()
+
+
+def test_what_keep_cannot_remove_is_named(tmp_path: Path, reader: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints.save(tmp_path / "step-1", *reader)
+    rename = os.rename
+
+    def busy(source: Any, target: Any) -> None:
+        if Path(source).name == "step-1":
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", busy)
+    with pytest.raises(DiskError, match=r"step-2 is saved, but keep=1 could not remove .*step-1 \(Device or resource"):
+        checkpoints.save(tmp_path / "step-2", *reader, keep=1)
+    assert checkpoints.latest(tmp_path) == tmp_path / "step-2"
+
+
+# ---- names that cannot be -----------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_written(tmp_path: Path, reader: Any) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").touch()
+    before = sorted(os.listdir(tmp_path))
+    for name, words in {
+        "x" * 300: "cannot be made (File name too long: ",
+        "new/" + "x" * 300: "cannot be made (File name too long: ",
+        "x" * 300 + "/new": "cannot be made (File name too long: ",
+        "/".join(["x" * 200] * 30): "cannot be made (File name too long: ",
+        "nul\0": "it contains a NUL character",
+        "\ud800": "name one that can be made",
+        "link": "exists already; save under another name",
+        "loop": "exists already; save under another name",
+        "link/new": "cannot be made (File exists: ",
+        "loop/new": "cannot be made (",
+        "file/new": "cannot be made (",
+        "": "exists already",
+    }.items():
+        for call in (checkpoints.save, checkpoints.save_in_background):
+            with pytest.raises(ArgumentError) as caught:
+                call(str(tmp_path) + "/" + name, *reader)
+            assert words in str(caught.value) and str(caught.value).startswith("folder="), (name, caught.value)
+    for wrong in (None, 3, b"bytes"):
+        with pytest.raises(ArgumentError, match=r"folder=.*: no path of a folder \("):
+            checkpoints.save(wrong, *reader)  # type: ignore[arg-type]
+    assert sorted(os.listdir(tmp_path)) == before
+    checkpoints.save(tmp_path / ("y" * 255), *reader)  # what the file system takes, we take
+    assert checkpoints.latest(tmp_path) == tmp_path / ("y" * 255)

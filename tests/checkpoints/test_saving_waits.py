@@ -1,0 +1,101 @@
+"""Ranks that wait for each other while they save: as long as the others go on, and what one is told is true."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from superoffload import checkpoints
+from superoffload.checkpoints import joining
+from superoffload.checkpoints.safetensors import TensorFile
+from tests.support.rank_processes import on_ranks, optimizer_of
+from tests.support.saved_ranks import build, step
+
+
+@contextlib.contextmanager
+def on_rank(rank: int, name: str, harm: Any) -> Iterator[None]:
+    with mock.patch(f"superoffload.checkpoints.{name}", harm) if dist.get_rank() == rank else contextlib.nullcontext():
+        yield
+    dist.barrier()
+
+
+def error_of(function: Callable[[], Any]) -> str:
+    """Empty for none."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def late(seconds: float, function: Any) -> Any:
+    def run(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return function(*arguments)
+
+    return run
+
+
+def waits(folder: str) -> dict[str, str]:
+    """What each save told this rank; empty for none."""
+    root, told = Path(folder), {}
+    model, options = build("fsdp2")
+    with optimizer_of(model, **options) as optimizer:
+
+        def save(name: str, timeout: float = 60.0) -> str:
+            return error_of(lambda: checkpoints.save(root / name, model, optimizer, timeout=timeout))
+
+        with on_rank(1, "writing.sync_folder", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))):
+            told["not confirmed"] = save("not-confirmed")
+        with on_rank(1, "folder.read_json", mock.Mock(side_effect=AssertionError("the whole manifest"))):
+            told["not read"] = save("not-read")
+        with on_rank(
+            1, "joining.os.listdir", mock.Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
+        ):
+            told["not listed"] = save("not-listed")
+        # The first rank writes for longer than the time-out: file by file, then nothing at all.
+        with on_rank(0, "safetensors.TensorFile.write", late(0.02, TensorFile.write)):
+            told["slow"] = save("slow", timeout=0.5)
+        with on_rank(0, "saving.complete", late(1.2, joining.complete)):
+            told["silent"] = save("silent", timeout=0.5)
+        for name in os.listdir(root):
+            checkpoints.load(root / name, model, optimizer)
+    return told
+
+
+def test_the_others_wait_while_the_first_rank_goes_on(tmp_path: Path) -> None:
+    first, second = on_ranks(2, waits, str(tmp_path))
+    assert first == dict.fromkeys(first, "")
+    confirmed, silent = second.pop("not confirmed"), second.pop("silent")
+    assert "not-confirmed: written, but the disk did not confirm" in confirmed and "untouched" not in confirmed
+    assert "RankError" in silent and "no sign of life of the first rank within 0.5 s" in silent
+    assert second == dict.fromkeys(second, "")
+    assert len(os.listdir(tmp_path)) == 5
+    assert not list(tmp_path.rglob(".*"))  # a finished checkpoint holds no mark of a failure
+
+
+def in_a_row(folder: str) -> list[str]:
+    """The second rank looks for each name long after the first one gave it."""
+    model, options = build("fsdp2")
+    with optimizer_of(model, **options) as optimizer:
+        started = []
+        with on_rank(1, "saving.wait_until_named", late(0.4, joining.wait_until_named)):
+            for seed in range(3):
+                step(model, optimizer, seed)
+                path = f"{folder}/step-{seed}"
+                started.append(checkpoints.save_in_background(path, model, optimizer, keep=1, timeout=30.0))
+            return [error_of(partial(one.wait, 60)) for one in started]
+
+
+def test_keep_does_not_remove_what_another_rank_has_not_yet_seen(tmp_path: Path) -> None:
+    assert on_ranks(2, in_a_row, str(tmp_path)) == [[""] * 3] * 2
+    assert os.listdir(tmp_path) == ["step-2"]

@@ -1,0 +1,266 @@
+"""A rank that is killed, stalls or raises: the others end with an error in time, and a restart goes on bit-exactly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from superoffload import AdamW
+from superoffload.distributed.group import _GROUPS
+from superoffload.distributed.launch import LocalRanks, Outcome
+from superoffload.distributed.roll_call import RollCall
+from superoffload.distributed.session import RankSession
+from superoffload.errors import RankError
+from tests.support.rank_processes import BF16, Net, flat_mesh, net, optimizer_of, shard, tokens_of
+
+TIMEOUT = 5.0
+STEPS, FAILS_AT = 6, 4
+
+
+def whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def save(model: Net, optimizer: Any, folder: str, step: int) -> None:
+    """All ranks gather, the first one writes; whole or not at all."""
+    state = optimizer.state_dict()
+    state["state"] = {k: {name: whole(v) for name, v in values.items()} for k, values in state["state"].items()}
+    weights = {name: whole(value) for name, value in model.state_dict().items()}
+    if dist.get_rank() == 0:
+        part = Path(folder) / "part"
+        torch.save({"step": step, "weights": weights, "optimizer": state}, part)
+        part.replace(Path(folder) / "checkpoint")
+
+
+def load(model: Net, optimizer: Any, folder: str) -> int:
+    file = Path(folder) / "checkpoint"
+    if not file.exists():
+        return 0
+    saved = torch.load(file, weights_only=True)
+    with torch.no_grad():
+        for name, param in model.state_dict().items():
+            mine = dist.get_rank()
+            parts = saved["weights"][name].chunk(dist.get_world_size())
+            local = param.to_local()
+            local.copy_(parts[mine] if mine < len(parts) else local)
+    optimizer.load_state_dict(saved["optimizer"])
+    step: int = saved["step"]
+    return step
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def plant(how: str, model: Net, optimizer: Any) -> Any:
+    """What happens to this rank, to be entered for the fatal step."""
+    if how == "killed in backward":
+        seen: list[int] = []
+
+        def hook(module: Any, inputs: Any, outputs: Any) -> None:
+            seen.append(1)
+            outputs.register_hook(lambda grad: die())
+
+        model.layers[0].register_forward_hook(hook)
+        return mock.patch.object(optimizer, "nothing", None, create=True)
+    if how == "killed in step":
+        return mock.patch.object(optimizer._core, "apply", lambda verdict, **named: die())
+    if how == "killed in the exchange":
+        # Right before its message goes out: the other rank waits for it.
+        return mock.patch.object(RankSession, "start", lambda session, sums: die())
+    if how == "stalls":
+        return mock.patch.object(optimizer._parts.boundary, "take_stock", lambda scale: time.sleep(4 * TIMEOUT))
+    assert how == "raises"
+
+    def user_code(tokens: Tensor) -> Tensor:
+        raise ValueError("in user code")
+
+    return mock.patch.object(model, "loss", user_code)
+
+
+def train(folder: str, how: str) -> dict[str, str]:
+    """From the checkpoint on, if there is one; rank 1 has its accident at the given step."""
+    model = shard(net(torch.bfloat16), flat_mesh(), BF16)
+    with optimizer_of(model, max_grad_norm=0.5, rank_timeout=TIMEOUT) as optimizer:
+        for step in range(load(model, optimizer, folder) + 1, STEPS + 1):
+            optimizer.zero_grad()
+            if how and step == FAILS_AT and dist.get_rank() == 1:
+                with plant(how, model, optimizer):
+                    model.loss(tokens_of(step, 1)).backward()
+                    optimizer.step()
+            else:
+                model.loss(tokens_of(step, dist.get_rank())).backward()
+                optimizer.step()
+            save(model, optimizer, folder, step)
+        return optimizer.state_digests()
+
+
+def run(folder: Path, how: str) -> tuple[list[Outcome], float]:
+    ranks = LocalRanks(2, timeout=TIMEOUT)
+    try:
+        began = time.monotonic()
+        outcomes = ranks.outcomes(train, str(folder), how, limit=60.0) if how != "stalls" else stalled(ranks, folder)
+        return outcomes, time.monotonic() - began
+    finally:
+        ranks.close()
+        assert not any(process.is_alive() for process in ranks.processes)
+        assert all(process.exitcode is not None for process in ranks.processes), "a zombie"
+
+
+def stalled(ranks: LocalRanks, folder: Path) -> list[Outcome]:
+    """Does not wait for the rank that sleeps."""
+    ranks.start(train, str(folder), "stalls")
+    assert ranks._pipes[0].poll(30.0)
+    return [ranks._pipes[0].recv(), Outcome(error="stalled")]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    outcomes, _ = run(tmp_path_factory.mktemp("whole"), "")
+    assert not any(outcome.error for outcome in outcomes), outcomes
+    return [outcome.value for outcome in outcomes]
+
+
+ACCIDENTS = {
+    # The collective that meets the dead rank is FSDP2's or the checkpoint's own, so is the error.
+    "killed in backward": "Connection ",
+    "killed in step": "Connection ",
+    "killed in the exchange": "rank 1 did not take part within 5 s",
+    "stalls": "the verdict of step 4: rank 1 did not take part within 5 s",
+    "raises": "",
+}
+
+
+Story = tuple[list[Outcome], float, list[Outcome]]
+
+
+def story(folder: Path, how: str) -> Story:
+    """The accident, the seconds until it was over, and the restart."""
+    return *run(folder, how), run(folder, "")[0]
+
+
+@pytest.fixture(scope="module")
+def accidents(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, uninterrupted: list[Any]
+) -> Iterator[dict[str, Future[Story]]]:
+    """Those of the tests that are run, two at a time: most of each is waiting for a time-out."""
+    tests = [item for item in request.session.items if item.path == Path(__file__)]
+    given: list[dict[str, str]] = [getattr(getattr(item, "callspec", None), "params", {}) for item in tests]
+    chosen = [parameters["how"] for parameters in given if "how" in parameters]
+    with ThreadPoolExecutor(2) as threads:
+        yield {how: threads.submit(story, tmp_path_factory.mktemp("accident"), how) for how in chosen}
+
+
+@pytest.mark.parametrize("how", ACCIDENTS)
+def test_the_others_end_in_time_and_a_restart_continues(
+    how: str, accidents: dict[str, Future[Story]], uninterrupted: list[Any]
+) -> None:
+    outcomes, seconds, again = accidents[how].result()
+    if how.startswith("killed"):
+        assert outcomes[1].error == "lost"
+    survivor = outcomes[0].error
+    assert survivor, "the other rank cannot have finished"
+    if how == "raises":  # it may wait in FSDP2's collective or in ours
+        assert "ValueError: in user code" in outcomes[1].error
+        assert "RankError" in survivor or "RuntimeError" in survivor
+    else:
+        assert ACCIDENTS[how] in survivor, survivor
+    assert seconds < 8 * TIMEOUT, "of which the ranks' start is the smaller part, also on a busy machine"
+    assert [outcome.error for outcome in again] == ["", ""]
+    assert [outcome.value for outcome in again] == uninterrupted
+
+
+class EndingStore:
+    """The roll call's store, in the process of rank 0: answers so many questions, then it is gone."""
+
+    def __init__(self, answers: int) -> None:
+        self.answers = answers
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def check(self, keys: list[str]) -> bool:
+        self.answers -= 1
+        if self.answers < 0:
+            raise RuntimeError("connection reset by peer")
+        return keys[0].endswith("/0")
+
+
+@pytest.mark.parametrize(("answers", "missing"), [(0, [0]), (1, [0]), (2, [2])])
+def test_a_first_rank_that_has_answered_and_ended_is_not_called_lost(answers: int, missing: list[int]) -> None:
+    roll_call = RollCall([0, 1, 2], 1, 1.0)
+    store: Any = EndingStore(answers)
+    roll_call._store = store
+    assert roll_call.who_is_missing(7)[0] == missing
+
+
+class SilentStore(EndingStore):
+    """The same behind a link that breaks: once it is cut, no answer comes any more, and no error either."""
+
+    def check(self, keys: list[str]) -> bool:
+        try:
+            return super().check(keys)
+        except RuntimeError:
+            threading.Event().wait(30.0)
+            raise
+
+
+@pytest.mark.parametrize(("answers", "missing"), [(0, [0]), (1, [0]), (2, [2])])
+def test_a_roll_call_behind_a_broken_link_ends_in_time(answers: int, missing: list[int]) -> None:
+    roll_call = RollCall([0, 1, 2], 1, 0.2)
+    roll_call.address = ("10.0.0.1", 29500)
+    store: Any = SilentStore(answers)
+    roll_call._store = store
+    began = time.monotonic()
+    assert roll_call.who_is_missing(7) == (
+        missing,
+        "; the roll call of rank 0 on 10.0.0.1 could not be reached, so nothing is known of rank 2" * (missing == [0]),
+    )
+    assert time.monotonic() - began < 5.0
+
+
+def train_in_two_worlds(folder: str) -> tuple[int, int, str]:
+    """In a rank: how many groups of ours there are in the second world and after it; what an optimizer of the first
+    one says in the second."""
+    rank, weights = int(os.environ["RANK"]), [torch.nn.Parameter(torch.ones(8)) for _ in range(2)]
+    optimizers: list[Any] = []
+    for number, weight in enumerate(weights):
+        store = f"file://{folder}/store-{number}"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+        optimizers.append(AdamW([weight], speculation="always", rank_timeout=TIMEOUT))
+        for step in range(2):
+            weight.grad = torch.full((8,), 1.0 + step)
+            optimizers[number].step()
+        if number == 0:
+            dist.destroy_process_group()
+    assert torch.equal(*weights)
+    kept = sum(map(len, _GROUPS.values()))
+    weights[0].grad = torch.ones(8)
+    with pytest.raises(RankError) as caught:
+        optimizers[0].step()
+    for optimizer in optimizers:
+        optimizer.close()
+    dist.destroy_process_group()
+    return kept, sum(map(len, _GROUPS.values())), str(caught.value)
+
+
+def test_a_second_world_has_groups_of_its_own(tmp_path: Path) -> None:
+    """destroy_process_group() and init_process_group() again, in the same processes."""
+    with LocalRanks(2, init=False) as ranks:
+        for kept, afterwards, error in ranks.run(train_in_two_worlds, str(tmp_path), limit=100.0):
+            assert (kept, afterwards) == (1, 0)
+            assert "destroy_process_group()" in error and "make a new optimizer" in error

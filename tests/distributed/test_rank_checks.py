@@ -1,0 +1,350 @@
+"""Ranks that have diverged are found and named, on every rank and in bounded time."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from superoffload.distributed.disagreement import odd_ranks
+from superoffload.distributed.group import FRAME, ROOM, Gather, RankGroup, rank_timeout
+from superoffload.distributed.message import MOST_CLASSES, Packet
+from superoffload.errors import ArgumentError
+from superoffload.host.tensors import local_of
+from tests.support.rank_faults import train_until_error
+from tests.support.rank_processes import (
+    error_of,
+    flat_mesh,
+    net,
+    on_ranks,
+    optimizer_of,
+    shard,
+    tokens_of,
+)
+
+# fault, whether there are replicas, what the error says
+CASES = [
+    ("skip_publish", False, "rank 1: layers.0.0.weight: the published parameter is not round(master)"),
+    ("swap_shards", False, "layers.0.0.weight: the published parameter is not round(master)"),
+    ("stale_parameters", False, "what its forward reads is not what rank"),
+    ("drop_clip", False, "rank 1: "),
+    ("apply_twice", True, "differs from that of rank"),
+    ("skip_publish", True, "the published parameter is not round(master)"),
+]
+
+
+@pytest.mark.parametrize(("fault", "replicas", "text"), CASES, ids=[f"{f}-{r}" for f, r, _ in CASES])
+def test_in_the_first_steps_it_is_found_at_once(fault: str, replicas: bool, text: str) -> None:
+    results = on_ranks(4 if replicas else 2, train_until_error, fault, 2, 1, replicas, "light")
+    assert len({message for _, message in results}) == 1, "the same error on every rank"
+    number, message = results[0]
+    assert message.startswith("RankError: ranks have diverged: ") and text in message
+    assert number == 2 and "step 2" in message
+
+
+# light: the next step for what is the same on all ranks, else when its turn comes
+LATER = [
+    ("skip_publish", False, "light", 40, "the published parameter is not round(master)"),
+    ("drop_clip", False, "light", 11, "rank 1: gradient factor is"),
+    ("apply_twice", True, "light", 50, "differs from that of rank"),
+    ("stale_parameters", False, {"full": 7}, 14, "what its forward reads is not what rank"),
+]
+
+
+@pytest.mark.parametrize(("fault", "replicas", "check", "latest", "text"), LATER, ids=[case[0] for case in LATER])
+def test_later_on_it_is_found_too(fault: str, replicas: bool, check: Any, latest: int, text: str) -> None:
+    results = on_ranks(4 if replicas else 2, train_until_error, fault, 10, 1, replicas, check)
+    assert len({message for _, message in results}) == 1
+    number, message = results[0]
+    assert text in message and 10 <= number <= latest
+
+
+@pytest.mark.parametrize("check", ["light", "full", {"full": 3}], ids=str)
+def test_without_a_fault_nothing_is_found(check: Any) -> None:
+    assert on_ranks(4, train_until_error, "none", 0, 0, True, check, 8) == [[8, ""]] * 4
+    assert on_ranks(2, train_until_error, "none", 0, 0, False, check, 8) == [[8, ""]] * 2
+
+
+def test_switched_off_nothing_is_looked_at() -> None:
+    assert on_ranks(2, train_until_error, "drop_clip", 2, 1, False, "off", 6) == [[6, ""]] * 2
+
+
+def differing(what: str) -> str:
+    model = shard(net(torch.float32), flat_mesh())
+    rank = dist.get_rank()
+    with optimizer_of(model) as optimizer:
+        for step in range(3):
+            optimizer.zero_grad()
+            model.loss(tokens_of(step, rank)).backward()
+            if step == 2 and rank == 1:
+                if what == "lr":
+                    optimizer.param_groups[0]["lr"] = 0.125
+                elif what == "max_grad_norm":
+                    optimizer.max_grad_norm = 7.0
+                elif what == "gradient":
+                    model.head.weight.grad = None
+                elif what == "negative lr":
+                    optimizer.param_groups[0]["lr"] = -1.0
+            before = optimizer.stats()["steps"]
+            try:
+                optimizer.step()
+            except Exception as error:
+                assert optimizer.stats()["steps"] == before
+                return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("lr", "step 3: the ranks step with different settings: rank 1: lr of group 0 is 0.125, on rank 0 0.003"),
+        ("max_grad_norm", "rank 1: max_grad_norm is 7.0, on rank 0 1.0"),
+        ("gradient", "not the same parameters have a gradient: rank 1: head.weight is False, on rank 0 True"),
+    ],
+)
+def test_settings_that_differ_are_named(what: str, text: str) -> None:
+    for message in on_ranks(2, differing, what):
+        assert message.startswith("RankError") and text in message
+
+
+def test_a_rank_that_raises_takes_the_step_of_all_with_it() -> None:
+    first, second = on_ranks(2, differing, "negative lr")
+    assert second.startswith("ArgumentError: lr=-1.0")
+    assert "step 3: rank 1 raised before the verdict" in first and "abandoned on every rank" in first
+
+
+def test_different_parameters_are_refused_at_construction() -> None:
+    for message in on_ranks(2, different_models):
+        assert "RankError" in message and "were made differently" in message and "layers.1" in message
+
+
+def different_models() -> str:
+    model = net(torch.float32, layers=1 + dist.get_rank())
+    try:
+        with optimizer_of(model):
+            return ""
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def alone(what: str) -> list[Any]:
+    """Rank 1 does something that the others do not."""
+    model = shard(net(torch.float32), flat_mesh())
+    model.head.requires_grad_(False)
+    with optimizer_of(model) as optimizer:
+        optimizer.add_param_group({"params": list(model.head.parameters())})
+        for step in range(3):
+            optimizer.zero_grad()
+            model.head.requires_grad_(step == 2 and what == "train a frozen parameter")
+            model.loss(tokens_of(step, dist.get_rank())).backward()
+            before, message = optimizer.stats()["steps"], ""
+            try:
+                if step == 2 and dist.get_rank() == 1:
+                    if what == "load_state_dict":
+                        optimizer.load_state_dict(optimizer.state_dict())
+                    elif what == "add_param_group":
+                        extra = torch.nn.Parameter(local_of(model.frozen.weight).clone())
+                        optimizer.add_param_group({"params": [extra]})
+                    elif what == "skip step":
+                        optimizer._ranks.session.begin()  # type: ignore[union-attr]
+                elif step == 2 and what == "train a frozen parameter":
+                    for param in model.head.parameters():
+                        param.grad = None
+                optimizer.step()
+            except Exception as error:
+                message = f"{type(error).__name__}: {error}"
+        return [message, optimizer.stats()["steps"] == before]
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("load_state_dict", "rank 1: load_state_dict()"),
+        ("add_param_group", "rank 1: new parameters"),
+        ("train a frozen parameter", "; rank 1: new parameters"),
+        ("skip step", "rank 1: the verdict of step 4"),
+    ],
+)
+def test_calls_that_only_one_rank_makes_are_named_by_all(what: str, text: str) -> None:
+    first, second = on_ranks(2, alone, what)
+    assert first == second and first[1], "the same error, and nobody stepped"
+    assert "RankError: the ranks do different things: " in first[0] and text in first[0]
+
+
+def different_gradients() -> str:
+    """With the checks off the gradients must be those of the same parameters all the same."""
+    model = net(torch.float32)
+    with optimizer_of(model, rank_check="off", replicated="shard") as optimizer:
+        model.loss(tokens_of(0, 0)).backward()
+        if dist.get_rank() == 1:
+            model.head.weight.grad = None
+        return error_of(optimizer.step)
+
+
+def too_many_meshes() -> str:
+    """As if no set of replicas had room in the message."""
+
+    def make() -> None:
+        with optimizer_of(net(torch.float32)):
+            pass
+
+    with mock.patch("superoffload.distributed.session.MOST_CLASSES", 0):
+        return error_of(make)
+
+
+def test_more_sets_of_replicas_than_the_message_has_room_for_are_refused() -> None:
+    for message in on_ranks(2, too_many_meshes):
+        assert message.startswith("ArgumentError: params: 1 different sets of replicas on one rank, expected at most 0")
+
+
+def different_checks() -> str:
+    """Otherwise one rank would check everything while the other is in its next forward."""
+
+    def make() -> None:
+        with optimizer_of(net(torch.float32), rank_check={"full": 4} if dist.get_rank() else "light"):
+            pass
+
+    return error_of(make)
+
+
+def test_ranks_with_different_checks_are_refused_at_construction() -> None:
+    for message in on_ranks(2, different_checks):
+        assert "RankError: ranks have diverged: the optimizers" in message and "rank 1: rank_check is" in message
+
+
+def test_without_checks_the_ranks_must_have_the_same_gradients() -> None:
+    for message in on_ranks(2, different_gradients):
+        assert message.startswith("RankError") and "rank 1: head.weight is False, on rank 0 True" in message
+
+
+def early_stop() -> list[Any]:
+    """Rank 1 speculates nothing, as if its partial norm proved a clip, rank 0 does: the same bits as both in step."""
+    digests = []
+    for lonely in (False, True):
+        model = shard(net(torch.float32), flat_mesh())
+        with optimizer_of(model, speculation="always", max_grad_norm=2.0) as optimizer:
+            if lonely and dist.get_rank() == 1:
+                optimizer._core.schedule.mode = "never"
+            for step in range(4):
+                optimizer.zero_grad()
+                model.loss(tokens_of(step, dist.get_rank())).backward()
+                optimizer.step()
+            digests.append((optimizer.state_digests(), optimizer.stats()["buckets_speculated"]))
+    return [digests[0][0] == digests[1][0], digests[0][1] > 0, digests[1][1] > 0]
+
+
+def test_an_early_stop_on_one_rank_changes_nothing_on_another() -> None:
+    assert on_ranks(2, early_stop) == [[True, True, True], [True, True, False]]
+
+
+def worker_fault() -> list[Any]:
+    """A worker of rank 1 fails while speculating: the others step, so it completes the step, and says so."""
+    digests: list[Any] = []
+    message = ""
+    for fails in (False, True):
+        model = shard(net(torch.float32), flat_mesh())
+        with optimizer_of(model, speculation="always", max_grad_norm=None) as optimizer:
+            for step in range(3):
+                optimizer.zero_grad()
+                if fails and step == 1 and dist.get_rank() == 1:
+                    optimizer._core.pool.inject_fault(1, "a bit fell over")
+                model.loss(tokens_of(step, dist.get_rank())).backward()
+                try:
+                    optimizer.step()
+                except Exception as error:
+                    message = f"{type(error).__name__}: {error}"
+            digests.append(optimizer.state_digests())
+    return [digests[0] == digests[1], message]
+
+
+def test_a_worker_failure_does_not_part_the_ranks() -> None:
+    first, second = on_ranks(2, worker_fault)
+    assert first == [True, ""]
+    assert second[0] and "WorkerError: " in second[1] and "a bit fell over" in second[1]
+
+
+def test_the_packet_is_small_and_comes_back_as_it_was() -> None:
+    packet = Packet((1.5, float("nan")), flags=3, settings=2**32 - 1, bad=9, factor=-0.0)
+    data = packet.to_bytes()
+    assert len(data) <= ROOM < FRAME == 128
+    assert repr(Packet.from_bytes(data)) == repr(packet)
+    assert len(Packet((0.0,) * MOST_CLASSES).to_bytes()) <= ROOM
+
+
+def test_the_minority_is_named() -> None:
+    assert odd_ranks({0: "a", 1: "b", 2: "b"}) == [(0, 1)]
+    assert odd_ranks({0: 1.0, 1: 2.0}) == [(1, 0)]
+    assert odd_ranks({3: float("nan"), 4: float("nan")}) == []
+    assert odd_ranks({0: 0.0, 1: -0.0}) == [(1, 0)]
+
+
+def bytes_per_step() -> list[int]:
+    """Bytes this rank sends through our group in each of ten steps."""
+    model = shard(net(torch.float32), flat_mesh())
+    sent: list[int] = []
+    counts: list[int] = []
+    init = Gather.__init__
+
+    def counting(self: Gather, group: RankGroup, what: str, mine: torch.Tensor) -> None:
+        sent.append(mine.numel() * mine.element_size())
+        init(self, group, what, mine)
+
+    with optimizer_of(model) as optimizer, mock.patch.object(Gather, "__init__", counting):
+        for step in range(10):
+            sent.clear()
+            optimizer.zero_grad()
+            model.loss(tokens_of(step, dist.get_rank())).backward()
+            optimizer.step()
+            counts.append(sum(sent) if len(sent) == 1 else -1)
+    assert isinstance(model, FSDPModule)
+    return counts
+
+
+def test_a_step_costs_one_exchange_of_at_most_128_bytes() -> None:
+    for counts in on_ranks(2, bytes_per_step):
+        assert counts[:3] == [-1, -1, -1], "the first three are checked in full"
+        assert all(0 < count <= 128 for count in counts[3:])
+
+
+def check_seconds() -> list[float]:
+    """Of a light check's own work: the probe, for 16 Mi parameters in one tensor."""
+    from superoffload.distributed.held import probe, units_of
+
+    param = torch.nn.Parameter(torch.zeros(1 << 24, dtype=torch.bfloat16))
+    with optimizer_of(torch.nn.ParameterList([param])) as optimizer:
+        session = optimizer._ranks.session
+        assert session is not None
+        units = units_of(session.held)
+        took = []
+        for turn in range(20):
+            began = time.perf_counter()
+            probe(session.held, units, turn)
+            took.append(time.perf_counter() - began)
+    return sorted(took)
+
+
+def test_a_probe_does_not_grow_with_the_model() -> None:
+    """It reads 64 Ki elements; a step of that many parameters takes tens of milliseconds."""
+    assert min(took[0] for took in on_ranks(2, check_seconds)) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "message"),
+    [
+        (0.0, None, "rank_timeout=0.0: expected a finite number of at least 0.1"),
+        (None, "soon", "SUPEROFFLOAD_RANK_TIMEOUT='soon': expected a number of seconds"),
+        (None, "nan", "SUPEROFFLOAD_RANK_TIMEOUT=nan: expected a finite number of at least 0.1"),
+    ],
+)
+def test_a_bad_time_out_is_named_by_where_it_came_from(
+    monkeypatch: pytest.MonkeyPatch, given: float | None, environment: str | None, message: str
+) -> None:
+    if environment is not None:
+        monkeypatch.setenv("SUPEROFFLOAD_RANK_TIMEOUT", environment)
+    with pytest.raises(ArgumentError, match=message):
+        rank_timeout(given)

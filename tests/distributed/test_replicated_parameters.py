@@ -1,0 +1,273 @@
+"""Plain parameters on several ranks: DDP with our communication hook, gradients reduced by hand, state spread out."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from superoffload import AdamW
+from superoffload.errors import ArgumentError
+from tests.support.adamw_training import assert_worker_threads, worker_threads
+from tests.support.rank_processes import Net, loss_of, net, on_ranks, optimizer_of
+
+STEPS = 6
+CLIPPED, POISONED, EDITED, TWICE = 1, 2, 3, 4
+
+
+def reduce(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad.div_(dist.get_world_size())
+
+
+def train(model: Any, optimizer: AdamW, *, by_hand: bool) -> list[float]:
+    """A late clip, a NaN on one rank, edited gradients, two backwards; averages over ranks as DDP has them."""
+    net_of = model.module if isinstance(model, DistributedDataParallel) else model
+    losses = []
+    for step in range(STEPS):
+        optimizer.max_grad_norm = 50.0
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        if step == TWICE:
+            loss_of(model, step + 100).backward()
+        if by_hand:
+            reduce(net_of)
+        losses.append(loss.item())
+        if step == POISONED and dist.get_rank() == 1:
+            net_of.head.weight.grad[-1, -1] = math.nan
+        if step == EDITED:
+            net_of.head.weight.grad.mul_(0.5)
+        if step == CLIPPED:
+            optimizer.max_grad_norm = 0.05
+        optimizer.step()
+    return losses
+
+
+def run(kind: str, replicated: str, dtype: torch.dtype, view: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for mode in ("always", "never"):
+        inner = net(dtype)
+        model: nn.Module = inner
+        if kind == "ddp":
+            model = DistributedDataParallel(inner, bucket_cap_mb=0.005, gradient_as_bucket_view=view)
+        with optimizer_of(model, speculation=mode, replicated=replicated, state_dtype="bf16") as optimizer:
+            losses = train(model, optimizer, by_hand=kind == "hand")
+            saved = optimizer.state_dict()
+            state = [values[name] for values in saved["state"].values() for name in ("master", "exp_avg", "exp_avg_sq")]
+            found[mode] = {
+                "losses": losses,
+                "weights": [p.detach().clone() for p in inner.parameters()],
+                "state": [value.clone() for value in state],
+                "stats": optimizer.stats(),
+                "elements": sum(shard.numel for shard in optimizer._core.shards),
+                "names": [shard.name for shard in optimizer._core.shards],
+            }
+    return found
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "hand"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_replicated_and_spread_state_have_the_same_bits(kind: str, dtype: torch.dtype) -> None:
+    view = dtype is torch.float32
+    whole = on_ranks(2, run, kind, "replicate", dtype, view)
+    spread = on_ranks(2, run, kind, "shard", dtype, view)
+    trained = sum(p.numel() for p in net(dtype).parameters() if p.requires_grad)
+    assert [rank["always"]["elements"] for rank in whole] == [trained] * 2
+    assert sum(rank["always"]["elements"] for rank in spread) == trained
+    for results in (whole, spread):
+        for rank in results:
+            always, never = rank["always"], rank["never"]
+            assert always["losses"] == never["losses"] and len(set(always["losses"])) == STEPS
+            assert same(always["weights"], never["weights"]) and same(always["state"], never["state"])
+            assert same(always["weights"], results[0]["always"]["weights"])
+            assert same(always["state"], results[0]["always"]["state"])
+            assert always["stats"]["skipped_steps"] == 1 and always["stats"]["steps"] == STEPS - 1
+            # Without knowing when a gradient is reduced, nothing may be stepped before step().
+            assert (always["stats"]["buckets_speculated"] > 0) == (kind == "ddp")
+            assert "head.weight" in always["names"] and "layers.0.0.bias" in always["names"]
+    # The norm is summed in other pieces, so a clipped step may differ in a last bit; all else is the same arithmetic.
+    for one, other in zip(whole[0]["always"]["weights"], spread[0]["always"]["weights"], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-6)
+
+
+def reload(count_first: str) -> bool:
+    """State saved by one way of keeping it continues in the other."""
+    digests = []
+    weights: Any = None
+    saved: Any = None
+    for start, stop, replicated in ((0, 3, count_first), (3, 6, "replicate"), (3, 6, "shard")):
+        model = net(torch.float32)
+        if weights is not None:
+            model.load_state_dict(weights)
+        with optimizer_of(model, replicated=replicated, max_grad_norm=None) as optimizer:
+            if saved is not None:
+                optimizer.load_state_dict(saved)
+            for step in range(start, stop):
+                optimizer.zero_grad()
+                loss_of(model, step).backward()
+                reduce(model)
+                optimizer.step()
+            if saved is None:
+                saved = optimizer.state_dict()
+                weights = {name: value.clone() for name, value in model.state_dict().items()}
+            else:
+                digests.append([p.detach().clone() for p in model.parameters()])
+    return same(digests[0], digests[1])
+
+
+@pytest.mark.parametrize("first", ["replicate", "shard"])
+def test_checkpoints_fit_both_ways_of_keeping_state(first: str) -> None:
+    assert on_ranks(2, reload, first) == [True, True]
+
+
+def unreduced(replicated: str) -> str:
+    model = net(torch.float32)
+    with optimizer_of(model, replicated=replicated) as optimizer:
+        loss_of(model, 0).backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        try:
+            optimizer.step()
+        except Exception as error:
+            if replicated == "replicate":  # where state is spread, the full check finds it after the step
+                assert same(before, [p.detach() for p in model.parameters()])
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("replicated", ["replicate", "shard"])
+def test_gradients_that_nobody_reduced_are_refused_on_every_rank(replicated: str) -> None:
+    for message in on_ranks(2, unreduced, replicated):
+        assert message.startswith("RankError") and "rank 1: embedding.weight: its gradient differs" in message
+        assert "must be reduced over the ranks before step()" in message
+
+
+def on_its_own() -> float:
+    """replicated="local": ranks train different models and do not meet."""
+    model = net(torch.float32, seed=dist.get_rank())
+    with optimizer_of(model, replicated="local", max_grad_norm=None) as optimizer:
+        for step in range(1 + dist.get_rank()):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        return optimizer.stats()["buckets_speculated"]
+
+
+def test_local_parameters_have_nothing_to_do_with_other_ranks() -> None:
+    first, second = on_ranks(2, on_its_own)
+    assert second == 2 * first > 0
+
+
+def warnings_of(**options: Any) -> list[str]:
+    """What is said when the optimizer is made, and again when its threshold is set."""
+    weight = nn.Parameter(torch.ones(4))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = AdamW([weight], threads=1, rank_timeout=20.0, **options)
+        made = len(caught)
+        optimizer.max_grad_norm = 2.0
+        optimizer.close()
+    said = [str(warning.message) for warning in caught if "max_grad_norm" in str(warning.message)]
+    assert len(said) <= 1
+    return [f"{'made' if made else 'set'}: {text}" for text in said]
+
+
+def whose_norms() -> list[list[str]]:
+    """Of three ranks, two are a group; then each on its own; then all; and a group whose threshold comes later."""
+    stage, rest, everyone = [dist.new_group(ranks) for ranks in ([0, 1], [2], [0, 1, 2])]
+    mine = stage if dist.get_rank() < 2 else rest
+    return [
+        warnings_of(process_group=mine, max_grad_norm=1.0),
+        warnings_of(replicated="local", max_grad_norm=1.0),
+        warnings_of(process_group=everyone, max_grad_norm=1.0),
+        warnings_of(max_grad_norm=1.0),
+        warnings_of(process_group=mine),
+    ]
+
+
+def closed_by_a_warning() -> bool:
+    """Where warnings are errors, the constructor raises: whether its worker threads have ended by then."""
+    before = worker_threads()
+    with warnings.catch_warnings(), pytest.raises(RuntimeWarning, match="max_grad_norm") as caught:
+        warnings.simplefilter("error")
+        AdamW([nn.Parameter(torch.ones(4))], threads=1, replicated="local", max_grad_norm=1.0)
+    assert_worker_threads(set(before))
+    return caught.tb is not None
+
+
+def test_a_warning_that_is_an_error_leaves_no_optimizer() -> None:
+    assert on_ranks(2, closed_by_a_warning) == [True, True]
+
+
+def test_clipping_by_the_norm_of_some_ranks_is_said_once() -> None:
+    first, second, third = on_ranks(3, whose_norms)
+    of_the_group = "max_grad_norm=1 clips by the norm of the gradients on rank 0, 1 alone (2 of 3)"
+    assert of_the_group in first[0][0] and first[0][0].startswith("made: superoffload: max_grad_norm")
+    assert second[0] == [], "the group's first rank has said it"
+    assert "rank 2 alone (1 of 3)" in third[0][0] and "the other 2 " in third[0][0]
+    for rank, said in enumerate((first, second, third)):
+        assert f"rank {rank} alone (1 of 3)" in said[1][0] and "clip by hand" in said[1][0]
+        assert said[2] == said[3] == []
+    assert first[4][0].startswith("set: superoffload: max_grad_norm=2 ")
+    assert third[4][0].startswith("set: ")
+
+
+def two_hooks() -> str:
+    model = DistributedDataParallel(net(torch.float32))
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    model.register_comm_hook(None, allreduce_hook)
+    try:
+        with optimizer_of(model):
+            return ""
+    except ArgumentError as error:
+        return str(error)
+
+
+def test_a_second_communication_hook_is_refused() -> None:
+    for message in on_ranks(2, two_hooks):
+        assert "has a communication hook already" in message
+
+
+def no_sync() -> list[bool]:
+    """Micro-batches without synchronization: nothing is read before the last one has reduced."""
+    results = []
+    for mode in ("always", "never"):
+        inner = net(torch.float32)
+        model = DistributedDataParallel(inner, bucket_cap_mb=0.005)
+        with optimizer_of(model, speculation=mode, max_grad_norm=50.0) as optimizer:
+            for step in range(4):
+                optimizer.zero_grad()
+                with model.no_sync():
+                    loss_of(model, 10 + step).backward()
+                loss_of(model, step).backward()
+                optimizer.step()
+            results.append(([p.detach().clone() for p in inner.parameters()], optimizer.stats()))
+    (a, stats), (b, _) = results
+    return [same(a, b), stats["buckets_speculated"] > 0]
+
+
+def test_ddp_without_synchronization() -> None:
+    assert on_ranks(2, no_sync) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"replicated": "copied"}, {"rank_check": {"full": 0}}, {"rank_check": "some"}, {"rank_timeout": 0.0}],
+    ids=str,
+)
+def test_bad_arguments(options: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=next(iter(options))):
+        AdamW(Net().parameters(), **options)

@@ -1,0 +1,1 @@
+"""The engine: buckets, their fates, schedules and verdicts, without autograd."""

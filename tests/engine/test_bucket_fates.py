@@ -1,0 +1,351 @@
+"""Each end that a bucket can come to, and what is counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy.typing as npt
+import pytest
+import torch
+
+from superoffload.engine.bucket import Bucket, BucketState, GroupHyper
+from superoffload.errors import StateError
+from tests.support.engine_rig import COUNTERS, Rig, Settings, rig
+
+HYPER = GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1)
+TWO = Settings([[1024, 1024]], bucket_numel=1024)  # two buckets
+
+
+def backward(made: Rig, scale: float = 1.0, poison_first: float | None = None) -> dict[int, npt.NDArray[Any]]:
+    """All gradients, in the order of backward."""
+    gradients: dict[int, npt.NDArray[Any]] = {}
+    for shard in reversed(made.shards):
+        poison = poison_first if not gradients else None
+        gradients[shard.index] = made.gradient(shard, scale, poison)
+        made.arrive(shard, gradients[shard.index])
+    return gradients
+
+
+def counts(made: Rig) -> dict[str, float]:
+    names = ("buckets_speculated", *COUNTERS, "buckets_stepped", "journal_overflows", "clipped_steps")
+    stats = made.core.stats()
+    return {name.removeprefix("buckets_"): stats[name] for name in names if stats[name]}
+
+
+class Counted(list[Bucket]):
+    """Buckets that count how often they are gone through."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Bucket]:
+        self.passes += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("mode", ["always", "adaptive"])
+def test_a_gradient_that_arrives_goes_through_no_list_of_all_buckets(mode: str) -> None:
+    with rig(Settings([[1024] * 40], bucket_numel=1024, mode=mode)) as made:
+        for _ in range(3):
+            made.core.layout.buckets = buckets = Counted(made.core.buckets)
+            gradients = backward(made)
+            assert len(buckets) == 40 and buckets.passes == 0
+            made.step_both(gradients)
+            made.check()
+
+
+def test_what_is_packed_is_known_after_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The share that the schedule is asked with, against the states of all buckets."""
+    asked: list[float] = []
+    with rig(Settings([[1024, 1500, 700]], bucket_numel=1024)) as made:
+
+        def wants(packed: float) -> bool:
+            in_this_step = (BucketState.READY, BucketState.SPECULATED)
+            counted = sum(bucket.numel for bucket in made.core.buckets if bucket.state in in_this_step)
+            assert packed == counted / 3224
+            asked.append(packed)
+            return len(asked) % 2 == 1
+
+        monkeypatch.setattr(made.core.schedule, "wants", wants)
+        for _ in range(3):
+            gradients = backward(made)
+            for shard in made.shards[:2]:  # two of them come anew
+                made.core.retract(shard)
+                made.arrive(shard, gradients[shard.index])
+            made.core.decide(unscale=1.0, max_grad_norm=None)
+            made.core.retract(made.shards[2])
+            made.arrive(made.shards[2], gradients[2])
+            made.step_both(gradients)
+            made.check()
+    assert max(asked) == 1.0 and len(set(asked)) > 3
+
+
+def test_hyper_parameters_are_read_once_in_backward_and_once_with_the_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with rig(Settings([[1024] * 8, [1024] * 8], bucket_numel=1024)) as made:
+        read: list[int] = []
+
+        def hyper_of(group: int) -> GroupHyper:
+            read.append(group)
+            return made.hypers[group]
+
+        monkeypatch.setattr(made.core.executor, "_hyper_of", hyper_of)
+        for step in range(3):
+            made.hypers[1] = replace(HYPER, lr=0.01 / (step + 1))
+            made.step_both(backward(made), max_grad_norm=1.0 if step == 2 else None)
+            made.check()
+            assert sorted(read) == [0, 0, 1, 1]
+            read.clear()
+
+
+def test_commit() -> None:
+    with rig(TWO) as made:
+        made.step_both(backward(made))
+        made.check()
+        assert counts(made) == {"speculated": 2, "committed": 2}
+
+
+def test_replay() -> None:
+    with rig(TWO) as made:
+        made.step_both(backward(made), max_grad_norm=1.0)
+        made.check()
+        assert counts(made) == {"speculated": 2, "replayed": 2, "clipped_steps": 1}
+
+
+def test_an_expected_unscale_is_committed_and_another_one_replayed() -> None:
+    with rig(TWO) as made:
+        for expected in (0.25, 0.5):
+            made.core.speculator.expect(unscale=expected, max_grad_norm=None)
+            made.step_both(backward(made), unscale=0.25)
+            made.check()
+        assert counts(made) == {"speculated": 4, "committed": 2, "replayed": 2}
+
+
+def test_the_two_zeros_are_different_factors() -> None:
+    """exp_avg keeps the sign of a zero."""
+    with rig(TWO) as made:
+        made.core.speculator.expect(unscale=0.0, max_grad_norm=None)
+        made.step_both(backward(made), unscale=-0.0)
+        made.check()
+        assert counts(made) == {"speculated": 2, "replayed": 2}
+
+
+def test_skip() -> None:
+    with rig(TWO) as made:
+        gradients = backward(made)
+        made.core.retract(made.shards[0])
+        gradients[0][5] = math.inf
+        made.arrive(made.shards[0], gradients[0])
+        made.step_both(gradients)
+        made.check()
+        assert counts(made) == {"speculated": 2, "undone": 1, "skipped": 1}
+
+
+def test_a_non_finite_gradient_stops_speculation() -> None:
+    with rig(TWO) as made:
+        made.step_both(backward(made, poison_first=math.nan))
+        made.check()
+        assert counts(made) == {}
+
+
+def test_a_partial_norm_that_proves_a_clip_stops_speculation() -> None:
+    with rig(Settings([[1024] * 4], bucket_numel=1024)) as made:
+        made.core.speculator.expect(unscale=1.0, max_grad_norm=55.0)  # the norm of three gradients of four
+        made.step_both(backward(made), max_grad_norm=55.0)
+        made.check()
+        assert counts(made) == {"speculated": 2, "replayed": 2, "stepped": 2, "clipped_steps": 1}
+
+
+def test_a_gradient_that_was_taken_back_proves_nothing() -> None:
+    with rig(Settings([[1024] * 4], bucket_numel=1024)) as made:
+        made.core.speculator.expect(unscale=1.0, max_grad_norm=80.0)  # not even the norm of all four
+        gradients = backward(made)
+        for _ in range(4):
+            made.core.retract(made.shards[0])
+            made.arrive(made.shards[0], gradients[0])
+        made.step_both(gradients, max_grad_norm=80.0)
+        made.check()
+        assert counts(made) == {"speculated": 8, "committed": 4, "undone": 4}
+
+
+@pytest.mark.parametrize("max_grad_norm", [1e200, 1e308])
+def test_a_threshold_beyond_everything(max_grad_norm: float) -> None:
+    with rig(TWO) as made:
+        made.core.speculator.expect(unscale=1e-3, max_grad_norm=max_grad_norm)
+        made.step_both(backward(made), unscale=1e-3, max_grad_norm=max_grad_norm)
+        made.check()
+        assert counts(made) == {"speculated": 2, "committed": 2}
+
+
+def test_abandon() -> None:
+    with rig(TWO) as made:
+        backward(made)
+        made.core.abandon()
+        made.check()
+        assert counts(made) == {"speculated": 2, "abandoned": 2}
+        made.core.abandon()
+        assert counts(made) == {"speculated": 2, "abandoned": 2}
+
+
+@pytest.mark.parametrize(
+    "change", [{"lr": 1e-3}, {"beta1": 0.8}, {"beta2": 0.9}, {"eps": 1e-4}, {"weight_decay": 0.0}, {"l2": True}]
+)
+def test_hyper_parameters_changed_after_backward(change: dict[str, Any]) -> None:
+    """The group that changed is undone and stepped; the other one is kept."""
+    with rig(replace(TWO, sizes=[[1024], [1024]])) as made:
+        gradients = backward(made)
+        made.set_hyper(1, replace(HYPER, **change))
+        made.step_both(gradients)
+        made.check()
+        assert counts(made) == {"speculated": 2, "committed": 1, "undone": 1, "stepped": 1}
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_journal_without_room_is_undone_at_once_and_stepped_later(width: int) -> None:
+    with rig(TWO, width=width, arena=0.0) as made:
+        for _ in range(3):
+            made.step_both(backward(made))
+            made.check()
+        assert counts(made) == {"speculated": 6, "undone": 6, "stepped": 6, "journal_overflows": 6}
+
+
+def test_after_a_spike_wider_codes_are_tried_then_the_bucket_is_left_out_for_a_while() -> None:
+    with rig(replace(TWO, sizes=[[4096]], bucket_numel=4096), arena=0.0) as made:
+        for i in range(14):
+            made.step_both(backward(made, scale=10.0 ** (i % 5)))
+            made.check()
+        stats = made.core.stats()
+        assert 0 < stats["journal_overflows"] < 14
+        assert stats["buckets_speculated"] < 14
+
+
+def test_adaptive_stops_speculating_while_every_step_clips_and_starts_again() -> None:
+    with rig(replace(TWO, mode="adaptive")) as made:
+        seen = []
+        for max_grad_norm in [1.0] * 12 + [None] * 6:
+            before = made.core.stats()["buckets_speculated"]
+            made.step_both(backward(made), max_grad_norm=max_grad_norm)
+            made.check()
+            seen.append(made.core.stats()["buckets_speculated"] - before)
+        assert seen[0] == 2
+        assert seen[11] == 0
+        assert seen[-1] == 2
+
+
+def test_never_speculates_nothing_and_keeps_no_journal() -> None:
+    with rig(replace(TWO, mode="never")) as made:
+        made.step_both(backward(made))
+        made.check()
+        assert counts(made) == {"stepped": 2}
+        assert all(bucket.work.journal_capacity == 0 for bucket in made.core.buckets)
+
+
+def test_gradients_that_come_after_backward_are_stepped() -> None:
+    with rig(TWO) as made:
+        gradients = {shard.index: made.gradient(shard) for shard in made.shards}
+        for shard in made.shards:
+            made.arrive(shard, gradients[shard.index], in_backward=False)
+        made.step_both(gradients)
+        made.check()
+        assert counts(made) == {"stepped": 2}
+
+
+def test_a_bucket_with_a_missing_gradient_steps_the_rest() -> None:
+    with rig(replace(TWO, sizes=[[500, 300, 200]])) as made:
+        for missing in (1, 0, 2):
+            gradients = {s.index: made.gradient(s) for s in made.shards if s.index != missing}
+            for index, gradient in gradients.items():
+                made.arrive(made.shards[index], gradient)
+            made.step_both(gradients)
+            made.check()
+        assert [shard.steps for shard in made.shards] == [2, 2, 2]
+        made.step_both(backward(made))
+        made.check()
+
+
+def test_buckets_follow_the_order_of_the_first_backward() -> None:
+    with rig(Settings([[1024] * 4], bucket_numel=1024)) as made:
+        order = [2, 0, 3]  # 1 has no gradient
+        for _ in range(2):
+            gradients = {index: made.gradient(made.shards[index]) for index in order}
+            for index, gradient in gradients.items():
+                made.arrive(made.shards[index], gradient)
+            made.step_both(gradients)
+            made.check()
+            assert [bucket.pieces[0].shard.index for bucket in made.core.buckets] == [2, 0, 3, 1]
+            order = [3, 2, 1, 0]  # observed once
+
+
+def test_a_backward_that_was_abandoned_is_not_the_order_to_follow() -> None:
+    with rig(Settings([[1024] * 3], bucket_numel=1024)) as made:
+        made.arrive(made.shards[1], made.gradient(made.shards[1]))
+        made.core.abandon()
+        assert [bucket.pieces[0].shard.index for bucket in made.core.buckets] == [2, 1, 0]
+        gradients = {index: made.gradient(made.shards[index]) for index in (0, 2, 1)}
+        for index, gradient in gradients.items():
+            made.arrive(made.shards[index], gradient)
+        made.step_both(gradients)
+        made.check()
+        assert [bucket.pieces[0].shard.index for bucket in made.core.buckets] == [0, 2, 1]
+
+
+def test_a_gradient_twice_is_refused() -> None:
+    with rig(TWO) as made:
+        gradients = backward(made)
+        with pytest.raises(StateError, match="shard 1: a second gradient"):
+            made.arrive(made.shards[1], made.gradient(made.shards[1]))
+        made.step_both(gradients)
+        made.check()
+
+
+def test_a_gradient_between_decide_and_apply_is_refused() -> None:
+    with rig(replace(TWO, sizes=[[500, 300]])) as made:
+        gradients = {1: made.gradient(made.shards[1])}
+        made.arrive(made.shards[1], gradients[1])
+        verdict = made.core.decide(unscale=1.0, max_grad_norm=None)
+        gradients[0] = made.gradient(made.shards[0])
+        made.arrive(made.shards[0], gradients[0], in_backward=False)
+        made.core.decide(unscale=1.0, max_grad_norm=None)
+        made.core.retract(made.shards[0])
+        made.arrive(made.shards[0], gradients[0], in_backward=False)
+        bucket = made.core.buckets[0]
+        if bucket.state is BucketState.FILLING:
+            with pytest.raises(StateError, match="since decide"):
+                made.core.apply(verdict)
+        made.step_both(gradients)
+        made.check()
+
+
+def test_shards_added_in_the_middle_of_a_step() -> None:
+    with rig(TWO) as made:
+        gradients = backward(made)
+        twin = Rig(replace(TWO, sizes=[[700]], seed=9))
+        twin.core.close()
+        parameter = twin.reference.parameters[0]
+        made.reference.groups[0].parameters = [*made.reference.groups[0].parameters, parameter]
+        made.core.layout.add_shards([made._shard(2, 0, parameter)])
+        gradients[2] = made.gradient(made.shards[2])
+        made.arrive(made.shards[2], gradients[2])
+        made.step_both(gradients)
+        made.check()
+        made.step_both(backward(made))
+        made.check()
+
+
+def test_stats_of_bytes_and_time() -> None:
+    described = Settings([[3000, 1000]], torch.bfloat16, torch.float32, bucket_numel=1024)
+    with rig(described) as made:
+        for _ in range(4):
+            made.step_both(backward(made))
+        stats = made.core.stats()
+        assert stats["bytes_down"] == 4 * 2 * 4000
+        assert stats["bytes_up"] == 4 * 4 * 4000
+        assert 0 < stats["optimizer_seconds_exposed"] <= stats["optimizer_seconds"]
+        assert 1.0 <= stats["journal_bytes_per_param"] < 2.6
+        assert 4000 <= stats["journal_bytes"] <= 4 * 4000 * 2.6
+        assert stats["clip_rate"] == 0.0
+        made.step_both(backward(made), max_grad_norm=1.0)
+        assert made.core.stats()["clip_rate"] == 1 / 5

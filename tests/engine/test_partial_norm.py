@@ -1,0 +1,70 @@
+"""The part of the norm that is known during backward: each bucket counts once, as it is packed now."""
+
+from __future__ import annotations
+
+import torch
+
+from superoffload import _native
+from superoffload.engine.bucket import Bucket, Piece, Shard
+from superoffload.engine.partial_norm import PartialNorm
+from tests.support.engine_rig import Settings, rig
+
+
+def bucket_of(squares: float) -> Bucket:
+    """One shard of one block whose gradient arrived."""
+    state = torch.zeros(4)
+    shard = Shard(0, "w", 0, 4, torch.float32, torch.float32, state, state, state, lambda: state)
+    shard.block_sums[0] = squares
+    bucket = Bucket([Piece(shard, 0, 4, 0)])
+    bucket.receive([0])
+    return bucket
+
+
+def test_a_bucket_that_is_packed_again_counts_once() -> None:
+    norm, bucket, other = PartialNorm(lambda bucket: True), bucket_of(3.0), bucket_of(5.0)
+    for each in (bucket, other):
+        norm.expect(each, _native.Completion.already_done())
+    assert norm.look() == 8.0
+    bucket.pieces[0].shard.block_sums[0] = 4.0
+    norm.expect(bucket, _native.Completion.already_done())
+    assert norm.look() == 9.0
+    norm.forget(bucket)
+    assert norm.squares == norm.look() == 5.0
+    norm.clear()
+    assert norm.look() == 0.0
+
+
+def test_what_has_not_arrived_or_is_not_whole_is_left_out() -> None:
+    whole = {False}
+    norm, bucket = PartialNorm(lambda bucket: True in whole), bucket_of(3.0)
+    arrival = _native.Completion()
+    norm.expect(bucket, arrival)
+    assert norm.look() == 0.0
+    whole.add(True)
+    assert norm.look() == 0.0
+    lost, completion = bucket_of(7.0), _native.Completion()
+    norm.expect(lost, completion)
+    completion.fail("as told")
+    assert norm.look() == 0.0
+
+
+def test_the_step_before_does_not_count_while_it_is_not_delivered() -> None:
+    """A gradient that comes twice has the sum made anew: of this step's gradients, whatever waits to be delivered."""
+    with rig(Settings([[1024] * 4], bucket_numel=1024)) as made:
+        core, shards = made.core, list(reversed(made.shards))
+        gradients = {shard.index: torch.ones(shard.numel) for shard in shards}
+        for later in (False, True):
+            for shard in shards:
+                core.arrive(shard, gradients[shard.index])
+            core.apply(core.decide(unscale=1.0, max_grad_norm=None), later=later)
+        core.speculator.expect(
+            unscale=1.0, max_grad_norm=(3.5 * 1024) ** 0.5
+        )  # four gradients of ones would prove a clip
+        first, second = shards[:2]
+        for shard in (first, second):
+            core.arrive(shard, gradients[shard.index])
+        before = core.stats()["buckets_speculated"]
+        core.retract(second)
+        core.arrive(second, gradients[second.index])
+        assert core.stats()["buckets_speculated"] == before + 1
+        assert core.packer.norm.squares == 2048.0

@@ -1,0 +1,339 @@
+"""State on the accelerator changes no bit: whatever is placed, clipped, skipped, edited, saved or loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import superoffload
+from superoffload import checkpoints
+from superoffload.engine.bucket import Shard
+from superoffload.engine.placement import last_in_backward
+from superoffload.engine.placement_choice import Measured, choose_fraction
+from superoffload.errors import ArgumentError
+from tests.support.resident_link import ResidentHostLink, accelerator
+
+HALF = {"gpu_fraction": 0.5}
+
+
+class Model(nn.Module):
+    """Registered in the order of forward; some parameters are larger than a block, some tiny."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList([nn.Linear(40, 40), nn.Linear(40, 33), nn.Linear(33, 40), nn.Linear(40, 7)])
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def make(dtype: torch.dtype, placement: Any, **options: Any) -> tuple[Model, superoffload.AdamW]:
+    model = Model(dtype)
+    options = {"lr": 1e-2, "max_grad_norm": 0.05, "bucket_numel": 1024, "threads": 1, **options}
+    named = list(model.named_parameters())
+    decayed = {"params": [p for n, p in named if "weight" in n], "weight_decay": 0.1}
+    plain = {"params": [p for n, p in named if "bias" in n], "weight_decay": 0.0}
+    return model, superoffload.AdamW([decayed, plain], placement=placement, **options)
+
+
+def backward(model: Model, step: int, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(8, 40, generator=generator).to(next(model.parameters()).dtype)
+    (scale * model(x).float().square().mean()).backward()
+
+
+def train(model: Model, optimizer: superoffload.AdamW, steps: Sequence[int]) -> None:
+    """Clips in some steps, not in others; step 3 has an infinity and is skipped, before step 5 nobody calls step()."""
+    for step in steps:
+        backward(model, step, scale=(1.0, 0.01, 30.0)[step % 3])
+        if step == 3:
+            grad = model.layers[0].weight.grad
+            assert isinstance(grad, Tensor)
+            grad[0, 0] = math.inf
+        if step == 5:
+            optimizer.zero_grad()
+            backward(model, 50)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def same_state(one: superoffload.AdamW, other: superoffload.AdamW) -> None:
+    assert one.state_digests() == other.state_digests()
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    value: torch.dtype = request.param
+    return value
+
+
+@pytest.mark.parametrize("placement", [{"gpu_fraction": 0}, HALF, {"gpu_fraction": 1.0}, "auto"], ids=str)
+@pytest.mark.parametrize("speculation", ["always", "never", "adaptive"])
+def test_placement_changes_no_bit(dtype: torch.dtype, speculation: str, placement: Any) -> None:
+    expected_model, expected = make(dtype, None, speculation=speculation)
+    train(expected_model, expected, range(9))
+    with accelerator():
+        model, optimizer = make(dtype, placement, speculation=speculation)
+    train(model, optimizer, range(9))
+    same_state(optimizer, expected)
+    assert optimizer.grad_norm == expected.grad_norm
+    stats, without = optimizer.stats(), expected.stats()
+    for name in ("steps", "skipped_steps", "clipped_steps"):
+        assert stats[name] == without[name]
+    assert stats["clipped_steps"] > 0
+    assert without["skipped_steps"] == 1
+    placed = stats["params_on_device"] / sum(p.numel() for p in model.parameters())
+    found = optimizer.placement
+    assert found is not None
+    assert 0 <= found["gpu_fraction"] - placed < 0.5
+    if placement in (HALF, {"gpu_fraction": 1.0}):
+        assert placed > 0.3
+    assert expected.placement is None
+    assert expected.stats()["params_on_device"] == 0
+
+
+def test_noisy_moments_are_the_same_there(dtype: torch.dtype) -> None:
+    expected_model, expected = make(dtype, None, state_dtype="bf16", seed=7)
+    train(expected_model, expected, range(5))
+    with accelerator():
+        model, optimizer = make(dtype, HALF, state_dtype="bf16", seed=7)
+    train(model, optimizer, range(5))
+    same_state(optimizer, expected)
+
+
+def shards_of(optimizer: superoffload.AdamW) -> list[Shard]:
+    return optimizer._core.shards
+
+
+def test_the_end_of_backward_is_placed() -> None:
+    with accelerator() as links:
+        model, optimizer = make(torch.float32, HALF)
+    total = sum(p.numel() for p in model.parameters())
+    first = [shard.name for shard in shards_of(optimizer) if shard.resident]
+    assert first[0] == "param_groups[0]['params'][0]"  # registered first: most likely the last of backward
+    assert "param_groups[0]['params'][1]" not in first  # more than is left of the half
+    assert 0.3 * total < optimizer.stats()["params_on_device"] <= 0.5 * total
+    train(model, optimizer, range(2))
+    resident = {shard.name for shard in shards_of(optimizer) if shard.resident}
+    # By the observed order: the first layer's gradients come last, then the second layer's.
+    assert {"param_groups[0]['params'][0]", "param_groups[1]['params'][0]"} <= resident
+    assert set(links[0].residency.stepped) >= resident
+    assert all(bucket.resident == piece.shard.resident for bucket in optimizer._core.buckets for piece in bucket.pieces)
+
+
+def test_resident_buckets_are_never_speculated() -> None:
+    with accelerator():
+        model, optimizer = make(torch.float32, {"gpu_fraction": 1.0}, speculation="always", max_grad_norm=None)
+    train(model, optimizer, range(3))
+    stats = optimizer.stats()
+    assert stats["buckets_speculated"] == stats["journal_bytes"] == stats["bytes_up"] == 0
+    assert stats["buckets_stepped"] > 0
+
+
+def test_state_follows_where_the_observed_order_differs() -> None:
+    """The last-registered parameter's gradient comes last: state goes there, and what stood there to host memory."""
+
+    def run(placement: Any) -> superoffload.AdamW:
+        params = [nn.Parameter(torch.full((2000,), 1.0 + i)) for i in range(2)]
+        with accelerator():
+            optimizer = superoffload.AdamW(params, lr=0.1, placement=placement, threads=1, bucket_numel=1024)
+        for step in range(3):
+            before = [optimizer.state[p]["master"] for p in params]
+            for p in params:  # two backward passes: params[0] is final first
+                p.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for p, shard, old in zip(params, shards_of(optimizer), before, strict=True):
+                shown = optimizer.state[p]["master"]
+                assert shown.data_ptr() == shard.master.data_ptr()
+                assert (shown.data_ptr() != old.data_ptr()) == (step == 0 and placement is not None)
+        return optimizer
+
+    optimizer, expected = run(HALF), run(None)
+    assert [shard.resident for shard in shards_of(optimizer)] == [False, True]
+    same_state(optimizer, expected)
+
+
+@pytest.mark.parametrize("placement", [HALF, "auto"], ids=str)
+def test_delivery_on_demand_changes_nothing(placement: Any, tmp_path: Path) -> None:
+    """What is stepped on the accelerator is there when step() returns; forward waits for the rest. Also when traced."""
+    results = []
+    for where in (None, placement):
+        with accelerator():
+            model = Model(torch.bfloat16)
+            options: dict[str, Any] = {"placement": where, "max_grad_norm": 0.05, "bucket_numel": 1024, "threads": 1}
+            on_demand: dict[str, Any] = {} if where is None else {"delivery": "on_demand", "module": model}
+            trace = tmp_path / f"trace-{where is None}.json"
+            optimizer = superoffload.AdamW(model.named_parameters(), lr=1e-2, trace=trace, **options, **on_demand)
+        train(model, optimizer, range(9))
+        results.append(optimizer.state_digests())
+        optimizer.close()
+        assert trace.stat().st_size > 1000
+    assert results[0] == results[1]
+
+
+def test_state_dict_goes_both_ways(dtype: torch.dtype) -> None:
+    expected_model, expected = make(dtype, None)
+    train(expected_model, expected, range(6))
+    with accelerator():
+        model, optimizer = make(dtype, HALF)
+        other_model, other = make(dtype, {"gpu_fraction": 0.2})
+    train(model, optimizer, range(4))
+    other_model.load_state_dict(model.state_dict())
+    other.load_state_dict(optimizer.state_dict())
+    plain_model, plain = make(dtype, None)
+    plain_model.load_state_dict(model.state_dict())
+    plain.load_state_dict(optimizer.state_dict())
+    for one_model, one in ((model, optimizer), (other_model, other), (plain_model, plain)):
+        train(one_model, one, range(4, 6))
+        same_state(one, expected)
+
+
+def test_checkpoints_on_disk_go_both_ways(tmp_path: Path) -> None:
+    expected_model, expected = make(torch.bfloat16, None)
+    train(expected_model, expected, range(6))
+    with accelerator():
+        model, optimizer = make(torch.bfloat16, HALF)
+    train(model, optimizer, range(4))
+    saving = checkpoints.save_in_background(tmp_path / "placed", model, optimizer)
+    train(model, optimizer, range(4, 6))  # while it is being written
+    saving.wait()
+    same_state(optimizer, expected)
+    plain_model, plain = make(torch.bfloat16, None)
+    checkpoints.load(tmp_path / "placed", plain_model, plain)
+    train(plain_model, plain, range(4, 6))
+    same_state(plain, expected)
+
+
+def test_parameters_written_by_others_are_taken_over() -> None:
+    results = []
+    for placement in (None, {"gpu_fraction": 1.0}):
+        with accelerator():
+            model, optimizer = make(torch.bfloat16, placement)
+        train(model, optimizer, range(2))
+        with torch.no_grad():
+            model.get_parameter("layers.0.weight").mul_(0.5)
+        train(model, optimizer, [2])
+        model.get_parameter("layers.1.weight").data.clamp_(-0.01, 0.01)
+        optimizer.refresh_masters()
+        train(model, optimizer, [4])
+        results.append(optimizer.state_digests())
+    assert results[0] == results[1]
+
+
+def test_masters_of_a_converted_model_are_loaded() -> None:
+    results = []
+    for placement in (None, HALF):
+        masters = {name: value.clone() for name, value in Model(torch.float32).state_dict().items()}
+        with accelerator():
+            model = Model(torch.bfloat16)
+            optimizer = superoffload.AdamW(model.named_parameters(), placement=placement, threads=1)
+        optimizer.load_masters(masters)
+        train(model, optimizer, range(2))
+        results.append(optimizer.state_digests())
+    assert results[0] == results[1]
+
+
+def test_gradients_edited_after_backward_count() -> None:
+    results = []
+    for placement in (None, {"gpu_fraction": 1.0}):
+        with accelerator():
+            model, optimizer = make(torch.float32, placement, max_grad_norm=None)
+        for step in range(3):
+            backward(model, step)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            model.layers[2].bias.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(optimizer.state_digests())
+    assert results[0] == results[1]
+
+
+# ---- auto ----
+
+
+def test_auto_measures_and_then_places() -> None:
+    with accelerator() as links:
+        model, optimizer = make(torch.float32, "auto", speculation="never")
+    train(model, optimizer, [0, 1])
+    assert optimizer.stats()["params_on_device"] == 0
+    assert optimizer.placement == {"gpu_fraction": 0.0, "params_on_device": 0, "why": "measuring"}
+    train(model, optimizer, [2, 4, 6, 7])
+    placement = optimizer.placement
+    assert placement is not None
+    assert 0 < placement["gpu_fraction"] <= 1
+    assert "one pass on the processors takes" in placement["why"]
+    assert (placement["params_on_device"] > 0) == bool(links[0].residency.stepped)
+
+
+def test_auto_stays_within_free_memory() -> None:
+    with accelerator() as links:
+        model, optimizer = make(torch.float32, "auto")
+    links[0].residency.free = 16 * 200  # state of 100 parameters in half of it
+    train(model, optimizer, [0, 1, 2, 4, 6, 7])
+    assert 0 < optimizer.stats()["params_on_device"] <= 100
+
+
+@pytest.mark.parametrize(
+    "backward_seconds, optimizer_seconds, free, expected",
+    [
+        (1.0, 0.5, 1 << 40, 1 / 20),  # hidden but for the last bucket
+        (1.0, 2.0, 1 << 40, 0.5),
+        (0.0, 2.0, 1 << 40, 1.0),
+        (1.0, 2.0, 14 * 1000, 0.25),  # half of the memory holds a quarter... of 2000 parameters
+        (1.0, 2.0, 0, 0.0),
+        (1.0, 2.0, -5, 0.0),
+        (1.0, 0.0, 1 << 40, 1 / 20),
+    ],
+)
+def test_the_fraction_that_auto_chooses(
+    backward_seconds: float, optimizer_seconds: float, free: int, expected: float
+) -> None:
+    fraction, why = choose_fraction(Measured(backward_seconds, optimizer_seconds, free, 2000, 14.0, 20))
+    assert fraction == pytest.approx(expected)
+    assert "GiB of unused memory" in why
+
+
+def test_whole_parameters_up_to_the_fraction() -> None:
+    sizes = [(1, 50), (2, 30), (3, 0), (4, 15), (5, 5)]
+    assert last_in_backward(sizes, 1.0) == {1, 2, 4, 5}
+    assert last_in_backward(sizes, 0.8) == {1, 2}
+    assert last_in_backward(sizes, 0.4) == {2, 5}
+    assert last_in_backward(sizes, 0.0) == set()
+    assert last_in_backward([], 0.5) == set()
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(0.5, "gpu", {}, {"fraction": 0.5}, {"gpu_fraction": 0.5, "cpu": 1}),
+        *({"gpu_fraction": wrong} for wrong in (1.5, -0.1, math.nan, True, "0.5", None)),
+    ],
+    ids=str,
+)
+def test_wrong_placements_are_refused(value: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"placement=.*expected None, 'auto' or \{'gpu_fraction': f\}"):
+        make(torch.float32, value)
+
+
+@pytest.mark.parametrize("value", [HALF, "auto"], ids=str)
+def test_without_an_accelerator_it_is_refused(value: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"placement=.*there is no accelerator, the parameters are on the CPU"):
+        make(torch.float32, value)
+
+
+def test_the_link_of_these_tests_is_a_link() -> None:
+    assert ResidentHostLink().residency.device.type == "cpu"

@@ -1,0 +1,313 @@
+"""Two-phase steps: published right after the verdict, settled behind the next forward, the same bits as in one pass."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy.typing as npt
+import pytest
+import torch
+
+from superoffload import AdamW
+from superoffload.engine.bucket import BucketState
+from superoffload.engine.schedule import Schedule
+from superoffload.errors import WorkerError
+from superoffload.timeline import record
+from tests.support.engine_rig import Rig, Settings, assert_same_bits, rig, to_numpy
+
+TWO_PHASE = Settings([[1024] * 4], bucket_numel=1024, mode="never", published=1.0)
+HALF = Settings([[1024] * 4], bucket_numel=1024, mode="never", published=0.5)
+SPECULATING = Settings([[1024] * 4], bucket_numel=1024, mode="always", published=1.0)
+
+
+def backward(made: Rig, scale: float = 1.0, poison: float | None = None) -> dict[int, npt.NDArray[Any]]:
+    gradients: dict[int, npt.NDArray[Any]] = {}
+    for shard in reversed(made.shards):
+        gradients[shard.index] = made.gradient(shard, scale, poison if not gradients else None)
+        made.arrive(shard, gradients[shard.index])
+    return gradients
+
+
+def step(made: Rig, clip: float | None = 1.0) -> None:
+    made.step_both(backward(made), max_grad_norm=clip)
+
+
+def states(made: Rig) -> set[BucketState]:
+    return {bucket.state for bucket in made.core.buckets}
+
+
+def test_a_step_is_published_and_settles_before_anybody_looks() -> None:
+    with rig(TWO_PHASE) as made:
+        step(made)  # the first one settles the order of buckets, in one pass
+        assert made.core.stats()["buckets_two_phase"] == 0
+        for number in range(1, 4):
+            step(made)
+            assert states(made) == {BucketState.PUBLISHED}
+            assert made.core.tail.is_settling
+            assert [shard.steps for shard in made.shards] == [number + 1] * 4, "counted at the verdict"
+            made.check_published_unchanged()
+        made.check()
+        assert states(made) == {BucketState.FILLING}
+        assert made.core.stats()["buckets_two_phase"] == 12
+        assert made.core.stats()["buckets_stepped"] == 4
+
+
+def test_the_first_buckets_of_forward_are_the_ones_in_two_phases() -> None:
+    with rig(HALF) as made:
+        step(made)
+        step(made)
+        assert [bucket.state for bucket in reversed(made.core.buckets)] == [
+            BucketState.PUBLISHED,
+            BucketState.PUBLISHED,
+            BucketState.FILLING,
+            BucketState.FILLING,
+        ]
+        made.check()
+
+
+@pytest.mark.parametrize("reader", ["quiesce", "digests", "settle", "restore", "close"])
+def test_whoever_looks_finds_the_state_settled(reader: str) -> None:
+    with rig(TWO_PHASE) as made:
+        step(made)
+        step(made)
+        if reader == "restore":
+            for shard in made.shards:
+                made.core.restore(shard)
+        elif reader == "digests":
+            assert made.core.digests() == made.reference.digests()
+        elif reader == "settle":
+            made.core.tail.settle()
+        else:
+            getattr(made.core, reader)()
+        for shard, parameter in zip(made.shards, made.reference.parameters, strict=True):
+            assert_same_bits("master", to_numpy(shard.master), parameter.master)
+            assert_same_bits("exp_avg_sq", to_numpy(shard.exp_avg_sq), parameter.exp_avg_sq)
+        assert not made.core.tail.is_settling
+
+
+def test_a_gradient_settles_its_own_bucket_only() -> None:
+    with rig(TWO_PHASE) as made:
+        step(made)
+        step(made)
+        last = made.shards[-1]
+        made.arrive(last, made.gradient(last))
+        assert [bucket.state for bucket in made.core.buckets] == [BucketState.READY] + [BucketState.PUBLISHED] * 3
+        made.core.abandon()
+        made.check()
+
+
+def test_abandoning_retracting_and_new_hyper_parameters_do_not_touch_the_step_before() -> None:
+    with rig(TWO_PHASE) as made:
+        step(made)
+        step(made)
+        made.set_hyper(0, type(made.hypers[0])(0.5, 0.5, 0.5, 1e-3, 0.0))
+        backward(made)
+        made.core.retract(made.shards[1])
+        made.core.abandon()
+        made.check()
+        step(made)
+        made.check()
+
+
+def test_speculation_and_two_phases_mix() -> None:
+    with rig(SPECULATING) as made:
+        step(made, None)
+        made.core.speculator.expect(unscale=1.0, max_grad_norm=55.0)  # proven by two of the four gradients
+        made.step_both(backward(made), max_grad_norm=55.0)
+        made.check_published_unchanged()
+        stats = made.core.stats()
+        assert (stats["buckets_replayed"], stats["buckets_two_phase"]) == (2, 2)
+        made.core.speculator.expect(unscale=1.0, max_grad_norm=None)
+        step(made, None)
+        made.check()
+
+
+def test_a_skipped_step_settles_the_one_before() -> None:
+    with rig(TWO_PHASE) as made:
+        step(made)
+        step(made)
+        made.step_both(backward(made, poison=math.nan), max_grad_norm=1.0)
+        made.check()
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 2, 5, 9])
+def test_a_worker_failure_is_raised_once_with_the_step_complete(chunk: int) -> None:
+    """Chunks 0 to 3 publish, 4 to 7 settle, 8 and 9 are the next step's."""
+    with rig(TWO_PHASE) as made:
+        step(made)
+        made.core.pool.inject_fault(chunk, "planted")
+        errors = []
+        for _ in range(3):
+            gradients = backward(made)
+            try:
+                made.step_both(gradients, max_grad_norm=1.0)
+            except WorkerError as error:
+                errors.append(str(error))
+            made.check_published_unchanged()
+        try:
+            made.core.quiesce()
+        except WorkerError as error:
+            errors.append(str(error))
+        made.check()
+        assert len(errors) == 1
+        assert "planted" in errors[0]
+
+
+def test_a_failed_settle_is_raised_by_the_next_reader() -> None:
+    with rig(TWO_PHASE) as made:
+        step(made)
+        made.core.pool.inject_fault(6, "planted")
+        step(made)
+        with pytest.raises(WorkerError, match=r"planted.*the step before was completed"):
+            made.core.quiesce()
+        made.check()
+
+
+def test_a_snapshot_sees_neither_phase_halfway() -> None:
+    """Whoever protects a shard's state gets to do so before it is settled."""
+    with rig(TWO_PHASE) as made:
+        step(made)
+        before = [shard.master.clone() for shard in made.shards]
+
+        class Reader:
+            over = False
+
+            def __init__(self) -> None:
+                self.seen: dict[int, torch.Tensor] = {}
+
+            def protect(self, shards: Any) -> None:
+                for shard in shards:
+                    self.seen.setdefault(shard.index, shard.master.clone())
+
+        reader: Any = Reader()
+        made.core.snapshots.add(reader)
+        step(made)
+        made.core.tail.settle()
+        assert all(torch.equal(reader.seen[i], before[i]) for i in range(4))
+        made.check()
+
+
+def test_gradients_may_be_freed_once_the_step_has_returned() -> None:
+    """The packed gradient is kept until the bucket is settled."""
+    with rig(TWO_PHASE) as made:
+        for _ in range(3):
+            gradients = {shard.index: made.gradient(shard) for shard in made.shards}
+            held = {index: torch.from_numpy(gradient.copy()) for index, gradient in gradients.items()}
+            for shard in reversed(made.shards):
+                made.core.arrive(shard, held[shard.index])
+            made.step_both(gradients, max_grad_norm=1.0)
+            for tensor in held.values():
+                tensor.fill_(math.nan)
+        made.check()
+
+
+def test_the_timeline_shows_both_phases(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    timeline = record(path)
+    with rig(TWO_PHASE, recorder=timeline) as made:
+        for _ in range(3):
+            step(made)
+        made.core.close()
+        timeline.close()
+    events = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
+    for verb in ("publish", "settle"):
+        found = [event for event in events if f" {verb}:" in event["name"]]
+        assert len(found) == 8, verb
+        assert {event["args"]["fate"] for event in found} == {"stepped two-phase"}
+        assert sorted(event["args"]["step"] for event in found) == [2] * 4 + [3] * 4, "the step it belongs to"
+
+
+# ---- through AdamW ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def always_two_phases() -> Iterator[None]:
+    """On the host link the schedule never chooses two phases: there the model computes with the same processors."""
+    with mock.patch.object(Schedule, "publishes", lambda schedule, situation: 1.0):
+        yield
+
+
+def net() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Linear(60, 50), torch.nn.Linear(50, 3)).bfloat16()
+
+
+def train(model: torch.nn.Module, optimizer: AdamW, steps: int) -> None:
+    for number in range(steps):
+        optimizer.zero_grad()
+        inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(number), dtype=torch.bfloat16)
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+
+def one_pass_digests(steps: int) -> dict[str, str]:
+    model = net()
+    with AdamW(model.parameters(), max_grad_norm=0.1, speculation="never", bucket_numel=1024) as optimizer:
+        train(model, optimizer, steps)
+        return optimizer.state_digests()
+
+
+@pytest.mark.parametrize("speculation", ["adaptive", "always"])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_adamw_in_two_phases_has_the_bits_of_one_pass(speculation: str, threads: int) -> None:
+    expected = one_pass_digests(6)
+    with mock.patch.object(Schedule, "publishes", lambda schedule, situation: 1.0):
+        model = net()
+        options: dict[str, Any] = {"speculation": speculation, "bucket_numel": 1024, "threads": threads}
+        with AdamW(model.parameters(), max_grad_norm=0.1, **options) as optimizer:
+            train(model, optimizer, 6)
+            assert optimizer.state_digests() == expected
+            stats = optimizer.stats()
+            assert (stats["buckets_two_phase"] > 0) == (stats["buckets_stepped"] > 0)
+
+
+@pytest.mark.usefixtures("always_two_phases")
+def test_state_is_settled_when_it_is_read() -> None:
+    model, other = net(), net()
+    with (
+        AdamW(model.parameters(), max_grad_norm=0.01, speculation="adaptive") as optimizer,
+        AdamW(other.parameters(), max_grad_norm=0.01, speculation="never") as reference,
+    ):
+        for _ in range(13):  # until it no longer speculates
+            train(model, optimizer, 1)
+            train(other, reference, 1)
+        assert optimizer.stats()["buckets_two_phase"] > 0
+        for parameter, same in zip(model.parameters(), other.parameters(), strict=True):
+            for name, value in reference.state[same].items():
+                assert torch.equal(optimizer.state[parameter][name], value), name
+
+
+@pytest.mark.usefixtures("always_two_phases")
+def test_loading_over_an_unsettled_step() -> None:
+    model = net()
+    with AdamW(model.parameters(), max_grad_norm=0.01) as optimizer:
+        train(model, optimizer, 12)
+        saved = copy.deepcopy(optimizer.state_dict())
+        weights = copy.deepcopy(model.state_dict())
+        digests = optimizer.state_digests()
+        train(model, optimizer, 2)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(saved)
+        assert optimizer.state_digests() == digests
+
+
+@pytest.mark.usefixtures("always_two_phases")
+def test_a_parameter_written_over_an_unsettled_step_wins() -> None:
+    model, other = net(), net()
+    with (
+        AdamW(model.parameters(), max_grad_norm=0.01) as optimizer,
+        AdamW(other.parameters(), max_grad_norm=0.01, speculation="never") as reference,
+    ):
+        for one, its in ((model, optimizer), (other, reference)):
+            train(one, its, 12)
+            with torch.no_grad():
+                for parameter in one.parameters():
+                    parameter.clamp_(-0.05, 0.05)
+            train(one, its, 2)
+        assert optimizer.state_digests() == reference.state_digests()

@@ -1,0 +1,212 @@
+"""Gradients that wait until their bucket is complete: whatever comes between, each is stepped once, as it is then."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superoffload import AdamW
+from superoffload.errors import ArgumentError
+from superoffload.optimizer import intake
+from superoffload.optimizer.accelerate_window import Window
+from superoffload.optimizer.as_left import ready_gradients
+from tests.support.engine_rig import Settings, rig
+
+SIZES = (100, 100, 100, 100)
+
+
+class SparseGradient(torch.autograd.Function):
+    """The sum of a vector, with a gradient that cannot be packed."""
+
+    @staticmethod
+    def forward(ctx: Any, vector: Tensor) -> Tensor:
+        ctx.save_for_backward(vector)
+        return vector.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (vector,) = ctx.saved_tensors
+        return torch.ones_like(vector).to_sparse()
+
+
+def made(sizes: Sequence[int] = SIZES, **options: Any) -> tuple[list[nn.Parameter], AdamW]:
+    """After two steps: the order of backward is known."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(size)) for size in sizes]
+    optimizer = AdamW(params, lr=0.1, threads=1, **{"speculation": "never", "bucket_numel": 1 << 16, **options})
+    for _ in range(2):
+        backward(params)
+        optimizer.step()
+        optimizer.zero_grad()
+    return params, optimizer
+
+
+def backward(params: Iterable[Tensor], scale: float = 1.0) -> None:
+    torch.stack([scale * param.sum() for param in params]).sum().backward()
+
+
+def without_zero_grad(params: Sequence[nn.Parameter]) -> None:
+    for param in params:
+        param.grad = None
+
+
+def first_moment(before: Tensor, now: Tensor) -> Tensor:
+    """The gradient that a step has used."""
+    return (now - 0.9 * before) / 0.1
+
+
+def test_another_thread_adds_to_a_gradient_between_its_count_and_its_hand_over() -> None:
+    params, optimizer = made()
+    raced: list[bool] = []
+
+    def beside(*args: Any) -> Any:
+        if not raced:
+            raced.append(True)
+            thread = threading.Thread(target=lambda: backward([params[1]]))
+            thread.start()
+            thread.join()
+        return ready_gradients(*args)
+
+    before = optimizer.state[params[1]]["exp_avg"].clone()
+    with mock.patch.object(intake, "ready_gradients", beside):
+        backward(params)
+    assert raced and params[1].grad is not None and torch.all(params[1].grad == 2)
+    optimizer.step()
+    used = first_moment(before, optimizer.state[params[1]]["exp_avg"])
+    torch.testing.assert_close(used, torch.full((100,), 2.0))
+    optimizer.close()
+
+
+def test_buckets_are_laid_out_anew_while_gradients_wait() -> None:
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(100).bfloat16()) for _ in range(5)]
+    *several, late = params
+    with AdamW(params, lr=0.1, speculation="never", threads=1, bucket_numel=1 << 16) as optimizer:
+        for _ in range(2):
+            backward(several)
+            optimizer.step()
+            optimizer.zero_grad()
+        backward(several)
+        late.main_grad = torch.ones(100)  # type: ignore[attr-defined]  # Megatron adds it
+        late.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # its kernels set it
+        backward([late])
+        before = [optimizer.state[param]["exp_avg"].clone() for param in several]
+        backward(several)
+        optimizer.step()
+        for param, moment in zip(several, before, strict=True):
+            used = first_moment(moment, optimizer.state[param]["exp_avg"])
+            torch.testing.assert_close(used, torch.full((100,), 2.0))
+        assert [int(optimizer.state[param]["step"]) for param in params] == [3, 3, 3, 3, 1]
+
+
+def test_a_step_whose_gradients_came_late_leaves_nothing_to_the_next() -> None:
+    """Which begins as every step does: with what the verdict will use, and with a look at Accelerate's window."""
+    params, optimizer = made(speculation="always", max_grad_norm=1e6)
+    backward(params)
+    torch.nn.utils.clip_grad_norm_(params, 0.1)
+    optimizer.step()
+    without_zero_grad(params)
+    optimizer.max_grad_norm = 1e-3  # the partial norm alone proves that every step clips
+    before = optimizer.stats()
+    backward(params)
+    optimizer.step()
+    without_zero_grad(params)
+    assert optimizer.stats()["buckets_speculated"] == before["buckets_speculated"]
+    with mock.patch.object(Window, "more_to_come", lambda window: True):
+        backward(params)
+        assert not optimizer._core.is_filling
+    optimizer.close()
+
+
+@pytest.mark.parametrize("odd", [0, 150_000], ids=["empty", "cut"])
+def test_a_parameter_that_never_waits_keeps_no_bucket_from_being_speculated(odd: int) -> None:
+    sizes = (100, 100, odd, 100, 100)
+    params, optimizer = made(sizes, speculation="always", bucket_numel=1 << 16 if odd else 400)
+    backward(params)
+    torch.nn.utils.clip_grad_norm_(params, 0.1)  # all of them come late
+    optimizer.step()
+    without_zero_grad(params)
+    for _ in range(2):
+        before = optimizer.stats()
+        backward(params)
+        optimizer.step()
+        without_zero_grad(params)
+        speculated = optimizer.stats()["buckets_speculated"] - before["buckets_speculated"]
+        assert speculated == len(optimizer._core.buckets)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("other", [lambda grad: grad.half(), lambda grad: torch.empty(0)], ids=["half", "empty"])
+def test_memory_that_is_put_into_a_gradient_that_was_handed_over(other: Any) -> None:
+    """Packing reads the gradient's own memory and no more; the step goes by what is there, or says what is wrong."""
+    params, optimizer = made((30_000,) * 4, bucket_numel=1 << 20)
+    backward(params[1:], 3.0)  # the bucket is not complete
+    optimizer.synchronize()
+    assert params[2].grad is not None
+    params[2].grad.data = other(params[2].grad)
+    digests = optimizer.state_digests()
+    before = optimizer.state[params[2]]["exp_avg"].clone()
+    try:
+        optimizer.step()
+    except ArgumentError as error:
+        assert "gradient of" in str(error) and optimizer.state_digests() == digests
+    else:
+        used = first_moment(before, optimizer.state[params[2]]["exp_avg"])
+        torch.testing.assert_close(used, torch.full((30_000,), 3.0))
+    optimizer.close()
+
+
+def test_the_error_of_a_gradient_that_waited_names_it_and_takes_the_users_answer() -> None:
+    params, optimizer = made()
+    params[3].sum().backward()
+    SparseGradient.apply(params[1]).backward()
+    optimizer.state_dict()  # of the last finished step: not of this gradient
+    params[2].sum().backward()
+    with pytest.raises(ArgumentError, match=r"params'\]\[1\].*sparse"):
+        params[0].sum().backward()
+    params[1].grad = torch.ones(100)
+    optimizer.step()
+    assert [int(optimizer.state[param]["step"]) for param in params] == [3] * 4
+    optimizer.close()
+
+
+def test_masters_follow_a_parameter_that_was_written_before_a_step_that_is_given_up() -> None:
+    params, optimizer = made()
+    with torch.no_grad():
+        params[1].mul_(0.9)
+    backward(params[1:])
+    optimizer.zero_grad()
+    assert torch.equal(optimizer.state_dict()["state"][1]["master"], params[1])
+    optimizer.close()
+
+
+def test_loading_keeps_no_more_counts_of_steps() -> None:
+    params, optimizer = made()
+    for _ in range(3):
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert len(optimizer._parts.params._counts) == 1
+    backward(params[:2])
+    optimizer.step()
+    assert [int(optimizer.state[param]["step"]) for param in params] == [3, 3, 2, 2]
+    optimizer.close()
+
+
+def test_the_engine_keeps_memory_of_a_gradient_whose_bucket_is_not_complete() -> None:
+    with rig(Settings([[64, 64]], bucket_numel=1024)) as made:
+        first, second = made.shards
+        gradients = {shard.index: torch.randn(64) for shard in (first, second)}
+        for shard in (second, first):
+            given = gradients[shard.index].clone()
+            made.core.arrive(shard, given)
+            if shard is second:
+                given.data = torch.zeros(0)  # of the tensor that was given, which is its user's
+        squares = sum(float(gradient.double().square().sum()) for gradient in gradients.values())
+        verdict = made.core.decide(unscale=1.0, max_grad_norm=None)
+        assert verdict.grad_norm == pytest.approx(squares**0.5, rel=1e-6)
+        made.core.abandon()

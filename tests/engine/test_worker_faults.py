@@ -1,0 +1,247 @@
+"""A worker thread that fails: a WorkerError, a state that is one of the two the promise allows, and life goes on."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from superoffload import AdamW
+from superoffload.engine.bucket import GroupHyper
+from superoffload.errors import StateError, WorkerError
+from tests.support.adamw_training import run_python
+from tests.support.engine_rig import COUNTERS, Rig, Settings, assert_same_bits, rig, to_numpy
+
+HYPER = GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1)
+BUCKETS = Settings([[1024, 1024, 500]], bucket_numel=1024, hyper=HYPER)
+SHAPES = [
+    pytest.param(BUCKETS, id="three buckets"),
+    pytest.param(Settings([[200_000]], bucket_numel=1 << 20, threads=3, hyper=HYPER), id="one bucket, many chunks"),
+]
+Gradients = dict[int, npt.NDArray[Any]]
+
+
+def backward(made: Rig, gradients: Gradients | None = None) -> Gradients:
+    gradients = gradients or {shard.index: made.gradient(shard) for shard in made.shards}
+    for shard in reversed(made.shards):
+        made.arrive(shard, gradients[shard.index])
+    return gradients
+
+
+def wait_for_workers(made: Rig) -> None:
+    for bucket in made.core.buckets:
+        if bucket.running is not None:
+            bucket.running.wait()
+
+
+@contextmanager
+def rig_after_two_steps(settings: Settings) -> Iterator[Rig]:
+    """Whose journals have escapes, since its moments are not all zero."""
+    with rig(settings) as made:
+        for _ in range(2):
+            made.step_both(backward(made))
+            made.check()
+        yield made
+
+
+def check_state(made: Rig) -> None:
+    """As the reference has it: that of the last finished step."""
+    for shard, published, parameter in zip(made.shards, made.published, made.reference.parameters, strict=True):
+        assert_same_bits("master", to_numpy(shard.master), parameter.master)
+        assert_same_bits("exp_avg", to_numpy(shard.exp_avg), parameter.exp_avg)
+        assert_same_bits("exp_avg_sq", to_numpy(shard.exp_avg_sq), parameter.exp_avg_sq)
+        assert_same_bits("published", to_numpy(published), parameter.published)
+        assert shard.steps == parameter.step
+    stats = made.core.stats()
+    assert stats["buckets_speculated"] == sum(stats[name] for name in COUNTERS)
+
+
+def check_it_goes_on(made: Rig) -> None:
+    for max_grad_norm in (None, 1.0):
+        made.step_both(backward(made), max_grad_norm=max_grad_norm)
+        check_state(made)
+
+
+@pytest.mark.parametrize("settings", SHAPES)
+@pytest.mark.parametrize("chunk", [0, 1, 2])
+def test_while_speculating_abandons_the_step(settings: Settings, chunk: int) -> None:
+    with rig_after_two_steps(settings) as made:
+        made.core.pool.inject_fault(chunk, "a bit fell over")
+        gradients = backward(made)
+        verdict = made.core.decide(unscale=1.0, max_grad_norm=None)
+        with pytest.raises(WorkerError, match="a bit fell over"):
+            made.core.apply(verdict)
+        check_state(made)
+        assert not made.core.is_filling
+        backward(made, gradients)  # the same gradients once more: applied once
+        made.step_both(gradients)
+        check_state(made)
+        check_it_goes_on(made)
+
+
+def test_while_speculating_in_a_step_that_is_skipped() -> None:
+    with rig_after_two_steps(BUCKETS) as made:
+        made.core.pool.inject_fault(1, "a bit fell over")
+        gradients = backward(made)
+        made.core.retract(made.shards[0])
+        gradients[0][3] = np.nan
+        made.arrive(made.shards[0], gradients[0])
+        with pytest.raises(WorkerError, match="a bit fell over"):
+            made.step_both(gradients)
+        check_state(made)
+        assert made.core.stats()["skipped_steps"] == 1
+        check_it_goes_on(made)
+
+
+def changed_hyper(made: Rig) -> None:
+    made.set_hyper(0, replace(HYPER, lr=0.5))
+
+
+def nothing(made: Rig) -> None: ...
+
+
+@pytest.mark.parametrize("settings", SHAPES)
+@pytest.mark.parametrize(
+    ("mode", "before", "max_grad_norm"),
+    [
+        pytest.param("never", nothing, None, id="step"),
+        pytest.param("always", nothing, 1.0, id="replay"),
+        pytest.param("always", changed_hyper, None, id="undo, then step"),
+    ],
+)
+def test_after_the_verdict_the_step_is_completed(
+    settings: Settings, mode: str, before: Callable[[Rig], None], max_grad_norm: float | None
+) -> None:
+    with rig_after_two_steps(replace(settings, mode=mode)) as made:
+        gradients = backward(made)
+        wait_for_workers(made)
+        before(made)
+        made.core.pool.inject_fault(0, "a bit fell over")
+        with pytest.raises(WorkerError, match="a bit fell over"):
+            made.step_both(gradients, max_grad_norm=max_grad_norm)
+        made.check()
+        check_it_goes_on(made)
+
+
+@pytest.mark.parametrize("settings", SHAPES)
+@pytest.mark.parametrize(
+    "operation",
+    [
+        pytest.param(lambda made: made.core.abandon(), id="abandon"),
+        pytest.param(lambda made: made.core.quiesce(), id="quiesce"),
+        pytest.param(lambda made: made.core.digests(), id="digests"),
+        pytest.param(lambda made: made.core.retract(made.shards[0]), id="retract"),
+        pytest.param(lambda made: made.core.restore(made.shards[0]), id="restore"),
+    ],
+)
+def test_while_undoing_the_undo_is_completed(settings: Settings, operation: Callable[[Rig], object]) -> None:
+    with rig_after_two_steps(settings) as made:
+        gradients = backward(made)
+        wait_for_workers(made)
+        made.core.pool.inject_fault(0, "a bit fell over")
+        with pytest.raises(WorkerError, match="a bit fell over"):
+            operation(made)
+        for shard in made.shards:
+            if not made.core.has_gradient(shard):
+                made.arrive(shard, gradients[shard.index])
+        made.step_both(gradients)
+        made.check()
+        check_it_goes_on(made)
+
+
+def test_every_chunk_of_a_schedule_in_turn() -> None:
+    """Wherever the fault strikes, the state is that of before the step or that of after it."""
+    settings = Settings([[1024, 700], [1024]], bucket_numel=1024, hyper=HYPER)
+    reached = set()
+    for chunk in range(7):  # three speculated, three replayed
+        with rig_after_two_steps(settings) as made:
+            before = made.reference.digests()
+            made.core.pool.inject_fault(chunk, "a bit fell over")
+            gradients = backward(made)
+            try:
+                made.step_both(gradients, max_grad_norm=1.0)
+                reached.add("no fault")
+                made.check()
+            except WorkerError:
+                after = made.reference.digests()
+                digests = made.core.digests()
+                assert digests in (before, after)
+                reached.add("before" if digests == before else "after")
+    assert reached == {"before", "after", "no fault"}
+
+
+def test_the_optimizer_reports_it_and_can_step_again() -> None:
+    torch.manual_seed(0)
+    ours = torch.nn.Parameter(torch.randn(1000))
+    theirs = torch.nn.Parameter(ours.detach().clone())
+    with AdamW([ours], speculation="always") as optimizer, AdamW([theirs], speculation="never") as plain:
+        for fault in (False, True, False):
+            for parameter in (ours, theirs):
+                parameter.grad = None
+            if fault:
+                optimizer._core.pool.inject_fault(0, "a bit fell over")
+            ours.square().sum().backward()
+            theirs.square().sum().backward()
+            if fault:
+                before, version = ours.detach().clone(), ours._version
+                with pytest.raises(WorkerError, match="a bit fell over"):
+                    optimizer.step()
+                assert torch.equal(ours, before)
+                assert ours._version == version
+            optimizer.step()  # as in torch, gradients that are still there are applied
+            plain.step()
+            assert optimizer.state_digests() == plain.state_digests()
+        assert float(optimizer.state[ours]["step"]) == 3.0
+        stats = optimizer.stats()
+        assert stats["buckets_undone"] == 1
+        assert stats["buckets_speculated"] == sum(stats[name] for name in COUNTERS)
+
+
+def test_a_fault_that_a_second_backward_meets_comes_out_of_backward() -> None:
+    parameter = torch.nn.Parameter(torch.ones(1000))
+    twin = torch.nn.Parameter(torch.ones(1000))
+    with AdamW([parameter], speculation="always") as optimizer, AdamW([twin], speculation="never") as plain:
+        optimizer._core.pool.inject_fault(0, "a bit fell over")
+        parameter.square().sum().backward()
+        with pytest.raises(WorkerError, match="a bit fell over"):
+            parameter.square().sum().backward()
+        with pytest.raises(StateError, match=r"a bit fell over.*gradients are missing"):
+            optimizer.step()
+        optimizer.zero_grad()
+        (2 * parameter.square()).sum().backward()
+        optimizer.step()
+        (2 * twin.square()).sum().backward()
+        plain.step()
+        assert optimizer.state_digests() == plain.state_digests()
+
+
+REFUSED = """
+import resource
+import torch
+from torch import nn
+from superoffload import AdamW, CPUAdamW
+from superoffload.errors import SuperOffloadError
+
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (100 << 20),) * 2)
+for kind in (AdamW, CPUAdamW):
+    try:
+        kind([nn.Parameter(torch.zeros(8))], threads=200)
+    except SuperOffloadError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and a limit on the address space, which Linux keeps")
+def test_threads_that_the_system_refuses_are_an_error() -> None:
+    done = run_python(REFUSED)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 and all(re.match(r"threads=200: the system started only \d+ of", line) for line in lines)

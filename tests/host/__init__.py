@@ -1,0 +1,1 @@
+"""What the host has: processors and memory."""

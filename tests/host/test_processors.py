@@ -1,0 +1,214 @@
+"""Processors for worker threads: no two ranks share one, and limits set from outside hold."""
+
+from __future__ import annotations
+
+import os
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from superoffload import AdamW
+from superoffload.host.processors import (
+    LIMITING_VARIABLES,
+    RankOnNode,
+    allowed_cpus,
+    cpus_near_gpu,
+    is_crowded,
+    share_cpus,
+    thread_limit,
+    worker_cpus,
+)
+from superoffload.host.system import System, largest_cache_bytes
+from superoffload.links.select import on_device
+from superoffload.tools.doctor.threads import examine_threads
+from tests.support.fake_machine import GRACE, make_machine
+from tests.support.rank_processes import net, on_ranks, optimizer_of
+
+
+def shares(ranks: list[RankOnNode]) -> list[list[int]]:
+    return [share_cpus(ranks, rank.rank) for rank in ranks]
+
+
+def test_an_even_share_in_runs_of_neighbours() -> None:
+    everything = tuple(range(8))
+    assert shares([RankOnNode("a", rank, everything) for rank in range(2)]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert shares([RankOnNode("a", rank, everything) for rank in range(3)]) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+def test_what_a_launcher_has_divided_already_stays() -> None:
+    assert shares([RankOnNode("a", 0, (0, 1)), RankOnNode("a", 1, (2, 3, 6))]) == [[0, 1], [2, 3, 6]]
+
+
+def test_overlaps_are_divided_so_that_all_get_as_much() -> None:
+    assert shares([RankOnNode("a", 0, (0, 1, 2, 3)), RankOnNode("a", 1, (2, 3))]) == [[0, 1], [2, 3]]
+
+
+def test_other_nodes_do_not_matter() -> None:
+    assert shares([RankOnNode("a", 0, (0, 1)), RankOnNode("b", 1, (0, 1))]) == [[0, 1], [0, 1]]
+
+
+def test_processors_go_to_the_rank_whose_gpu_is_near() -> None:
+    everything = tuple(range(8))
+    ranks = [RankOnNode("a", 0, everything, (4, 5, 6, 7)), RankOnNode("a", 1, everything, (0, 1, 2, 3))]
+    assert shares(ranks) == [[4, 5, 6, 7], [0, 1, 2, 3]]
+
+
+def test_more_ranks_than_processors() -> None:
+    assert shares([RankOnNode("a", rank, (0, 1)) for rank in range(3)]) == [[0], [1], [0]]
+    assert shares([RankOnNode("a", rank, (0, 1)) for rank in range(5)]) == [[0], [1], [0], [1], [0]]
+    assert shares([RankOnNode("a", 0, (0,)), RankOnNode("a", 1, (0,)), RankOnNode("a", 2, (0, 1))]) == [[0], [0], [1]]
+
+
+def test_crowded_is_a_host_with_more_ranks_than_processors() -> None:
+    def ranks(host: str, count: int) -> list[RankOnNode]:
+        return [RankOnNode(host, rank, (0, 1)) for rank in range(count)]
+
+    assert not is_crowded(ranks("a", 2) + ranks("b", 2))
+    assert is_crowded(ranks("a", 2) + ranks("b", 3))
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.sets(st.integers(0, 12), min_size=1), st.sets(st.integers(0, 12)))
+                , min_size=1, max_size=6))  # fmt: skip
+def test_no_processor_is_given_twice_but_to_ranks_without_one(nodes: list[tuple[str, set[int], set[int]]]) -> None:
+    ranks = [RankOnNode(host, i, tuple(sorted(cpus)), tuple(near)) for i, (host, cpus, near) in enumerate(nodes)]
+    divided = shares(ranks)
+    for rank, mine in zip(ranks, divided, strict=True):
+        assert mine and set(mine) <= set(rank.cpus)
+    for (one, mine), (other, theirs) in combinations(zip(ranks, divided, strict=True), 2):
+        if one.host == other.host and set(mine) & set(theirs):
+            assert any(
+                len(share) == 1 and is_taken(rank, ranks, divided) for rank, share in ((one, mine), (other, theirs))
+            )
+
+
+def is_taken(rank: RankOnNode, ranks: list[RankOnNode], divided: list[list[int]]) -> bool:
+    """Whether all that ``rank`` may use is with other ranks."""
+    pairs = zip(ranks, divided, strict=True)
+    others = {cpu for other, share in pairs if other.host == rank.host and other is not rank for cpu in share}
+    return set(rank.cpus) <= others
+
+
+@pytest.mark.parametrize(
+    ("environment", "quota", "expected"),
+    [
+        ({}, None, 16),
+        ({"OMP_NUM_THREADS": "4"}, None, 4),
+        ({"OMP_NUM_THREADS": "4,2"}, None, 4),
+        ({"OMP_NUM_THREADS": "many"}, None, 16),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, None, 16),
+        ({"OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "x"}, None, 2),
+        ({"SLURM_CPUS_PER_TASK": "6", "OMP_NUM_THREADS": "8"}, None, 6),
+        ({}, 2.5, 2),
+        ({}, 0.5, 1),
+    ],
+)
+def test_limits_of_the_environment(environment: dict[str, str], quota: float | None, expected: int) -> None:
+    assert thread_limit(16, environment, quota) == expected
+
+
+@pytest.mark.parametrize(
+    ("cpus", "environment", "quota", "expected"),
+    [
+        (72, {}, None, 70),
+        (16, {}, None, 14),
+        (6, {}, None, 4),
+        (5, {}, None, 4),  # not fewer than with four
+        (4, {}, None, 4),  # too few to leave any
+        (1, {}, None, 1),
+        (16, {"OMP_NUM_THREADS": "8"}, None, 8),  # threads, and there are processors besides
+        (16, {"OMP_NUM_THREADS": "16"}, None, 14),
+        (16, {"SLURM_CPUS_PER_TASK": "5"}, None, 4),  # processors
+        (16, {}, 8.0, 6),
+        (16, {}, 2.5, 2),
+    ],
+)
+def test_two_processors_are_left_beside_a_device(
+    cpus: int, environment: dict[str, str], quota: float | None, expected: int
+) -> None:
+    assert thread_limit(cpus, environment, quota, beside_device=True) == expected
+
+
+@pytest.mark.parametrize(("device", "threads", "expected"), [(False, None, 16), (True, None, 14), (True, 16, 16)])
+def test_an_optimizer_beside_a_device_leaves_two(
+    device: bool, threads: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in LIMITING_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("superoffload.host.processors.allowed_cpus", lambda: list(range(16)))
+    monkeypatch.setattr("superoffload.host.processors.cpu_quota", lambda system: None)
+    monkeypatch.setattr("superoffload.optimizer.connection.on_device", lambda params: device)
+    with AdamW(net(torch.float32).parameters(), threads=threads) as optimizer:
+        assert optimizer._core.pool.threads == expected  # type: ignore[attr-defined]  # the protocol has no count
+
+
+def test_parameters_on_a_device_are_told_apart() -> None:
+    assert on_device([torch.empty(3, device="meta")])
+    assert not on_device([torch.empty(3)])
+
+
+def test_processors_next_to_a_gpu(tmp_path: Path) -> None:
+    system = make_machine(tmp_path, {"/sys/bus/pci/devices/0000:17:00.0/local_cpulist": "0-2,8\n"})
+    assert cpus_near_gpu("0000:17:00.0", system) == (0, 1, 2, 8)
+    assert cpus_near_gpu("0000:99:00.0", system) == ()
+
+
+def test_doctor_shows_a_ranks_threads(tmp_path: Path) -> None:
+    near = {
+        "/proc/driver/nvidia/gpus/0009:01:00.0/information": "Model: \t\t NVIDIA GH200 480GB\n",
+        "/sys/bus/pci/devices/0009:01:00.0/local_cpulist": "0-71\n",
+    }
+    system = make_machine(tmp_path, GRACE, near)
+    environment = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "16"}
+    found = examine_threads(system, environment)
+    assert found.facts["threads"] == 16 and found.facts["cpus"] == "18-33"
+    assert found.facts["environment"] == {"OMP_NUM_THREADS": "16"}
+    assert found.facts["near_gpus"] == {"0009:01:00.0": "0-71"}
+    assert any("the share of rank 1 of 4" in finding.text for finding in found.findings)
+    assert found.facts["threads_beside_gpu"] == 16 and not any("on a GPU 16" in one.text for one in found.findings)
+    assert any("OMP_NUM_THREADS=16 is taken into account" in finding.text for finding in found.findings)
+    by_torchrun = examine_threads(system, {**environment, "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"})
+    assert by_torchrun.facts["threads"] == 18
+    assert any("for parameters on a GPU 16" in finding.text for finding in by_torchrun.findings)
+    assert any("=1 is torchrun's own default, which does not bound" in one.text for one in by_torchrun.findings)
+    assert examine_threads(system, {}).facts["cpus"] == "0-71"
+    crowded = examine_threads(system, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "73"})
+    assert any(finding.remedy and "73 ranks" in finding.text for finding in crowded.findings)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux: sets processor affinity")
+def test_taskset_is_respected() -> None:
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert allowed_cpus() == worker_cpus(None) == [min(before)]
+        assert examine_threads(System(), {}).facts["cpus"] == str(min(before))
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def thread_cpus() -> list[int]:
+    with optimizer_of(net(torch.float32), threads=None) as optimizer:
+        assert optimizer._ranks.setup.cpus is not None
+        return optimizer._ranks.setup.cpus
+
+
+def test_ranks_of_this_node_share_its_processors() -> None:
+    first, second = on_ranks(2, thread_cpus)
+    allowed = allowed_cpus()
+    if len(allowed) >= 2:
+        assert not set(first) & set(second) and sorted(first + second) == allowed
+    else:
+        assert first == second == allowed
+
+
+def test_the_largest_cache_holds_data(tmp_path: Path) -> None:
+    folder = "/sys/devices/system/cpu/cpu0/cache"
+    sizes = {"index0": ("Data", "48K"), "index1": ("Instruction", "64M"), "index2": ("Unified", "2M")}
+    files = {f"{folder}/{name}/type": f"{kind}\n" for name, (kind, _) in sizes.items()}
+    files |= {f"{folder}/{name}/size": f"{size}\n" for name, (_, size) in sizes.items()}
+    assert largest_cache_bytes(make_machine(tmp_path / "known", files, {})) == 2 << 20
+    assert largest_cache_bytes(make_machine(tmp_path / "unknown", {}, {})) == 32 << 20, "large, to be safe"

@@ -1,0 +1,1 @@
+"""Frameworks around the optimizer: DDP, FSDP2, Transformers, trainers, DeepSpeed."""

@@ -1,0 +1,1 @@
+"""DeepSpeed ZeRO-3 with our optimizer: two gloo ranks on processors."""

@@ -1,0 +1,320 @@
+"""``enable()``, ``disable()``, what configs select, and what is refused with what advice."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from superoffload.errors import ArgumentError, StateError
+from superoffload.integrations.deepspeed.config import Options, load, read_options, rewrite, selects_us
+from superoffload.integrations.deepspeed.switch import NEWEST, OLDEST, check_version
+from superoffload.tools.plan.configuration import configuration
+from superoffload.tools.plan.memory_estimate import Settings
+from tests.support.checkout import ROOT
+from tests.support.deepspeed.ranks import RankError, Ranks
+from tests.support.deepspeed.training import STOCK, Small, config, end, make_engine, run_steps
+
+OURS = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "superoffload"}}}
+
+
+def changed(**zero: Any) -> dict[str, Any]:
+    return {"zero_optimization": {**OURS["zero_optimization"], **zero}}
+
+
+def test_both_spellings_select_us() -> None:
+    for offload in ({"device": "superoffload", "pin_memory": False}, {"device": "cpu", "super_offload": True}):
+        given = {**changed(offload_optimizer=offload), "train_batch_size": 4}
+        before = json.dumps(given)
+        found = rewrite(given)
+        assert found["zero_optimization"]["offload_optimizer"] == {**offload, "device": "cpu", "super_offload": True}
+        assert found["train_batch_size"] == 4
+        assert json.dumps(given) == before, "the user's own dictionary was changed"
+
+
+@pytest.mark.parametrize("offload", [None, {"device": "cpu"}, {"device": "none"}, {"device": "nvme"}])
+def test_other_configs_are_left_alone(offload: dict[str, Any] | None) -> None:
+    given = {"zero_optimization": {"stage": 2, **({} if offload is None else {"offload_optimizer": offload})}}
+    assert not selects_us(given)
+    assert rewrite(given) is given
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (changed(stage=2), ["stage=2", "expected 3"]),
+        (changed(stage=1), ["stage=1"]),
+        ({"zero_optimization": {"offload_optimizer": {"device": "superoffload"}}}, ["stage=0"]),
+        (changed(stage=2, offload_optimizer={"device": "cpu", "super_offload": True}), ["stage=2"]),
+        (changed(offload_optimizer={"device": "nvme", "super_offload": True}), ["NVMe", "superoffload"]),
+        (changed(offload_param={"device": "nvme"}), ["offload_param", "NVMe", '"cpu"']),
+        (changed(zenflow={"topk_ratio": 0.1}), ["zenflow"]),
+        (changed(zero_quantized_weights=True), ["zero_quantized_weights"]),
+        (changed(zero_quantized_gradients=True), ["zero_quantized_gradients"]),
+        (changed(zero_hpz_partition_size=4), ["zero_hpz_partition_size", "4"]),
+        (changed(mics_shard_size=2), ["mics_shard_size", "2", "MiCS is not supported"]),
+        ({**OURS, "compile": {"deepcompile": True}}, ["deepcompile", "engine.compile()"]),
+        ({**OURS, "bf16": {"bf16_master_weights_and_grads": True}}, ["master weights are fp32"]),
+        ({**OURS, "hybrid_engine": {"enabled": True}}, ["hybrid_engine.enabled"]),
+        (changed(zero_quantized_nontrainable_weights=True), ["zero_quantized_nontrainable_weights"]),
+        (changed(elastic_checkpoint=True), ["elastic_checkpoint", "universal"]),
+        ({**OURS, "bf16": {"bf16_optimizer_states": True}}, ["moments are fp32"]),
+        ({**OURS, "fp16": {"fp16_master_weights_and_grads": True}}, ["master weights are fp32"]),
+        ({**OURS, "optimizer": {"type": "Lamb"}}, ["type='Lamb'", '"AdamW"', '{"device": "cpu"}']),
+        ({**OURS, "optimizer": {"type": "OneBitAdam"}}, ["type='OneBitAdam'"]),
+        ({**OURS, "optimizer": {"type": "Muon"}}, ["type='Muon'"]),
+        ({**OURS, "superoffload": {"specullation": "always"}}, ["unknown", "specullation", "speculation"]),
+        ({**OURS, "superoffload": {"speculation": "perhaps"}}, ["'perhaps'", "'adaptive'"]),
+        ({**OURS, "superoffload": {"delivery": "lazy"}}, ["'lazy'", "'on_demand'"]),
+        ({**OURS, "superoffload": {"threads": 0}}, ["threads=0"]),
+        ({**OURS, "superoffload": {"bucket_numel": "auto"}}, ["bucket_numel='auto'"]),
+        ({**OURS, "superoffload": {"rank_timeout": 0}}, ["rank_timeout=0", "at least 0.1"]),
+        ({**OURS, "superoffload": {"match_stock": 1}}, ["match_stock=1"]),
+        ({**OURS, "superoffload": True}, ["expected an object"]),
+        ({"zero_optimization": {"stage": 3}, "superoffload": {}}, ["nothing selects superoffload"]),
+    ],
+)
+def test_refused(given: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ArgumentError) as error:
+        rewrite(given)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_options() -> None:
+    assert read_options({}) == Options()
+    assert read_options({"superoffload": {"threads": 3, "match_stock": True}}) == Options(threads=3, match_stock=True)
+
+
+def test_configs_come_as_files_and_base64(tmp_path: Path) -> None:
+    text = json.dumps(OURS)
+    path = tmp_path / "ds.json"
+    path.write_text("# comments are allowed\n" + text)
+    assert load(str(path)) == load(path) == load(base64.urlsafe_b64encode(text.encode()).decode()) == OURS
+    assert load("no such file") is None
+    assert load(None) is None
+
+
+@pytest.mark.parametrize("version", ["0.18.0", "0.18.9", "0.19.8", "0.19.8+cu130"])
+def test_known_versions(version: str) -> None:
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.17.6", "0.19.9", "0.20.0", "1.0"])
+def test_unknown_versions(version: str) -> None:
+    with pytest.raises(ArgumentError, match=r"expected 0\.18\.0 to 0\.19\.8"):
+        check_version(version)
+
+
+def test_what_ci_runs() -> None:
+    """The newest and the oldest version that the adapter knows."""
+    pins = (ROOT / "requirements" / "deepspeed.txt").read_text()
+    assert f"deepspeed=={'.'.join(map(str, NEWEST))}\n" in pins
+    assert f"build/deepspeed-{'.'.join(map(str, OLDEST))}\n" in (ROOT / "Makefile").read_text()
+
+
+def test_without_deepspeed() -> None:
+    code = (
+        "import sys; sys.modules['deepspeed'] = None\n"
+        "import superoffload.integrations.deepspeed as s\n"
+        "try: s.enable()\n"
+        "except ValueError as e: print(e)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert "deepspeed is not installed; pip install" in found.stdout
+
+
+# ---- on ranks
+
+
+def on_and_off() -> list[str]:
+    import deepspeed.ops.adam.cpu_adam
+    import deepspeed.runtime.config
+    import deepspeed.runtime.superoffload.superoffload_stage3 as upstream
+    import torch
+
+    import superoffload.integrations.deepspeed as ours
+
+    def state() -> tuple[Any, ...]:
+        return (
+            torch.nn.utils.clip_grad_norm_,
+            torch.nn.utils.clip_grad.clip_grad_value_,
+            deepspeed.runtime.config.DeepSpeedConfig.__init__,
+            deepspeed.ops.adam.cpu_adam.CPUAdamBuilder,
+            upstream.SuperOffloadOptimizer_Stage3,
+        )
+
+    ours.disable()
+    original = state()
+    ours.enable()
+    ours.enable()
+    assert ours.is_enabled()
+    assert all(a is not b for a, b in zip(original, state(), strict=True))
+    ours.disable()
+    assert not ours.is_enabled()
+    assert state() == original
+    ours.disable()
+
+    said = []
+    engine = make_engine(config(STOCK))  # enables
+    ours.disable()
+    ours.enable()  # a stock engine does no harm
+    ours.disable()
+    engine._config.zero_config.offload_optimizer.super_offload = True  # upstream's own asserts CUDA
+    try:
+        ours.enable()
+    except StateError as error:
+        said.append(str(error))
+    engine.optimizer, kept = None, engine.optimizer
+    ours.enable()  # initialize() raised: there is no backend that it could keep
+    ours.disable()
+    engine.optimizer = kept
+    engine._config.zero_config.offload_optimizer.super_offload = False
+    end(engine)
+    engine = make_engine(config())
+    ours.disable()  # an engine keeps the backend that it has
+    run_steps(engine, range(2))
+    said.append(type(engine.optimizer).__name__)
+    end(engine)
+    return said
+
+
+def test_enable_and_disable(two_ranks: Ranks) -> None:
+    for refused, kept in two_ranks.run(on_and_off):
+        assert "call enable() before deepspeed.initialize()" in refused
+        assert kept == "SpeculativeStage3"
+
+
+def initialize(configuration: dict[str, Any], optimizer: str | None = None) -> str:
+    import torch
+
+    model = Small()
+    arguments: dict[str, Any] = {}
+    if optimizer is not None:
+        arguments["optimizer"] = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1)
+        del configuration["optimizer"]
+    engine = make_engine(configuration, model, **arguments)
+    name = type(engine.optimizer).__name__
+    end(engine)
+    return name
+
+
+def train_as_planned(text: str) -> bool:
+    """One step with a configuration that `superoffload plan` printed, as it is."""
+    values = json.loads(text)
+    engine = make_engine(values)
+    run_steps(engine, range(1), micros=values["gradient_accumulation_steps"])
+    applied = bool(engine.was_step_applied())
+    end(engine)
+    return applied
+
+
+@pytest.mark.parametrize("engine, stage", [("superoffload", 3), ("torch", 3), ("torch", 2), ("torch", 1)])
+def test_what_a_plan_prints_can_be_pasted(engine: str, stage: int, two_ranks: Ranks) -> None:
+    settings = Settings(engine, f"zero{stage}", ranks=2, micro_batch=2, accumulation=2)
+    assert two_ranks.run(train_as_planned, configuration(settings)) == [True, True]
+
+
+def initialize_with_tensor_parallelism() -> str:
+    """As Megatron's users tell DeepSpeed of it, which remembers it for the process."""
+    from unittest import mock
+
+    import torch.distributed as dist
+    from deepspeed.utils import groups
+
+    class Megatron:
+        def __getattr__(self, name: str) -> Any:
+            if name == "initialize_sequence_parallel":
+                raise AttributeError(name)
+            if name.endswith("_group"):
+                return lambda: dist.group.WORLD
+            return lambda: dist.get_world_size() if "data_parallel_world" in name else int("world_size" in name)
+
+    with mock.patch.object(groups, "mpu", groups.mpu):
+        engine = make_engine(config(), Small(), mpu=Megatron())
+    return type(engine.optimizer).__name__
+
+
+def test_tensor_parallelism_is_refused(two_ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="mpu=Megatron: model parallelism is not supported"):
+        two_ranks.run(initialize_with_tensor_parallelism)
+    assert two_ranks.run(initialize, config()) == ["SpeculativeStage3"] * 2  # nothing is left behind
+
+
+def initialize_with_experts() -> str:
+    """A parameter that is partitioned over fewer ranks than the others, as those of experts are."""
+    from unittest import mock
+
+    import torch.distributed as dist
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    original = Stage3.__init__
+
+    def construct(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, module, *args, **kwargs)
+        module.head.weight.ds_process_group = alone[dist.get_rank()]
+
+    with mock.patch.object(Stage3, "__init__", construct):
+        return initialize(config())
+
+
+def test_expert_parallelism_is_refused(two_ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"is partitioned over ranks \[0\], others over \[0, 1\]"):
+        two_ranks.run(initialize_with_experts)
+    assert two_ranks.run(initialize, config()) == ["SpeculativeStage3"] * 2
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "AdamW"])
+def test_client_optimizers(optimizer: str, two_ranks: Ranks) -> None:
+    assert two_ranks.run(initialize, config(), optimizer) == ["SpeculativeStage3"] * 2
+
+
+def initialize_without_a_compiler(configuration: dict[str, Any]) -> str:
+    from unittest import mock
+
+    from deepspeed.ops.adam import cpu_adam
+
+    import superoffload.integrations.deepspeed as ours
+
+    ours.disable()
+    with mock.patch.object(cpu_adam.CPUAdamBuilder, "load", side_effect=RuntimeError("no compiler")):
+        return initialize(configuration)
+
+
+def test_the_default_optimizer_of_deepspeed_needs_no_compiler(two_ranks: Ranks) -> None:
+    configuration = config(options={"speculation": "always"})
+    del configuration["optimizer"]["params"]["torch_adam"]
+    assert two_ranks.run(initialize_without_a_compiler, configuration) == ["SpeculativeStage3"] * 2
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_ratio_on_processors_changes_nothing(ratio: float, two_ranks: Ranks) -> None:
+    configuration = config({"device": "superoffload", "ratio": ratio})
+    del configuration["optimizer"]["params"]["torch_adam"]
+    assert two_ranks.run(initialize, configuration) == ["SpeculativeStage3"] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "optimizer", "words"),
+    [
+        ({}, "SGD", "optimizer SGD: expected"),
+        ({"zero_allow_untested_optimizer": True}, "NAdam", "optimizer NAdam: expected"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "superoffload"}}}, None, "expected 3"),
+        ({"superoffload": {"speed": 1}}, None, "unknown.* speed"),
+        (
+            {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "float16"}},
+            None,
+            "torch_autocast.*its loss scaler",
+        ),
+    ],
+)
+def test_refused_at_initialize(changes: dict[str, Any], optimizer: str | None, words: str, two_ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=words):
+        two_ranks.run(initialize, {**config(), **changes, "zero_allow_untested_optimizer": True}, optimizer)
+    assert two_ranks.run(initialize, config()) == ["SpeculativeStage3"] * 2  # nothing is left behind

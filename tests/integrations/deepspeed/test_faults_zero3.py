@@ -1,0 +1,172 @@
+"""A rank that dies, a worker that fails: clear errors in bounded time, never a hang."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.deepspeed.ranks import RankError, Ranks
+from tests.support.deepspeed.scenarios import CLIP_SOME, WAYS, Scenario
+from tests.support.deepspeed.training import OURS, end
+from tests.support.two_hosts import ADDRESSES, Link, missing_for_namespaces
+
+SCENARIO = Scenario({"clip": CLIP_SOME})
+
+
+def die(way: str, where: str, rank: int, report: str) -> None:
+    """The others write down the error that they get."""
+    os.environ["SUPEROFFLOAD_RANK_TIMEOUT"] = "20"
+    engine = SCENARIO.engine(*WAYS[way])
+    SCENARIO.train(engine, range(3))
+    if where == "before step()":
+        engine.backward(SCENARIO.loss_of(engine, 3, 0))
+    if engine.global_rank == rank:
+        os._exit(1)
+    try:
+        if where == "before step()":
+            engine.step()
+        SCENARIO.train(engine, range(4, 6))
+    except Exception as error:
+        Path(report).write_text(f"{type(error).__name__}: {error}")
+        raise
+
+
+@pytest.mark.parametrize(
+    ("way", "where", "words"),
+    [
+        ("ours", "before forward", "onnection"),  # of DeepSpeed's own collectives
+        (
+            "ours, later",
+            "before step()",
+            r"RankError: the verdict of step 4.*rank 1 .*restarted",
+        ),
+    ],
+)
+def test_a_dying_rank(way: str, where: str, words: str, tmp_path: Path) -> None:
+    group = Ranks(2)
+    report = tmp_path / "error"
+    began = time.monotonic()
+    try:
+        with pytest.raises((RankError, EOFError, ConnectionResetError)):
+            group.run(die, way, where, 1, str(report), timeout=100)
+        assert group.processes[0].is_alive(), "the surviving rank must get an error, not die"
+    finally:
+        group.close()
+    assert time.monotonic() - began < 100
+    assert re.search(words, report.read_text(), re.DOTALL)
+
+
+OURS_TO_WAIT, OF_DEEPSPEED, GRACE = 5.0, 8.0, 5.0  # seconds
+
+
+def cut_link(hosts: tuple[str, ...], point: str, how: str, cuts: int) -> tuple[str, float]:
+    """The error that the fourth step ends with on this rank, and how long that took."""
+    from unittest import mock
+
+    from superoffload.distributed.session import RankSession
+    from tests.support.two_hosts import cut
+
+    engine = SCENARIO.engine(OURS, {"speculation": "always", "rank_timeout": OURS_TO_WAIT})
+    SCENARIO.train(engine, range(3))
+    start = RankSession.start
+
+    def come_to(there: str) -> None:
+        if there == point and engine.global_rank == cuts:
+            cut(hosts, how, cuts)
+
+    def starting(session: RankSession, sums: dict[int, float]) -> None:
+        come_to("exchange")
+        start(session, sums)
+
+    began = time.monotonic()
+    try:
+        come_to("forward")
+        engine.backward(SCENARIO.loss_of(engine, 3, 0))
+        with mock.patch.object(RankSession, "start", starting):
+            began = time.monotonic()
+            engine.step()
+    except Exception as error:
+        return f"{type(error).__module__}.{type(error).__name__}: {error}", time.monotonic() - began
+    return "", 0.0
+
+
+@pytest.mark.skipif(missing_for_namespaces() is not None, reason=str(missing_for_namespaces()))
+@pytest.mark.parametrize(
+    ("point", "how", "cuts"), [("exchange", "silent", 1), ("exchange", "down", 0), ("forward", "silent", 0)]
+)
+def test_a_link_that_is_cut(point: str, how: str, cuts: int) -> None:
+    """In our exchange our time-out ends the wait, in DeepSpeed's all-gather theirs does."""
+    with Link() as link:
+        group = Ranks(2, link.names, OF_DEEPSPEED)
+        try:
+            ends = group.run(cut_link, link.names, point, how, cuts, timeout=60)
+        finally:
+            group.close()
+    for rank, (said, seconds) in enumerate(ends):
+        if point == "exchange":
+            assert said.startswith("superoffload.errors.RankError: the verdict of step 4"), said
+            assert f"rank {1 - rank} did not take part within 5 s" in said
+            assert seconds < OURS_TO_WAIT + GRACE
+        else:
+            assert said and "superoffload" not in said and seconds < OF_DEEPSPEED + GRACE
+    if point == "exchange":
+        assert f"the roll call of rank 0 on {ADDRESSES[0]} could not be reached" in ends[1][0]
+
+
+def failing_worker(delivery: str) -> tuple[str, bool, bool]:
+    """A worker of rank 1 fails on what it speculates in step 3; then training goes on."""
+    from superoffload.errors import SuperOffloadError
+
+    options = {"speculation": "always", "delivery": delivery}
+    engine = Scenario().engine(OURS, options)
+    SCENARIO.train(engine, range(3))
+    before = engine.optimizer.state_digests()
+    if engine.global_rank == 1:
+        engine.optimizer.parts.driver.core.pool.inject_fault(1, "planted")
+    said = ""
+    engine.backward(SCENARIO.loss_of(engine, 3, 0))
+    try:
+        engine.step()
+    except SuperOffloadError as error:
+        said = f"{type(error).__name__}: {error}"
+    unchanged = engine.optimizer.state_digests() == before
+    SCENARIO.train(engine, range(3, 6))
+    after = engine.optimizer.state_digests()
+    end(engine)
+
+    engine = Scenario().engine(OURS, options)
+    SCENARIO.train(engine, range(6))
+    same = engine.optimizer.state_digests() == after
+    end(engine)
+    return said, unchanged, same
+
+
+@pytest.mark.parametrize("delivery", ["eager", "on_demand"])
+def test_a_failed_worker_stops_the_step_on_all_ranks(delivery: str, two_ranks: Ranks) -> None:
+    (told, *_), (failed, *_) = found = two_ranks.run(failing_worker, delivery)
+    assert told.startswith("RankError") and "rank 1 raised before the verdict" in told
+    assert failed.startswith("WorkerError") and "planted; no rank stepped" in failed
+    for _, unchanged, same in found:
+        assert unchanged
+        assert same, "the step that failed can be taken again"
+
+
+def after_destroy() -> str:
+    from superoffload.errors import StateError
+
+    engine = SCENARIO.engine(*WAYS["ours"])
+    SCENARIO.train(engine, range(2))
+    end(engine)
+    try:
+        engine.optimizer.stats()
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+def test_use_after_destroy(two_ranks: Ranks) -> None:
+    assert all("was destroyed" in said for said in two_ranks.run(after_destroy))

@@ -1,0 +1,225 @@
+"""What the rank checks find under ZeRO-3, on which rank; that they are quiet where nothing is wrong; what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.deepspeed.rank_faults_zero3 import drop_clip, skip_publish
+from tests.support.deepspeed.ranks import Ranks
+from tests.support.deepspeed.scenarios import Scenario
+from tests.support.deepspeed.training import OURS, STOCK, Small, batch, config, end, make_engine
+
+SCENARIO = Scenario({"clip": 1e-3})  # every step is clipped
+STEPS, PLANTED = 9, 5
+
+
+def other_lr(engine: Any) -> None:
+    engine.optimizer.param_groups[0]["lr"] = 4e-3
+
+
+def one_step_less(engine: Any) -> None:
+    """Its optimizer has stepped once more than the others'."""
+    engine.optimizer.parts.ranks.session.count(applied=True, factor=0.0)
+
+
+FAULTS: dict[str, Callable[[Any], None]] = {
+    function.__name__: function for function in (drop_clip, skip_publish, other_lr, one_step_less)
+}
+
+
+def train(options: dict[str, Any], fault: str | None, zero: dict[str, Any]) -> tuple[str, int]:
+    """What the error said, and the step that raised it."""
+    from superoffload.errors import RankError
+
+    engine = Scenario({**SCENARIO.config, "zero": zero}).engine(OURS, options)
+    found = ("", STEPS)
+    for step in range(STEPS):
+        engine.backward(SCENARIO.loss_of(engine, step, 0))
+        if step == PLANTED and engine.global_rank == 1 and fault is not None:
+            FAULTS[fault](engine)
+        try:
+            engine.step()
+        except RankError as error:
+            found = str(error), step
+            break
+    end(engine)
+    return found
+
+
+@pytest.mark.parametrize("delivery", ["eager", "on_demand"])
+@pytest.mark.parametrize(
+    ("fault", "check", "words"),
+    [
+        ("drop_clip", "light", "gradient factor"),
+        ("other_lr", "light", "rank 1: lr of group 0 is 0.004, on rank 0 0.003"),
+        ("one_step_less", "light", "the step before did not end alike"),
+        ("skip_publish", "full", "rank 1: dots"),
+    ],
+)
+def test_what_is_found(fault: str, check: str, words: str, delivery: str, two_ranks: Ranks) -> None:
+    options = {"rank_check": check, "delivery": delivery}
+    for said, step in two_ranks.run(train, options, fault, {}):
+        assert words in said
+        assert PLANTED <= step <= PLANTED + 1
+
+
+@pytest.mark.parametrize("delivery", ["eager", "on_demand"])
+@pytest.mark.parametrize("threshold", [0, 3000])
+def test_quiet_where_nothing_is_wrong(threshold: int, delivery: str, two_ranks: Ranks) -> None:
+    """Also with parameters that are never partitioned."""
+    zero = {"stage3_param_persistence_threshold": threshold}
+    for check in ("light", "full"):
+        options = {"rank_check": check, "delivery": delivery, "speculation": "always"}
+        assert two_ranks.run(train, options, None, zero) == [("", STEPS)] * 2
+
+
+def test_off(two_ranks: Ranks) -> None:
+    assert two_ranks.run(train, {"rank_check": "off"}, "drop_clip", {}) == [("", STEPS)] * 2
+
+
+AUTOCAST: dict[str, Any] = {"precision": "fp32", "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+
+
+def read_stale(engine: Any) -> None:
+    """What this rank publishes of one parameter does not get to what is gathered of it."""
+    param = engine.module.head.weight
+    param.ds_tensor.data = param.ds_tensor.data.clone()
+
+
+def autocast(offload: dict[str, Any], options: dict[str, Any] | None, zero: dict[str, Any], stale: bool) -> Any:
+    """Losses, and what the error said."""
+    from unittest import mock
+
+    from deepspeed.runtime import torch_autocast
+
+    from superoffload.errors import RankError
+
+    state = {name: getattr(torch_autocast, name) for name in ("TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE")}
+    with mock.patch.multiple(torch_autocast, **state):  # DeepSpeed never forgets it
+        engine = make_engine(config(offload, options=options, zero=zero, clip=1.0, **AUTOCAST))
+        losses: list[float] = []
+        said = ""
+        for step in range(6):
+            loss = engine(*batch(step))
+            losses.append(loss.item())
+            engine.backward(loss)
+            if step == 1 and stale and engine.global_rank == 1:
+                read_stale(engine)
+            try:
+                engine.step()
+            except RankError as error:
+                said = str(error)
+                break
+        end(engine)
+    return losses, said
+
+
+@pytest.mark.parametrize("zero", [{}, {"stage3_param_persistence_threshold": 3000}], ids=["partitioned", "persistent"])
+def test_torch_autocast_gathers_in_its_own_dtype(zero: dict[str, Any], two_ranks: Ranks) -> None:
+    """Parameters are fp32, and what forward reads of them was rounded to bf16 and back."""
+    stock = two_ranks.run(autocast, STOCK, None, zero, False)
+    for check, delivery in (("light", "eager"), ("full", "eager"), ("full", "on_demand")):
+        options = {"rank_check": check, "delivery": delivery, "match_stock": True, "speculation": "always"}
+        for (losses, said), (expected, _) in zip(
+            two_ranks.run(autocast, OURS, options, zero, False), stock, strict=True
+        ):
+            assert said == ""
+            assert losses == pytest.approx(expected, rel=1e-2)
+    words = "rank 0: head.weight: what its forward reads is not what rank 1 has published"
+    for _, said in two_ranks.run(autocast, OURS, {"rank_check": "light"}, zero, True):
+        assert words in said
+
+
+def train_with_nan(precision: str) -> tuple[str, float]:
+    """A weight that nothing uses and that is NaN, in the part of rank 1; then it is initialized."""
+    import deepspeed
+    import torch
+
+    from superoffload.errors import SuperOffloadError
+
+    torch.manual_seed(1)
+    model = Small()
+    with torch.no_grad():
+        model.extra.weight[-1, -1] = torch.nan
+    engine = make_engine(config(OURS, precision=precision, options={"speculation": "always"}), model)
+    said = ""
+    for step in range(4):
+        loss = engine(*batch(step), use_extra=False)
+        engine.backward(loss)
+        try:
+            engine.step()
+        except SuperOffloadError as error:
+            assert step == 0
+            said = f"{type(error).__name__}: {error}"
+            with deepspeed.zero.GatheredParameters([model.extra.weight], modifier_rank=0):
+                if torch.distributed.get_rank() == 0:
+                    model.extra.weight.data.zero_()
+    end(engine)
+    return said, loss.item()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_nan_weight_is_called_that(precision: str, two_ranks: Ranks) -> None:
+    (other, _), (its_own, loss) = two_ranks.run(train_with_nan, precision)
+    assert its_own.startswith("ArgumentError: extra.weight: 1 of the ") and "NaN or infinite" in its_own
+    assert other.startswith("RankError") and "rank 1 raised before the verdict" in other
+    assert loss < 5.0
+
+
+def grow_nan() -> None:
+    """A NaN that a user writes later on is none of the ranks' differences."""
+    import deepspeed
+    import torch
+
+    engine = make_engine(config(OURS, options={"rank_check": "full"}))
+    for step in range(3):
+        engine.backward(engine(*batch(step), use_extra=False))
+        engine.step()
+        with deepspeed.zero.GatheredParameters([engine.module.extra.weight], modifier_rank=0):
+            if torch.distributed.get_rank() == 0:
+                engine.module.extra.weight.data[:, 1:3] = torch.nan
+    end(engine)
+
+
+def test_a_nan_that_is_written_parts_no_ranks(two_ranks: Ranks) -> None:
+    two_ranks.run(grow_nan)
+
+
+def write_and_train(delivery: str) -> None:
+    """Users who write masters and parameters between steps are not told that a publish was lost."""
+    import deepspeed
+    import torch
+    from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+    engine = SCENARIO.engine(OURS, {"rank_check": "light", "delivery": delivery})
+    for step in range(12):  # more than there are parameters to look at
+        engine.backward(SCENARIO.loss_of(engine, step, 0))
+        engine.step()
+        param = next(param for param in engine.module.parameters() if param.ds_numel % 2 == 0)
+        if step % 2:
+            safe_set_full_fp32_param(param, safe_get_full_fp32_param(param) + 0.5)
+        else:
+            with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+                if torch.distributed.get_rank() == 0:
+                    param.data.add_(0.25)
+    end(engine)
+
+
+@pytest.mark.parametrize("delivery", ["eager", "on_demand"])
+def test_writes_of_users_are_no_faults(delivery: str, two_ranks: Ranks) -> None:
+    two_ranks.run(write_and_train, delivery)
+
+
+def patience(options: dict[str, Any]) -> float:
+    engine = SCENARIO.engine(OURS, options)
+    seconds: float = engine.optimizer.parts.ranks.session.group.timeout
+    end(engine)
+    return seconds
+
+
+def test_how_long_ranks_wait_for_each_other(two_ranks: Ranks) -> None:
+    assert two_ranks.run(patience, {"rank_timeout": 45}) == [45.0] * 2
+    assert two_ranks.run(patience, {}) == [60.0] * 2

@@ -1,0 +1,181 @@
+"""``"ratio"`` below 1: state that stays on the accelerator. Here the accelerator is this processor, and its kernels are
+emulated; which sub-groups stay, DeepSpeed tells only where there is another one, so the tests tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from superoffload.errors import ArgumentError
+from superoffload.integrations.deepspeed import residency
+from tests.support import emulated_kernels
+from tests.support.deepspeed.ranks import Ranks
+from tests.support.deepspeed.scenarios import SCENARIOS, WAYS, Scenario
+from tests.support.deepspeed.training import end
+from tests.support.resident_link import ResidentHostLink
+
+SOME, ALL = frozenset({0, 2}), frozenset(range(100))
+NONE: frozenset[int] = frozenset()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels() -> None:
+    emulated_kernels.library_path()  # built once, before ranks need it
+
+
+def small_groups(name: str) -> Scenario:
+    """Several sub-groups, so that some can stay and some not."""
+    scenario = SCENARIOS[name]
+    zero = {**scenario.config.get("zero", {}), "sub_group_size": 1000}
+    return replace(scenario, config={**scenario.config, "zero": zero})
+
+
+@contextmanager
+def staying(sub_groups: frozenset[int]) -> Iterator[list[ResidentHostLink]]:
+    made: list[ResidentHostLink] = []
+
+    def link(device: torch.device) -> ResidentHostLink:
+        made.append(ResidentHostLink())
+        return made[-1]
+
+    def chosen(devices: dict[int, str]) -> frozenset[int]:
+        return sub_groups & frozenset(devices)
+
+    with mock.patch.multiple(residency, resident_sub_groups=chosen, accelerator_link=link):
+        yield made
+
+
+def trained(name: str, way: str, sub_groups: frozenset[int], steps: int = 8) -> dict[str, Any]:
+    scenario = small_groups(name)
+    with staying(sub_groups) as links:
+        engine = scenario.engine(*WAYS[way])
+    record = scenario.train(engine, range(steps))
+    result = {
+        "record": record,
+        "digests": engine.optimizer.state_digests(),
+        "stepped": {shard for link in links for shard in link.residency.stepped},
+        "resident": {
+            shard.name for shard in engine.optimizer.parts.driver.core.shards if shard.resident and shard.numel
+        },
+        "stats": engine.optimizer.stats(),
+        "parts": len(engine.optimizer.fp16_groups),
+    }
+    end(engine)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "sub_groups"),
+    [
+        ("clip sometimes", "ours", SOME),
+        ("clip sometimes", "ours, later", SOME),
+        ("clip sometimes", "match", SOME),
+        ("clip sometimes", "ours", ALL),
+        ("fp16, dynamic scale", "ours", SOME),
+        ("bf16, not finite", "ours", SOME),
+        ("accumulation in fp32", "ours", SOME),
+        ("two backwards", "ours", SOME),
+        ("L2", "ours", SOME),
+        ("persistent parameters", "ours", SOME),
+    ],
+)
+def test_state_on_the_accelerator_has_the_same_bits(
+    name: str, way: str, sub_groups: frozenset[int], two_ranks: Ranks
+) -> None:
+    expected = two_ranks.run(trained, name, way, NONE)
+    found = two_ranks.run(trained, name, way, sub_groups)
+    for on_host, mixed in zip(expected, found, strict=True):
+        assert mixed["parts"] > 3
+        assert mixed["resident"], "nothing stayed, so nothing was tested"
+        assert mixed["stepped"] == mixed["resident"]
+        assert mixed["digests"] == on_host["digests"]
+        assert repr(mixed["record"]) == repr(on_host["record"])  # with NaN, which equals nothing
+        assert mixed["stats"]["params_on_device"] > on_host["stats"]["params_on_device"] == 0
+
+
+def read_and_written(sub_groups: frozenset[int]) -> dict[str, Any]:
+    """What DeepSpeed's helpers read and write of masters, moments and gradients, between backward and step too."""
+    from deepspeed.utils import (
+        safe_get_full_fp32_param,
+        safe_get_full_grad,
+        safe_get_full_optimizer_state,
+        safe_set_full_fp32_param,
+        safe_set_full_grad,
+        safe_set_full_optimizer_state,
+    )
+
+    seen: list[torch.Tensor] = []
+
+    def look(engine: Any, step: int) -> None:
+        # DeepSpeed cannot write to what its ranks do not share evenly.
+        param = next(param for param in engine.module.parameters() if param.ds_numel % 2 == 0)
+        seen.extend([safe_get_full_grad(param).clone(), safe_get_full_fp32_param(param).clone()])
+        if step == 2:
+            safe_set_full_grad(param, safe_get_full_grad(param) * 0.5)
+            safe_set_full_fp32_param(param, safe_get_full_fp32_param(param) + 1.0)
+            moment = safe_get_full_optimizer_state(param, "exp_avg")
+            safe_set_full_optimizer_state(param, moment * 2.0, "exp_avg")
+
+    scenario = replace(small_groups("clip sometimes"), before_step=look)
+    with staying(sub_groups):
+        engine = scenario.engine(*WAYS["ours"])
+    scenario.train(engine, range(4))
+    digests = engine.optimizer.state_digests()
+    end(engine)
+    return {"seen": seen, "digests": digests}
+
+
+def test_readers_and_writers_reach_the_accelerator(two_ranks: Ranks) -> None:
+    for on_host, mixed in zip(two_ranks.run(read_and_written, NONE), two_ranks.run(read_and_written, ALL), strict=True):
+        assert mixed["digests"] == on_host["digests"]
+        assert len(mixed["seen"]) == len(on_host["seen"]) == 8
+        assert all(torch.equal(a, b) for a, b in zip(mixed["seen"], on_host["seen"], strict=True))
+
+
+def saved_and_resumed(
+    folder: str, first: frozenset[int], then: frozenset[int]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Digests of a run that was saved on its way, and of another one that continued from there."""
+    scenario = small_groups("clip sometimes")
+    with staying(first):
+        engine = scenario.engine(*WAYS["ours"])
+    scenario.train(engine, range(3))
+    engine.save_checkpoint(folder, tag="saved")
+    scenario.train(engine, range(3, 6))
+    straight = engine.optimizer.state_digests()
+    end(engine)
+    with staying(then):
+        engine = scenario.engine(*WAYS["ours"])
+    scenario.train(engine, range(50, 52))
+    engine.load_checkpoint(folder, tag="saved")
+    scenario.train(engine, range(3, 6))
+    resumed = engine.optimizer.state_digests()
+    end(engine)
+    return straight, resumed
+
+
+@pytest.mark.parametrize(("first", "then"), [(SOME, SOME), (SOME, NONE), (NONE, SOME)])
+def test_checkpoints_fit_any_ratio(
+    first: frozenset[int], then: frozenset[int], two_ranks: Ranks, tmp_path: Path
+) -> None:
+    for straight, resumed in two_ranks.run(saved_and_resumed, str(tmp_path), first, then):
+        assert resumed == straight
+
+
+def test_deepspeed_says_which_sub_groups_stay() -> None:
+    assert residency.resident_sub_groups({0: "cuda", 1: "cuda", 2: "cpu"}) == {0, 1}
+    assert residency.resident_sub_groups({0: "cpu", 1: "cpu"}) == set()
+
+
+def test_state_on_the_accelerator_and_parameters_in_host_memory_is_refused() -> None:
+    master, published = (SimpleNamespace(device=torch.device(where)) for where in ("cuda:0", "cpu"))
+    with pytest.raises(ArgumentError, match=r"offload_param.*sub-group 1.*set ratio to 1\.0"):
+        residency.check_resident({1: master}, {1: published})  # type: ignore[dict-item]

@@ -1,0 +1,340 @@
+"""Whoever reads or writes parameters, masters, moments or gradients meets the values of the last finished step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.compatibility import compat
+from tests.support.deepspeed.ranks import Ranks
+from tests.support.deepspeed.scenarios import CLIP_SOME, Scenario
+from tests.support.deepspeed.training import OURS, end
+
+EAGER = {"speculation": "always"}
+LATER = {"speculation": "always", "delivery": "on_demand"}
+WAITING = {"speculation": "never"}
+WAITING_LATER = {**WAITING, "delivery": "on_demand"}  # every step is outstanding when step() returns
+
+
+def _params(engine: Any) -> list[Any]:
+    return list(engine.module.parameters())
+
+
+def _gathered(engine: Any) -> list[Tensor]:
+    import deepspeed
+
+    found = []
+    for param in _params(engine):
+        with deepspeed.zero.GatheredParameters([param]):
+            found.append(param.detach().clone())
+    return found
+
+
+def _gathered_at_once(engine: Any) -> list[Tensor]:
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(_params(engine)):
+        return [param.detach().clone() for param in _params(engine)]
+
+
+def _masters(engine: Any) -> list[Tensor]:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return [safe_get_full_fp32_param(param) for param in _params(engine)]
+
+
+def _moments(engine: Any) -> list[Tensor]:
+    from deepspeed.utils import safe_get_full_optimizer_state, safe_get_local_optimizer_state
+
+    found = [safe_get_full_optimizer_state(param, "exp_avg") for param in _params(engine)]
+    return found + [safe_get_local_optimizer_state(param, "exp_avg_sq").clone() for param in _params(engine)]
+
+
+def _state_dict(engine: Any) -> list[Tensor]:
+    state = engine.optimizer.state_dict()
+    moments = [value for entry in state["optimizer_state_dict"]["state"].values() for value in entry.values()]
+    return [torch.as_tensor(value).detach().clone() for value in [*state["fp32_flat_groups"], *moments]]
+
+
+def _sixteen_bit(engine: Any) -> list[Tensor]:
+    state = engine._zero3_consolidated_16bit_state_dict()
+    return [] if state is None else [value.clone() for value in state.values()]
+
+
+def _evaluated(engine: Any) -> list[Tensor]:
+    engine.eval()
+    with torch.no_grad():
+        loss = engine(99)
+    engine.train()
+    return [loss]
+
+
+def _moved(engine: Any) -> list[Tensor]:
+    """DeepSpeed's state offload of the published parameters, and back."""
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+    from superoffload.integrations.deepspeed.stage3.shards import numel_here
+
+    engine.optimizer.offload_states(include=[OffloadStateTypeEnum.lp_params], pin_memory=False)
+    group = engine.optimizer.dp_process_group
+    moved = [param.ds_tensor[: numel_here(param, group)].clone() for param in _params(engine)]  # without padding
+    engine.optimizer.reload_states()
+    return [*moved, *_gathered(engine)]
+
+
+READERS = {
+    "gathered": _gathered,
+    "gathered at once": _gathered_at_once,
+    "masters": _masters,
+    "moments": _moments,
+    "state_dict": _state_dict,
+    "16 bit": _sixteen_bit,
+    "evaluated": _evaluated,
+    "moved": _moved,
+}
+
+
+def read_after_steps(reader: str, options: dict[str, Any], zero: dict[str, Any]) -> tuple[list[Tensor], bool]:
+    """What a reader sees after each of a few steps; whether something was not delivered yet before it looked."""
+    scenario = Scenario({"clip": CLIP_SOME, "zero": zero})
+    engine = scenario.engine(OURS, options)
+    seen: list[Tensor] = []
+    outstanding = False
+    for step in range(4):
+        scenario.train(engine, range(step, step + 1))
+        outstanding |= bool(engine.optimizer.parts.driver.core.tail.is_landing)
+        seen += [value.clone() for value in READERS[reader](engine)]
+    end(engine)
+    return seen, outstanding
+
+
+@pytest.mark.parametrize(
+    ("reader", "threshold"),
+    [*((reader, 0) for reader in READERS), ("gathered", 3000), ("16 bit", 3000), ("evaluated", 3000)],
+)
+def test_readers_see_fresh_values(reader: str, threshold: int, two_ranks: Ranks) -> None:
+    if reader == "moved" and version("deepspeed").startswith("0.18."):
+        pytest.skip("DeepSpeed before 0.19 moves state of its own FusedAdam only")
+    zero = {"stage3_param_persistence_threshold": threshold}
+    eager = two_ranks.run(read_after_steps, reader, EAGER, zero)
+    later = two_ranks.run(read_after_steps, reader, WAITING_LATER, zero)
+    for (expected, waited), (found, outstanding) in zip(eager, later, strict=True):
+        assert not waited
+        assert outstanding, "nothing was outstanding, so nothing was tested"
+        assert len(expected) == len(found)
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def is_left_for_later(crowded: bool) -> bool:
+    """Whether a step leaves anything, where there are (not) more ranks than processors."""
+    from unittest.mock import patch
+
+    from superoffload.integrations.deepspeed import partitions as ranks
+
+    with patch.object(ranks, "is_crowded", lambda everyone: crowded):
+        _, outstanding = read_after_steps("gathered", WAITING_LATER, {})
+    return outstanding
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_nothing_is_left_for_later_where_it_would_be_in_the_way(crowded: bool, two_ranks: Ranks) -> None:
+    assert two_ranks.run(is_left_for_later, crowded) == [not crowded] * 2
+
+
+def collectives_after_a_step(options: dict[str, Any]) -> tuple[int, int]:
+    """How many gathers the end of a step takes, and for how many persistent parameters."""
+    from unittest.mock import patch
+
+    import deepspeed.comm as comm
+
+    scenario = Scenario({"zero": {"stage3_param_persistence_threshold": 3000}})
+    engine = scenario.engine(OURS, options)
+    optimizer, calls = engine.optimizer, 0
+    end_of_step = optimizer._post_step
+
+    def counted(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    def counting(*args: Any) -> None:
+        gathers = {name: counted(getattr(comm, name)) for name in ("allgather_fn", "all_gather_into_tensor")}
+        with patch.multiple(comm, **gathers):
+            end_of_step(*args)
+
+    optimizer._post_step = counting
+    scenario.train(engine, range(1))
+    persistent = len(optimizer.persistent_parameters)
+    end(engine)
+    return calls, persistent
+
+
+def test_persistent_parameters_come_in_one_collective(two_ranks: Ranks) -> None:
+    for calls, persistent in two_ranks.run(collectives_after_a_step, EAGER):
+        assert persistent > 2
+        assert calls == 1
+
+
+def test_before_0_19_8_parameters_are_gathered_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A blocking gather of several waited for the last of them only, and gloo ends them in any order."""
+    import deepspeed
+
+    from superoffload.integrations.deepspeed.whole_parameters import Readers, gathers_wait_for_the_last_only
+
+    for release, waits_for_last in (("0.18.0", True), ("0.19.7+cpu", True), ("0.19.8", False), ("0.20.0", False)):
+        monkeypatch.setattr(deepspeed, "__version__", release)
+        assert gathers_wait_for_the_last_only() == waits_for_last
+    monkeypatch.setattr(deepspeed, "__version__", "0.19.7")
+    calls: list[tuple[list[Any], bool]] = []
+
+    class Partitioned:
+        ds_id = 0
+        partition = all_gather_coalesced = None
+
+        def all_gather(self, param_list: Any = None, async_op: bool = False) -> None:
+            calls.append((param_list, async_op))
+
+    one, other = Partitioned(), Partitioned()
+    readers = Readers([one, other], before_gather=None, after_update=lambda params: None)
+    one.all_gather()
+    one.all_gather(param_list=[one, other])
+    one.all_gather([one, other], async_op=True)
+    assert calls == [([one], False), ([one], False), ([other], False), ([one, other], True)]
+    readers.close()
+    assert one.all_gather == Partitioned.all_gather.__get__(one), "unwrapped"
+
+
+def write_in_the_window(what: str, options: dict[str, Any], dtype: str | None) -> tuple[dict[str, str], float, bool]:
+    """Between backward and step, when buckets are speculated, a user writes; then trains on."""
+    from deepspeed.utils import (
+        safe_get_full_grad,
+        safe_set_full_fp32_param,
+        safe_set_full_grad,
+        safe_set_full_optimizer_state,
+    )
+
+    more = {"data_types": {"grad_accum_dtype": dtype}} if dtype else {}
+    scenario = Scenario({"clip": CLIP_SOME, **more})
+    engine = scenario.engine(OURS, options)
+    speculated = False
+
+    def write(engine: Any, step: int) -> None:
+        nonlocal speculated
+        if step != 3:
+            return
+        for bucket in engine.optimizer.parts.driver.core.buckets:  # what is speculated is in masters and moments by now
+            assert bucket.running is None or bucket.running.wait(60.0)
+        stats = engine.optimizer.stats()
+        speculated = stats["buckets_speculated"] > stats["buckets_committed"] + stats["buckets_replayed"]
+        even = [param for param in _params(engine) if param.ds_numel % 2 == 0]  # DeepSpeed cannot set padded ones
+        param = even[0]
+        if what == "master":
+            safe_set_full_fp32_param(param, torch.full(param.ds_shape, 0.25))
+        elif what == "moment":
+            safe_set_full_optimizer_state(param, torch.full(param.ds_shape, 0.5), "exp_avg_sq")
+        elif what == "gradient":
+            safe_set_full_grad(param, 2 * safe_get_full_grad(param))
+        elif what == "gradients":
+            engine.optimizer.update_fp32_grad_for_param_vectorized(lambda grad, _: grad * 0.5, even)
+        elif what == "hyper-parameters":
+            engine.optimizer.param_groups[0].update(lr=7e-3, weight_decay=0.3, betas=(0.5, 0.6), eps=1e-6)
+        elif what == "zero_grad":
+            engine.optimizer.zero_grad()
+        elif what == "masters from parameters":
+            engine.optimizer.refresh_fp32_params()
+        elif what == "state_dict":
+            engine.optimizer.state_dict()
+
+    record = run_and_record(scenario, engine, write)
+    digests = engine.optimizer.state_digests()
+    end(engine)
+    return digests, record["norms"][3], speculated
+
+
+@pytest.fixture(scope="module")
+def untouched(two_ranks: Ranks) -> Callable[[str | None], list[Any]]:
+    """The run in which nobody writes, of each data type; trained once."""
+    return cache(lambda dtype: two_ranks.run(write_in_the_window, "nothing", WAITING, dtype))
+
+
+def run_and_record(scenario: Scenario, engine: Any, before_step: Any) -> dict[str, Any]:
+    from tests.support.deepspeed.training import run_steps
+
+    return run_steps(engine, range(6), loss_of=scenario.loss_of, before_step=before_step)
+
+
+@compat("gradients edited, replaced or removed before step()", "deepspeed", note="through `safe_set_full_grad`")
+@compat("zero_grad(set_to_none=True or False)", "deepspeed")
+@pytest.mark.parametrize(
+    ("what", "dtype"),
+    [
+        ("nothing", None),
+        ("master", None),
+        ("moment", None),
+        ("gradient", None),
+        ("gradient", "fp32"),
+        ("gradients", "fp32"),
+        ("hyper-parameters", None),
+        ("zero_grad", None),
+        ("masters from parameters", None),
+        ("state_dict", None),
+    ],
+)
+def test_writes_before_the_step_count(
+    what: str, dtype: str | None, two_ranks: Ranks, untouched: Callable[[str | None], list[Any]]
+) -> None:
+    alone = untouched(dtype)
+    waiting = two_ranks.run(write_in_the_window, what, WAITING, dtype)
+    for options in (EAGER, LATER):
+        found = two_ranks.run(write_in_the_window, what, options, dtype)
+        assert [rank[:2] for rank in found] == [rank[:2] for rank in waiting]
+        assert all(rank[2] for rank in found), "nothing was speculated when the user wrote"
+    changes = what not in ("nothing", "state_dict")
+    assert (waiting[0][0] != alone[0][0]) == changes
+    if what == "gradients":
+        assert 0.5 * alone[0][1] < waiting[0][1] < 0.95 * alone[0][1]
+    if what == "zero_grad":
+        assert waiting[0][1] == 0.0
+
+
+def write_published(options: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], dict[str, str]]:
+    """``GatheredParameters(modifier_rank=0)`` after training began."""
+    import deepspeed
+
+    scenario = Scenario({"clip": CLIP_SOME})
+    engine = scenario.engine(OURS, options)
+    scenario.train(engine, range(3))
+    before = _masters(engine)
+    param = _params(engine)[0]
+    with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+        if torch.distributed.get_rank() == 0:
+            param.data.view(-1)[:5] = 0.375
+    after = _masters(engine)
+    scenario.train(engine, range(3, 5))
+    digests = engine.optimizer.state_digests()
+    end(engine)
+    return [value.clone() for value in before], [value.clone() for value in after], digests
+
+
+@compat(
+    "parameters written by the user (load_state_dict, clamp, re-initialization)",
+    "deepspeed",
+    note="through `GatheredParameters`",
+)
+def test_a_written_parameter_is_not_reverted(two_ranks: Ranks) -> None:
+    eager = two_ranks.run(write_published, EAGER)
+    later = two_ranks.run(write_published, LATER)
+    for before, after, _ in eager:
+        assert torch.equal(after[0].view(-1)[:5], torch.full((5,), 0.375))
+        assert torch.equal(after[0].view(-1)[5:], before[0].view(-1)[5:]), "untouched elements keep their extra bits"
+        assert all(torch.equal(a, b) for a, b in zip(after[1:], before[1:], strict=True))
+    assert [rank[2] for rank in eager] == [rank[2] for rank in later]

@@ -1,0 +1,179 @@
+"""`superoffload run`, and the example: Hugging Face Trainer on two ranks, checkpoint, best model, resume."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkout import ROOT
+from tests.support.compatibility import compat
+from tests.support.deepspeed.ranks import QUICK_KERNELS
+
+ENVIRONMENT = {
+    **os.environ,
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TOKENIZERS_PARALLELISM": "false",
+    "LOCAL_SIZE": "1",  # of devices, as without it; DeepSpeed would run numactl to count them in every reduction
+    "PYTHONPATH": os.pathsep.join([str(ROOT), QUICK_KERNELS, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+}
+RUN = [sys.executable, "-m", "superoffload", "run", "--"]
+
+
+def run(*command: str, timeout: float = 120, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env={**ENVIRONMENT, **more}
+    )
+
+
+def test_deepspeed_is_enabled_and_other_sitecustomize_too(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('mine')")
+    code = (
+        "import sys; assert 'torch' not in sys.modules and 'deepspeed' not in sys.modules\n"
+        "import deepspeed.runtime.config, superoffload.integrations.deepspeed as s\n"
+        "print(s.is_enabled(), deepspeed.__spec__.name)"
+    )
+    path = os.pathsep.join([str(tmp_path), ENVIRONMENT["PYTHONPATH"]])
+    found = run(*RUN, sys.executable, "-c", code, PYTHONPATH=path)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split() == ["mine", "mine", "True", "deepspeed"]  # superoffload itself is a Python too
+
+
+def test_the_exit_status_is_that_of_the_command() -> None:
+    assert run(*RUN, sys.executable, "-c", "raise SystemExit(7)").returncode == 7
+
+
+@pytest.mark.parametrize(("command", "words"), [([], "no command"), (["no-such-program"], "not found")])
+def test_bad_commands(command: list[str], words: str) -> None:
+    found = run(*RUN, *command)
+    assert found.returncode == 2
+    assert words in found.stderr
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+LAUNCHERS = {
+    "deepspeed": ["deepspeed", "--num_accelerators", "1"],
+    "accelerate": ["accelerate", "launch", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no",
+                   "--dynamo_backend", "no", "--cpu"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launchers(launcher: str, tmp_path: Path) -> None:
+    """What ``torchrun`` starts is trained with below."""
+    if importlib.util.find_spec(launcher) is None:
+        pytest.skip(f"needs {launcher}: pip install {launcher}")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import deepspeed\nfrom superoffload.integrations.deepspeed import is_enabled\nprint('enabled:', is_enabled())"
+    )
+    port = ["--master_port", free_port()] if launcher == "deepspeed" else []
+    found = run(*RUN, *LAUNCHERS[launcher], *port, str(script), timeout=100)
+    assert found.returncode == 0, found.stderr
+    assert "enabled: True" in found.stdout
+
+
+WITHOUT = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
+needs_trainer = pytest.mark.skipif(
+    bool(WITHOUT), reason=f"needs {' and '.join(WITHOUT)}: pip install 'superoffload[transformers]'"
+)
+
+
+EXAMPLE = ROOT / "examples" / "deepspeed"
+
+
+def untouched(folder: Path) -> Path:
+    """The example as it was before anybody had heard of superoffload: without its two lines."""
+    lines = (EXAMPLE / "train.py").read_text().splitlines()
+    kept = [line for line in lines if "superoffload.integrations" not in line]
+    assert len(lines) - len(kept) == 2
+    script = folder / "train.py"
+    script.write_text("\n".join(kept))
+    (folder / "ds.json").write_text((EXAMPLE / "ds.json").read_text())
+    return script
+
+
+def train(script: Path, out: Path, text: Path, steps: int, *more: str) -> list[float]:
+    """The losses that the Trainer logged."""
+    found = run(
+        *RUN, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(script),
+        "--text", str(text), "--out", str(out), "--steps", str(steps), "--hidden", "32", "--layers", "2", *more,
+        timeout=200,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr[-6000:]
+    last = max(out.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    history = json.loads((last / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+@compat("Hugging Face Trainer, and its resume", "deepspeed")
+@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "deepspeed", note="below Trainer")
+@needs_trainer
+def test_trainer_and_its_resume(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"It was the best of times, it was the worst of times. " * 400)
+    straight = train(untouched(tmp_path), tmp_path / "straight", text, 8, "--save-steps", "4")
+    assert straight[-1] < 0.95 * straight[0]
+    # the same run, interrupted after step 4
+    checkpoints = sorted((tmp_path / "straight").glob("checkpoint-*"))
+    assert [path.name for path in checkpoints] == ["checkpoint-4", "checkpoint-8"]
+    (tmp_path / "resumed").mkdir()
+    checkpoints[0].rename(tmp_path / "resumed" / "checkpoint-4")
+    resumed = train(EXAMPLE / "train.py", tmp_path / "resumed", text, 8, "--save-steps", "4", "--resume")
+    assert resumed == straight
+
+
+ACCELERATE = """
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin
+from torch import nn
+
+plugin = DeepSpeedPlugin(hf_ds_config={
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "superoffload"}},
+})
+accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision="bf16")
+torch.manual_seed(1)
+model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+x = torch.randn(2, 16).bfloat16()
+losses = []
+for _ in range(20):
+    loss = (model(x) - x.roll(1, -1)).float().square().mean()
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(float(loss.detach()))
+assert losses[-1] < 0.5 * losses[0], losses
+print(type(model.optimizer).__name__, model.optimizer.stats()["steps"])
+"""
+
+
+@needs_trainer
+def test_accelerate(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ACCELERATE)
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    found = run(*RUN, sys.executable, str(script), timeout=200, ACCELERATE_USE_DEEPSPEED="true", **alone)
+    assert found.returncode == 0, found.stderr[-6000:]
+    assert found.stdout.split()[-2:] == ["SpeculativeStage3", "20"]

@@ -1,0 +1,247 @@
+"""What people do around an optimizer, under DeepSpeed ZeRO-3: as stock ZeRO-Offload."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.compatibility import compat
+from tests.support.deepspeed.ranks import Ranks
+from tests.support.deepspeed.scenarios import WAYS, Scenario, distance
+from tests.support.deepspeed.training import Small, config, end, make_engine, masters, plain, run_steps
+
+STEPS = 6
+
+
+class Odd(nn.Module):
+    """Tied ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Embedding(61, 32)
+        self.middle = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 61, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = x + torch.tanh(self.middle(x))
+        logits = self.head(x).float()
+        return nn.functional.cross_entropy(logits.view(-1, 61), targets.view(-1))
+
+
+def steps(engine: Any, many: int = STEPS) -> None:
+    run_steps(engine, range(many), loss_of=plain)
+
+
+def autocast(engine: Any) -> None:
+    for step in range(STEPS):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = plain(engine, step, 0)
+        engine.backward(loss)
+        engine.step()
+
+
+def schedulers(engine: Any) -> None:
+    """Of torch, on the optimizer that the engine was given; the learning rate changes between backward and step."""
+    from tests.support.schedulers import SCHEDULERS
+
+    inner = engine.optimizer.optimizer
+    for step, (name, make) in enumerate(SCHEDULERS.items()):
+        for group in inner.param_groups:
+            group["lr"], group["betas"] = 1e-3, (0.9, 0.999)
+            for key in ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"):
+                group.pop(key, None)
+        scheduler = make(inner)
+        engine.backward(plain(engine, step, 0))
+        scheduler.step(*((1.0,) if name == "ReduceLROnPlateau" else ()))
+        engine.step()
+
+
+def tensor_hooks(engine: Any) -> None:
+    """On activations, whose gradients they change."""
+    handle = engine.module.head.register_full_backward_hook(lambda _, grads, __: (2.0 * grads[0],))
+    steps(engine)
+    handle.remove()
+
+
+def averages(engine: Any) -> None:
+    """An exponential average of the gathered parameters, swapped in in the middle."""
+    import deepspeed
+
+    params = list(engine.module.parameters())
+    average: list[Tensor] = []
+    for step in range(4):
+        run_steps(engine, range(step, step + 1), loss_of=plain)
+        with deepspeed.zero.GatheredParameters(params, modifier_rank=0 if step == 2 else None):
+            average = average or [p.detach().clone() for p in params]
+            for mean, param in zip(average, params, strict=True):
+                mean.lerp_(param.detach(), 0.5)
+                if step == 2:
+                    param.data.copy_(mean)
+
+
+def lora() -> nn.Module:
+    import peft
+
+    torch.manual_seed(1)
+    model: nn.Module = peft.get_peft_model(Small(), peft.LoraConfig(r=4, target_modules=["extra", "head"]))
+    return model
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], dict[str, Any]]] = {
+    "autocast": (Small, autocast, {"precision": "fp32"}),
+    "schedulers": (Small, schedulers, {"precision": "fp32"}),
+    "odd": (Odd, steps, {"precision": "fp32", "clip": 50.0}),
+    "hooks": (Small, tensor_hooks, {"precision": "fp32"}),
+    "lora": (lora, steps, {"precision": "fp32"}),
+}
+
+
+def train(name: str, way: str) -> tuple[dict[str, Tensor], Any, float]:
+    make, use, options = CASES[name]
+    torch.manual_seed(1)
+    offload, ours = WAYS[way]
+    engine = make_engine(config(offload, options=ours, **options), make())
+    use(engine)
+    speculated = 0.0 if way == "stock" else engine.optimizer.stats()["buckets_speculated"]
+    found = (masters(engine), None if way == "stock" else engine.optimizer.state_digests(), speculated)
+    end(engine)
+    return found
+
+
+def compare(name: str, ranks: Ranks, tolerance: float = 1e-4) -> None:
+    stock, always, never = (ranks.run(train, name, way) for way in ("stock", "match", "match, waiting"))
+    for (expected, *_), (found, digests, speculated), (_, waited, _) in zip(stock, always, never, strict=True):
+        assert digests == waited and speculated > 0
+        assert distance(expected, found) < tolerance  # a wrong step is off by a tenth and more
+
+
+@compat("every scheduler of torch.optim.lr_scheduler", "deepspeed")
+@compat("lr changed between backward and step()", "deepspeed")
+def test_schedulers(two_ranks: Ranks) -> None:
+    compare("schedulers", two_ranks)
+
+
+def warnings_of_a_scheduler(way: str) -> tuple[list[str], list[float]]:
+    """One of torch's, called by DeepSpeed; it warns where nobody has called the optimizer's ``step()``."""
+    torch.manual_seed(1)
+    offload, options = WAYS[way]
+    configuration, model = config(offload, options=options), Small()
+    del configuration["optimizer"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))
+    engine = make_engine(configuration, model, optimizer=optimizer, lr_scheduler=scheduler)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        record = run_steps(engine, range(3), loss_of=plain)
+    end(engine)
+    return [str(one.message) for one in caught if "lr_scheduler" in str(one.message)], [lr for (lr,) in record["lrs"]]
+
+
+def test_a_scheduler_does_not_warn(two_ranks: Ranks) -> None:
+    for way in ("stock", "ours"):
+        for warned, rates in two_ranks.run(warnings_of_a_scheduler, way):
+            assert not warned, way
+            assert rates == pytest.approx([1e-2 / 2, 1e-2 / 3, 1e-2 / 4])
+
+
+@compat("autocast", "deepspeed")
+def test_autocast(two_ranks: Ranks) -> None:
+    compare("autocast", two_ranks, 5e-2)
+
+
+@compat("tied parameters", "deepspeed")
+def test_odd_parameters(two_ranks: Ranks) -> None:
+    compare("odd", two_ranks)
+
+
+@compat("hooks of parameters that change or read gradients", "deepspeed", note="hooks of modules and activations")
+def test_hooks_of_modules(two_ranks: Ranks) -> None:
+    compare("hooks", two_ranks)
+
+
+@compat("PEFT: LoRA adapters", "deepspeed")
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft: pip install peft")
+def test_lora(two_ranks: Ranks) -> None:
+    compare("lora", two_ranks)
+
+
+def averaged(way: str) -> Any:
+    torch.manual_seed(1)
+    engine = make_engine(config(WAYS[way][0], options=WAYS[way][1]), Small())
+    averages(engine)
+    found = engine.optimizer.state_digests()
+    end(engine)
+    return found
+
+
+@compat("EMA and SWA, averages swapped in", "deepspeed", note="read and written through GatheredParameters")
+def test_averages_swapped_in(two_ranks: Ranks) -> None:
+    assert two_ranks.run(averaged, "ours") == two_ranks.run(averaged, "ours, waiting")
+
+
+def frozen_for_a_while(way: str) -> tuple[bool, bool, Any]:
+    scenario = Scenario({"clip": 0.75})
+    engine = scenario.engine(*WAYS[way])
+    param = engine.module.dots[2].weight
+
+    def run(numbers: range, frozen: tuple[int, ...] = ()) -> Tensor:
+        for step in numbers:
+            engine.backward(engine(step, 0, frozen))
+            engine.step()
+        param.requires_grad_(True)
+        return masters(engine)["dots.2.weight"]
+
+    before = run(range(2))
+    param.requires_grad_(False)
+    meanwhile = run(range(2, 4), (2,))
+    after = run(range(4, 6))
+    found = (torch.equal(before, meanwhile), torch.equal(meanwhile, after), engine.optimizer.state_digests())
+    end(engine)
+    return found
+
+
+@compat("parameters frozen and unfrozen mid-run", "deepspeed")
+def test_frozen_and_unfrozen(two_ranks: Ranks) -> None:
+    always, never = (two_ranks.run(frozen_for_a_while, way) for way in ("ours", "ours, waiting"))
+    assert always == never
+    for kept, still, _ in always:
+        assert kept and not still
+
+
+def converted() -> list[bool]:
+    """Every parameter is made the engine's dtype; masters get the float32 bits that they had."""
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    torch.manual_seed(1)
+    model = Small()
+    model.head.bfloat16()
+    values = {name: param.detach().float().clone() for name, param in model.named_parameters()}
+    engine = make_engine(config(options={"speculation": "always"}), model)
+    dtypes = {param.dtype for param in engine.module.parameters()}
+    even = {name: param for name, param in engine.module.named_parameters() if param.ds_numel % 2 == 0}
+    for name, param in even.items():  # DeepSpeed's function cannot do those that are padded
+        safe_set_full_fp32_param(param, values[name])
+    found = masters(engine)
+    same = len(even) > 3 and all(torch.equal(found[name], values[name]) for name in even)
+    steps(engine, 2)
+    end(engine)
+    return [dtypes == {torch.bfloat16}, same]
+
+
+@compat("mixed float32, bfloat16 and float16 parameters", "deepspeed", note="DeepSpeed converts them to one dtype")
+@compat(
+    "a model loaded as float32 and converted to bfloat16; masters keep the float32 bits",
+    "deepspeed",
+    note="with safe_set_full_fp32_param",
+)
+def test_one_dtype_and_masters_of_float32(two_ranks: Ranks) -> None:
+    assert two_ranks.run(converted) == [[True, True]] * 2

@@ -1,0 +1,172 @@
+"""DistributedDataParallel over gloo with gradients on a GPU: sums that come back late, on streams of gloo's own."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from superoffload import AdamW
+from superoffload.distributed import data_parallel as ddp
+from superoffload.links.cuda.link import CudaLink, CudaOptions
+from tests.support.fake_cuda import IMAGE, Fake, FakeDevice, garbage_like, on_host
+from tests.support.rank_processes import loss_of, net, on_ranks
+
+STEPS = 4
+LATE = 20_000.0  # microseconds
+
+
+class Streams:
+    """What ddp.py uses of ``torch.cuda``, over the fake driver. Backward runs on a stream that is not the default."""
+
+    def __init__(self, fake: Fake) -> None:
+        self.fake = fake
+        self.default = FakeStream(self, fake.make_stream())
+        self.backward = FakeStream(self, fake.current)
+        self.made: list[FakeStream] = []
+
+    def make(self, device: torch.device) -> FakeStream:
+        self.made.append(FakeStream(self, self.fake.make_stream()))
+        return self.made[-1]
+
+    @contextmanager
+    def use(self, stream: FakeStream) -> Iterator[None]:
+        before, self.fake.current = self.fake.current, stream.handle
+        yield
+        self.fake.current = before
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """``torch.cuda`` has these streams, and tensors of the CPU count as tensors of the GPU."""
+        with ExitStack() as stack:
+            for target, name, value in (
+                (torch.cuda, "Stream", self.make),
+                (torch.cuda, "stream", self.use),
+                (torch.cuda, "default_stream", lambda device: self.default),
+                (torch.cuda, "current_stream", lambda device: FakeStream(self, self.fake.current)),
+                (ddp, "_on_gpu", lambda param: True),
+            ):
+                stack.enter_context(mock.patch.object(target, name, value))
+            yield
+
+    def finish(self) -> None:
+        for stream in (self.default, self.backward, *self.made):
+            self.fake.synchronize(stream.handle)
+
+
+class FakeStream:
+    def __init__(self, streams: Streams, handle: int) -> None:
+        self.streams, self.handle = streams, handle
+        self.waited_for: list[int] = []
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.waited_for.append(other.handle)
+        driver = self.streams.fake.driver
+        event = ctypes.c_void_p()
+        calls = [
+            driver.cuEventCreate(ctypes.byref(event), 2),
+            driver.cuEventRecord(event, ctypes.c_void_p(other.handle)),
+            driver.cuStreamWaitEvent(ctypes.c_void_p(self.handle), event, 0),
+        ]
+        assert calls == [0, 0, 0]
+
+
+class Gloo:
+    """Reduces as gloo does; the sum is copied back late on ``stream``, and the future is done before that has run."""
+
+    def __init__(self, streams: Streams, stream: FakeStream) -> None:
+        self.streams, self.stream = streams, stream
+        self.kept: list[Tensor] = []
+
+    def hook(self, group: Any, bucket: Any) -> Any:
+        buffer = allreduce_hook(group, bucket).wait()
+        total = buffer.clone()
+        buffer.view(torch.uint8).copy_(garbage_like(buffer))
+        self.kept.append(buffer)
+        self.streams.fake.sleep(LATE, self.stream.handle)
+        self.streams.fake.write(self.stream.handle, buffer, total)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(buffer)
+        return future
+
+
+def trained(streams: Streams | None = None) -> dict[str, str]:
+    model = DistributedDataParallel(net(torch.float32), bucket_cap_mb=0.005)
+    params = [param for param in model.parameters() if param.requires_grad]
+    options: dict[str, Any] = {"speculation": "always", "threads": 1, "bucket_numel": 4096, "rank_timeout": 20.0}
+    options["rank_check"] = "off"  # its early full check reads parameters without the stand-in's stream
+    with AdamW(params, model=model, max_grad_norm=0.5, **options) as optimizer:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+            if streams is not None:
+                streams.finish()
+        return optimizer.state_digests()
+
+
+def with_late_sums(copied_on: str) -> bool:
+    """In a rank: the state is that of a run whose sums are there at once. ``copied_on``: whose stream has the copy."""
+    with on_host():
+        expected = trained()
+    fake = Fake()
+    streams = Streams(fake)
+    gloo = Gloo(streams, getattr(streams, copied_on))
+    device = FakeDevice(fake)
+    made: list[CudaLink] = []
+
+    def link_for(params: Sequence[Tensor], **_: Any) -> CudaLink:
+        made.append(CudaLink(device, CudaOptions(image=IMAGE, timeout_seconds=60.0, library=fake.library)))
+        return made[-1]
+
+    with (
+        mock.patch("superoffload.optimizer.connection.link_for", link_for),
+        mock.patch.object(ddp, "allreduce_hook", gloo.hook),
+        streams.installed(),
+    ):
+        try:
+            return trained(streams) == expected
+        finally:
+            streams.finish()
+            made[0].close()
+            for handle in device.streams:
+                fake.synchronize(handle)
+
+
+@pytest.mark.parametrize("copied_on", ["default", "backward"])
+def test_sums_that_gloo_copies_back_late_are_waited_for(fake: Fake, copied_on: str) -> None:
+    """On the default stream of gloo's thread, as torch 2.6 to 2.10 have it, or on that of the reader."""
+    assert on_ranks(2, with_late_sums, copied_on) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("backends", "is_nccl"),
+    [("cuda:nccl", True), ("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:gloo", False), ("cpu:gloo", False)],
+)
+def test_only_futures_of_nccl_order_a_stream(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, backends: str, is_nccl: bool
+) -> None:
+    """With NCCL nothing else is waited for: not backward's own stream."""
+    monkeypatch.setattr(ddp, "get_backend_config", lambda group: backends)
+    streams = Streams(fake)
+    model: Any = mock.Mock(process_group=None)
+    on_streams: list[int] = []
+    future: Any = mock.Mock(done=lambda: True, wait=lambda: torch.arange(3.0))
+    with streams.installed():
+        reduced = ddp.ReducedGradients(
+            model, lambda *_: on_streams.append(fake.current), lambda *_: None, mock.MagicMock()
+        )
+        began_on: Any = streams.backward
+        reduced._waiting.append(ddp.Reduction(future, [torch.zeros(3)], began_on))
+        reduced.drain()
+    (side,) = streams.made
+    assert on_streams == [side.handle]
+    assert side.waited_for == ([] if is_nccl else [streams.default.handle, streams.backward.handle])

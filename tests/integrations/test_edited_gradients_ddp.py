@@ -1,0 +1,138 @@
+"""Edits of gradients that DDP has reduced are noticed, and none is read twice to find them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from superoffload import AdamW
+from tests.support.adamw_training import grads_of
+from tests.support.rank_processes import loss_of, net, on_ranks
+
+
+def optimizer_told(model: nn.Module, told: bool, **options: Any) -> AdamW:
+    """``told``: it has its communication hook there; else gradients are read at step()."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    options = {"lr": 3e-3, "threads": 1, "bucket_numel": 1024, "rank_timeout": 20.0, **options}
+    return AdamW(params, model=model if told else None, **options)
+
+
+def without_comparing(view: bool, static: bool) -> list[Any]:
+    """Gradients that nobody edits are taken as they are: nothing is compared, so on a GPU nothing is copied down."""
+    results: list[Any] = []
+    for told in (True, False):
+        inner = net(torch.float32)
+        model = DistributedDataParallel(inner, bucket_cap_mb=0.005, gradient_as_bucket_view=view, static_graph=static)
+        with optimizer_told(model, told, max_grad_norm=1.0) as optimizer:
+            counts = []
+            for step in range(4):
+                optimizer.zero_grad()
+                loss_of(model, step).backward()
+                core = optimizer._core
+                with mock.patch.object(core.packer, "gradient_is", side_effect=core.packer.gradient_is) as compared:
+                    optimizer.step()
+                counts.append(compared.call_count)
+            results.append((optimizer.state_digests(), counts, optimizer.stats()["buckets_speculated"]))
+    (digests, counts, speculated), (expected, _, _) = results
+    return [digests == expected, counts, speculated > 0]
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_reduced_gradients_are_not_read_twice(view: bool) -> None:
+    assert on_ranks(2, without_comparing, view, False) == [[True, [0, 0, 0, 0], True]] * 2
+
+
+def test_the_first_backward_of_a_static_graph_is_compared() -> None:
+    """DDP has put the gradients in place before anybody can look."""
+    for same, counts, speculated in on_ranks(2, without_comparing, False, True):
+        assert same and speculated
+        assert counts[0] > 0 and counts[1:] == [0, 0, 0]
+
+
+def listed(model: Any, step: int) -> None:
+    torch._foreach_mul_(grads_of(model), 0.5)
+
+
+def clipped_by_hand(model: Any, step: int) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def first_replaced(model: Any, step: int) -> None:
+    param = next(model.parameters())
+    param.grad = 2 * param.grad
+
+
+def last_removed(model: Any, step: int) -> None:
+    [p for p in model.parameters() if p.requires_grad][-1].grad = None
+
+
+def view_edited(model: Any, step: int) -> None:
+    grads_of(model)[1].view(-1)[:1].add_(1.0)
+
+
+def ddp_edits(edit: Callable[[Any, int], None], view: bool) -> list[bool]:
+    digests = []
+    for told in (True, False):
+        for edits in (True, False):
+            model = DistributedDataParallel(net(torch.float32), bucket_cap_mb=0.005, gradient_as_bucket_view=view)
+            with optimizer_told(model, told) as optimizer:
+                for step in range(4):
+                    optimizer.zero_grad()
+                    loss_of(model, step).backward()
+                    if step == 3:
+                        loss_of(model, 40).backward()
+                    if edits and step in (1, 3):
+                        with torch.no_grad():
+                            edit(model, step)
+                    optimizer.step()
+                digests.append(optimizer.state_digests())
+    with_hook, unedited, without_hook, _ = digests
+    return [with_hook == without_hook, with_hook != unedited]
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("edit", [listed, clipped_by_hand, first_replaced, last_removed, view_edited])
+def test_edits_of_reduced_gradients_are_noticed(edit: Callable[[Any, int], None], view: bool) -> None:
+    """As without our communication hook, where gradients are read at step()."""
+    assert on_ranks(2, ddp_edits, edit, view) == [[True, True]] * 2
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.body = nn.Linear(6, 6)
+        self.heads = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        out: Tensor = self.heads[head](self.body(x))
+        return out
+
+
+def left_alone(view: bool) -> bool:
+    """A head that only a backward without synchronization has used: DDP leaves its gradient as it is."""
+    digests = []
+    for told in (True, False):
+        inner = TwoHeads()
+        model = DistributedDataParallel(inner, find_unused_parameters=True, gradient_as_bucket_view=view)
+        with optimizer_told(model, told, rank_check="off") as optimizer:
+            for step in range(4):
+                optimizer.zero_grad()
+                values = torch.full((2, 6), 0.1 * (step + 1))
+                with model.no_sync():
+                    model(values, step % 2).square().mean().backward()
+                model(values, 0).square().mean().backward()
+                optimizer.step()
+            digests.append(optimizer.state_digests())
+    return digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_gradients_that_ddp_leaves_alone_are_stepped_as_they_are(view: bool) -> None:
+    assert on_ranks(2, left_alone, view) == [True, True]

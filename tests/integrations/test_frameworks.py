@@ -1,0 +1,165 @@
+"""Accelerate, Lightning and PEFT in one process: the same code with our optimizer and with torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superoffload import AdamW
+from tests.support.adamw_training import assert_trained_alike, batch, model_of
+from tests.support.compatibility import compat
+from tests.support.over_stand_in import SLOWER
+
+Make = Callable[[Any], Any]
+MAKERS: dict[str, Make] = {
+    "always": lambda params: AdamW(params, lr=1e-3, speculation="always", threads=1),
+    "never": lambda params: AdamW(params, lr=1e-3, speculation="never", threads=1),
+    "torch": lambda params: torch.optim.AdamW(params, lr=1e-3),
+}
+
+
+def compare(train: Callable[[Make], tuple[nn.Module, Any]]) -> None:
+    """``train(make)`` returns the trained model and its optimizer."""
+    found = {}
+    for name, make in MAKERS.items():
+        model, optimizer = train(make)
+        if isinstance(optimizer, AdamW):
+            assert optimizer.stats()["steps"] > 0
+            found[name] = (model, optimizer.state_digests())
+            optimizer.close()
+        else:
+            found[name] = (model, {})
+    assert found["always"][1] == found["never"][1]
+    assert_trained_alike(found["always"][0], found["torch"][0])
+
+
+def accelerated(make: Make, folder: Path | None = None) -> tuple[nn.Module, Any]:
+    """Accumulation, clipping by Accelerate, a scheduler; saved and loaded in the middle."""
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'superoffload[transformers]'")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = model_of()
+    inner = make(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 2, 0.5)
+    model, optimizer, scheduler = accelerator.prepare(model, inner, scheduler)
+    for seed in range(10):
+        if folder is not None and seed == 4:
+            accelerator.save_state(str(folder))
+        with accelerator.accumulate(model):
+            accelerator.backward(batch(model, seed))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if folder is not None and seed == 7:  # back to the fourth, and once more
+            accelerator.load_state(str(folder))
+            folder = None
+    return accelerator.unwrap_model(model), inner
+
+
+@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "single")
+@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "stand_in", note=SLOWER)
+def test_accelerate() -> None:
+    compare(accelerated)
+
+
+@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "single")
+@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "stand_in", note=SLOWER)
+def test_accelerate_save_and_load(tmp_path: Path) -> None:
+    compare(lambda make: accelerated(make, tmp_path / str(id(make))))
+
+
+def lightning_module(lightning: Any, make: Make, *, automatic: bool) -> Any:
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model_of()
+            self.automatic_optimization = automatic
+
+        def training_step(self, seed: Tensor, index: int) -> Tensor | None:
+            loss = batch(self.net, 2 * self.trainer.global_step + index % 2)
+            if automatic:
+                return loss
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            optimizer.step()
+            self.lr_schedulers().step()
+            return None
+
+        def configure_optimizers(self) -> Any:
+            self.made = make(self.net.parameters())
+            scheduler = torch.optim.lr_scheduler.StepLR(self.made, 3, 0.5)
+            return [self.made], [{"scheduler": scheduler, "interval": "step"}]
+
+    return Module()
+
+
+def lightning_trainer(lightning: Any, folder: Path, **options: Any) -> Any:
+    options.setdefault("enable_checkpointing", False)
+    return lightning.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=str(folder), **options,
+    )  # fmt: skip
+
+
+@compat("Lightning: automatic and manual optimization", "single")
+@compat("Lightning: automatic and manual optimization", "stand_in", note=SLOWER)
+@pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])
+def test_lightning(automatic: bool, tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
+    seeds: Any = torch.utils.data.DataLoader(torch.arange(8), batch_size=1)  # type: ignore[arg-type]
+
+    def train(make: Make) -> tuple[nn.Module, Any]:
+        module = lightning_module(lightning, make, automatic=automatic)
+        options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2} if automatic else {}
+        lightning_trainer(lightning, tmp_path, **options).fit(module, seeds)
+        return module.net, module.made
+
+    compare(train)
+
+
+@compat("Lightning: automatic and manual optimization", "single")
+def test_lightning_checkpoint(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
+    seeds: Any = torch.utils.data.DataLoader(torch.arange(8), batch_size=1)  # type: ignore[arg-type]
+    keep = lightning.callbacks.ModelCheckpoint(str(tmp_path), "{step}", every_n_train_steps=4, save_top_k=-1)
+    digests = []
+    for options in ({"callbacks": [keep], "enable_checkpointing": True}, {}):
+        module = lightning_module(lightning, MAKERS["always"], automatic=True)
+        trainer = lightning_trainer(lightning, tmp_path, **options)
+        trainer.fit(module, seeds, ckpt_path=None if options else str(tmp_path / "step=4.ckpt"))
+        assert module.made.stats()["steps"] == (8 if options else 4)
+        digests.append(module.made.state_digests())
+        module.made.close()
+    assert digests[0] == digests[1]
+
+
+@compat("PEFT: LoRA adapters", "single", "stand_in")
+def test_lora(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
+
+    def train(make: Make) -> tuple[nn.Module, Any]:
+        inner = model_of()
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules=["0", "3"], lora_dropout=0.0)
+        model = peft.get_peft_model(inner, config)
+        base = model.base_model.model[0].base_layer.weight.detach().clone()
+        optimizer = make([p for p in model.parameters() if p.requires_grad])
+        for seed in range(6):
+            optimizer.zero_grad()
+            with_dtype = model.base_model.model
+            batch(with_dtype, seed).backward()
+            optimizer.step()
+        assert torch.equal(model.base_model.model[0].base_layer.weight, base)
+        assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 4 * (16 + 48 + 48 + 4)
+        return model, optimizer
+
+    compare(train)

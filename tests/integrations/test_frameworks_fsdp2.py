@@ -1,0 +1,334 @@
+"""Accelerate, Trainer, TRL, Lightning and PEFT with FSDP2 on two ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from superoffload import AdamW, checkpoints
+from tests.support.compatibility import compat
+from tests.support.optional_packages import needs
+from tests.support.rank_processes import (
+    Net,
+    error_of,
+    flat_mesh,
+    net,
+    on_ranks,
+    optimizer_of,
+    shard,
+    tokens_of,
+    wholes_of,
+)
+
+
+@contextlib.contextmanager
+def fsdp2_on_the_cpu() -> Iterator[None]:
+    """Accelerate offers FSDP for ranks with GPUs only; this makes it take the same path on a CPU."""
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    more = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    make = AcceleratorState.__init__
+
+    def made(self: Any, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        self.distributed_type = DistributedType.FSDP
+        if getattr(self, "fsdp_plugin", None) is None:
+            self.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    kept = dict(os.environ)
+    os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", **more)
+    AcceleratorState.__init__ = made
+    try:
+        yield
+    finally:
+        AcceleratorState.__init__ = make
+        AcceleratorState._reset_state(reset_partial_state=True)
+        os.environ.clear()
+        os.environ.update(kept)
+
+
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    tokens = tokens_of(seed, dist.get_rank())
+    logits = model(tokens[:, :-1]).float()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def plain_run() -> list[Tensor]:
+    """FSDP2 by hand, with torch's optimizer and clipping."""
+    model = shard(net(torch.float32), flat_mesh())
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    for seed in range(5):
+        optimizer.zero_grad()
+        loss_of(model, seed).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return wholes_of(model)
+
+
+def accelerated() -> list[Any]:
+    import accelerate
+
+    found: list[Any] = []
+    for mode in ("always", "never"):
+        with fsdp2_on_the_cpu():
+            accelerator = accelerate.Accelerator(cpu=True)
+            inner = net(torch.float32)
+            params = [p for p in inner.parameters() if p.requires_grad]
+            made = AdamW(params, speculation=mode, threads=1, bucket_numel=1024)
+            model, optimizer = accelerator.prepare(inner, made)
+            for seed in range(5):
+                optimizer.zero_grad()
+                accelerator.backward(loss_of(model, seed))
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+            found.append((made.state_digests(), wholes_of(model), made.stats()["buckets_speculated"]))
+            sharded = all(isinstance(p, DTensor) for p in model.parameters())
+            made.close()
+    return [*found, sharded, plain_run()]
+
+
+@needs("accelerate")
+@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "fsdp2")
+def test_accelerate() -> None:
+    for (always, ours, speculated), (never, *_), sharded, theirs in on_ranks(2, accelerated):
+        assert always == never and speculated > 0 and sharded
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=3e-6)
+
+
+def trained_by_trainer(folder: str) -> dict[str, Any]:
+    from tests.support.hugging_face import logs_of, model_of, trainer_of
+
+    found: dict[str, Any] = {}
+    for mode in ("always", "never", None):
+        with fsdp2_on_the_cpu():
+            trainer = trainer_of(Path(folder), model_of(), mode, max_steps=6)
+            trainer.train()
+            found[str(mode)] = [(entry["loss"], entry["grad_norm"]) for entry in logs_of(trainer)]
+            sharded = [isinstance(p, DTensor) for p in trainer.model.parameters()]
+            if mode is not None:
+                made = trainer.optimizer.optimizer
+                found[f"{mode} bits"] = made.state_digests()
+                found["speculated"] = max(found.get("speculated", 0), made.stats()["buckets_speculated"])
+                made.close()
+    found["sharded"] = all(sharded)
+    found["resumed"] = [resumed_by_trainer(folder, resume=resume) for resume in (False, True)]
+    return found
+
+
+def resumed_by_trainer(folder: str, *, resume: bool) -> Any:
+    from tests.support.hugging_face import logs_of, model_of, trainer_of
+
+    with fsdp2_on_the_cpu():
+        trainer = trainer_of(Path(folder), model_of(), "always", max_steps=5, save_strategy="steps", save_steps=3)
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3" if resume else None)
+        made = trainer.optimizer.optimizer
+        found = (made.state_digests(), [entry["loss"] for entry in logs_of(trainer)][-2:])
+        made.close()
+        return found
+
+
+@needs("transformers", "accelerate")
+@compat("Hugging Face Trainer, and its resume", "fsdp2")
+def test_trainer(tmp_path: Path) -> None:
+    for found in on_ranks(2, trained_by_trainer, str(tmp_path)):
+        assert found["sharded"] and found["speculated"] > 0
+        assert found["always bits"] == found["never bits"] and found["always"] == found["never"]
+        for ours, theirs in zip(found["always"], found["None"], strict=True):
+            assert ours == pytest.approx(theirs, rel=2e-2)
+        assert found["always"][-1][0] < found["always"][0][0]
+        assert found["resumed"][0] == found["resumed"][1]
+
+
+def trained_by_sft(folder: str) -> dict[str, Any]:
+    import datasets
+    import trl
+
+    from superoffload.integrations.transformers import offload
+    from tests.support.hugging_face import Counting, logs_of, model_of, tokenizer_of
+
+    sequences = [Counting()[i]["input_ids"].tolist() for i in range(64)]
+    data = datasets.Dataset.from_dict({"input_ids": sequences, "labels": sequences})
+    found: dict[str, Any] = {}
+    for mode in ("always", "never"):
+        with fsdp2_on_the_cpu():
+            args = trl.SFTConfig(
+                output_dir=folder, max_steps=4, per_device_train_batch_size=4, learning_rate=3e-3, logging_steps=1,
+                save_strategy="no", report_to="none", use_cpu=True, bf16=False, disable_tqdm=True, seed=3,
+                gradient_checkpointing=False, optim="adamw_torch", dataset_kwargs={"skip_prepare_dataset": True},
+            )  # fmt: skip
+            trainer = trl.SFTTrainer(model=model_of(), args=args, train_dataset=data, processing_class=tokenizer_of())
+            offload(trainer, speculation=mode, threads=1)
+            trainer.train()
+            made = trainer.optimizer.optimizer
+            found[mode] = (made.state_digests(), [entry["loss"] for entry in logs_of(trainer)])
+            found["sharded"] = all(isinstance(p, DTensor) for p in trainer.model.parameters())
+            made.close()
+    return found
+
+
+@needs("transformers", "accelerate", "trl", "datasets")
+@compat("TRL's SFTTrainer", "fsdp2")
+def test_sft_trainer(tmp_path: Path) -> None:
+    for found in on_ranks(2, trained_by_sft, str(tmp_path)):
+        assert found["sharded"] and found["always"] == found["never"]
+        assert found["always"][1][-1] < found["always"][1][0]
+
+
+def adapted() -> list[Any]:
+    import peft
+
+    found: list[Any] = []
+    for kind in ("always", "never", "torch"):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=["head"], lora_dropout=0.0)
+        model: Any = peft.get_peft_model(net(torch.float32), config)
+        inner = shard(model.base_model.model, flat_mesh())
+        params = [p for p in inner.parameters() if p.requires_grad]
+        optimizer: Any = torch.optim.AdamW(params)
+        if kind != "torch":
+            optimizer = AdamW(params, speculation=kind, threads=1, model=inner)
+        for seed in range(5):
+            optimizer.zero_grad()
+            loss_of(inner, seed).backward()
+            optimizer.step()
+        found.append((wholes_of(inner), optimizer.state_digests() if kind != "torch" else None, len(params)))
+        if kind != "torch":
+            optimizer.close()
+    return found
+
+
+@needs("peft")
+@compat("PEFT: LoRA adapters", "fsdp2")
+def test_lora() -> None:
+    for (ours, always, count), (_, never, _), (theirs, *_) in on_ranks(2, adapted):
+        assert always == never and count == 2
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=3e-6)
+
+
+def by_lightning(folder: str) -> list[Any]:
+    import lightning.pytorch as lightning
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    class Module(lightning.LightningModule):
+        def __init__(self, mode: str) -> None:
+            super().__init__()
+            self.mode = mode
+            self.net = net(torch.float32)
+
+        def configure_model(self) -> None:
+            if not any(isinstance(p, DTensor) for p in self.net.parameters()):
+                shard(self.net, self.device_mesh["data_parallel"])
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            return loss_of(self.net, index)
+
+        def configure_optimizers(self) -> Any:
+            params = [p for p in self.net.parameters() if p.requires_grad]
+            self.made = AdamW(params, speculation=self.mode, max_grad_norm=0.5, threads=1, model=self.net)
+            return self.made
+
+    more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "x"}
+    found: list[Any] = []
+    kept = dict(os.environ)
+    os.environ.update(more)
+    try:
+        for mode in ("always", "never"):
+            module = Module(mode)
+            trainer = lightning.Trainer(
+                accelerator="cpu", devices=2, max_steps=5, logger=False, enable_checkpointing=False,
+                enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+                plugins=[TorchElasticEnvironment()], use_distributed_sampler=False,
+                strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+            )  # fmt: skip
+            trainer.fit(module, torch.utils.data.DataLoader(torch.arange(5), batch_size=1))  # type: ignore[arg-type]
+            found.append((module.made.state_digests(), wholes_of(module.net)))
+            module.made.close()
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+    return [*found, plain_run()]
+
+
+@needs("lightning")
+@compat("Lightning: automatic and manual optimization", "fsdp2", note="with ModelParallelStrategy")
+def test_lightning(tmp_path: Path) -> None:
+    for (always, ours), (never, _), theirs in on_ranks(2, by_lightning, str(tmp_path)):
+        assert always == never
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=3e-6)
+
+
+def both_ways(folder: str) -> list[bool]:
+    """Full state of torch.optim.AdamW into ours and ours into it; the weights exported as one file."""
+    from superoffload.checkpoints.safetensors import TensorReader
+
+    whole = net(torch.float32)
+    torchs = torch.optim.AdamW([p for p in whole.parameters() if p.requires_grad], lr=3e-3)
+    loss_of(whole, 0).backward()
+    for param in torchs.param_groups[0]["params"]:
+        dist.all_reduce(param.grad)
+        param.grad /= dist.get_world_size()
+    torchs.step()
+    model = shard(copy.deepcopy(whole), flat_mesh())
+    with optimizer_of(model) as optimizer:
+        optimizer.load_state_dict(copy.deepcopy(torchs.state_dict()))
+        same = []
+        params = [p for p in model.parameters() if p.requires_grad]
+        for mine, theirs in zip(params, torchs.param_groups[0]["params"], strict=True):
+            moment: Any = optimizer.state[mine]["exp_avg"]
+            same.append(torch.equal(moment.full_tensor(), torchs.state[theirs]["exp_avg"]))
+        given = optimizer.state_dict()
+        for values in given["state"].values():
+            values.update({key: v.full_tensor() for key, v in values.items() if isinstance(v, DTensor)})
+        torchs.load_state_dict(given)
+        path = checkpoints.export_weights(folder, model, optimizer, masters=True)
+        dist.barrier()
+        reader = TensorReader(path)
+        exported = all(torch.equal(reader.tensor(name), p) for name, p in whole.named_parameters())
+        same.append(float(torchs.state[torchs.param_groups[0]["params"][0]]["step"]) == 1.0)
+        return [all(same), exported]
+
+
+@compat("state of torch.optim.AdamW taken over, and given back", "fsdp2")
+@compat("the model exported as safetensors for from_pretrained", "fsdp2")
+def test_torchs_state_and_exported_weights(tmp_path: Path) -> None:
+    assert on_ranks(2, both_ways, str(tmp_path)) == [[True, True]] * 2
+
+
+def replaced_too_late() -> list[str]:
+    """Groups are given other parameters once there is state for those they had."""
+    errors = []
+    for first in ("step", "masters"):
+        model = net(torch.float32)
+        with optimizer_of(model, replicated="local") as optimizer:
+            if first == "step":
+                loss_of(model, 0).backward()
+                optimizer.step()
+            else:
+                optimizer.load_masters({name: p.detach().clone() for name, p in model.named_parameters()})
+            other: Net = net(torch.float32, seed=2)
+            optimizer.param_groups[0]["params"] = [p for p in other.parameters() if p.requires_grad]
+            loss_of(other, 0).backward()
+            errors.append(error_of(optimizer.step))
+    return errors
+
+
+def test_replaced_parameters_whose_state_would_be_lost() -> None:
+    for errors in on_ranks(2, replaced_too_late):
+        for error in errors:
+            assert "StateError" in error and "was taken out and others put in" in error

@@ -1,0 +1,198 @@
+"""The caller's floating-point settings change nothing in a kernel's result, and are the caller's again afterwards.
+
+Worker threads inherit these settings from whoever creates them, and torch may have changed them. They are changed here
+through the C library (glibc's layout of the saved environment), so that the tests need no torch; one more goes through
+torch's own switch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from superoffload import kernels
+from tests.support import kernel_inputs as cases
+from tests.support.guarded_arrays import GuardedSpan, assert_bits, assert_state, kernel_hyper
+from tests.support.reference import adam
+from tests.support.reference.adam import Hyper
+
+MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+# The control word's place in the saved environment (in 32-bit words), its sticky exception flags, and the settings.
+CONTROL_WORD = {"x86_64": 7, "aarch64": 0}.get(MACHINE, 0)
+STICKY = {"x86_64": 0x3F, "aarch64": 0}.get(MACHINE, 0)
+SETTINGS = {
+    "x86_64": {"flush": 0x8040, "round up": 0x4000, "round down": 0x2000, "flush and truncate": 0xE040},
+    "aarch64": {
+        "flush": 0x01080000,
+        "round up": 0x00400000,
+        "round down": 0x00800000,
+        "flush and truncate": 0x03C80000,
+    },
+}.get(MACHINE, {})
+
+LIBC = platform.libc_ver()[0]
+UNKNOWN = not SETTINGS or LIBC != "glibc"
+known_machine = pytest.mark.skipif(UNKNOWN, reason=f"needs glibc on x86-64 or ARM64, not {LIBC or '?'} on {MACHINE}")
+each_isa = pytest.mark.parametrize("isa", kernels.available_isas())
+each_setting = pytest.mark.parametrize("setting", SETTINGS)
+
+T = TypeVar("T")
+LENGTH = 1100
+HYPERS = [Hyper(1e-3, 0.9, 0.999, 1e-8, 0.01, 4, 0.7, l2) for l2 in (False, True)]
+
+
+def load_environment() -> ctypes.Array[ctypes.c_uint32]:
+    saved = (ctypes.c_uint32 * 16)()
+    assert ctypes.CDLL("libm.so.6").fegetenv(ctypes.byref(saved)) == 0
+    return saved
+
+
+def control() -> int:
+    """The calling thread's rounding and flushing, without the sticky flags."""
+    return int(load_environment()[CONTROL_WORD]) & ~STICKY
+
+
+@contextmanager
+def changed_control(bits: int) -> Iterator[int]:
+    """Set bits of the calling thread's control word; yields the word as it is inside."""
+    original = load_environment()
+    altered = load_environment()
+    altered[CONTROL_WORD] |= bits
+    libm = ctypes.CDLL("libm.so.6")
+    try:
+        assert libm.fesetenv(ctypes.byref(altered)) == 0
+        yield control()
+    finally:
+        libm.fesetenv(ctypes.byref(original))
+
+
+def under(bits: int, action: Callable[..., T], *arguments: object) -> T:
+    """The action's result with the bits set while it runs; they must still be set when it is done."""
+    with changed_control(bits) as before:
+        result = action(*arguments)
+        after = control()
+    assert after == before, "the caller's floating-point settings were not restored"
+    return result
+
+
+def denormals_are_flushed() -> bool:
+    product = np.full(4, 2.0**-120, dtype=np.float32) * np.full(4, 2.0**-20, dtype=np.float32)
+    return not product.view(np.uint32).any()
+
+
+def spans() -> list[tuple[cases.State, GuardedSpan, Hyper, adam.Stepped]]:
+    """Spans full of denormals and of everything else, with the reference's answers."""
+    old = cases.state("hostile", LENGTH, 300)
+    # Moments and gradients whose products are denormal, on top of what is hostile anyway.
+    old.exp_avg[::2] = cases.ranged(LENGTH // 2, 303, -126, -120)
+    old.exp_avg_sq[::2] = np.abs(cases.ranged(LENGTH // 2, 304, -126, -120))
+    gradient = cases.gradient("hostile", "bf16", LENGTH, 305)
+    gradient[::2] &= np.uint16(0x9FFF)
+    return [
+        (old, GuardedSpan(old, gradient, "fp16"), hyper, adam.step(*old, gradient, "fp16", hyper)) for hyper in HYPERS
+    ]
+
+
+def expect_step(guarded: GuardedSpan, expected: adam.Stepped, context: str) -> None:
+    assert_state(guarded.state, cases.State(*expected[:3]), context)
+    assert_bits("shadow", guarded.shadow, expected.shadow, context)
+
+
+@known_machine
+def test_the_settings_bite_where_nobody_guards_against_them() -> None:
+    assert not denormals_are_flushed()
+    with changed_control(SETTINGS["flush"]):
+        flushed = denormals_are_flushed()
+    assert flushed
+    with changed_control(SETTINGS["round up"]):
+        up = np.float64(1.0) + np.float64(2.0**-60)
+    assert up > 1.0
+
+
+@known_machine
+@each_isa
+@each_setting
+@pytest.mark.parametrize("operation", ["step", "journaled", "publish"])
+def test_same_bits_under_any_setting_which_then_still_holds(isa: str, setting: str, operation: str) -> None:
+    def run(guarded: GuardedSpan, hyper: kernels.Hyper) -> None:
+        if operation == "step":
+            guarded.span.step(hyper)
+        elif operation == "journaled":
+            assert guarded.span.step_journaled(hyper, width=1)
+        else:
+            guarded.span.publish(hyper)
+
+    with kernels.using_isa(isa):
+        for old, guarded, hyper, expected in spans():
+            frozen = kernel_hyper(hyper)
+            under(SETTINGS[setting], run, guarded, frozen)
+            if operation == "publish":
+                expected = adam.Stepped(*old, expected.shadow)
+            expect_step(guarded, expected, f"{operation} {hyper}")
+
+
+@known_machine
+@each_isa
+@each_setting
+@pytest.mark.parametrize("set_while", ["stepping", "undoing", "both"])
+def test_undo_and_replay_are_exact_when_settings_change_in_between(isa: str, setting: str, set_while: str) -> None:
+    stepping = SETTINGS[setting] if set_while != "undoing" else 0
+    undoing = SETTINGS[setting] if set_while != "stepping" else 0
+    with kernels.using_isa(isa):
+        for width in (1, 2):
+            for old, guarded, hyper, expected in spans():
+                frozen = kernel_hyper(hyper)
+                under(stepping, guarded.span.step_journaled, frozen, width)
+                expect_step(guarded, expected, f"journaled step {hyper}")
+                under(undoing, guarded.span.undo)
+                assert_state(guarded.state, old, f"undo {hyper}")
+                under(stepping, guarded.span.step_journaled, kernel_hyper(hyper, step=9), width)
+                under(undoing, guarded.span.replay, frozen)
+                expect_step(guarded, expected, f"replay {hyper}")
+
+
+@known_machine
+@each_isa
+@each_setting
+def test_norm_under_any_setting(isa: str, setting: str) -> None:
+    with kernels.using_isa(isa):
+        for count in (2, 7, 8, 9, 1000):
+            blocks = cases.block_sums(count, 310)
+            assert under(SETTINGS[setting], kernels.fold_sums, blocks) == adam.fold_sums(blocks), f"{count} blocks"
+        for form in cases.FORMATS:
+            gradient = cases.finite(cases.gradient("hostile", form, 3000, 311), form)
+            tiny = cases.ranged(3000, 312, -126, -120) * np.float32(2.0**-10)
+            out = np.zeros_like(gradient)
+            expected = [adam.sum_of_squares(gradient), adam.sum_of_squares(gradient), adam.sum_of_squares(tiny)]
+            got = [
+                under(SETTINGS[setting], kernels.sum_of_squares, gradient),
+                under(SETTINGS[setting], kernels.pack, gradient, out),
+                under(SETTINGS[setting], kernels.sum_of_squares, tiny),
+            ]
+            assert [sums.tobytes() for sums in got] == [sums.tobytes() for sums in expected]
+            assert_bits("packed gradient", out, gradient)
+
+
+@each_isa
+def test_torch_flush_denormal_in_the_calling_thread(isa: str) -> None:
+    torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
+    prepared = spans()
+    if not torch.set_flush_denormal(True):
+        pytest.skip("needs a torch that can flush denormals on this processor")
+    try:
+        with kernels.using_isa(isa):
+            for _, guarded, hyper, _ in prepared:
+                guarded.span.step(kernel_hyper(hyper))
+                guarded.check()
+        still_flushing = denormals_are_flushed()
+    finally:
+        torch.set_flush_denormal(False)
+    assert still_flushing, "the caller's floating-point settings were not restored"
+    for _, guarded, hyper, expected in prepared:
+        expect_step(guarded, expected, f"{hyper}")

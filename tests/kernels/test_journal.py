@@ -1,0 +1,328 @@
+"""Undo is exact, replay is undo and step, the arena bounds the journal: on every instruction set, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from superoffload import kernels
+from superoffload.errors import SuperOffloadError
+from tests.support import kernel_battery as battery
+from tests.support import kernel_inputs as cases
+from tests.support.guarded_arrays import GuardedSpan, assert_bits, assert_state, kernel_hyper
+from tests.support.kernel_inputs import State
+from tests.support.reference import adam, journal
+from tests.support.reference.adam import Hyper, Stepped
+from tests.support.reference.convert import narrow
+
+ISAS = kernels.available_isas()
+TYPES = [(gradient, published) for gradient in cases.FORMATS for published in cases.FORMATS]
+
+each_isa = pytest.mark.parametrize("isa", ISAS)
+each_mode = pytest.mark.parametrize("mode", ["adamw", "l2"])
+each_width = pytest.mark.parametrize("width", [1, 2])
+
+
+def expect(guarded: GuardedSpan, expected: Stepped, context: str) -> None:
+    assert_state(guarded.state, State(*expected[:3]), context)
+    assert_bits("shadow", guarded.shadow, expected.shadow, context)
+    guarded.check(context)
+
+
+def mixed_cases(mode: str) -> list[battery.Case]:
+    """Every length with both kinds of values; gradient and published types in turn."""
+    return [
+        battery.span_cases(*TYPES[number % len(TYPES)], mode == "l2")[number]
+        for number in range(2 * len(cases.LENGTHS))
+    ]
+
+
+@each_isa
+@each_mode
+@each_width
+def test_journaled_step_undo_and_replay(isa: str, mode: str, width: int) -> None:
+    with kernels.using_isa(isa):
+        for case in mixed_cases(mode):
+            guarded = GuardedSpan(case.old, case.gradient, case.published_format, case.start)
+            hyper = kernel_hyper(case.hyper)
+            assert guarded.span.step_journaled(hyper, width=width)
+            expect(guarded, case.stepped, f"journaled step of {case}")
+            guarded.span.undo()
+            expect(guarded, Stepped(*case.old, case.stepped.shadow), f"undo of {case}")
+            assert guarded.span.step_journaled(hyper, width=width)
+            expect(guarded, case.stepped, f"second journaled step of {case}")
+            guarded.span.replay(kernel_hyper(case.clipped))
+            expect(guarded, case.replayed, f"replay of {case}")
+
+
+@each_isa
+@each_mode
+@each_width
+def test_replay_with_other_hyper_parameters(isa: str, mode: str, width: int) -> None:
+    """A replay freezes everything anew, not only the gradient factor."""
+    with kernels.using_isa(isa):
+        for kind in cases.KINDS:
+            old = cases.state(kind, 700, 400)
+            gradient = cases.gradient(kind, "bf16", 700, 403)
+            for first, second in zip(cases.HYPERS, (*cases.HYPERS[1:], cases.HYPERS[0]), strict=True):
+                one, other = (replace(hyper, l2=mode == "l2") for hyper in (first, second))
+                guarded = GuardedSpan(old, gradient, "bf16", start=5)
+                assert guarded.span.step_journaled(kernel_hyper(one), width=width)
+                guarded.span.replay(kernel_hyper(other))
+                expect(guarded, adam.step(*old, gradient, "bf16", other), f"{one} replayed as {other}")
+
+
+@each_isa
+@each_width
+def test_a_chain_of_speculated_steps_as_in_training(isa: str, width: int) -> None:
+    """Committed, undone and replayed steps in turn, from the first step on; the state never leaves the reference."""
+    length = 2500
+    zeros = np.zeros(length, np.float32)
+    state = State(cases.ranged(length, 410, -8, -3), zeros, zeros)
+    gradient = np.zeros(length, np.uint16)
+    guarded = GuardedSpan(state, gradient, "bf16", start=1)
+    span = guarded.span
+    bytes_used = []
+    with kernels.using_isa(isa):
+        for step in range(1, 61):
+            gradient = noisy_gradient(length, step)
+            guarded.set_gradient(gradient)
+            hyper = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.01, step)
+            speculated = adam.step(*state, gradient, "bf16", hyper)
+            assert span.step_journaled(kernel_hyper(hyper), width=width)
+            expect(guarded, speculated, f"step {step}")
+            bytes_used.append(span.journal_bytes / length)
+            if step % 3 == 0:
+                span.undo()
+                assert_state(guarded.state, state, f"undo of step {step}")
+                span.step(kernel_hyper(hyper))
+            if step % 3 == 1:
+                hyper = replace(hyper, gradient_factor=0.5)
+                span.replay(kernel_hyper(hyper))
+            after = adam.step(*state, gradient, "bf16", hyper)
+            expect(guarded, after, f"end of step {step}")
+            state = State(*after[:3])
+    assert bytes_used[0] < width + 0.05
+    assert max(bytes_used[20:]) < width + 0.25
+
+
+def noisy_gradient(length: int, step: int) -> npt.NDArray[np.uint16]:
+    """A constant direction with larger noise of its own in every step, as minibatches give it."""
+    direction = cases.ranged(length, 411, -12, -9)
+    noise = cases.ranged(length, 412 + step, -11, -9)
+    return np.asarray(narrow(direction + noise, "bf16"))
+
+
+@each_isa
+@each_mode
+@each_width
+def test_escapes_are_the_lanes_whose_code_does_not_fit(isa: str, mode: str, width: int) -> None:
+    length = 3000
+    with kernels.using_isa(isa):
+        for kind in cases.KINDS:
+            old = cases.state(kind, length, 420)
+            gradient = cases.gradient(kind, "bf16", length, 423)
+            for plain in cases.HYPERS:
+                hyper = replace(plain, l2=mode == "l2")
+                lanes = journal.escapes(old, gradient, adam.step(*old, gradient, "bf16", hyper), hyper, width)
+                guarded = GuardedSpan(old, gradient, "bf16")
+                assert guarded.span.step_journaled(kernel_hyper(hyper), width=width)
+                for name, count in zip(("exp_avg", "exp_avg_sq", "master"), guarded.span.escapes, strict=True):
+                    alone, together = int(lanes[name].sum()), int((lanes[name] | lanes["any"]).sum())
+                    assert alone <= count <= together, f"{name}: {count}, expected {alone}; {kind} {hyper}"
+
+
+@each_isa
+@each_width
+def test_journal_bytes_are_codes_and_escapes_and_little_else(isa: str, width: int) -> None:
+    with kernels.using_isa(isa):
+        for length in (0, 1, 5, 64, 65, 1023, 1024, 1025, 3000, 5000):
+            for kind in cases.KINDS:
+                old = cases.state(kind, length, 430)
+                guarded = GuardedSpan(old, cases.gradient(kind, "bf16", length, 433), "bf16")
+                assert guarded.span.step_journaled(kernel_hyper(cases.HYPERS[2]), width=width)
+                escapes = sum(guarded.span.escapes)
+                blocks = -(-length // 1024)
+                rest = guarded.span.journal_bytes - width * length - 4 * escapes
+                # An escape is a raw word and, at most, as much again to say where it belongs.
+                assert 0 <= rest <= 4 * escapes + 16 * blocks, (
+                    f"{kind} length {length}: {rest} bytes, {escapes} escapes"
+                )
+
+
+@each_isa
+@each_width
+def test_what_cannot_be_estimated_all_escapes(isa: str, width: int) -> None:
+    """beta = 0 and a decay factor of 0 lose the old value completely; undo is exact nevertheless."""
+    length = 1100
+    old = cases.state("training", length, 440)
+    gradient = cases.gradient("training", "bf16", length, 443)
+    lost = {
+        0: Hyper(1e-3, 0.0, 0.999, 1e-8, 0.01, 5),
+        1: Hyper(1e-3, 0.9, 0.0, 1e-8, 0.01, 5),
+        2: Hyper(0.5, 0.9, 0.999, 1e-8, 2.0, 5),
+    }
+    with kernels.using_isa(isa):
+        for component, hyper in lost.items():
+            guarded = GuardedSpan(old, gradient, "bf16", start=3)
+            assert guarded.span.step_journaled(kernel_hyper(hyper), width=width)
+            assert guarded.span.escapes[component] == length
+            guarded.span.undo()
+            assert_state(guarded.state, old, f"{hyper}")
+            guarded.check()
+
+
+@each_isa
+@each_width
+def test_an_escape_in_every_single_lane(isa: str, width: int) -> None:
+    """One lane at a time that cannot be coded, over the length of any vector, a block's end and the next's start."""
+    length = 1100
+    zeros = np.zeros(length, np.float32)
+    gradient = cases.gradient("training", "bf16", length, 450)
+    hyper = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.01, 2)
+    with kernels.using_isa(isa):
+        for lane in (*range(70), *range(1000, 1100)):
+            for component, name in enumerate(("exp_avg", "exp_avg_sq", "master")):
+                parts = {"master": np.ones(length, np.float32), "exp_avg": zeros.copy(), "exp_avg_sq": zeros.copy()}
+                parts[name].view(np.uint32)[lane] = 0x7FC12345
+                old = State(**parts)
+                guarded = GuardedSpan(old, gradient, "bf16")
+                assert guarded.span.step_journaled(kernel_hyper(hyper), width=width)
+                assert guarded.span.escapes[component] == 1
+                guarded.span.undo()
+                assert_state(guarded.state, old, f"lane {lane} of {name}")
+
+
+@each_isa
+@each_width
+@pytest.mark.parametrize("kind", cases.KINDS)
+def test_a_full_arena_is_reported_with_nothing_changed(isa: str, width: int, kind: str) -> None:
+    """For any arena size: either there is room and undo is exact, or master and moments are as they were."""
+    with kernels.using_isa(isa):
+        for length in (1, 40, 1500):
+            old = cases.state(kind, length, 460)
+            gradient = cases.gradient(kind, "bf16", length, 463)
+            hyper = Hyper(0.5, 0.0, 0.9, 1e-8, 2.0, 7)
+            stepped = adam.step(*old, gradient, "bf16", hyper)
+            outcomes = []
+            for arena_bytes in range(0, 24 * length + 400, max(8, length // 5)):
+                guarded = GuardedSpan(old, gradient, "bf16", start=1, arena_bytes=arena_bytes)
+                outcomes.append(guarded.span.step_journaled(kernel_hyper(hyper), width=width))
+                context = f"length {length}, arena of {arena_bytes} bytes"
+                if outcomes[-1]:
+                    expect(guarded, stepped, context)
+                    # Codes are padded to whole vectors of at most 64 lanes.
+                    assert guarded.span.journal_bytes <= arena_bytes + width * (length + 63), context
+                    guarded.span.undo()
+                assert_state(guarded.state, old, context)
+                guarded.check(context)
+            assert not outcomes[0] and outcomes[-1] and outcomes == sorted(outcomes), "room must grow with the arena"
+
+
+@each_isa
+@each_width
+def test_more_escapes_than_wait_for_their_place_at_once(isa: str, width: int) -> None:
+    """Every word of seven blocks escapes: what waits goes to the arena in parts, and a part without room is undone."""
+    length = 7 * 1024 + 100
+    old = cases.state("training", length, 464)
+    gradient = cases.gradient("training", "bf16", length, 465)
+    hyper = Hyper(0.5, 0.0, 0.0, 1e-8, 2.0, 5)
+    with kernels.using_isa(isa):
+        for room, fits in ((1.0, True), (0.99, False), (0.5, False), (0.2, False)):
+            guarded = GuardedSpan(old, gradient, "bf16", arena_bytes=int(room * 3 * 6 * length))
+            assert guarded.span.step_journaled(kernel_hyper(hyper), width=width) == fits
+            if fits:
+                assert guarded.span.escapes == (length, length, length)
+                guarded.span.undo()
+            assert_state(guarded.state, old, f"room for {room} of the escapes")
+            guarded.check(f"room for {room} of the escapes")
+
+
+@each_isa
+@each_mode
+def test_a_span_goes_on_after_a_full_arena(isa: str, mode: str) -> None:
+    length = 2100
+    old = cases.state("training", length, 470)
+    gradient = cases.gradient("training", "bf16", length, 473)
+    coded = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.01, 7)
+    lost = replace(coded, beta1=0.0)
+    if mode == "l2":
+        coded, lost = replace(coded, l2=True, weight_decay=0.0), replace(lost, l2=True, weight_decay=0.0)
+    with kernels.using_isa(isa):
+        guarded = GuardedSpan(old, gradient, "bf16", arena_bytes=length)
+        assert not guarded.span.step_journaled(kernel_hyper(lost))
+        assert guarded.span.step_journaled(kernel_hyper(coded))
+        guarded.span.undo()
+        assert_state(guarded.state, old)
+        assert not guarded.span.step_journaled(kernel_hyper(lost))
+        guarded.span.step(kernel_hyper(lost))
+        expect(guarded, adam.step(*old, gradient, "bf16", lost), "a plain step after a full arena")
+
+
+def test_a_journal_of_one_instruction_set_is_undone_by_any_other() -> None:
+    case = battery.span_cases("bf16", "bf16", False)[2 * len(cases.LENGTHS) - 4]
+    assert case.kind == "hostile" and case.length > 2048
+    for writer in ISAS:
+        for reader in ISAS:
+            for width in (1, 2):
+                guarded = GuardedSpan(case.old, case.gradient, "bf16", case.start)
+                with kernels.using_isa(writer):
+                    assert guarded.span.step_journaled(kernel_hyper(case.hyper), width=width)
+                with kernels.using_isa(reader):
+                    guarded.span.undo()
+                assert_state(guarded.state, case.old, f"written by {writer}, undone by {reader}")
+
+
+def small_span() -> tuple[State, GuardedSpan, kernels.Hyper]:
+    old = cases.state("training", 100, 480)
+    return old, GuardedSpan(old, cases.gradient("training", "bf16", 100, 483), "bf16"), kernel_hyper(cases.HYPERS[2])
+
+
+def test_undo_and_replay_need_a_journaled_step() -> None:
+    old, guarded, hyper = small_span()
+    refused: list[Any] = [guarded.span.undo, lambda: guarded.span.replay(hyper)]
+    for call in refused:
+        with pytest.raises(SuperOffloadError, match="step_journaled"):
+            call()
+    assert_state(guarded.state, old)
+
+
+@pytest.mark.parametrize("ended_by", ["undo", "replay", "step", "full arena"])
+def test_a_journal_that_no_longer_fits_the_state_is_refused(ended_by: str) -> None:
+    """Undoing with it would leave bits that never were."""
+    old, guarded, hyper = small_span()
+    if ended_by == "full arena":
+        guarded = GuardedSpan(old, cases.gradient("hostile", "bf16", 100, 483), "bf16", arena_bytes=0)
+        assert not guarded.span.step_journaled(kernel_hyper(cases.HYPERS[2], beta1=0.0))
+    else:
+        assert guarded.span.step_journaled(hyper)
+        {"undo": guarded.span.undo, "replay": lambda: guarded.span.replay(hyper)}.get(
+            ended_by, lambda: guarded.span.step(hyper)
+        )()
+    before = State(*(values.copy() for values in guarded.state))
+    refused: list[Any] = [guarded.span.undo, lambda: guarded.span.replay(hyper)]
+    for call in refused:
+        with pytest.raises(SuperOffloadError, match="step_journaled"):
+            call()
+        assert_state(guarded.state, before)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_publishing_with_other_hyper_parameters_leaves_the_journal_good(width: int) -> None:
+    old, guarded, hyper = small_span()
+    assert guarded.span.step_journaled(hyper, width=width)
+    guarded.span.publish(replace(hyper, lr=0.5, beta1=0.3))
+    guarded.span.undo()
+    assert_state(guarded.state, old)
+
+
+@pytest.mark.parametrize("width", [0, 3, -1])
+def test_an_unknown_width_is_refused(width: int) -> None:
+    old, guarded, hyper = small_span()
+    with pytest.raises(ValueError, match="width"):
+        guarded.span.step_journaled(hyper, width=width)
+    assert_state(guarded.state, old)

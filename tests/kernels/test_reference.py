@@ -1,0 +1,334 @@
+"""The reference itself, proven against rational arithmetic, and against torch within a stated tolerance."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from tests.support import kernel_inputs as cases
+from tests.support.reference import adam, convert, exact, journal
+from tests.support.reference.fma import fma
+from tests.support.reference.trainer import Group, Parameter, Trainer
+
+NAN = 0x7FC00000
+
+
+def words_of(values: np.ndarray) -> list[int]:
+    return [int(word) for word in convert.bits(convert.canonical(values))]
+
+
+def floats(*words: int) -> np.ndarray:
+    return np.array(words, dtype=np.uint32).view(np.float32)
+
+
+def expect_fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> None:
+    got = words_of(fma(x, y, z))
+    for i, word in enumerate(got):
+        a, b, c = float(x[i]), float(y[i]), float(z[i])
+        expected = exact.fma32(a, b, c)
+        assert word == expected, f"fma({a.hex()}, {b.hex()}, {c.hex()}): {word:#010x}, expected {expected:#010x}"
+
+
+def test_fma_of_hostile_patterns() -> None:
+    expect_fma(cases.hostile_fp32(6000, 1), cases.hostile_fp32(6000, 2), cases.hostile_fp32(6000, 3))
+
+
+def test_fma_of_every_pair_of_special_values() -> None:
+    special = (*cases.SPECIAL_FP32[::2], 0x7F800000, 0x3F800000)
+    signed = np.array([word | sign for word in special for sign in (0, 0x80000000)], dtype=np.uint32).view(np.float32)
+    x, y, z = (grid.ravel() for grid in np.meshgrid(signed, signed, signed[::3]))
+    expect_fma(x, y, z)
+
+
+def test_fma_where_rounding_twice_would_be_wrong() -> None:
+    # 1 + 2**-24 is a tie of fp32; an addend far below fp64's last bit decides it.
+    tie = floats(0x33800000)[0]
+    tiny = floats(0x00000001, 0x80000001, 0x00000000)
+    one_above, one = 0x3F800001, 0x3F800000
+    x = np.array([1 + 2**-12] * 3, dtype=np.float32)
+    y = np.array([1 + 2**-12] * 3, dtype=np.float32)
+    # (1 + 2**-12)**2 = 1 + 2**-11 + 2**-24: a tie, decided by z.
+    assert words_of(fma(x, y, tiny)) == [0x3F801001, 0x3F801000, 0x3F801000]
+    ones = np.ones(3, dtype=np.float32)
+    assert words_of(fma(tiny, ones, ones)) == [one, one, one]
+    assert words_of(fma(np.array([tie], np.float32), ones[:1], ones[:1])) == [one]
+    assert words_of(fma(np.array([tie], np.float32), floats(one_above), ones[:1])) == [one_above]
+
+
+def test_fma_near_cancellation_and_in_the_denormal_range() -> None:
+    x = cases.ranged(3000, 4, -3, 3)
+    y = cases.ranged(3000, 5, -3, 3)
+    with np.errstate(all="ignore"):
+        cancelling = -(x * y)
+    expect_fma(x, y, cancelling)
+    expect_fma(
+        cases.ranged(3000, 6, -80, -60),
+        cases.ranged(3000, 7, -80, -60),
+        np.copysign(np.float32(0), cases.hostile_fp32(3000, 8)),
+    )
+    expect_fma(cases.ranged(3000, 9, -75, -60), cases.ranged(3000, 10, -75, -60), cases.ranged(3000, 11, -126, -120))
+    expect_fma(cases.ranged(1000, 12, 60, 66), cases.ranged(1000, 13, 60, 64), cases.ranged(1000, 14, 120, 127))
+
+
+def test_fma_signed_zeros() -> None:
+    plus, minus = 0x00000000, 0x80000000
+    one, minus_one = 0x3F800000, 0xBF800000
+    x = floats(plus, minus, plus, minus, one, one, minus_one)
+    y = floats(one, one, minus_one, one, one, minus_one, minus_one)
+    z = floats(minus, minus, minus, plus, minus_one, one, minus_one)
+    assert words_of(fma(x, y, z)) == [plus, minus, minus, plus, plus, plus, plus]
+
+
+def test_fma_invalid_operations_give_nan() -> None:
+    infinity, minus_infinity, zero, one = 0x7F800000, 0xFF800000, 0, 0x3F800000
+    x = floats(infinity, infinity, one, NAN, one)
+    y = floats(zero, one, one, one, one)
+    z = floats(one, minus_infinity, minus_infinity, one, 0x7F800001)
+    assert words_of(fma(x, y, z)) == [NAN, NAN, minus_infinity, NAN, NAN]
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_narrowing_is_the_nearest_number_ties_to_even(name: str) -> None:
+    form = exact.BF16 if name == "bf16" else exact.FP16
+    values = np.concatenate(
+        [cases.hostile_fp32(6000, 20), cases.ranged(2000, 21, -27, 17), floats(*cases.SPECIAL_FP32)]
+    )
+    got = convert.bits(convert.narrow(values, name))
+    for value, word in zip(values, got, strict=True):
+        number = float(value)
+        if math.isnan(number):
+            expected = convert.CANONICAL_NAN[name]
+        elif math.isinf(number):
+            expected = form.infinity | (0x8000 if number < 0 else 0)
+        else:
+            expected = exact.round_to(Fraction(number), form, negative_zero=math.copysign(1.0, number) < 0)
+        assert int(word) == expected, f"{number.hex()}: {int(word):#06x}, expected {expected:#06x}"
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_widening_then_narrowing_every_pattern_changes_only_nan(name: str) -> None:
+    words = np.arange(65536, dtype=np.uint16)
+    wide = convert.widen(words if name == "bf16" else words.view(np.float16))
+    back = convert.bits(convert.narrow(wide, name))
+    assert np.array_equal(back[~np.isnan(wide)], words[~np.isnan(wide)])
+    assert np.isnan(wide).sum() == (254 if name == "bf16" else 2046)
+    assert set(back[np.isnan(wide)].tolist()) == {convert.CANONICAL_NAN[name]}
+
+
+def test_numpy_square_root_division_and_product_round_once() -> None:
+    x = np.abs(cases.finite(cases.hostile_fp32(3000, 30), "fp32"))
+    y = cases.finite(cases.hostile_fp32(3000, 31), "fp32")
+    with np.errstate(all="ignore"):
+        roots, quotients, products = words_of(np.sqrt(x)), words_of(x / y), words_of(x * y)
+    for i in range(x.size):
+        assert roots[i] == exact.sqrt32(float(x[i]))
+        assert products[i] == exact.mul32(float(x[i]), float(y[i]))
+        if y[i] != 0:
+            assert quotients[i] == exact.div32(float(x[i]), float(y[i]))
+
+
+@pytest.mark.parametrize("beta1", [0.0, 0.5, 0.8, 0.9, 0.95, 1 - 2**-30, 1 - 2**-53, 2**-60, 5e-324])
+def test_beta1_and_its_rest_are_each_rounded_once(beta1: float) -> None:
+    k = adam.scalars(adam.Hyper(lr=1e-3, beta1=beta1, beta2=0.999, eps=1e-8, weight_decay=1e-2, step=3))
+    rest = Fraction(beta1) - Fraction(float(k.beta1))
+    assert fp32_word(float(k.beta1)) == exact.round_to(Fraction(beta1), exact.FP32)
+    assert fp32_word(float(k.beta1_rest)) == exact.round_to(rest, exact.FP32)
+    assert fp32_word(float(k.one_minus_beta1)) == exact.round_to(Fraction(1.0 - beta1), exact.FP32)
+
+
+@pytest.mark.parametrize("l2", [False, True])
+@pytest.mark.parametrize("number", range(len(cases.HYPERS)))
+def test_step_is_the_chain_of_exactly_rounded_operations(number: int, l2: bool) -> None:
+    """Element by element, in the order of the definition, for as long as an element's numbers stay finite."""
+    plain = cases.HYPERS[number]
+    hyper = adam.Hyper(**{**vars(plain), "l2": l2})
+    checked = 0
+    for kind in cases.KINDS:
+        old = cases.state(kind, 60, 40)
+        gradient = cases.gradient(kind, "fp32", 60, 43)
+        stepped = adam.step(*old, gradient, "fp32", hyper)
+        for i in range(60):
+            inputs = (float(old.master[i]), float(old.exp_avg[i]), float(old.exp_avg_sq[i]), float(gradient[i]))
+            expected = one_element(*inputs, hyper)
+            if expected is None:
+                continue
+            got = tuple(int(convert.bits(array)[i]) for array in stepped[:3])
+            assert got == expected, f"{kind} element {i} of {hyper}: {got}, expected {expected}"
+            checked += 1
+    assert checked > 30
+
+
+def one_element(p: float, m: float, v: float, gradient: float, hyper: adam.Hyper) -> tuple[int, int, int] | None:
+    """One element's words after a step by rational arithmetic; None where something stops being a finite number."""
+    k = [float(value) for value in adam.scalars(hyper)]
+    factor, b1, rest, a1, _, b2, a2, _, eps, step_size, correction, weight_decay, decay, _ = k
+    if not all(math.isfinite(value) for value in (p, m, v, gradient, factor, step_size, correction, decay)):
+        return None
+
+    def chain() -> tuple[int, int, int]:
+        g = finite_value(exact.mul32(gradient, factor))
+        if hyper.l2:
+            g = finite_value(exact.fma32(weight_decay, p, g))
+        from_rest = finite_value(exact.mul32(rest, m))
+        new_m = finite_value(exact.fma32(b1, m, finite_value(exact.fma32(a1, g, from_rest))))
+        new_v = finite_value(exact.fma32(b2, v, finite_value(exact.mul32(a2, finite_value(exact.mul32(g, g))))))
+        if new_v < 0:
+            raise OverflowError
+        denominator = finite_value(exact.fma32(finite_value(exact.sqrt32(new_v)), correction, eps))
+        if denominator == 0:
+            raise OverflowError
+        update = finite_value(exact.div32(new_m, denominator))
+        decayed = p if hyper.l2 else finite_value(exact.mul32(p, decay))
+        new_p = exact.fma32(-step_size, update, decayed)
+        return new_p, fp32_word(new_m), fp32_word(new_v)
+
+    try:
+        return chain()
+    except OverflowError:
+        return None
+
+
+def finite_value(word: int) -> float:
+    """A word's value; leaves the chain where it is not finite."""
+    value = exact.float32_of(word)
+    if not math.isfinite(value):
+        raise OverflowError
+    return value
+
+
+def fp32_word(value: float) -> int:
+    return int(np.float32(value).view(np.uint32))
+
+
+def test_step_stores_canonical_nan_only() -> None:
+    one, minus_nan = 0x3F800000, 0xFFC00001
+    old = (floats(one, minus_nan, one, one), floats(one, one, 0x7F800001, one), floats(one, one, one, 0xBF800000))
+    gradient = floats(0x7FFFFFFF, one, one, 0)
+    hyper = adam.Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=1e-2, step=3)
+    stepped = adam.step(*old, gradient, "bf16", hyper)
+    assert [int(x) for x in convert.bits(stepped.master)] == [NAN] * 4
+    assert [int(x) == NAN for x in convert.bits(stepped.exp_avg)] == [True, False, True, False]
+    assert [int(x) == NAN for x in convert.bits(stepped.exp_avg_sq)] == [True, False, False, False]
+    assert [int(x) for x in stepped.shadow] == [0x7FC0] * 4
+
+
+def test_power_is_repeated_squaring() -> None:
+    assert adam.power(0.9, 0) == 1.0
+    assert adam.power(0.9, 1) == 0.9
+    assert adam.power(0.9, 6) == (0.9 * 0.9) * ((0.9 * 0.9) * (0.9 * 0.9))
+    assert adam.power(0.0, 5) == 0.0
+    assert math.isclose(adam.power(0.999, 12345), 0.999**12345, rel_tol=1e-12)
+
+
+def test_norm_blocks_against_plain_loops() -> None:
+    for form in cases.FORMATS:
+        gradient = cases.finite(cases.gradient("hostile", form, 2600, 50), form)
+        got = adam.sum_of_squares(gradient)
+        wide = convert.widen(gradient)
+        assert got.shape == (3,)
+        for block in range(3):
+            accumulators = [0.0] * 16
+            for i, value in enumerate(wide[block * 1024 : (block + 1) * 1024]):
+                accumulators[i % 16] += float(value) * float(value)
+            eight = [accumulators[i] + accumulators[i + 8] for i in range(8)]
+            four = [eight[i] + eight[i + 4] for i in range(4)]
+            assert got[block] == (four[0] + four[2]) + (four[1] + four[3])
+
+
+def test_norm_block_with_anything_not_finite_is_infinite() -> None:
+    for pattern in (0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001):
+        gradient = cases.ranged(3000, 51, -3, 3)
+        gradient[1500] = floats(pattern)[0]
+        got = adam.sum_of_squares(gradient)
+        assert got[1] == math.inf
+        assert np.isfinite(got[[0, 2]]).all()
+    assert adam.sum_of_squares(np.zeros(0, dtype=np.float32)).shape == (0,)
+
+
+def test_fold_against_plain_loops() -> None:
+    for count in (0, 1, 7, 8, 9, 100):
+        blocks = cases.block_sums(count, 52)
+        accumulators = [0.0] * 8
+        for j, value in enumerate(blocks):
+            accumulators[j % 8] += float(value)
+        four = [accumulators[i] + accumulators[i + 4] for i in range(4)]
+        assert adam.fold_sums(blocks) == (four[0] + four[2]) + (four[1] + four[3])
+
+
+def test_verdict() -> None:
+    blocks = [adam.sum_of_squares(np.array([3.0, 0.0], np.float32)), adam.sum_of_squares(np.array([4.0], np.float32))]
+    assert adam.verdict(blocks, None) == (5.0, 1.0, False, 1.0)
+    assert adam.verdict(blocks, 10.0) == (5.0, 1.0, False, 1.0)
+    clipped = adam.verdict(blocks, 1.0, unscale=-0.5)
+    assert clipped.grad_norm == 2.5
+    assert clipped.clip_coefficient == 1.0 / (2.5 + 1e-6)
+    assert clipped.gradient_factor == float(np.float32(-0.5 * clipped.clip_coefficient))
+    assert adam.verdict([np.array([1.0, np.inf])], 1.0).found_inf
+
+
+def test_journal_estimates_are_near_in_training_and_exact_in_the_first_step() -> None:
+    old = cases.state("training", 4000, 60)
+    gradient = cases.gradient("training", "bf16", 4000, 63)
+    hyper = cases.HYPERS[2]
+    lanes = journal.escapes(old, gradient, adam.step(*old, gradient, "bf16", hyper), hyper, 1)
+    assert all(mask.mean() < 0.1 for mask in lanes.values()), lanes
+    fresh = cases.State(old.master, np.zeros(4000, np.float32), np.zeros(4000, np.float32))
+    first = journal.estimates(
+        old.master, gradient, adam.step(*fresh, gradient, "bf16", cases.HYPERS[0]), cases.HYPERS[0]
+    )
+    assert not journal.distance(fresh.exp_avg, first.exp_avg).any()
+    assert not journal.distance(fresh.exp_avg_sq, first.exp_avg_sq).any()
+
+
+def test_trainer_counts_steps_per_parameter_and_skips_whole_steps() -> None:
+    initial = [cases.ranged(50, 70, -5, 0), cases.ranged(20, 71, -5, 0)]
+    parameters = [Parameter(values, "bf16") for values in initial]
+    trainer = Trainer([Group(parameters[:1], lr=1e-2), Group(parameters[1:], lr=1e-3)], max_grad_norm=0.5)
+    gradients = [cases.ranged(50, 72, -3, 0), cases.ranged(20, 73, -3, 0)]
+    assert trainer.step([gradients[0], None]).clip_coefficient < 1.0
+    assert [p.step for p in parameters] == [1, 0]
+    assert np.array_equal(convert.bits(parameters[1].master), convert.bits(initial[1]))
+    before = trainer.digests()
+    bad = gradients[1].copy()
+    bad[7] = np.nan
+    assert trainer.step([gradients[0], bad]).found_inf
+    assert trainer.digests() == before
+    assert (trainer.steps, trainer.skipped_steps, [p.step for p in parameters]) == (1, 1, [1, 0])
+    trainer.step(gradients)
+    assert [p.step for p in parameters] == [2, 1]
+    assert all(trainer.digests()[kind] != before[kind] for kind in before)
+    with pytest.raises(ValueError, match="1 gradients for 2 parameters"):
+        trainer.step(gradients[:1])
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_trainer_follows_torch_for_200_steps(weight_decay: float) -> None:
+    torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
+    shapes = (700, 1500, 33)
+    initial = [cases.ranged(n, 80 + i, -8, -2) for i, n in enumerate(shapes)]
+    theirs = [torch.nn.Parameter(torch.from_numpy(values.copy())) for values in initial]
+    optimizer = torch.optim.AdamW(theirs, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay)
+    ours = [Parameter(values) for values in initial]
+    group = Group(ours, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay)
+    trainer = Trainer([group], max_grad_norm=1.0)
+    accumulated_lr = 0.0
+    clipped = 0
+    for step in range(200):
+        lr = 1e-3 * (step + 1) / 20 if step < 20 else 1e-3 * (1 - step / 250)
+        group.lr = optimizer.param_groups[0]["lr"] = lr
+        accumulated_lr += lr
+        scale = np.float32(1.0 if step % 3 else 0.01)
+        gradients = [cases.ranged(n, 1000 + 10 * step + i, -8, -2) * scale for i, n in enumerate(shapes)]
+        for parameter, gradient in zip(theirs, gradients, strict=True):
+            parameter.grad = torch.from_numpy(gradient.copy())
+        torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+        optimizer.step()
+        clipped += trainer.step(gradients).clip_coefficient < 1.0
+        for mine, parameter in zip(ours, theirs, strict=True):
+            expected = parameter.detach().numpy().astype(np.float64)
+            allowed = 1e-6 * np.maximum(np.abs(expected), accumulated_lr)
+            assert np.all(np.abs(mine.master - expected) <= allowed), f"step {step}"
+    assert 0 < clipped < 200

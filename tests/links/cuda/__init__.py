@@ -1,0 +1,1 @@
+"""The CUDA link, over a fake driver and emulated kernels."""

@@ -1,0 +1,332 @@
+"""Sums of bits on a device: taken in stream order, for many tensors at once, in bounded memory, and what goes wrong."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superoffload import AdamW
+from superoffload.errors import DeviceError
+from superoffload.host.bits import Sums
+from superoffload.links.cuda.bit_sums import CudaBitSums, SumsThere
+from superoffload.links.cuda.link import CudaLink, CudaOptions
+from superoffload.optimizer.watched import Tracked
+from tests.support.adamw_training import batch, model_of, train
+from tests.support.device_battery import sums_at
+from tests.support.fake_cuda import IMAGE, Fake, FakeDevice, on_fake_device, on_host
+from tests.support.fake_cuda_training import training
+from tests.support.freed_gradients import taken_back
+from tests.support.link_runs import LATE
+from tests.support.reference.bit_sums import bit_sums
+
+pytestmark = pytest.mark.filterwarnings("ignore:superoffload. .* changed without autograd's version counters")
+
+LATER = 100_000.0  # microseconds that a stream is behind the program
+
+
+@contextmanager
+def summing(fake: Fake, timeout_seconds: float = 30.0) -> Iterator[tuple[CudaBitSums, FakeDevice]]:
+    device = FakeDevice(fake)
+    options = CudaOptions(image=IMAGE, timeout_seconds=timeout_seconds, library=fake.library)
+    link = CudaLink(device, options)
+    try:
+        assert isinstance(link.bit_sums, CudaBitSums)
+        yield link.bit_sums, device
+    finally:
+        link.close()
+
+
+def values_of(numel: int, seed: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def words(tensor: Tensor) -> list[int]:
+    return bit_sums(tensor.view(torch.uint8).numpy().tobytes())
+
+
+# ---- order ----------------------------------------------------------------------------------------------------------
+
+
+def test_they_are_of_what_the_stream_has_written_by_then(fake: Fake) -> None:
+    """Behind a write that was enqueued before, in front of one that is enqueued after; nothing waits until compared."""
+    with summing(fake) as (sums, _):
+        memory, first, second = (values_of(3000, seed) for seed in range(3))
+        before = memory.clone()
+        fake.sleep(LATER)
+        fake.write(fake.current, memory, first)
+        taken = sums.of([memory])
+        assert torch.equal(memory, before), "it has waited for the stream"
+        fake.write(fake.current, memory, second)
+        assert sums.changed(taken, [memory]) == [True]
+        fake.write(fake.current, memory, first)
+        assert sums.changed(taken, [memory]) == [False]
+        assert sums_at(taken[0], 3) == words(first)
+
+
+def test_many_at_once_take_one_launch(fake: Fake) -> None:
+    with summing(fake) as (sums, _):
+        for count in (1, 500, 3):
+            tensors = [values_of(1 + 7 * i, i) for i in range(count)]
+            before = [fake.calls(name) for name in ("sum_bits", "compare_bits")]
+            taken = sums.of(tensors)
+            fake.synchronize()
+            tensors[-1][0] += 1
+            assert sums.changed(taken, tensors) == [False] * (count - 1) + [True]
+            assert [fake.calls(name) for name in ("sum_bits", "compare_bits")] == [one + 1 for one in before]
+
+
+def test_tables_are_read_before_their_memory_goes(fake: Fake) -> None:
+    with summing(fake) as (sums, _):
+        fake.sleep(LATER)
+        memory = values_of(3000, 0)
+        taken = sums.of([memory])
+    assert all(table.is_free() for table in sums._tables)
+    assert sums_at(taken[0], 3) == words(memory)
+
+
+def test_nothing_at_all_takes_no_launch(fake: Fake) -> None:
+    with summing(fake) as (sums, _):
+        nothing = [torch.zeros(0), torch.zeros(0, dtype=torch.bfloat16)]
+        assert sums.changed(sums.of(nothing), nothing) == [False, False]
+        assert sums.of([]) == sums.changed([], []) == []
+        assert fake.calls("cuLaunchKernel") == 0
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_tables_are_used_again_and_never_too_early(fake: Fake) -> None:
+    with summing(fake) as (sums, _):
+        tensors = [values_of(2500, seed) for seed in range(40)]
+        fake.sleep(LATER)
+        taken = [one for tensor in tensors for one in sums.of([tensor])]  # the stream is far behind
+        fake.synchronize()
+        assert [sums_at(one, 3) for one in taken] == [words(tensor) for tensor in tensors]
+        tables = len(sums.arenas)
+        assert 1 < tables <= 8
+        for _ in range(30):
+            assert not any(sums.changed(taken, tensors))
+        assert len(sums.arenas) == tables
+
+
+def test_sums_go_with_the_last_that_needs_them(fake: Fake) -> None:
+    with summing(fake) as (sums, device):
+        taken: list[Sums] = sums.of([values_of(5000, seed) for seed in range(3)])
+        fake.synchronize()
+        device.kept.clear()
+        assert isinstance(taken[0], SumsThere)
+        assert taken[0].memory.numel() == 3 * 5 * 8, "8 bytes for every 2048"
+        memory = weakref.ref(taken[0].memory)
+        del taken[1:]
+        assert memory() is not None
+        taken.clear()
+        assert memory() is None
+
+
+def test_pinned_tables_are_accounted_for(fake: Fake) -> None:
+    with on_fake_device(fake) as links, AdamW(model_of(torch.bfloat16).parameters()) as optimizer:
+        before = links[0].pinned_bytes
+        kernel: Any = links[0].bit_sums
+        kernel.of([torch.zeros(8) for _ in range(1000)])
+        tables = sum(arena.nbytes for arena in kernel._taken_by.arenas)
+        assert links[0].pinned_bytes - before >= 1000 * 32
+        assert optimizer.stats()["steps"] == 0 and tables < 100_000
+    assert fake.registered_bytes() == 0
+
+
+# ---- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+def test_no_room_for_them_is_an_error_that_says_so(fake: Fake) -> None:
+    with summing(fake) as (sums, device):
+        tensor = values_of(100, 0)
+        device.refused = 1
+        with pytest.raises(DeviceError, match=r"noticing edits: .*no room on the device"):
+            sums.of([tensor])
+        assert sums.changed(sums.of([tensor]), [tensor]) == [False]
+
+
+def test_a_device_that_does_not_answer_is_an_error_in_time(fake: Fake) -> None:
+    with summing(fake, timeout_seconds=0.05) as (sums, _):
+        tensor = values_of(100, 0)
+        taken = sums.of([tensor])
+        fake.sleep(400_000.0)
+        with pytest.raises(DeviceError, match="SUPEROFFLOAD_DEVICE_TIMEOUT"):
+            sums.changed(taken, [tensor])
+        fake.synchronize()
+        assert sums.changed(taken, [tensor]) == [False]
+
+
+@pytest.mark.parametrize("symbol", ["cuMemcpyHtoDAsync_v2", "cuLaunchKernel", "cuMemcpyDtoHAsync_v2", "cuEventRecord"])
+def test_what_the_driver_refuses_is_an_error_and_its_table_stays_in_use(fake: Fake, symbol: str) -> None:
+    """Until what was enqueued before is over; for ever, where no event tells."""
+    with summing(fake) as (sums, _):
+        tensor = values_of(100, 0)
+        taken = sums.of([tensor])
+        fake.fail(symbol, 719)
+        with pytest.raises(DeviceError, match=r"noticing edits: .*CUDA_ERROR_LAUNCH_FAILED"):
+            sums.changed(taken, [tensor])
+        fake.fail(symbol, 0)
+        assert sums.changed(taken, [tensor]) == [False]
+        assert sums.drain(5.0 if symbol != "cuEventRecord" else 0.0) == (symbol != "cuEventRecord")
+        tensor[3] = 7.0
+        assert sums.changed(taken, [tensor]) == [True]
+
+
+def test_a_failed_device_is_an_error(fake: Fake) -> None:
+    with summing(fake) as (sums, _):
+        tensor = values_of(100, 0)
+        taken = sums.of([tensor])
+        fake.synchronize()
+        fake.breaks(700)
+        with pytest.raises(DeviceError, match="ILLEGAL_ADDRESS"):
+            sums.changed(taken, [tensor])
+
+
+# ---- whole optimizers -----------------------------------------------------------------------------------------------
+
+
+def written(fake: Fake, *, waits: bool) -> set[str]:
+    """Names of parameters that count as written by others in three steps without any such write."""
+    found: set[str] = set()
+    refreshed = mock.patch.object(Tracked, "refresh_master", lambda tracked: found.add(tracked.shard.name))
+    with on_fake_device(fake) as links, refreshed, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        model = model_of(torch.bfloat16)
+        with AdamW(model.parameters(), threads=2, bucket_numel=1024, lr=0.1) as optimizer:
+            roles = links[0].roles
+            if not waits:
+                fake.drop_waits(roles["current"], roles["up"])
+            for seed in range(3):
+                fake.delays(seed, LATE)
+                if not waits:
+                    fake.sleep(LATER, roles["up"])
+                train(model, optimizer, [seed])
+            fake.synchronize(roles["up"])
+            optimizer.synchronize()
+    return found
+
+
+def test_sums_of_parameters_are_of_what_was_delivered(fake: Fake) -> None:
+    """Behind the copies of their delivery: without that wait, they are of the old values."""
+    assert written(fake, waits=True) == set()
+    assert written(fake, waits=False) != set()
+
+
+def halved(parameter: Any, told: bool) -> None:
+    if told:
+        with torch.no_grad():
+            parameter.mul_(0.5)
+    else:
+        parameter.data.mul_(0.5)
+
+
+def test_a_step_is_done_also_where_there_is_no_room_for_sums(fake: Fake) -> None:
+    """Then the values count as unknown: a write that follows is kept, and nothing else changes."""
+
+    def digests(synchronize: Callable[[], None], refuse: Callable[[AdamW], None]) -> dict[str, str]:
+        model = model_of(torch.bfloat16)
+        model.register_forward_pre_hook(lambda *_: synchronize())
+        with AdamW(model.parameters(), threads=2) as optimizer:
+            train(model, optimizer, [0])
+            optimizer.zero_grad()
+            batch(model, 1).backward()
+            refuse(optimizer)
+            optimizer.step()
+            assert optimizer.stats()["steps"] == 2
+            synchronize()
+            halved(next(model.parameters()), told=False)
+            train(model, optimizer, [2])
+            synchronize()
+            return optimizer.state_digests()
+
+    with on_host():
+        expected = digests(lambda: None, lambda optimizer: None)
+    with on_fake_device(fake) as links:
+
+        def refuse(_: AdamW) -> None:
+            links[0].fake_device.refused = 1
+
+        assert digests(fake.synchronize, refuse) == expected
+        assert links[0].fake_device.refused == 0
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_writes_that_leave_no_trace_count(fake: Fake, threads: int) -> None:
+    """Of plain parameters over the link, in the steps in which those on a device are compared."""
+    digests = []
+    for told in (True, False):
+        with training(fake, threads=threads) as (model, optimizer), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            halved(next(model.parameters()), told)
+            train(model, optimizer, range(2, 4))
+            fake.synchronize()
+            digests.append(optimizer.state_digests())
+            assert sum("version counters" in str(one.message) for one in caught) == (not told)
+    assert digests[0] == digests[1]
+
+
+def edited_main_grads(
+    fake: Fake, edit: Callable[[Tensor], Any] | None, dtype: torch.dtype, unused: bool, *, host: bool = False
+) -> tuple[dict[str, str], int, list[str]]:
+    """Digests, launches that take sums besides packing, and what was taken back; Megatron's main_grad, edited in the
+    last of three steps behind backward. ``unused``: no backward reaches one of the parameters, so that not all of them
+    are packed by then. Nothing that was packed is read again."""
+    model = model_of(torch.bfloat16)
+    if unused:
+        model[-1].unused = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    model.register_forward_pre_hook(lambda *_: fake.synchronize())
+    parameters: list[Any] = list(model.parameters())
+    for parameter in parameters:
+        parameter.main_grad = torch.zeros(parameter.shape, dtype=dtype)
+        parameter.register_post_accumulate_grad_hook(_into_main_grad)
+    reading = mock.patch("superoffload.engine.packer.same_bits", side_effect=AssertionError("it was read again"))
+    with on_host() if host else on_fake_device(fake), taken_back() as again, reading:
+        options: dict[str, Any] = {"speculation": "always", "threads": 2, "bucket_numel": 4096}
+        with AdamW(model.parameters(), **options) as optimizer:
+            for seed in range(3):
+                optimizer.zero_grad()
+                batch(model, seed).backward()
+                fake.synchronize()
+                if seed == 2 and edit is not None:
+                    edit(parameters[0].main_grad.data)
+                optimizer.step()
+            fake.synchronize()
+            return optimizer.state_digests(), fake.calls("sum_bits"), again
+
+
+def _into_main_grad(parameter: Any) -> None:
+    parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_edits_of_gradients_that_are_kept_are_seen_in_what_was_packed(fake: Fake, dtype: torch.dtype) -> None:
+    """No version counter shows them; their sums come from the kernel that packs them."""
+    unedited, launches, again = edited_main_grads(fake, None, dtype, unused=False)
+    assert again == []
+    assert launches == 3, "of parameters: at construction and behind two steps"
+    edited, _, again = edited_main_grads(fake, _halve, dtype, unused=False)
+    assert edited != unedited and len(again) == 1
+    assert edited == edited_main_grads(fake, _halve, dtype, unused=False, host=True)[0]
+
+
+def _halve(grad: Tensor) -> None:
+    grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_edits_of_gradients_that_are_kept_count_as_they_are_packed(fake: Fake, dtype: torch.dtype) -> None:
+    """Where a bucket waits for another gradient until step(), what is there then is packed, and nothing is noticed."""
+    unedited, _, _ = edited_main_grads(fake, None, dtype, unused=True)
+    edited, _, again = edited_main_grads(fake, _halve, dtype, unused=True)
+    assert edited != unedited and again == []
+    assert edited == edited_main_grads(fake, _halve, dtype, unused=True, host=True)[0]

@@ -1,0 +1,225 @@
+"""How much memory of the device parameters on their way up may take: what no step so far has used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superoffload import AdamW
+from superoffload.links.cuda.blocks import early_buckets
+from tests.support.adamw_training import batch
+from tests.support.fake_cuda import Fake, LateLink, on_fake_device, on_host
+from tests.support.fake_cuda_training import blocks_of, count_gradients, out_of_memory, training
+from tests.support.fp32_gradients import needs_grad_dtype
+from tests.support.link_runs import LATE, deep_model, steps
+
+
+def digests_with(fake: Fake, at_step: Callable[[int, LateLink, AdamW], None], **options: Any) -> dict[str, str]:
+    model = deep_model(torch.bfloat16)
+    model.register_forward_pre_hook(lambda *_: fake.synchronize())
+    options = {"speculation": "always", "threads": 2, "bucket_numel": 1024, **options}
+    with on_fake_device(fake) as links, AdamW(model.parameters(), **options) as optimizer:
+        for seed in range(6):
+            optimizer.zero_grad()
+            batch(model, seed).backward()
+            at_step(seed, links[0], optimizer)
+            optimizer.step()
+        fake.synchronize()
+        assert fake.mismatches == 0
+        return optimizer.state_digests()
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, str]:
+    model = deep_model(torch.bfloat16)
+    with on_host(), AdamW(model.parameters(), speculation="always", threads=2, bucket_numel=1024) as optimizer:
+        steps(model, optimizer)
+        return optimizer.state_digests()
+
+
+def test_the_first_step_shows_the_peak_without_them(fake: Fake, expected: dict[str, str]) -> None:
+    used: list[int] = []
+    assert digests_with(fake, lambda seed, link, optimizer: used.append(blocks_of(optimizer))) == expected
+    assert used[0] == 0 and len(set(used[1:])) == 1 and used[1] > 0
+
+
+@pytest.mark.parametrize("room", [0, 100, 5000, 10_000])
+def test_no_more_than_there_was_room_for(fake: Fake, expected: dict[str, str], room: int) -> None:
+    used: list[int] = []
+
+    def look(seed: int, link: LateLink, optimizer: AdamW) -> None:
+        link.fake_device.free = room if seed == 0 else 1 << 30  # looked at behind the first step only
+        used.append(blocks_of(optimizer))
+
+    fake.delays(1, LATE)
+    assert digests_with(fake, look) == expected
+    room //= 2  # of which half is for larger steps
+    assert max(used) <= room
+    assert room < 2048 or min(used[1:]) > room - 2048 - 128, "all of the room but what no bucket fits into"
+
+
+def test_a_higher_peak_leaves_less(fake: Fake, expected: dict[str, str]) -> None:
+    used: list[int] = []
+
+    def look(seed: int, link: LateLink, optimizer: AdamW) -> None:
+        link.fake_device.free = 8000 if seed == 2 else 1 << 30
+        used.append(blocks_of(optimizer))
+
+    assert digests_with(fake, look) == expected
+    assert used[1] == used[2] > 8000 // 2 >= used[3] == used[4] == used[5] > 0
+
+
+Lengths = list[tuple[float, float]]
+
+
+def counted(fake: Fake, steps_of: Lengths, room: float, first: Callable[[nn.Module], None] | None = None) -> list[int]:
+    """Bytes of blocks per step, on a device whose memory ends ``room`` above what is always there: it is never full.
+
+    ``steps_of``: what forward leaves, and what the middle of backward takes besides, as checkpointing does; these and
+    ``room`` in units of all gradients. ``first``: what the first backward is, which no step follows.
+    """
+    model = deep_model(torch.bfloat16)
+    used: list[int] = []
+    with on_fake_device(fake) as links:
+        unit = count_gradients(model, links)
+        with AdamW(model.parameters(), speculation="always", threads=1, bucket_numel=1024) as optimizer:
+            device = links[0].fake_device
+            memory = device.memory
+            memory.prompt = True
+            device.capacity = 1 << 40
+            late = 0
+
+            def middle(*_: Any) -> None:
+                memory.take(late)
+                memory.give(late)
+
+            model[8].register_full_backward_hook(middle)
+            if first is not None:
+                first(model)
+                optimizer.zero_grad()
+            device.capacity = memory.active + int(room * unit)
+            for seed, (length, besides) in enumerate(steps_of):
+                optimizer.zero_grad()
+                late = int(besides * unit)
+                memory.take(int(length * unit))
+                batch(model, seed).backward()
+                memory.give(int(length * unit))
+                used.append(blocks_of(optimizer))
+                optimizer.step()
+                fake.synchronize()
+                assert memory.peak <= device.capacity, f"step {seed}"
+    return used
+
+
+def test_steps_that_become_larger_find_memory(fake: Fake) -> None:
+    plenty = counted(fake, [(2, 0)] * 3, room=9)
+    assert plenty[0] == 0 and plenty[1] == plenty[2] > 0
+    used = counted(fake, [(2, 0), (2, 0), (3, 0), (3.9, 0), (3.9, 0), (2, 0)], room=4.6)
+    assert plenty[1] == used[1] >= used[2] >= used[3] > used[4] == used[5] > 0
+
+
+def test_backward_may_take_half_of_what_was_free_besides(fake: Fake) -> None:
+    used = counted(fake, [(1, 1), (1, 1), (1, 1.9), (1, 1.9)], room=4)
+    assert used[0] == 0 < used[1]
+    assert counted(fake, [(1, 0), (1, 0)], room=1.3)[1] < used[1], "half of what is free"
+
+
+def test_a_step_that_was_not_finished_shows_no_peak(fake: Fake) -> None:
+    def interrupted(model: Any) -> None:
+        handle = model[4].register_full_backward_hook(mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            batch(model, 7).backward()
+        handle.remove()
+
+    assert [blocks > 0 for blocks in counted(fake, [(1, 0)] * 3, room=9, first=interrupted)] == [False, True, True]
+
+
+def test_gradients_that_come_again_show_no_peak(fake: Fake) -> None:
+    """The last layer is run twice, so that its gradient is taken back when it is the only one so far."""
+    model = deep_model(torch.bfloat16)
+    model.register_forward_pre_hook(lambda *_: fake.synchronize())
+    last: Any = list(model.parameters())[-2]
+    list(model.parameters())[-1].requires_grad_(False)
+    with on_fake_device(fake), AdamW(model.parameters(), speculation="always", bucket_numel=128) as optimizer:
+        for seed in range(3):
+            optimizer.zero_grad()
+            for _ in range(2):
+                batch(model, seed).backward(inputs=[last])
+            assert blocks_of(optimizer) == 0
+            batch(model, seed).backward()
+            assert (blocks_of(optimizer) > 0) == (seed > 0)
+            optimizer.step()
+
+
+@needs_grad_dtype
+def test_passes_whose_sums_are_made_on_the_host_have_none(fake: Fake) -> None:
+    """The forwards behind them need the memory. What the last pass gives is added, and packed no more."""
+    with training(fake, model=deep_model(torch.bfloat16), accumulate_dtype="fp32") as (model, optimizer):
+        link: Any = optimizer._core.link
+        for number in range(3):
+            optimizer.zero_grad()
+            with mock.patch.object(link, "has_room", return_value=False), optimizer.accumulate():
+                batch(model, number).backward()
+            assert optimizer._core.is_filling and blocks_of(optimizer) == 0
+            batch(model, 7 + number).backward()
+            optimizer.step()
+        assert early_buckets(optimizer._core.buckets)
+
+
+@pytest.mark.parametrize("of_allocator", [True, False])
+def test_memory_that_is_refused_is_done_without(fake: Fake, expected: dict[str, str], of_allocator: bool) -> None:
+    used: list[int] = []
+    allocations = 0
+
+    def look(seed: int, link: LateLink, optimizer: AdamW) -> None:
+        device = link.fake_device
+        if seed == 1:
+            real = device.empty
+
+            def empty(nbytes: int) -> Tensor:
+                nonlocal allocations
+                allocations += 1
+                if allocations == 4:
+                    raise out_of_memory(of_allocator)
+                return real(nbytes)
+
+            device.empty = empty  # type: ignore[method-assign]  # a full device
+        used.append(blocks_of(optimizer))
+
+    fake.delays(2, LATE)
+    assert digests_with(fake, look) == expected
+    assert allocations == 4, "asked no more"
+    assert used[1] > used[2] > 0 and not any(used[3:])
+
+
+def test_an_error_that_is_not_about_memory_is_told(fake: Fake) -> None:
+    with training(fake, model=deep_model(torch.bfloat16)) as (model, optimizer):
+        link: Any = optimizer._core.link
+        optimizer.zero_grad()
+        with (
+            mock.patch.object(link.fake_device, "empty", side_effect=RuntimeError("CUDA error: launch failed")),
+            pytest.raises(RuntimeError, match=r"packing .*launch failed"),
+        ):
+            batch(model, 2).backward()
+
+
+@pytest.mark.parametrize("setting", ["keep_grads", "unasked", "no kernels"])
+def test_where_gradients_leave_nothing(fake: Fake, expected: dict[str, str], setting: str) -> None:
+    used: list[int] = []
+
+    def look(seed: int, link: LateLink, optimizer: AdamW) -> None:
+        link.fake_device.reusing = setting == "unasked"
+        used.append(blocks_of(optimizer))
+
+    options: dict[str, Any] = {"keep_grads": True} if setting == "keep_grads" else {}
+    if setting == "no kernels":
+        with mock.patch("tests.support.fake_cuda.IMAGE", b""):
+            assert digests_with(fake, look) == expected
+    else:
+        assert digests_with(fake, look, **options) == expected
+    assert not any(used)

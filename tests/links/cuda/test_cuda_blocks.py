@@ -1,0 +1,308 @@
+"""Memory of the device for parameters on their way up: where it comes from, how much it is, when it goes again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from superoffload import AdamW
+from superoffload.engine.schedule import MODES
+from superoffload.links.cuda.blocks import early_buckets
+from superoffload.optimizer.untold_writes import UntoldWrites
+from tests.support.adamw_training import batch
+from tests.support.fake_cuda import Fake, on_fake_device, on_host
+from tests.support.fake_cuda_training import blocks_of, count_gradients, training
+from tests.support.fake_memory import allocated
+from tests.support.link_runs import LATE, deep_model, run_model, steps, wide_model
+
+MakeModel = Callable[[torch.dtype], nn.Sequential]
+
+
+# ---- the peak -------------------------------------------------------------------------------------------------------
+
+
+def large_last(dtype: torch.dtype) -> nn.Sequential:
+    """The last gradient of backward is larger than all others together, and spans buckets."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())]
+    return nn.Sequential(nn.Linear(16, 512), nn.Linear(512, 32), *layers, nn.Linear(32, 4)).to(dtype)
+
+
+def large_first(dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())]
+    return nn.Sequential(nn.Linear(16, 32), *layers, nn.Linear(32, 512), nn.Linear(512, 4)).to(dtype)
+
+
+def one_group(model: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": list(model.parameters())}]
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Biases without weight decay, in buckets that are filled beside those of the weights."""
+    matrices = [param for param in model.parameters() if param.dim() > 1]
+    return [{"params": matrices}, {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bucket_numel", [1024, 2048, 5000])
+@pytest.mark.parametrize("groups", [one_group, two_groups])
+@pytest.mark.parametrize("make_model", [deep_model, wide_model, large_last, large_first])
+def test_blocks_and_gradients_never_exceed_all_gradients(
+    fake: Fake,
+    make_model: MakeModel,
+    groups: Callable[[nn.Module], Any],
+    bucket_numel: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Counted as an allocator does, whenever a gradient or a block appears; staging that is always there aside.
+
+    What record_stream was called for counts until the end of the step.
+    """
+    monkeypatch.setattr(UntoldWrites, "on_device", False)  # no more sums of bits
+    model = make_model(dtype)
+    model.register_forward_pre_hook(lambda *_: fake.synchronize())
+    with on_fake_device(fake) as links:
+        all_gradients = count_gradients(model, links)
+        with AdamW(groups(model), speculation="always", threads=1, bucket_numel=bucket_numel) as optimizer:
+            memory = links[0].fake_device.memory
+            most = 0
+            for seed in range(4):
+                optimizer.zero_grad()
+                always = memory.peak = memory.active
+                batch(model, seed).backward()
+                most = max(most, blocks_of(optimizer))
+                optimizer.step()
+                assert memory.peak - always <= all_gradients
+                if seed > 0:  # in the first step sums of bits go, too, which were taken at construction
+                    assert memory.active == always, "everything goes with the step"
+            assert (most > 0) == bool(early_buckets(optimizer._core.buckets))
+            if bucket_numel == 1024 and make_model is deep_model:
+                assert most > all_gradients / 2, "most of the gradients' memory is used again"
+
+
+@pytest.mark.parametrize("bucket_numel", [1024, 2048, 5000])
+@pytest.mark.parametrize("make_model", [deep_model, wide_model, large_last, large_first])
+def test_behind_accumulate_they_may_take_more(fake: Fake, make_model: MakeModel, bucket_numel: int) -> None:
+    """One bucket, since all gradients are there when it is packed, and a gradient that spans buckets, which stays."""
+    model = make_model(torch.bfloat16)
+    with on_fake_device(fake) as links:
+        all_gradients = count_gradients(model, links)
+        with AdamW(model.parameters(), speculation="always", threads=1, bucket_numel=bucket_numel) as optimizer:
+            memory = links[0].fake_device.memory
+            most = 0
+            for seed in range(4):
+                optimizer.zero_grad()
+                fake.synchronize()
+                always = memory.peak = memory.active
+                with optimizer.accumulate():
+                    batch(model, seed).backward()
+                batch(model, 7 + seed).backward()
+                most = max(most, blocks_of(optimizer))
+                optimizer.step()
+                buckets = optimizer._core.buckets
+                bucket_more = max(allocated(2 * bucket.padded) for bucket in buckets)
+                spans = [p.shard.numel for bucket in buckets for p in bucket.pieces if p.numel < p.shard.numel]
+                assert memory.peak - always <= all_gradients + bucket_more + allocated(2 * max(spans, default=0))
+            assert (most > 0) == bool(early_buckets(optimizer._core.buckets))
+
+
+def test_the_last_two_buckets_have_none(fake: Fake) -> None:
+    """Those in front of them have, where buckets are alike."""
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(6)))
+    with on_fake_device(fake), AdamW(model.parameters(), bucket_numel=1024) as optimizer:
+        buckets = optimizer._core.buckets
+        assert len(buckets) == 6
+        assert early_buckets(buckets) == set(buckets[:-2])
+        for bucket in buckets[:4]:
+            bucket.pieces[0].shard.keeps_gradient = True
+        assert early_buckets(buckets) == set(), "gradients that stay leave nothing"
+
+
+def test_parameters_that_are_wider_than_gradients_have_none(fake: Fake) -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(6)))
+    with on_fake_device(fake), AdamW(model.parameters(), bucket_numel=1024) as optimizer:
+        buckets = optimizer._core.buckets
+        for bucket in buckets:
+            bucket.gradient_dtype = torch.bfloat16
+        assert early_buckets(buckets) == set()
+
+
+# ---- delivery on demand, and the end --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_delivery_on_demand_gives_each_back_when_it_is_read(fake: Fake, mode: str) -> None:
+    model = deep_model(torch.bfloat16)
+    used: list[int] = []
+    options: dict[str, Any] = {"speculation": mode, "threads": 2, "bucket_numel": 1024, "delivery": "on_demand"}
+    fake.delays(3, LATE)
+    with on_fake_device(fake), AdamW(model.parameters(), module=model, **options) as optimizer:
+        for module in model.modules():
+            module.register_forward_pre_hook(lambda *_: fake.synchronize())
+        for seed in range(4):
+            optimizer.zero_grad()
+            loss = batch(model, seed)
+            assert seed < 2 or (used[-1] > 0 and blocks_of(optimizer) == 0)
+            loss.backward()
+            optimizer.step()
+            used.append(blocks_of(optimizer))
+        optimizer.synchronize()
+        assert blocks_of(optimizer) == 0
+    assert fake.mismatches == 0
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_all_of_them_go_where_gradients_were_thrown_away(fake: Fake, set_to_none: bool) -> None:
+    """``step()`` then has nothing to do, and ``zero_grad()`` neither."""
+    with training(fake, model=deep_model(torch.bfloat16)) as (model, optimizer):
+        before = optimizer.state_digests()
+        batch(model, 2).backward()
+        assert blocks_of(optimizer) > 0
+        for param in model.parameters():
+            param.grad = None
+        optimizer.step()
+        assert blocks_of(optimizer) == 0
+        optimizer.zero_grad(set_to_none)
+        fake.synchronize()
+        assert optimizer.state_digests() == before and fake.mismatches == 0
+
+
+@pytest.mark.parametrize("end", ["skip", "abandon", "close"])
+def test_all_of_them_go_when_a_step_ends_with_nothing(fake: Fake, end: str) -> None:
+    with training(fake, model=deep_model(torch.bfloat16)) as (model, optimizer):
+        optimizer.zero_grad()
+        handle = next(model.parameters()).register_hook(lambda gradient: gradient * torch.nan)
+        batch(model, 2).backward()
+        handle.remove()
+        assert blocks_of(optimizer) > 0
+        ends: dict[str, Callable[[], object]]
+        ends = {"skip": optimizer.step, "abandon": optimizer.zero_grad, "close": optimizer.close}
+        ends[end]()
+        assert blocks_of(optimizer) == 0
+
+
+# ---- streams --------------------------------------------------------------------------------------------------------
+
+
+def on_two_streams(fake: Fake, seed: int, *, waits: bool) -> tuple[dict[str, str], int]:
+    """Backward runs on a stream that is not the one of step() and forward; blocks are of its memory."""
+    main, side = fake.current, fake.make_stream()
+    model = deep_model(torch.bfloat16)
+    options: dict[str, Any] = {"speculation": "always", "threads": 2, "bucket_numel": 1024, "max_grad_norm": 0.5}
+    with on_fake_device(fake) as links, AdamW(model.parameters(), **options) as optimizer:
+        if not waits:
+            fake.drop_waits(side, links[0].roles["up"])
+        fake.delays(seed, LATE)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = batch(model, step)
+            fake.current = side
+            loss.backward()
+            fake.current = main
+            optimizer.step()
+            fake.synchronize(main)  # not the other one, on which others go on with the blocks
+        assert blocks_of(optimizer) == 0
+        digests = optimizer.state_digests()
+        fake.synchronize(side)
+        mismatches = fake.mismatches
+        fake.reset()
+        return digests, mismatches
+
+
+def test_a_block_goes_behind_the_kernel_that_reads_it(fake: Fake) -> None:
+    expected, _ = run_on_host_deep(max_grad_norm=0.5)
+    assert all(on_two_streams(fake, seed, waits=True) == (expected, 0) for seed in range(3))
+    assert any(on_two_streams(fake, seed, waits=False) != (expected, 0) for seed in range(6))
+
+
+def with_memory_of_another_stream(fake: Fake, seed: int, *, told: bool) -> tuple[dict[str, str], int]:
+    """Gradients come in memory that was allocated for a stream that does not wait for ours, as communication does."""
+    model = deep_model(torch.bfloat16)
+    options: dict[str, Any] = {"speculation": "always", "threads": 2, "bucket_numel": 1024, "max_grad_norm": 0.5}
+    with on_fake_device(fake) as links, AdamW(model.parameters(), **options) as optimizer:
+        device = links[0].fake_device
+        device.allocates_on = fake.make_stream()
+        if not told:
+            device.release = lambda gradients, stream: None  # type: ignore[method-assign]  # a link that forgets to tell
+        fake.delays(seed, LATE)
+        for step in range(4):
+            optimizer.zero_grad()
+            batch(model, step).backward()
+            optimizer.step()
+            fake.synchronize()
+        assert blocks_of(optimizer) == 0
+        digests = optimizer.state_digests()
+        fake.synchronize(device.allocates_on)
+        mismatches = fake.mismatches
+        fake.reset()
+        return digests, mismatches
+
+
+def test_gradients_in_memory_of_another_stream_go_behind_the_pack_kernel(fake: Fake) -> None:
+    steps_of_four = with_memory_of_another_stream(fake, 0, told=True)
+    assert steps_of_four[1] == 0
+    assert all(with_memory_of_another_stream(fake, seed, told=True) == steps_of_four for seed in range(1, 3))
+    assert any(with_memory_of_another_stream(fake, seed, told=False) != steps_of_four for seed in range(6))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_parameter_in_many_buckets(fake: Fake, mode: str) -> None:
+    """Nothing is read that was overwritten, whichever of its buckets is delivered first."""
+
+    def trained(synchronize: Callable[[], None]) -> dict[str, str]:
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64, bias=False).bfloat16()
+        model.register_forward_pre_hook(lambda *_: synchronize())
+        with AdamW(model.parameters(), bucket_numel=512, threads=2, speculation=mode) as optimizer:
+            for seed in range(4):
+                values = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+                model(values).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            synchronize()
+            return optimizer.state_digests()
+
+    with on_host():
+        expected = trained(lambda: None)
+    fake.delays(1, LATE)
+    with on_fake_device(fake):
+        assert trained(fake.synchronize) == expected
+    assert fake.mismatches == 0
+
+
+def run_on_host_deep(**options: Any) -> tuple[dict[str, str], dict[str, float | int]]:
+    return run_model(steps, torch.bfloat16, options, lambda: None, deep_model)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_block_goes_behind_the_copy_down(fake: Fake, waits: bool) -> None:
+    """The step ends while gradients are on their way, as where one of them was taken back and no other came."""
+    gradients = deep_model(torch.bfloat16)
+    with training(fake, model=deep_model(torch.bfloat16), speculation="never") as (model, optimizer):
+        gradients.load_state_dict(model.state_dict())
+        batch(gradients, 2).backward()
+        link: Any = optimizer._core.link
+        optimizer.zero_grad()
+        fake.sleep(300_000, link.roles["down"])  # longer than backward takes here
+        if not waits:
+            fake.drop_waits(link.roles["current"], link.roles["down"])
+        batch(model, 2).backward()
+        buckets = list(link._blocks._held)
+        link.step_ended(whole=True)
+        came = []
+        names = {id(p): n for n, p in model.named_parameters()}
+        params = dict(gradients.named_parameters())
+        for bucket in buckets:
+            bucket.arrival.wait()
+            for piece in bucket.pieces:
+                grad = params[names[id(optimizer.param_groups[0]["params"][piece.shard.index])]].grad
+                assert grad is not None
+                packed = bucket.gradient[piece.offset : piece.offset + piece.numel]
+                came.append(torch.equal(packed, grad.view(-1)[piece.start : piece.start + piece.numel]))
+        assert len(came) > 10 and all(came) == waits

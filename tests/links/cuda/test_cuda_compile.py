@@ -1,0 +1,268 @@
+"""Kernels compiled where they run: the cache, the choice of an architecture, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from superoffload.errors import ArgumentError, KernelsUnavailable
+from superoffload.links.cuda import compile as compiling
+from superoffload.links.cuda import nvrtc
+from superoffload.links.cuda.compile import compile_kernels
+from superoffload.links.cuda.nvrtc import CompileError, Nvrtc, Program
+from superoffload.tools.doctor.gpu import TorchAccelerators
+from tests.support.checkout import ROOT
+
+
+class Compiler(Nvrtc):
+    """An NVRTC that gives back what it was asked for."""
+
+    def __init__(self, version: tuple[int, int] = (13, 0), architectures: Sequence[int] = (80, 90, 100)) -> None:
+        self.name = "made up"
+        self.asked: list[list[str]] = []
+        self._version = version
+        self._architectures = list(architectures)
+
+    def version(self) -> tuple[int, int]:
+        return self._version
+
+    def architectures(self) -> list[int]:
+        return self._architectures
+
+    def compile(self, program: Program, options: Sequence[str]) -> bytes:
+        self.asked.append(list(options))
+        return b"\x7fELF" + " ".join(options).encode()
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    made = Compiler()
+    offer(monkeypatch, made)
+    return made
+
+
+def offer(monkeypatch: pytest.MonkeyPatch, *compilers: Nvrtc) -> None:
+    """These are what is found."""
+    monkeypatch.setattr(nvrtc, "find", lambda refusals: iter(compilers))
+
+
+def test_options_forbid_what_changes_bits(compiler: Compiler, tmp_path: Path) -> None:
+    cubin = compile_kernels("sm_90", cache=tmp_path)
+    assert cubin.startswith(b"\x7fELF")
+    wanted = {"--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true", "--gpu-architecture=sm_90"}
+    assert wanted <= set(compiler.asked[0])
+    assert not [option for option in compiler.asked[0] if "fast" in option]
+
+
+def test_what_was_compiled_is_kept(compiler: Compiler, tmp_path: Path) -> None:
+    first = compile_kernels("sm_90", cache=tmp_path / "new" / "folder")
+    assert compile_kernels("sm_90", cache=tmp_path / "new" / "folder") == first
+    assert len(compiler.asked) == 1
+    assert compile_kernels("sm_80", cache=tmp_path / "new" / "folder") != first
+    assert len(compiler.asked) == 2
+    names = sorted(path.name for path in (tmp_path / "new" / "folder").iterdir())
+    assert [name.split("-")[0] for name in names] == ["sm_80", "sm_90"]  # and nothing half-written
+
+
+def test_another_compiler_or_source_is_another_file(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_kernels("sm_90", cache=tmp_path)
+    compiler._version = (13, 1)
+    compile_kernels("sm_90", cache=tmp_path)
+    program, options = compiling.load_program()
+    changed = Program(program.name, program.source, {**program.headers, "pack.cuh": "// another"})
+    monkeypatch.setattr(compiling, "load_program", lambda: (changed, options))
+    compile_kernels("sm_90", cache=tmp_path)
+    assert len(compiler.asked) == len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x7fELF", None])
+def test_a_damaged_file_is_compiled_again(compiler: Compiler, tmp_path: Path, damage: bytes | None) -> None:
+    whole = compile_kernels("sm_90", cache=tmp_path)
+    (path,) = tmp_path.iterdir()
+    kept = path.read_bytes()
+    path.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]) if damage is None else damage)
+    assert compile_kernels("sm_90", cache=tmp_path) == whole
+    assert len(compiler.asked) == 2
+    assert path.read_bytes() == kept
+
+
+def test_kernels_without_a_place_to_keep_them(compiler: Compiler, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    with pytest.warns(RuntimeWarning, match=r"compiled anew by every process.*XDG_CACHE_HOME") as caught:
+        assert compile_kernels("sm_90", cache=blocked).startswith(b"\x7fELF")
+    assert caught[0].filename == __file__
+
+
+def test_cache_folder_follows_the_environment(tmp_path: Path) -> None:
+    assert compiling.cache_folder({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "superoffload" / "kernels"
+    for unusable in ({}, {"XDG_CACHE_HOME": ""}, {"XDG_CACHE_HOME": "not/absolute"}):
+        assert compiling.cache_folder(unusable) == Path.home() / ".cache" / "superoffload" / "kernels"
+
+
+def test_an_architecture_that_is_too_new_gets_the_closest_before_it(compiler: Compiler, tmp_path: Path) -> None:
+    compile_kernels("sm_103", cache=tmp_path)
+    assert compiler.asked[0][-1] == "--gpu-architecture=sm_100"
+    with pytest.raises(
+        KernelsUnavailable, match=r"no kernels for sm_120.*made up: it compiles for sm_80, sm_90, sm_100"
+    ):
+        compile_kernels("sm_120", cache=tmp_path)
+    with pytest.raises(KernelsUnavailable, match="no kernels for sm_75"):  # code for newer ones does not run there
+        compile_kernels("sm_75", cache=tmp_path)
+
+
+@pytest.mark.parametrize("arch", ["90", "sm_", "compute_90", "sm_90; rm", ""])
+def test_wrong_architectures_are_refused(arch: str) -> None:
+    with pytest.raises(ArgumentError, match="expected an architecture such as 'sm_90'"):
+        compile_kernels(arch)
+
+
+def test_another_one_is_tried_and_logs_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(Compiler):
+        def compile(self, program: Program, options: Sequence[str]) -> bytes:
+            raise CompileError("kernels.cu(3): error: expected a ;")
+
+    offer(monkeypatch, Broken(), Compiler())
+    assert compile_kernels("sm_90", cache=tmp_path).startswith(b"\x7fELF")
+    offer(monkeypatch, Broken())
+    with pytest.raises(KernelsUnavailable, match=r"made up: kernels.cu\(3\): error: expected a ;"):
+        compile_kernels("sm_80", cache=tmp_path)
+
+
+# ---- where NVRTC is found ----
+
+
+class Places:
+    """Folders as wheels, torch and a toolkit have them; whatever is found there opens."""
+
+    def __init__(self, root: Path) -> None:
+        self.nvidia, self.torch, self.toolkit = root / "nvidia", root / "torch" / "lib", root / "cuda"
+        self.opened: list[str] = []
+
+    def put(self, folder: Path, *names: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            (folder / name).touch()
+
+    def open(self, name: str) -> object:
+        if not os.path.isabs(name):
+            raise OSError(f"{name}: cannot open shared object file")
+        self.opened.append(name)
+        return object()
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
+    made = Places(tmp_path)
+    wheels = SimpleNamespace(submodule_search_locations=[str(made.nvidia)])
+    monkeypatch.setattr(nvrtc, "find_spec", lambda name: wheels)
+    monkeypatch.setattr(torch, "__file__", str(made.torch.parent / "__init__.py"))
+    monkeypatch.setattr("superoffload.links.cuda.nvrtc.ctypes.CDLL", made.open)
+    monkeypatch.setenv("CUDA_HOME", str(made.toolkit))
+    return made
+
+
+@pytest.mark.parametrize(("version", "first"), [("13.0", "cu13"), ("12.8", "cuda_nvrtc"), (None, "cuda_nvrtc")])
+def test_that_of_torchs_cuda_comes_first(
+    places: Places, monkeypatch: pytest.MonkeyPatch, version: str | None, first: str
+) -> None:
+    """Where two versions of CUDA are installed; builtins, aliases and other libraries are no compilers."""
+    monkeypatch.setattr(torch.version, "cuda", version)
+    nvidia = places.nvidia
+    places.put(nvidia / "cuda_nvrtc" / "lib", "libnvrtc.so.12", "libnvrtc-builtins.so.12.8", "libnvrtc.alt.so.12")
+    places.put(nvidia / "cu13" / "lib", "libnvrtc.so.13", "libnvrtc-builtins.so.13.0", "libcudart.so.13")
+    found = [Path(one.name).relative_to(nvidia).parts for one in nvrtc.find([])]
+    assert len(found) == 2 and found[0][0] == first
+    assert {parts[-1] for parts in found} == {"libnvrtc.so.12", "libnvrtc.so.13"}
+
+
+def test_in_torchs_own_folder_and_in_a_toolkit(places: Places) -> None:
+    places.put(places.torch, "libnvrtc-672ee683.so.12.1", "libtorch.so")
+    places.put(places.toolkit / "lib64", "libnvrtc.so.12.8.93")
+    (places.toolkit / "lib64" / "libnvrtc.so.12").symlink_to("libnvrtc.so.12.8.93")
+    names = [Path(one.name).name for one in nvrtc.find([])]
+    assert names == ["libnvrtc-672ee683.so.12.1", "libnvrtc.so.12.8.93"], "each once"
+
+
+def test_without_nvrtc_it_says_what_was_tried(places: Places, tmp_path: Path) -> None:
+    with pytest.raises(KernelsUnavailable, match=r"superoffload\[cuda13\]") as caught:
+        compile_kernels("sm_90", cache=tmp_path)
+    tried = str(caught.value).partition("Tried: ")[2]
+    for folder in nvrtc.folders():
+        assert str(folder) in tried
+    assert "libnvrtc.so.13: cannot open" in tried and "libnvrtc.so.12: cannot open" in tried
+    places.put(places.torch, "libnvrtc.so.11")
+    with pytest.raises(KernelsUnavailable) as caught:
+        compile_kernels("sm_90", cache=tmp_path)
+    assert f"{places.torch / 'libnvrtc.so.11'}: has no nvrtcGetNumSupportedArchs" in str(caught.value)
+
+
+# ---- with the real compiler, where there is one ----
+
+
+def test_nvrtc_compiles_the_kernels(tmp_path: Path) -> None:
+    compiler = next(nvrtc.find([]), None)
+    if compiler is None:
+        pytest.skip("needs NVRTC (pip install nvidia-cuda-nvrtc)")
+    program, options = compiling.load_program()
+    cubin = compile_kernels("sm_90", cache=tmp_path)
+    assert cubin.startswith(b"\x7fELF")
+    assert compiler.described == f"NVRTC {'.'.join(map(str, compiler.version()))} ({compiler.name})"
+    for kernel in ("pack_bf16", "unpack_16", "step_bf16_bf16_noisy"):
+        assert kernel.encode() in cubin
+    broken = Program(program.name, program.source + "\nnonsense", program.headers)
+    with pytest.raises(CompileError, match=r"kernels\.cu.*error"):
+        compiler.compile(broken, [*options, "--gpu-architecture=sm_90"])
+
+
+def test_sources_are_found_in_the_repository() -> None:
+    folder = compiling.source_folder()
+    assert os.path.samefile(folder, ROOT / "csrc" / "cuda")
+    program, _ = compiling.load_program()
+    included = [line.split('"')[1] for line in program.source.splitlines() if line.startswith("#include")]
+    assert set(included) <= set(program.headers)
+    assert "#include <" not in program.source + "".join(program.headers.values())  # NVRTC has no system headers
+
+
+# ---- the doctor -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of an architecture that every compiler here knows, and one of a newer."""
+    capabilities = [(9, 0), (10, 0)]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(capabilities))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: capabilities[index])
+
+
+@pytest.mark.usefixtures("gpus")
+def test_the_doctor_names_the_compiler_that_knows_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(monkeypatch, TooOld("old.so"), Compiler((12, 0), [80, 90]), Compiler())
+    described, _ = TorchAccelerators().compiler()
+    assert described == "NVRTC 12.0 (made up), NVRTC 13.0 (made up)"
+
+
+@pytest.mark.usefixtures("gpus")
+def test_the_doctor_tells_of_compilers_that_are_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(monkeypatch, TooOld("old.so"), Compiler((12, 0), [80, 90]))
+    assert TorchAccelerators().compiler() == (
+        "",
+        "old.so for sm_100: has no nvrtcGetNumSupportedArchs: too old; "
+        "made up for sm_100: it compiles for sm_80, sm_90",
+    )
+
+
+class TooOld(Nvrtc):
+    """A library with none of NVRTC's functions."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._library = ctypes.CDLL(None)

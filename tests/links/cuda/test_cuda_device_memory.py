@@ -1,0 +1,224 @@
+"""Memory of freed gradients that is written again without asking; priorities; what torch says of memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from superoffload import AdamW
+from superoffload.engine.bucket import Bucket
+from superoffload.host.memory import is_out_of_memory
+from superoffload.links.base import PackTicket
+from superoffload.links.cuda.device import TorchDevice, active_bytes, peak_active_bytes
+from superoffload.links.cuda.link import CudaLink, CudaOptions
+from tests.support.fake_cuda import IMAGE, Fake, FakeDevice, on_fake_device
+from tests.support.fake_cuda_training import accelerator_error, out_of_memory
+from tests.support.link_runs import LATE, deep_model, train, two_branches
+
+GRAPH_TREES = "torch._inductor.cudagraph_trees"
+
+
+# ---- gradients of a pool that CUDA graphs share ---------------------------------------------------------------------
+
+
+def replayed(fake: Fake, seed: int, *, waits: bool = True) -> dict[str, str]:
+    """Each gradient's memory is written again on the current stream as soon as it was packed."""
+    with on_fake_device(fake) as links:
+        model = deep_model(torch.bfloat16)
+        model.register_forward_pre_hook(lambda *_: fake.synchronize())
+        with AdamW(model.parameters(), speculation="always", threads=2, bucket_numel=1024) as optimizer:
+            links[0].fake_device.reusing = True
+            roles = links[0].roles
+            if not waits:
+                fake.drop_waits(roles["current"], roles["pack"])
+            fake.delays(seed, LATE)
+            steps(model, optimizer)
+            fake.synchronize()
+            assert not links[0].fake_device.released, "record_stream would keep the graphs' pool from its checkpoints"
+            return optimizer.state_digests()
+
+
+def steps(model: Any, optimizer: AdamW) -> None:
+    for seed in range(4):
+        optimizer.zero_grad()
+        values = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        model(values).float().square().mean().backward()
+        optimizer.step()
+
+
+def expected_bits() -> dict[str, str]:
+    model = deep_model(torch.bfloat16)
+    with AdamW(model.parameters(), threads=2, bucket_numel=1024) as optimizer:
+        steps(model, optimizer)
+        return optimizer.state_digests()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_that_graphs_write_again_are_read_first(fake: Fake, seed: int) -> None:
+    assert replayed(fake, seed) == expected_bits()
+
+
+def test_the_wait_for_the_read_is_needed(fake: Fake) -> None:
+    expected = expected_bits()
+    assert any(replayed(fake, seed, waits=False) != expected for seed in range(6))
+
+
+class Replaying(CudaLink):
+    """Graphs of two streams share memory: what was packed is written again on the one that did not pack."""
+
+    def __init__(self, device: FakeDevice, side: int) -> None:
+        super().__init__(device, CudaOptions(image=IMAGE, timeout_seconds=60.0, library=device.fake.library))
+        self.device, self.side = device, side
+
+    def received(self, bucket: Bucket) -> None:
+        """The first gradient of a backward comes from ``side``."""
+        main, fake = self.device.fake.current, self.device.fake
+        fake.current = main if self._written_on.get(bucket) else self.side
+        super().received(bucket)
+        fake.current = main
+
+    def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
+        self.device.fake.sleep(10.0 * LATE, self.device.streams[0])
+        ticket = super().pack(bucket, grads)
+        for grad in grads:
+            if grad is not None:
+                self.device.overwrite(grad, self.side)
+        return ticket
+
+
+def test_every_stream_that_gradients_came_from_waits(fake: Fake) -> None:
+    expected = train(two_branches(), lambda: None)
+    side, device = fake.make_stream(), FakeDevice(fake)
+    device.reusing = True
+    made: list[CudaLink] = []
+
+    def link_for(params: Sequence[Tensor], **_: Any) -> CudaLink:
+        made.append(Replaying(device, side))
+        return made[-1]
+
+    with mock.patch("superoffload.optimizer.connection.link_for", link_for):
+        try:
+            assert train(two_branches(), fake.synchronize) == expected
+        finally:
+            made[0].close()
+            for stream in (side, *device.streams):
+                fake.synchronize(stream)
+
+
+def test_the_pack_stream_goes_ahead_of_backward(fake: Fake) -> None:
+    with on_fake_device(fake) as links, AdamW(deep_model(torch.float32).parameters()):
+        assert links[0].fake_device.ahead == [links[0].roles["pack"]]
+
+
+# ---- what torch is asked --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> TorchDevice:
+    """TorchDevice without a GPU; tests say what torch answers."""
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.delitem(sys.modules, GRAPH_TREES, raising=False)
+    return TorchDevice(torch.device("cuda", 1))
+
+
+def test_graph_trees_of_the_device_write_gradients_again(device: TorchDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not device.reuses_unasked(), "nothing was compiled"
+    managers: dict[int, object] = {0: object()}
+
+    def get_manager(ordinal: int, create_if_none_exists: bool) -> object | None:
+        assert not create_if_none_exists
+        return managers.get(ordinal)
+
+    monkeypatch.setitem(sys.modules, GRAPH_TREES, SimpleNamespace(get_manager=get_manager))
+    assert not device.reuses_unasked(), "those of another device"
+    managers[1] = object()
+    assert device.reuses_unasked()
+    monkeypatch.setitem(sys.modules, GRAPH_TREES, SimpleNamespace())
+    assert device.reuses_unasked(), "a version whose trees we cannot ask"
+    asserting = mock.Mock(side_effect=AssertionError)
+    monkeypatch.setitem(sys.modules, GRAPH_TREES, SimpleNamespace(get_manager=asserting))
+    assert not device.reuses_unasked(), "torch's own answer in a thread without trees, before 2.13"
+
+
+def test_torch_still_answers_whether_it_has_graph_trees(device: TorchDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cudagraph_trees
+
+    monkeypatch.setitem(sys.modules, GRAPH_TREES, cudagraph_trees)
+    assert not device.reuses_unasked()
+
+
+@pytest.mark.parametrize(("backend", "unasked"), [("native", False), ("cudaMallocAsync", False), ("pluggable", True)])
+def test_allocators_that_may_ignore_streams(monkeypatch: pytest.MonkeyPatch, backend: str, unasked: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    monkeypatch.delitem(sys.modules, GRAPH_TREES, raising=False)
+    assert TorchDevice(torch.device("cuda", 0)).reuses_unasked() is unasked
+
+
+def test_streams_have_the_priority_that_is_asked_for(device: TorchDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def stream(of: torch.device, priority: int) -> Any:
+        assert of == device.torch_device
+        made.append(priority)
+        return SimpleNamespace(cuda_stream=len(made))
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    assert [device.make_stream(), device.make_stream(ahead=True)] == [1, 2]
+    assert made == [0, -1]
+
+
+def test_memory_that_a_stream_still_reads_is_not_free(device: TorchDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Active, though no longer allocated: 300 of 500 bytes at the peak."""
+    stats = {"allocated_bytes.all.peak": 100, "active_bytes.all.peak": 300, "active_bytes.all.current": 50}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0, raising=False)
+    assert (peak_active_bytes(), active_bytes(), device.free_bytes()) == (300, 50, 1200)
+    stats = {"allocated_bytes.all.peak": 100, "active_bytes.all.peak": 0}  # as cudaMallocAsync counts
+    assert peak_active_bytes() == 100
+
+
+def test_memory_that_is_not_this_process_s_is_not_free(device: TorchDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``torch.cuda.set_per_process_memory_fraction`` has shared it out."""
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"active_bytes.all.peak": 300})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.25, raising=False)
+    assert device.free_bytes() == 500 - 300
+    refused = mock.Mock(side_effect=NotImplementedError("not of this allocator"))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", refused)
+    assert device.free_bytes() == 1200
+    monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
+    assert device.free_bytes() == 1200, "older torch"
+
+
+def test_memory_is_held_for_the_stream_that_is_named(device: TorchDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handle 0 is the default stream's, of which ``ExternalStream`` would make another one."""
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, of: ("external", handle, of))
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda of: ("default", of))
+    gradients: list[Any] = [mock.Mock(), mock.Mock()]
+    for handle, named in ((7, ("external", 7, device.torch_device)), (0, ("default", device.torch_device))):
+        device.release(gradients, handle)
+        for gradient in gradients:
+            gradient.record_stream.assert_called_with(named)
+
+
+def test_out_of_memory_is_told_in_several_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_out_of_memory(out_of_memory(True))
+    assert is_out_of_memory(accelerator_error("CUDA error: out of memory\nCompile with ..."))
+    assert is_out_of_memory(accelerator_error("CUDA error: cudaErrorMemoryAllocation", 2))
+    assert not is_out_of_memory(accelerator_error("CUDA error: an illegal memory access was encountered", 700))
+    assert not is_out_of_memory(RuntimeError("the cupboard is out of memory"))
+    monkeypatch.delattr(torch, "AcceleratorError")
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))

@@ -1,0 +1,258 @@
+"""Gradients that are read, clipped, unscaled or edited after they were packed and freed: the bits of the host."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superoffload import AdamW
+from superoffload.optimizer.packed_gradient import PackedGradient
+from tests.support.adamw_training import batch, grads_of
+from tests.support.fake_cuda import Fake
+from tests.support.freed_gradients import (
+    check,
+    clipped,
+    on_the_device,
+    on_the_host,
+    seen,
+    steps,
+    taken_back,
+    with_scaler,
+)
+
+# ---- clipped, scaled, edited by hand --------------------------------------------------------------------------------
+
+
+CLIPS: dict[str, Callable[[Any], Any]] = {
+    "norm": clipped,
+    "norm, one by one": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False),
+    "value": lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01),
+    "total norm": lambda model: nn.utils.get_total_norm(grads_of(model)),
+}
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_clipping_by_hand(fake: Fake, clip: str) -> None:
+    check(fake, lambda model, optimizer: steps(model, optimizer, lambda: CLIPS[clip](model)))
+
+
+def test_a_clip_that_changes_nothing_undoes_nothing(fake: Fake) -> None:
+    def clip(model: nn.Module, optimizer: AdamW) -> Any:
+        return steps(model, optimizer, lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+
+    expected = on_the_host(clip, torch.bfloat16)
+    with taken_back() as taken:
+        found, *_ = on_the_device(fake, clip, torch.bfloat16)
+    assert found == expected
+    assert not taken
+
+
+def edit(model: nn.Module, how: str) -> None:
+    parameters: list[Any] = list(model.parameters())
+    for parameter in parameters:
+        grad = parameter.grad
+        if how == "*=":
+            parameter.grad *= 2
+        elif how == "mul_":
+            grad.mul_(2)
+        elif how == "after a look":
+            with torch.inference_mode():
+                grad.norm()
+            grad.mul_(2)
+        elif how == "data":
+            grad.data.mul_(2)
+        elif how == "view":
+            grad.view(-1)[:].mul_(2)
+        elif how == "replaced":
+            parameter.grad = grad * 2
+        elif how == "copy_":
+            grad.copy_(grad.clone() * 2)
+        elif how == "numpy":
+            grad.numpy()[...] *= 2
+    if how == "foreach":
+        torch._foreach_mul_(grads_of(model), 2)
+
+
+HOWS = ["*=", "mul_", "view", "replaced", "copy_", "foreach", "after a look"]
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_edits(fake: Fake, how: str) -> None:
+    check(fake, lambda model, optimizer: steps(model, optimizer, lambda: edit(model, how)))
+
+
+def swapped(link: dict[str, Any], fake: Fake) -> None:
+    def made(dtype: torch.dtype) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 256), nn.Linear(256, 4)).to(dtype)
+
+    def swap(model: nn.Module) -> None:
+        flat = grads_of(model)[0].view(-1)
+        flat[:4] = flat[[2, 3, 0, 1]]
+
+    def program(model: nn.Module, optimizer: AdamW) -> Any:
+        return steps(model, optimizer, lambda: swap(model))
+
+    expected = on_the_host(program, torch.float32, made)
+    with taken_back() as taken:
+        found, *_ = on_the_device(fake, program, torch.float32, made, link, bucket_numel=8192)
+    assert found == expected != on_the_host(steps, torch.float32, made)
+    assert len(taken) == 3, "one in each of three steps"
+
+
+def test_elements_that_are_swapped(fake: Fake) -> None:
+    """Their sums show it, so nothing is compared a second time."""
+    copied_down = mock.patch("superoffload.engine.packer.same_bits", side_effect=AssertionError("read again"))
+    with copied_down:
+        swapped({}, fake)
+
+
+def test_elements_that_are_swapped_without_kernels(fake: Fake) -> None:
+    """Of which sums that torch takes show nothing: the version does."""
+    swapped({"image": b""}, fake)
+
+
+@pytest.mark.parametrize("how", ["data", "numpy"])
+def test_edits_that_leave_no_trace(fake: Fake, how: str) -> None:
+    """On the host they are not noticed; a gradient that was brought back is compared."""
+    expected = on_the_host(lambda model, optimizer: steps(model, optimizer, lambda: edit(model, "*=")), torch.float32)
+    found, *_ = on_the_device(
+        fake, lambda model, optimizer: steps(model, optimizer, lambda: edit(model, how)), torch.float32
+    )
+    assert found == expected
+
+
+def test_gradients_that_are_taken_away_or_replaced(fake: Fake) -> None:
+    def replaced(model: nn.Module, optimizer: AdamW) -> None:
+        parameters = list(model.parameters())
+        for seed in range(3):
+            optimizer.zero_grad()
+            batch(model, seed).backward()
+            parameters[0].grad = None
+            parameters[1].grad = torch.ones_like(parameters[1])
+            optimizer.step()
+
+    check(fake, replaced, told=False)
+
+
+# ---- GradScaler -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_hand", ["", "unscale_", "unscale_ and clip"])
+def test_scaler(fake: Fake, by_hand: str) -> None:
+    def losses_of(model: nn.Module, seed: int) -> Iterator[Tensor]:
+        for micro in range(1 + (seed == 4)):
+            yield batch(model, 10 * seed + micro, scale=float("inf") if seed == 2 else 1.0)
+
+    def scaled(model: nn.Module, optimizer: AdamW) -> list[float]:
+        return with_scaler(model, optimizer, (losses_of(model, seed) for seed in range(6)), by_hand)
+
+    check(fake, scaled, torch.float32)
+
+
+# ---- looked at ------------------------------------------------------------------------------------------------------
+
+
+def _saved(grad: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save(grad, file)
+    file.seek(0)
+    loaded: Tensor = torch.load(file)
+    return loaded
+
+
+def _with_inference(grad: Tensor) -> Tensor:
+    with torch.inference_mode():
+        norm: Tensor = grad.norm()
+        return norm.clone()
+
+
+LOOKS: dict[str, Callable[[Tensor], Any]] = {
+    "norm": Tensor.norm,
+    "list": Tensor.tolist,
+    "numpy": lambda grad: torch.from_numpy(grad.numpy().copy()),
+    "item": lambda grad: grad.sum().item(),
+    "data": lambda grad: grad.data.clone(),
+    "detach": lambda grad: grad.detach().abs().max(),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda grad: pickle.loads(pickle.dumps(grad)),
+    "save": _saved,
+    "storage": lambda grad: grad.untyped_storage().nbytes(),
+    "address": lambda grad: grad.data_ptr() == grad.data_ptr() != 0,
+    "dlpack": lambda grad: torch.utils.dlpack.from_dlpack(grad).clone(),
+    "format": lambda grad: f"{grad.flatten()[0]:.4f}",
+    "index": lambda grad: grad.flatten()[1:3],
+    "compare": lambda grad: bool((grad == grad).all()),
+    "out": lambda grad: torch.mul(grad, 2, out=torch.empty_like(grad)),
+    "like": lambda grad: torch.zeros_like(grad),
+    "to": lambda grad: grad.to(torch.float64),
+    "cpu": lambda grad: grad.cpu().clone(),
+    "inference": _with_inference,
+    "list of": lambda grad: torch.stack([grad, grad]),
+    "iterate": lambda grad: [row.sum() for row in grad],
+    "contiguous": lambda grad: grad.contiguous().clone(),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_reading_before_and_after_step(fake: Fake, look: str) -> None:
+    def read(model: nn.Module, optimizer: AdamW) -> Any:
+        found = []
+        for seed in range(3):
+            optimizer.zero_grad()
+            batch(model, seed).backward()
+            if seed:
+                found.append(seen([LOOKS[look](grad) for grad in grads_of(model)]))
+            optimizer.step()
+            if seed != 1:
+                found.append(seen([LOOKS[look](grad) for grad in grads_of(model)]))
+        optimizer.zero_grad()
+        optimizer.step()
+        return found
+
+    with taken_back() as taken:
+        check(fake, read, torch.float32)
+    assert not taken
+
+
+def test_what_needs_no_elements(fake: Fake) -> None:
+    """Nothing is brought back, and nothing is told."""
+
+    def form(model: nn.Module, optimizer: AdamW) -> list[Any]:
+        found = []
+        for seed in range(3):
+            optimizer.zero_grad()
+            batch(model, seed).backward()
+            for grad in grads_of(model):
+                found.append([grad.shape, grad.dtype, grad.device, grad.stride(), grad.numel(), grad.is_sparse])
+                found.append([grad.requires_grad, grad.grad_fn, grad.size(0), grad.dim(), grad.is_contiguous()])
+                found.append([grad.layout, grad.element_size(), len(grad), grad.nbytes, grad.is_floating_point()])
+                grad.requires_grad_(False)
+            optimizer.step()
+        return found
+
+    check(fake, form, told=False)
+    *_, freed = on_the_device(fake, form, torch.bfloat16)
+    assert freed == 6
+
+
+def test_its_words(fake: Fake) -> None:
+    def words(model: nn.Module, optimizer: AdamW) -> None:
+        batch(model, 0).backward()
+        parameter = next(model.parameters())
+        assert isinstance(parameter.grad, PackedGradient)
+        assert "packed and freed" in repr(parameter.grad)
+        assert "tensor([[" in f"{parameter.grad}"
+        assert "tensor([[" in repr(parameter.grad)
+        optimizer.step()
+
+    on_the_device(fake, words, torch.float32)

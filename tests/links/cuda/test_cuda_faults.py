@@ -1,0 +1,231 @@
+"""What goes wrong on a device: a clear error, in bounded time, and the state of the last finished step."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from superoffload import AdamW
+from superoffload.errors import ArgumentError, DeviceError, StateError, WorkerError
+from superoffload.host.environment import DEVICE_TIMEOUT, device_timeout
+from superoffload.links.cuda.link import CudaLink, CudaOptions
+from superoffload.links.cuda.start import LIBRARY_VARIABLE
+from tests.support.adamw_training import batch, python, train
+from tests.support.fake_cuda import Fake, LateLink, on_fake_device
+from tests.support.fake_cuda_training import host_digests, state_of, training
+
+OUT_OF_MEMORY, LAUNCH_FAILED = 2, 719
+BOUND = 30  # seconds; on an idle machine all of these end within 5
+
+
+# ---- errors of the device -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["cuLaunchKernel", "cuMemcpyDtoHAsync_v2", "cuEventRecord"])
+def test_out_of_memory_while_packing(fake: Fake, call: str) -> None:
+    expected = host_digests(range(2))
+    with training(fake) as (model, optimizer):
+        optimizer.zero_grad()
+        fake.fail(call, OUT_OF_MEMORY)
+        with pytest.raises(DeviceError, match=r"packing .*CUDA_ERROR_OUT_OF_MEMORY.*smaller batch"):
+            batch(model, 2).backward()
+        optimizer.zero_grad()
+        fake.synchronize()
+        assert optimizer.state_digests() == expected
+        train(model, optimizer, range(2, 4))  # and it goes on
+        fake.synchronize()
+        assert optimizer.state_digests() == host_digests(range(4))
+
+
+def test_a_step_after_a_failed_packing_is_refused_until_backward_ran_again(fake: Fake) -> None:
+    with training(fake, bucket_numel=100_000) as (model, optimizer):
+        optimizer.zero_grad()
+        fake.fail("cuLaunchKernel", OUT_OF_MEMORY)
+        with pytest.raises(DeviceError):
+            batch(model, 2).backward()
+        fake.synchronize()
+        for _ in range(2):
+            with pytest.raises(StateError, match="gradients are missing"):
+                optimizer.step()
+        train(model, optimizer, [2])
+        fake.synchronize()
+        assert optimizer.state_digests() == host_digests(range(3))
+
+
+class Plain(LateLink):
+    """Gradients are written by the test itself."""
+
+    pack = CudaLink.pack
+    deliver = CudaLink.deliver
+
+
+def test_a_packing_that_is_tried_again_waits_for_gradients_of_other_streams(fake: Fake) -> None:
+    """The other parameter of the bucket has no gradient, so it is ``step()`` that packs."""
+    idle, used = (nn.Parameter(torch.zeros(4096)) for _ in range(2))
+    main, side = fake.current, fake.make_stream()
+    with on_fake_device(fake, Plain), AdamW([idle, used], bucket_numel=8192, speculation="never") as optimizer:
+        fake.current = side
+        used.sum().backward()
+        assert used.grad is not None
+        gradient = used.grad.view(-1)  # whose memory stays until it is written
+        fake.sleep(300_000, side)
+        fake.write(side, gradient, torch.full((4096,), 5.0))
+        fake.current = main
+        fake.fail("cuStreamWaitEvent", OUT_OF_MEMORY)
+        with pytest.raises(DeviceError):
+            optimizer.step()
+        fake.reset()
+        optimizer.step()
+        assert optimizer.grad_norm == 320.0
+        fake.synchronize(side)
+
+
+def test_a_failed_packing_gives_back_nothing_that_graphs_write_again(fake: Fake) -> None:
+    with on_fake_device(fake, Plain) as links, AdamW([used := nn.Parameter(torch.zeros(4096))]):
+        device = links[0].fake_device
+        device.reusing = True
+        fake.fail("cuStreamWriteValue32_v2", OUT_OF_MEMORY)
+        with pytest.raises(DeviceError):
+            used.sum().backward()
+        assert not device.released
+
+
+def test_a_device_that_fails_during_backward(fake: Fake) -> None:
+    expected = host_digests(range(2))
+    with training(fake) as (model, optimizer):
+        optimizer.zero_grad()
+        loss = batch(model, 2)
+        fake.sleep(500_000)
+        loss.backward()
+        fake.breaks(LAUNCH_FAILED)
+        began = time.monotonic()
+        with pytest.raises(WorkerError, match=r"CUDA_ERROR_LAUNCH_FAILED.*save state_dict"):
+            optimizer.step()
+        assert time.monotonic() - began < BOUND
+        assert state_of(optimizer.state_digests()) == state_of(expected)
+        states = optimizer.state_dict()["state"]
+        assert all(int(state["step"]) == 2 for state in states.values())
+
+
+def test_a_delivery_that_fails_is_an_error_with_the_step_done(fake: Fake) -> None:
+    with training(fake) as (model, optimizer):
+        optimizer.zero_grad()
+        batch(model, 2).backward()
+        fake.synchronize()
+        fake.fail("cuMemcpyHtoDAsync_v2", OUT_OF_MEMORY, 1)  # the first is of what noticing reads
+        with pytest.raises(DeviceError, match="cuMemcpyHtoDAsync of new parameters"):
+            optimizer.step()
+        assert state_of(optimizer.state_digests()) == state_of(host_digests(range(3)))
+        optimizer.zero_grad()
+        with pytest.raises(DeviceError, match="an earlier delivery of parameters has failed"):
+            batch(model, 3).backward()
+
+
+def test_a_worker_that_throws(fake: Fake) -> None:
+    with training(fake) as (model, optimizer):
+        optimizer.zero_grad()
+        optimizer._core.pool.inject_fault(0, "as told")
+        batch(model, 2).backward()
+        with pytest.raises(WorkerError, match="as told"):
+            optimizer.step()
+        fake.synchronize()
+        assert optimizer.state_digests() == host_digests(range(2))
+        train(model, optimizer, range(2, 3))
+        fake.synchronize()
+        assert optimizer.state_digests() == host_digests(range(3))
+
+
+def test_no_driver() -> None:
+    from superoffload.links.cuda.link import CudaLink
+
+    class Nothing:
+        ordinal = 0
+
+    with pytest.raises(DeviceError, match=r"libno-such-driver\.so.*install the NVIDIA driver"):
+        CudaLink(Nothing(), CudaOptions(library="libno-such-driver.so"))  # type: ignore[arg-type]
+
+
+def test_a_bad_timeout_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEVICE_TIMEOUT, "soon")
+    with pytest.raises(ArgumentError, match=f"{DEVICE_TIMEOUT}='soon'"):
+        device_timeout()
+    monkeypatch.setenv(DEVICE_TIMEOUT, "12.5")
+    assert device_timeout() == 12.5
+    monkeypatch.setenv(DEVICE_TIMEOUT, "")
+    assert device_timeout() == CudaOptions.timeout_seconds
+
+
+def test_the_link_is_one_of_the_fake_device(fake: Fake) -> None:
+    """Nothing above would show anything if it ran on the host link."""
+    assert os.environ.get(LIBRARY_VARIABLE) is None
+    with training(fake) as (_, optimizer):
+        assert isinstance(optimizer._core.link, LateLink)
+        assert fake.calls("cuLaunchKernel") > 0 and fake.calls("cuStreamWriteValue32_v2") > 0
+
+
+# ---- the program ends, forks, is interrupted ------------------------------------------------------------------------
+
+
+def test_interrupted_in_backward(fake: Fake) -> None:
+    """Ctrl-C between two gradients, with copies in flight."""
+    expected = host_digests(range(2))
+    with training(fake) as (model, optimizer):
+        optimizer.zero_grad()
+
+        def interrupt(_: torch.Tensor) -> None:
+            raise KeyboardInterrupt
+
+        handle = next(model.parameters()).register_hook(interrupt)
+        loss = batch(model, 2)
+        fake.sleep(50_000)
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+        handle.remove()
+        began = time.monotonic()
+        optimizer.close()
+        assert time.monotonic() - began < BOUND
+        fake.synchronize()
+        assert optimizer.state_digests() == expected
+
+
+def test_forked_after_construction(fake: Fake) -> None:
+    with training(fake) as (model, optimizer):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                optimizer.step()
+            except StateError as error:
+                status = 0 if "fork" in str(error) else 2
+            finally:
+                os._exit(status)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        train(model, optimizer, range(2, 3))
+        fake.synchronize()
+        assert optimizer.state_digests() == host_digests(range(3))
+
+
+_LEAVES = """
+from tests.support.adamw_training import batch
+from tests.support.fake_cuda_training import training
+from tests.support.fake_cuda import Fake
+fake = Fake()
+context = training(fake)
+model, optimizer = context.__enter__()
+fake.delays(1, 20_000)
+optimizer.zero_grad()
+batch(model, 2).backward()
+print("leaving", flush=True)
+"""
+
+
+def test_interpreter_exit_with_work_in_flight(fake: Fake) -> None:
+    done = python().run(["-c", _LEAVES])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "leaving"
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,234 @@
+"""Training over the fake driver: the bits of the host link, whatever is late, whatever is left out being noticed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from superoffload import AdamW
+from superoffload.engine.schedule import MODES
+from tests.support.adamw_training import DTYPES, batch, model_of
+from tests.support.fake_cuda import Fake, LateLink, on_fake_device
+from tests.support.link_runs import LATE, deep_model, run_model, run_on_fake, run_on_host, steps, wide_model
+
+# ---- the same bits --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_bits_of_the_host_link(fake: Fake, dtype: torch.dtype, mode: str, clip: float | None) -> None:
+    options: dict[str, Any] = {"speculation": mode, "max_grad_norm": clip}
+    expected, _ = run_on_host(steps, dtype, **options)
+    fake.delays(1, LATE)
+    digests, stats = run_on_fake(fake, steps, dtype, **options)
+    assert digests == expected
+    assert stats["bytes_down"] > 0 and stats["bytes_up"] > 0
+    assert fake.mismatches == 0, "a parameter was overwritten before its readers were done"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_travels_is_in_the_models_dtype(fake: Fake, dtype: torch.dtype) -> None:
+    _, stats = run_on_fake(fake, steps, dtype)
+    parameters = sum(param.numel() for param in model_of(dtype).parameters())
+    assert stats["bytes_down"] == stats["bytes_up"] == 6 * dtype.itemsize * parameters
+
+
+def test_parameters_of_one_bucket_travel_together(fake: Fake) -> None:
+    """One copy of all of them and one of the table, then one kernel, whose bits are those of a copy each."""
+    options: dict[str, Any] = {"bucket_numel": 100_000, "threads": 1}
+    expected, _ = run_on_host(steps, torch.bfloat16, **options)
+    fake.delays(9, LATE)
+    digests, _ = run_on_fake(fake, steps, torch.bfloat16, **options)
+    assert digests == expected
+    sums = fake.calls("sum_bits") + fake.calls("compare_bits")  # of which each has a table too
+    packed = "the pack kernel's table, parameters, the unpack kernel's table"
+    assert fake.calls("cuMemcpyHtoDAsync_v2") - sums == 6 * 3, packed
+    assert fake.calls("cuLaunchKernel") - sums == 6 * 2
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_only_what_has_a_gradient_is_delivered(fake: Fake, which: int) -> None:
+    """Parameters of the same bucket before, between and behind others whose gradients do not come."""
+
+    def some(model: nn.Module, optimizer: AdamW) -> None:
+        for number, param in enumerate(model.parameters()):
+            param.requires_grad_(number % 2 == which)
+        steps(model, optimizer)
+        for param in model.parameters():
+            param.requires_grad_(True)
+        steps(model, optimizer, range(6, 8))
+
+    options: dict[str, Any] = {"bucket_numel": 100_000}
+    expected, _ = run_on_host(some, torch.bfloat16, **options)
+    fake.delays(10, LATE)
+    digests, _ = run_on_fake(fake, some, torch.bfloat16, **options)
+    assert digests == expected and fake.mismatches == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_without_kernels_the_cpu_sums_the_squares(fake: Fake, dtype: torch.dtype) -> None:
+    expected, _ = run_on_host(steps, dtype, max_grad_norm=0.5)
+    fake.delays(3, LATE)
+    digests, _ = run_on_fake(fake, steps, dtype, link={"image": b""}, max_grad_norm=0.5)
+    assert digests == expected
+    assert fake.calls("cuLaunchKernel") == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_delays(fake: Fake, seed: int) -> None:
+    """Random delays, sizes of buckets, clips, NaNs and abandoned steps; the seed says which."""
+    chance = random.Random(seed)
+    dtype = chance.choice(DTYPES)
+    poisoned, abandoned = chance.sample(range(8), 2)
+
+    def train(model: nn.Module, optimizer: AdamW) -> None:
+        for step in range(8):
+            optimizer.zero_grad()
+            loss = batch(model, step, scale=chance_of[step])
+            (loss * torch.nan if step == poisoned else loss).backward()
+            if step == 3:
+                optimizer.synchronize()
+            if step != abandoned:
+                optimizer.step()
+
+    chance_of = [chance.choice([0.1, 1.0, 4.0]) for _ in range(8)]
+    options: dict[str, Any] = {
+        "max_grad_norm": chance.choice([None, 0.3, 1.0]),
+        "bucket_numel": chance.choice([1024, 2048, 100_000]),
+        "threads": chance.choice([1, 3]),
+        "keep_grads": chance.choice([None, True]),
+        "speculation": chance.choice(MODES),
+    }
+    expected, on_host = run_on_host(train, dtype, **{**options, "keep_grads": None})
+    fake.delays(seed, chance.choice([300, 3000]))
+    digests, stats = run_on_fake(fake, train, dtype, **options)
+    assert digests == expected
+    assert stats["skipped_steps"] == on_host["skipped_steps"] == 1
+    assert fake.mismatches == 0
+
+
+def test_arrivals_are_seen_by_events_where_flags_are_not_supported(fake: Fake) -> None:
+    expected, _ = run_on_host(steps, torch.bfloat16)
+    fake.delays(4, LATE)
+    fake.writes_values(False)
+    digests, _ = run_on_fake(fake, steps, torch.bfloat16)
+    assert digests == expected
+    assert fake.calls("cuStreamWriteValue32_v2") == 1, "asked once, then left alone"
+
+
+def test_the_early_stop_sees_gradients_that_arrive_late(fake: Fake) -> None:
+    """A norm that proves a clip is noticed while backward goes on, although no arrival is done when it is packed."""
+
+    def train(model: nn.Module, optimizer: AdamW) -> None:
+        steps(model, optimizer, range(1))
+        optimizer.zero_grad()
+        parameters = list(model.parameters())[::-1]
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(lambda _: fake.synchronize())  # each waits for the device
+        batch(model, 1, scale=50.0).backward()
+        optimizer.step()
+
+    _, stats = run_on_fake(fake, train, max_grad_norm=1e-3)
+    assert stats["buckets_stepped"] + stats["buckets_two_phase"] > 0
+    expected, _ = run_on_host(lambda model, optimizer: train(model, optimizer), max_grad_norm=1e-3)
+    digests, _ = run_on_fake(fake, train, max_grad_norm=1e-3)
+    assert digests == expected
+
+
+# ---- delivery on demand ---------------------------------------------------------------------------------------------
+
+
+def on_demand(synchronize: Callable[[], None], delivery: str, mode: str) -> dict[str, str]:
+    """Every module reads its parameters behind the current stream, as of the moment its forward begins."""
+    model = deep_model(torch.bfloat16)
+    options: dict[str, Any] = {"speculation": mode, "threads": 2, "bucket_numel": 1024, "max_grad_norm": 0.5}
+    with AdamW(model.parameters(), delivery=delivery, module=model, **options) as optimizer:
+        for module in model.modules():
+            module.register_forward_pre_hook(lambda *_: synchronize())
+        for seed in range(6):
+            optimizer.zero_grad()
+            batch(model, seed).backward()
+            optimizer.step()
+            assert optimizer._core.tail.is_landing == (delivery == "on_demand" and seed > 0)
+        digests = optimizer.state_digests()
+        synchronize()
+        return {**digests, **optimizer.state_digests()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_delivery_on_demand(fake: Fake, mode: str) -> None:
+    expected = on_demand(lambda: None, "eager", mode)
+    fake.delays(5, LATE)
+    with on_fake_device(fake):
+        assert on_demand(fake.synchronize, "on_demand", mode) == expected
+    assert fake.mismatches == 0
+
+
+def test_delivery_on_demand_needs_the_wait_in_forward(fake: Fake) -> None:
+    expected = on_demand(lambda: None, "eager", "never")
+    for seed in range(6):
+        fake.delays(seed, LATE)
+        with on_fake_device(fake) as links, mock.patch.object(LateLink, "make_visible", lambda link, bucket: None):
+            if on_demand(fake.synchronize, "on_demand", "never") != expected:
+                return
+            assert links
+    pytest.fail("forward never read an old parameter")
+
+
+# ---- a wait that is missing is noticed ------------------------------------------------------------------------------
+
+
+def _differs_without(fake: Fake, later: str, earlier: str, *, room: int = 1 << 30, **options: Any) -> bool:
+    """Whether some seed shows that the wait of one stream for the other is needed. ``room``: for blocks."""
+    settings = {"max_grad_norm": 0.5, **options}
+    expected, _ = run_model(steps, torch.bfloat16, {**settings, "keep_grads": None}, lambda: None, deep_model)
+    for seed in range(6):
+        with on_fake_device(fake) as links:
+            made: list[LateLink] = links
+
+            def train(model: nn.Module, optimizer: AdamW, made: list[LateLink] = made) -> None:
+                roles = made[0].roles
+                made[0].fake_device.free = room
+                fake.drop_waits(roles[later], roles[earlier])
+                steps(model, optimizer)
+
+            fake.delays(seed, LATE)
+            digests, _ = run_model(train, torch.bfloat16, settings, fake.synchronize, deep_model)
+            for stream in made[0].roles.values():
+                fake.synchronize(stream)
+            if digests != expected or fake.mismatches:
+                return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("later", "earlier", "options"),
+    [
+        ("pack", "current", {}),  # gradients are written
+        ("down", "pack", {}),  # they are packed
+        ("pack", "down", {"room": 0}),  # the staging slot is free again
+        ("up", "current", {}),  # old parameters are read
+        ("current", "up", {}),  # new ones are there
+        ("current", "pack", {"keep_grads": True}),  # gradients are read before they are written again
+        ("current", "pack", {}),  # gradients that were packed into a block, before their memory goes
+    ],
+)
+def test_a_missing_wait_changes_the_result(fake: Fake, later: str, earlier: str, options: dict[str, Any]) -> None:
+    assert _differs_without(fake, later, earlier, **options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_that_span_buckets_are_freed_when_all_of_them_was_packed(mode: str, fake: Fake) -> None:
+    options: dict[str, Any] = {"speculation": mode, "max_grad_norm": 0.5}
+    expected = run_model(steps, torch.bfloat16, options, lambda: None, wide_model)
+    fake.delays(7, LATE)
+    with on_fake_device(fake):
+        found = run_model(steps, torch.bfloat16, options, fake.synchronize, wide_model)
+    assert found[0] == expected[0]

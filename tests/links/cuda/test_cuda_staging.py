@@ -1,0 +1,277 @@
+"""New parameters that travel before the verdict: not seen until the commit, discarded by everything else."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superoffload import AdamW
+from superoffload.engine.bucket import Bucket, BucketState
+from superoffload.errors import WorkerError
+from superoffload.links.cuda.blocks import early_buckets
+from superoffload.links.cuda.link import CudaLink
+from tests.support.adamw_training import batch
+from tests.support.fake_cuda import Fake, LateLink, on_fake_device, on_host
+from tests.support.fake_cuda_training import training
+from tests.support.link_runs import LATE, deep_model
+
+Look = Callable[[], None]
+Outcome = tuple[dict[str, str], dict[str, float | int]]
+FATES = ("commit", "clip", "skip", "abandon", "second backward", "edit", "new lr", "set to none")
+
+
+def backward(fate: str, model: nn.Module, seed: int) -> None:
+    """A gradient that is large, or not finite, comes last, so that all others have been speculated on."""
+    factor = {"clip": 1e3, "skip": torch.nan}.get(fate, 1.0)
+    handle = next(model.parameters()).register_hook(lambda gradient: gradient * factor)
+    batch(model, seed, scale=0.1).backward()
+    handle.remove()
+
+
+def end_step(fate: str, model: nn.Module, optimizer: AdamW, seed: int) -> None:
+    """From a finished backward on."""
+    first = next(model.parameters())
+    optimizer.param_groups[0]["lr"] = 2e-2 if fate == "new lr" else 1e-2
+    if fate == "second backward":
+        batch(model, seed + 100).backward()
+    elif fate == "edit":
+        assert first.grad is not None
+        first.grad.mul_(0.5)
+    elif fate == "set to none":
+        first.grad = None
+    if fate != "abandon":
+        optimizer.step()
+
+
+def train_with(fates: list[str], look: Look, synchronize: Look, settings: dict[str, Any]) -> Outcome:
+    """``look`` is called whenever parameters must be those of the last step."""
+    model = deep_model(torch.bfloat16)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda _: look())
+    model.register_forward_pre_hook(lambda *_: synchronize())
+    options: dict[str, Any] = {"lr": 1e-2, "threads": 2, "bucket_numel": 1024, **settings}
+    if options.get("delivery") == "on_demand":
+        options["module"] = model
+        for module in model.modules():
+            module.register_forward_pre_hook(lambda *_: synchronize())
+    with AdamW(model.parameters(), **options) as optimizer:
+        for seed, fate in enumerate(fates):
+            optimizer.zero_grad()
+            backward(fate, model, seed)
+            end_step(fate, model, optimizer, seed)
+        optimizer.synchronize()
+        synchronize()
+        return optimizer.state_digests(), optimizer.stats()
+
+
+class Watched(LateLink):
+    """Parameters may change from the first delivery of a step on, until its last one is visible."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.old: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def stage(self, bucket: Bucket, after: Any) -> None:
+        for piece in bucket.pieces:
+            target = piece.shard.target()
+            self.old[piece.shard.index] = target, target.clone()
+        super().stage(bucket, after)
+
+    def deliver(self, bucket: Bucket, after: Any) -> Any:
+        self.look()
+        for piece in bucket.pieces:
+            self.old.pop(piece.shard.index, None)
+        return super().deliver(bucket, after)
+
+    def step_ended(self, *, whole: bool) -> None:
+        self.look()
+        super().step_ended(whole=whole)
+        self.old.clear()
+
+    def look(self) -> None:
+        """At random moments, now and behind what the current stream has to do."""
+        fake = self.fake_device.fake
+        if random.random() < 0.3:
+            time.sleep(random.random() * 2e-3)
+        for target, before in self.old.values():
+            assert torch.equal(target, before), "a new parameter shows before the verdict"
+            fake.read(fake.current, target, before)
+
+
+@pytest.mark.parametrize("delivery", ["eager", "on_demand"])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_was_sent_early_is_not_seen_before_the_commit(fake: Fake, seed: int, delivery: str) -> None:
+    chance = random.Random(seed)
+    fates = ["commit", "commit", *chance.choices(FATES, k=8), "commit"]
+    settings: dict[str, Any] = {"speculation": "always", "max_grad_norm": 1.0, "delivery": delivery}
+    with on_host():
+        expected, _ = train_with(fates, lambda: None, lambda: None, settings)
+    fake.delays(seed, LATE)
+    with on_fake_device(fake, Watched) as links:
+
+        def look() -> None:
+            if links:
+                links[0].look()  # type: ignore[attr-defined]  # a Watched link has it
+
+        found, stats = train_with(fates, look, fake.synchronize, settings)
+        assert stats["bytes_up_early"] > 0, "nothing was sent early"
+        assert found == expected
+    assert fake.mismatches == 0
+
+
+class Hasty(Watched):
+    """Sends the parameters themselves before the verdict."""
+
+    def stage(self, bucket: Bucket, after: Any) -> None:
+        super().stage(bucket, after)
+        after.wait()
+        CudaLink.deliver(self, bucket, after).wait()
+
+
+def test_what_is_seen_too_early_is_noticed(fake: Fake) -> None:
+    with on_fake_device(fake, Hasty) as links, pytest.raises(AssertionError, match="shows before the verdict"):
+
+        def look() -> None:
+            for link in links:
+                link.look()  # type: ignore[attr-defined]  # these links are Watched
+
+        train_with(["commit"] * 4, look, fake.synchronize, {"speculation": "always"})
+
+
+@pytest.mark.parametrize("fate", ["clip", "skip", "abandon", "second backward", "edit", "new lr"])
+def test_what_was_sent_for_nothing_is_sent_again_or_not_at_all(fake: Fake, fate: str) -> None:
+    """Nothing is late but the copies up, of which some are under way and some not begun when the step is taken back."""
+    settings: dict[str, Any] = {"speculation": "always", "max_grad_norm": 1.0}
+    fates = ["commit", "commit", fate, "commit", fate]
+    with on_host():
+        expected, _ = train_with(fates, lambda: None, lambda: None, settings)
+    for seed in range(3):
+        fake.delays(seed, LATE)
+        with on_fake_device(fake) as links:
+
+            def late(links: list[LateLink] = links) -> None:
+                if links and links[0].bytes_up_early:
+                    fake.sleep(500.0, links[0].roles["up"])
+
+            found, stats = train_with(fates, late, fake.synchronize, settings)
+        assert found == expected and fake.mismatches == 0
+        assert stats["bytes_up_early"] > 0
+        assert fate != "clip" or stats["buckets_replayed"] > 0
+
+
+def test_a_gradient_is_packed_where_nothing_is_copied_any_more(fake: Fake) -> None:
+    """The copy up of the first backward is late; that of the second one's gradients down is later still."""
+    with on_host():
+        expected, _ = train_with(["commit", "commit", "second backward"], lambda: None, lambda: None, {})
+    with on_fake_device(fake) as links:
+        model = deep_model(torch.bfloat16)
+        model.register_forward_pre_hook(lambda *_: fake.synchronize())
+        with AdamW(model.parameters(), lr=1e-2, speculation="always", threads=2, bucket_numel=1024) as optimizer:
+            for seed in range(2):
+                optimizer.zero_grad()
+                backward("commit", model, seed)
+                optimizer.step()
+            optimizer.zero_grad()
+            fake.synchronize(links[0].roles["up"])
+            fake.sleep(60_000, links[0].roles["up"])
+            backward("commit", model, 2)
+            for bucket in optimizer._core.buckets:
+                if bucket.running is not None:
+                    bucket.running.wait()  # stepped, so that all copies are asked for
+            for param in model.parameters():
+                param.register_post_accumulate_grad_hook(lambda _: fake.sleep(20_000, links[0].roles["down"]))
+            end_step("second backward", model, optimizer, 2)
+            fake.synchronize()
+            assert optimizer.state_digests() == expected
+            assert fake.mismatches == 0
+
+
+# ---- what a step costs ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def all_sent_early(fake: Fake) -> Iterator[tuple[nn.Module, AdamW, list[Bucket]]]:
+    """A backward has ended, and all that may go up early is there: the buckets that it is of."""
+    with training(fake, model=deep_model(torch.bfloat16)) as (model, optimizer):
+        link: Any = optimizer._core.link
+        optimizer.zero_grad()
+        before = link.bytes_up_early
+        batch(model, 2).backward()
+        blocks = list(link._blocks._held)
+        assert set(blocks) == early_buckets(optimizer._core.buckets)
+        early = [bucket for bucket in blocks if bucket.state is BucketState.SPECULATED]
+        until = time.monotonic() + 20
+        while link.bytes_up_early - before < _bytes(early) and time.monotonic() < until:
+            time.sleep(0.001)
+        assert link.bytes_up_early - before == _bytes(early) > 0
+        yield model, optimizer, early
+
+
+def _bytes(buckets: list[Bucket]) -> int:
+    return sum(2 * bucket.numel for bucket in buckets)
+
+
+def noticing_launches(fake: Fake) -> int:
+    return sum(map(fake.calls, ("sum_bits", "compare_bits")))
+
+
+def test_a_commit_copies_nothing_over_the_link_but_tables(fake: Fake) -> None:
+    with all_sent_early(fake) as (_, optimizer, early):
+        copies, launches = fake.calls("cuMemcpyHtoDAsync_v2"), fake.calls("unpack_16")
+        before, buckets, noticing = optimizer.stats(), optimizer._core.buckets, noticing_launches(fake)
+        optimizer.step()
+        stats = optimizer.stats()
+        assert stats["journal_overflows"] == before["journal_overflows"], "all of them are committed"
+        tables = sum(1 for bucket in buckets if len(bucket.pieces) > 1 or bucket in early_buckets(buckets))
+        noticing = noticing_launches(fake) - noticing  # of which each has a table, too
+        assert fake.calls("cuMemcpyHtoDAsync_v2") - copies == tables + noticing + len(buckets) - len(early)
+        assert fake.calls("unpack_16") - launches == tables
+        assert stats["bytes_up"] - before["bytes_up"] == _bytes(buckets), "each travels once"
+
+
+@pytest.mark.parametrize("fate", ["new lr", "abandon"])
+def test_what_was_discarded_has_travelled_too(fake: Fake, fate: str) -> None:
+    with all_sent_early(fake) as (model, optimizer, early):
+        before = optimizer.stats()
+        end_step(fate, model, optimizer, 0)
+        optimizer.zero_grad()
+        stats = optimizer.stats()
+        delivered = 0 if fate == "abandon" else _bytes(optimizer._core.buckets)
+        assert stats["bytes_up"] - before["bytes_up"] == delivered + _bytes(early)
+        assert stats["bytes_up_early"] == before["bytes_up_early"]
+
+
+# ---- faults ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_throws_while_copies_go_up(fake: Fake) -> None:
+    with all_sent_early(fake) as (model, optimizer, _):
+        before = optimizer.state_digests()  # takes back what was speculated
+        optimizer.zero_grad()
+        fake.sleep(20_000, optimizer._core.link.roles["up"])  # type: ignore[attr-defined]  # a LateLink has roles
+        optimizer._core.pool.inject_fault(3, "as told")
+        batch(model, 2).backward()
+        with pytest.raises(WorkerError, match="as told"):
+            optimizer.step()
+        fake.synchronize()
+        assert optimizer.state_digests() == before
+        assert fake.mismatches == 0
+
+
+def test_closed_with_copies_on_their_way(fake: Fake) -> None:
+    with all_sent_early(fake) as (model, optimizer, _):
+        before = [param.detach().clone() for param in model.parameters()]
+        optimizer.zero_grad()
+        fake.sleep(50_000, optimizer._core.link.roles["up"])  # type: ignore[attr-defined]  # a LateLink has roles
+        batch(model, 3).backward()
+        optimizer.close()
+        fake.synchronize()
+        assert all(map(torch.equal, before, model.parameters()))
+        assert fake.mismatches == 0

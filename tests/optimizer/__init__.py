@@ -1,0 +1,1 @@
+"""superoffload.AdamW and CPUAdamW in one process."""

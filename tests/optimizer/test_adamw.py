@@ -1,0 +1,225 @@
+"""superoffload.AdamW computes what torch.optim.AdamW computes, and speculation never changes a bit of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from superoffload import AdamW
+from superoffload.engine.schedule import MODES
+from superoffload.errors import StateError
+from tests.support.adamw_training import (
+    DTYPES,
+    Optimizer,
+    TorchAdamW,
+    assert_close_to_torch,
+    batch,
+    check_counters,
+    check_scenario,
+    model_of,
+    run_ours,
+    train,
+)
+from tests.support.compatibility import compat
+from tests.support.engine_rig import to_numpy
+from tests.support.reference.trainer import Group, Parameter, Trainer
+
+SHAPES = [(40, 30), (30,), (7, 5, 3), (1,), ()]
+CLIP = 4.0  # the recorded gradients have norms around this
+
+
+def recorded(step: int) -> list[torch.Tensor]:
+    """Gradients like in training: a slow direction plus noise, some elements far smaller than others."""
+    generator = torch.Generator().manual_seed(step)
+    slow = torch.Generator().manual_seed(step // 20)
+    gradients = []
+    for shape in SHAPES:
+        size = 10.0 ** (-4 * torch.rand(shape, generator=torch.Generator().manual_seed(1)))
+        noise = torch.randn(shape, generator=generator) + torch.randn(shape, generator=slow)
+        gradients.append(0.2 * size * noise * (1 + 5 * (step % 17 == 0)))
+    return gradients
+
+
+def parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(3)
+    return [nn.Parameter(0.1 * torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def feed(params: list[nn.Parameter], gradients: list[torch.Tensor]) -> None:
+    """Through autograd, so that hooks run: the gradient of sum(p g) is g."""
+    for param in params:
+        param.grad = None
+    torch.stack([(p * g).sum() for p, g in zip(params, gradients, strict=True)]).sum().backward()
+    for param, gradient in zip(params, gradients, strict=True):
+        assert param.grad is not None
+        assert torch.equal(param.grad, gradient)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_200_steps_of_recorded_gradients_against_torch(mode: str, weight_decay: float) -> None:
+    ours, theirs = parameters(), parameters()
+    options: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": weight_decay, "max_grad_norm": CLIP}
+    reference = TorchAdamW(theirs, **options)
+    lr_so_far = 0.0
+    clips = 0
+    with AdamW(ours, speculation=mode, bucket_numel=1024, **options) as optimizer:
+        for step in range(200):
+            for group in (optimizer.param_groups[0], reference.param_groups[0]):
+                group["lr"] = 1e-3 * (1 + math.cos(math.pi * step / 200)) / 2
+            lr_so_far += optimizer.param_groups[0]["lr"]
+            for params in (ours, theirs):
+                feed(params, recorded(step))
+            optimizer.step()
+            reference.step()
+            clips += optimizer.last_verdict is not None and optimizer.last_verdict.clip_coefficient < 1
+            for mine, their in zip(ours, theirs, strict=True):
+                assert_close_to_torch(mine.detach(), their.detach(), lr_so_far)
+        assert 10 < clips < 190
+        stats = optimizer.stats()
+        assert stats["clip_rate"] == clips / 200
+        if mode == "always":
+            assert stats["buckets_committed"] > 0
+            assert stats["buckets_replayed"] > 0
+        for mine, their in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(optimizer.state[mine]["exp_avg"], reference.state[their]["exp_avg"])
+            torch.testing.assert_close(optimizer.state[mine]["exp_avg_sq"], reference.state[their]["exp_avg_sq"])
+            assert optimizer.state[mine]["step"] == reference.state[their]["step"] == 200
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_whole_runs_have_the_references_bits(dtype: torch.dtype) -> None:
+    """Hooks, buckets, groups and clipping together, against the plain NumPy optimizer."""
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    params = [nn.Parameter(p.detach().to(dtype)) for p in parameters()]
+    split = [params[:2], params[2:]]
+    options: list[dict[str, Any]] = [{"lr": 1e-2, "weight_decay": 0.0}, {"lr": 1e-3, "weight_decay": 0.1}]
+    masters = [[Parameter(to_numpy(p.float()), names[dtype]) for p in group] for group in split]
+    reference = Trainer([Group(m, **o) for m, o in zip(masters, options, strict=True)], CLIP)
+    groups = [{"params": group, **o} for group, o in zip(split, options, strict=True)]
+    with AdamW(groups, speculation="always", max_grad_norm=CLIP, bucket_numel=1024, threads=2) as optimizer:
+        for step in range(25):
+            gradients = [g.to(dtype) for g in recorded(step)]
+            if step == 11:
+                gradients[2].view(-1)[5] = math.inf
+            for param, gradient in zip(params, gradients, strict=True):
+                param.grad = None
+                if not (step % 5 == 1 and param.dim() == 0):  # sometimes without a gradient
+                    (param * gradient).sum().backward()
+            reference.step([None if p.grad is None else to_numpy(p.grad) for p in params])
+            optimizer.step()
+            assert optimizer.state_digests() == reference.digests()
+            assert [float(optimizer.state[p]["step"]) for p in params] == [p.step for p in reference.parameters]
+        check_counters(optimizer)
+        assert optimizer.stats()["skipped_steps"] == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bucket_numel", [None, 1024])
+def test_training_is_the_same_in_every_mode(dtype: torch.dtype, bucket_numel: int | None) -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        for seed in range(12):
+            optimizer.zero_grad()
+            batch(model, seed, scale=10.0 if seed == 6 else 1.0).backward()
+            if seed == 8:
+                next(model.parameters()).grad.view(-1)[0] = math.nan  # type: ignore[union-attr]
+            optimizer.step()
+
+    stats = check_scenario(scenario, dtype, bucket_numel=bucket_numel, max_grad_norm=3.0)
+    assert stats["buckets_committed"] > 0
+    assert stats["buckets_replayed"] > 0 or bucket_numel is None  # one bucket: its own norm proves the clip
+    assert stats["skipped_steps"] == 1
+
+
+def test_a_published_parameter_is_the_rounded_master() -> None:
+    model, optimizer = run_ours(lambda m, o: train(m, o, range(5)), "always", torch.bfloat16)
+    for param in model.parameters():
+        master = optimizer.state[param]["master"]
+        assert torch.equal(param.detach(), master.to(torch.bfloat16))
+        assert not torch.equal(param.detach().float(), master)
+
+
+@compat("a step with some or no gradients", "single", "stand_in")
+def test_step_without_any_gradient_does_nothing() -> None:
+    model = model_of()
+    with AdamW(model.parameters()) as optimizer:
+        before = optimizer.state_digests()
+        optimizer.step()
+        assert optimizer.state_digests() == before
+        assert optimizer.stats()["steps"] == 0
+        assert optimizer.last_verdict is None
+        with pytest.raises(StateError, match="grad_norm"):
+            _ = optimizer.grad_norm
+        train(model, optimizer, range(1))
+        assert optimizer.stats()["steps"] == 1 and optimizer.state_digests() != before
+
+
+def test_step_twice_applies_the_gradients_twice_as_in_torch() -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        batch(model, 0).backward()
+        optimizer.step()
+        optimizer.step()
+
+    check_scenario(scenario)
+
+
+@compat("closure", "single", "stand_in")
+def test_closure() -> None:
+    losses = []
+
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        for seed in range(4):
+
+            def closure(seed: int = seed) -> float:
+                optimizer.zero_grad()
+                loss = batch(model, seed)
+                loss.backward()
+                return loss.item()
+
+            losses.append(optimizer.step(closure))
+
+    check_scenario(scenario)
+    assert losses[:4] == losses[4:8] == losses[8:12]
+    assert losses[0] == batch(model_of(), 0).item()
+
+
+def test_found_inf_leaves_everything_and_is_counted() -> None:
+    model = model_of(torch.bfloat16)
+    with AdamW(model.parameters(), speculation="always", bucket_numel=1) as optimizer:
+        train(model, optimizer, range(3))
+        before, versions = optimizer.state_digests(), [p._version for p in model.parameters()]
+        optimizer.zero_grad()
+        last = optimizer._core.buckets[-1].pieces[-1].shard.index  # to arrive: the others were speculated before
+        list(model.parameters())[last].register_hook(lambda g: g * math.inf)
+        batch(model, 5).backward()
+        optimizer.step()
+        assert optimizer.state_digests() == before
+        assert [p._version for p in model.parameters()] == versions
+        assert all(float(optimizer.state[p]["step"]) == 3 for p in model.parameters())
+        assert optimizer.stats()["steps"] == 3
+        assert optimizer.stats()["skipped_steps"] == 1
+        assert optimizer.stats()["buckets_skipped"] > 0
+        assert optimizer.grad_norm == math.inf
+        assert optimizer.last_verdict is not None
+        assert optimizer.last_verdict.found_inf
+        check_counters(optimizer)
+
+
+def test_grad_norm_is_that_before_clipping() -> None:
+    model = model_of()
+    with AdamW(model.parameters(), max_grad_norm=0.01) as optimizer:
+        batch(model, 0).backward()
+        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        norm = float(torch.cat([g.double().view(-1) for g in grads]).norm())
+        assert optimizer.grad_norm == pytest.approx(norm, rel=1e-12)
+        assert optimizer.last_verdict is not None
+        assert optimizer.last_verdict.clip_coefficient == pytest.approx(0.01 / (norm + 1e-6), rel=1e-12)
+        assert optimizer.stats()["clip_rate"] == 1.0
+        for param, grad in zip(model.parameters(), grads, strict=True):
+            assert param.grad is not None
+            assert torch.equal(param.grad, grad), "gradients stay as backward left them"

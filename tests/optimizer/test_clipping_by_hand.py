@@ -1,0 +1,136 @@
+"""Gradients that change after backward cost the overlap: it is said once, where it is certain, and not elsewhere."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from superoffload import AdamW
+from tests.support.adamw_training import batch, check_counters, model_of
+from tests.support.checkout import ROOT
+
+NOTICE = "gradients changed between backward and step"
+Edit = Callable[[nn.Module, int], Any]
+
+
+def clip(model: nn.Module, step: int) -> None:
+    """As everybody does it: also in steps that are below the threshold, all gradients are multiplied (by 1)."""
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9 if step % 2 else 0.1)
+
+
+def notices(edit: Edit, *, steps: int = 6, speculation: str = "always", **options: Any) -> tuple[list[str], AdamW]:
+    """What was said, each after its step and how many buckets had been undone in it."""
+    model = model_of()
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        AdamW(model.parameters(), speculation=speculation, threads=1, bucket_numel=256, **options) as optimizer,
+    ):
+        warnings.simplefilter("always")
+        said: list[str] = []
+        for step in range(steps):
+            optimizer.zero_grad()
+            batch(model, step).backward()
+            edit(model, step)
+            before = optimizer.stats()["buckets_undone"]
+            optimizer.step()
+            undone = optimizer.stats()["buckets_undone"] - before
+            said += [f"{step}: {undone}: {one.message}" for one in caught if NOTICE in str(one.message)]
+            caught.clear()
+        check_counters(optimizer)
+    return said, optimizer
+
+
+def test_clipping_by_hand_is_said_once_with_what_to_do() -> None:
+    said, optimizer = notices(clip)
+    assert len(said) == 1 and said[0].startswith("1: 2: superoffload: "), "in the second step, and never again"
+    assert "so all 2 buckets that were stepped during backward had to be undone" in said[0]
+    assert optimizer.stats()["buckets_undone"] > 2 * 2, "it goes on, and is not said again"
+    for part in ("pass max_grad_norm= to superoffload.AdamW", "optimizer.grad_norm", "register_hook"):
+        assert part in said[0]
+
+
+def test_a_single_bucket_is_counted_in_words() -> None:
+    model = model_of()
+    with AdamW(model.parameters(), speculation="always", threads=1) as optimizer:
+        for step in range(2):
+            optimizer.zero_grad()
+            batch(model, step).backward()
+            clip(model, step)
+            with pytest.warns(RuntimeWarning, match="so the bucket that was stepped during") if step else nullcontext():
+                optimizer.step()
+
+
+def test_unscaling_by_hand_leaves_no_trace_in_versions_and_is_said_too() -> None:
+    model = model_of()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with AdamW(model.parameters(), speculation="always", threads=1, bucket_numel=256) as optimizer:
+        for step in range(2):
+            optimizer.zero_grad()
+            scaler.scale(batch(model, step)).backward()
+            scaler.unscale_(optimizer)
+            with pytest.warns(RuntimeWarning, match=r"unscale_.*pass max_grad_norm=") if step else nullcontext():
+                scaler.step(optimizer)
+            scaler.update()
+
+
+def scale_only(which: Sequence[int]) -> Edit:
+    def edit(model: nn.Module, step: int) -> None:
+        if step in which:
+            clip(model, 0)
+
+    return edit
+
+
+def scale_a_bias(model: nn.Module, step: int) -> None:
+    model.get_parameter("0.bias").grad.mul_(0.5)  # type: ignore[union-attr]
+
+
+def drop_all(model: nn.Module, step: int) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+def write_parameters(model: nn.Module, step: int) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.99)
+
+
+def backward_again(model: nn.Module, step: int) -> None:
+    batch(model, 100 + step).backward()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        pytest.param(scale_only([]), id="nothing"),
+        pytest.param(scale_only([2]), id="one step"),
+        pytest.param(scale_only([0, 2, 4]), id="every other step"),
+        scale_a_bias,
+        drop_all,
+        write_parameters,
+        backward_again,
+    ],
+)
+def test_no_false_alarm(edit: Edit) -> None:
+    said, optimizer = notices(edit, max_grad_norm=1e6)
+    assert said == [] and optimizer.stats()["buckets_speculated"] > 0
+
+
+@pytest.mark.parametrize("options", [{"speculation": "never"}, {"max_grad_norm": 1e-3}, {"speculation": "adaptive"}])
+def test_nothing_is_said_where_nothing_was_lost(options: dict[str, Any]) -> None:
+    """Without speculation by mode, or because adaptive expects clips, editing gradients costs nothing."""
+    said, optimizer = notices(clip if options.get("speculation") == "never" else lambda *_: None, **options)
+    assert said == [] and optimizer.stats()["steps"] == 6
+
+
+def test_the_troubleshooting_page_has_the_words_of_the_notice() -> None:
+    page = re.sub(r"\\s+", " ", (ROOT / "docs/troubleshooting.md").read_text())
+    assert NOTICE in page

@@ -1,0 +1,117 @@
+"""torch.compile and offload together: as the eager run within the compiler's rounding, and to the bit in every mode."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from superoffload import AdamW
+from superoffload.optimizer.module_hooks import ModuleHooks
+from tests.support.adamw_training import batch, model_of, weights
+from tests.support.compatibility import compat
+from tests.support.rank_processes import flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of, wholes_of
+
+COMPILER = shutil.which("g++") or shutil.which("c++")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="torch.compile on the CPU needs a C++ compiler (g++)")
+STEPS = 20
+
+
+def train(mode: str, *, compiled: bool) -> tuple[nn.Module, list[float], dict[str, str]]:
+    model = model_of()
+    run: Any = torch.compile(model) if compiled else model
+    losses = []
+    with AdamW(model.parameters(), lr=3e-3, speculation=mode, max_grad_norm=2.0, threads=1) as optimizer:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = (run(inputs(step)) - targets(step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return model, losses, optimizer.state_digests()
+
+
+def inputs(step: int) -> torch.Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(step % 4))
+
+
+def targets(step: int) -> torch.Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(100 + step % 4))
+
+
+@needs_compiler
+@compat("torch.compile of the model: as eager, and speculative = synchronous to the bit", "single", "stand_in")
+def test_one_process() -> None:
+    compiled = {mode: train(mode, compiled=True) for mode in ("always", "never", "adaptive")}
+    model, losses, digests = compiled["always"]
+    assert digests == compiled["never"][2] == compiled["adaptive"][2]
+    assert losses == compiled["never"][1]
+    eager_model, eager_losses, _ = train("always", compiled=False)
+    assert losses == pytest.approx(eager_losses, rel=1e-4)
+    torch.testing.assert_close(weights(model), weights(eager_model), rtol=1e-3, atol=1e-4)  # a wrong step: 3e-3
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def on_sharded(mode: str, compiled: bool) -> tuple[dict[str, str], list[float], list[torch.Tensor]]:
+    model = net(torch.float32, layers=1)
+    if compiled:
+        for layer in model.layers:
+            layer.compile()
+    shard(model, flat_mesh())
+    losses = []
+    with optimizer_of(model, speculation=mode, lr=3e-3, max_grad_norm=1.0) as optimizer:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = model.loss(tokens_of(step % 4, dist.get_rank()))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return optimizer.state_digests(), losses, wholes_of(model)
+
+
+@needs_compiler
+@compat("torch.compile of the model: as eager, and speculative = synchronous to the bit", "fsdp2")
+def test_fsdp2() -> None:
+    always, never = (on_ranks(2, on_sharded, mode, True) for mode in ("always", "never"))
+    for (digests, losses, _), (other, others, _) in zip(always, never, strict=True):
+        assert digests == other and losses == others
+        assert losses[-1] < losses[0]
+    for (_, losses, ours), (_, eager, theirs) in zip(always, on_ranks(2, on_sharded, "always", False), strict=True):
+        assert losses == pytest.approx(eager, rel=1e-4)
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_batch_of_the_tools_compiles_without_a_backend() -> None:
+    """Graph capture alone, which needs no compiler."""
+    model = model_of()
+    run: Any = torch.compile(model, backend="aot_eager")
+    digests = []
+    for mode in ("always", "never"):
+        model.load_state_dict(model_of().state_dict())
+        with AdamW(model.parameters(), speculation=mode, threads=1) as optimizer:
+            for seed in range(3):
+                optimizer.zero_grad()
+                batch(run, seed).backward()
+                optimizer.step()
+            digests.append(optimizer.state_digests())
+    assert digests[0] == digests[1]
+
+
+def test_what_waits_for_parameters_is_not_traced() -> None:
+    compiling: list[bool] = []
+
+    def wait(params: Iterable[Tensor] | None, streams: Sequence[int] = (), /) -> None:
+        compiling.append(torch.compiler.is_compiling())
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    hooks = ModuleHooks(model, wait)
+    model.compile(backend="eager")
+    model(torch.ones(2, 4))
+    hooks.remove()
+    assert compiling and not any(compiling)

@@ -1,0 +1,289 @@
+"""The kernels as a plain optimizer: equal to torch's within rounding, to superoffload.AdamW bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import superoffload
+from superoffload import _native
+from superoffload.errors import ArgumentError, StateError, WorkerError
+from tests.support.adamw_training import run_python
+
+
+def parameters(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(33, 70), (5,), (), (0, 3), (1500,)]
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def set_gradients(params: list[torch.nn.Parameter], step: int, skip: int | None = None) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for i, param in enumerate(params):
+        grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        param.grad = None if i == skip else grad
+
+
+def bits(tensors: list[Tensor]) -> list[bytes]:
+    return [tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
+
+
+@pytest.mark.parametrize("l2", [False, True])
+def test_equals_torch_within_rounding(l2: bool) -> None:
+    mine, theirs = parameters(), parameters()
+    ours = superoffload.CPUAdamW(mine, lr=1e-3, weight_decay=0.05, l2=l2, threads=2)
+    peer_class = torch.optim.Adam if l2 else torch.optim.AdamW
+    peer = peer_class(theirs, lr=1e-3, weight_decay=0.05)
+    accumulated = 0.0
+    for step in range(200):
+        lr = 1e-3 * (1 + step % 7)
+        accumulated += lr
+        for optimizer, params in ((ours, mine), (peer, theirs)):
+            optimizer.param_groups[0]["lr"] = lr
+            set_gradients(params, step, skip=1 if step % 3 == 0 else None)
+            optimizer.step()
+    for a, b in zip(mine, theirs, strict=True):
+        bound = 1e-6 * torch.clamp(b.detach().abs(), min=accumulated)
+        assert bool(((a - b).abs() <= bound).all())
+    assert [float(s["step"]) for s in ours.state.values()] == [float(s["step"]) for s in peer.state.values()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
+def test_equals_superoffload_adamw_bit_for_bit(dtype: torch.dtype, state_dtype: str) -> None:
+    mine, theirs = parameters(dtype), parameters(dtype)
+    plain = superoffload.CPUAdamW(mine, state_dtype=state_dtype, seed=3, threads=2)
+    full = superoffload.AdamW(theirs, state_dtype=state_dtype, seed=3, bucket_numel=1024)
+    for step in range(6):
+        set_gradients(mine, step)
+        set_gradients(theirs, step)
+        plain.step()
+        full.step()
+    assert bits(list(mine)) == bits(list(theirs))
+    for a, b in zip(mine, theirs, strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert bits([plain.state[a][name]]) == bits([full.state[b][name]])
+        assert bits([plain.state[a].get("master", a)]) == bits([full.state[b]["master"]])
+
+
+def test_state_goes_to_torch_and_back() -> None:
+    mine, theirs = parameters(), parameters()
+    ours, peer = superoffload.CPUAdamW(mine), torch.optim.AdamW(theirs)
+    for step in range(3):
+        set_gradients(mine, step)
+        ours.step()
+    with torch.no_grad():
+        for a, b in zip(mine, theirs, strict=True):
+            b.copy_(a)
+    peer.load_state_dict(ours.state_dict())
+    again = superoffload.CPUAdamW(parameters(seed=1))
+    again.load_state_dict(peer.state_dict())
+    for a, b in zip(ours.state.values(), again.state.values(), strict=True):
+        assert bits([a["exp_avg"], a["exp_avg_sq"], a["step"]]) == bits([b["exp_avg"], b["exp_avg_sq"], b["step"]])
+    set_gradients(mine, 9)
+    set_gradients(theirs, 9)
+    ours.step()
+    peer.step()
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+
+def test_masters_survive_a_round_trip_and_written_parameters_win() -> None:
+    mine, copy = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    first = superoffload.CPUAdamW(mine, lr=1e-4)
+    for step in range(4):
+        set_gradients(mine, step)
+        first.step()
+    with torch.no_grad():
+        for a, b in zip(mine, copy, strict=True):
+            b.copy_(a)
+        copy[4][:10] = 7.0
+    second = superoffload.CPUAdamW(copy, lr=1e-4)
+    second.load_state_dict(first.state_dict())
+    master, kept = second.state[copy[4]]["master"], first.state[mine[4]]["master"]
+    assert bits([master[10:]]) == bits([kept[10:]])
+    assert bool((master[:10] == 7.0).all())
+
+
+def test_autograd_sees_the_write_and_the_closure_is_called() -> None:
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = superoffload.CPUAdamW([param], lr=0.1)
+    loss = (param * param).sum()
+    loss.backward()
+    graph = (param * param).sum()
+    version = param._version
+    assert optimizer.step(lambda: 2.5) == 2.5
+    assert param._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        graph.backward()
+
+
+def test_a_scheduler_and_a_new_group() -> None:
+    mine = parameters()
+    optimizer = superoffload.CPUAdamW(mine[:2], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    set_gradients(mine, 0)
+    optimizer.step()
+    scheduler.step()
+    optimizer.add_param_group({"params": mine[4:], "lr": 0.0})
+    before = bits([mine[4]])
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert bits([mine[4]]) == before
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copy_goes_on_where_it_was_taken(dtype: torch.dtype, copied: Callable[[Any], Any]) -> None:
+    """As torch's optimizers do; with moments whose rounding depends on the seed, and L2."""
+    mine = parameters(dtype)
+    first = superoffload.CPUAdamW(mine, l2=True, state_dtype="bf16", seed=7, threads=1)
+    set_gradients(mine, 0)
+    first.step()
+    second = copied(first)
+    theirs = second.param_groups[0]["params"]
+    for step in (1, 2):
+        for optimizer, params in ((first, mine), (second, theirs)):
+            set_gradients(params, step)
+            optimizer.step()
+    assert bits(list(mine)) == bits(theirs)
+    for a, b in zip(first.state.values(), second.state.values(), strict=True):
+        assert bits(list(a.values())) == bits(list(b.values()))
+    first.close()
+    set_gradients(theirs, 3)
+    second.step()
+    second.close()
+
+
+class Later:
+    """Work that begins once it is waited for, when memory that was freed has another owner."""
+
+    def __init__(self, work: _native.BucketWork) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        others = [torch.full((64, 64), float("nan")) for _ in range(16)]
+        self._work.run_all(_native.Operation.step)
+        del others
+
+
+def test_gradients_that_are_not_contiguous_live_until_all_groups_are_stepped() -> None:
+    """Of each the kernels read a copy, which nobody else has."""
+    mine, theirs = ([torch.nn.Parameter(torch.ones(64, 64)) for _ in range(4)] for _ in range(2))
+    ours = superoffload.CPUAdamW([{"params": [param]} for param in mine], threads=1)
+    peer = torch.optim.AdamW(theirs)
+    with mock.patch.object(ours._workers, "submit", Later):
+        for step in range(3):
+            for params in (mine, theirs):
+                generator = torch.Generator().manual_seed(step)
+                for param in params:
+                    param.grad = torch.randn(64, 64, generator=generator).t()
+            ours.step()
+            peer.step()
+    ours.close()
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_what_is_wrong_with_one_group_changes_none() -> None:
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer = superoffload.CPUAdamW([{"params": [param]} for param in params], lr=0.1, threads=1)
+    for param in params:
+        param.grad = torch.ones(4)
+    optimizer.param_groups[1]["betas"] = (0.9, 1.5)
+    with pytest.raises(ArgumentError, match=r"betas\[1\]=1\.5"):
+        optimizer.step()
+    assert all(param.eq(1.0).all() for param in params)
+    assert not optimizer.state
+    optimizer.close()
+
+
+def test_a_worker_that_fails_says_so_once_every_group_is_stepped() -> None:
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer = superoffload.CPUAdamW([{"params": [param]} for param in params], lr=0.1, threads=1)
+    for param in params:
+        param.grad = torch.ones(4)
+    versions = [param._version for param in params]
+    optimizer._workers.pool.inject_fault(0, "as told")
+    with pytest.raises(WorkerError, match=r"as told.*the step was completed"):
+        optimizer.step()
+    assert all(param.lt(1.0).all() for param in params)
+    assert all(param._version > version for param, version in zip(params, versions, strict=True))
+    optimizer.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
+def test_a_forked_child_gets_an_error_and_the_parent_goes_on() -> None:
+    """Its threads are not there; nothing changes, not even how many steps there were."""
+    script = """
+import os, torch, superoffload
+from superoffload.errors import StateError
+param = torch.nn.Parameter(torch.ones(4))
+optimizer = superoffload.CPUAdamW([param], threads=1)
+param.grad = torch.ones(4)
+if os.fork() == 0:
+    try:
+        optimizer.step()
+    except StateError as error:
+        optimizer.close()
+        os._exit(7 if "do not survive fork()" in str(error) and not optimizer.state else 1)
+    os._exit(1)
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+optimizer.step()
+print(bool(param.lt(1).all()))
+optimizer.close()
+"""
+    assert run_python(script, timeout=60).stdout.split() == ["7", "True"]
+
+
+def test_bad_input_and_use_after_close() -> None:
+    with pytest.raises(ArgumentError, match="lr=-1"):
+        superoffload.CPUAdamW(parameters(), lr=-1)
+    with pytest.raises(ArgumentError, match="l2='no': expected True"):
+        superoffload.CPUAdamW(parameters(), l2="no")  # type: ignore[arg-type]
+    params = parameters()
+    optimizer = superoffload.CPUAdamW(params)
+    set_gradients(params, 0)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["params"] = []
+    with pytest.raises(ArgumentError, match="parameters in group 0"):
+        optimizer.load_state_dict(state)
+    optimizer.close()
+    with pytest.raises(StateError, match="closed"):
+        optimizer.step()
+
+
+def test_a_load_goes_into_the_state_there_is() -> None:
+    """Not beside it; what the checkpoint has no state of has none afterwards, and a refused one changes nothing."""
+    model, other = torch.nn.Linear(3, 2).bfloat16(), torch.nn.Linear(3, 2).bfloat16()
+    ours, theirs = (superoffload.CPUAdamW(one.parameters(), threads=1) for one in (model, other))
+    for one in (model, other):
+        for param in one.parameters():
+            param.grad = torch.ones_like(param)
+    ours.step()
+    other.bias.grad = None
+    theirs.step()
+    held = dict(ours.state[model.weight])
+    given = theirs.state_dict()
+    damaged = copy.deepcopy(given)
+    damaged["state"][0]["exp_avg_sq"][1, 2] = -1.0
+    before = copy.deepcopy(ours.state_dict())
+    with pytest.raises(ArgumentError, match="exp_avg_sq has values below 0"):
+        ours.load_state_dict(damaged)
+    for name, value in before["state"][0].items():
+        assert torch.equal(ours.state[model.weight][name], value)
+    ours.load_state_dict(given)
+    assert all(ours.state[model.weight][name] is value for name, value in held.items())
+    assert model.bias not in ours.state
+    for name in ("step", "exp_avg", "exp_avg_sq"):
+        assert torch.equal(held[name], theirs.state[other.weight][name])
+    ours.close()
+    theirs.close()

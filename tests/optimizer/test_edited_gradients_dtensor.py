@@ -1,0 +1,77 @@
+"""Edits of gradients and parameters that are DTensors on a device are noticed, and no gradient is copied down again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from superoffload import AdamW
+from tests.support.adamw_training import grads_of
+from tests.support.fake_cuda import Fake, LateLink, on_fake_device
+from tests.support.rank_processes import flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
+
+
+def clipped(model: Any, optimizer: AdamW) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def negated(model: Any, optimizer: AdamW) -> None:
+    torch._foreach_neg_(grads_of(model))
+
+
+def values_negated(model: Any, optimizer: AdamW) -> None:
+    torch._foreach_neg_([p for p in model.parameters() if p.requires_grad])
+
+
+def values_scaled(model: Any, optimizer: AdamW) -> None:
+    torch._foreach_mul_([p for p in model.parameters() if p.requires_grad], 0.5)
+
+
+def replaced(model: Any, optimizer: AdamW) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad = param.grad * 0.5
+
+
+def edited_run(edit: Callable[[Any, AdamW], None] | None, synchronize: Callable[[], None]) -> dict[str, str]:
+    model = shard(net(torch.bfloat16), flat_mesh())
+    model.register_forward_pre_hook(lambda *_: synchronize())
+    options: dict[str, Any] = {"keep_grads": True, "max_grad_norm": None, "speculation": "always", "rank_check": "off"}
+    with optimizer_of(model, **options) as optimizer:
+        for step in range(4):
+            optimizer.zero_grad()
+            model.loss(tokens_of(step, dist.get_rank())).backward()
+            synchronize()
+            if step in (1, 3) and edit is not None:
+                with torch.no_grad():
+                    edit(model, optimizer)
+            optimizer.step()
+            synchronize()
+        return optimizer.state_digests()
+
+
+def edits(edit: Callable[[Any, AdamW], None]) -> list[bool]:
+    """In a rank: over a device as on the host; and as without the edit, which must not be."""
+    fake = Fake()
+    expected = edited_run(edit, lambda: None)
+    comparing = mock.patch(
+        "superoffload.engine.packer.same_bits", side_effect=AssertionError("a gradient was copied down again")
+    )
+    with on_fake_device(fake, keep_grads=True) as links, comparing:
+        found = edited_run(edit, fake.synchronize)
+        assert isinstance(links[0], LateLink)
+    fake.synchronize()
+    return [found == expected, edited_run(None, lambda: None) == expected]
+
+
+@pytest.mark.parametrize("edit", [clipped, negated, replaced, values_negated, values_scaled])
+def test_edits_on_a_device_are_noticed(edit: Callable[[Any, AdamW], None]) -> None:
+    """Operations on lists raise no version counter of a DTensor."""
+    Fake()
+    assert on_ranks(2, edits, edit) == [[True, False]] * 2

@@ -1,0 +1,326 @@
+"""Dense parameters that are not contiguous (channels_last, transposed) get the bits of contiguous ones everywhere."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from superoffload import AdamW, CPUAdamW, checkpoints
+from superoffload.engine.schedule import MODES
+from superoffload.errors import ArgumentError, RankError, StateError
+from superoffload.host.tensors import dims_in_memory, in_order, is_dense, out_of_order
+from tests.support.adamw_training import DTYPES
+from tests.support.compatibility import compat
+from tests.support.fake_cuda import Fake, on_fake_device
+from tests.support.rank_processes import on_ranks
+
+LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
+
+
+def reorder(model: Any) -> None:
+    """``Any``: torch's annotations know ``memory_format`` of tensors alone."""
+    model.to(memory_format=LAST)
+
+
+class ConvNet(nn.Module):
+    """Convolutions, of which one has a single position; a transposed weight."""
+
+    def __init__(self, last: bool, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.second = nn.Conv2d(8, 6, 1)
+        self.norm = nn.BatchNorm2d(3)
+        self.mixed = nn.Parameter(torch.randn(6, 5))
+        self.to(dtype)
+        if last:
+            reorder(self)
+            self.mixed = nn.Parameter(self.mixed.detach().t().contiguous().t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.tanh(self.first(self.norm(x)))).square().mean((2, 3)) @ self.mixed
+        return out
+
+
+def images(step: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+def train(model: nn.Module, optimizer: Any, steps: range, dtype: torch.dtype = torch.float32) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(images(step, dtype)).float().square().mean().backward()
+        optimizer.step()
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def set_gradients(params: Sequence[Tensor], step: int, *, strides: str = "own") -> None:
+    """The same values in the order of memory of the parameter, or of a contiguous one, or another one."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for param in params:
+        grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        if strides == "own":
+            grad = torch.empty_like(param.detach()).copy_(grad)
+        elif strides == "another":
+            grad = grad.permute(*reversed(range(grad.dim()))).contiguous().permute(*reversed(range(grad.dim())))
+        param.grad = grad
+
+
+def same(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return all(map(torch.equal, ones, others))
+
+
+def test_what_is_dense() -> None:
+    dense = [
+        torch.empty(3, 4).t(),
+        torch.empty(2, 3, 4, 5).to(memory_format=LAST),
+        torch.empty(2, 3, 4, 5, 2).to(memory_format=LAST_3D),
+        torch.empty(2, 3, 4).permute(1, 2, 0),
+        torch.empty(5, 1, 3).permute(2, 1, 0),
+        torch.empty(()),
+        torch.empty(0, 3).t(),
+        torch.empty_strided((1, 4), (7, 1)),
+    ]
+    assert all(map(is_dense, dense))
+    for tensor in dense:
+        with torch.no_grad():
+            tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape))
+        order = None if tensor.is_contiguous() else dims_in_memory(tensor)
+        flat = in_order(tensor, order)
+        assert flat.data_ptr() == tensor.data_ptr() and flat.dim() == 1
+        assert torch.equal(out_of_order(flat, tensor.shape, order), tensor)
+        assert out_of_order(flat, tensor.shape, order).stride() == tensor.stride() or 1 in tensor.shape or order is None
+        assert torch.equal(in_order(tensor.contiguous(), order), flat)
+    assert not any(map(is_dense, SPARSE.values()))
+
+
+SPARSE = {
+    "expanded": torch.zeros(3, 1).expand(3, 4),
+    "with gaps": torch.zeros(4, 6)[:, ::2],
+    "overlapping": torch.zeros(8).as_strided((3, 3), (1, 2)),
+    "a part of channels_last": torch.zeros(2, 8, 3, 3).to(memory_format=LAST)[:, :4],
+}
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_others_are_refused(kind: str) -> None:
+    param = nn.Parameter(SPARSE[kind], requires_grad=True)
+    for made in (AdamW, CPUAdamW):
+        with pytest.raises(ArgumentError, match=r"expected elements that fill a run of memory.*\.contiguous\(\)"):
+            made([param])
+
+
+@compat("non-contiguous parameters", "single", "stand_in", note="dense ones")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strides", ["own", "contiguous", "another"])
+def test_the_bits_of_contiguous_ones(strides: str, dtype: torch.dtype) -> None:
+    """Without clipping: the norm's blocks are runs of memory, so its last bits may differ."""
+    expected: list[Any] = []
+    for mode in MODES:
+        for last in (False, True):
+            model = ConvNet(last, dtype)
+            with AdamW(model.parameters(), speculation=mode, threads=2, bucket_numel=1024) as optimizer:
+                for step in range(4):
+                    optimizer.zero_grad()
+                    set_gradients(list(model.parameters()), step, strides=strides)
+                    optimizer.step()
+                state = [optimizer.state[param][name] for param in model.parameters() for name in STATE]
+                everything = [*values(model), *(tensor.clone() for tensor in state)]
+                shown = optimizer.state[model.mixed]["master"]
+                assert shown.stride() == model.mixed.stride() and shown.shape == model.mixed.shape
+                expected = expected or everything
+                assert same(everything, expected)
+
+
+STATE = ("exp_avg", "exp_avg_sq", "master")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_net_trains_as_with_torch(dtype: torch.dtype) -> None:
+    digests = []
+    for mode in MODES:
+        ours = ConvNet(True, dtype)
+        with AdamW(ours.parameters(), speculation=mode, threads=2, max_grad_norm=0.5, bucket_numel=1024) as optimizer:
+            train(ours, optimizer, range(5), dtype)
+            digests.append(optimizer.state_digests())
+    assert digests[0] == digests[1] == digests[2]
+    if dtype is torch.float32:
+        theirs = ConvNet(True)
+        stock = torch.optim.AdamW(theirs.parameters())
+        for step in range(5):
+            stock.zero_grad()
+            theirs(images(step)).square().mean().backward()
+            nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+            stock.step()
+        torch.testing.assert_close(values(ours), values(theirs), rtol=1e-5, atol=1e-6)
+
+
+def test_writes_are_kept() -> None:
+    seen = []
+    for last in (False, True):
+        model = ConvNet(last, torch.bfloat16)
+        with warnings.catch_warnings(), AdamW(model.parameters(), speculation="always") as optimizer:
+            warnings.simplefilter("ignore")
+            for step in range(6):
+                optimizer.zero_grad()
+                set_gradients(list(model.parameters()), step)
+                optimizer.step()
+                with torch.no_grad():
+                    model.first.weight[1:3] *= 0.5
+                model.mixed.data[:, 1] = 0.25
+            optimizer.refresh_masters()
+            seen.append([*values(model), *(optimizer.state[p]["master"].clone() for p in model.parameters())])
+    assert same(*seen)
+
+
+def test_state_dicts_go_both_ways() -> None:
+    for first, second in ((True, False), (False, True)):
+        model, other = ConvNet(first), ConvNet(second)
+        stock_model = ConvNet(second)
+        stock = torch.optim.AdamW(stock_model.parameters())
+        with AdamW(model.parameters()) as optimizer, AdamW(other.parameters()) as resumed:
+            for step in range(3):
+                set_gradients(list(model.parameters()), step)
+                optimizer.step()
+            other.load_state_dict(model.state_dict())
+            stock_model.load_state_dict(model.state_dict())
+            resumed.load_state_dict(optimizer.state_dict())
+            stock.load_state_dict(optimizer.state_dict())
+            for which in (model, other, stock_model):
+                set_gradients(list(which.parameters()), 9)
+            optimizer.step()
+            resumed.step()
+            stock.step()
+            assert same(values(model), values(other))
+            torch.testing.assert_close(values(stock_model), values(model), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_checkpoints_go_both_ways(background: bool, tmp_path: Path) -> None:
+    for first, second in ((True, False), (False, True), (True, True)):
+        folder = tmp_path / f"{first}-{second}"
+        model, other = ConvNet(first, torch.bfloat16), ConvNet(second, torch.bfloat16)
+        with AdamW(model.parameters()) as optimizer, AdamW(other.parameters()) as resumed:
+            for step in range(3):
+                set_gradients(list(model.parameters()), step)
+                optimizer.step()
+            if background:
+                checkpoints.save_in_background(folder, model, optimizer).wait()
+            else:
+                checkpoints.save(folder, model, optimizer)
+            checkpoints.load(folder, other, resumed)
+            for which in (model, other):
+                set_gradients(list(which.parameters()), 9)
+            optimizer.step()
+            resumed.step()
+            assert same(values(model), values(other))
+            masters = [
+                [o.state[p]["master"] for p in m.parameters()] for o, m in ((optimizer, model), (resumed, other))
+            ]
+            assert same(*masters)
+
+
+def test_masters_of_a_converted_model() -> None:
+    model = ConvNet(True)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.bfloat16()
+    with AdamW(model.parameters(), model=model) as optimizer:
+        optimizer.load_masters(before)
+        assert torch.equal(optimizer.state[model.first.weight]["master"], before["first.weight"])
+
+
+def test_a_model_that_changes_its_order_is_refused() -> None:
+    model = ConvNet(False)
+    with AdamW(model.parameters(), speculation="always") as optimizer:
+        train(model, optimizer, range(2))
+        before = optimizer.state[model.first.weight]["master"].clone()
+        reorder(model)
+        optimizer.zero_grad()
+        with pytest.raises(StateError, match=r"in another order in memory now.*before the optimizer is made"):
+            train(model, optimizer, range(1))
+        assert torch.equal(optimizer.state[model.first.weight]["master"], before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernels_alone(dtype: torch.dtype) -> None:
+    """Also where the order changes between steps, in a copy, and with state that was loaded."""
+    seen = []
+    for last in (False, True):
+        model = ConvNet(last, dtype)
+        optimizer = CPUAdamW(model.parameters(), threads=2)
+        for step in range(6):
+            set_gradients(list(model.parameters()), step, strides=("own", "contiguous", "another")[step % 3])
+            optimizer.step()
+            if step == 2 and not last:
+                reorder(model)
+            if step == 3:
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer.close()
+                model = copy.deepcopy(model)
+                optimizer = CPUAdamW(model.parameters(), threads=2)
+                optimizer.load_state_dict(saved)
+        state = [tensor for p in model.parameters() for tensor in optimizer.state[p].values()]
+        seen.append([*values(model), *state])
+        optimizer.close()
+    assert same(*seen)
+
+
+def test_over_a_device(fake: Fake) -> None:
+    seen = []
+    for where in (warnings.catch_warnings(), on_fake_device(fake)):
+        model = ConvNet(True, torch.bfloat16)
+        options: dict[str, Any] = {"speculation": "always", "threads": 2, "bucket_numel": 1024}
+        with where, AdamW(model.parameters(), **options) as optimizer:
+            for step in range(4):
+                fake.synchronize()
+                optimizer.zero_grad()
+                set_gradients(list(model.parameters()), step, strides=("own", "contiguous")[step % 2])
+                optimizer.step()
+            fake.synchronize()
+            seen.append(optimizer.state_digests())
+    assert seen[0] == seen[1]
+
+
+# ---- ranks --------------------------------------------------------------------------------------------------------
+
+
+def ddp_run(told: bool, view: bool) -> dict[str, str]:
+    """``told``: gradients are taken from DDP's buckets, in the order in which it has them there."""
+    inner = ConvNet(True)
+    model = DistributedDataParallel(inner, bucket_cap_mb=0.001, gradient_as_bucket_view=view)
+    params = list(model.parameters())
+    with AdamW(params, model=model if told else None, threads=1, bucket_numel=1024, rank_timeout=20.0) as optimizer:
+        train(model, optimizer, range(4))
+        return optimizer.state_digests()
+
+
+def refused(replicated: str, last: bool) -> str:
+    try:
+        AdamW(ConvNet(last).parameters(), replicated=replicated, threads=1, rank_timeout=20.0).close()
+    except (ArgumentError, RankError) as error:
+        return str(error)
+    return ""
+
+
+def over_ranks() -> list[Any]:
+    told = [ddp_run(told, view) for told, view in ((False, False), (True, False), (True, True))]
+    rank = torch.distributed.get_rank()
+    return [told[0] == told[1] == told[2], refused("shard", True), refused("replicate", rank == 0)]
+
+
+def test_over_ranks() -> None:
+    for agree, spread, different in on_ranks(2, over_ranks):
+        assert agree
+        assert "replicated='shard' cuts parameters in the order of their dimensions" in spread
+        assert "were made differently" in different and "dimensions in memory" in different

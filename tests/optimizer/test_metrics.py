@@ -1,0 +1,241 @@
+"""What is measured while training: names and units, anomalies in the log, the endpoint for Prometheus."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import superoffload
+from superoffload.engine.verdict import Verdict
+from superoffload.errors import ArgumentError, SuperOffloadError
+from superoffload.metrics import PER_STEP, PREFIX, TOTALS, Anomalies, Limits, Monitor, as_metrics
+from tests.support.checkout import ROOT
+
+
+@pytest.fixture
+def optimizer() -> Iterator[superoffload.AdamW]:
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(4096)) for _ in range(3)]
+    made = superoffload.AdamW(params, lr=1e-2, max_grad_norm=100.0, speculation="always", bucket_numel=4096, threads=1)
+    yield made
+    made.close()
+
+
+def train_step(optimizer: superoffload.AdamW, scale: float = 1.0) -> None:
+    optimizer.zero_grad()
+    params = optimizer.param_groups[0]["params"]
+    sum((scale * p * torch.ones(4096)).sum() for p in params).backward()
+    optimizer.step()
+
+
+# ---- names ----
+
+
+def test_every_total_is_explained(optimizer: superoffload.AdamW) -> None:
+    assert set(optimizer.stats()) == set(TOTALS)
+
+
+def test_documentation_has_every_name_with_its_unit() -> None:
+    page = (ROOT / "docs/metrics.md").read_text()
+    for name, (unit, text) in {**TOTALS, **PER_STEP}.items():
+        assert f"| `{name}` | {unit} | {text} |" in page, f"docs/metrics.md lacks {name}, or says something else"
+    for rule in re.findall(r"superoffload_(\w+)", page):
+        assert re.sub("_total$", "", rule) in {*TOTALS, *PER_STEP}, f"docs/metrics.md uses superoffload_{rule}"
+
+
+def test_totals_as_a_plain_dictionary(optimizer: superoffload.AdamW) -> None:
+    train_step(optimizer)
+    values = as_metrics(optimizer.stats())
+    assert values[PREFIX + "steps"] == 1.0 and values[PREFIX + "bytes_down"] == 3 * 4096 * 4
+    assert all(type(value) is float for value in values.values())
+    assert as_metrics({"a": float("nan"), "b": 2}) == {PREFIX + "b": 2.0}
+
+
+def test_metrics_of_a_step(optimizer: superoffload.AdamW) -> None:
+    times = iter([10.0, 12.0, 12.5])
+    monitor = Monitor(optimizer, clock=lambda: next(times))
+    train_step(optimizer)
+    first = monitor.step()
+    assert set(first) == {PREFIX + name for name in {**TOTALS, **PER_STEP}}
+    assert first[PREFIX + "step_seconds"] == 2.0
+    assert first[PREFIX + "step_down_bytes_per_second"] == 3 * 4096 * 4 / 2.0
+    assert first[PREFIX + "step_speculated_share"] > 0 and first[PREFIX + "clip_coefficient"] < 1.0
+    assert first[PREFIX + "grad_norm"] == pytest.approx((3 * 4096) ** 0.5)
+    train_step(optimizer, float("inf"))
+    second = monitor.step()
+    assert second[PREFIX + "skipped_steps"] == 1.0 and PREFIX + "grad_norm" not in second
+    assert second[PREFIX + "step_seconds"] == 0.5 and second[PREFIX + "step_up_bytes_per_second"] == 0.0
+
+
+def test_counters_go_on_where_an_earlier_run_ended(optimizer: superoffload.AdamW) -> None:
+    earlier = Monitor(optimizer)
+    train_step(optimizer)
+    train_step(optimizer, float("nan"))
+    before = earlier.step()
+    kept = json.loads(json.dumps(earlier.state_dict()))
+    assert set(kept) == set(TOTALS) - {"clip_rate", "journal_bytes_per_param", "params_on_device", "pinned_bytes"}
+    later = Monitor(optimizer)  # of the same optimizer, as a second train() in one process has it: counted once
+    later.load_state_dict({**kept, "of_a_later_version": 3})
+    train_step(optimizer, 1e-6)
+    after = later.step()
+    assert after[PREFIX + "steps"] == 2 and after[PREFIX + "skipped_steps"] == 1
+    assert after[PREFIX + "clip_rate"] == pytest.approx(1 / 3) and before[PREFIX + "clip_rate"] == 1 / 2
+    assert after[PREFIX + "bytes_down"] == pytest.approx(1.5 * before[PREFIX + "bytes_down"])
+    assert after[PREFIX + "step_down_bytes_per_second"] > 0 and optimizer.stats()["steps"] == 2, "as before"
+    empty = Monitor(optimizer)
+    empty.load_state_dict({})
+    assert empty.state_dict()["steps"] == 0
+
+
+@pytest.mark.parametrize("counters", [{"steps": -1}, {"steps": "3"}, {"steps": float("nan")}, {"steps": True}, [3]])
+def test_counters_that_cannot_be_are_refused(optimizer: superoffload.AdamW, counters: Any) -> None:
+    monitor = Monitor(optimizer)
+    with pytest.raises(ArgumentError, match=r"^counters: "):
+        monitor.load_state_dict(counters)
+    assert monitor.state_dict()["steps"] == 0
+
+
+# ---- anomalies ----
+
+QUIET = {"step_seconds": 1.0, "step_exposed_share": 0.1, "clip_coefficient": 1.0, "grad_norm": 1.0}
+
+
+def observe(anomalies: Anomalies, step: int, *, skipped: bool = False, overflows: int = 0, **changes: float) -> None:
+    values = {PREFIX + name: value for name, value in {**QUIET, **changes}.items()}
+    anomalies.observe(step, values, skipped=skipped, overflows=overflows)
+
+
+@pytest.mark.parametrize(
+    "trouble, steps, text",
+    [
+        ({"step_seconds": 2.0}, 10, "step time drift: steps take 2 s, usual were 1 s"),
+        ({"step_exposed_share": 0.6}, 10, "exposed optimizer: 60% of the step"),
+        ({"clip_coefficient": 0.5}, 45, "clip storm: 90% of the last 50 steps"),
+        ({"grad_norm": 11.0}, 1, "gradient norm spike: the gradient norm is 11, usual was 1"),
+        ({"skipped": True}, 3, "skipped steps: 3 steps in a row"),
+        ({"overflows": 2}, 1, "journal overflow: 2 buckets"),
+    ],
+)
+def test_an_anomaly_is_one_line_when_it_begins_and_one_when_it_is_over(
+    caplog: pytest.LogCaptureFixture, trouble: dict[str, Any], steps: int, text: str
+) -> None:
+    caplog.set_level(logging.INFO, "superoffload")
+    anomalies = Anomalies(Limits(), "rank 3: ")
+    for step in range(60):
+        observe(anomalies, step)
+    assert caplog.messages == []
+    for step in range(60, 60 + steps - 1):
+        observe(anomalies, step, **trouble)
+    assert caplog.messages == [], "too early"
+    for step in range(60 + steps - 1, 60 + steps + 2):
+        observe(anomalies, step, **trouble)
+    (line,) = caplog.messages
+    assert line.startswith(f"rank 3: step {60 + steps - 1}: {text}")
+    assert caplog.records[0].levelno == logging.WARNING
+    for step in range(200, 260):
+        observe(anomalies, step)
+    name = text.split(":")[0]
+    assert len(caplog.messages) == 2 and caplog.messages[1].endswith(f"{name} is over")
+
+
+def test_quiet_noise_is_no_anomaly(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "superoffload")
+    anomalies = Anomalies(Limits())
+    draw = torch.Generator().manual_seed(1)
+    for step in range(300):
+        noise = [float(value) for value in torch.rand(3, generator=draw)]
+        slow = 3.0 if step % 17 == 0 else 1.0  # a checkpoint now and then
+        clip = 0.5 if noise[2] < 0.5 else 1.0
+        observe(anomalies, step, step_seconds=slow + noise[0] / 3, grad_norm=0.5 + 2 * noise[1], clip_coefficient=clip)
+    assert caplog.messages == []
+
+
+def test_anomalies_of_a_real_optimizer(optimizer: superoffload.AdamW, caplog: pytest.LogCaptureFixture) -> None:
+    monitor = Monitor(optimizer, rank=1)
+    for _ in range(3):
+        train_step(optimizer, float("nan"))
+        monitor.step()
+    assert any(line.startswith("rank 1: step 3: skipped steps") for line in caplog.messages)
+
+
+# ---- Prometheus ----
+
+
+def scrape(port: int) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+
+def test_endpoint_serves_what_the_monitor_saw(optimizer: superoffload.AdamW) -> None:
+    pytest.importorskip("prometheus_client", reason="needs prometheus-client: pip install 'superoffload[metrics]'")
+    from superoffload.exporter import PrometheusExporter
+
+    with PrometheusExporter(port=0, rank=2) as exporter:
+        monitor = Monitor(optimizer, exporter=exporter)
+        for scale in (1.0, 1.0, float("nan")):
+            train_step(optimizer, scale)
+            values = monitor.step()
+        shown = scrape(exporter.port)
+        assert shown['superoffload_steps_total{rank="2"}'] == 2
+        assert shown['superoffload_skipped_steps_total{rank="2"}'] == 1
+        for name in (*TOTALS, *PER_STEP):
+            if PREFIX + name in values:
+                total = (
+                    ""
+                    if name in PER_STEP
+                    or name in ("clip_rate", "journal_bytes_per_param", "params_on_device", "pinned_bytes")
+                    else "_total"
+                )
+                assert shown[f'superoffload_{name}{total}{{rank="2"}}'] == pytest.approx(values[PREFIX + name]), name
+        with pytest.raises(ArgumentError, match="cannot listen there"):
+            PrometheusExporter(port=exporter.port)
+        port = exporter.port
+    with pytest.raises(OSError):
+        scrape(port)
+
+
+def test_endpoint_is_open_to_this_machine_only() -> None:
+    pytest.importorskip("prometheus_client", reason="needs prometheus-client: pip install 'superoffload[metrics]'")
+    from superoffload.exporter import PrometheusExporter
+
+    with PrometheusExporter(port=0) as exporter:
+        assert exporter._server.server_address[0] == "127.0.0.1"
+
+
+def test_endpoint_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from superoffload.exporter import PrometheusExporter
+
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(SuperOffloadError, match=r"pip install 'superoffload\[metrics\]'"):
+        PrometheusExporter()
+    with pytest.raises(ArgumentError, match="port=70000"):
+        PrometheusExporter(port=70000)
+
+
+def test_importing_the_package_loads_neither_torch_nor_prometheus() -> None:
+    script = (
+        "import sys, superoffload, superoffload.metrics\nassert not {'torch', 'prometheus_client'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_verdict_of_no_step_is_left_out() -> None:
+    class Fresh:
+        last_verdict: Verdict | None = None
+
+        def stats(self) -> dict[str, float | int]:
+            return dict.fromkeys(TOTALS, 0)
+
+    values = Monitor(Fresh()).step()
+    assert PREFIX + "grad_norm" not in values and PREFIX + "clip_coefficient" not in values

@@ -1,0 +1,153 @@
+"""Parameters of several dtypes, and masters that keep the bits of a model that was loaded as float32."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superoffload import AdamW
+from superoffload.engine.schedule import MODES
+from tests.support.adamw_training import batch, model_of
+from tests.support.compatibility import compat
+
+
+class Mixed(nn.Module):
+    """bfloat16 layers around a float32 norm and a float16 head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = nn.Linear(16, 48).bfloat16()
+        self.norm = nn.LayerNorm(48)
+        self.head = nn.Linear(48, 4).half()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(torch.tanh(self.body(x.bfloat16())).float())
+        found: Tensor = self.head(x.half()).float()
+        return found
+
+
+class Masters:
+    """torch.optim.AdamW over fp32 copies; gradients copied up, parameters rounded down: what we promise to equal."""
+
+    def __init__(self, params: list[nn.Parameter], masters: list[Tensor] | None = None, **options: Any) -> None:
+        self.params = params
+        self.masters = [m.detach().float().clone() for m in masters or params]
+        self.inner = torch.optim.AdamW(self.masters, **options)
+
+    def zero_grad(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for master, param in zip(self.masters, self.params, strict=True):
+            master.grad = None if param.grad is None else param.grad.float()
+        self.inner.step()
+        for master, param in zip(self.masters, self.params, strict=True):
+            param.copy_(master)
+
+
+def mixed_step(model: nn.Module, optimizer: Any, seed: int) -> None:
+    optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(8, 16, generator=generator), torch.randn(8, 4, generator=generator)
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+
+
+@compat("mixed float32, bfloat16 and float16 parameters", "single", "stand_in")
+def test_mixed_dtypes() -> None:
+    digests = []
+    for mode in MODES:
+        model = Mixed()
+        with AdamW(model.parameters(), speculation=mode, threads=1) as optimizer:
+            for seed in range(6):
+                mixed_step(model, optimizer, seed)
+            digests.append(optimizer.state_digests())
+            masters = [optimizer.state[p]["master"].clone() for p in model.parameters()]
+    assert digests[0] == digests[1] == digests[2]
+    theirs = Mixed()
+    reference = Masters(list(theirs.parameters()))
+    for seed in range(6):
+        mixed_step(theirs, reference, seed)
+    for ours, other in zip(masters, reference.masters, strict=True):
+        torch.testing.assert_close(ours, other, rtol=0, atol=1e-4)  # a wrong step is off by 1e-3
+
+
+def converted(keep: str) -> tuple[nn.Module, AdamW, list[Tensor]]:
+    """A model loaded as float32, converted to bfloat16, whose masters are the float32 values."""
+    model = model_of()
+    values = {name: param.detach().clone() for name, param in model.named_parameters()}
+    model.bfloat16()
+    if keep == "by name":
+        optimizer = AdamW(model.parameters(), model=model, threads=1)
+        optimizer.load_masters(values)
+    elif keep == "by names of the groups":
+        optimizer = AdamW(model.named_parameters(), threads=1)
+        optimizer.load_masters({f"module.{name}": value for name, value in values.items()})
+    else:
+        optimizer = AdamW(model.parameters(), threads=1)
+        optimizer.load_masters(list(values.values()))
+    return model, optimizer, list(values.values())
+
+
+@compat("a model loaded as float32 and converted to bfloat16; masters keep the float32 bits", "single", "stand_in")
+@pytest.mark.parametrize("keep", ["by name", "by names of the groups", "in order"])
+def test_masters_keep_the_float32_bits(keep: str) -> None:
+    model, optimizer, values = converted(keep)
+    published = [p.detach().clone() for p in model.parameters()]
+    with optimizer:
+        for param, value in zip(model.parameters(), values, strict=True):
+            assert torch.equal(optimizer.state[param]["master"], value)
+        assert any(not torch.equal(p.float(), v) for p, v in zip(published, values, strict=True))
+        theirs = copy.deepcopy(model)
+        reference = Masters(list(theirs.parameters()), values)
+        for seed in range(5):
+            for a_model, an_optimizer in ((model, optimizer), (theirs, reference)):
+                an_optimizer.zero_grad()
+                batch(a_model, seed).float().backward()
+                an_optimizer.step()
+        for param, other in zip(model.parameters(), reference.masters, strict=True):
+            torch.testing.assert_close(optimizer.state[param]["master"], other, rtol=0, atol=1e-4)
+
+
+def other_values(values: list[Tensor]) -> Any:
+    return [values[0] + 1.0, *values[1:]]
+
+
+def other_shape(values: list[Tensor]) -> Any:
+    return [values[0].t(), *values[1:]]
+
+
+def not_finite(values: list[Tensor]) -> Any:
+    return [values[0] * torch.inf, *values[1:]]
+
+
+BAD_MASTERS: dict[str, tuple[Callable[[list[Tensor]], Any], str]] = {
+    "other values": (other_values, "is not their rounding"),
+    "too few": (lambda values: values[1:], "5 tensors, expected 6"),
+    "a missing name": (lambda values: {"what": values[0]}, "no value for '0.weight'"),
+    "another shape": (other_shape, "expected a tensor of shape (48, 16)"),
+    "not finite": (not_finite, "NaN or infinite"),
+    "no tensors": (lambda values: 3, "expected a mapping of names to tensors"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MASTERS)
+def test_masters_that_do_not_fit_are_refused(name: str) -> None:
+    change, words = BAD_MASTERS[name]
+    model = model_of()
+    values = [p.detach().clone() for p in model.parameters()]
+    model.bfloat16()
+    with AdamW(model.parameters(), model=model, threads=1) as optimizer:
+        before = optimizer.state_digests()
+        with pytest.raises(ValueError) as caught:
+            optimizer.load_masters(change(values))
+        assert words in str(caught.value)
+        assert optimizer.state_digests() == before

@@ -1,0 +1,77 @@
+"""Parameters that are not where they should be: a clear error, and the state as after the last committed step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from superoffload import AdamW
+from superoffload.errors import ArgumentError, StateError
+from tests.support.adamw_training import batch, model_of, train
+
+
+def on_a_gpu(numel: int = 8) -> nn.Parameter:
+    """As far as shapes and devices go."""
+    with FakeTensorMode():
+        return nn.Parameter(torch.empty(numel, device="cuda"))
+
+
+def state_of(optimizer: AdamW) -> dict[str, str]:
+    return {name: digest for name, digest in optimizer.state_digests().items() if name != "published"}
+
+
+def test_parameters_on_several_devices_are_refused() -> None:
+    message = "on cuda:0, while parameters before it are on cpu; expected one device per optimizer"
+    with pytest.raises(ArgumentError, match=message):
+        AdamW([nn.Parameter(torch.zeros(8)), on_a_gpu()])
+    model, twin = model_of(), model_of()
+    with AdamW(model.parameters(), speculation="always") as optimizer, AdamW(twin.parameters()) as plain:
+        train(model, optimizer, range(2))
+        optimizer.zero_grad()
+        batch(model, 2).backward()
+        with pytest.raises(ArgumentError, match=message):
+            optimizer.add_param_group({"params": [on_a_gpu()]})
+        assert len(optimizer.param_groups) == 1
+        optimizer.step()
+        train(twin, plain, range(3))
+        assert optimizer.state_digests() == plain.state_digests()
+
+
+@pytest.mark.parametrize("delivery", ["eager", "on_demand"])
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_parameter_that_was_moved_is_refused(in_flight: bool, delivery: str) -> None:
+    """Its device is what we remember of it: there is no other one here."""
+    model, twin = model_of(), model_of()
+    options: dict[str, Any] = {"speculation": "always", "delivery": delivery, "module": model, "bucket_numel": 1024}
+    with AdamW(model.parameters(), **options) as optimizer, AdamW(twin.parameters(), speculation="never") as plain:
+        train(model, optimizer, range(3))
+        train(twin, plain, range(3))
+        if in_flight:
+            batch(model, 3).backward()
+        for param in model.parameters():
+            optimizer._parts.params[param].device = torch.device("cuda:0")
+            param.data = param.data.clone()
+        with pytest.raises(StateError, match="was on cuda:0, now on cpu; make the optimizer after moving the model"):
+            optimizer.step()
+        optimizer.zero_grad()
+        assert state_of(optimizer) == state_of(plain)
+
+
+@pytest.mark.parametrize("delivery", ["eager", "on_demand"])
+def test_a_model_that_was_converted_between_backward_and_step_is_refused(delivery: str) -> None:
+    model, twin = model_of(), model_of()
+    options: dict[str, Any] = {"speculation": "always", "delivery": delivery, "module": model, "bucket_numel": 1024}
+    with AdamW(model.parameters(), **options) as optimizer, AdamW(twin.parameters(), speculation="never") as plain:
+        train(model, optimizer, range(3))
+        train(twin, plain, range(3))
+        optimizer.zero_grad()
+        batch(model, 3).backward()
+        model.bfloat16()
+        with pytest.raises(StateError, match="make a new optimizer after converting"):
+            optimizer.step()
+        optimizer.zero_grad()
+        assert state_of(optimizer) == state_of(plain)

@@ -1,0 +1,195 @@
+"""What several backward passes add up to, with accumulate() and without; until step() no parameter changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from superoffload import AdamW
+from tests.support.adamw_training import (
+    DTYPES,
+    Optimizer,
+    batch,
+    check_scenario,
+    model_of,
+    nothing_shows,
+    train,
+    weights,
+)
+from tests.support.compatibility import compat
+from tests.support.over_stand_in import SLOWER
+
+# ---- promise 4: only step() changes a parameter -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_shows_before_step(dtype: torch.dtype) -> None:
+    model = model_of(dtype)
+    with AdamW(model.parameters(), lr=0.1, speculation="always") as optimizer:
+        for seed in range(3):
+            optimizer.zero_grad()
+            with nothing_shows(model):
+                batch(model, seed).backward()
+                assert optimizer.stats()["buckets_speculated"] == seed + 1, "the workers are at it already"
+                for bucket in optimizer._core.buckets:
+                    assert bucket.running is not None
+                    bucket.running.wait()
+            versions = [p._version for p in model.parameters()]
+            before = weights(model)
+            optimizer.step()
+            assert all(p._version > version for p, version in zip(model.parameters(), versions, strict=True))
+            assert not torch.equal(weights(model), before)
+
+
+def test_a_second_forward_sees_the_old_parameters() -> None:
+    model = model_of()
+    with AdamW(model.parameters(), lr=0.1, speculation="always") as optimizer:
+        train(model, optimizer, range(2))
+        optimizer.zero_grad()
+        with nothing_shows(model):
+            first = batch(model, 5)
+            first.backward()
+            for bucket in optimizer._core.buckets:
+                assert bucket.running is not None
+                bucket.running.wait()
+            assert torch.equal(batch(model, 5), first)
+        optimizer.step()
+        assert not torch.equal(batch(model, 5), first)
+
+
+def test_retain_graph() -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        train(model, optimizer, range(2))
+        optimizer.zero_grad()
+        with nothing_shows(model):
+            loss = batch(model, 5)
+            loss.backward(retain_graph=True)
+            (0.5 * loss).backward()
+        optimizer.step()
+
+    assert check_scenario(scenario)["buckets_undone"] > 0
+
+
+def test_a_retained_graph_cannot_be_used_after_step() -> None:
+    """Its saved parameters were changed in place, which autograd notices by the version."""
+    model = model_of()
+    with AdamW(model.parameters(), speculation="always") as optimizer:
+        loss = batch(model, 0)
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_backward_that_records_a_graph() -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        for seed in range(3):
+            optimizer.zero_grad()
+            batch(model, seed).backward(create_graph=True)
+            optimizer.step()
+        for param in model.parameters():
+            param.grad = None
+
+    with pytest.warns(UserWarning, match="create_graph"):
+        check_scenario(scenario)
+
+
+# ---- several backward passes --------------------------------------------------------------------------------------
+
+
+@compat("gradient accumulation", "single")
+@compat("gradient accumulation", "stand_in", note=SLOWER)
+@pytest.mark.parametrize("bucket_numel", [None, 1024])
+def test_a_second_backward_adds_up(bucket_numel: int | None) -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        for step, passes in enumerate([1, 2, 2, 1, 3, 2, 1]):
+            optimizer.zero_grad()
+            for micro in range(passes):
+                batch(model, 10 * step + micro).backward()
+            optimizer.step()
+
+    stats = check_scenario(scenario, bucket_numel=bucket_numel)
+    assert stats["buckets_undone"] > 0
+    assert stats["buckets_committed"] > 0, "as many passes as last time: the last one is taken for the boundary"
+
+
+@compat("gradient accumulation with accumulate()", "single", "stand_in")
+def test_accumulate() -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        for step in range(4):
+            optimizer.zero_grad()
+            with optimizer.accumulate():
+                for micro in range(3):
+                    batch(model, 10 * step + micro).backward()
+            batch(model, 10 * step + 9).backward()
+            optimizer.step()
+
+    stats = check_scenario(scenario)
+    assert stats["buckets_undone"] == 0
+    assert stats["buckets_committed"] == 4
+
+
+def test_accumulate_packs_nothing() -> None:
+    model = model_of()
+    with AdamW(model.parameters(), speculation="always") as optimizer:
+        with optimizer.accumulate():
+            batch(model, 0).backward()
+            with optimizer.accumulate():
+                batch(model, 1).backward()
+            batch(model, 2).backward()
+            assert optimizer.stats()["bytes_down"] == 0
+        batch(model, 3).backward()
+        assert optimizer.stats()["bytes_down"] > 0
+
+
+def test_accumulate_ends_with_an_exception_inside() -> None:
+    model = model_of()
+    with AdamW(model.parameters(), speculation="always") as optimizer:
+        with pytest.raises(ZeroDivisionError), optimizer.accumulate():
+            _ = 1 / 0
+        batch(model, 0).backward()
+        optimizer.step()
+        assert optimizer.stats()["buckets_committed"] == 1
+
+
+def test_more_gradient_after_the_boundary() -> None:
+    """accumulate() around a backward that comes last."""
+
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        for seed in range(3):
+            optimizer.zero_grad()
+            batch(model, seed).backward()
+            with optimizer.accumulate():
+                batch(model, seed + 50).backward()
+            optimizer.step()
+
+    assert check_scenario(scenario)["buckets_undone"] > 0
+
+
+def test_only_accumulating_backward_passes() -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        for seed in range(3):
+            optimizer.zero_grad()
+            with optimizer.accumulate():
+                batch(model, seed).backward()
+            optimizer.step()
+
+    assert check_scenario(scenario)["buckets_stepped"] == 3
+
+
+def test_backward_over_parts_of_the_model() -> None:
+    def scenario(model: Any, optimizer: Optimizer) -> None:
+        for seed in range(6):
+            optimizer.zero_grad()
+            if seed % 3 == 1:
+                model[0](torch.ones(2, 16)).square().mean().backward()
+            elif seed % 3 == 2:
+                model[3](torch.ones(2, 48)).square().mean().backward()
+            else:
+                batch(model, seed).backward()
+            optimizer.step()
+
+    check_scenario(scenario, bucket_numel=1024)

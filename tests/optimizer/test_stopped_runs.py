@@ -1,0 +1,299 @@
+"""Runs that are told to stop, by storms of signals, by a scheduler that waits a little, or by the kernel; and clocks
+that jump. What was saved goes on to the same bits."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from superoffload import AdamW, checkpoints
+from superoffload.distributed.launch import PRELOAD
+from superoffload.engine.schedule import Schedule
+from tests.support.adamw_training import batch, model_of, pair, run_python, train
+from tests.support.checkout import ROOT
+
+GRACE = 30  # seconds between a scheduler's SIGTERM and its SIGKILL
+
+
+# ---- storms ---------------------------------------------------------------------------------------------------------
+
+
+STORM = """
+import os, random, signal, sys, threading, time, torch
+torch.set_num_threads(1)
+from superoffload import AdamW
+STEPS, BURSTS = 60, 150
+gradients = [torch.randn(3000, generator=torch.Generator().manual_seed(i)) for i in range(STEPS)]
+signals = []  # as they were answered
+
+def terminated(number, frame):
+    signals.append(number)
+    raise (SystemExit if number == signal.SIGTERM else KeyboardInterrupt)
+
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, terminated)
+
+def again(work, levels=8):
+    # Until it was done; signals that come where one level catches are caught by the next.
+    while True:
+        try:
+            return work() if levels == 0 else again(work, levels - 1)
+        except (KeyboardInterrupt, SystemExit):
+            pass
+
+def optimizer_of(mode):
+    params = [torch.nn.Parameter(torch.ones(1000)) for _ in range(3)]
+    return params, AdamW(params, speculation=mode, bucket_numel=1024, max_grad_norm=54.0, threads=2)
+
+def step_of(params, optimizer):
+    step = optimizer.stats()["steps"]
+    optimizer.zero_grad()
+    (torch.cat(params) * gradients[step % STEPS]).sum().backward()
+    optimizer.step()
+
+params, plain = optimizer_of("never")
+expected = [plain.state_digests()]
+for _ in range(STEPS):
+    step_of(params, plain)
+    expected.append(plain.state_digests())
+
+params, optimizer = optimizer_of("always")
+caught, over, wrong, looked = threading.Event(), threading.Event(), [], []
+
+def shoot():
+    rng = random.Random(1)
+    caught.wait()
+    for _ in range(BURSTS):
+        time.sleep(rng.random() * 0.004)
+        for _ in range(rng.randrange(1, 6)):
+            os.kill(os.getpid(), rng.choice([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]))
+            time.sleep(rng.random() * 1e-4)
+    over.set()
+
+def look():
+    found = optimizer.stats()["steps"]
+    looked.append(found)
+    if optimizer.state_digests() != expected[found]:
+        wrong.append(found)
+
+def through_the_storm():
+    caught.set()  # not before: start() of a thread does not catch them
+    while not over.is_set():
+        look()
+        if optimizer.stats()["steps"] < STEPS:
+            step_of(params, optimizer)
+
+thread = threading.Thread(target=shoot)
+thread.start()
+again(through_the_storm)
+again(thread.join)
+while optimizer.stats()["steps"] < STEPS:
+    step_of(params, optimizer)
+print(len(signals) > BURSTS / 2, wrong, len(looked) > 0, optimizer.state_digests() == expected[-1])
+"""
+
+
+def test_after_every_burst_of_signals_the_state_is_that_of_a_whole_step() -> None:
+    assert run_python(STORM).stdout.split() == ["True", "[]", "True", "True"]
+
+
+# ---- a scheduler ----------------------------------------------------------------------------------------------------
+
+
+def train_until_told(root: str, steps: int, raises: bool) -> None:
+    """In a child: goes on from the last checkpoint; at SIGTERM it saves the last finished step and ends."""
+    torch.set_num_threads(1)
+    told: list[int] = []
+
+    def terminated(number: int, frame: object) -> None:
+        told.append(number)
+        if raises and len(told) == 1:
+            raise SystemExit
+
+    signal.signal(signal.SIGTERM, terminated)
+    model = model_of()
+    optimizer = AdamW(model.parameters(), threads=1, max_grad_norm=1.0, bucket_numel=512, speculation="always")
+    last = checkpoints.latest(root)
+    done = checkpoints.load(last, model, optimizer)["steps"] if last is not None else 0
+    before = optimizer.stats()["steps"]
+    try:
+        while done + optimizer.stats()["steps"] - before < steps and not told:
+            train(model, optimizer, [int(done + optimizer.stats()["steps"] - before)])
+            Path(root, "progress").write_text(str(optimizer.stats()["steps"]))
+    except SystemExit:
+        pass  # in backward or in step(): the step was given up, or is whole
+    done += int(optimizer.stats()["steps"] - before)
+    checkpoints.save(f"{root}/step-{done}-{len(os.listdir(root))}", model, optimizer, extra={"steps": done})
+    Path(root, "digests").write_text(json.dumps([done, optimizer.state_digests()]))
+    optimizer.close()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_told_to_end_it_saves_within_the_grace_and_goes_on_to_the_same_bits(tmp_path: Path, raises: bool) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    steps, progress = 200, tmp_path / "progress"
+    for calls in range(1, 5):
+        progress.unlink(missing_ok=True)
+        told = calls < 4
+        child = context.Process(target=train_until_told, args=(str(tmp_path), steps, raises), daemon=True)
+        child.start()
+        until = time.monotonic() + 60
+        while told and time.monotonic() < until and not (progress.exists() and int(progress.read_text() or 0) >= 3):
+            time.sleep(0.001)
+        for _ in range(3 if told else 0):  # launchers and schedulers both do
+            os.kill(child.pid or 0, signal.SIGTERM)
+            time.sleep(0.001)
+        child.join(GRACE if told else 120)
+        assert child.exitcode == 0, "the scheduler would have killed it"
+    done, found = json.loads((tmp_path / "digests").read_text())
+    assert done == steps
+    model = model_of()
+    with AdamW(model.parameters(), threads=1, max_grad_norm=1.0, speculation="never") as straight:
+        train(model, straight, range(steps))
+        assert straight.state_digests() == found
+
+
+# ---- the kernel -----------------------------------------------------------------------------------------------------
+
+
+def control_group() -> tuple[Path, str] | str:
+    """A new control group for memory and the name of its limit, or why there is none."""
+    for mount, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        folder = Path(mount, f"superoffload-test-{os.getpid()}")
+        try:
+            folder.mkdir()
+        except OSError:
+            continue
+        if (folder / limit).exists() and os.access(folder / limit, os.W_OK):
+            return folder, limit
+        folder.rmdir()
+    return "needs control groups for memory that this user may write (as root, or delegated)"
+
+
+@pytest.fixture
+def group() -> Iterator[tuple[Path, str]]:
+    made = control_group()
+    if isinstance(made, str):
+        pytest.skip(made)
+    yield made
+    until = time.monotonic() + 10
+    while time.monotonic() < until:  # the kernel takes the child from it a little later
+        try:
+            made[0].rmdir()
+            return
+        except OSError:
+            time.sleep(0.01)
+
+
+def train_in(root: str, group: str, limit: str) -> None:
+    """In a child: saves, takes steps with little more memory than it has, saves again, and then wants too much."""
+    torch.set_num_threads(1)
+    Path(group, "cgroup.procs").write_text(str(os.getpid()))
+    param = torch.nn.Parameter(torch.ones(2_000_000))  # state of 24 MB
+    optimizer = AdamW([param], threads=1, max_grad_norm=1.0)
+    model = torch.nn.Module()
+    model.register_parameter("param", param)
+    for step in range(4):
+        optimizer.zero_grad()
+        (param * (step + 1)).square().sum().backward()
+        optimizer.step()
+        if step == 1:
+            used = int(Path(group, limit.replace("limit_in", "usage_in").replace("max", "current")).read_text())
+            Path(group, limit).write_text(str(used + (96 << 20)))
+        if step in (1, 3):
+            checkpoints.save(f"{root}/step-{step + 1}", model, optimizer)
+            Path(root, f"digests-{step + 1}").write_text(json.dumps(optimizer.state_digests()))
+    torch.ones(100_000_000)
+    os._exit(0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: control groups")
+def test_saved_in_a_control_group_that_then_has_no_memory_left(tmp_path: Path, group: tuple[Path, str]) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    child = context.Process(target=train_in, args=(str(tmp_path), str(group[0]), group[1]), daemon=True)
+    child.start()
+    child.join(100)
+    assert child.exitcode == -signal.SIGKILL, "by the kernel"
+    folder = checkpoints.latest(tmp_path)
+    assert folder is not None
+    assert folder.name == "step-4"
+    model = torch.nn.Module()
+    model.register_parameter("param", torch.nn.Parameter(torch.zeros(2_000_000)))
+    with AdamW(model.parameters(), threads=1) as optimizer:
+        checkpoints.load(folder, model, optimizer)
+        assert optimizer.state_digests() == json.loads((tmp_path / "digests-4").read_text())
+
+
+# ---- clocks ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_clock_that_jumps_changes_nothing(tmp_path: Path) -> None:
+    jumps = itertools.cycle([0.0, 4e9, -4e9, 1e18, 5.0])
+    with (
+        mock.patch("time.time", lambda: next(jumps)),
+        mock.patch("time.time_ns", lambda: int(next(jumps))),
+        pair(bucket_numel=512, max_grad_norm=1.0, trace=tmp_path / "trace.json") as (model, optimizer, twin, plain),
+    ):
+        for step in range(8):
+            train(model, optimizer, [step])
+            train(twin, plain, [step])
+            checkpoints.save_in_background(tmp_path / f"step-{step}", model, optimizer, keep=2).wait(60)
+        assert optimizer.state_digests() == plain.state_digests()
+        assert checkpoints.latest(tmp_path) == tmp_path / "step-7"
+        stats = optimizer.stats()
+        assert 0 <= stats["optimizer_seconds_exposed"] < 60
+        assert 0 <= stats["optimizer_seconds"] < 60
+
+
+def test_time_is_measured_by_clocks_that_only_go_forward() -> None:
+    """Waits and measurements. One file compares with the dates of files, which are of the other clock."""
+    wall = ("time.time(", "time.time_ns(", "datetime.now(", "system_clock", "CLOCK_REALTIME", "gettimeofday(")
+    files = [*(ROOT / "superoffload").rglob("*.py"), *(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cpp")]
+    assert len(files) > 100
+    found = [(file.name, word) for file in files for word in wall if word in file.read_text()]
+    assert found == [("leftovers.py", "time.time(")]
+
+
+# ---- saves during a settle ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save", [checkpoints.save, checkpoints.save_in_background])
+def test_saved_while_a_two_phase_step_settles(tmp_path: Path, save: Callable[..., Any]) -> None:
+    """The checkpoint has the masters and moments that belong to the parameters that were published."""
+    model, twin = model_of(), model_of()
+    both: dict[str, Any] = {"bucket_numel": 512, "max_grad_norm": 1e-3, "threads": 1}
+    with (
+        mock.patch.object(Schedule, "publishes", lambda *_: 1.0),
+        AdamW(model.parameters(), speculation="never", **both) as optimizer,
+        AdamW(twin.parameters(), speculation="never", **both) as plain,
+    ):
+        train(model, optimizer, [0])  # the first step is always in one pass
+        train(twin, plain, [0])
+        for step in range(1, 5):
+            train(model, optimizer, [step])
+            with mock.patch.object(Schedule, "publishes", lambda *_: 0.0):
+                train(twin, plain, [step])
+            assert optimizer._core.tail.is_settling
+            saving = save(tmp_path / str(step), model, optimizer)
+            batch(model, 90).backward()  # beside the writing thread
+            optimizer.zero_grad()
+            other = model_of(seed=9)
+            with AdamW(other.parameters(), threads=1) as loaded:
+                checkpoints.load(saving.wait(60) if hasattr(saving, "wait") else saving, other, loaded)
+                assert loaded.state_digests() == plain.state_digests()
+        assert optimizer.stats()["buckets_two_phase"] > plain.stats()["buckets_two_phase"] == 0

@@ -1,0 +1,261 @@
+"""`trace=`: what a timeline shows of a step, that it changes nothing, and that without it nothing is in the way."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from superoffload import AdamW, _native
+from superoffload.errors import ArgumentError
+from superoffload.links.host import HostLink
+from superoffload.timeline import COMPUTE, DOWN, PROCESSORS, UP, VERDICT, _Work, read_trace, span
+from superoffload.tools.cli import main
+from superoffload.tools.report.timeline_plot import choose_steps
+
+BUCKETS = 4
+
+
+def make(trace: Path | None = None, **options: Any) -> tuple[list[torch.nn.Parameter], AdamW]:
+    torch.manual_seed(3)
+    params = [torch.nn.Parameter(torch.randn(2048)) for _ in range(BUCKETS)]
+    settings = {"lr": 1e-2, "speculation": "always", "bucket_numel": 2048, "threads": 2, **options}
+    return params, AdamW(params, trace=trace, **settings)
+
+
+def backward(params: list[torch.nn.Parameter], scale: float = 1.0) -> None:
+    torch.manual_seed(4)
+    sum((p * torch.randn(2048)).sum() * scale for p in params).backward()  # type: ignore[union-attr]
+
+
+def steps_of(path: Path) -> dict[int, list[dict[str, Any]]]:
+    steps: dict[int, list[dict[str, Any]]] = {}
+    for event in json.loads(path.read_text()):
+        if event["ph"] == "X":
+            steps.setdefault(event["args"]["step"], []).append(event)
+    return steps
+
+
+def in_lane(events: list[dict[str, Any]], lane: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["cat"] == lane]
+
+
+def run_every_fate(path: Path) -> None:
+    params, optimizer = make(path, max_grad_norm=1e6)
+    for scale, threshold, finish in (
+        (1.0, 1e6, optimizer.step),  # 1 committed
+        (1.0, 1e-2, optimizer.step),  # 2 replayed: the threshold falls after backward
+        (float("nan"), 1e6, optimizer.step),  # 3 skipped
+        (1.0, 1e6, optimizer.zero_grad),  # 4 abandoned
+    ):
+        optimizer.max_grad_norm = 1e6
+        with span(optimizer.timeline, "forward"):
+            pass
+        backward(params, scale)
+        optimizer.max_grad_norm = threshold
+        finish()
+        optimizer.zero_grad()
+    optimizer.close()
+
+
+def test_every_lane_and_fate(tmp_path: Path) -> None:
+    run_every_fate(tmp_path / "t.json")
+    steps = steps_of(tmp_path / "t.json")
+    assert sorted(steps) == [1, 2, 3, 4]
+    fates = {step: {e["args"]["fate"] for e in events if "fate" in e["args"]} for step, events in steps.items()}
+    assert fates == {1: {"committed"}, 2: {"replayed"}, 3: {"skipped"}, 4: {"abandoned"}}
+    for step, verdict in ((1, "no clip"), (2, "clip"), (3, "found inf: skip")):
+        assert [event["name"] for event in in_lane(steps[step], VERDICT)] == [verdict]
+    assert in_lane(steps[4], VERDICT) == []
+    verbs = {step: [e["name"].split()[2].rstrip(":") for e in in_lane(steps[step], PROCESSORS)] for step in steps}
+    assert verbs[1] == ["speculate"] * BUCKETS
+    assert sorted(verbs[2]) == ["replay"] * BUCKETS + ["speculate"] * BUCKETS
+    assert sorted(verbs[4]) == ["speculate"] * BUCKETS + ["undo"] * BUCKETS
+    for step in (1, 2):
+        assert len(in_lane(steps[step], DOWN)) == len(in_lane(steps[step], UP)) == BUCKETS
+        assert [event["name"] for event in in_lane(steps[step], COMPUTE)] == ["forward", "backward", "step()"]
+    assert in_lane(steps[3], UP) == []
+
+
+def test_work_is_where_it_happened(tmp_path: Path) -> None:
+    run_every_fate(tmp_path / "t.json")
+    events = steps_of(tmp_path / "t.json")[1]
+    forward, back, step = in_lane(events, COMPUTE)
+    assert forward["ts"] <= back["ts"] <= back["ts"] + back["dur"] <= step["ts"] + 1
+    for work in in_lane(events, PROCESSORS):
+        number = work["args"]["bucket"]
+        (pack,) = (event for event in in_lane(events, DOWN) if event["args"]["bucket"] == number)
+        (up,) = (event for event in in_lane(events, UP) if event["args"]["bucket"] == number)
+        assert pack["ts"] <= work["ts"] and work["ts"] + work["dur"] <= up["ts"] + 1
+        assert back["ts"] <= work["ts"] <= step["ts"] + step["dur"]
+
+
+def test_rows_do_not_overlap(tmp_path: Path) -> None:
+    """Two rows of a lane are drawn above each other; within one, viewers expect events to be nested or apart."""
+    run_every_fate(tmp_path / "t.json")
+    rows: dict[int, list[tuple[float, float]]] = {}
+    for events in steps_of(tmp_path / "t.json").values():
+        for event in in_lane(events, PROCESSORS):
+            rows.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    for times in rows.values():
+        for (_, end), (begin, _) in zip(sorted(times), sorted(times)[1:], strict=False):
+            assert end <= begin + 0.002  # microseconds are rounded
+
+
+def test_work_that_ends_while_it_is_looked_at_is_not_lost(tmp_path: Path) -> None:
+    """It runs when it is asked for the first time, and has ended when it is asked again."""
+    path = tmp_path / "trace.json"
+    asked: list[_Work] = []  # kept, so that no other takes its place
+
+    def still_runs(work: _Work) -> bool:
+        asked.append(work)
+        return work.completion is not None and sum(one is work for one in asked) == 1
+
+    param = torch.nn.Parameter(torch.ones(3000))
+    changed = mock.patch.object(_Work, "still_runs", property(still_runs))
+    with changed, AdamW([param], trace=path, bucket_numel=1024, speculation="never") as optimizer:
+        for _ in range(3):
+            param.grad = torch.ones(3000)
+            optimizer.step()
+    steps = [event for event in read_trace(path) if event["ph"] == "X" and " step: " in event["name"]]
+    assert len(steps) == 3 * 3
+
+
+def test_tracing_changes_no_bit(tmp_path: Path) -> None:
+    digests = []
+    for trace in (None, tmp_path / "t.json"):
+        params, optimizer = make(trace, max_grad_norm=30.0)
+        for scale in (1.0, 0.1, 2.0):
+            backward(params, scale)
+            optimizer.step()
+            optimizer.zero_grad()
+        digests.append(optimizer.state_digests())
+        optimizer.close()
+    assert digests[0] == digests[1]
+
+
+def test_without_a_trace_nothing_is_in_the_way() -> None:
+    _, optimizer = make()
+    assert type(optimizer._core.link) is HostLink and type(optimizer._core.pool) is _native.WorkerPool
+    assert optimizer.timeline is None
+    optimizer.close()
+
+
+def test_trace_of_a_killed_program_can_be_read(tmp_path: Path) -> None:
+    params, optimizer = make(tmp_path / "t.json")
+    backward(params)
+    optimizer.step()
+    events = read_trace(tmp_path / "t.json")  # not closed yet
+    assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {1}
+    optimizer.close()
+    assert read_trace(tmp_path / "t.json") == events == json.loads((tmp_path / "t.json").read_text())
+
+
+def test_undone_by_a_second_backward(tmp_path: Path) -> None:
+    params, optimizer = make(tmp_path / "t.json")
+    backward(params)
+    backward(params)
+    optimizer.step()
+    optimizer.close()
+    (events,) = steps_of(tmp_path / "t.json").values()
+    verbs = [event["name"].split()[2].rstrip(":") for event in in_lane(events, PROCESSORS)]
+    assert verbs.count("undo") == BUCKETS and verbs.count("speculate") == 2 * BUCKETS
+
+
+def test_child_of_fork_leaves_the_file_alone(tmp_path: Path) -> None:
+    params, optimizer = make(tmp_path / "t.json")
+    backward(params)
+    optimizer.step()
+    timeline = optimizer.timeline
+    assert timeline is not None
+    before = (tmp_path / "t.json").read_bytes()
+    child = os.fork()
+    if child == 0:
+        timeline.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (tmp_path / "t.json").read_bytes() == before
+    optimizer.close()
+
+
+def test_a_full_disk_ends_the_timeline_and_no_step() -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("needs Linux: writes to /dev/full")
+    digests = []
+    for trace in (None, full):
+        params, optimizer = make(trace)
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(params)
+            if trace is not None and step == 0:
+                with pytest.warns(RuntimeWarning, match=r"trace=/dev/full: .*No space left on device.*goes on"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        optimizer.close()
+        digests.append(optimizer.state_digests())
+    assert digests[0] == digests[1]
+
+
+def test_parameters_that_take_the_place_of_others_are_recorded(tmp_path: Path) -> None:
+    """As Accelerate puts sharded ones into the groups before the first step."""
+    params, optimizer = make(tmp_path / "t.json")
+    others = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    optimizer.param_groups[0]["params"] = others
+    optimizer.zero_grad()
+    optimizer.synchronize()
+    for _ in range(2):
+        backward(others)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    steps = steps_of(tmp_path / "t.json")
+    assert list(steps) == [1, 2]
+    assert all(in_lane(events, PROCESSORS) and in_lane(events, DOWN) for events in steps.values())
+
+
+def test_unwritable_path_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"trace=/no/such/folder/t\.json: the file cannot be written"):
+        make(Path("/no/such/folder/t.json"))
+
+
+@pytest.mark.parametrize("text", ["hello", "{}", '{"a": 1}]'])
+def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x").write_text(text)
+    with pytest.raises(ArgumentError, match="not a trace"):
+        read_trace(tmp_path / "x")
+
+
+def test_steps_with_most_fates_are_shown() -> None:
+    def event(step: int, fate: str) -> dict[str, Any]:
+        return {"args": {"step": step, "fate": fate}}
+
+    events = [event(step, "committed") for step in range(1, 11)]
+    assert choose_steps(events) == [8, 9, 10]
+    assert 4 in choose_steps([*events, event(4, "replayed")])
+    assert choose_steps([]) == [] and choose_steps([event(7, "skipped")]) == [7]
+
+
+def test_train_draws_its_timeline(tmp_path: Path, train_tiny: Callable[..., int]) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install matplotlib")
+    trace = tmp_path / "trace.json"
+    assert train_tiny(tmp_path / "run", "--steps", "12", "--trace", str(trace)) == 0
+    assert len(steps_of(trace)) == 12
+    assert (tmp_path / "run/timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert "Where the time of a few steps went" in (tmp_path / "run/report.html").read_text()
+    assert train_tiny(tmp_path / "run", "--steps", "12") == 0
+    assert not (tmp_path / "run/timeline.png").exists(), "the picture of an earlier run must not pass for this one's"
+
+
+@pytest.fixture
+def train_tiny() -> Callable[..., int]:
+    from tests.support.tiny_run import TINY
+
+    return lambda out, *options: main(["train", *TINY.split(), "--out", str(out), "--quiet", *options])

@@ -1,0 +1,136 @@
+"""Parameters that are frozen, empty, scalar, tied, shared by two optimizers, or without a gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from superoffload import AdamW
+from tests.support.adamw_training import (
+    Optimizer,
+    TorchAdamW,
+    assert_close_to_torch,
+    assert_trained_alike,
+    batch,
+    check_scenario,
+    model_of,
+    train,
+)
+from tests.support.compatibility import compat
+
+
+@compat("parameters frozen and unfrozen mid-run", "single", "stand_in")
+def test_frozen_parameters_are_left_alone_and_can_be_unfrozen() -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        first, *_ = model.parameters()
+        first.requires_grad_(False)
+        train(model, optimizer, range(3))
+        first.requires_grad_(True)
+        train(model, optimizer, range(4))
+        first.requires_grad_(False)
+        train(model, optimizer, range(2))
+
+    check_scenario(scenario)
+
+
+def test_a_parameter_frozen_from_the_start_takes_memory_only_when_it_trains() -> None:
+    models = [model_of() for _ in range(2)]
+    for model in models:
+        model[0].requires_grad_(False)
+    reference = TorchAdamW(models[0].parameters())
+    with AdamW(models[1].parameters(), speculation="always") as optimizer:
+        frozen = list(models[1][0].parameters())
+        one: Any
+        for model, one in zip(models, (reference, optimizer), strict=True):
+            train(model, one, range(2))
+            model[0].requires_grad_(True)
+            assert not any(param in optimizer.state for param in frozen)
+            train(model, one, range(3))
+        assert [float(optimizer.state[p]["step"]) for p in models[1].parameters()] == [3, 3, 5, 5, 5, 5]
+        assert_trained_alike(models[1], models[0])
+        before = optimizer.stats()["buckets_committed"]
+        train(models[1], optimizer, range(2))
+        # Its hook is there by now: all four, the two new ones in buckets of their own.
+        assert optimizer.stats()["buckets_committed"] == before + 2 * len(optimizer._core.buckets)
+
+
+def test_a_gradient_given_to_a_frozen_parameter_is_used_as_in_torch() -> None:
+    params = [nn.Parameter(torch.ones(5), requires_grad=False) for _ in range(2)]
+    with AdamW([params[0]]) as optimizer:
+        for param, one in zip(params, (optimizer, TorchAdamW([params[1]])), strict=True):
+            param.grad = torch.arange(5.0)
+            one.step()
+        assert_close_to_torch(params[0], params[1], 1e-3)
+        assert not torch.equal(params[0], torch.ones(5))
+
+
+@compat("a step with some or no gradients", "single", "stand_in")
+def test_parameters_without_gradients_keep_their_own_step_count() -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        for seed in range(6):
+            optimizer.zero_grad()
+            batch(model, seed).backward()
+            if seed % 2:
+                next(model.parameters()).grad = None
+            optimizer.step()
+
+    check_scenario(scenario)
+
+
+@compat("zero-size parameters", "single", "stand_in")
+@compat("scalar parameters", "single", "stand_in")
+def test_zero_size_and_scalar_parameters() -> None:
+    params = [[nn.Parameter(torch.ones(shape)) for shape in [(0,), (3, 0), (), (5,)]] for _ in range(2)]
+    with AdamW(params[0], speculation="always") as optimizer:
+        for mine, one in zip(params, (optimizer, TorchAdamW(params[1])), strict=True):
+            for _ in range(3):
+                one.zero_grad()
+                torch.stack([p.square().sum() for p in mine]).sum().backward()
+                one.step()
+        for mine_p, their_p in zip(*params, strict=True):
+            assert_close_to_torch(mine_p[None], their_p[None], 3e-3) if mine_p.numel() else None
+        assert optimizer.state[params[0][2]]["exp_avg"].shape == ()
+        assert [float(optimizer.state[p]["step"]) for p in params[0]] == [3.0] * 4
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.state_digests()
+
+
+def test_only_an_empty_parameter() -> None:
+    param = nn.Parameter(torch.ones(0))
+    with AdamW([param]) as optimizer:
+        param.sum().backward()
+        optimizer.step()
+        assert optimizer.stats()["steps"] == 1
+        assert optimizer.grad_norm == 0.0
+
+
+@compat("several optimizers on one model", "single", "stand_in")
+def test_two_optimizers_share_a_model() -> None:
+    models = [model_of() for _ in range(2)]
+    with (
+        AdamW(models[0][0].parameters(), lr=1e-2, speculation="always") as first,
+        AdamW(models[0][2:].parameters(), lr=1e-3, max_grad_norm=0.1) as second,
+    ):
+        theirs = [TorchAdamW(models[1][0].parameters(), lr=1e-2)]
+        theirs.append(TorchAdamW(models[1][2:].parameters(), lr=1e-3, max_grad_norm=0.1))
+        both: Any
+        for model, both in zip(models, ([first, second], theirs), strict=True):
+            for seed in range(5):
+                batch(model, seed).backward()
+                for optimizer in both:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert_trained_alike(models[0], models[1])
+
+
+@compat("tied parameters", "single", "stand_in")
+def test_a_tied_parameter_is_stepped_once() -> None:
+    params = [nn.Parameter(torch.ones(6)) for _ in range(2)]
+    with AdamW([params[0]], speculation="always") as optimizer:
+        for param, one in zip(params, (optimizer, TorchAdamW([params[1]])), strict=True):
+            (param.square().sum() + (3 * param).sum()).backward()  # used twice
+            one.step()
+        assert_close_to_torch(params[0], params[1], 1e-3)
+        assert optimizer.stats()["buckets_committed"] == 1

@@ -1,0 +1,263 @@
+"""What people do around an optimizer and no other file covers, by ours in every mode and by torch.optim.AdamW."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler, swa_utils
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import checkpoint
+
+from superoffload import AdamW
+from superoffload.engine.schedule import MODES
+from tests.support.adamw_training import (
+    Optimizer,
+    TorchAdamW,
+    assert_trained_alike,
+    batch,
+    check_scenario,
+    model_of,
+    train,
+)
+from tests.support.compatibility import Refusal, compat
+from tests.support.over_stand_in import SLOWER, only_over_stand_in
+from tests.support.schedulers import SCHEDULERS
+
+
+def test_every_scheduler_of_torch_is_here() -> None:
+    public = {
+        name
+        for name in lr_scheduler.__all__
+        if isinstance(getattr(lr_scheduler, name), type) and name not in ("LRScheduler", "_LRScheduler")
+    }
+    assert public <= set(SCHEDULERS)
+
+
+@compat("every scheduler of torch.optim.lr_scheduler", "single", "stand_in")
+@compat("lr changed between backward and step()", "single", "stand_in")
+@only_over_stand_in(name=("StepLR", "OneCycleLR"))
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # on purpose
+@pytest.mark.parametrize("when", ["after step", "between backward and step"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_of_torch(name: str, when: str) -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        scheduler = SCHEDULERS[name](optimizer)
+        for seed in range(6):
+            optimizer.zero_grad()
+            loss = batch(model, seed)
+            loss.backward()
+            arguments = (1.0,) if name == "ReduceLROnPlateau" else ()
+            if when == "after step":
+                optimizer.step()
+            scheduler.step(*arguments)
+            if when != "after step":
+                optimizer.step()
+
+    check_scenario(scenario)
+
+
+@compat("plain loss scaling: scaled loss, gradients divided before step()", "single")
+@compat("plain loss scaling: scaled loss, gradients divided before step()", "stand_in", note=SLOWER)
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+def test_loss_scaled_by_hand(max_grad_norm: float | None) -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        for seed in range(4):
+            optimizer.zero_grad()
+            (batch(model, seed) * 4096.0).backward()
+            for param in model.parameters():
+                assert param.grad is not None
+                param.grad.div_(4096.0)
+            optimizer.step()
+
+    check_scenario(scenario, max_grad_norm=max_grad_norm)
+
+
+@compat("autocast", "single", "stand_in")
+def test_autocast() -> None:
+    """The forward rounds to bfloat16, which makes of rounding errors in weights larger ones in gradients."""
+
+    def run(optimizer_of: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any]:
+        model = model_of()
+        optimizer = optimizer_of(model)
+        for seed in range(6):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = batch(model, seed)
+            loss.float().backward()
+            optimizer.step()
+        optimizer.close()
+        return model, optimizer
+
+    runs = [run(lambda m, mode=mode: AdamW(m.parameters(), speculation=mode, threads=1)) for mode in MODES]  # type: ignore[misc]
+    first, *others = (optimizer.state_digests() for _, optimizer in runs)
+    assert all(other == first for other in others)
+    theirs, _ = run(lambda m: TorchAdamW(m.parameters()))
+    for ours, other in zip(runs[0][0].parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(ours, other, rtol=0, atol=3e-4)  # a wrong step is off by 1e-3
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module, *, reentrant: bool) -> None:
+        super().__init__()
+        self.inner = inner
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.inner, x.requires_grad_(), use_reentrant=self.reentrant)
+        return found
+
+
+@compat("activation checkpointing", "single", "stand_in")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        train(Checkpointed(model, reentrant=reentrant), optimizer, range(5))
+
+    stats = check_scenario(scenario, max_grad_norm=100.0)
+    assert stats["buckets_speculated"] > 0
+
+
+@compat("EMA and SWA, averages swapped in", "single", "stand_in")
+@pytest.mark.parametrize("kind", ["ema", "swa"])
+def test_averaged_models(kind: str) -> None:
+    averages: list[nn.Module] = []
+
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        how = swa_utils.get_ema_multi_avg_fn(0.7) if kind == "ema" else None
+        averaged = swa_utils.AveragedModel(model, multi_avg_fn=how)
+        for round_ in range(3):
+            train(model, optimizer, range(3 * round_, 3 * round_ + 3))
+            averaged.update_parameters(model)
+        model.load_state_dict(averaged.module.state_dict())  # go on from the average
+        train(model, optimizer, range(20, 23))
+        averages.append(averaged.module)
+
+    check_scenario(scenario)
+    *ours, theirs = averages
+    for average in ours:
+        assert_trained_alike(average, theirs)
+
+
+def halve(optimizer: Any, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                param.grad.mul_(0.5)
+
+
+@compat("optimizer hooks (register_step_pre_hook and its kin)", "single")
+@compat("optimizer hooks (register_step_pre_hook and its kin)", "stand_in", note=SLOWER)
+def test_optimizer_hooks() -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        calls: list[str] = []
+        optimizer.register_step_pre_hook(halve)
+        optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+        everywhere = register_optimizer_step_pre_hook(lambda *_: calls.append("global"))
+        try:
+            train(model, optimizer, range(4))
+        finally:
+            everywhere.remove()
+        assert calls == ["global", "post"] * 4
+
+    check_scenario(scenario, max_grad_norm=0.5)
+
+
+@compat("hooks of parameters that change or read gradients", "single")
+@compat("hooks of parameters that change or read gradients", "stand_in", note=SLOWER)
+def test_hooks_of_parameters() -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        def late(param: Tensor) -> None:
+            assert param.grad is not None
+            param.grad.clamp_(-0.01, 0.01)  # ours has packed it already
+
+        for param in model.parameters():
+            param.register_hook(lambda gradient: 2.0 * gradient)
+            param.register_post_accumulate_grad_hook(late)
+        train(model, optimizer, range(4))
+
+    check_scenario(scenario, max_grad_norm=0.5)
+
+
+@compat("clip_grad_norm_ by the user after backward", "single")
+@compat("clip_grad_norm_ by the user after backward", "stand_in", note=SLOWER)
+@pytest.mark.parametrize("also_ours", [None, 0.02])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_clipping_by_hand(foreach: bool, also_ours: float | None) -> None:
+    """Whether the clip changes a gradient or, the norm being small, multiplies it by 1."""
+
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        for seed in range(6):
+            optimizer.zero_grad()
+            batch(model, seed).backward()
+            limit = 0.05 if seed % 2 else 1e6
+            norm = nn.utils.clip_grad_norm_(model.parameters(), limit, foreach=foreach)
+            assert norm > 0.05
+            optimizer.step()
+
+    check_scenario(scenario, max_grad_norm=also_ours)
+
+
+@compat("clip_grad_norm_ by the user after backward", "single")
+@compat("clip_grad_norm_ by the user after backward", "stand_in", note=SLOWER)
+def test_clipping_by_a_norm_that_was_computed_apart() -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        for seed in range(4):
+            optimizer.zero_grad()
+            batch(model, seed).backward()
+            params = list(model.parameters())
+            norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+            nn.utils.clip_grads_with_norm_(params, 0.1, norm)
+            optimizer.step()
+
+    check_scenario(scenario)
+
+
+def test_an_empty_param_group() -> None:
+    """As a LoRA run has, whose parameters all decay."""
+    runs = []
+    for kind in (AdamW, torch.optim.AdamW):
+        model = model_of()
+        params: Any = [{"params": list(model.parameters())}, {"params": [], "weight_decay": 0.0}]
+        optimizer: Any = kind(params)
+        train(model, optimizer, range(3))
+        assert kind is not AdamW or len(optimizer.state_dict()["param_groups"]) == 2
+        runs.append(model)
+        if kind is AdamW:
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.add_param_group({"params": []})
+            optimizer.close()
+    assert_trained_alike(*runs)
+    with pytest.raises(ValueError, match="only empty param groups"):
+        AdamW([{"params": []}])
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")  # it leaves those parts as they are
+def test_a_compiled_step() -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        step = torch.compile(optimizer.step, backend="eager") if isinstance(optimizer, AdamW) else optimizer.step
+        for seed in range(3):
+            optimizer.zero_grad()
+            batch(model, seed).backward()
+            step()
+
+    check_scenario(scenario)
+
+
+@compat(
+    "copy.deepcopy and pickle of the optimizer",
+    "single",
+    "stand_in",
+    refused="an optimizer with worker threads cannot be copied or pickled; save its state_dict() instead",
+)
+def test_copies_of_the_optimizer(refusal: Refusal) -> None:
+    model = model_of()
+    with AdamW(model.parameters(), threads=1) as optimizer:
+        train(model, optimizer, range(1))
+        with refusal():
+            copy.deepcopy(optimizer)
+        train(model, optimizer, range(1))

@@ -1,0 +1,1 @@
+"""The project itself: packaging, documentation, benchmarks, shape rules, the GPU suite."""

@@ -1,0 +1,191 @@
+"""The documentation: its code runs, its commands exist, its links lead somewhere."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from superoffload.host.environment import OF_THE_BUILD, VARIABLES
+from superoffload.tools.cli import build_parser
+from superoffload.tools.cli.bench import IN_CHECKOUT, parser_of_checkout
+from tests.support.checkout import ROOT
+
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+_BLOCK = re.compile(r"(?m)^(?P<skip><!-- not run: [^\n]+ -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL)
+
+
+def load_hooks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "scripts/docs_hooks.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+hooks = load_hooks()
+
+
+def python_blocks(page: Path) -> list[str]:
+    """The blocks that run, in order; a comment `<!-- not run: why -->` right above one leaves it out."""
+    found = _BLOCK.finditer(page.read_text())
+    return [match["text"] for match in found if match["language"] == "python" and not match["skip"]]
+
+
+class Answer:
+    """What the documentation's `model(batch)` returns: something with a loss, as transformers' models do."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.loss = values.square().mean()
+        self.sum = values.sum
+
+
+class ExampleModel(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+
+    def forward(self, batch: torch.Tensor) -> Answer:
+        return Answer(self.layers(batch))
+
+
+@pytest.fixture
+def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What examples take for granted, in a folder of their own; ends what they start."""
+    import superoffload
+
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    model = ExampleModel()
+    data = [torch.randn(4, 8) for _ in range(3)]
+    optimizer = superoffload.AdamW(model.parameters(), threads=1)
+    values: dict[str, Any] = {
+        "model": model,
+        "data": data,
+        "batch": data[0],
+        "optimizer": optimizer,
+        "superoffload": superoffload,
+    }
+    yield values
+    optimizer.close()
+    if "superoffload.integrations.deepspeed" in sys.modules:
+        superoffload.integrations.deepspeed.disable()
+    for name in ("optimizer", "exporter"):
+        if hasattr(values.get(name), "close"):
+            values[name].close()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)
+def test_code_of_the_page_runs(page: Path, names: dict[str, Any]) -> None:
+    if "exporter" in page.read_text():
+        pytest.importorskip("prometheus_client", reason="needs prometheus-client: pip install 'superoffload[metrics]'")
+    if "integrations.deepspeed" in page.read_text():
+        pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'superoffload[deepspeed]'")
+    if "accumulate_dtype=" in "".join(python_blocks(page)) and not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("accumulate_dtype= needs torch 2.10 or newer")
+    for number, block in enumerate(python_blocks(page), 1):
+        exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Every `superoffload ...` command line of the page's indented blocks."""
+    text = re.sub(r"\\\n\s*", "", page.read_text())
+    for line in re.findall(r"(?m)^ {4}(superoffload .+)$", text):
+        for part in line.split("&&"):
+            yield shlex.split(part, comments=True)
+
+
+def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    (action,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(action.choices)
+
+
+def benchmark_parsers() -> dict[str, argparse.ArgumentParser]:
+    """Also of those that only a checkout has."""
+    found = subparsers(subparsers(build_parser())["bench"])
+    return {name: parser_of_checkout(name) if name in IN_CHECKOUT else parser for name, parser in found.items()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_of_the_page_exist(page: Path) -> None:
+    known = subparsers(build_parser())
+    for words in commands(page):
+        if words[1] not in known and page.name in hooks.OPTIONAL:
+            continue
+        try:
+            parser, rest = known[words[1]], words[2:]
+            if words[1] == "bench":
+                parser, rest = benchmark_parsers()[words[2]], words[3:]
+            parser.parse_args(rest)
+        except (SystemExit, KeyError):
+            pytest.fail(f"{page.name}: {' '.join(words)} is not accepted")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_options_named_in_the_text_exist(page: Path) -> None:
+    known = subparsers(build_parser())
+    known |= {f"bench {name}": parser for name, parser in benchmark_parsers().items()}
+    for name, options in re.findall(r"`superoffload (bench \w+|\w+)((?: [^`\n]+)?)`", page.read_text()):
+        if name not in known and (page.name in hooks.OPTIONAL or name in ("bench", "run", "COMMAND")):
+            continue
+        for option in re.findall(r"--[\w-]+", options):
+            assert option in known[name].format_help(), f"{page.name}: superoffload {name} has no {option}"
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"(?m)^#+ (.+)$", _BLOCK.sub("", page.read_text()))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = hooks.without_missing_links(_BLOCK.sub("", page.read_text()), ROOT / "docs")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        linked = page.parent / name if name else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        assert linked.resolve().is_relative_to(ROOT / "docs"), f"{page.name}: {target} is not on the site"
+        if anchor:
+            assert anchor in anchors(linked), f"{page.name} links to {target}, and there is no such heading"
+
+
+def test_navigation_has_every_page() -> None:
+    named = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert {page.name for page in PAGES} <= named
+    assert named - {page.name for page in PAGES} <= hooks.OPTIONAL
+
+
+def test_optional_pages_are_left_out_until_they_exist(tmp_path: Path) -> None:
+    (tmp_path / "here.md").write_text("")
+    nav = [{"A": "here.md"}, {"B": [{"C": "ranks.md"}, {"D": "typo.md"}]}]
+    assert hooks.present(nav, tmp_path) == [{"A": "here.md"}, {"B": [{"D": "typo.md"}]}]
+    text = "[ranks](ranks.md#x), [typo](typo.md), [here](here.md)"
+    assert (
+        hooks.without_missing_links(text, tmp_path) == "ranks (not in this version), [typo](typo.md), [here](here.md)"
+    )
+    (tmp_path / "ranks.md").write_text("")
+    assert hooks.without_missing_links(text, tmp_path) == text and hooks.present(nav, tmp_path) == nav
+
+
+def test_every_environment_variable_is_in_the_reference() -> None:
+    sources = [path.read_text() for path in (ROOT / "superoffload").rglob("*.py")]
+    used = {name for text in sources for name in re.findall(r"\"(SUPEROFFLOAD_[A-Z_]+)\"", text)}
+    shown = set(re.findall(r"(?m)^\| `(SUPEROFFLOAD_[A-Z_]+)` \|", (ROOT / "docs/api.md").read_text()))
+    assert used - shown == set(), "docs/api.md has no row for these"
+    assert shown == {*VARIABLES, *OF_THE_BUILD}, "superoffload/host/environment.py knows others"
+
+
+def test_pages_named_by_the_navigation_are_about_what_they_say() -> None:
+    for page in PAGES:
+        assert page.read_text().startswith(("# ", "<!--")), f"{page.name} has no title"

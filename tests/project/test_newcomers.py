@@ -1,0 +1,305 @@
+"""Mistakes of a first day: each ends in an error or a warning that names what was given, expected and to be done."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import superoffload
+from superoffload import AdamW, checkpoints
+from superoffload.errors import ArgumentError, SuperOffloadError, UnknownArgument
+from superoffload.host import environment
+from superoffload.host.numbers import MOST_THREADS
+from superoffload.optimizer.idle_steps import SKIPPED, WITHOUT_GRADIENTS
+from tests.support.adamw_training import batch, model_of
+
+PACKAGE = Path(superoffload.__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"threads": 1_000_000}, f"threads=1000000: expected at most {MOST_THREADS}, or None for one per"),
+        ({"trace": 3}, "trace=3: expected the path of a file to write, or None"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0: expected a finite number above 0, or None for no clipping"),
+        ({"max_grad_norm": "1"}, "max_grad_norm='1': expected a finite number above 0, or None"),
+        ({"model": nn.Linear(2, 2)}, "model: Linear, which has none of params; pass the model whose"),
+        ({"process_group": 3}, "process_group=3: expected a torch.distributed.ProcessGroup that this rank is in"),
+    ],
+    ids=["threads", "trace", "norm", "text", "model", "group"],
+)
+def test_values_that_cannot_be_meant(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        AdamW(model_of().parameters(), **arguments)
+    assert str(caught.value).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("SUPEROFFLOAD_DEVICE_TIMEOUT", "-5", "'-5': expected a number of seconds above 0"),
+        ("SUPEROFFLOAD_DEVICE_TIMEOUT", "1 min", "'1 min': expected a number of seconds above 0"),
+        ("SUPEROFFLOAD_RANK_TIMEOUT", "1 min", "'1 min': expected a number of seconds"),
+    ],
+)
+def test_the_environment_is_checked_where_it_is_not_needed_too(
+    variable: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU and alone, before the machine that it was meant for."""
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ArgumentError) as caught:
+        AdamW(model_of().parameters())
+    assert str(caught.value).startswith(f"{variable}={words}")
+    monkeypatch.setenv(variable, "")
+    AdamW(model_of().parameters()).close()
+
+
+@pytest.mark.parametrize(
+    ("variable", "advice"),
+    [
+        ("SUPEROFFLOAD_RANK_TIME_OUT", "did you mean SUPEROFFLOAD_RANK_TIMEOUT?"),
+        ("SUPEROFFLOAD_ISAS", "did you mean SUPEROFFLOAD_ISA?"),
+        ("superoffload_libcuda", "did you mean SUPEROFFLOAD_LIBCUDA?"),
+        ("SUPEROFFLOAD_COLOUR", "nothing here has a similar name."),
+    ],
+)
+def test_a_variable_that_nothing_reads_is_told_once(
+    variable: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "_told", set())
+    monkeypatch.setenv(variable, "7")
+    with pytest.warns(RuntimeWarning, match="in the environment is read by nothing here") as caught:
+        AdamW(model_of().parameters()).close()
+    (warning,) = caught
+    assert str(warning.message).startswith(f"superoffload: {variable}='7' in the environment")
+    assert advice in str(warning.message) and ", ".join(environment.VARIABLES) in str(warning.message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        AdamW(model_of().parameters()).close()
+
+
+def test_variables_that_are_read_empty_or_of_others_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_told", set())
+    for variable in environment.OF_THE_BUILD:
+        monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv("SUPEROFFLOAD_RANK_TIMEOUT", "5")
+    monkeypatch.setenv("SUPEROFFLOAD_ISAS", "")
+    monkeypatch.setenv("SUPER", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        environment.check_environment()
+
+
+def test_a_variable_that_nothing_reads_is_told_where_no_optimizer_is_made() -> None:
+    """By the kernels alone, as in `superoffload doctor` and the benchmarks."""
+    environment_of_it = {**os.environ, "SUPEROFFLOAD_ISAS": "avx2"}
+    program = "import superoffload; superoffload.kernels"
+    answer = subprocess.run([sys.executable, "-c", program], env=environment_of_it, capture_output=True, text=True)
+    assert answer.returncode == 0 and "did you mean SUPEROFFLOAD_ISA?" in answer.stderr
+
+
+def test_accumulate_without_with() -> None:
+    with AdamW(model_of().parameters()) as optimizer:
+        with pytest.warns(RuntimeWarning, match=r"accumulate\(\) was called without `with`") as caught:
+            optimizer.accumulate()
+        assert caught[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with optimizer.accumulate():
+                pass
+
+            @optimizer.accumulate()
+            def never_called() -> None:
+                pass
+
+            del never_called
+
+
+def test_too_many_threads_are_refused_by_the_plain_optimizer_too() -> None:
+    with pytest.raises(ArgumentError, match="threads=1000000: expected at most"):
+        superoffload.CPUAdamW(model_of().parameters(), threads=1_000_000)
+
+
+def test_settings_in_a_group_that_nobody_reads() -> None:
+    model = model_of()
+    with pytest.raises(UnknownArgument, match=r"param_groups\[0\]: learning_rate=0.1 would not be read; .* lr\?"):
+        AdamW([{"params": model.parameters(), "learning_rate": 0.1}])
+    with pytest.raises(UnknownArgument, match=r"max_grad_norm=1.0 would not be read: the norm is that of all groups"):
+        AdamW([{"params": model.parameters(), "max_grad_norm": 1.0}])
+    with AdamW([{"params": model.parameters(), "initial_lr": 0.1, "lr_scale": 2.0, "name": "mine"}]) as optimizer:
+        assert optimizer.param_groups[0]["lr_scale"] == 2.0, "schedulers and users keep what they like there"
+
+
+def test_a_monitor_of_something_else() -> None:
+    wrong: Any = nn.Linear(2, 2)
+    with pytest.raises(ArgumentError, match=r"optimizer: Linear, expected superoffload\.AdamW"):
+        superoffload.Monitor(wrong)
+    limits: Any = {"window": 3}
+    with (
+        AdamW(model_of().parameters()) as optimizer,
+        pytest.raises(ArgumentError, match=r"limits: dict, expected superoffload.metrics.Limits\("),
+    ):
+        superoffload.Monitor(optimizer, limits=limits)
+
+
+def test_memory_that_the_system_refuses_is_counted() -> None:
+    from superoffload.host.memory import host_zeros
+
+    told = (
+        r"^host memory: 4e\+09 GB more were refused by the system, for optimizer state or buckets\. superoffload plan"
+    )
+    with pytest.raises(SuperOffloadError, match=told):
+        host_zeros(10**18, torch.float32)
+
+
+# ---- steps that do nothing ----------------------------------------------------------------------------------------
+
+
+def said(loop: Callable[[nn.Module, AdamW], None]) -> list[str]:
+    model = model_of()
+    with warnings.catch_warnings(record=True) as caught, AdamW(model.parameters(), threads=1) as optimizer:
+        warnings.simplefilter("always")
+        loop(model, optimizer)
+    return [str(one.message) for one in caught if issubclass(one.category, RuntimeWarning)]
+
+
+def empty(model: nn.Module, optimizer: AdamW) -> None:
+    for _ in range(3 * WITHOUT_GRADIENTS):
+        optimizer.step()
+
+
+def test_steps_without_any_gradient_are_told_once() -> None:
+    (message,) = said(empty)
+    assert "none of the" in message and "Call backward() before step()" in message and "fully_shard" in message
+
+
+def test_a_warning_that_is_an_error_comes_once_the_step_is_whole() -> None:
+    model = model_of()
+    with warnings.catch_warnings(), AdamW(model.parameters(), threads=1) as optimizer:
+        warnings.simplefilter("error")
+        for step in range(SKIPPED):
+            optimizer.zero_grad()
+            (batch(model, step) * float("nan")).backward()
+            with pytest.raises(RuntimeWarning, match="were skipped") if step == SKIPPED - 1 else nullcontext():
+                optimizer.step()
+        optimizer.zero_grad()
+        batch(model, 0).backward()
+        optimizer.step()
+        assert (optimizer.stats()["skipped_steps"], optimizer.stats()["steps"]) == (SKIPPED, 1)
+
+
+def test_an_optimizer_that_has_trained_may_rest() -> None:
+    def loop(model: nn.Module, optimizer: AdamW) -> None:
+        batch(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        empty(model, optimizer)
+
+    assert said(loop) == []
+
+
+@pytest.mark.parametrize(("steps", "times"), [(SKIPPED - 1, 0), (3 * SKIPPED, 1)])
+def test_steps_that_are_all_skipped_are_told_once(steps: int, times: int) -> None:
+    def loop(model: nn.Module, optimizer: AdamW) -> None:
+        for step in range(steps):
+            optimizer.zero_grad()
+            (batch(model, step) * float("nan")).backward()
+            optimizer.step()
+
+    messages = said(loop)
+    assert len(messages) == times
+    assert all(f"{SKIPPED} steps in a row were skipped" in one and "GradScaler" in one for one in messages)
+
+
+def test_now_and_then_a_skipped_step_is_nothing_to_tell() -> None:
+    def loop(model: nn.Module, optimizer: AdamW) -> None:
+        for step in range(2 * SKIPPED):
+            optimizer.zero_grad()
+            (batch(model, step) * (float("nan") if step % SKIPPED else 1.0)).backward()
+            optimizer.step()
+
+    assert said(loop) == []
+
+
+def test_the_troubleshooting_page_has_the_words_of_both_warnings() -> None:
+    page = " ".join((PACKAGE.parent / "docs" / "troubleshooting.md").read_text().split())
+    assert "parameters has had a gradient yet" in page and "steps in a row were skipped" in page
+
+
+# ---- checkpoints --------------------------------------------------------------------------------------------------
+
+
+def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
+    model = model_of()
+    with AdamW(model.parameters()) as optimizer:
+        checkpoints.save(tmp_path / "run" / "step-1", model, optimizer)
+        with pytest.raises(ArgumentError, match=r"run: a folder of checkpoints; .* newest is .*step-1 \(checkpoints"):
+            checkpoints.load(tmp_path / "run", model, optimizer)
+        with pytest.raises(ArgumentError, match=r"none: no such folder; checkpoints.latest\(\) names"):
+            checkpoints.load(tmp_path / "none", model, optimizer)
+        torch.save(model.state_dict(), tmp_path / "model.pt")
+        with pytest.raises(ArgumentError, match=r"model.pt: a file, expected the folder .* loads with torch.load and"):
+            checkpoints.load(tmp_path / "model.pt", model, optimizer)
+        (tmp_path / "pretrained").mkdir()
+        with pytest.raises(ArgumentError, match=r"pretrained: no manifest.json, .* a folder of from_pretrained with"):
+            checkpoints.load(tmp_path / "pretrained", model, optimizer)
+        (tmp_path / "file").touch()
+        with pytest.raises(ArgumentError, match=r"folder='.*file/step-1': cannot be made \(.*\); name one where you"):
+            checkpoints.save(tmp_path / "file" / "step-1", model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("run/optimizer.pt", "'run/optimizer.pt', which torch.load reads"),
+        (Path("optimizer.pt"), "'optimizer.pt', which torch.load reads"),
+        (nn.Linear(2, 2).state_dict(), "a dict with 'weight', 'bias'"),
+        ({}, "a dict with nothing"),
+        (None, "a NoneType"),
+    ],
+    ids=["path", "Path", "model", "empty", "none"],
+)
+def test_what_is_no_state_dict_of_an_optimizer(given: Any, words: str) -> None:
+    with AdamW(model_of().parameters()) as optimizer, pytest.raises(ArgumentError) as caught:
+        optimizer.load_state_dict(given)
+    assert str(caught.value).startswith(f"state_dict: {words}, expected a dict with 'state' and 'param_groups'")
+
+
+def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    model = model_of()
+    with AdamW(model.parameters()) as optimizer:
+        for value, kind in ((lambda: 1, "function"), (tmp_path, type(tmp_path).__name__)):
+            with pytest.raises(ArgumentError, match=rf"^extra\['mine'\]: {kind}: not saved, since only what"):
+                checkpoints.save(tmp_path / "one", model, optimizer, extra={"step": 1, "mine": value})
+
+
+# ---- a clone that was not built -----------------------------------------------------------------------------------
+
+
+def test_a_clone_that_was_not_built_says_so(tmp_path: Path) -> None:
+    clone = tmp_path / "superoffload"
+    clone.mkdir()
+    for name in ("__init__.py", "_version.py"):
+        shutil.copy(PACKAGE / name, clone)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-S", "-c", "from superoffload import _native"]  # nothing but the clone
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("ImportError: the compiled part of superoffload is not in ")
+    assert str(clone) in last and "pip install --editable ." in last
+
+
+def test_other_names_are_missing_as_ever() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Adam'"):
+        superoffload.Adam  # noqa: B018

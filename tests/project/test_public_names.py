@@ -1,0 +1,58 @@
+"""`import superoffload` alone reaches every public module, and loads none before it is used."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+import superoffload
+from tests.support.checkout import ROOT
+
+
+def run(script: str) -> str:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_modules_are_there_without_an_import_of_their_own() -> None:
+    script = (
+        "import sys, superoffload\n"
+        "assert not [m for m in sys.modules if m.startswith('superoffload.') and m != 'superoffload._version']\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+        "superoffload.integrations\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+        "print(superoffload.checkpoints.save.__name__, superoffload.checkpoints.load.__name__)\n"
+        "print(superoffload.metrics.Limits.__name__, superoffload.exporter.PrometheusExporter.__name__)\n"
+        "print(superoffload.errors.ArgumentError.__name__, superoffload.timeline.span.__name__)\n"
+        "print(superoffload.kernels.__name__)"
+    )
+    assert run(script).split() == [
+        *("save", "load", "Limits", "PrometheusExporter", "ArgumentError", "span", "superoffload.kernels"),
+    ]
+
+
+def test_integrations_are_loaded_when_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    for name in ("deepspeed", "transformers"):
+        monkeypatch.delitem(vars(superoffload.integrations), name, raising=False)  # not delattr: that loads it
+    monkeypatch.setattr("superoffload.integrations.import_module", asked.append)
+    for name in ("deepspeed", "transformers"):
+        getattr(superoffload.integrations, name)
+    assert asked == ["superoffload.integrations.deepspeed", "superoffload.integrations.transformers"]
+
+
+def test_every_module_of_the_reference_is_reachable() -> None:
+    named = re.findall(r"^::: (superoffload\.\w+)", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    public = {name.partition(".")[2] for name in named} - {"adamw", "cpu_adamw", "verdict", "stats"}
+    assert public <= set(dir(superoffload)), "docs/api.md has modules that `import superoffload` does not reach"
+
+
+def test_unknown_names_stay_errors() -> None:
+    for owner in (superoffload, superoffload.integrations):
+        with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+            owner.nothing  # noqa: B018
+        assert set(owner.__all__) <= set(dir(owner))

@@ -1,0 +1,271 @@
+"""Figures of README and documentation are those of benchmarks/results; what README links to and types exists."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from superoffload.tools.bench.adam_report import Target, targets
+from superoffload.tools.cli import build_parser
+from tests.support.checkout import ROOT
+
+README = (ROOT / "README.md").read_text()
+
+
+def recorded(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks/results" / f"{name}.json").read_text())
+
+
+def lines_of(page: str) -> list[str]:
+    """Without the marks of bold type."""
+    return (ROOT / "docs" / page).read_text().replace("**", "").splitlines()
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"(?m)^#+ (.+)$", page.read_text())
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+# ---- README -------------------------------------------------------------------------------------------------------
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", README) if not target.startswith("https://")]
+    assert len(targets) > 20
+    for target in targets:
+        name, _, anchor = target.partition("#")
+        assert (ROOT / name).exists(), f"README links to {target}"
+        assert not anchor or anchor in anchors(ROOT / name), f"README links to {target}, and there is no such heading"
+
+
+def test_commands_of_the_readme_are_accepted() -> None:
+    found = re.findall(r"`superoffload ((?:train|verify|plan|doctor|bench) [^`]+)`", README)
+    commands = [words for words in map(shlex.split, found) if "|" not in words]
+    assert ["verify", "--ranks", "2", "--engine", "fsdp2"] in commands
+    for words in commands:
+        try:
+            build_parser().parse_args(words)
+        except SystemExit:
+            pytest.fail(f"README: superoffload {' '.join(words)} is not accepted")
+
+
+def test_the_loop_of_the_readme_trains() -> None:
+    class Answer:
+        def __init__(self, values: torch.Tensor) -> None:
+            self.loss = values.square().mean()
+
+    (block,) = re.findall(r"(?ms)^```python\n(.*?)^```$", README)
+    layer = torch.nn.Linear(4, 2)
+    before = layer.weight.detach().clone()
+    names: dict[str, Any] = {"model": torch.nn.Sequential(layer), "data": [torch.randn(3, 4) for _ in range(3)]}
+    names["model"].register_forward_hook(lambda module, given, answer: Answer(answer))
+    exec(compile(block, "README.md", "exec"), names)
+    assert names["optimizer"].stats()["steps"] == 3 and not torch.equal(layer.weight, before)
+    names["optimizer"].close()
+
+
+def test_the_readme_says_first_that_it_never_ran_on_a_gpu() -> None:
+    assert "Never run on a GPU" in README.partition("```")[0]
+
+
+def test_ratios_of_the_readme_are_those_that_were_recorded() -> None:
+    ours = [row["ratio"] for row in recorded("deepspeed-x86")["rows"] if row["name"] != "stock"]
+    assert f"steps x {min(ours):.2f} to {max(ours):.2f} of stock" in README
+    clips = {(row["tokens"], row["contestant"]): row["ratio"] for row in of_the_model(clips=True)}
+    eight, four = (
+        [clips[tokens, name] for name in ("adaptive", "one pass", "another system, synchronous")]
+        for tokens in (8192, 4096)
+    )
+    text = "{:.2f} times its bound with 8 k tokens (one pass {:.2f}, a synchronous system by arithmetic {:.2f})"
+    assert text.format(*eight) in README
+    assert "{:.2f} ({:.2f}, {:.2f})".format(*four) in README
+
+
+# ---- the tables of the documentation ------------------------------------------------------------------------------
+
+
+def test_the_table_of_deepspeed() -> None:
+    rows: dict[Any, dict[str, Any]] = {}
+    for row in recorded("deepspeed-x86")["rows"]:
+        rows.setdefault((row["ranks"], row["clip"]), {})[row["name"]] = row
+    assert len(rows) == 6
+    for (ranks, clip), by_name in rows.items():
+        stock, *ours = (by_name[name] for name in ("stock", "superoffload", "superoffload, on demand"))
+        cells = [str(ranks), str(clip or "off")]
+        for key, ratio in (("seconds_median", "ratio"), ("optimizer_seconds_median", "optimizer_ratio")):
+            cells += [f"{stock[key] * 1e3:.0f}", *(f"{row[key] * 1e3:.0f} (x {row[ratio]:.2f})" for row in ours)]
+        cells.append(" / ".join(f"{row['host_bytes'] / 2**20:.0f}" for row in (stock, *ours)))
+        assert f"| {' | '.join(cells)} |" in lines_of("deepspeed.md")
+
+
+def test_what_the_rank_checks_cost() -> None:
+    text = " ".join(lines_of("ranks.md"))
+    checks = {row["name"]: row for row in recorded("ranks-x86")["rows"]}
+    light, full = checks["light"], checks["full"]
+    own = f"light check's own work is {light['check_seconds_median'] * 1e3:.1f} ms, {light['of_step']:.1%} of a step"
+    assert own in text
+    assert f"full check's {full['check_seconds_median'] * 1e3:.0f} ms, {full['of_step']:.0%}" in text
+    assert f"{light['notice_seconds_median'] * 1e3:.0f} ms here, {light['notice_of_step']:.1%} of a step" in text
+
+
+def test_what_noticing_writes_costs() -> None:
+    shares = {row["name"]: f"{row['share']:.1%}" for row in recorded("noticing-x86")["rows"]}
+    for tokens in (128, 512, 2048):
+        cells = [shares[f"{dtype}, {tokens} tokens"] for dtype in ("bf16", "fp32")]
+        assert f"| {tokens} | {' | '.join(cells)} |" in lines_of("edits.md")
+
+
+def of_the_model(*, clips: bool) -> list[dict[str, Any]]:
+    rows = recorded("schedule")["rows"]
+    return [row for row in rows if row["part"] == "model" and row["clips"] is clips]
+
+
+def test_the_table_of_the_schedule() -> None:
+    ratios = {
+        (row["tokens"], row["contestant"], clips): row["ratio"]
+        for clips in (False, True)
+        for row in of_the_model(clips=clips)
+    }
+    columns = [
+        ("another system, synchronous", True),
+        ("another system, in backward", False),
+        ("speculate", False),
+        ("adaptive", False),
+        ("one pass", True),
+        ("two-phase", True),
+        ("adaptive", True),
+    ]
+    for tokens in (2048, 4096, 6144, 8192, 12288):
+        cells = " | ".join(f"{ratios[tokens, name, clips]:.2f}" for name, clips in columns)
+        assert f"| {tokens} | {cells} |" in lines_of("pipeline.md")
+
+
+def test_the_table_of_deliveries() -> None:
+    found: dict[int, list[str]] = {}
+    for row in recorded("schedule")["rows"]:
+        if row["part"] == "delivery":
+            found.setdefault(row["tokens"], []).append(f"{row['ratio']:.2f}")
+    assert len(found) == 5
+    for tokens, cells in found.items():
+        assert f"| {tokens} | {' | '.join(cells)} |" in lines_of("pipeline.md")
+
+
+def test_the_table_of_sequences_of_verdicts() -> None:
+    found: dict[str, list[str]] = {}
+    for row in recorded("schedule")["rows"]:
+        if row["part"] == "trace":
+            found.setdefault(row["name"].partition("adaptive, ")[2], []).append(f"{row['ratio']:.3f}")
+    assert len(found) == 7
+    for name, ratios in found.items():
+        shown = name.replace("random ", "random, ").replace("step 1000", "step 1000, then never")
+        assert f"| {shown} | {' | '.join(ratios)} |" in lines_of("pipeline.md")
+
+
+def test_the_table_of_wall_clock_time() -> None:
+    found: dict[str, dict[bool, str]] = {}
+    for row in recorded("schedule-x86")["rows"]:
+        found.setdefault(row["contestant"], {})[row["clips"]] = (
+            f"{row['seconds_median'] * 1e3:.1f} ({row['of_bound']:.2f})"
+        )
+    shown = {"synchronous": "synchronous, eager", "one pass": "one pass, on demand"}
+    assert len(found) == 5
+    for name, cells in found.items():
+        assert f"| {shown.get(name, name)} | {cells[False]} | {cells[True]} |" in lines_of("pipeline.md")
+
+
+def test_the_table_of_clipping() -> None:
+    for run in recorded("clip_study")["runs"]:
+        rows = run["rows"]
+        assert [row["step"] for row in rows] == list(range(100, 3001, 100))
+        counted = ("buckets_speculated", "buckets_stepped", "buckets_replayed", "journal_bytes")
+        total = {name: sum(row[name] for row in rows) for name in counted}
+        speculated = total["buckets_speculated"]
+        buckets = (
+            speculated + total["buckets_stepped"]
+        ) / 3000  # of each step, but for one that was undone and stepped
+        clipped = [rows[0]["clip_rate"], rows[9]["clip_rate"], rows[29]["clip_rate"]]
+        clipped.append(sum(row["clipped_steps"] for row in rows) / 3000)
+        shares = [
+            *clipped,
+            sum(row["steps_that_speculated"] for row in rows) / 30,
+            total["buckets_replayed"] / speculated,
+        ]
+        journal = total["journal_bytes"] / (speculated * run["parameters"] / round(buckets))
+        cells = [f"{run['lr']:g}", *(f"{share:.0%}" for share in shares), f"{journal:.2f}"]
+        assert f"| {' | '.join(cells)} |" in lines_of("clipping.md")
+
+
+def test_the_journals_table_is_what_was_recorded_and_its_aim_is_met() -> None:
+    text = "\n".join(lines_of("benchmarks.md"))
+    rows = recorded("journal")["rows"]
+    assert [row["factor"] for row in rows] == [1, 3, 10, 30, 100]
+    for row in rows:
+        assert row["steps"] >= 300 and len(row["bytes_per_param"]) == row["steps"]
+        shown = f"| {row['mean_after_step_10']:.2f} | {row['largest_after_step_10']:.2f} | {row['buckets_speculated']} "
+        assert f"{shown}| {row['journal_overflows']} | {row['buckets_replayed']} |" in text, row["name"]
+    assert rows[0]["mean_after_step_10"] <= 1.25
+
+
+def test_the_table_of_bf16_moments_is_what_was_recorded() -> None:
+    text = "\n".join(lines_of("benchmarks.md"))
+    loss = {(row["seed"], row["state_dtype"]): row["held_out_loss"] for row in recorded("state")["rows"]}
+    for seed in {seed for seed, _ in loss}:
+        assert f"| {seed} | {loss[seed, 'fp32']:.3f} | {loss[seed, 'bf16']:.3f} |" in text
+
+
+def test_the_table_of_errors_is_what_was_recorded() -> None:
+    text = "\n".join(lines_of("kernel.md"))
+    figures: dict[str, str] = {}
+    for row in recorded("adam-x86")["accuracy"]:
+        shown = f" {row['mean_ulp']:.3f}, {row['median_largest_ulp']:.1f}, {row['largest_ulp']:.1f} |"
+        figures[row["name"]] = figures.get(row["name"], "|") + shown
+    assert len(figures) == 3
+    assert all(line in text for line in figures.values()), figures
+
+
+def test_the_aims_of_the_kernels_are_what_two_runs_gave() -> None:
+    runs = [{target.text: target for target in targets(recorded(name))} for name in ("adam-x86", "adam-x86-short")]
+    shown = [
+        line.replace("AVX-512", "avx512").replace("AVX2", "avx2")
+        for line in lines_of("benchmarks.md")
+        if re.match(r"\| [^|]+ \| [<>]= [\d.]+ \| [\d.]+ \| [\d.]+ \|", line)
+    ]
+    assert len(shown) == len(runs[0]) == len(runs[1]) == 12
+    for found, line in zip(zip(*(run.values() for run in runs), strict=True), sorted_as(shown, runs[0]), strict=True):
+        assert f"| {found[0].value:.2f} | {found[1].value:.2f} |" in line, found
+        said = {2: "met |", 1: "met once |", 0: "missed"}[sum(target.met for target in found)]
+        assert said in line, line
+
+
+def sorted_as(shown: list[str], aims: Mapping[str, Target]) -> list[str]:
+    """The table's lines in the order of the command's aims: by instruction set, peers last."""
+    words = {
+        "torch fused, same job, times our step": "the same job with torch",
+        "DeepSpeedCPUAdam, same job, times our step": "the same job with DeepSpeed",
+        "one core: best peer's bare fp32 step, times our step": "one core: the better peer",
+    }
+    names = [words.get(aim, aim.replace("times the plain step", "times the step")) for aim in aims]
+    return [next(line for line in shown if line.startswith(f"| {name}")) for name in names]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_tables_of_the_kernels(threads: int) -> None:
+    rows = [row for row in recorded("adam-x86")["rows"] if row["threads"] == threads]
+    rows = [row for row in rows if row["numel"] == max(row["numel"] for row in rows if row["name"] == "undo")]
+    labels = {"journaled": "journaled, one-byte codes", "journaled, 2-byte codes": "journaled, two-byte codes"}
+    for name in ("step", "journaled", "journaled, 2-byte codes", "undo", "replay", "publish"):
+        limit, avx512, avx2 = (
+            next(row for row in rows if row["name"] == full and row["isa"] == isa)
+            for full, isa in ((f"limit of {name}", ""), (name, "avx512"), (name, "avx2"))
+        )
+        cells = [f"{limit['seconds_median'] * 1e3:.1f} ms"]
+        for row in (avx512, avx2):
+            cells += [f"{row['seconds_median'] * 1e3:.1f} ms", f"{row['ratio']:.2f}"]
+        assert f"| {labels.get(name, name)} | {' | '.join(cells)} |" in lines_of("benchmarks.md")

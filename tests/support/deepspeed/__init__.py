@@ -1,0 +1,1 @@
+"""What tests under DeepSpeed share: ranks, scenarios, stock and upstream optimizers."""

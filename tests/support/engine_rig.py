@@ -1,0 +1,216 @@
+"""A core over plain tensors next to the NumPy reference, and comparisons of the two, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from superoffload import _native
+from superoffload.engine.bucket import GroupHyper, Shard
+from superoffload.engine.engine import Engine
+from superoffload.engine.engine_options import EngineOptions
+from superoffload.engine.journal_width import JournalWidth
+from superoffload.engine.recorder import Recorder
+from superoffload.engine.schedule import FixedSchedule, Schedule
+from superoffload.engine.verdict import Verdict
+from superoffload.links.host import HostLink
+from tests.support.reference.adam import Verdict as ReferenceVerdict
+from tests.support.reference.convert import bits, narrow
+from tests.support.reference.trainer import Group, Parameter, Trainer
+
+FORMAT_OF = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+COUNTERS = ("buckets_committed", "buckets_replayed", "buckets_undone", "buckets_skipped", "buckets_abandoned")
+
+
+def to_numpy(tensor: Tensor) -> npt.NDArray[Any]:
+    """A flat copy whose dtype names the format as the reference has it: uint16 is bf16."""
+    flat = tensor.detach().reshape(-1).clone()
+    return flat.view(torch.uint16).numpy() if flat.dtype is torch.bfloat16 else flat.numpy()
+
+
+def to_tensor(array: npt.NDArray[Any]) -> Tensor:
+    """The way back."""
+    tensor = torch.from_numpy(array.copy())
+    return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
+
+
+def assert_same_bits(name: str, got: npt.NDArray[Any], expected: npt.NDArray[Any]) -> None:
+    """The message names the first element that differs."""
+    if bits(got).tobytes() == bits(expected).tobytes():
+        return
+    differing = np.flatnonzero(bits(got) != bits(expected))
+    i = int(differing[0])
+    raise AssertionError(
+        f"{name}: {differing.size} of {got.size} elements differ, first {i}: {bits(got)[i]:#x}, "
+        f"expected {bits(expected)[i]:#x}"
+    )
+
+
+@dataclass
+class Settings:
+    """What a rig is made of; ``sizes`` has one list per param group."""
+
+    sizes: Sequence[Sequence[int]]
+    gradient_dtype: torch.dtype = torch.float32
+    published_dtype: torch.dtype = torch.float32
+    mode: str = "always"
+    bucket_numel: int = 1024
+    threads: int = 1
+    seed: int = 0
+    published: float | None = None  # share of what is not speculated that goes in two phases; None: as the mode says
+    hyper: GroupHyper = field(default_factory=lambda: GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1))
+
+    def schedule(self) -> Schedule | None:
+        if self.published is None:
+            return None
+        return FixedSchedule(speculates=self.mode == "always", published=self.published)
+
+
+class Rig:
+    """A ``Engine`` whose shards and gradients the test owns, and the reference that should have the same bits."""
+
+    def __init__(self, settings: Settings, recorder: Recorder | None = None) -> None:
+        self.settings = settings
+        self.random = np.random.default_rng(settings.seed)
+        self.hypers = [settings.hyper for _ in settings.sizes]
+        self.core = Engine(
+            HostLink(),
+            EngineOptions(
+                settings.mode,
+                settings.bucket_numel,
+                [-1] * settings.threads,
+                two_phase=settings.published is not None,
+                schedule=settings.schedule(),
+            ),
+            lambda group: self.hypers[group],
+            recorder=recorder,
+        )
+        self.published: list[Tensor] = []
+        groups = []
+        for sizes in settings.sizes:
+            parameters = [Parameter(self._initial(numel), FORMAT_OF[settings.published_dtype]) for numel in sizes]
+            groups.append(Group(parameters))
+        self.reference = Trainer(groups)
+        shards: list[Shard] = []
+        for group, of_group in enumerate(groups):
+            for parameter in of_group.parameters:
+                shards.append(self._shard(len(shards), group, parameter))
+        self.core.layout.add_shards(shards)
+
+    def _initial(self, numel: int) -> npt.NDArray[np.float32]:
+        return self.random.standard_normal(numel).astype(np.float32)
+
+    def _shard(self, index: int, group: int, parameter: Parameter) -> Shard:
+        published = to_tensor(parameter.published)
+        self.published.append(published)
+        numel = published.numel()
+        return Shard(
+            index,
+            f"shard {index}",
+            group,
+            numel,
+            self.settings.gradient_dtype,
+            self.settings.published_dtype,
+            to_tensor(parameter.master),
+            torch.zeros(numel),
+            torch.zeros(numel),
+            lambda: published,
+        )
+
+    @property
+    def shards(self) -> list[Shard]:
+        return self.core.shards
+
+    def gradient(self, shard: Shard, scale: float = 1.0, poison: float | None = None) -> npt.NDArray[Any]:
+        """Random, in the rig's format; ``poison`` (NaN or an infinity) goes to one element."""
+        values = (scale * self.random.standard_normal(shard.numel)).astype(np.float32)
+        if poison is not None and shard.numel:
+            values[self.random.integers(shard.numel)] = poison
+        return narrow(values, FORMAT_OF[self.settings.gradient_dtype])
+
+    def arrive(self, shard: Shard, gradient: npt.NDArray[Any], *, in_backward: bool = True) -> None:
+        self.core.arrive(shard, to_tensor(gradient), in_backward=in_backward)
+
+    def set_hyper(self, group: int, hyper: GroupHyper) -> None:
+        self.hypers[group] = hyper
+
+    def step_both(
+        self,
+        gradients: dict[int, npt.NDArray[Any]],
+        *,
+        unscale: float = 1.0,
+        max_grad_norm: float | None = None,
+    ) -> tuple[Verdict, ReferenceVerdict]:
+        """Verdict and apply in the core, the whole step in the reference. Compares the verdicts, not the state."""
+        for group, hyper in zip(self.reference.groups, self.hypers, strict=True):
+            group.lr, group.betas, group.eps = hyper.lr, (hyper.beta1, hyper.beta2), hyper.eps
+            group.weight_decay, group.l2 = hyper.weight_decay, hyper.l2
+        self.reference.max_grad_norm = max_grad_norm
+        expected = self.reference.step([gradients.get(shard.index) for shard in self.shards], unscale)
+        before = [to_numpy(published) for published in self.published]
+        verdict = self.core.decide(unscale=unscale, max_grad_norm=max_grad_norm)
+        for published, old in zip(self.published, before, strict=True):
+            assert_same_bits("published parameter before apply()", to_numpy(published), old)
+        assert verdict.found_inf == expected.found_inf
+        if not expected.found_inf:
+            assert verdict.grad_norm == expected.grad_norm
+            assert verdict.clip_coefficient == expected.clip_coefficient
+            assert np.float32(verdict.gradient_factor) == np.float32(expected.gradient_factor)
+        self.core.apply(verdict)
+        return verdict, expected
+
+    def check(self) -> None:
+        """State, published parameters and step counts are those of the reference."""
+        self.core.tail.settle()
+        for shard, published, parameter in zip(self.shards, self.published, self.reference.parameters, strict=True):
+            assert_same_bits(f"{shard.name}: master", to_numpy(shard.master), parameter.master)
+            assert_same_bits(f"{shard.name}: exp_avg", to_numpy(shard.exp_avg), parameter.exp_avg)
+            assert_same_bits(f"{shard.name}: exp_avg_sq", to_numpy(shard.exp_avg_sq), parameter.exp_avg_sq)
+            assert_same_bits(f"{shard.name}: published", to_numpy(published), parameter.published)
+            assert shard.steps == parameter.step
+        stats = self.core.stats()
+        assert stats["buckets_speculated"] == sum(stats[name] for name in COUNTERS)
+        assert stats["steps"] == self.reference.steps
+        assert stats["skipped_steps"] == self.reference.skipped_steps
+        assert not self.core.is_filling
+
+    def check_published_unchanged(self) -> None:
+        """Whatever was speculated or is not settled, readers see the parameters of the last finished step."""
+        for published, parameter in zip(self.published, self.reference.parameters, strict=True):
+            assert_same_bits("published parameter during backward", to_numpy(published), parameter.published)
+
+
+def journal_codes_of(width: int) -> AbstractContextManager[Any]:
+    """All codes have this many bytes."""
+
+    def choose(chooser: JournalWidth, work: _native.BucketWork, next_step: int) -> int:
+        chooser.width = width
+        return width
+
+    return mock.patch.object(JournalWidth, "choose", choose)
+
+
+@contextmanager
+def rig(
+    settings: Settings, *, width: int | None = None, arena: float | None = None, recorder: Recorder | None = None
+) -> Iterator[Rig]:
+    """``width``: all codes have this many bytes. ``arena``: bytes per parameter left for escapes (None: as built)."""
+    with ExitStack() as stack:
+        if width is not None:
+            stack.enter_context(journal_codes_of(width))
+        if arena is not None:
+            per_param = (width or 2) + arena
+            stack.enter_context(
+                mock.patch("superoffload.engine.layout._journal_bytes", lambda bucket: int(per_param * bucket.padded))
+            )
+        made = Rig(settings, recorder)
+        stack.callback(made.core.close)
+        yield made

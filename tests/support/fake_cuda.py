@@ -1,0 +1,362 @@
+"""A CudaLink over the fake driver (csrc/tests/fake_*.cpp) under CPU tensors: whole optimizers, without a GPU.
+
+What a device does late, the fake does late: a gradient is written by an operation on the current stream, parameters are
+read by one, freed gradients are overwritten as soon as the allocator may use their memory again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from superoffload import _native
+from superoffload.engine.bucket import Bucket
+from superoffload.host.bits import BitSums, Sums
+from superoffload.links.base import PackTicket
+from superoffload.links.cuda.link import CudaLink, CudaOptions
+from superoffload.links.host import HostLink
+from tests.support.checkout import ROOT
+from tests.support.emulated_kernels import library_path
+from tests.support.fake_memory import Memory
+
+LIBRARY = ROOT / "build" / "tests" / "libfakecuda.so"
+_SOURCES = [f"csrc/tests/fake_{name}.cpp" for name in ("cuda", "device", "kernels", "controls")]
+_HEADERS = [
+    *(f"csrc/tests/fake_{name}.h" for name in ("device", "kernels")),
+    *(f"csrc/{name}" for name in ("cuda/driver.h", "cuda/device_bucket.h", "arm_adam/lanes_scalar.h")),
+]
+_FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread"]
+_GARBAGE = 0x7F  # a byte; of these every format makes large values
+
+IMAGE = b"kernels"  # the fake knows its kernels by name
+
+
+def build() -> Path:
+    """Compiles the fake where it is not there yet."""
+    made = max((ROOT / source).stat().st_mtime for source in _SOURCES + _HEADERS)
+    if not LIBRARY.exists() or LIBRARY.stat().st_mtime < made:
+        LIBRARY.parent.mkdir(parents=True, exist_ok=True)
+        fresh = LIBRARY.with_suffix(f".{os.getpid()}")
+        command = [os.environ.get("CXX", "g++"), *_FLAGS, "-Icsrc", *_SOURCES, "-o", str(fresh), "-ldl"]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=240)
+        fresh.replace(LIBRARY)
+    return LIBRARY
+
+
+class Fake:
+    """The fake's own functions, and one current stream."""
+
+    def __init__(self) -> None:
+        self.library = str(build())
+        os.environ["FAKE_CUDA_KERNELS"] = str(library_path())  # read by the fake at the first launch
+        self._functions = ctypes.CDLL(self.library)
+        self._functions.fake_cuda_stream.restype = ctypes.c_void_p
+        self._functions.fake_cuda_calls.restype = ctypes.c_long
+        self._functions.fake_cuda_mismatches.restype = ctypes.c_long
+        self._functions.fake_cuda_registered_bytes.restype = ctypes.c_size_t
+        self._streams: list[int] = []  # that may have work left
+        self._devices: list[FakeDevice] = []  # with memory for that work
+        self.current = self.make_stream()
+
+    @property
+    def driver(self) -> ctypes.CDLL:
+        """The driver's own functions, with a context that is current in the calling thread."""
+        context = ctypes.c_void_p()
+        self._functions.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+        self._functions.cuCtxSetCurrent(context)
+        return self._functions
+
+    def make_stream(self) -> int:
+        self._streams.append(int(self._functions.fake_cuda_stream()))
+        return self._streams[-1]
+
+    def has(self, device: FakeDevice) -> None:
+        """It stays until all streams are over."""
+        self._devices.append(device)
+
+    def finish(self) -> None:
+        """Until all that was enqueued on any stream is over; then the memory may go that it is about."""
+        for device in self._devices:
+            device.over = True
+        for stream in self._streams:
+            self.synchronize(stream)
+        self._streams = [self.current]
+        self._devices.clear()
+
+    def reset(self) -> None:
+        self._functions.fake_cuda_reset()
+
+    def delays(self, seed: int, microseconds: float) -> None:
+        self._functions.fake_cuda_delays(ctypes.c_uint64(seed), ctypes.c_double(microseconds))
+
+    def fail(self, symbol: str, result: int, calls: int = 0) -> None:
+        self._functions.fake_cuda_fail(symbol.encode(), calls, result)
+
+    def breaks(self, result: int) -> None:
+        self._functions.fake_cuda_break(result)
+
+    def writes_values(self, supported: bool) -> None:
+        self._functions.fake_cuda_write_values(int(supported))
+
+    def registrable(self, nbytes: int) -> None:
+        self._functions.fake_cuda_registrable(ctypes.c_size_t(nbytes))
+
+    def drop_waits(self, later: int, earlier: int) -> None:
+        self._functions.fake_cuda_drop_waits(ctypes.c_void_p(later), ctypes.c_void_p(earlier))
+
+    def synchronize(self, stream: int | None = None) -> None:
+        self._functions.fake_cuda_synchronize(ctypes.c_void_p(stream or self.current))
+
+    def sleep(self, microseconds: float, stream: int | None = None) -> None:
+        self._functions.fake_cuda_sleep(ctypes.c_void_p(stream or self.current), ctypes.c_double(microseconds))
+
+    def write(self, stream: int, target: Tensor, source: Tensor) -> None:
+        self._functions.fake_cuda_write(
+            ctypes.c_void_p(stream),
+            ctypes.c_void_p(target.data_ptr()),
+            ctypes.c_void_p(source.data_ptr()),
+            _size(target),
+        )
+
+    def read(self, stream: int, tensor: Tensor, expected: Tensor | None = None) -> None:
+        """It must then hold what ``expected``, or else itself, holds now."""
+        source = tensor if expected is None else expected
+        self._functions.fake_cuda_read(
+            ctypes.c_void_p(stream),
+            ctypes.c_void_p(tensor.data_ptr()),
+            ctypes.c_void_p(source.data_ptr()),
+            _size(tensor),
+        )
+
+    def calls(self, symbol: str) -> int:
+        return int(self._functions.fake_cuda_calls(symbol.encode()))
+
+    def registered_bytes(self) -> int:
+        return int(self._functions.fake_cuda_registered_bytes())
+
+    @property
+    def mismatches(self) -> int:
+        return int(self._functions.fake_cuda_mismatches())
+
+
+def _size(tensor: Tensor) -> ctypes.c_size_t:
+    return ctypes.c_size_t(tensor.numel() * tensor.element_size())
+
+
+class FakeDevice:
+    """superoffload.links.cuda.device.Device over the fake."""
+
+    ordinal = 0
+    torch_device = torch.device("cpu")
+
+    def __init__(self, fake: Fake) -> None:
+        self.fake = fake
+        self.streams: list[int] = []
+        self.ahead: list[int] = []  # of these, the ones whose kernels go first
+        self.reusing = False  # memory of gradients is written again without regard to release()
+        self.released: set[int] = set()  # addresses of gradients that release() was ever called with
+        self._reader: dict[int, int] = {}  # of those that are not free yet, the stream that still reads it
+        self.allocates_on: int | None = None  # gradients, for this stream; None: for the one they arrive on
+        self.kept: list[Tensor] = []
+        fake.has(self)
+        self.capturing = False
+        self.refused = 0  # so many allocations from now on fail
+        self.free = 1 << 30
+        self.capacity: int | None = None  # of its memory; then it is free what was not counted at the peak
+        self.memory = Memory()
+        self.over = False  # nothing uses its memory any more, and nothing waits for its streams
+
+    def current_stream(self) -> int:
+        return self.fake.current
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+    def make_stream(self, *, ahead: bool = False) -> int:
+        self.streams.append(self.fake.make_stream())
+        if ahead:
+            self.ahead.append(self.streams[-1])
+        return self.streams[-1]
+
+    def empty(self, nbytes: int) -> Tensor:
+        if self.refused:
+            self.refused -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory, as a test has asked for")
+        memory = torch.full((nbytes,), _GARBAGE, dtype=torch.uint8)
+        self.comes(memory)
+        self.memory.take(nbytes)
+        same = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())  # no view, which would keep it
+        weakref.finalize(memory, self._freed, same, self.fake.current).atexit = False
+        return memory
+
+    def _freed(self, memory: Tensor, stream: int) -> None:
+        """Its next owner goes on with it in the order of the stream that it was allocated on."""
+        self.memory.give(memory.numel())
+        reader = self._reader.pop(memory.data_ptr(), stream)
+        if not self.over:
+            self.overwrite(memory, reader)
+
+    def free_bytes(self) -> int:
+        return self.free if self.capacity is None else self.capacity - self.memory.peak
+
+    def reuses_unasked(self) -> bool:
+        return self.reusing
+
+    def comes(self, memory: Tensor) -> None:
+        """Nothing reads what was at its address before."""
+        self._reader.pop(memory.data_ptr(), None)
+
+    def release(self, gradients: Sequence[Tensor], stream: int) -> None:
+        for gradient in gradients:
+            self.released.add(gradient.data_ptr())
+            self._reader[gradient.data_ptr()] = stream
+
+    def gradient_freed(self, gradient: int, part: Tensor, stream: int) -> None:
+        """Its next owner comes at once, on the stream that it was allocated for, where no other reads it."""
+        owner = self.allocates_on or stream
+        reader = self._reader.pop(gradient, owner)
+        self.memory.free_of_gradient(gradient, part.numel() * part.element_size(), later=reader != owner)
+        self.overwrite(part, reader)
+
+    def overwrite(self, tensor: Tensor, stream: int) -> None:
+        """As the next owner of the memory does, who then finds what he has written. Its real owner lets go of it now,
+        so we keep it for that long."""
+        self.kept.append(tensor)
+        garbage = garbage_like(tensor)
+        self.fake.write(stream, tensor, garbage)
+        self.fake.read(stream, tensor, garbage)
+
+
+def garbage_like(tensor: Tensor) -> Tensor:
+    return torch.full((tensor.numel() * tensor.element_size(),), _GARBAGE, dtype=torch.uint8)
+
+
+class OrderedSums:
+    """What a program does to tensors after their sums were taken is behind that, as on a device's stream."""
+
+    def __init__(self, taken_by: BitSums, fake: Fake) -> None:
+        self._taken_by = taken_by
+        self._fake = fake
+        self.every_step, self.in_stream_order = taken_by.every_step, taken_by.in_stream_order
+
+    def of(self, flats: Sequence[Tensor]) -> list[Sums]:
+        found = self._taken_by.of(flats)
+        self._fake.synchronize()
+        return found
+
+    def changed(self, before: Sequence[Sums], flats: Sequence[Tensor]) -> list[bool]:
+        return self._taken_by.changed(before, flats)
+
+
+class LateLink(CudaLink):
+    """Gradients appear late, and parameters are read late, on the current stream: as a GPU runs behind the program."""
+
+    def __init__(self, device: FakeDevice, options: CudaOptions) -> None:
+        super().__init__(device, options)
+        self.fake_device = device
+        self.bit_sums = OrderedSums(self.bit_sums, device.fake)
+
+    def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
+        fake, device = self.fake_device.fake, self.fake_device
+        kept = not self.frees_gradients or any(piece.shard.keeps_gradient for piece in bucket.pieces)
+        if kept:
+            fake.synchronize()  # we read them here, perhaps for the second time, as no program would
+        freed = self.frees_gradients
+        parts = [  # a gradient may span buckets
+            (
+                grad,
+                grad.detach().view(-1)[piece.start : piece.start + piece.numel],
+                not freed or piece.shard.keeps_gradient,
+            )
+            for piece, grad in zip(bucket.pieces, grads, strict=True)
+            if grad is not None
+        ]
+        late = []
+        for grad, part, theirs in parts:
+            late.append((part, part.clone(), theirs))
+            device.comes(grad)
+            device.kept.append(grad)  # the allocator of a device would know what is still to be written there
+            ctypes.memset(part.data_ptr(), _GARBAGE, part.numel() * part.element_size())
+            fake.write(fake.current, *late[-1][:2])
+        # What the link is given goes when the link lets go of it: at once, or behind a later bucket.
+        given = [None if grad is None else grad.detach() for grad in grads]
+        owners = [grad for grad in given if grad is not None]
+        for owner, (grad, part, theirs) in zip(owners, parts, strict=True):
+            if not theirs:
+                gone = weakref.finalize(owner, device.gradient_freed, grad.data_ptr(), part, fake.current)
+                gone.atexit = False
+        try:
+            ticket = super().pack(bucket, given)
+        finally:
+            del given, owners[:]
+        for part, values, theirs in late:
+            if theirs:  # whose owner may do with them what he likes
+                fake.write(fake.current, part, garbage_like(part))
+                fake.write(fake.current, part, values)
+        return ticket
+
+    def step_ended(self, *, whole: bool) -> None:
+        super().step_ended(whole=whole)
+        if whole:
+            self.fake_device.memory.step_ended()
+
+    def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
+        fake = self.fake_device.fake
+        for piece, present in zip(bucket.pieces, bucket.present, strict=True):
+            if present:
+                # Of this bucket only: those of the same parameter that were delivered before may have changed theirs.
+                fake.read(fake.current, piece.shard.target()[piece.start : piece.start + piece.numel])
+        return super().deliver(bucket, after)
+
+    @property
+    def roles(self) -> dict[str, int]:
+        """The streams by name."""
+        pack, down, up = self.fake_device.streams[:3]
+        return {"current": self.fake_device.fake.current, "pack": pack, "down": down, "up": up}
+
+
+class InOrderLink(LateLink):
+    """A program reads parameters only once its stream has come so far, as a GPU's own reads do."""
+
+    def make_visible(self, bucket: Bucket) -> None:
+        super().make_visible(bucket)
+        self.fake_device.fake.synchronize()
+
+
+@contextmanager
+def on_host() -> Iterator[None]:
+    """Likewise, the host link, also inside of ``on_fake_device``."""
+    with mock.patch("superoffload.optimizer.connection.link_for", lambda params, **_: HostLink()):
+        yield
+
+
+@contextmanager
+def on_fake_device(fake: Fake, kind: type[LateLink] = LateLink, **options: Any) -> Iterator[list[LateLink]]:
+    """AdamW made inside gets a CudaLink; yields the links."""
+    links: list[LateLink] = []
+
+    def link_for(params: Sequence[Tensor], *, keep_grads: bool | None) -> LateLink:
+        given = CudaOptions(keep_grads=bool(keep_grads), image=IMAGE, timeout_seconds=60.0, library=fake.library)
+        links.append(kind(FakeDevice(fake), replace(given, **options)))
+        return links[-1]
+
+    with mock.patch("superoffload.optimizer.connection.link_for", link_for):
+        try:
+            yield links
+        finally:
+            for link in links:
+                link.close()
+                link.fake_device.over = True
+                for stream in link.roles.values():
+                    fake.synchronize(stream)  # what a broken device has left, before memory goes that it is about

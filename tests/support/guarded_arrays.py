@@ -1,0 +1,127 @@
+"""What the kernel tests share: arrays between guard zones, spans over them, and comparisons of bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from superoffload import kernels
+from tests.support.kernel_inputs import State
+from tests.support.reference.adam import HyperLike
+from tests.support.reference.convert import FORMATS, bits
+
+GUARD_BYTES = 128
+GUARD_VALUE = 0xA5
+# Every lane of every component escaping, with room for whatever a block needs besides.
+WORST_BYTES_PER_LANE = 32
+WORST_BYTES_PER_BLOCK = 256
+
+
+def scalars_of(hyper: HyperLike) -> dict[str, Any]:
+    """The hyper-parameters that every call to a kernel takes by name."""
+    return {
+        "lr": hyper.lr,
+        "beta1": hyper.beta1,
+        "beta2": hyper.beta2,
+        "eps": hyper.eps,
+        "weight_decay": hyper.weight_decay,
+        "gradient_factor": hyper.gradient_factor,
+    }
+
+
+def kernel_hyper(hyper: HyperLike, **changes: Any) -> kernels.Hyper:
+    """The reference's hyper-parameters as the kernels' class."""
+    return replace(
+        kernels.Hyper(**scalars_of(hyper), step=hyper.step, l2=hyper.l2),
+        **changes,
+    )
+
+
+def worst_arena(length: int) -> int:
+    """Bytes in which any journal of a span fits."""
+    return WORST_BYTES_PER_LANE * length + WORST_BYTES_PER_BLOCK * (length // 1024 + 1)
+
+
+class Guarded:
+    """A copy of an array that starts `start` elements behind a 64-byte boundary, with a guard zone on either side."""
+
+    def __init__(self, values: npt.NDArray[Any], start: int) -> None:
+        self._raw = np.full(values.nbytes + 2 * GUARD_BYTES + 64 + 16 * values.itemsize, GUARD_VALUE, dtype=np.uint8)
+        address = self._raw.__array_interface__["data"][0]
+        self._begin = GUARD_BYTES - (address + GUARD_BYTES) % 64 + 64 + start * values.itemsize
+        self._end = self._begin + values.nbytes
+        self.array = self._raw[self._begin : self._end].view(values.dtype)
+        self.array[...] = values
+
+    def intact(self) -> bool:
+        """Whether nothing outside the array was written."""
+        outside = np.concatenate([self._raw[: self._begin], self._raw[self._end :]])
+        return bool((outside == GUARD_VALUE).all())
+
+
+class GuardedSpan:
+    """A kernel span over guarded arrays, each of them misaligned in its own way."""
+
+    def __init__(
+        self, old: State, gradient: npt.NDArray[Any], published: str, start: int = 0, arena_bytes: int | None = None
+    ) -> None:
+        length = gradient.size
+        filler = np.full(length * np.dtype(FORMATS[published]).itemsize, 0x5A, dtype=np.uint8).view(FORMATS[published])
+        self._given_gradient = gradient.copy()
+        self._parts = {
+            "master": Guarded(old.master, start),
+            "exp_avg": Guarded(old.exp_avg, (start + 1) % 16 if start else 0),
+            "exp_avg_sq": Guarded(old.exp_avg_sq, (start + 6) % 16 if start else 0),
+            "gradient": Guarded(gradient, (2 * start + 1) % 16 if start else 0),
+            "shadow": Guarded(filler, (3 * start) % 16),
+        }
+        arrays: dict[str, Any] = {name: part.array for name, part in self._parts.items()}
+        self.span = kernels.Span(
+            **arrays,
+            arena_bytes=worst_arena(length) if arena_bytes is None else arena_bytes,
+            past_cache=length % 2 == 0,  # half of all tests
+        )
+
+    @property
+    def state(self) -> State:
+        """The masters and moments as they are now (not copies)."""
+        return State(*(self._parts[name].array for name in State._fields))
+
+    @property
+    def shadow(self) -> npt.NDArray[Any]:
+        """The shadow as it is now (not a copy)."""
+        return self._parts["shadow"].array
+
+    def set_gradient(self, gradient: npt.NDArray[Any]) -> None:
+        """Another packed gradient, as the next step brings it."""
+        self._given_gradient = gradient.copy()
+        self._parts["gradient"].array[...] = gradient
+
+    def check(self, context: str = "") -> None:
+        """Nothing was written outside the arrays, and the packed gradient is what it was."""
+        for name, part in self._parts.items():
+            assert part.intact(), f"written outside of {name}; {context}"
+        assert_bits("gradient", self._parts["gradient"].array, self._given_gradient, context)
+
+
+def assert_bits(name: str, got: npt.NDArray[Any], expected: npt.NDArray[Any], context: str = "") -> None:
+    """Two arrays have the same bits; the message names the first lane that differs."""
+    got_words, expected_words = bits(got), bits(expected)
+    assert got_words.shape == expected_words.shape, f"{name}: {got.shape}, expected {expected.shape}; {context}"
+    if got_words.tobytes() == expected_words.tobytes():
+        return
+    differing = np.flatnonzero(got_words != expected_words)
+    lane = int(differing[0])
+    raise AssertionError(
+        f"{name}: {differing.size} of {got.size} lanes differ, first lane {lane}: "
+        f"{int(got_words[lane]):#x}, expected {int(expected_words[lane]):#x}; {context}"
+    )
+
+
+def assert_state(got: State, expected: State, context: str = "") -> None:
+    """Two states have the same bits."""
+    for name in State._fields:
+        assert_bits(name, getattr(got, name), getattr(expected, name), context)

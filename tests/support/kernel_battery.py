@@ -1,0 +1,246 @@
+"""A fixed battery of kernel calls and one SHA-256 per operation and types, to compare machines that cannot meet.
+
+    python -m tests.support.kernel_battery --json                 of the kernels on this machine's best instruction set
+    python -m tests.support.kernel_battery --isa scalar --json    on the named one
+    python -m tests.support.kernel_battery --reference --json     of the NumPy reference, without the extension
+
+All of them print the same. The last one, kept in kernel_battery.json, is what the tests compare with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.support import kernel_inputs as cases
+from tests.support.kernel_inputs import State
+from tests.support.reference import adam
+from tests.support.reference.adam import Hyper, Stepped
+
+RECORDED = Path(__file__).with_name("kernel_battery.json")
+Arrays = list[npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One span's inputs; the reference's answers come with it, computed when asked for."""
+
+    kind: str
+    gradient_format: str
+    published_format: str
+    l2: bool
+    number: int
+
+    @property
+    def length(self) -> int:
+        return cases.LENGTHS[self.number]
+
+    @property
+    def start(self) -> int:
+        return cases.STARTS[self.number % len(cases.STARTS)]
+
+    @property
+    def hyper(self) -> Hyper:
+        return replace(cases.HYPERS[self.number % len(cases.HYPERS)], l2=self.l2)
+
+    @property
+    def clipped(self) -> Hyper:
+        """What the step is replayed with: the same step, the gradient clipped."""
+        return replace(self.hyper, gradient_factor=self.hyper.gradient_factor * 0.61)
+
+    @property
+    def old(self) -> State:
+        return State(*(values[self._slice] for values in _state(self.kind)))
+
+    @property
+    def gradient(self) -> npt.NDArray[Any]:
+        return _gradient(self.kind, self.gradient_format)[self._slice]
+
+    @cached_property
+    def stepped(self) -> Stepped:
+        return adam.step(*self.old, self.gradient, self.published_format, self.hyper)
+
+    @cached_property
+    def replayed(self) -> Stepped:
+        return adam.step(*self.old, self.gradient, self.published_format, self.clipped)
+
+    @property
+    def _slice(self) -> slice:
+        begin = (self.number * 37) % (cases.LONGEST - self.length + 1)
+        return slice(begin, begin + self.length)
+
+
+@cache
+def _state(kind: str) -> State:
+    return cases.state(kind, cases.LONGEST, 100)
+
+
+@cache
+def _gradient(kind: str, form: str) -> npt.NDArray[Any]:
+    return cases.gradient(kind, form, cases.LONGEST, 110 + cases.FORMATS.index(form))
+
+
+@cache
+def span_cases(gradient_format: str, published_format: str, l2: bool) -> tuple[Case, ...]:
+    """Both kinds of values at every length, the hyper-parameters and starts in turn."""
+    return tuple(
+        Case(kind, gradient_format, published_format, l2, number)
+        for kind in cases.KINDS
+        for number in range(len(cases.LENGTHS))
+    )
+
+
+class Reference:
+    """The battery's operations by the NumPy reference."""
+
+    def step(self, case: Case) -> Arrays:
+        return list(case.stepped)
+
+    def publish(self, case: Case) -> Arrays:
+        return [case.stepped.shadow]
+
+    def journal(self, case: Case, width: int) -> Arrays:
+        return [*case.stepped, *case.old, *case.replayed]
+
+    def sum_of_squares(self, gradient: npt.NDArray[Any]) -> Arrays:
+        return [adam.sum_of_squares(gradient)]
+
+    def pack(self, gradient: npt.NDArray[Any]) -> Arrays:
+        return [gradient, adam.sum_of_squares(gradient)]
+
+    def fold_sums(self, blocks: npt.NDArray[np.float64]) -> Arrays:
+        return [np.array([adam.fold_sums(blocks)])]
+
+
+class Kernel:
+    """The same operations by the extension, on the instruction set that is set."""
+
+    def __init__(self) -> None:
+        from superoffload import kernels
+        from tests.support import guarded_arrays
+
+        self._kernels = kernels
+        self._tools = guarded_arrays
+
+    def step(self, case: Case) -> Arrays:
+        guarded = self._span(case)
+        guarded.span.step(self._tools.kernel_hyper(case.hyper))
+        guarded.check()
+        return [*guarded.state, guarded.shadow]
+
+    def publish(self, case: Case) -> Arrays:
+        guarded = self._span(case)
+        guarded.span.publish(self._tools.kernel_hyper(case.hyper))
+        guarded.check()
+        self._tools.assert_state(guarded.state, case.old, "publish changed the state")
+        return [guarded.shadow]
+
+    def journal(self, case: Case, width: int) -> Arrays:
+        guarded = self._span(case)
+        hyper = self._tools.kernel_hyper(case.hyper)
+        assert guarded.span.step_journaled(hyper, width=width)
+        result = [values.copy() for values in (*guarded.state, guarded.shadow)]
+        guarded.span.undo()
+        result += [values.copy() for values in guarded.state]
+        assert guarded.span.step_journaled(hyper, width=width)
+        guarded.span.replay(self._tools.kernel_hyper(case.clipped))
+        guarded.check()
+        return [*result, *guarded.state, guarded.shadow]
+
+    def sum_of_squares(self, gradient: npt.NDArray[Any]) -> Arrays:
+        return [self._kernels.sum_of_squares(gradient)]
+
+    def pack(self, gradient: npt.NDArray[Any]) -> Arrays:
+        out = np.empty_like(gradient)
+        return [out, self._kernels.pack(gradient, out)]
+
+    def fold_sums(self, blocks: npt.NDArray[np.float64]) -> Arrays:
+        return [np.array([self._kernels.fold_sums(blocks)])]
+
+    def _span(self, case: Case) -> Any:
+        return self._tools.GuardedSpan(case.old, case.gradient, case.published_format, case.start)
+
+
+def digests(backend: Reference | Kernel) -> dict[str, str]:
+    """Every operation's digest by name, and under "total" one of all of them."""
+    result = {}
+    for gradient_format in cases.FORMATS:
+        for published_format in cases.FORMATS:
+            for mode in ("adamw", "l2"):
+                spans = span_cases(gradient_format, published_format, mode == "l2")
+                types = f"{mode} {gradient_format} to {published_format}"
+                result[f"step {types}"] = _digest(backend.step, spans)
+                result[f"publish {types}"] = _digest(backend.publish, spans)
+                for width in (1, 2):
+                    result[f"journal of width {width} {types}"] = _digest(partial(backend.journal, width=width), spans)
+    for form in cases.FORMATS:
+        gradients = list(norm_inputs(form))
+        result[f"sum_of_squares {form}"] = _digest(backend.sum_of_squares, gradients)
+        result[f"pack {form}"] = _digest(backend.pack, gradients)
+    result["fold_sums"] = _digest(backend.fold_sums, list(fold_inputs()))
+    result["total"] = hashlib.sha256("".join(result.values()).encode()).hexdigest()
+    return result
+
+
+def norm_inputs(form: str) -> Iterator[npt.NDArray[Any]]:
+    """Gradients at every length and start: hostile but finite ones, and some with whatever is not."""
+    hostile = cases.gradient("hostile", form, cases.LONGEST + 16, 120)
+    finite = cases.finite(hostile, form)
+    for number, length in enumerate(cases.LENGTHS):
+        start = cases.STARTS[number % len(cases.STARTS)]
+        yield finite[start : start + length]
+        if number % 8 == 0:
+            yield hostile[start : start + length]
+
+
+def fold_inputs() -> Iterator[npt.NDArray[np.float64]]:
+    """Block sums of every length; one in eight has an infinity in it, as a non-finite gradient leaves it."""
+    for number, length in enumerate(cases.LENGTHS):
+        blocks = cases.block_sums(length, 130 + number)
+        if number % 8 == 7:
+            blocks[number % length] = np.inf
+        yield blocks
+
+
+def _digest(operation: Callable[[Any], Arrays], inputs: Sequence[Any]) -> str:
+    digest = hashlib.sha256()
+    for one in inputs:
+        for array in operation(one):
+            digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.support.kernel_battery", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    parser.add_argument("--reference", action="store_true", help="compute with the NumPy reference")
+    parser.add_argument("--isa", help="the kernels' instruction set (default: the one they choose)")
+    options = parser.parse_args(arguments)
+    if options.isa:
+        from superoffload import kernels
+
+        kernels.set_isa(options.isa)
+    result = digests(Reference() if options.reference else Kernel())
+    if options.json:
+        json.dump(result, sys.stdout, indent=1)
+        print()
+    else:
+        for name, value in result.items():
+            print(f"{value}  {name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

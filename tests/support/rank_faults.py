@@ -1,0 +1,160 @@
+"""Faults that tests plant in an optimizer inside a rank. None of this can be switched on in the package itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from superoffload import AdamW, _native
+from superoffload.distributed.session import RankSession
+from superoffload.engine.bucket import Bucket
+from superoffload.engine.verdict import Verdict
+from tests.support.rank_processes import (
+    BF16,
+    flat_mesh,
+    net,
+    optimizer_of,
+    replica_mesh,
+    shard,
+    tokens_of,
+)
+
+Operation = _native.Operation
+
+
+def step_of(optimizer: AdamW) -> int:
+    """The step that is running, from 1."""
+    session = optimizer._ranks.session
+    return session._call if isinstance(session, RankSession) else int(optimizer.stats()["steps"]) + 1
+
+
+@contextmanager
+def skip_publish(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
+    """From that step on, the first bucket's shadow is not copied to the parameters of one rank."""
+    link = optimizer._core.link
+    deliver = link.deliver
+
+    def lossy(bucket: Bucket, after: _native.Completion) -> _native.Completion:
+        if dist.get_rank() == rank and step_of(optimizer) >= step and bucket is optimizer._core.buckets[0]:
+            return after
+        return deliver(bucket, after)
+
+    with mock.patch.object(link, "deliver", lossy):
+        yield
+
+
+@contextmanager
+def apply_twice(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
+    """In that step, one bucket of one rank is stepped a second time."""
+    core = optimizer._core
+    finish = core.finisher.finish
+
+    def doubled(bucket: Bucket, factor: float) -> None:
+        finish(bucket, factor)
+        if dist.get_rank() == rank and step_of(optimizer) == step and bucket is core.buckets[0]:
+            core.executor.wait(bucket)
+            core.executor.freeze(bucket, factor)
+            core.executor.submit(bucket, Operation.step)
+
+    with mock.patch.object(core.finisher, "finish", doubled):
+        yield
+
+
+@contextmanager
+def drop_clip(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
+    """From that step on, one rank does not clip."""
+    core = optimizer._core
+    apply = core.apply
+
+    def unclipped(verdict: Verdict, **options: bool) -> None:
+        if dist.get_rank() == rank and step_of(optimizer) >= step:
+            verdict = verdict._replace(gradient_factor=optimizer._lasting.verdicts.unscale)
+        apply(verdict, **options)
+
+    # What the session is told is what was done.
+    session = optimizer._ranks.session
+    count: Callable[..., None] = session.count if session is not None else lambda **_: None
+
+    def told(*, applied: bool, factor: float) -> None:
+        if dist.get_rank() == rank and step_of(optimizer) >= step:
+            factor = optimizer._lasting.verdicts.unscale
+        count(applied=applied, factor=factor)
+
+    with mock.patch.object(core, "apply", unclipped), mock.patch.object(session, "count", told):
+        yield
+
+
+@contextmanager
+def swap_shards(optimizer: AdamW, step: int, rank: int, name: str = "layers.0.0.weight") -> Iterator[None]:
+    """After that step, two ranks have each other's published shard of one parameter."""
+    core = optimizer._core
+    apply = core.apply
+
+    def swapped(verdict: Verdict, **options: bool) -> None:
+        apply(verdict, **options)
+        me, other = dist.get_rank(), {rank: 0, 0: rank}.get(dist.get_rank())
+        if step_of(optimizer) == step and other is not None:
+            mine = next(shard for shard in core.shards if shard.name == name).target()
+            sizes = [torch.tensor([mine.numel()]), torch.zeros(1, dtype=torch.int64)]
+            exchange(sizes[0], sizes[1], other, me < other)
+            length = int(min(sizes[0], sizes[1]))
+            theirs = torch.empty(length, dtype=torch.float32)
+            exchange(mine[:length].float(), theirs, other, me < other)
+            mine[:length] = theirs.to(mine.dtype)
+
+    with mock.patch.object(core, "apply", swapped):
+        yield
+
+
+def exchange(mine: torch.Tensor, theirs: torch.Tensor, other: int, first: bool) -> None:
+    for sending in (first, not first):
+        if sending:
+            dist.send(mine.contiguous(), other)
+        else:
+            dist.recv(theirs, other)
+
+
+@contextmanager
+def nothing(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
+    yield
+
+
+# Planted in the training loop instead, on all ranks, since they are about collectives: see the loops of the tests.
+IN_THE_LOOP = ("reduce_early", "stale_parameters")
+
+FAULTS: dict[str, Any] = {
+    "none": nothing,
+    "skip_publish": skip_publish,
+    "apply_twice": apply_twice,
+    "drop_clip": drop_clip,
+    "swap_shards": swap_shards,
+    "swap_transformer_shards": partial(swap_shards, name="blocks.0.mlp.down.weight"),
+    **dict.fromkeys(IN_THE_LOOP, nothing),
+}
+
+
+def train_until_error(
+    fault: str, step: int, rank: int, replicas: bool, check: Any, steps: int = 60, delivery: str = "eager"
+) -> list[Any]:
+    """[the number of the step whose step() raised, the message]; [steps, ""] if none did."""
+    model: Any = shard(net(torch.bfloat16), replica_mesh() if replicas else flat_mesh(), BF16)
+    with (
+        optimizer_of(model, max_grad_norm=0.5, rank_check=check, delivery=delivery) as optimizer,
+        FAULTS[fault](optimizer, step, rank),
+    ):
+        for number in range(1, steps + 1):
+            if fault == "stale_parameters" and number == step:
+                model.set_reshard_after_backward(False)
+            optimizer.zero_grad()
+            model.loss(tokens_of(number, dist.get_rank())).backward()
+            try:
+                optimizer.step()
+            except Exception as error:
+                return [number, f"{type(error).__name__}: {error}"]
+    return [steps, ""]
