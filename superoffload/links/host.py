@@ -1,4 +1,4 @@
-"""What moves gradients down and parameters up. This file: the protocol, and the host link (parameters on the CPU)."""
+"""Links move gradients down and parameters up. Defines their protocol and the host link (parameters on the CPU)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from superoffload.engine.bucket import ELEMENT_TYPES, Bucket, Piece
 from superoffload.host.bits import BitSums, Sums, SumsInMemory
 from superoffload.host.memory import host_empty
 
-_LARGE = 64 << 10  # bytes of a piece that torch copies with several threads
+_LARGE = 64 << 10  # above this many bytes torch copies a piece with several threads
 
 
 @dataclass(frozen=True)
 class PackTicket:
-    """A packed gradient on its way; the shards' block sums are valid once ``completion`` is done.
+    """Describes a packed gradient on its way; the shards' block sums are valid once ``completion`` is done.
 
-    ``bit_sums``: of the bits that were packed, for the pieces whose shard asks for them and whose link has a kernel for
-    it; such pieces' gradients are still there.
+    ``bit_sums``: sums of the packed bits, for the pieces whose shard asks for them, if the link has a kernel for it;
+    the gradients of such pieces are kept.
     """
 
     bucket: Bucket
@@ -32,38 +32,38 @@ class PackTicket:
 
 
 class Link(Protocol):
-    """One per device kind; owns streams, staging and the shadow."""
+    """Serves one kind of device; owns streams, staging and the shadow."""
 
     bytes_down: int
     bytes_up: int
-    frees_gradients: bool  # nobody reads a gradient again once pack() has returned, so its owner may let it go
-    asynchronous: bool  # deliver() returns before ``after`` is done, and reads the shadow by itself once it is
+    frees_gradients: bool  # no gradient is read after pack() has returned, so its owner may free it
+    asynchronous: bool  # deliver() returns before ``after`` is done, and the link reads the shadow later
     bit_sums: BitSums
-    sums_what_it_packs: bool  # a PackTicket has the ``bit_sums`` of what was packed
+    sums_what_it_packs: bool  # its PackTickets have the ``bit_sums`` of the packed gradients
 
     @property
     def bytes_up_early(self) -> int:
-        """Of ``bytes_up``, those that travelled before the verdict."""
+        """Counts those of ``bytes_up`` that travelled before the verdict."""
 
     @property
     def pinned_bytes(self) -> int:
-        """Of host memory, now."""
+        """Counts the bytes of host memory that are pinned now."""
 
     def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
-        """Before these are attached. ``anew``: instead of all that were attached before, which are idle."""
+        """Reserves memory before the buckets are attached. ``anew``: they replace all attached ones, which are idle."""
 
     def attach(self, bucket: Bucket) -> None:
         """Allocates the bucket's packed gradient and shadow (``bucket.padded`` elements each)."""
 
     def check_stream(self) -> None:
-        """Before anything is enqueued: DeviceError where the calling thread's stream cannot take it."""
+        """Raises DeviceError if the calling thread's stream cannot take work; called before anything is enqueued."""
 
     def read_on(self, stream: int) -> None:
-        """Parameters are also read on this stream, which ``make_visible`` has wait as the current one."""
+        """Names a further stream that reads parameters; ``make_visible`` makes it wait like the current one."""
 
     def received(self, bucket: Bucket) -> None:
-        """A gradient for ``bucket`` is final behind what the calling thread has enqueued; its pack() may be called
-        from another stream."""
+        """Notes that a gradient for ``bucket`` is final behind what the calling thread has enqueued; its pack() may be
+        called from another stream."""
 
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
         """Packs one contiguous gradient per piece of the bucket (None: no gradient this step) with its block sums.
@@ -72,42 +72,42 @@ class Link(Protocol):
         """
 
     def came_down(self, nbytes: int) -> None:
-        """Gradients that were brought to host memory in another way than by ``pack()``."""
+        """Counts gradients that reached host memory in another way than by ``pack()``."""
 
     def arrived(self, ticket: PackTicket) -> _native.Completion:
-        """Done once the packed gradient is in host memory; worker threads wait on it without the GIL."""
+        """Returns a completion: the packed gradient is in host memory. Worker threads wait on it without the GIL."""
 
     def stage(self, bucket: Bucket, after: _native.Completion) -> None:
-        """Copies the shadow to the device once ``after``, a speculated step, is done: no reader sees it there, and
-        ``deliver()`` need not copy it again. Links do so where they can and there is memory for it."""
+        """Copies the shadow to the device once ``after``, a speculated step, is done, where no reader sees it.
+        ``deliver()`` then need not copy it again. Links do so if they can and have the memory."""
 
     def unstage(self, bucket: Bucket) -> None:
-        """The verdict wants other parameters than those that were staged, if any were. When it returns, nothing reads
-        the shadow for them any more."""
+        """Discards staged parameters, since the verdict wants other ones. When it returns, nothing reads the shadow for
+        them any more."""
 
     def step_ended(self, *, whole: bool) -> None:
-        """What is to be delivered has been given to ``deliver()``. Not ``whole``: there was no verdict, or there is no
-        gradient left for now."""
+        """Ends a step after its last ``deliver()``. Not ``whole``: there was no verdict, or no gradient is left for
+        now."""
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
         """Copies the shadow of the bucket's present pieces to the published parameters, once ``after`` is done.
 
-        ``after`` may have failed: an operation after the verdict is completed even so. What is returned is done once
-        the copy was made, or where streams order it: enqueued.
+        The copy is made even if ``after`` failed, since an operation after the verdict is completed. The result is done
+        once the copy was made, or once it is enqueued where streams order it.
         """
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether so much memory, where gradients are, is in use at no time of a step."""
+        """Tells whether so much memory stays unused throughout a step on the device that has the gradients."""
 
     def make_visible(self, bucket: Bucket) -> None:
-        """On the training thread, once the delivery is done: what it enqueues from here on reads the new parameters."""
+        """Makes the training thread's stream wait for a delivery, so that its later work reads the new parameters."""
 
     def close(self) -> None:
-        """Ends what runs. The buckets' memory stays readable. Idempotent."""
+        """Ends all work. The buckets' memory stays readable. Idempotent."""
 
 
 class SynchronousLink:
-    """What links have in common that are done with a copy when the call returns; the shadow is in host memory."""
+    """Implements what links share whose copies are done when the call returns; the shadow is in host memory."""
 
     asynchronous = False
     frees_gradients = False
@@ -122,12 +122,12 @@ class SynchronousLink:
         self._pieces: dict[Bucket, _native.HostPieces] = {}
 
     def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
-        """Every bucket has its own memory."""
+        """Reserves nothing, since every bucket has its own memory."""
         if anew:
             self._pieces.clear()
 
     def _pieces_of(self, bucket: Bucket) -> _native.HostPieces:
-        """Where pieces of the bucket are packed, and what is published of them."""
+        """Describes where the bucket's pieces are packed, and what is published of them."""
         if bucket not in self._pieces:
             pieces = self._pieces[bucket] = _native.HostPieces(ELEMENT_TYPES[bucket.gradient_dtype])
             stays = bucket.gradients is not None
@@ -156,13 +156,13 @@ class SynchronousLink:
         return PackTicket(bucket, _native.Completion.already_done())
 
     def check_stream(self) -> None:
-        """There are no streams."""
+        """Checks nothing: there are no streams."""
 
     def read_on(self, stream: int) -> None:
-        """Nor here."""
+        """Does nothing: there are no streams."""
 
     def received(self, bucket: Bucket) -> None:
-        """It is in host memory."""
+        """Does nothing: the gradient is in host memory."""
 
     def came_down(self, nbytes: int) -> None:
         self.bytes_down += nbytes
@@ -171,13 +171,13 @@ class SynchronousLink:
         return ticket.completion
 
     def stage(self, bucket: Bucket, after: _native.Completion) -> None:
-        """The copy is made when the caller waits for it."""
+        """Does nothing: ``deliver()`` makes the copy."""
 
     def unstage(self, bucket: Bucket) -> None:
-        """Nothing is staged."""
+        """Does nothing: no bucket is staged."""
 
     def step_ended(self, *, whole: bool) -> None:
-        """Nothing was kept for it."""
+        """Frees nothing, since no memory was kept for the step."""
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
         wait_until_ended(after)
@@ -190,7 +190,7 @@ class SynchronousLink:
             shard, nbytes = piece.shard, size * piece.numel
             self.bytes_up += nbytes
             address = shard.address if nbytes < _LARGE else 0
-            if address and shard.parameter is not None:  # torch takes longer to start than to copy so little
+            if address and shard.parameter is not None:  # for so little, torch takes longer to start than to copy
                 addresses[i] = address + size * piece.start
                 written.append(shard.parameter)
             else:
@@ -200,24 +200,24 @@ class SynchronousLink:
             self._pieces_of(bucket).publish(addresses)
             torch.autograd.graph.increment_version(written)
         if targets:
-            # In place: bumps the parameters' version counters. To a device, also from pinned memory, this waits for the
-            # copy, so the shadow may be written again.
+            # In place, so the parameters' version counters rise. A copy to a device, also from pinned memory, has ended
+            # when this returns, so the shadow may be written again.
             torch._foreach_copy_(targets, sources)
         return _native.Completion.already_done()
 
     def has_room(self, nbytes: int) -> bool:
-        """Gradients stay where they are anyway."""
+        """Says yes: gradients keep their memory anyway."""
         return True
 
     def make_visible(self, bucket: Bucket) -> None:
-        """It is since it was copied."""
+        """Does nothing: the copy made the parameters visible."""
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Ends nothing: no work is running."""
 
 
 class HostLink(SynchronousLink):
-    """Gradients and parameters in host memory. Packing copies: later edits of ``p.grad`` cannot reach the journal."""
+    """Serves gradients and parameters in host memory. Packing copies: edits of ``p.grad`` cannot reach the journal."""
 
     def attach(self, bucket: Bucket) -> None:
         bucket.use_memory(
@@ -230,6 +230,6 @@ class HostLink(SynchronousLink):
 
 
 def wait_until_ended(operation: _native.Completion) -> None:
-    """Whether it failed is the core's business, which waits for it too."""
+    """Waits for an operation and ignores its failure: the engine waits for it too and handles the failure."""
     with suppress(RuntimeError):
         operation.wait()
