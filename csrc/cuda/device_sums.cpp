@@ -12,10 +12,10 @@
 namespace superoffload::cuda {
 namespace {
 
-constexpr std::uint64_t kBlocksPerSum = 4;  // of ours that one CUDA block takes at a time (bit_sums.cuh)
-constexpr unsigned kGlances = 2000;         // at an event, before napping between them
+constexpr std::uint64_t kBlocksPerSum = 4;  // blocks of ours that one CUDA block takes at a time (bit_sums.cuh)
+constexpr unsigned kGlances = 2000;         // queries of an event, before napping between them
 
-// What the kernels are given for each run (bit_sums.cuh).
+// Describes a run to the kernels (bit_sums.cuh).
 struct SumPiece {
     DeviceAddress memory;
     DeviceAddress sums;
@@ -59,7 +59,7 @@ void DeviceSums::use(SumsTable& table, Stream current, std::size_t runs, F&& enq
     } catch (const DriverError&) {
         try {
             end();
-        } catch (const DriverError&) {  // then nothing tells when the table is free: it stays in use
+        } catch (const DriverError&) {  // then no event tells when the table is free: it stays in use
         }
         throw;
     }
@@ -100,7 +100,7 @@ std::vector<bool> DeviceSums::changed(SumsTable& table, Stream current, const st
     return std::vector<bool>(marks_here, marks_here + runs.size());
 }
 
-// Pieces, and behind them a mark for each, all zero.
+// Writes the pieces, and behind them a mark for each, all zero.
 std::uint64_t DeviceSums::enqueue_table(SumsTable& table, Stream current, const std::vector<SummedRun>& runs) const {
     auto* const pieces = static_cast<SumPiece*>(table.host_);
     std::uint64_t blocks = 0;

@@ -45,7 +45,7 @@ Pipeline::~Pipeline() { close(); }
 
 std::shared_ptr<Pipeline> Pipeline::create(std::shared_ptr<Gpu> gpu, const Streams& streams, void* flag,
                                            const std::string& image, double timeout_seconds) {
-    // As with worker threads: what a forked child inherits can neither be ended nor used (WorkerPool::create).
+    // A forked child can neither end nor use what it inherits, as with worker threads (WorkerPool::create).
     return {new Pipeline(std::move(gpu), streams, flag, image, timeout_seconds), [](Pipeline* pipeline) {
                 if (!pipeline->forked()) delete pipeline;
             }};
@@ -126,7 +126,7 @@ bool Pipeline::unstage(const std::shared_ptr<DeviceBucket>& bucket) {
 
 void Pipeline::release(const std::shared_ptr<DeviceBucket>& bucket, Stream stream) {
     const Gpu::Current here(*gpu_);
-    parameters_.unstage(*bucket);  // of a delivery that could not be asked for
+    parameters_.unstage(*bucket);  // discards a stage whose delivery could not be requested
     if (!gradients_.await_failed(*bucket, patience_.until())) {
         patience_.lose();
         throw std::runtime_error("what was enqueued has not ended in time");
@@ -157,7 +157,7 @@ std::string Pipeline::step(const std::shared_ptr<DeviceBucket>& bucket, Stream c
     DeviceBucket& b = *bucket;
     if (b.step == nullptr) throw std::invalid_argument("this bucket is not resident");
     const Gpu::Current here(*gpu_);
-    b.step_table = std::move(table);  // the copy before was over when this step's gradient arrived
+    b.step_table = std::move(table);  // the previous copy ended before this step's gradient arrived
     streams_.order(current, b.packed, "the current stream's wait for a packed gradient");
     streams_.copy_up(device_table, b.step_table.data(), b.step_table.size(), current,
                      "cuMemcpyHtoDAsync of the step kernel's table");
