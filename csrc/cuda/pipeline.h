@@ -8,8 +8,8 @@
 //   submitter thread                                                               waits for the step, enqueues
 //   up stream                                                                          |copy (unpack kernel)|delivered
 //
-// A bucket that has a block, its own device memory for one step, is packed into that instead of a slot. Once its gradient
-// has arrived the block is free for the new parameters, which need not wait for the verdict there:
+// A bucket that has a block, its own device memory for one step, is packed into that instead of a slot. Once its
+// gradient has arrived the block is free for the new parameters, which need not wait for the verdict there:
 //
 //   worker threads     step the bucket, before the verdict                  commit
 //   submitter thread                                      enqueues |                       enqueues
