@@ -85,7 +85,7 @@ inline std::vector<Case> cases(bool full) {
             for (std::size_t numel = end - 17; numel <= end + 17; ++numel) add(numel);
         }
     }
-    for (int repeat = 0; repeat < 37; ++repeat) {  // all 18 twice, and once more to shift the lengths
+    for (int repeat = 0; repeat < 37; ++repeat) {  // 18 combinations twice, plus one to shift the lengths
         for (const std::size_t numel : {127, 255, 1000, 1023, 1024, 1025, 1031, 2047, 3100}) add(numel);
     }
     return all;
