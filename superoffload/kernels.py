@@ -206,7 +206,9 @@ class Span:
 
     def _journaled_width(self) -> int:
         if self._width == 0:
-            raise ArgumentError("undo, replay and journal figures need a step_journaled() before them")
+            raise ArgumentError(
+                "undo(), replay() and the journal's figures need a journaled step; call step_journaled() first"
+            )
         return self._width
 
 
@@ -251,7 +253,7 @@ def _check_vector(name: str, array: Array, *, writeable: bool) -> None:
     if array.ndim != 1 or not array.flags.c_contiguous or not array.flags.aligned:
         raise ArgumentError(f"{name}: {_describe(array)}; expected a contiguous, aligned vector")
     if writeable and not array.flags.writeable:
-        raise ArgumentError(f"{name}: read-only; expected an array that can be written")
+        raise ArgumentError(f"{name}: a read-only array; expected a writeable one")
 
 
 def _check_disjoint(arrays: dict[str, Array]) -> None:

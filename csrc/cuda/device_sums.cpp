@@ -47,7 +47,8 @@ bool SumsTable::is_over() const {
 
 template <typename F>
 void DeviceSums::use(SumsTable& table, Stream current, std::size_t runs, F&& enqueue) const {
-    if (runs > table.capacity_ || !table.is_over()) throw std::invalid_argument("another table is needed");
+    if (runs > table.capacity_ || !table.is_over())
+        throw std::invalid_argument("table: in use, or too small; expected a free one with room for all runs");
     table.in_use_ = true;
     table.enqueued_ = false;
     const auto end = [&] {
@@ -92,7 +93,8 @@ std::vector<bool> DeviceSums::changed(SumsTable& table, Stream current, const st
     const double until = now_seconds() + timeout_seconds;
     for (unsigned glance = 0; !table.is_over(); ++glance) {
         if (now_seconds() > until) {
-            throw std::runtime_error("the device has not compared them within " + std::to_string(timeout_seconds) +
+            throw std::runtime_error("the device has not compared sums of bits within " +
+                                     std::to_string(timeout_seconds) +
                                      " s; is it hung, or shared? A longer time: SUPEROFFLOAD_DEVICE_TIMEOUT=seconds");
         }
         if (glance > kGlances) std::this_thread::sleep_for(std::chrono::microseconds(20));

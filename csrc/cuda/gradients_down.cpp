@@ -55,13 +55,13 @@ std::shared_ptr<Completion> GradientsDown::pack(const std::shared_ptr<DeviceBuck
     const std::lock_guard<std::mutex> one_at_a_time(mutex_);
     // The table and sums are still in use if a gradient was taken back before it arrived.
     if (bucket->arrival && !bucket->arrival->wait(patience_.seconds())) {
-        throw std::runtime_error("the gradients that were packed before have not arrived in time");
+        throw std::runtime_error("the gradients that this bucket packed before have not arrived in time");
     }
     const bool nothing = std::all_of(addresses.begin(), addresses.end(), [](DeviceAddress a) { return a == 0; });
     if (nothing) return bucket->arrival ? bucket->arrival : Completion::already_done();
     const Gpu::Current here(*gpu_);
     if (!await_failed(*bucket, now_seconds() + patience_.seconds())) {
-        throw std::runtime_error("what was enqueued before an error has not ended in time");
+        throw std::runtime_error("work that was enqueued before an error has not ended in time");
     }
     bucket->half_packed = true;
     Ticket ticket = enqueue(bucket, current, addresses, keep, others, bit_sums);
@@ -136,7 +136,7 @@ void GradientsDown::hold_back(const DeviceBucket& b, Stream stream) const {
 GradientsDown::Slot* GradientsDown::next_slot(const DeviceBucket& b, DeviceAddress* target) {
     *target = b.spec.resident != 0 ? b.spec.resident : b.block;
     if (b.pack == nullptr || *target != 0) return nullptr;
-    if (slots_.empty()) throw std::runtime_error("no staging memory was given");
+    if (slots_.empty()) throw std::runtime_error("staging memory is missing; expected set_staging() before pack()");
     *target = staging_ + next_slot_ * slot_bytes_;
     Slot* const slot = slots_[next_slot_].get();
     next_slot_ = (next_slot_ + 1) % slots_.size();

@@ -40,7 +40,7 @@ BucketWork::BucketWork(std::vector<RunOfShard> runs, std::uint64_t journal_bytes
 
 void BucketWork::freeze(const adam::Hyper& hyper, const std::vector<std::uint64_t>& steps) {
     if (steps.size() != parts_.size()) {
-        throw std::invalid_argument("steps: " + std::to_string(steps.size()) + " numbers for " +
+        throw std::invalid_argument("steps: " + std::to_string(steps.size()) + " numbers, expected one for each of " +
                                     std::to_string(parts_.size()) + " runs");
     }
     for (std::size_t i = 0; i < parts_.size(); ++i) {
@@ -82,7 +82,7 @@ void BucketWork::begin(Operation operation, int width) {
         }
     }
     if ((operation == Operation::undo || operation == Operation::replay) && width_ == 0) {
-        throw std::logic_error("undo without a journaled step");
+        throw std::logic_error("undo or replay: expected a journaled step before it");
     }
 }
 

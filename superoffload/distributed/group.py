@@ -42,7 +42,7 @@ def rank_timeout(value: float | None) -> float:
     try:
         seconds = float(text)
     except ValueError:
-        raise ArgumentError(f"{TIMEOUT_VARIABLE}={text!r}: expected a number of seconds") from None
+        raise ArgumentError(f"{TIMEOUT_VARIABLE}={text!r}: expected a number of seconds; unset: 60") from None
     return check_number(TIMEOUT_VARIABLE, seconds, low=0.1)
 
 
@@ -118,18 +118,18 @@ class RankGroup:
         except (RuntimeError, TimeoutError) as error:
             raise RankError(
                 f"the group of ranks {', '.join(map(str, self.ranks))} was not made within {self.timeout:g} s (seen "
-                f"from rank {self.rank}): a rank did not come to its constructor, or could not be reached, or the "
-                f"store of torch.distributed could not (MASTER_ADDR={os.environ.get('MASTER_ADDR', '')!r}). Start all "
-                f"ranks again. [{str(error).splitlines()[0]}]"
+                f"from rank {self.rank}): a rank did not make its optimizer, or a rank or the store of "
+                f"torch.distributed (MASTER_ADDR={os.environ.get('MASTER_ADDR', '')!r}) could not be reached. Start "
+                f"all ranks again. [{str(error).splitlines()[0]}]"
             ) from error
 
     def gather(self, what: str, mine: Tensor) -> Gather:
         if self.failure is not None:
-            raise RankError(f"{self.failure} (this happened before; the ranks cannot go on together)")
+            raise RankError(f"{self.failure} (an earlier exchange failed so; the ranks cannot go on together)")
         if not dist.is_initialized() or self._world() is not dist.group.WORLD:
             raise RankError(
-                f"{what}: torch.distributed was ended (destroy_process_group()) since the optimizer was made, and with "
-                "it the group over which its ranks exchange; make a new optimizer and load the state"
+                f"{what}: destroy_process_group() has ended torch.distributed since the optimizer was made, and with "
+                "it the group of its ranks; make a new optimizer and load the state"
             )
         self._calls += 1
         return Gather(self, what, mine)
@@ -207,13 +207,13 @@ def rank_group(process_group: Any, timeout: float) -> RankGroup | None:
         ranks = sorted(dist.get_process_group_ranks(process_group or _this_world()))
     except KeyError:
         raise ArgumentError(
-            f"process_group={process_group!r}: not a group of this torch.distributed; was it made before "
-            "destroy_process_group()? Expected one that was made since"
+            f"process_group={process_group!r}: not a group of the present torch.distributed; expected one that was "
+            "made after the last destroy_process_group()"
         ) from None
     if len(ranks) == 1:
         return None
     if dist.get_rank() not in ranks:
-        raise ArgumentError(f"process_group={process_group!r}: rank {dist.get_rank()} is not in it; expected its own")
+        raise ArgumentError(f"process_group={process_group!r}: rank {dist.get_rank()} is not in it; pass its own group")
     groups = _GROUPS.setdefault(_this_world(), {})
     key = (tuple(ranks), timeout)
     kept = groups.get(key)

@@ -42,7 +42,7 @@ def sharded_in_16_bits(model: nn.Module, params: Iterable[Tensor]) -> list[Any]:
         if group.mp_policy.reduce_dtype is not torch.float32:
             raise ArgumentError(
                 f"accumulate_dtype='fp32' with fully_shard and reduce_dtype={group.mp_policy.reduce_dtype}: gradients "
-                "would be rounded before they are added up; pass it "
+                "would be rounded before they are added up; pass fully_shard "
                 "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)"
             )
         found.append(group)

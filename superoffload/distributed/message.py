@@ -21,8 +21,7 @@ FOUND_INF = 2  # this rank's loss scaler saw a NaN or an infinity
 
 @dataclass(frozen=True)
 class Packet:
-    """Carries one rank's part of a step. ``sums``: a sum of squares for each set of its replicas (MOST_CLASSES at
-    most).
+    """Carries one rank's part of a step. ``sums``: one sum of squares per set of replicas, at most MOST_CLASSES.
 
     Of this step: ``settings`` and ``gradients`` are checksums of the hyper-parameters and of the parameters that have
     gradients. Of the step before: ``applied`` and ``skipped`` count steps, ``factor`` is the gradient factor, ``unit``

@@ -41,7 +41,7 @@ def tell_unknown_names() -> None:
         nearest = get_close_matches(name.upper().removeprefix(PREFIX), known, n=1)
         advice = f"did you mean {known[nearest[0]]}?" if nearest else "nothing here has a similar name."
         warnings.warn(
-            f"superoffload: {name}={value!r} in the environment is read by nothing here; {advice} What is read: "
+            f"superoffload: {name}={value!r} in the environment has no effect; {advice} superoffload reads "
             f"{', '.join(VARIABLES)}",
             RuntimeWarning,
             stacklevel=2,

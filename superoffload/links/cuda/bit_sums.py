@@ -97,7 +97,10 @@ class CudaBitSums:
             if len(fitting) < _MOST_TABLES:
                 return self._make_table(max(_FEWEST, 1 << (runs - 1).bit_length()))
             if time.monotonic() > until:
-                raise DeviceError(f"noticing edits: the device has not summed bits within {self._timeout_seconds:g} s")
+                raise DeviceError(
+                    f"noticing edits: the device has not summed bits within {self._timeout_seconds:g} s; is it hung, "
+                    "or shared? A longer time: SUPEROFFLOAD_DEVICE_TIMEOUT=seconds"
+                )
             time.sleep(0.0001)
 
     def _make_table(self, runs: int) -> _native.CudaSumsTable:

@@ -328,7 +328,10 @@ class CudaLink:
     def drain(self, timeout_seconds: float, *, steps: bool = False) -> None:
         """Waits until no copy is under way; with ``steps``, no step on the device either, and frees their buckets."""
         if not self._pipeline.drain(timeout_seconds) or (steps and not self._residency.drain(timeout_seconds)):
-            raise DeviceError(f"the device did not finish its copies within {timeout_seconds:g} s")
+            raise DeviceError(
+                f"the device did not finish its copies within {timeout_seconds:g} s; is it hung, or shared? A longer "
+                "time: SUPEROFFLOAD_DEVICE_TIMEOUT=seconds"
+            )
         self._blocks.let_go()
 
     # ---- the end ----------------------------------------------------------------------------------------------
