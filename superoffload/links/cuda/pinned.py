@@ -21,7 +21,7 @@ _PCI = Path("/sys/bus/pci/devices")
 def node_of(pci_bus_id: str, pci: Path = _PCI, nodes: Path = _NODES) -> int:
     """Returns the NUMA node with processors next to a device; -1 if it is unknown or makes no difference.
 
-    On a Superchip the device's own memory is a node without processors; the first node with processors is taken then.
+    On a Superchip the device's own memory is a node without processors. If just one node has processors, it is taken.
     """
     here = _number(pci / pci_bus_id.lower() / "numa_node")
     if here is not None and here >= 0 and _has_processors(nodes / f"node{here}"):
