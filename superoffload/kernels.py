@@ -206,9 +206,7 @@ class Span:
 
     def _journaled_width(self) -> int:
         if self._width == 0:
-            raise ArgumentError(
-                "undo(), replay() and the journal's figures need a journaled step; call step_journaled() first"
-            )
+            raise ArgumentError("undo(), replay() and the journal's figures: call step_journaled() before them")
         return self._width
 
 
