@@ -1,5 +1,5 @@
-// The Python face of the C++ core: raw addresses in, no torch and no NumPy types. The Python side checks dtype,
-// device, contiguity and lifetime before an address crosses (superoffload/kernels.py, superoffload/engine/bucket.py).
+// Binds the C++ core to Python: raw addresses in, no torch and no NumPy types. The Python side checks dtype, device,
+// contiguity and lifetime before an address crosses (superoffload/kernels.py, superoffload/engine/bucket.py).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -54,7 +54,7 @@ void freeze(BucketWork& work, double lr, double beta1, double beta2, double eps,
     work.freeze({lr, beta1, beta2, eps, weight_decay, 0, gradient_factor, l2}, steps);
 }
 
-// The scalars of one step as the kernels read them, for kernels that are launched elsewhere.
+// Freezes the scalars of one step as bytes, for kernels that are launched elsewhere.
 py::bytes freeze_scalars(double lr, double beta1, double beta2, double eps, double weight_decay, double gradient_factor,
                          bool l2, std::uint64_t step, std::uint64_t noise_stream) {
     const adam::Scalars frozen =
@@ -62,8 +62,8 @@ py::bytes freeze_scalars(double lr, double beta1, double beta2, double eps, doub
     return {reinterpret_cast<const char*>(&frozen), sizeof frozen};
 }
 
-// Pairs of sums, one per (address, bytes); the GIL is let go once for all of them.
-// Both sums of each run as 16 bytes, which Python compares as one object.
+// Returns both sums of each (address, bytes) as 16 bytes, which Python compares as one object. Releases the GIL once
+// for all of them.
 std::vector<py::bytes> bit_sums(const std::vector<std::pair<Address, std::size_t>>& runs, unsigned threads) {
     std::vector<superoffload::BitSums> sums;
     {
@@ -115,7 +115,7 @@ void bind_host_pieces(py::module_& module) {
             py::arg("parameters"));
 }
 
-// One after the other, so that each keeps its fixed order.
+// Folds each shard's sums separately, so that each keeps its fixed order.
 std::vector<double> fold_sums(const std::vector<std::pair<Address, std::size_t>>& sums) {
     std::vector<double> folded;
     folded.reserve(sums.size());
@@ -125,7 +125,7 @@ std::vector<double> fold_sums(const std::vector<std::pair<Address, std::size_t>>
     return folded;
 }
 
-// True once done, false when the time is up; a failure becomes a RuntimeError. Wakes up for signals such as Ctrl-C.
+// Returns true once done, false when the time is up; a failure becomes a RuntimeError. Wakes up for signals (Ctrl-C).
 bool wait(Completion& completion, double timeout_seconds) {
     const double until = superoffload::now_seconds() + timeout_seconds;
     for (;;) {
@@ -233,7 +233,7 @@ void bind_runtime(py::module_& module) {
         .def_property_readonly("ended", [](const Completion& completion) { return completion.ended.load(); });
     const auto release = py::call_guard<py::gil_scoped_release>();
     py::class_<WorkerPool, std::shared_ptr<WorkerPool>>(module, "WorkerPool")
-        .def(py::init(&make_pool), py::arg("cpus"))  // short: starts threads
+        .def(py::init(&make_pool), py::arg("cpus"))  // quick: starts threads
         .def("submit", &WorkerPool::submit, py::arg("work"), py::arg("operation"), py::arg("width") = 1,
              py::arg("after") = nullptr, release)
         .def("withdraw", &WorkerPool::withdraw, py::arg("done"), release)

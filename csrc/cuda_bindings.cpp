@@ -1,4 +1,4 @@
-// The Python face of csrc/cuda/: addresses and stream handles in, as in bindings.cpp.
+// Binds csrc/cuda/ to Python: addresses and stream handles in, as in bindings.cpp.
 #include "cuda_bindings.h"
 
 #include <pybind11/stl.h>
@@ -30,8 +30,8 @@ std::vector<cuda::Stream> streams_at(const std::vector<Address>& handles) {
     return streams;
 }
 
-// Where the interpreter's lock is released, it is so inside of the function: pybind11 registers what a constructor has
-// made, in tables that the lock guards, before a call guard would take it again.
+// Releases the interpreter's lock only inside the function: pybind11 registers a constructed object in tables that the
+// lock guards, before a call guard would take it again.
 std::shared_ptr<cuda::Gpu> open_gpu(const std::string& library, int ordinal) {
     const py::gil_scoped_release release;
     return std::make_shared<cuda::Gpu>(cuda::Driver::load(library), ordinal);
@@ -72,7 +72,7 @@ std::shared_ptr<cuda::DeviceBucket> make_bucket(
     return pipeline.make_bucket(spec);
 }
 
-// (address, bytes, address of the sums) of each run
+// Holds (address, bytes, address of the sums) of each run.
 using Runs = std::vector<std::tuple<cuda::DeviceAddress, std::uint64_t, cuda::DeviceAddress>>;
 
 std::vector<cuda::SummedRun> summed(const Runs& runs) {

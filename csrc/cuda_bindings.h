@@ -1,4 +1,4 @@
-// Adds what csrc/cuda/ has to the extension module.
+// Adds the bindings of csrc/cuda/ to the extension module.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,7 +1,7 @@
-"""``superoffload.CPUAdamW``: the kernels alone, as a plain ``torch.optim.Optimizer`` for CPU tensors.
+"""``superoffload.CPUAdamW`` runs the kernels as a plain ``torch.optim.Optimizer`` for CPU tensors.
 
-No hooks, no speculation, no clipping: what a user of ``torch.optim.AdamW(fused=True)`` or DeepSpeed's CPU Adam tries
-first. ``superoffload.AdamW`` is built on the same kernels.
+It has no hooks, no speculation and no clipping. It replaces ``torch.optim.AdamW(fused=True)`` or DeepSpeed's CPU Adam.
+``superoffload.AdamW`` is built on the same kernels.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class CPUAdamW(Optimizer):
-    """AdamW (or Adam) for parameters on the CPU, stepped by native threads.
+    """Steps parameters on the CPU by AdamW (or Adam), in native threads.
 
     float32 parameters are their own masters; bfloat16 and float16 parameters get a float32 master in
     ``state[p]["master"]`` (set when they are first stepped, so write to such a parameter before that, or through
@@ -93,7 +93,7 @@ class CPUAdamW(Optimizer):
         self._lifetime.open()
 
     def __getstate__(self) -> dict[str, Any]:
-        """As torch's optimizers, this one can be copied and pickled; the copy starts worker threads of its own."""
+        """Allows copies and pickles, as torch's optimizers do; the copy starts its own worker threads."""
         own = {name: getattr(self, name) for name in ("_l2", "_state_dtype", "_seed", "_threads")}
         return {**super().__getstate__(), **own}
 
@@ -102,7 +102,7 @@ class CPUAdamW(Optimizer):
         self._start(worker_cpus(self._threads))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; parameters are checked like the constructor's."""
+        """Adds a group as torch does; checks its parameters like the constructor."""
         (group,) = as_groups([param_group])
         check_groups([group], self.defaults, taken=[p for g in self.param_groups for p in g["params"]])
         super().add_param_group(group)
@@ -115,9 +115,9 @@ class CPUAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of every parameter that has a gradient.
+        """Steps every parameter that has a gradient.
 
-        ArgumentError: nothing was changed. WorkerError: a worker failed, and the step was completed all the same.
+        After an ArgumentError nothing was changed. After a WorkerError the step was completed although a worker failed.
         """
         self._lifetime.check_usable()
         loss = None
@@ -125,7 +125,7 @@ class CPUAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         stepped = self._stepped()
-        # Alive until all are done: no other name holds the copies.
+        # No other name holds the copies, so this one keeps them alive until all steps are done.
         grads = {index: [_grad_in_order(param) for param in params] for index, params in stepped.items()}
         with self._lifetime.alone:
             self._lifetime.check_usable()  # another thread may have closed it
@@ -138,13 +138,13 @@ class CPUAdamW(Optimizer):
             running = [self._submit(index, params, grads[index]) for index, params in stepped.items()]
             failures = [failure for failure in map(_failure_of, running) if failure is not None]
             for params in stepped.values():
-                torch.autograd.graph.increment_version(params)  # the kernels wrote to them unseen
+                torch.autograd.graph.increment_version(params)  # torch does not see the kernels' writes
         if failures:
             raise WorkerError(f"{failures[0]} (the step was completed)")
         return loss
 
     def _stepped(self) -> dict[int, list[Tensor]]:
-        """The parameters with a gradient of every group that has any, by the group's number; all of them checked."""
+        """Finds the parameters with a gradient, by the index of their group, and checks all of them."""
         found: dict[int, list[Tensor]] = {}
         for index, group in enumerate(self.param_groups):
             check_group(group)
@@ -159,7 +159,7 @@ class CPUAdamW(Optimizer):
         return found
 
     def _fresh(self, param: Tensor) -> dict[str, Tensor]:
-        """Its state before the first step."""
+        """Makes a parameter's state before its first step."""
         state = {
             "step": torch.zeros((), dtype=torch.float32),
             "exp_avg": torch.zeros_like(param, dtype=self._state_dtype),
@@ -170,7 +170,7 @@ class CPUAdamW(Optimizer):
         return state
 
     def _follow_order(self, param: Tensor) -> None:
-        """State lies in memory as its parameter does, also after ``model.to(memory_format=...)``."""
+        """Lays out a parameter's state in memory as the parameter, also after ``model.to(memory_format=...)``."""
         state, order = self.state[param], memory_order(param)
         for name in ("exp_avg", "exp_avg_sq", "master"):
             if name in state and memory_order(state[name]) != order:
@@ -194,7 +194,7 @@ class CPUAdamW(Optimizer):
         return self._workers.submit(work)
 
     def _work_for(self, index: int, params: list[Tensor], grads: list[Tensor]) -> _native.BucketWork:
-        """The native description of a group, made anew only when an address in it has changed."""
+        """Describes a group to the native code; makes a new description only when an address in it has changed."""
         first = sum(len(group["params"]) for group in self.param_groups[:index])
         addresses: list[int] = []
         runs = []
@@ -213,14 +213,14 @@ class CPUAdamW(Optimizer):
         return work
 
     def state_dict(self) -> StateDict:
-        """A copy in ``torch.optim.AdamW``'s layout, plus ``master`` for bfloat16 and float16 parameters."""
+        """Copies the state in ``torch.optim.AdamW``'s layout, plus ``master`` for bfloat16 and float16 parameters."""
         return write_state(super().state_dict(), l2=self._l2)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Loads our own, ``superoffload.AdamW``'s or torch's; all of it is checked before anything changes.
+        """Loads a state of this class, of ``superoffload.AdamW`` or of torch; checks all of it before any change.
 
-        Values go into the state there is, block by block, so no memory is needed beside ``state_dict`` itself.
+        Existing state is overwritten block by block, so loading needs no memory beside ``state_dict`` itself.
         """
         read = read_state(state_dict, self.param_groups, l2=self._l2, part_of=_in_order_of)
         params = [param for group in self.param_groups for param in group["params"]]
@@ -239,7 +239,7 @@ class CPUAdamW(Optimizer):
             self._works.clear()
 
     def _fits(self, param: Tensor) -> bool:
-        """Whether there is state for ``param`` as it is now."""
+        """Tells whether the existing state fits ``param`` as it is now."""
         state = self.state.get(param, {})
         return (
             {"step", "exp_avg", "exp_avg_sq"} <= set(state)
@@ -269,7 +269,7 @@ class CPUAdamW(Optimizer):
 
 
 class _Workers:
-    """Steps what it is given in threads of one optimizer."""
+    """Steps buckets in one optimizer's threads."""
 
     def __init__(self, cpus: list[int]) -> None:
         self.pool = _native.WorkerPool(cpus)
@@ -285,11 +285,11 @@ class _Workers:
 
 
 def _nothing() -> None:
-    """Nothing else is to be ended."""
+    """Ends nothing: only the threads need an end."""
 
 
 def _failure_of(completion: _native.Completion) -> str | None:
-    """Waits until it has ended."""
+    """Waits for the end of a step and returns its error message, or None."""
     try:
         completion.wait()
     except RuntimeError as error:
@@ -298,7 +298,7 @@ def _failure_of(completion: _native.Completion) -> str | None:
 
 
 def _in_order_of(param: Tensor, value: Tensor) -> Tensor:
-    """``value``, of the parameter's shape, flat and in the order in which the parameter's elements lie in memory."""
+    """Flattens ``value``, of the parameter's shape, in the order of the parameter's elements in memory."""
     return in_order(value, memory_order(param))
 
 

@@ -1,31 +1,31 @@
-"""What superoffload raises. Every message names the argument or event, its value, what was expected, what to do."""
+"""Defines our errors. Every message names the argument or event, its value, what was expected and what to do."""
 
 from __future__ import annotations
 
 
 class SuperOffloadError(RuntimeError):
-    """Anything that superoffload itself found wrong. The state is that of the last finished step."""
+    """Reports a problem that superoffload itself has found. The state is that of the last finished step."""
 
 
 class ArgumentError(SuperOffloadError, ValueError):
-    """An argument, a file or an input that cannot be used; nothing was changed."""
+    """An argument, a file or an input cannot be used; nothing was changed."""
 
 
 class UnknownArgument(ArgumentError, TypeError):
-    """A keyword argument that does not exist. Also a TypeError, which is what Python makes of one elsewhere."""
+    """A keyword argument does not exist. This is also a TypeError, which Python raises for unknown keywords."""
 
 
 class WrongType(ArgumentError, TypeError):
-    """Something of a type that cannot be used. Also a TypeError, which is what torch's optimizers raise there."""
+    """A value has a type that cannot be used. This is also a TypeError, which torch's optimizers raise there."""
 
 
 class StateError(SuperOffloadError):
-    """A call that does not fit what happened before it (a closed optimizer, a forked process, ...)."""
+    """A call does not fit the calls before it (a closed optimizer, a forked process, ...)."""
 
 
 class HostMemoryError(SuperOffloadError, MemoryError):
-    """The system refused host memory; the message says how much, for what, and what needs less. Out of a ``step()``:
-    the step was completed, and the next gradient asks for the memory again."""
+    """The system refused host memory; the message says how much, for what, and what needs less. If ``step()`` raises
+    it, the step was completed, and the next gradient asks for the memory again."""
 
 
 class WorkerError(SuperOffloadError):
@@ -37,14 +37,14 @@ class DeviceError(WorkerError):
 
 
 class TornStep(RuntimeError):
-    """The accelerator failed in the middle of a step on it: nothing can be put in order, so the optimizer is unusable.
+    """The accelerator failed in the middle of a step on it. The state is mixed, so the optimizer is unusable.
 
-    No SuperOffloadError: after one of those the state is that of a finished step.
+    This is no SuperOffloadError: after one of those the state is that of a finished step.
     """
 
 
 class RankError(SuperOffloadError):
-    """Ranks were lost or have diverged; raised on every rank that still runs. The step was abandoned or had ended."""
+    """Ranks were lost or have diverged. Every rank that still runs raises this. The step was abandoned or had ended."""
 
 
 class KernelsUnavailable(SuperOffloadError):
@@ -52,7 +52,7 @@ class KernelsUnavailable(SuperOffloadError):
 
 
 class DiskError(OSError, SuperOffloadError):
-    """A file could not be written: a full disk, a quota, a failing device. What was there before is untouched.
+    """A file could not be written: a full disk, a quota, a failing device. The previous content is untouched.
 
     ``errno`` is that of the system's call, as for any OSError.
     """

@@ -1,4 +1,4 @@
-"""The Adam kernels on NumPy arrays: for tests, benchmarks and other people's schedules. Needs no torch.
+"""Runs the Adam kernels on NumPy arrays, for tests, benchmarks and schedules outside this package. Needs no torch.
 
 bfloat16 has no NumPy type: such arrays are ``uint16`` bit patterns. The arithmetic is defined in docs/kernel.md.
 """
@@ -31,17 +31,17 @@ Array = NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16]
 
 
 def available_isas() -> list[str]:
-    """The instruction sets that this build has and this processor can run, slowest first."""
+    """Lists the instruction sets that this build has and this processor can run, slowest first."""
     return list(_native.available_isas())
 
 
 def current_isa() -> str:
-    """The instruction set in use: the fastest available one unless ``set_isa`` or SUPEROFFLOAD_ISA chose another."""
+    """Names the instruction set in use: the fastest one unless ``set_isa`` or SUPEROFFLOAD_ISA chose another."""
     return str(_native.current_isa())
 
 
 def set_isa(name: str) -> None:
-    """Uses the kernels of one instruction set in this process from now on. All of them give the same bits."""
+    """Uses the kernels of one instruction set in this process from now on. All instruction sets give the same bits."""
     if not _native.set_isa(name):
         raise ArgumentError(
             f"instruction set {name!r}: not available here; this machine and build have {', '.join(available_isas())}: "
@@ -51,7 +51,7 @@ def set_isa(name: str) -> None:
 
 @contextmanager
 def using_isa(name: str) -> Iterator[None]:
-    """``set_isa`` for as long as the context lasts."""
+    """Applies ``set_isa`` while the context lasts."""
     before = current_isa()
     set_isa(name)
     try:
@@ -61,7 +61,7 @@ def using_isa(name: str) -> Iterator[None]:
 
 
 def set_isa_from_environment() -> None:
-    """Obeys SUPEROFFLOAD_ISA; called when this module is first imported."""
+    """Obeys SUPEROFFLOAD_ISA; runs when this module is first imported."""
     tell_unknown_names()
     name = os.environ.get(ISA_VARIABLE)
     if name:
@@ -73,7 +73,7 @@ def set_isa_from_environment() -> None:
 
 @dataclass(frozen=True)
 class Hyper:
-    """What one step of one bucket freezes. ``gradient_factor`` is unscale x clip; ``l2``: Adam instead of AdamW."""
+    """Holds what one step of one bucket freezes. ``gradient_factor`` is unscale x clip; ``l2`` is Adam, not AdamW."""
 
     lr: float
     beta1: float
@@ -86,7 +86,7 @@ class Hyper:
 
 
 class Span:
-    """A contiguous run of a bucket with its journal, on arrays that the caller owns.
+    """Steps a contiguous run of a bucket with its journal, on arrays that the caller owns.
 
     ``master``: float32 [n]; ``exp_avg`` and ``exp_avg_sq``: float32, or uint16 (bfloat16 bits, rounded stochastically)
     [n]; ``gradient`` and ``shadow``: float32, float16 or uint16 (bfloat16 bits) [n]. ``arena_bytes`` is the room for
@@ -166,12 +166,12 @@ class Span:
         return bool(work.run_all(operation, width))
 
     def step(self, hyper: Hyper) -> None:
-        """Master, moments and shadow after one step. Ends what a journal before it can undo."""
+        """Steps master, moments and shadow. The journal of the step before can no longer be undone."""
         self._run(_native.Operation.step, hyper, 1)
         self._width = 0
 
     def step_journaled(self, hyper: Hyper, width: int = 1) -> bool:
-        """The same with a journal of ``width`` bytes per code. False: no room for the escapes, nothing changed."""
+        """Steps with a journal of ``width`` bytes per code. False: the escapes do not fit, and nothing changed."""
         if width not in (1, 2):
             raise ArgumentError(f"width: {width}, expected 1 or 2 bytes per code")
         self._width = 0
@@ -180,7 +180,7 @@ class Span:
         return self._width != 0
 
     def undo(self) -> None:
-        """Restores master and moments to their bits before the last journaled step; the shadow is left as it is."""
+        """Restores master and moments to their bits before the last journaled step; leaves the shadow as it is."""
         self._run(_native.Operation.undo, None, self._journaled_width())
         self._width = 0
 
@@ -190,28 +190,28 @@ class Span:
         self._width = 0
 
     def publish(self, hyper: Hyper) -> None:
-        """Only the shadow of a step, with the bits that the full pass will give."""
+        """Writes only the shadow of a step, with the bits that the full pass will give."""
         self._run(_native.Operation.publish, hyper, 1)
 
     @property
     def journal_bytes(self) -> int:
-        """Bytes used by the last journaled step: codes, escapes and block table."""
+        """Counts the bytes that the last journaled step used: codes, escapes and block table."""
         return int(self._works[self._journaled_width()].journal_use().bytes)
 
     @property
     def escapes(self) -> tuple[int, int, int]:
-        """How many words of exp_avg, exp_avg_sq and master the last journaled step kept whole."""
+        """Counts the words of exp_avg, exp_avg_sq and master that the last journaled step kept whole."""
         first, second, master = self._works[self._journaled_width()].journal_use().escapes
         return int(first), int(second), int(master)
 
     def _journaled_width(self) -> int:
         if self._width == 0:
-            raise ArgumentError("undo, replay and journal figures need a step_journaled() before them")
+            raise ArgumentError("undo(), replay() and the journal's figures: call step_journaled() before them")
         return self._width
 
 
 def sum_of_squares(gradient: Array) -> NDArray[np.float64]:
-    """Sums of squares over blocks of 1024 elements in float64; +inf for a block with a non-finite element."""
+    """Sums the squares of each block of 1024 elements in float64; +inf for a block with a non-finite element."""
     _check_vector("gradient", gradient, writeable=False)
     sums = np.empty(-(-len(gradient) // BLOCK), np.float64)
     _native.pack(gradient.ctypes.data, 0, _TYPES[gradient.dtype], len(gradient), sums.ctypes.data)
@@ -232,7 +232,7 @@ def pack(gradient: Array, out: Array) -> NDArray[np.float64]:
 
 
 def fold_sums(blocks: NDArray[np.float64]) -> float:
-    """The sum of one shard from its block sums, in an order that depends on nothing but their number."""
+    """Adds up one shard's block sums, in an order that depends only on their number."""
     good = isinstance(blocks, np.ndarray) and blocks.dtype == np.float64 and blocks.ndim == 1
     if not good or not blocks.flags.c_contiguous or not blocks.flags.aligned:
         raise ArgumentError(f"blocks: {_describe(blocks)}, expected a contiguous float64 vector")
@@ -251,7 +251,7 @@ def _check_vector(name: str, array: Array, *, writeable: bool) -> None:
     if array.ndim != 1 or not array.flags.c_contiguous or not array.flags.aligned:
         raise ArgumentError(f"{name}: {_describe(array)}; expected a contiguous, aligned vector")
     if writeable and not array.flags.writeable:
-        raise ArgumentError(f"{name}: read-only; expected an array that can be written")
+        raise ArgumentError(f"{name}: a read-only array; expected a writeable one")
 
 
 def _check_disjoint(arrays: dict[str, Array]) -> None:

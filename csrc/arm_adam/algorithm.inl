@@ -1,6 +1,6 @@
-// The algorithm, once: ranges cut into blocks, whole vectors and what is left, and the entries of kernels.h. Each
-// isa_*.cpp includes this file and instantiates it with its lane type (see arithmetic.inl); everything lives in an
-// unnamed namespace, so that code compiled for one instruction set is never linked into another.
+// Implements the entries of kernels.h: cuts ranges into blocks, whole vectors and tails. Each isa_*.cpp includes this
+// file and instantiates it with its lane type (see arithmetic.inl). Everything lives in an unnamed namespace, so that
+// code compiled for one instruction set is never linked into another.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 namespace superoffload::adam {
 namespace {
 
-// Where whole vectors end; the rest of a range is done by the scalar lanes.
+// Returns where the whole vectors end; the scalar lanes do the rest of a range.
 template <typename L>
 SUPEROFFLOAD_INLINE std::size_t vector_end(std::size_t begin, std::size_t end) {
     return begin + (end - begin) / L::width() * L::width();
@@ -67,7 +67,7 @@ SUPEROFFLOAD_NOINLINE void journal_loops(const Run& run, std::uint8_t* codes, Ra
     if (middle != block.end) journal_tail<TailTypes<T>, width>(run, codes, block.begin, {middle, block.end}, escapes);
 }
 
-// Past the caches codes go as whole lines, once the block is done.
+// Gathers a block's codes and streams them past the caches as whole lines.
 template <typename L, typename T, int width>
 inline void journal_block(const Run& run, Range block, BlockEscapes& escapes) {
     std::uint8_t* codes = run.journal.codes + width * block.begin;
@@ -83,7 +83,7 @@ inline void journal_block(const Run& run, Range block, BlockEscapes& escapes) {
     journal_loops<L, T, width>(run, codes, block, escapes);
 }
 
-// Gives the escapes of the range's blocks their place in the arena. Without room there, the blocks are restored.
+// Gives the escapes of the range's blocks their place in the arena. If it has no room, restores the blocks.
 template <typename L, typename T, int width>
 SUPEROFFLOAD_NOINLINE bool commit_or_undo(const Run& run, Range range, WaitingEscapes& waiting) {
     JournalBlock* const first = run.journal.blocks + range.begin / kBlock;
@@ -120,7 +120,7 @@ bool journal_range(const Run& run, Range range) {
     return commit_or_undo<L, UndoTypes<T>, width>(run, uncommitted, waiting);
 }
 
-// The thread that is told that a range is done must find its shadow.
+// Makes streamed shadows visible to the thread that learns that the range is done.
 template <typename L>
 SUPEROFFLOAD_INLINE void finish_stores(const Run& run) {
     if (run.past_cache) L::fence();
@@ -172,7 +172,7 @@ void undo_all(const Run& run, Range range) {
     });
 }
 
-// A block whose journal has been used is stepped as it is.
+// Replays a range; steps a block whose journal was used already as it is.
 template <typename L, typename T, int width>
 void replay_range(const Run& run, const Run& again, Range range) {
     for (std::size_t begin = range.begin; begin < range.end; begin += kBlock) {

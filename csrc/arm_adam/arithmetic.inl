@@ -1,4 +1,4 @@
-// The arithmetic of one vector of elements: the step, and its inverse as far as rounding allows. Part of algorithm.inl.
+// Computes the step of one vector of elements, and its inverse as far as rounding allows. Part of algorithm.inl.
 //
 // A lane type L supplies vectors of L::width() elements: F (fp32), U (32-bit words), M (masks), and one function per
 // IEEE operation. fma is written where the algorithm means a fused operation and nowhere else.
@@ -28,8 +28,7 @@ SUPEROFFLOAD_INLINE void store_element(void* base, std::size_t i, typename L::F 
     if constexpr (type == ElementType::f16) L::store_f16(static_cast<std::uint16_t*>(base) + i, x);
 }
 
-// The published copy. `past_cache`: nobody reads it soon, and whole lines are written, so memory need not be read
-// first.
+// Stores the published copy. `past_cache`: it is not read soon and fills whole lines, so memory need not be read first.
 template <typename L, ElementType type>
 SUPEROFFLOAD_INLINE void store_shadow(void* base, std::size_t i, typename L::F x, bool past_cache) {
     if constexpr (type == ElementType::f32) L::store_shadow(static_cast<float*>(base) + i, x, past_cache);
@@ -37,7 +36,7 @@ SUPEROFFLOAD_INLINE void store_shadow(void* base, std::size_t i, typename L::F x
     if constexpr (type == ElementType::f16) L::store_f16(static_cast<std::uint16_t*>(base) + i, x, past_cache);
 }
 
-// The same of two vectors.
+// Stores the published copy of two vectors.
 template <typename L, ElementType type>
 SUPEROFFLOAD_INLINE void store_shadow_pair(void* base, std::size_t i, typename L::F x, typename L::F y,
                                            bool past_cache) {
@@ -53,7 +52,7 @@ SUPEROFFLOAD_INLINE void store_shadow_pair(void* base, std::size_t i, typename L
     store_shadow<L, type>(base, i + L::width(), y, false);
 }
 
-// The gradient as it enters the moments.
+// Computes the gradient that enters the moments.
 template <typename L, bool l2>
 SUPEROFFLOAD_INLINE typename L::F effective_gradient(const Scalars& s, typename L::F raw, typename L::F master) {
     const auto g = L::mul(raw, L::set(s.gradient_factor));
@@ -61,19 +60,19 @@ SUPEROFFLOAD_INLINE typename L::F effective_gradient(const Scalars& s, typename 
     return g;
 }
 
-// What the gradient adds to exp_avg, as undo knows it: without the old exp_avg.
+// Computes what the gradient adds to exp_avg, as undo knows it: without the old exp_avg.
 template <typename L>
 SUPEROFFLOAD_INLINE typename L::F first_increment(const Scalars& s, typename L::F g) {
     return L::mul(L::set(s.one_minus_beta1), g);
 }
 
-// The square first: that of a bf16 gradient is exact.
+// Squares first, since the square of a bf16 gradient is exact.
 template <typename L>
 SUPEROFFLOAD_INLINE typename L::F second_increment(const Scalars& s, typename L::F g) {
     return L::mul(L::set(s.one_minus_beta2), L::mul(g, g));
 }
 
-// Thirty-two random bits per element, the same for every instruction set, thread count and order: a hash of step,
+// Makes thirty-two random bits per element, the same for every instruction set, thread count and order: a hash of step,
 // seed and shard (the key) and of the element's index in its shard. The mixing function is Chris Wellons's "lowbias32"
 // (nullprogram.com/blog/2018/07/31).
 template <typename L>
@@ -84,15 +83,15 @@ SUPEROFFLOAD_INLINE typename L::U noise(const Scalars& s, std::uint32_t index) {
     return L::xor_u(x, L::template shr<16>(x));
 }
 
-// Stochastic rounding to bf16, still as fp32: the dropped part of the word is the chance to round away from zero.
+// Rounds stochastically to bf16, still as fp32: the dropped part of the word is the chance to round away from zero.
 template <typename L>
 SUPEROFFLOAD_INLINE typename L::F round_randomly(typename L::F x, typename L::U noise16) {
     const auto sum = L::add_u(L::bits(L::canonical(x)), noise16);
     return L::from_bits(L::and_u(sum, L::set_u(0xffff0000u)));
 }
 
-// The moments after a step as they are stored: the direction is computed from these, so that undo can compute it too.
-// Rounding 0.9 to fp32 alone would be the largest error of exp_avg, so what that rounding cuts off counts too.
+// Computes the new moments as they are stored. The direction is computed from these, so that undo can compute it too.
+// Rounding 0.9 to fp32 alone would be the largest error of exp_avg, so the part that the rounding drops counts too.
 template <typename L, ElementType state>
 SUPEROFFLOAD_INLINE void next_moments(const Scalars& s, typename L::F& exp_avg, typename L::F& exp_avg_sq,
                                       typename L::F g, typename L::F second, std::uint32_t index) {
@@ -106,21 +105,21 @@ SUPEROFFLOAD_INLINE void next_moments(const Scalars& s, typename L::F& exp_avg, 
     }
 }
 
-// exp_avg / (sqrt(exp_avg_sq / bias_correction2) + eps), from the new moments
+// Computes exp_avg / (sqrt(exp_avg_sq / bias_correction2) + eps) from the new moments.
 template <typename L>
 SUPEROFFLOAD_INLINE typename L::F direction(const Scalars& s, typename L::F exp_avg, typename L::F exp_avg_sq) {
     return L::div(exp_avg, L::fma(L::sqrt(exp_avg_sq), L::set(s.inverse_sqrt_bias2), L::set(s.eps)));
 }
 
-// The decayed master is rounded first, as torch does. Rounding the update instead takes a fifth off the error of a
-// step, but over 200 steps with weight decay masters then leave torch's by more than the promised millionth.
+// Rounds the decayed master first, as torch does. Rounding the update instead takes a fifth off the error of a step,
+// but over 200 steps with weight decay masters then leave torch's by more than the promised millionth.
 template <typename L, bool l2>
 SUPEROFFLOAD_INLINE typename L::F next_master(const Scalars& s, typename L::F master, typename L::F q) {
     if constexpr (l2) return L::fma(L::set(-s.step_size), q, master);
     return L::fma(L::set(-s.step_size), q, L::mul(master, L::set(s.decay)));
 }
 
-// NaN is stored as one pattern. A NaN moment makes a NaN master, so one test covers all three.
+// Stores NaN as one pattern. A NaN moment makes a NaN master, so one test covers all three.
 template <typename L>
 SUPEROFFLOAD_INLINE void make_canonical(typename L::F& exp_avg, typename L::F& exp_avg_sq, typename L::F& master) {
     if constexpr (!L::kCanonicalNan) {
@@ -132,8 +131,8 @@ SUPEROFFLOAD_INLINE void make_canonical(typename L::F& exp_avg, typename L::F& e
     }
 }
 
-// The inverse arithmetic: what the old words most likely were. Step and undo compute the very same estimates. At the
-// first step the inverse betas are 0 (see freeze): the moments were +0, whatever rounding made of them since.
+// Estimates the old words by inverse arithmetic. Step and undo compute the very same estimates. At the first step the
+// inverse betas are 0 (see freeze): the moments were +0, whatever rounding made of them since.
 template <typename L>
 SUPEROFFLOAD_INLINE typename L::F estimate_exp_avg(const Scalars& s, typename L::F now, typename L::F increment) {
     return L::fma(L::sub(now, increment), L::set(s.inverse_beta1), L::set(0.0f));

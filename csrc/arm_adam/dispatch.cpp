@@ -57,7 +57,7 @@ std::atomic<const Kernels*>& selected() {
 
 const Kernels& kernels() { return *selected().load(std::memory_order_relaxed); }
 
-// By repeated squaring, so that the result does not depend on a system's pow().
+// Uses repeated squaring, so that the result does not depend on a system's pow().
 double power(double base, std::uint64_t exponent) {
     double result = 1;
     for (; exponent != 0; exponent >>= 1) {
@@ -67,7 +67,7 @@ double power(double base, std::uint64_t exponent) {
     return result;
 }
 
-// One round of Sebastiano Vigna's splitmix64.
+// Applies one round of Sebastiano Vigna's splitmix64.
 std::uint64_t mix(std::uint64_t x) {
     x += 0x9e3779b97f4a7c15u;
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -87,7 +87,7 @@ Scalars freeze(const Hyper& h, std::uint64_t noise_stream) {
     s.beta1 = static_cast<float>(h.beta1);
     s.beta1_rest = static_cast<float>(h.beta1 - static_cast<double>(s.beta1));
     s.one_minus_beta1 = static_cast<float>(1 - h.beta1);
-    // Before the first step the moments were +0: an estimate of exactly that needs no code.
+    // Before the first step the moments were +0; an estimate of exactly +0 needs no code.
     s.inverse_beta1 = h.step == 1 ? 0.0f : static_cast<float>(1 / h.beta1);
     s.beta2 = static_cast<float>(h.beta2);
     s.one_minus_beta2 = static_cast<float>(1 - h.beta2);

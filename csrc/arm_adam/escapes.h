@@ -1,4 +1,4 @@
-// Escapes of one block while it is being stepped: they go to the bucket's arena once the block is done.
+// Collects the escapes of one block while it is stepped. They move to the bucket's arena once the block is done.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct EscapeList {
     }
 };
 
-// exp_avg, exp_avg_sq, master: the order of JournalBlock::escapes.
+// Holds exp_avg, exp_avg_sq, master, in the order of JournalBlock::escapes.
 struct BlockEscapes {
     EscapeList component[3];
     std::uint32_t narrow;

@@ -1,6 +1,6 @@
-// The floating-point environment that every kernel runs in: round to nearest, denormals kept. A thread inherits the
-// control register of its creator, and torch.set_flush_denormal changes it, so each entry sets it and puts it back.
-// AArch64 processors can also be told to make every NaN the canonical one: that saves its lanes six instructions.
+// Sets the floating-point environment of every kernel: round to nearest, denormals kept. A thread inherits its
+// creator's control register, and torch.set_flush_denormal changes it, so each entry sets the register and restores it.
+// AArch64 processors can also make every NaN the canonical one, which saves the kernels six instructions.
 #pragma once
 
 #include <cstdint>
@@ -36,9 +36,9 @@ class FloatEnvironment {
     }
     ~FloatEnvironment() { std::fesetenv(&saved_); }
 #endif
-    // Compilers move arithmetic across a change of the control register: they do not see that it depends on it. A
-    // function that calculates by itself, instead of calling a kernel through its table, passes its result through
-    // here last; what it reads from memory it reads after the constructor.
+    // Hides a result from the compiler. Compilers move arithmetic across a change of the control register, since they
+    // do not see that it matters. A function that calculates by itself, instead of calling a kernel through its table,
+    // passes its result through here last, and reads its memory after the constructor.
     template <typename T>
     const T& finish(T& result) const {
         __asm__ volatile("" : "+m"(result) : : "memory");

@@ -1,5 +1,5 @@
-// The undo journal: small codes for "old word minus estimate", and lists of the words whose code does not fit. Part of
-// algorithm.inl; docs/kernel.md has the format and why undo is exact.
+// Writes and reads the undo journal: small codes for "old word minus estimate", and lists of the words whose code does
+// not fit. Part of algorithm.inl; docs/kernel.md has the format and why undo is exact.
 #pragma once
 
 #include <cstring>
@@ -11,7 +11,7 @@
 namespace superoffload::adam {
 namespace {
 
-// How a code divides its bits over exp_avg, exp_avg_sq and master.
+// Divides a code's bits over exp_avg, exp_avg_sq and master.
 template <int width>
 struct Code;
 template <>
@@ -56,7 +56,7 @@ SUPEROFFLOAD_INLINE typename L::U load_codes(const std::uint8_t* codes, std::siz
     if constexpr (width == 2) return L::load_codes16(codes + 2 * i);
 }
 
-// A stored value as the integer that codes count in: units in its last place.
+// Converts a stored value to the integer that codes count in: units in its last place.
 template <typename L, ElementType type>
 SUPEROFFLOAD_INLINE typename L::U word_of(typename L::F stored) {
     if constexpr (type == ElementType::bf16) return L::template shr<16>(L::bits(stored));
@@ -69,8 +69,8 @@ SUPEROFFLOAD_INLINE typename L::F value_of(typename L::U word) {
     return L::from_bits(word);
 }
 
-// The estimate's word; in bf16 rounded to nearest even, like any conversion. There two-byte codes reach from a NaN to
-// an infinity, so that a NaN's sign, which processors choose differently, would decide whether a word has a code.
+// Converts an estimate to a word; to bf16 by rounding to nearest even. In bf16, two-byte codes reach from a NaN to an
+// infinity, so a NaN's sign, which processors choose differently, would decide whether a word has a code.
 template <typename L, ElementType type>
 SUPEROFFLOAD_INLINE typename L::U estimated_word(typename L::F estimate) {
     if constexpr (type != ElementType::bf16) return L::bits(estimate);
@@ -79,13 +79,13 @@ SUPEROFFLOAD_INLINE typename L::U estimated_word(typename L::F estimate) {
     return L::template shr<16>(L::add_u(L::add_u(u, L::set_u(0x7fffu)), odd));
 }
 
-// Old word minus estimate, shifted so that codes start at 0; modular, so +0 and -0 differ.
+// Computes old word minus estimate, shifted so that codes start at 0; modular, so +0 and -0 differ.
 template <typename L, int width, int component>
 SUPEROFFLOAD_INLINE typename L::U biased_difference(typename L::U old, typename L::U estimate) {
     return L::add_u(L::sub_u(old, estimate), L::set_u(bias<width, component>()));
 }
 
-// Not zero in lanes whose difference has no code.
+// Returns nonzero in lanes whose difference has no code.
 template <typename L, int width, int component>
 SUPEROFFLOAD_INLINE typename L::U excess(typename L::U difference) {
     return L::and_u(difference, L::set_u(~(limit<width, component>() - 1)));
@@ -101,11 +101,10 @@ SUPEROFFLOAD_INLINE typename L::U join(typename L::U m, typename L::U v, typenam
     return L::or_u(m, L::or_u(L::template shl<shift<width, 1>()>(v), L::template shl<shift<width, 2>()>(p)));
 }
 
-// The codes of one vector, from the words before the step and the words of their estimates. Words that do not fit
-// their code, and all words of a lane whose new master is NaN, go to the block's escape lists: the bits of a NaN
-// estimate may differ between step and undo. (Without a NaN among old and new values an invalid operation can still
-// make an estimate NaN, but that one is the processor's default NaN, within reach of a code only for an old word that
-// is NaN itself.)
+// Encodes one vector, from the words before the step and the words of their estimates. Words that do not fit their
+// code, and all words of a lane whose new master is NaN, go to the block's escape lists: the bits of a NaN estimate may
+// differ between step and undo. (An invalid operation can make an estimate NaN even if no old or new value is NaN. That
+// is the processor's default NaN, and only an old word that is NaN itself is within reach of its code.)
 template <typename L, int width>
 SUPEROFFLOAD_INLINE typename L::U encode(typename L::U m, typename L::U est_m, typename L::U v, typename L::U est_v,
                                          typename L::U p, typename L::U est_p, typename L::F next_p,
@@ -133,8 +132,8 @@ SUPEROFFLOAD_INLINE typename L::U encode(typename L::U m, typename L::U est_m, t
     return join<L, width>(diff_m, diff_v, diff_p);
 }
 
-// The codes of two vectors at once, as 16-bit words, where a lane type has them (kPairs): half the instructions. Signed
-// saturation keeps whatever has no code out of range.
+// Holds the differences of two vectors as 16-bit words, for lane types that have them (kPairs): half the instructions.
+// Signed saturation keeps differences without a code out of range.
 template <typename L>
 struct PairDifferences {
     typename L::U component[3];  // exp_avg, exp_avg_sq, master; not biased
@@ -150,7 +149,7 @@ SUPEROFFLOAD_INLINE typename L::U pair_excess(typename L::U words) {
     return L::and_u(words, L::set_u16(static_cast<std::uint16_t>(~(limit<width, component>() - 1))));
 }
 
-// Not zero if any of the three has no code: two of them have the same range.
+// Returns nonzero if any of the three has no code; the two with the same range share a test.
 template <typename L, int width>
 SUPEROFFLOAD_INLINE typename L::U any_pair_excess(typename L::U m, typename L::U v, typename L::U p) {
     if constexpr (width == 1) return L::or_u(pair_excess<L, 1, 0>(m), pair_excess<L, 1, 1>(L::or_u(v, p)));
@@ -162,7 +161,7 @@ SUPEROFFLOAD_INLINE typename L::U pair_only_code(typename L::U words) {
     return L::and_u(words, L::set_u16(static_cast<std::uint16_t>(limit<width, component>() - 1)));
 }
 
-// How many of the pair's words have no one-byte code.
+// Counts the pair's words that have no one-byte code.
 template <typename L>
 SUPEROFFLOAD_INLINE std::uint32_t count_narrow_escapes(const PairDifferences<L>& difference) {
     const auto m = L::nonzero_u16(pair_excess<L, 1, 0>(biased_pair<L, 1, 0>(difference)));
@@ -207,11 +206,11 @@ SUPEROFFLOAD_INLINE typename L::F decode(typename L::U codes, typename L::F esti
     return value_of<L, type>(L::add_u(estimated_word<L, type>(estimate), difference));
 }
 
-// A block's escapes as undo needs them, in the order in which it meets them: per component old words and indices in
-// the block, ascending.
+// Walks a block's escapes in the order in which undo meets them: per component the old words and their indices in the
+// block, ascending.
 class EscapeCursor {
    public:
-    // Of a block in the arena: three runs of old words, then three runs of indices.
+    // Reads a block in the arena: three runs of old words, then three runs of indices.
     EscapeCursor(const JournalBlock& block, const JournalArena& arena) {
         const std::uint32_t* old = arena.words + block.offset;
         const std::uint32_t total = std::uint32_t{block.escapes[0]} + block.escapes[1] + block.escapes[2];
@@ -225,10 +224,10 @@ class EscapeCursor {
         advance();
     }
 
-    // Whether some word before `end` escaped and has not been put back.
+    // Tells whether a word before `end` has escaped and is not restored yet.
     bool reaches(std::size_t end) const { return next_ < end; }
 
-    // Puts the escaped words of the vector at `begin` back.
+    // Restores the escaped words of the vector at `begin`.
     template <typename L, int component, ElementType type>
     SUPEROFFLOAD_INLINE typename L::F patch(typename L::F x, std::size_t begin) {
         alignas(64) float values[kLongestVector];
@@ -240,7 +239,7 @@ class EscapeCursor {
         return L::load(values);
     }
 
-    // After the vector's three components.
+    // Finds the next escape after the vector's three components.
     void advance() {
         next_ = kBlock;
         for (const List& list : component_) {
@@ -258,12 +257,11 @@ class EscapeCursor {
     std::uint32_t next_;
 };
 
-// Escapes of blocks that have no place in the arena yet. The threads that step a bucket share its arena: were room
-// taken block by block, they would wait for one cache line, and for the lines in which their blocks meet, much of the
-// time.
+// Collects escapes of blocks that have no place in the arena yet. The threads that step a bucket share its arena. If
+// each took room block by block, they would often wait for one cache line, and for the lines that their blocks share.
 class WaitingEscapes {
    public:
-    // Whether whatever escapes of one more block can be added.
+    // Tells whether all escapes of one more block fit.
     bool has_room() const { return used_ <= kWords - kBlockWords; }
 
     void add(const BlockEscapes& escapes, JournalBlock& block) {
@@ -284,7 +282,7 @@ class WaitingEscapes {
         used_ += words;
     }
 
-    // Moves all of them into the arena; `first` up to `last` are their blocks. False, and nothing was changed: no room.
+    // Moves all of them into the arena; `first` up to `last` are their blocks. False: no room, and nothing was changed.
     bool commit(JournalArena& arena, JournalBlock* first, const JournalBlock* last) {
         if (used_ == 0) return true;
         const std::uint64_t offset = __atomic_fetch_add(&arena.used, used_, __ATOMIC_RELAXED);
@@ -298,7 +296,7 @@ class WaitingEscapes {
         return true;
     }
 
-    // To undo blocks for which there was no room.
+    // Returns them as an arena, to undo blocks for which there was no room.
     JournalArena as_arena() { return {words_, kWords, used_}; }
 
    private:

@@ -1,4 +1,4 @@
-// The table of kernels that one instruction set supplies. Internal to csrc/arm_adam.
+// Declares the table of kernels that each instruction set supplies. Internal to csrc/arm_adam.
 #pragma once
 
 #include "adam.h"
@@ -12,7 +12,7 @@ struct Kernels {
     void (*undo)(const Run&, Range);
     void (*replay)(const Run&, Range, const Scalars&);
     void (*publish)(const Run&, Range);
-    void (*pack)(const void*, void*, ElementType, std::size_t, double*);  // destination null: only sum
+    void (*pack)(const void*, void*, ElementType, std::size_t, double*);  // a null destination means sums only
 };
 
 extern const Kernels kScalarKernels;

@@ -1,4 +1,4 @@
-// AVX2 with FMA and F16C: eight elements.
+// Computes eight elements at a time with AVX2, FMA and F16C.
 #pragma once
 
 #include <immintrin.h>
@@ -32,7 +32,7 @@ struct Avx2Lanes {
         auto* to = static_cast<__m128i*>(p);
         past_cache ? _mm_stream_si128(to, x) : _mm_storeu_si128(to, x);
     }
-    // The low 16 bits of each 32-bit lane, which hold no more than that.
+    // Takes the low 16 bits of each 32-bit lane; the high ones are zero.
     static __m128i narrow16(U u) { return _mm_packus_epi32(_mm256_castsi256_si128(u), _mm256_extracti128_si256(u, 1)); }
     static M is_nan(F x) { return bits(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)); }
 
@@ -40,7 +40,7 @@ struct Avx2Lanes {
         return from_bits(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_half(p)), 16));
     }
     static F load_f16(const std::uint16_t* p) { return _mm256_cvtph_ps(load_half(p)); }
-    // Both conversions are given canonical values: that NaN becomes 0x7fc0 and 0x7e00 like any other number.
+    // Both conversions get canonical values, so NaN becomes 0x7fc0 and 0x7e00 like any other number.
     static void store_bf16(std::uint16_t* p, F x, bool past_cache = false) {
         const U u = bits(x);
         const U odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), set_u(1));
@@ -78,7 +78,7 @@ struct Avx2Lanes {
         return _mm256_srli_epi32(a, k);
     }
 
-    // Two vectors as one of 16-bit words, saturated, in an order of its own: pair_in_order() puts it right.
+    // Narrows two vectors to one of 16-bit words, saturated; pair_in_order() restores the order.
     static constexpr bool kPairs = true;
     static constexpr bool kPairsOverlap = false;  // sixteen registers are too few
     static U narrow_pair(U a, U b) { return _mm256_packs_epi32(a, b); }

@@ -1,4 +1,4 @@
-// AVX-512 (F, BW, VL, DQ): sixteen elements.
+// Computes sixteen elements at a time with AVX-512 (F, BW, VL, DQ).
 #pragma once
 
 #include <immintrin.h>
@@ -25,7 +25,7 @@ struct Avx512Lanes {
     static void store_shadow(float* p, F x, bool past_cache) { past_cache ? _mm512_stream_ps(p, x) : store(p, x); }
     static void fence() { _mm_sfence(); }
     static constexpr std::size_t kPrefetchAhead = 128;           // elements
-    static constexpr std::size_t kPrefetchAheadJournaled = 256;  // there is more to compute between two loads
+    static constexpr std::size_t kPrefetchAheadJournaled = 256;  // more computation lies between two loads
 
     static __m256i load_half(const std::uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
     static void store_half(void* p, __m256i x, bool past_cache) {
@@ -36,8 +36,8 @@ struct Avx512Lanes {
         return from_bits(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_half(p)), 16));
     }
     static F load_f16(const std::uint16_t* p) { return _mm512_cvtph_ps(load_half(p)); }
-    // Both conversions are given canonical values: that NaN becomes 0x7fc0 and 0x7e00 like any other number. bf16 by
-    // integers: the native conversion flushes denormals.
+    // Both conversions get canonical values, so NaN becomes 0x7fc0 and 0x7e00 like any other number. bf16 uses
+    // integers, since the native conversion flushes denormals.
     static __m256i half_bf16(F x) {
         const U u = bits(x);
         const U odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), set_u(1));
@@ -73,7 +73,7 @@ struct Avx512Lanes {
         return _mm512_srli_epi32(a, k);
     }
 
-    // Two vectors as one of 16-bit words, saturated, in an order of its own: pair_in_order() puts it right.
+    // Narrows two vectors to one of 16-bit words, saturated; pair_in_order() restores the order.
     static constexpr bool kPairs = true;
     static constexpr bool kPairsOverlap = true;
     static U narrow_pair(U a, U b) { return _mm512_packs_epi32(a, b); }
@@ -88,7 +88,7 @@ struct Avx512Lanes {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi16_epi8(words));
     }
     static void store_pair16(std::uint8_t* p, U words) { _mm512_storeu_si512(p, words); }
-    // Whole lines past the caches, where a pair's shadow or a block's codes make some.
+    // Whole lines bypass the caches, where a pair's shadow or a block's codes fill them.
     static constexpr bool kPairsFillLines = true;
     static void stream_pair_bf16(std::uint16_t* p, F x, F y) { stream_pair(p, half_bf16(x), half_bf16(y)); }
     static void stream_pair_f16(std::uint16_t* p, F x, F y) { stream_pair(p, half_f16(x), half_f16(y)); }

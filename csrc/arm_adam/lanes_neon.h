@@ -1,4 +1,4 @@
-// NEON (Advanced SIMD of every AArch64 processor): four elements.
+// Computes four elements at a time with NEON (Advanced SIMD of every AArch64 processor).
 #pragma once
 
 #include <arm_neon.h>
@@ -24,7 +24,7 @@ struct NeonLanes {
     static U set_u(std::uint32_t x) { return vdupq_n_u32(x); }
     static F load(const float* p) { return vld1q_f32(p); }
     static void store(float* p, F x) { vst1q_f32(p, x); }
-    // ARM's cores notice whole lines being written by themselves; there is nothing to ask for.
+    // ARM's cores detect stores of whole lines by themselves, so this needs no special store.
     static void store_shadow(float* p, F x, bool) { store(p, x); }
     static void fence() {}
     static constexpr std::size_t kPrefetchAhead = 0;
@@ -34,8 +34,8 @@ struct NeonLanes {
 
     static F load_bf16(const std::uint16_t* p) { return from_bits(vshll_n_u16(vld1_u16(p), 16)); }
     static F load_f16(const std::uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
-    // Both conversions are given canonical values: that NaN becomes 0x7fc0 and 0x7e00 like any other number. bf16 by
-    // integers: not every AArch64 processor has the native conversion.
+    // Both conversions get canonical values, so NaN becomes 0x7fc0 and 0x7e00 like any other number. bf16 uses
+    // integers, since not every AArch64 processor has the native conversion.
     static void store_bf16(std::uint16_t* p, F x, bool = false) {
         const U u = bits(x);
         const U odd = vandq_u32(vshrq_n_u32(u, 16), set_u(1));
@@ -49,7 +49,7 @@ struct NeonLanes {
     static F div(F a, F b) { return vdivq_f32(a, b); }
     static F sqrt(F a) { return vsqrtq_f32(a); }
     static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
-    // Nothing to do: FloatEnvironment has the processor make no other NaN.
+    // FloatEnvironment makes the processor produce only the canonical NaN.
     static constexpr bool kCanonicalNan = true;
     static F canonical(F x) { return x; }
 
@@ -87,7 +87,7 @@ struct NeonLanes {
     static M either(M a, M b) { return vorrq_u32(a, b); }
     static bool any(M m) { return vget_lane_u64(vreinterpret_u64_u16(vmovn_u32(m)), 0) != 0; }
     static std::uint32_t count(M m) { return vaddvq_u32(vandq_u32(m, set_u(1))); }
-    // Without branches: every lane is written, and only a lane of the mask moves the end of the list.
+    // Works without branches: every lane is written, and only a lane of the mask moves the end of the list.
     static void append(EscapeList& list, M m, U old, std::uint32_t index) {
         alignas(16) std::uint32_t words[4];
         alignas(16) std::uint32_t taken[4];

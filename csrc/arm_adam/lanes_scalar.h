@@ -1,4 +1,4 @@
-// One element at a time: the plainest statement of the arithmetic, and the tail of every other lane type.
+// Computes one element at a time: the plainest form of the arithmetic, and the tail of every other lane type.
 #pragma once
 
 #include <cstddef>
@@ -33,7 +33,7 @@ struct ScalarLanes {
     static U set_u(std::uint32_t x) { return x; }
     static F load(const float* p) { return *p; }
     static void store(float* p, F x) { *p = x; }
-    // One element at a time fills no line: nothing is stored past the caches.
+    // One element fills no line, so nothing bypasses the caches.
     static void store_shadow(float* p, F x, bool) { store(p, x); }
     static void fence() {}
     static constexpr std::size_t kPrefetchAhead = 0;
@@ -52,7 +52,7 @@ struct ScalarLanes {
         const F magnitude = static_cast<F>(fraction) * from_bits(0x33800000u);  // denormal: fraction x 2^-24, exact
         return from_bits(bits(magnitude) | sign);
     }
-    // Given canonical values, or by undo the bf16 words that were stored before, NaN or not: rounding keeps both.
+    // Gets canonical values, or from undo the bf16 words that were stored before, NaN or not: rounding keeps both.
     static void store_bf16(std::uint16_t* p, F x, bool = false) {
         const U u = bits(x);
         *p = static_cast<std::uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
@@ -82,7 +82,7 @@ struct ScalarLanes {
     static F div(F a, F b) { return a / b; }
     static F sqrt(F a) { return __builtin_sqrtf(a); }
     static F fma(F a, F b, F c) { return __builtin_fmaf(a, b, c); }
-    // Whether every NaN that an operation makes is the canonical one already.
+    // Tells whether every NaN that an operation makes is the canonical one already.
     static constexpr bool kCanonicalNan = false;
     static F canonical(F x) { return x != x ? from_bits(0x7fc00000u) : x; }
 
@@ -124,7 +124,7 @@ struct ScalarLanes {
         return code;
     }
 
-    // Sixteen fp64 sums; element i of a block goes to sum i % 16. The product of two fp32 values is exact in fp64.
+    // Holds sixteen fp64 sums; element i of a block goes to sum i % 16. The product of two fp32 values is exact.
     struct Sums {
         double s[16] = {};
     };

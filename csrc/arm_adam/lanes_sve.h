@@ -1,5 +1,5 @@
-// SVE, whatever the length of its vectors: as many elements as one holds. Vectors and masks are sizeless types, so they
-// live in local variables only; the fp64 sums, which are always sixteen, use NEON.
+// Computes as many elements at a time as one SVE vector holds. Vectors and masks are sizeless types, so they live in
+// local variables only. The fp64 sums, which are always sixteen, use NEON.
 #pragma once
 
 #include <arm_sve.h>
@@ -27,7 +27,7 @@ struct SveLanes {
     static U set_u(std::uint32_t x) { return svdup_n_u32(x); }
     static F load(const float* p) { return svld1_f32(all(), p); }
     static void store(float* p, F x) { svst1_f32(all(), p, x); }
-    // ARM's cores notice whole lines being written by themselves; there is nothing to ask for.
+    // ARM's cores detect stores of whole lines by themselves, so this needs no special store.
     static void store_shadow(float* p, F x, bool) { store(p, x); }
     static void fence() {}
     static constexpr std::size_t kPrefetchAhead = 0;
@@ -39,8 +39,8 @@ struct SveLanes {
     static F load_f16(const std::uint16_t* p) {
         return svcvt_f32_f16_x(all(), svreinterpret_f16_u32(svld1uh_u32(all(), p)));
     }
-    // Both conversions are given canonical values: that NaN becomes 0x7fc0 and 0x7e00 like any other number. bf16 by
-    // integers: not every AArch64 processor has the native conversion.
+    // Both conversions get canonical values, so NaN becomes 0x7fc0 and 0x7e00 like any other number. bf16 uses
+    // integers, since not every AArch64 processor has the native conversion.
     static void store_bf16(std::uint16_t* p, F x, bool = false) {
         const U u = bits(x);
         const U odd = svand_n_u32_x(all(), svlsr_n_u32_x(all(), u, 16), 1);
@@ -57,7 +57,7 @@ struct SveLanes {
     static F div(F a, F b) { return svdiv_f32_x(all(), a, b); }
     static F sqrt(F a) { return svsqrt_f32_x(all(), a); }
     static F fma(F a, F b, F c) { return svmla_f32_x(all(), c, a, b); }
-    // Nothing to do: FloatEnvironment has the processor make no other NaN.
+    // FloatEnvironment makes the processor produce only the canonical NaN.
     static constexpr bool kCanonicalNan = true;
     static F canonical(F x) { return x; }
 
@@ -92,7 +92,7 @@ struct SveLanes {
     static M either(M a, M b) { return svorr_b_z(all(), a, b); }
     static bool any(M m) { return svptest_any(all(), m); }
     static std::uint32_t count(M m) { return static_cast<std::uint32_t>(svcntp_b32(all(), m)); }
-    // Whole vectors are stored; the list's slack is as long as the longest one.
+    // Stores whole vectors; the list's slack is as long as the longest vector.
     static void append(EscapeList& list, M m, U old, std::uint32_t index) {
         static_assert(EscapeList::kSlack >= 2048 / 32);
         svst1_u32(all(), list.old + list.count, svcompact_u32(m, old));

@@ -1,4 +1,4 @@
-// Sums of squares over fixed blocks, in fp64 and in one order for all instruction sets; packing copies on the way.
+// Sums squares over fixed blocks, in fp64 and in one order for all instruction sets; packing copies in the same pass.
 // Part of algorithm.inl.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What is left of a range after its last whole vector. Part of algorithm.inl.
+// Handles the elements of a range after its last whole vector. Part of algorithm.inl.
 #pragma once
 
 #include "lanes_scalar.h"
@@ -7,9 +7,9 @@
 namespace superoffload::adam {
 namespace {
 
-// What is left of a range after its last whole vector, for the scalar lanes: a run of its own with an fp32 copy of the
-// gradient, which is exact, and an fp32 shadow. So one scalar loop serves every type of the two; with a loop for each,
-// half of what the compiler does for an instruction set would be for elements that hardly occur.
+// Presents a tail to the scalar lanes as a run with an exact fp32 copy of the gradient and an fp32 shadow. So one
+// scalar loop serves all types of gradient and shadow; a loop for each would be half of the code of an instruction set,
+// for elements that hardly occur.
 struct Tail {
     SUPEROFFLOAD_NOINLINE Tail(const Run& whole, Range range)
         : run(whole), numel(range.end - range.begin), shadow_type_(whole.shadow_type), shadow_(whole.shadow) {
@@ -68,7 +68,7 @@ SUPEROFFLOAD_NOINLINE void publish_tail(const Run& run, Range range) {
     tail.publish();
 }
 
-// Elements of a tail count from its own start: that of its block lies before it, at minus something modulo 2^64.
+// Counts elements from the tail's own start, so the start of its block is negative, modulo 2^64.
 template <typename T, int width>
 SUPEROFFLOAD_NOINLINE void undo_tail(const Run& run, std::size_t block, Range range, EscapeCursor& escapes) {
     Tail tail(run, range);

@@ -1,4 +1,4 @@
-// From the types that a run names to compile-time constants. Part of algorithm.inl.
+// Turns the types that a run names into compile-time constants. Part of algorithm.inl.
 #pragma once
 
 #include <type_traits>
@@ -21,7 +21,7 @@ inline auto with_element_type(ElementType type, F f) {
     }
 }
 
-// The types of a run as compile-time constants.
+// Holds the types of a run as compile-time constants.
 template <ElementType gradient_type, ElementType shadow_type, ElementType state_type, bool is_l2>
 struct Types {
     static constexpr ElementType gradient = gradient_type;
@@ -30,7 +30,7 @@ struct Types {
     static constexpr bool l2 = is_l2;
 };
 
-// Of loops that write no shadow.
+// Holds the types of loops that write no shadow.
 template <typename T>
 using UndoTypes = Types<T::gradient, ElementType::f32, T::state, T::l2>;
 

@@ -12,8 +12,8 @@
 namespace superoffload::adam {
 namespace {
 
-// Asks for the state and gradient that a loop will need soon: the processor's own prefetchers stop at page borders, and
-// its window is too short to hide memory behind a square root and a division. May point past the end; nothing is read.
+// Prefetches state and gradient. The processor's own prefetchers stop at page borders, and its window is too short to
+// hide memory behind a square root and a division. The address may lie past the end; nothing is read.
 template <typename L, typename T, std::size_t elements = L::kPrefetchAhead>
 SUPEROFFLOAD_INLINE void prefetch(const Run& run, std::size_t i) {
     if constexpr (elements != 0) {
@@ -28,12 +28,12 @@ SUPEROFFLOAD_INLINE void prefetch(const Run& run, std::size_t i) {
     }
 }
 
-// Stores past the caches go to aligned addresses only. Ranges start at whole blocks, so the array's start decides.
+// Only aligned addresses can bypass the caches. Ranges start at whole blocks, so the array's start decides.
 constexpr std::size_t kLine = 64;
 SUPEROFFLOAD_INLINE bool is_aligned(const void* array) { return reinterpret_cast<std::uintptr_t>(array) % kLine == 0; }
 SUPEROFFLOAD_INLINE bool stores_past_cache(const Run& run) { return run.past_cache && is_aligned(run.shadow); }
 
-// The step of one vector, in place: canonical values, as they are stored.
+// Steps one vector in place, to canonical values as they are stored.
 template <typename L, typename T>
 SUPEROFFLOAD_INLINE void step_vector(const Scalars& s, std::uint32_t index, typename L::F gradient, typename L::F& p,
                                      typename L::F& m, typename L::F& v) {
@@ -76,8 +76,8 @@ SUPEROFFLOAD_INLINE void publish_lanes(const Run& shared, std::size_t begin, std
     }
 }
 
-// Stores nothing past the caches: a vector's shadow is half a line, and it takes so long until the other half follows
-// that both are written out by themselves. `codes`: of the block.
+// Lets no store bypass the caches: a vector's shadow is half a line, and the other half follows so late that both would
+// be written separately. `codes`: of the block.
 template <typename L, typename T, int width>
 SUPEROFFLOAD_INLINE void journal_lanes(const Run& shared, std::uint8_t* codes, std::size_t block, Range range,
                                        BlockEscapes& escapes) {
@@ -109,15 +109,15 @@ SUPEROFFLOAD_INLINE void journal_lanes(const Run& shared, std::uint8_t* codes, s
     }
 }
 
-// Two vectors at a time. Nothing is stored before it is known whether every word has a code: old words that escape are
-// taken from memory, and a pair with a NaN begins again by itself.
+// Holds two vectors' results. Nothing is stored before it is known whether every word has a code. Old words that escape
+// are taken from memory, and a pair with a NaN starts again vector by vector.
 template <typename L>
 struct Pair {
     typename L::F p[2], m[2], v[2];
     PairDifferences<L> difference;
 };
 
-// In an order that ends lives of values early: registers decide how fast this is.
+// Computes in an order that ends lives of values early, since the number of registers limits the speed.
 template <typename L, typename T>
 SUPEROFFLOAD_INLINE Pair<L> compute_pair(const Run& run, std::size_t i) {
     const Scalars& s = run.frozen;
@@ -169,8 +169,8 @@ SUPEROFFLOAD_INLINE void finish_pair(const Run& run, std::uint8_t* codes, std::s
     store_shadow_pair<L, T::shadow>(run.shadow, i, pair.p[0], pair.p[1], past_cache);
 }
 
-// With registers for it, a pair is stored while the next one is computed: a branch taken by surprise, since something
-// escaped, then does not throw the next pair's work away.
+// Stores a pair while the next one is computed, if there are registers for it. A mispredicted branch on an escape then
+// does not discard the next pair's work.
 template <typename L, typename T, int width>
 SUPEROFFLOAD_INLINE void journal_pairs(const Run& shared, std::uint8_t* codes, std::size_t block, Range range,
                                        BlockEscapes& escapes) {
@@ -195,8 +195,8 @@ SUPEROFFLOAD_INLINE void journal_pairs(const Run& shared, std::uint8_t* codes, s
     }
 }
 
-// The old words of one vector from the new ones, in place. An L2 penalty puts the old master into the gradient: the
-// master is restored first.
+// Restores the old words of one vector from the new ones, in place. An L2 penalty puts the old master into the
+// gradient, so the master is restored first.
 template <typename L, typename T, int width>
 SUPEROFFLOAD_INLINE void undo_vector(const Run& run, std::size_t i, std::size_t block, EscapeCursor& escapes,
                                      typename L::F& p, typename L::F& m, typename L::F& v) {
@@ -230,7 +230,7 @@ SUPEROFFLOAD_INLINE void undo_lanes(const Run& shared, std::size_t block, Range 
     }
 }
 
-// Undo and step while the words are in registers.
+// Undoes and steps while the words are in registers.
 template <typename L, typename T, int width>
 SUPEROFFLOAD_INLINE void replay_lanes(const Run& shared, const Scalars& scalars, std::size_t block, Range range,
                                       EscapeCursor& escapes) {

@@ -1,5 +1,5 @@
-// A word of pinned host memory that the down stream writes a number to behind each copy, so that a thread can see how
-// far it is without asking the driver.
+// Reports arrivals by a word of pinned host memory. The down stream writes a number to it behind each copy, so that a
+// thread sees the stream's progress without asking the driver.
 #pragma once
 
 #include <atomic>
@@ -11,14 +11,14 @@ namespace superoffload::cuda {
 
 class ArrivalFlag {
    public:
-    // `word` null: there is none, and events are asked instead.
+    // Uses `word`; null: there is no flag, and events are queried instead.
     ArrivalFlag(const Gpu& gpu, void* word);
 
-    // False once the driver has refused to write it, too.
+    // Tells whether the flag works; false also once the driver has refused to write it.
     bool in_use() const { return in_use_.load(); }
-    // Whether the flag will show that `stream` has come to here.
+    // Enqueues the write of `sequence`; returns whether the flag will show that `stream` has come to here.
     bool enqueue(const Driver& driver, Stream stream, std::uint32_t sequence);
-    // Whether it shows `sequence`, or a later one.
+    // Tells whether the flag shows `sequence`, or a later one.
     bool shows(std::uint32_t sequence) const {
         return static_cast<std::int32_t>(word_->load(std::memory_order_acquire) - sequence) >= 0;
     }

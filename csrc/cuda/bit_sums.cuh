@@ -1,12 +1,11 @@
-// Whether memory still has the bits that it had: of every block of 2048 bytes one sum, written or compared with the one
-// that was written before. Whatever the memory holds, it is read as words of 32 bits; what a last block lacks counts as
-// zeros.
+// Detects changes of memory by one sum for every block of 2048 bytes, written or compared with the one that was written
+// before. The memory is read as words of 32 bits, whatever it holds; a last block is padded with zeros.
 //
 // The sum is that of each word times the number of its place, modulo 2^64. These numbers are odd, so a change within
-// one word always shows. No two of them are the same modulo 2^33, so it always shows where two elements change places
-// (tests/kernels/test_cuda_kernels.py tries all pairs). They are mixed, so that of other changes those with a pattern
-// (all signs, all values doubled) do not add up to nothing but by chance: about one in 2^33 where only signs of fp32
-// change, else less.
+// one word always shows. No two of them are equal modulo 2^33, so exchanging two elements always shows
+// (tests/kernels/test_cuda_kernels.py tries all pairs). They are mixed, so that other changes with a pattern (all
+// signs, all values doubled) cancel only by chance: about one in 2^33 where only signs of fp32 change, otherwise more
+// rarely.
 #pragma once
 
 #include "elements.cuh"
@@ -17,8 +16,8 @@ namespace cuda {
 
 using Sum = unsigned long long;
 
-// 32 bytes. As CopyPiece, with `numel` counted in elements of 16 bits, of which fp32 has two: kBlock of them are a
-// block.
+// Describes a piece in 32 bytes. As CopyPiece, with `numel` counted in elements of 16 bits, of which fp32 has two; a
+// block has kBlock of them.
 struct SumPiece {
     const unsigned short* memory;
     Sum* sums;  // one for each block
@@ -32,7 +31,7 @@ __device__ inline Sum number_of(unsigned place) {
     return mixed | 1;
 }
 
-// What one lane of the warp adds up.
+// Adds up the share of one lane of the warp.
 __device__ inline Sum sum_of_lane(const Found<SumPiece>& block, unsigned lane) {
     constexpr unsigned width = kWidth<unsigned>;
     constexpr unsigned packets = kBlock / 2 / width / kWarp;
@@ -59,8 +58,8 @@ __device__ inline Sum sum_of_lane(const Found<SumPiece>& block, unsigned lane) {
     return sum;
 }
 
-// Of `count` lanes beside each other, whose warp calls this as a whole; only lane 0 of them has it. `lanes`: a place
-// for each of them in shared memory.
+// Folds the sums of `count` adjacent lanes, whose warp calls this as a whole; only lane 0 of them gets the result.
+// `lanes`: a place for each of them in shared memory.
 template <unsigned count>
 __device__ inline Sum fold_lanes(Sum sum, Sum* lanes, unsigned lane) {
     lanes[lane] = sum;
@@ -73,7 +72,7 @@ __device__ inline Sum fold_lanes(Sum sum, Sum* lanes, unsigned lane) {
     return lanes[0];
 }
 
-// `changed`: null where sums are to be written; else one byte for each piece, which becomes 1 where a sum differs.
+// Sums or compares. `changed`: null to write sums; otherwise a byte for each piece, which becomes 1 if a sum differs.
 __device__ inline void sum_or_compare(const SumPiece* pieces, unsigned count, unsigned char* changed) {
     __shared__ Sum lanes[kThreads];
     const unsigned lane = threadIdx.x % kWarp;

@@ -1,4 +1,4 @@
-// The end of a pipeline: what is under way when it begins has some seconds to finish in.
+// Limits the end of a pipeline: work that is under way when it begins has some seconds to finish.
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// One bucket as the pipeline sees it: what the caller says of it, its events, its scratch memory.
+// Describes one bucket to the pipeline: the caller's specification, its events, its scratch memory.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@
 
 namespace superoffload::cuda {
 
-// What the kernels are given per piece (csrc/cuda/*.cu); sorted by first_block.
+// Describes a piece to the kernels (csrc/cuda/*.cu); pieces are sorted by first_block.
 struct CopyPiece {
     DeviceAddress address;      // of the gradient or the parameter
     unsigned long long offset;  // elements into the packed or staged buffer
@@ -26,7 +26,7 @@ struct CopyPiece {
 struct PieceSpec {
     std::uint64_t offset = 0;  // elements into the bucket
     std::uint64_t numel = 0;
-    double* block_sums = nullptr;  // of the shard, from this piece's first block on
+    double* block_sums = nullptr;  // block sums of the shard, from this piece's first block on
 };
 
 struct BucketSpec {
@@ -37,14 +37,13 @@ struct BucketSpec {
     void* shadow = nullptr;
     void* scratch = nullptr;           // scratch_bytes() of host memory, for tables and block sums
     DeviceAddress device_scratch = 0;  // as many on the device
-    DeviceAddress resident = 0;        // of a packed gradient that stays on the device: only its sums go down
-    std::string step_kernel;           // what steps it there
+    DeviceAddress resident = 0;        // address of a packed gradient that stays on the device: only its sums go down
+    std::string step_kernel;           // the kernel that steps it there
 };
 
 std::size_t scratch_bytes(const std::vector<std::uint64_t>& numels);
 
-// Where things are in scratch memory, in bytes: the table of the pack kernel, that of the unpack kernel, the block
-// sums.
+// Locates the parts of scratch memory, in bytes: the pack kernel's table, the unpack kernel's table, the block sums.
 struct Scratch {
     Scratch(std::size_t pieces, std::uint64_t blocks);
 
@@ -54,14 +53,14 @@ struct Scratch {
     std::size_t end;
 };
 
-// New parameters on their way into a bucket's block before the verdict: one of these per Pipeline::stage().
+// Tracks new parameters on their way into a bucket's block before the verdict; one object per Pipeline::stage().
 class Stage {
    public:
-    // On the submitter thread: the copy will be enqueued. False where it was withdrawn.
+    // Called on the submitter thread: the copy will be enqueued. False: it was withdrawn.
     bool begin() { return move(kWaiting, kSending); }
     void sent() { state_.store(kSent); }
     bool is_sent() const { return state_.load() == kSent; }
-    // True: nothing was enqueued, and nothing will be.
+    // Withdraws the copy. True: nothing was enqueued, and nothing will be.
     bool withdraw() { return move(kWaiting, kWithdrawn); }
 
     const std::shared_ptr<Completion> done = std::make_shared<Completion>();  // enqueued, or given up
@@ -73,35 +72,35 @@ class Stage {
     std::atomic<State> state_{kWaiting};
 };
 
-// Its memory is the caller's, who keeps it until the pipeline is closed.
+// Holds one bucket. The caller owns its memory and keeps it until the pipeline is closed.
 struct DeviceBucket {
     DeviceBucket(const std::shared_ptr<Gpu>& gpu, BucketSpec specified);
 
-    // On the host and on the device: `at` is one of Scratch.
+    // Return addresses on the host and on the device; `at` comes from Scratch.
     char* host_scratch(std::size_t at) const { return static_cast<char*>(spec.scratch) + at; }
     DeviceAddress device_scratch(std::size_t at) const { return spec.device_scratch + at; }
 
     const BucketSpec spec;
-    std::vector<std::uint64_t> blocks;  // of each piece
+    std::vector<std::uint64_t> blocks;  // number of blocks of each piece
     std::uint64_t all_blocks = 0;
     Function pack = nullptr;    // null: no kernels
     Function unpack = nullptr;  // likewise: copied straight into the parameters
-    Function step = nullptr;    // of a resident bucket
-    std::string step_table;     // what it reads; kept until it has been copied
+    Function step = nullptr;    // the kernel of a resident bucket
+    std::string step_table;     // the step kernel's table; kept until it has been copied
     OwnedEvent ready;           // current stream: the gradients are written
     OwnedEvent packed;          // pack stream: the gradients are read
     OwnedEvent arrived;         // down stream: they are in host memory
-    OwnedEvent readers;         // current stream: whatever reads the old parameters was enqueued before
+    OwnedEvent readers;         // current stream: earlier readers of the old parameters are enqueued
     OwnedEvent staged;          // up stream: the new parameters are in the block
     OwnedEvent delivered;       // up stream: the parameters are new
-    OwnedEvent stepped;         // current stream: a resident bucket's table is read, and all that its step reads
+    OwnedEvent stepped;         // current stream: the step has read its table and all its inputs
     std::atomic<bool> was_delivered{false};
-    std::shared_ptr<Completion> arrival;  // of the last pack
-    bool half_packed = false;             // a call has failed, but some of it may be under way
-    // Memory of its own on the device, for one step (0: none): for the packed gradient on its way down, and when that
-    // has arrived for the new parameters.
+    std::shared_ptr<Completion> arrival;  // completion of the last pack
+    bool half_packed = false;             // a call has failed, but some of its work may be under way
+    // Holds the bucket's own device memory for one step (0: none): first for the packed gradient on its way down, and
+    // once that has arrived for the new parameters.
     DeviceAddress block = 0;
-    std::shared_ptr<Stage> stage;  // of what was speculated last; null: nothing, or it is being delivered
+    std::shared_ptr<Stage> stage;  // of the last speculated step; null: none, or it is being delivered
     Scratch scratch;
 };
 

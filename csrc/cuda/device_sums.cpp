@@ -12,10 +12,10 @@
 namespace superoffload::cuda {
 namespace {
 
-constexpr std::uint64_t kBlocksPerSum = 4;  // of ours that one CUDA block takes at a time (bit_sums.cuh)
-constexpr unsigned kGlances = 2000;         // at an event, before napping between them
+constexpr std::uint64_t kBlocksPerSum = 4;  // blocks of ours that one CUDA block takes at a time (bit_sums.cuh)
+constexpr unsigned kGlances = 2000;         // queries of an event, before napping between them
 
-// What the kernels are given for each run (bit_sums.cuh).
+// Describes a run to the kernels (bit_sums.cuh).
 struct SumPiece {
     DeviceAddress memory;
     DeviceAddress sums;
@@ -47,7 +47,8 @@ bool SumsTable::is_over() const {
 
 template <typename F>
 void DeviceSums::use(SumsTable& table, Stream current, std::size_t runs, F&& enqueue) const {
-    if (runs > table.capacity_ || !table.is_over()) throw std::invalid_argument("another table is needed");
+    if (runs > table.capacity_ || !table.is_over())
+        throw std::invalid_argument("table: in use, or too small; expected a free one with room for all runs");
     table.in_use_ = true;
     table.enqueued_ = false;
     const auto end = [&] {
@@ -59,7 +60,7 @@ void DeviceSums::use(SumsTable& table, Stream current, std::size_t runs, F&& enq
     } catch (const DriverError&) {
         try {
             end();
-        } catch (const DriverError&) {  // then nothing tells when the table is free: it stays in use
+        } catch (const DriverError&) {  // then no event tells when the table is free: it stays in use
         }
         throw;
     }
@@ -92,7 +93,8 @@ std::vector<bool> DeviceSums::changed(SumsTable& table, Stream current, const st
     const double until = now_seconds() + timeout_seconds;
     for (unsigned glance = 0; !table.is_over(); ++glance) {
         if (now_seconds() > until) {
-            throw std::runtime_error("the device has not compared them within " + std::to_string(timeout_seconds) +
+            throw std::runtime_error("the device has not compared sums of bits within " +
+                                     std::to_string(timeout_seconds) +
                                      " s; is it hung, or shared? A longer time: SUPEROFFLOAD_DEVICE_TIMEOUT=seconds");
         }
         if (glance > kGlances) std::this_thread::sleep_for(std::chrono::microseconds(20));
@@ -100,7 +102,7 @@ std::vector<bool> DeviceSums::changed(SumsTable& table, Stream current, const st
     return std::vector<bool>(marks_here, marks_here + runs.size());
 }
 
-// Pieces, and behind them a mark for each, all zero.
+// Writes the pieces, and behind them a mark for each, all zero.
 std::uint64_t DeviceSums::enqueue_table(SumsTable& table, Stream current, const std::vector<SummedRun>& runs) const {
     auto* const pieces = static_cast<SumPiece*>(table.host_);
     std::uint64_t blocks = 0;

@@ -1,4 +1,4 @@
-// Sums of the bits of memory on the device, taken and compared there: one launch for any number of tensors.
+// Sums bits of memory on the device and compares the sums there: one launch for any number of tensors.
 #pragma once
 
 #include <cstddef>
@@ -11,22 +11,22 @@
 
 namespace superoffload::cuda {
 
-constexpr std::uint64_t kSummedBytes = 2048;  // of each sum (bit_sums.cuh)
+constexpr std::uint64_t kSummedBytes = 2048;  // bytes that each sum covers (bit_sums.cuh)
 
 struct SummedRun {
-    DeviceAddress memory;  // aligned to 2 bytes, as many bytes a multiple of 2
+    DeviceAddress memory;  // aligned to 2 bytes, with a length that is a multiple of 2
     std::uint64_t bytes;
     DeviceAddress sums;  // 8 bytes for each kSummedBytes or part of them
 };
 
-// What one launch reads of the host and writes for it. Its memory is the caller's, who keeps it until the pipeline is
-// closed: as much on the host, pinned, as on the device.
+// Holds what one launch reads and writes. The caller owns its memory and keeps it until the pipeline is closed: as much
+// on the host, pinned, as on the device.
 class SumsTable {
    public:
     SumsTable(std::shared_ptr<Gpu> gpu, void* host, DeviceAddress device, std::size_t runs);
     static std::size_t bytes(std::size_t runs);
     std::size_t capacity() const { return capacity_; }
-    // Whether nothing uses its memory any more.
+    // Tells whether nothing uses its memory any more.
     bool is_free() const;
 
    private:
@@ -38,7 +38,7 @@ class SumsTable {
     DeviceAddress device_;
     std::size_t capacity_;
     OwnedEvent over_;
-    bool in_use_ = false;  // until `over_` has happened, which an error may keep it from
+    bool in_use_ = false;  // until `over_` has happened, which an error may prevent
     bool enqueued_ = false;
 };
 
@@ -47,17 +47,17 @@ class DeviceSums {
     DeviceSums(const StreamSet& streams, Function sum, Function compare)
         : streams_(streams), sum_(sum), compare_(compare) {}
 
-    // Behind what was enqueued on `current` so far, and without waiting for it. The device's context must be current.
+    // Takes the sums behind what is enqueued on `current`, without waiting. The device's context must be current.
     void take(SumsTable& table, Stream current, const std::vector<SummedRun>& runs) const;
-    // Whose bits have other sums than the ones that were taken; waits for `current`, for so long at most.
+    // Tells which runs' sums differ from those taken before; waits for `current`, at most `timeout_seconds`.
     std::vector<bool> changed(SumsTable& table, Stream current, const std::vector<SummedRun>& runs,
                               double timeout_seconds) const;
 
    private:
-    // The table is in use until what `enqueue` enqueues is over: also where it throws, as far as it has come.
+    // Keeps the table in use until the work that `enqueue` enqueues is over, also where it throws half-way.
     template <typename F>
     void use(SumsTable& table, Stream current, std::size_t runs, F&& enqueue) const;
-    // Returns how many sums there are.
+    // Returns the number of sums.
     std::uint64_t enqueue_table(SumsTable& table, Stream current, const std::vector<SummedRun>& runs) const;
     void launch(Function function, std::uint64_t blocks, Stream current, void** arguments, const char* what) const;
 

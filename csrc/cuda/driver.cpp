@@ -6,7 +6,7 @@
 namespace superoffload::cuda {
 namespace {
 
-// What a user can do about an error; the rest of them point to a fault of ours or of the machine.
+// Tells what a user can do about an error; the default covers faults of ours or of the machine.
 const char* advice(Result result) {
     switch (result) {
         case kOutOfMemory:
@@ -44,7 +44,7 @@ std::shared_ptr<Driver> Driver::load(const std::string& library) {
 }
 
 Driver::Driver(const std::string& library) {
-    // Never closed: the library's own threads outlive us.
+    // The library is never closed: its own threads outlive us.
     void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (handle == nullptr) {
         const char* error = dlerror();

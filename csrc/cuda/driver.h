@@ -1,6 +1,6 @@
-// The CUDA driver, loaded at run time: builds without CUDA's headers, and fails cleanly where there is no driver. The
-// types are those of its stable binary interface; csrc/tests/check_driver.cpp compares them with cuda.h where that is
-// installed.
+// Loads the CUDA driver at run time, so that builds need no CUDA headers, and machines without a driver get an error.
+// The types are those of its stable binary interface; csrc/tests/check_driver.cpp compares them with cuda.h where that
+// is installed.
 #pragma once
 
 #include <cstddef>
@@ -36,8 +36,8 @@ enum : unsigned {
 };
 enum : int { kCaptureModeRelaxed = 2 };
 
-// name in Driver, symbol in the library, parameters. Where there are several versions of a function it is the one that
-// cuda.h chooses, by its full name.
+// Lists the name in Driver, the symbol in the library and the parameters. Of several versions of a function this is the
+// one that cuda.h chooses, by its full name.
 #define SUPEROFFLOAD_DRIVER_FUNCTIONS(F)                                                             \
     F(init, cuInit, (unsigned))                                                                      \
     F(get_error_name, cuGetErrorName, (Result, const char**))                                        \
@@ -68,7 +68,7 @@ enum : int { kCaptureModeRelaxed = 2 };
     F(launch, cuLaunchKernel,                                                                        \
       (Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**, void**))
 
-// A driver call that failed. what() names the call, the error, and what to do about it.
+// Reports a driver call that failed. what() names the call, the error, and what to do about it.
 class DriverError : public std::runtime_error {
    public:
     DriverError(Result result, const std::string& message) : std::runtime_error(message), result(result) {}
@@ -77,7 +77,7 @@ class DriverError : public std::runtime_error {
 
 class Driver {
    public:
-    // Throws DriverError where the library, or a function in it, is missing, or where it cannot be initialized.
+    // Throws DriverError if the library or a function in it is missing, or if it cannot be initialized.
     static std::shared_ptr<Driver> load(const std::string& library);
     Driver(const Driver&) = delete;
     Driver& operator=(const Driver&) = delete;
@@ -94,7 +94,7 @@ class Driver {
     explicit Driver(const std::string& library);
 };
 
-// The primary context of a device, which torch uses too. It is retained until this goes.
+// Retains the primary context of a device, which torch uses too, during its lifetime.
 class Gpu {
    public:
     Gpu(std::shared_ptr<Driver> driver, int ordinal);
@@ -103,15 +103,15 @@ class Gpu {
     Gpu& operator=(const Gpu&) = delete;
 
     const Driver& driver() const { return *driver_; }
-    // For a thread of ours, which does nothing else: makes the context current, and keeps the thread's calls from
-    // breaking a stream capture of another one.
+    // Makes the context current on a thread of ours, and keeps the thread's calls from breaking another thread's stream
+    // capture.
     void adopt_thread() const;
     std::string pci_bus_id() const;  // "0000:17:00.0"
 
-    // False where the driver is shutting down. Undone with context_pop.
+    // Makes the context current until context_pop; false if the driver is shutting down.
     bool try_push() const { return driver_->context_push(context_) == kSuccess; }
 
-    // The context is current on this thread while this lives.
+    // Keeps the context current on this thread while it lives.
     class Current {
        public:
         explicit Current(const Gpu& gpu);

@@ -1,6 +1,6 @@
-// Elements of tensors: words of 16 or 32 bits, and the fp32 values they stand for. Rounding is that of the processor's
-// kernels (csrc/arm_adam/lanes_scalar.h), in integers: nearest even, denormals kept, one pattern for NaN. A GPU's own
-// conversions have another pattern.
+// Converts elements of tensors: words of 16 or 32 bits, and the fp32 values that they stand for. Rounding is that of
+// the processor's kernels (csrc/arm_adam/lanes_scalar.h), in integers: nearest even, denormals kept, one pattern for
+// NaN. A GPU's own conversions have another pattern.
 #pragma once
 
 namespace superoffload {
@@ -53,7 +53,7 @@ struct F16 {
     }
 };
 
-// Consecutive words that are loaded and stored at once: `bytes` is 8 or 16. Held in words of 32 bits, and stored to
+// Loads and stores `bytes` (8 or 16) of consecutive words at once. They are held in words of 32 bits, and stored to
 // global memory by an intrinsic: compilers split plain stores of several words, and arrays of smaller ones.
 template <unsigned bytes>
 struct Access;
@@ -95,14 +95,14 @@ struct Packet {
     __device__ void store(Word* to) const { Access<count * sizeof(Word)>::store(to, units); }
     __device__ void stage(Word* to) const { Access<count * sizeof(Word)>::stage(to, units); }  // to shared memory
     __device__ Word get(unsigned i) const { return static_cast<Word>(units[i / kPerUnit] >> (i % kPerUnit * kBits)); }
-    // In order from 0 on, each once: the first word of a unit clears the others.
+    // Must be called in order from 0 on, once for each word: the first word of a unit clears the others.
     __device__ void set(unsigned i, Word word) {
         const unsigned shift = i % kPerUnit * kBits;
         units[i / kPerUnit] = shift == 0 ? word : units[i / kPerUnit] | static_cast<unsigned>(word) << shift;
     }
 };
 
-// A single word, so that the same code does what is left over or not aligned.
+// Holds a single word, so that the same code handles remainders and unaligned elements.
 template <typename Word>
 struct Packet<Word, 1> {
     Word word;
@@ -117,7 +117,7 @@ __device__ inline bool is_aligned(const void* address, unsigned bytes) {
     return reinterpret_cast<unsigned long long>(address) % bytes == 0;
 }
 
-// Words per packet of 16 bytes.
+// Counts the words per packet of 16 bytes.
 template <typename Word>
 constexpr unsigned kWidth = 16 / sizeof(Word);
 

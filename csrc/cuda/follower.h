@@ -1,5 +1,5 @@
-// A thread that follows the device or the workers: takes up what it is given, one after the other, and tells the
-// completion of each how it went.
+// Runs a thread that follows the device or the worker threads: it takes up items, one after the other, and reports to
+// the completion of each how it ended.
 #pragma once
 
 #include <pthread.h>
@@ -25,9 +25,9 @@ namespace superoffload::cuda {
 template <typename Item>  // has `done`, a completion
 class Follower {
    public:
-    // Returns or throws why it failed; empty: it did not.
+    // Returns the error, empty after success; may throw instead.
     using Work = std::function<std::string(const Item&)>;
-    // Told before the completion is, whose waiter might go on at once.
+    // Called before the completion fails, since its waiter might go on at once.
     using Failed = std::function<void(const std::string&)>;
 
     Follower(std::shared_ptr<Gpu> gpu, const char* name, Work work, Failed failed)
@@ -49,14 +49,14 @@ class Follower {
         changed_.notify_all();
     }
 
-    // False when it is `until` on the steady clock and something is left.
+    // Waits until no item is left; false if `until` (steady clock) comes first.
     bool await_idle(double until) {
         std::unique_lock<std::mutex> lock(mutex_);
         return changed_.wait_for(lock, std::chrono::duration<double>(until - now_seconds()),
                                  [this] { return items_.empty(); });
     }
 
-    // The thread ends once nothing is left. Both are idempotent.
+    // Ends the thread once no item is left. end() and join() are idempotent.
     void end() {
         {
             const std::lock_guard<std::mutex> lock(mutex_);
@@ -72,7 +72,7 @@ class Follower {
     void run(const char* name) {
 #if defined(__linux__)
         pthread_setname_np(pthread_self(), name);
-        prctl(PR_SET_TIMERSLACK, 1000UL);  // nanoseconds; naps of some microseconds otherwise take 50 more
+        prctl(PR_SET_TIMERSLACK, 1000UL);  // nanoseconds; otherwise naps of some microseconds take 50 more
 #else
         (void)name;
 #endif

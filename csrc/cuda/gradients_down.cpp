@@ -9,7 +9,7 @@
 namespace superoffload::cuda {
 namespace {
 
-constexpr std::uint64_t kBlocksPerPack = 8;  // of ours that one CUDA block of the pack kernel takes (pack.cuh)
+constexpr std::uint64_t kBlocksPerPack = 8;  // blocks of ours that one CUDA block of the pack kernel takes (pack.cuh)
 
 void pause() {
 #if defined(__x86_64__)
@@ -53,15 +53,15 @@ std::shared_ptr<Completion> GradientsDown::pack(const std::shared_ptr<DeviceBuck
                                                 const std::vector<DeviceAddress>& addresses, bool keep,
                                                 const std::vector<Stream>& others, DeviceAddress bit_sums) {
     const std::lock_guard<std::mutex> one_at_a_time(mutex_);
-    // Its table and sums are still in use where a gradient was taken back before it arrived.
+    // The table and sums are still in use if a gradient was taken back before it arrived.
     if (bucket->arrival && !bucket->arrival->wait(patience_.seconds())) {
-        throw std::runtime_error("the gradients that were packed before have not arrived in time");
+        throw std::runtime_error("the gradients that this bucket packed before have not arrived in time");
     }
     const bool nothing = std::all_of(addresses.begin(), addresses.end(), [](DeviceAddress a) { return a == 0; });
     if (nothing) return bucket->arrival ? bucket->arrival : Completion::already_done();
     const Gpu::Current here(*gpu_);
     if (!await_failed(*bucket, now_seconds() + patience_.seconds())) {
-        throw std::runtime_error("what was enqueued before an error has not ended in time");
+        throw std::runtime_error("work that was enqueued before an error has not ended in time");
     }
     bucket->half_packed = true;
     Ticket ticket = enqueue(bucket, current, addresses, keep, others, bit_sums);
@@ -114,21 +114,21 @@ GradientsDown::Ticket GradientsDown::enqueue(const std::shared_ptr<DeviceBucket>
     return ticket;
 }
 
-// All that the pack stream must wait for before it reads the gradients and, in the end, overwrites the packed one.
+// Orders the pack stream behind everything that must end before it reads the gradients and overwrites the packed one.
 void GradientsDown::await_gradients(DeviceBucket& b, Stream current, const std::vector<Stream>& others) const {
-    for (Stream other : others) {  // a wait is for what was recorded by then, so one event does for all
+    for (Stream other : others) {  // a wait is for the last recording so far, so one event serves all
         streams_.record(b.ready, other, "cuEventRecord on a stream of gradients");
         streams_.order(streams_.pack(), b.ready, "the pack stream's wait for gradients of another stream");
     }
     streams_.record(b.ready, current, "cuEventRecord on the current stream");
     streams_.order(streams_.pack(), b.ready, "the pack stream's wait for the gradients");
-    // The workers write the shadow once the gradient has arrived: the last copy out of it must be over by then.
+    // The workers write the shadow once the gradient has arrived, so the last copy out of it must be over by then.
     if (b.was_delivered.load()) {
         streams_.order(streams_.pack(), b.delivered, "the pack stream's wait for the last delivery");
     }
 }
 
-// Whatever is enqueued from here on where the gradients came from runs once they have been read.
+// Makes later work on the gradients' stream wait until they have been read.
 void GradientsDown::hold_back(const DeviceBucket& b, Stream stream) const {
     streams_.order(stream, b.packed, "a stream's wait for the pack kernel");
 }
@@ -136,7 +136,7 @@ void GradientsDown::hold_back(const DeviceBucket& b, Stream stream) const {
 GradientsDown::Slot* GradientsDown::next_slot(const DeviceBucket& b, DeviceAddress* target) {
     *target = b.spec.resident != 0 ? b.spec.resident : b.block;
     if (b.pack == nullptr || *target != 0) return nullptr;
-    if (slots_.empty()) throw std::runtime_error("no staging memory was given");
+    if (slots_.empty()) throw std::runtime_error("staging memory is missing; expected set_staging() before pack()");
     *target = staging_ + next_slot_ * slot_bytes_;
     Slot* const slot = slots_[next_slot_].get();
     next_slot_ = (next_slot_ + 1) % slots_.size();
@@ -168,7 +168,7 @@ std::uint64_t GradientsDown::enqueue_kernel(const DeviceBucket& b, const std::ve
     return blocks;
 }
 
-// Without kernels: copied one by one, and summed once they are here.
+// Without kernels, copies gradients one by one; they are summed on the host.
 std::uint64_t GradientsDown::enqueue_copies(const DeviceBucket& b, const std::vector<DeviceAddress>& addresses,
                                             Ticket& ticket) const {
     const std::size_t size = adam::element_size(b.spec.gradient_type);
@@ -184,7 +184,7 @@ std::uint64_t GradientsDown::enqueue_copies(const DeviceBucket& b, const std::ve
     return blocks;
 }
 
-// On the down stream: in one piece, unless some of the bucket must stay as it is.
+// Copies on the down stream, in one piece unless a part of the bucket must stay as it is.
 void GradientsDown::copy_packed(const DeviceBucket& b, const std::vector<DeviceAddress>& addresses,
                                 DeviceAddress source) const {
     const std::size_t size = adam::element_size(b.spec.gradient_type);
@@ -204,8 +204,8 @@ void GradientsDown::copy_packed(const DeviceBucket& b, const std::vector<DeviceA
 
 // ---- on the watcher thread ------------------------------------------------------------------------------------------
 
-// Empty once the ticket's gradients are in host memory. Looks at the flag all the time, at the event now and then: a
-// device that has failed never writes the flag.
+// Returns an empty string once the ticket's gradients are in host memory. Polls the flag, and the event now and then,
+// since a device that has failed never writes the flag.
 std::string GradientsDown::await(const Ticket& ticket) const {
     const Driver& driver = streams_.driver();
     double asked = now_seconds();

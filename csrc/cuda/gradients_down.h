@@ -1,5 +1,5 @@
-// From gradients on the device to a packed gradient in host memory: the pack and the down stream, staging slots between
-// them, and the thread that sees each bucket arrive.
+// Moves gradients on the device to a packed gradient in host memory: by the pack and the down stream, staging slots
+// between them, and a thread that sees each bucket arrive.
 #pragma once
 
 #include <cstddef>
@@ -25,15 +25,15 @@ class GradientsDown {
                   Patience& patience);
 
     bool uses_flag() const { return flag_.in_use(); }
-    // `slots` slots of `slot_bytes` on the device, from `address` on.
+    // Sets `slots` slots of `slot_bytes` on the device, from `address` on.
     void set_staging(DeviceAddress address, std::uint64_t slot_bytes, unsigned slots);
-    // As Pipeline::pack says.
+    // See Pipeline::pack.
     std::shared_ptr<Completion> pack(const std::shared_ptr<DeviceBucket>& bucket, Stream current,
                                      const std::vector<DeviceAddress>& addresses, bool keep,
                                      const std::vector<Stream>& others, DeviceAddress bit_sums);
-    // As Pipeline says. The device's context must be current.
+    // See Pipeline::hold_back. The device's context must be current.
     void hold_back(const DeviceBucket& bucket, Stream stream) const;
-    // Whether a call that has failed has left nothing under way; waits until `until` on the steady clock.
+    // Waits until `until` (steady clock) for the work of a failed call; false if some is still under way.
     bool await_failed(const DeviceBucket& bucket, double until) const;
 
     bool await_idle(double until) { return watcher_.await_idle(until); }
@@ -46,7 +46,7 @@ class GradientsDown {
         std::shared_ptr<Completion> done;
         std::uint32_t sequence;
         bool flagged;
-        bool summed;  // by the pack kernel
+        bool summed;  // summed by the pack kernel
         double since;
         std::vector<std::pair<std::size_t, std::uint64_t>> pieces;  // index, first block
     };
@@ -60,16 +60,16 @@ class GradientsDown {
                    const std::vector<DeviceAddress>& addresses, bool keep, const std::vector<Stream>& others,
                    DeviceAddress bit_sums);
     void await_gradients(DeviceBucket& bucket, Stream current, const std::vector<Stream>& others) const;
-    // The next slot, and in `target` its address; null for a bucket that needs none, with `target` its own memory.
+    // Returns the next slot and, in `target`, its address; null if the bucket has its own memory, then in `target`.
     Slot* next_slot(const DeviceBucket& bucket, DeviceAddress* target);
-    // Both on the pack stream; they return the number of blocks.
+    // Both work on the pack stream and return the number of blocks.
     std::uint64_t enqueue_kernel(const DeviceBucket& bucket, const std::vector<DeviceAddress>& addresses,
                                  Ticket& ticket, const Slot* slot, DeviceAddress target, DeviceAddress bit_sums) const;
     std::uint64_t enqueue_copies(const DeviceBucket& bucket, const std::vector<DeviceAddress>& addresses,
                                  Ticket& ticket) const;
     void copy_packed(const DeviceBucket& bucket, const std::vector<DeviceAddress>& addresses,
                      DeviceAddress source) const;
-    // Both on the watcher thread.
+    // Both run on the watcher thread.
     std::string await(const Ticket& ticket) const;
     void hand_over_sums(const Ticket& ticket) const;
 
@@ -83,7 +83,7 @@ class GradientsDown {
     std::vector<std::unique_ptr<Slot>> slots_;
     std::size_t next_slot_ = 0;
     std::uint32_t sequence_ = 0;
-    std::mutex mutex_;  // one pack at a time: the order of flags is that of tickets
+    std::mutex mutex_;  // one pack at a time, so that flags and tickets have one order
     Follower<Ticket> watcher_;
 };
 

@@ -1,8 +1,8 @@
-// All kernels that run on an accelerator: one translation unit without system headers, for NVRTC as for nvcc.
+// Defines all kernels of the accelerator in one translation unit without system headers, for NVRTC and nvcc.
 //
 //   pack_GRADIENT(const CopyPiece* pieces, unsigned count, void* packed, double* sums, Sum* bit_sums)
-//       gradients -> packed gradient; sums[first_block + k]: of block k of the piece, infinite if an element is not
-//       finite; bit_sums, unless null: of its bits, as sum_bits makes them, one for each block or two of fp32
+//       gradients -> packed gradient; sums[first_block + k]: sum of squares of block k of the piece, infinite if an
+//       element is not finite; bit_sums, unless null: sums of its bits as by sum_bits, one per block, two for fp32
 //   unpack_BITS(const CopyPiece* pieces, unsigned count, const void* staged)
 //       staged parameters -> parameters, of 16 or 32 bits each
 //   step_GRADIENT_PUBLISHED(const StepPiece* pieces, unsigned count)
@@ -12,7 +12,7 @@
 //   sum_bits(const SumPiece* pieces, unsigned count)
 //       the bits of any memory -> pieces[...].sums, one for every 2048 bytes
 //   compare_bits(const SumPiece* pieces, unsigned count, unsigned char* changed)
-//       changed[i] becomes 1 where a sum of pieces[i] is not the one that was written; it is left as it is elsewhere
+//       changed[i] becomes 1 where a sum of pieces[i] differs from the one that was written; others stay as they are
 //
 // GRADIENT, PUBLISHED: f32, bf16 or f16. pieces.cuh has the pieces and the launch geometry. Compile without
 // fused multiply-adds, approximations or flush-to-zero: options.txt.

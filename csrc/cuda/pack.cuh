@@ -1,10 +1,9 @@
-// Gradients into the packed gradient, and the sum of squares of every block: the very bits of csrc/arm_adam/norm.inl,
-// where element i of a block goes to running sum i % 16 and the sums are folded by halves.
+// Packs gradients and sums the squares of every block, to the very bits of csrc/arm_adam/norm.inl, where element i of a
+// block goes to running sum i % 16 and the sums are folded by halves.
 //
-// A warp takes two blocks at a time. Both are staged in shared memory on their way, so that global accesses are dense;
-// then each lane adds up one column of 64 elements, in order. The products are exact in fp64, so that a fused
-// multiply-add rounds just as the processor's multiplication and addition do. What a block lacks is staged as zeros,
-// which change no sum.
+// A warp takes two blocks at a time and stages both in shared memory, so that global accesses are dense; then each lane
+// adds up one column of 64 elements, in order. The products are exact in fp64, so a fused multiply-add rounds just as
+// the processor's multiplication and addition do. A short block is padded with zeros, which change no sum.
 #pragma once
 
 #include "elements.cuh"
@@ -15,8 +14,8 @@ namespace cuda {
 
 constexpr unsigned kSums = 16;
 constexpr unsigned kBlocksPerWarp = kWarp / kSums;
-constexpr unsigned kBlocksPerGroup = kWarps * kBlocksPerWarp;  // what a CUDA block takes at a time
-constexpr unsigned kStride = kBlock + kSums;                   // the columns of a warp's two blocks meet no bank twice
+constexpr unsigned kBlocksPerGroup = kWarps * kBlocksPerWarp;  // blocks that a CUDA block takes at a time
+constexpr unsigned kStride = kBlock + kSums;                   // no bank meets both columns of a warp
 
 template <typename Word>
 __device__ inline void stage_block(const Found<CopyPiece>& block, Word* packed, Word* stage, unsigned lane) {
@@ -64,7 +63,7 @@ __device__ inline void fold_halves(double* sums) {
     }
 }
 
-// +inf where anything is not finite: a sum of squares of finite fp32 values cannot overflow fp64.
+// Folds the sums; +inf if an element is not finite: squares of finite fp32 values cannot overflow an fp64 sum.
 __device__ inline double fold_columns(const double* columns) {
     double sums[kSums];
 #pragma unroll
@@ -73,11 +72,11 @@ __device__ inline double fold_columns(const double* columns) {
     return __dadd_rn(sums[0], -sums[0]) == 0 ? sums[0] : __longlong_as_double(0x7ff0000000000000ll);
 }
 
-// Of the bits of a column, as far as they are in the `part`-th of the block's sums.
+// Sums the bits of a column, as far as they belong to the `part`-th of the block's sums.
 template <typename Word>
 __device__ inline Sum sum_bits_of_column(const Word* stage, unsigned column, unsigned part) {
     constexpr unsigned per_word = 4 / sizeof(Word);
-    constexpr unsigned elements = kBlock / 2 * per_word;  // of one sum
+    constexpr unsigned elements = kBlock / 2 * per_word;  // elements of one sum
     Sum sum = 0;
 #pragma unroll 8
     for (unsigned i = column; i < elements; i += kSums) {
@@ -116,7 +115,7 @@ __device__ inline void pack(const CopyPiece* pieces, unsigned count, void* packe
         if (bit_sums == nullptr) continue;
 #pragma unroll
         for (unsigned part = 0; part < parts; ++part) {
-            // Where there is no second block, whatever is staged is summed for nothing.
+            // Without a second block, the sum of the staged words is not used.
             const Sum sum = fold_lanes<kSums>(sum_bits_of_column(stage + mine * kStride, column, part),
                                               bits + threadIdx.x - column, column);
             if (column == 0 && first + mine < blocks) bit_sums[parts * (first + mine) + part] = sum;

@@ -6,7 +6,7 @@
 namespace superoffload::cuda {
 namespace {
 
-constexpr std::uint64_t kBlocksPerUnpack = 4;  // of ours that one CUDA block of the unpack kernel takes (unpack.cuh)
+constexpr std::uint64_t kBlocksPerUnpack = 4;  // blocks that one CUDA block of the unpack kernel takes (unpack.cuh)
 
 }  // namespace
 
@@ -28,7 +28,7 @@ void ParametersUp::stage(const std::shared_ptr<DeviceBucket>& bucket, std::share
 bool ParametersUp::unstage(DeviceBucket& bucket) {
     const std::shared_ptr<Stage> stage = std::move(bucket.stage);
     if (!stage || stage->withdraw()) return false;
-    stage->done->wait();  // its step is over, so that this is about the time of one call
+    stage->done->wait();  // its step is over, so this takes about as long as one call
     const auto is_under_way = [&] {
         if (!stage->is_sent()) return !streams_.idle();  // no event tells
         return streams_.driver().event_query(bucket.staged.get()) == kNotReady;
@@ -84,8 +84,8 @@ std::string ParametersUp::await_step(const Job& job) const {
     return {};
 }
 
-// The processor has seen that the packed gradient has left the block, and nothing else is in it: no stream waits here.
-// What goes wrong is no error: the parameters go up when they are delivered, as those of any other bucket.
+// No stream waits here: the processor knows that the packed gradient has left the block, and nothing else uses it. A
+// failure here is no error: the parameters go up when they are delivered, as those of any other bucket.
 std::string ParametersUp::send_early(const Job& job) {
     while (!job.after->wait(0.1)) {
         if (closing_.begun()) return {};
@@ -136,7 +136,7 @@ void ParametersUp::copy_each(const Job& job) const {
     }
 }
 
-// Into the block or staging memory, from the first of them to the last, unless they are there; then by one kernel.
+// Copies from the first to the last present piece into the block or staging memory, unless staged; one kernel unpacks.
 void ParametersUp::copy_together(const Job& job) const {
     const DeviceBucket& b = *job.bucket;
     auto* const table = reinterpret_cast<CopyPiece*>(b.host_scratch(b.scratch.up_table));

@@ -1,6 +1,6 @@
-// From a bucket's shadow in host memory to the parameters on the device: the up stream, and the thread that enqueues
-// each copy once the workers have stepped its bucket. What was speculated goes up before the verdict, as far as the
-// bucket's block, which is not read before it is delivered.
+// Moves a bucket's shadow in host memory to the parameters on the device: by the up stream, and a thread that enqueues
+// each copy once the workers have stepped its bucket. Speculated parameters go up before the verdict, as far as the
+// bucket's block, which has no reader before the delivery.
 #pragma once
 
 #include <atomic>
@@ -22,16 +22,16 @@ class ParametersUp {
    public:
     ParametersUp(const std::shared_ptr<Gpu>& gpu, const StreamSet& streams, const Closing& closing, Patience& patience);
 
-    // Room for one shadow on the device, for buckets without a block.
+    // Sets room for one shadow on the device, for buckets without a block.
     void set_staging(DeviceAddress address) { staging_ = address; }
-    // All three as Pipeline says. The device's context must be current.
+    // For these three see Pipeline. The device's context must be current.
     void stage(const std::shared_ptr<DeviceBucket>& bucket, std::shared_ptr<Completion> after,
                const std::vector<bool>& present);
     bool unstage(DeviceBucket& bucket);
     std::shared_ptr<Completion> deliver(const std::shared_ptr<DeviceBucket>& bucket, std::shared_ptr<Completion> after,
                                         Stream current, const std::vector<DeviceAddress>& addresses);
     std::uint64_t bytes_early() const { return bytes_early_.load(); }
-    // Why parameters on the device are not those of the last step; empty: they are.
+    // Returns why parameters on the device are not those of the last step; empty if they are.
     std::string failure() const;
 
     bool await_idle(double until) { return submitter_.await_idle(until); }
@@ -45,11 +45,11 @@ class ParametersUp {
         std::shared_ptr<Completion> done;
         std::vector<DeviceAddress> addresses;  // empty: this is a stage
         DeviceAddress block;                   // 0: none
-        std::shared_ptr<Stage> stage;          // this one, or what has brought the parameters as far as the block
-        std::vector<bool> present;             // of a stage: which pieces
+        std::shared_ptr<Stage> stage;          // this stage, or the one that has brought the parameters into the block
+        std::vector<bool> present;             // the pieces of a stage
     };
 
-    // All on the submitter thread.
+    // All of these run on the submitter thread.
     std::string work(const Job& job);
     std::string await_step(const Job& job) const;
     std::string send_early(const Job& job);

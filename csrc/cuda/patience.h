@@ -1,5 +1,5 @@
-// How long the end of a step waits for the device. It looks at every bucket; a device that has let the time run out for
-// one of them is not waited for again until something has arrived from it.
+// Limits how long the end of a step waits for the device. It waits for every bucket; once one bucket has used up the
+// time, it does not wait again until something has arrived from the device.
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,7 @@ class Patience {
    public:
     explicit Patience(double seconds) : seconds_(seconds) {}
     double seconds() const { return seconds_; }
-    // On the steady clock.
+    // Returns the end of the wait, on the steady clock.
     double until() const { return now_seconds() + (lost_.load() ? 0 : seconds_); }
     void lose() { lost_.store(true); }
     void regain() { lost_.store(false); }

@@ -1,7 +1,7 @@
-// Which elements a CUDA block works on. All kernels take a list of pieces: runs of consecutive elements, cut into
-// blocks of kBlock elements that are numbered through. Pieces are sorted by their first block; empty ones are allowed.
+// Finds the elements that a CUDA block works on. All kernels take a list of pieces: runs of consecutive elements, cut
+// into numbered blocks of kBlock elements. Pieces are sorted by their first block; empty ones are allowed.
 //
-// Launch geometry: kThreads threads per CUDA block, and any grid: kernels stride over the blocks that are there.
+// Launch geometry: kThreads threads per CUDA block, and any grid: kernels stride over the blocks.
 #pragma once
 
 namespace superoffload {
@@ -12,7 +12,7 @@ constexpr unsigned kThreads = 128;
 constexpr unsigned kWarp = 32;
 constexpr unsigned kWarps = kThreads / kWarp;
 
-// 32 bytes. `offset` counts elements in the packed gradient or the staged parameters.
+// Describes a piece in 32 bytes. `offset` counts elements in the packed gradient or the staged parameters.
 struct CopyPiece {
     void* parameter_or_gradient;
     unsigned long long offset;

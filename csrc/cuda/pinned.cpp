@@ -52,7 +52,7 @@ PinnedMemory::~PinnedMemory() {
     munmap(data_, mapped_);
 }
 
-// Hints, all of them: memory in another place is slower, not wrong.
+// Places the memory by hints only: memory in another place is slower, not wrong.
 void PinnedMemory::place() {
 #ifdef __linux__
     madvise(data_, mapped_, MADV_DONTFORK);  // a child must not copy on write what a device writes to
@@ -76,7 +76,7 @@ void PinnedMemory::touch() {
     std::size_t left = share;
     try {
         for (; left < mapped_; left += share) threads.emplace_back(write, left, std::min(mapped_, left + share));
-    } catch (const std::system_error&) {  // no more threads are to be had
+    } catch (const std::system_error&) {  // the system has no more threads
         write(left, mapped_);
     }
     write(0, std::min(mapped_, share));
@@ -105,7 +105,7 @@ void PinnedMemory::unpin() {
     Context before = nullptr;
     const bool current = gpu_->try_push();
     for (std::size_t start = 0; start < registered_; start += request_.chunk) {
-        driver.host_unregister(static_cast<char*>(data_) + start);  // errors: the process or the context is ending
+        driver.host_unregister(static_cast<char*>(data_) + start);  // ignores errors: the process or context is ending
     }
     if (current) driver.context_pop(&before);
     registered_ = 0;

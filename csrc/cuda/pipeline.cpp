@@ -20,7 +20,7 @@ const char* name_of(adam::ElementType type) {
 }
 
 void check_count(const DeviceBucket& bucket, const std::vector<DeviceAddress>& addresses) {
-    if (addresses.size() != bucket.spec.pieces.size()) throw std::invalid_argument("one address per piece");
+    if (addresses.size() != bucket.spec.pieces.size()) throw std::invalid_argument("addresses: expected one per piece");
 }
 
 }  // namespace
@@ -45,7 +45,7 @@ Pipeline::~Pipeline() { close(); }
 
 std::shared_ptr<Pipeline> Pipeline::create(std::shared_ptr<Gpu> gpu, const Streams& streams, void* flag,
                                            const std::string& image, double timeout_seconds) {
-    // As with worker threads: what a forked child inherits can neither be ended nor used (WorkerPool::create).
+    // A forked child can neither end nor use what it inherits, as with worker threads (WorkerPool::create).
     return {new Pipeline(std::move(gpu), streams, flag, image, timeout_seconds), [](Pipeline* pipeline) {
                 if (!pipeline->forked()) delete pipeline;
             }};
@@ -101,7 +101,8 @@ std::shared_ptr<Completion> Pipeline::pack(const std::shared_ptr<DeviceBucket>& 
                                            DeviceAddress bit_sums) {
     check_open();
     check_count(*bucket, addresses);
-    if (block != 0 && bucket->unpack == nullptr) throw std::invalid_argument("blocks need kernels");
+    if (block != 0 && bucket->unpack == nullptr)
+        throw std::invalid_argument("block: given without kernels; expected 0");
     bucket->block = block;
     return gradients_.pack(bucket, current, addresses, keep, others, bit_sums);
 }
@@ -114,7 +115,8 @@ void Pipeline::hold_back(const std::shared_ptr<DeviceBucket>& bucket, Stream str
 void Pipeline::stage(const std::shared_ptr<DeviceBucket>& bucket, std::shared_ptr<Completion> after,
                      const std::vector<bool>& present) {
     check_open();
-    if (present.size() != bucket->spec.pieces.size()) throw std::invalid_argument("one truth value per piece");
+    if (present.size() != bucket->spec.pieces.size())
+        throw std::invalid_argument("present: expected one truth value per piece");
     if (bucket->block != 0) parameters_.stage(bucket, std::move(after), present);
 }
 
@@ -126,10 +128,10 @@ bool Pipeline::unstage(const std::shared_ptr<DeviceBucket>& bucket) {
 
 void Pipeline::release(const std::shared_ptr<DeviceBucket>& bucket, Stream stream) {
     const Gpu::Current here(*gpu_);
-    parameters_.unstage(*bucket);  // of a delivery that could not be asked for
+    parameters_.unstage(*bucket);  // discards a stage whose delivery could not be requested
     if (!gradients_.await_failed(*bucket, patience_.until())) {
         patience_.lose();
-        throw std::runtime_error("what was enqueued has not ended in time");
+        throw std::runtime_error("work that was enqueued on a block has not ended in time");
     }
     streams_.order(stream, bucket->arrived, "a stream's wait for the copy out of a block");
     streams_.order(stream, bucket->delivered, "a stream's wait for the kernel that reads a block");
@@ -155,9 +157,9 @@ std::string Pipeline::step(const std::shared_ptr<DeviceBucket>& bucket, Stream c
                            unsigned count, std::uint64_t blocks, DeviceAddress device_table) {
     check_open();
     DeviceBucket& b = *bucket;
-    if (b.step == nullptr) throw std::invalid_argument("this bucket is not resident");
+    if (b.step == nullptr) throw std::invalid_argument("step: expected a bucket whose state is on the device");
     const Gpu::Current here(*gpu_);
-    b.step_table = std::move(table);  // the copy before was over when this step's gradient arrived
+    b.step_table = std::move(table);  // the previous copy ended before this step's gradient arrived
     streams_.order(current, b.packed, "the current stream's wait for a packed gradient");
     streams_.copy_up(device_table, b.step_table.data(), b.step_table.size(), current,
                      "cuMemcpyHtoDAsync of the step kernel's table");

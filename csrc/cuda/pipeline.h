@@ -1,4 +1,4 @@
-// The way of a bucket to the host and back, without Python in between:
+// Moves a bucket to the host and back, without Python in between:
 //
 //   current stream   ... backward ...|ready                                    |readers ...      waits for "delivered"
 //   pack stream                      |pack kernel into a staging slot|packed
@@ -8,8 +8,8 @@
 //   submitter thread                                                               waits for the step, enqueues
 //   up stream                                                                          |copy (unpack kernel)|delivered
 //
-// A bucket that has a block, memory of its own on the device for one step, is packed into that instead of a slot. Once
-// its gradient has arrived the block is free for the new parameters, which need not wait for the verdict there:
+// A bucket that has a block, its own device memory for one step, is packed into that instead of a slot. Once its
+// gradient has arrived the block is free for the new parameters, which need not wait for the verdict there:
 //
 //   worker threads     step the bucket, before the verdict                  commit
 //   submitter thread                                      enqueues |                       enqueues
@@ -47,8 +47,8 @@ struct Staging {
 
 class Pipeline {
    public:
-    // `flag`: a word of pinned host memory, or null to ask events instead. `image`: the compiled kernels, or empty.
-    // `timeout_seconds`: how long a device may take for one bucket, everything before it in its queue included.
+    // Makes a pipeline. `flag`: a word of pinned host memory; null: events are queried instead. `image`: the compiled
+    // kernels, or empty. `timeout_seconds`: how long a device may take for one bucket and for its queue before it.
     Pipeline(std::shared_ptr<Gpu> gpu, const Streams& streams, void* flag, const std::string& image,
              double timeout_seconds);
     ~Pipeline();
@@ -58,63 +58,62 @@ class Pipeline {
     Pipeline& operator=(const Pipeline&) = delete;
 
     bool has_kernels() const { return module_ != nullptr; }
-    // False once the driver has refused to write flags: then arrivals are seen by asking events.
+    // Tells whether arrivals are seen by a flag; false once the driver has refused to write flags.
     bool uses_flag() const { return gradients_.uses_flag(); }
 
-    // Staging memory; only while nothing is under way (drain()).
+    // Sets staging memory; only while nothing is under way (drain()).
     void set_staging(const Staging& staging);
     std::shared_ptr<DeviceBucket> make_bucket(const BucketSpec& spec);
 
     // Packs the gradients at `addresses`, one per piece (0: this piece is left as it is). Done once packed gradient and
-    // block sums are in host memory. `others`: streams besides `current` that gradients were written on. `keep`: their
-    // memory may be written again on any of these streams, which then wait until it is read; else the owner must
-    // free it behind the pack stream, or call hold_back() before. `block`: the bucket's, whose memory is free for use
-    // behind what was enqueued on `current` so far; 0: it has none. `bit_sums`: room on the device for the sums of the
-    // packed bits (bit_sums.cuh), for each block of the pieces that are packed, in their order: one, or two of fp32.
+    // block sums are in host memory. `others`: streams besides `current` that gradients were written on. `keep`: the
+    // gradients' memory may be written again on any of these streams, which then wait until it is read; otherwise the
+    // owner must free it behind the pack stream, or call hold_back() before. `block`: the bucket's block, whose memory
+    // is free for use behind what was enqueued on `current` so far; 0: it has none. `bit_sums`: room on the device for
+    // the sums of the packed bits (bit_sums.cuh), one for each block of the packed pieces in their order, two for fp32.
     // 0: none are wanted.
     std::shared_ptr<Completion> pack(const std::shared_ptr<DeviceBucket>& bucket, Stream current,
                                      const std::vector<DeviceAddress>& addresses, bool keep,
                                      const std::vector<Stream>& others = {}, DeviceAddress block = 0,
                                      DeviceAddress bit_sums = 0);
-    // What is enqueued on `stream` from here on runs once the gradients that were packed last have been read.
+    // Makes later work on `stream` wait until the gradients that were packed last have been read.
     void hold_back(const std::shared_ptr<DeviceBucket>& bucket, Stream stream);
-    // Copies the shadow of the pieces that are `present` into the bucket's block once `after` has succeeded; nothing
-    // where it fails. A bucket without a block is left alone.
+    // Copies the shadow of the pieces that are `present` into the bucket's block once `after` has succeeded; nothing if
+    // it fails. A bucket without a block is left alone.
     void stage(const std::shared_ptr<DeviceBucket>& bucket, std::shared_ptr<Completion> after,
                const std::vector<bool>& present);
-    // The copy that stage() has asked for is not wanted: when this returns it neither reads the shadow nor writes the
-    // block. Whether it was made.
+    // Cancels the copy of stage(): when this returns it neither reads the shadow nor writes the block. Returns whether
+    // the copy was made.
     bool unstage(const std::shared_ptr<DeviceBucket>& bucket);
-    // Ends the use of the block: what is enqueued on `stream` from here on may overwrite it. Not while a delivery is on
-    // its way.
+    // Ends the use of the block: later work on `stream` may overwrite it. Must not be called during a delivery.
     void release(const std::shared_ptr<DeviceBucket>& bucket, Stream stream);
-    // Of parameters, that stage() has brought up.
+    // Returns the bytes of parameters that stage() has brought up.
     std::uint64_t bytes_early() const { return parameters_.bytes_early(); }
-    // Copies the shadow, or what was staged of it, to the parameters at `addresses` (0: not this piece) once `after`
-    // has ended and what was enqueued on `current` so far has run. Done once the copy is enqueued.
+    // Copies the shadow, or its staged copy, to the parameters at `addresses` (0: not this piece) once `after` has
+    // ended and what was enqueued on `current` so far has run. Done once the copy is enqueued.
     std::shared_ptr<Completion> deliver(const std::shared_ptr<DeviceBucket>& bucket, std::shared_ptr<Completion> after,
                                         Stream current, const std::vector<DeviceAddress>& addresses);
-    // What is enqueued on `current` from here on reads what the last delivery copied.
+    // Makes later work on `current` read what the last delivery copied.
     void make_visible(const std::shared_ptr<DeviceBucket>& bucket, Stream current);
 
     // Steps a resident bucket whose gradient has arrived, and writes its parameters, in the order of `current`.
     // `table`: `count` structs StepPiece of csrc/cuda/step.cuh with `blocks` blocks, copied to `device_table` before.
-    // Throws where nothing was launched. What it returns, if anything, went wrong behind the launch.
+    // Throws if nothing was launched. Returns the error of a call after the launch, or an empty string.
     std::string step(const std::shared_ptr<DeviceBucket>& bucket, Stream current, std::string table, unsigned count,
                      std::uint64_t blocks, DeviceAddress device_table);
-    // Whether the last step of a resident bucket is over, so that its memory may go.
+    // Tells whether the last step of a resident bucket is over, so that its memory may be freed.
     bool has_stepped(const std::shared_ptr<DeviceBucket>& bucket);
 
-    // `host` and `device`: SumsTable::bytes(runs) of memory each.
+    // Makes a table; `host` and `device` are SumsTable::bytes(runs) of memory each.
     std::shared_ptr<SumsTable> make_sums_table(void* host, DeviceAddress device, std::size_t runs);
-    // As DeviceSums says; only with kernels.
+    // For these two see DeviceSums; only with kernels.
     void take_sums(SumsTable& table, Stream current, const std::vector<SummedRun>& runs);
     std::vector<bool> compare_sums(SumsTable& table, Stream current, const std::vector<SummedRun>& runs);
 
-    // True once nothing is under way; false when the time is up.
+    // Waits until nothing is under way; false when the time is up.
     bool drain(double timeout_seconds);
-    // Ends the threads within about 5 seconds. False: the device is still at work on our memory. Idempotent.
-    // `keep_kernels`: some may still run, on streams of the program's.
+    // Ends the threads within about 5 seconds. False: the device still uses our memory. Idempotent. `keep_kernels`:
+    // kernels may still run, on streams of the program.
     bool close(bool keep_kernels = false);
 
    private:

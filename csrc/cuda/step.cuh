@@ -1,4 +1,4 @@
-// The step of parameters whose master and moments are in the accelerator's memory: operation by operation that of
+// Steps parameters whose master and moments are in the accelerator's memory: operation by operation as
 // csrc/arm_adam/arithmetic.inl, with intrinsics that the compiler neither fuses nor reorders, so the bits are the same.
 #pragma once
 
@@ -8,7 +8,7 @@
 namespace superoffload {
 namespace cuda {
 
-// Field by field that of csrc/arm_adam/adam.h: what a step freezes.
+// Matches csrc/arm_adam/adam.h field by field: the values that a step freezes.
 struct Scalars {
     float gradient_factor;
     float beta1, beta1_rest, one_minus_beta1, inverse_beta1;
@@ -19,8 +19,8 @@ struct Scalars {
     unsigned noise_key;
 };
 
-// 124 bytes, 128 with what aligns the next one. `first_index`: of its first element in the whole parameter, modulo
-// 2^32; keys the stochastic rounding.
+// Describes a piece in 124 bytes, 128 with alignment. `first_index`, the index of its first element in the whole
+// parameter, modulo 2^32, keys the stochastic rounding.
 struct StepPiece {
     unsigned* master;  // fp32, as words
     void* exp_avg;
@@ -40,7 +40,7 @@ __device__ inline unsigned noise(unsigned key, unsigned index) {
     return x ^ (x >> 16);
 }
 
-// How moments are rounded before they are stored and before the direction is computed from them.
+// Rounds moments before they are stored and before the direction is computed from them.
 struct ExactMoments {
     using Format = F32;
     __device__ static void round(const Scalars&, float&, float&, unsigned) {}
@@ -71,7 +71,7 @@ __device__ inline void step_element(const Scalars& s, float raw, float& master, 
     master = __fmaf_rn(-s.step_size, q, s.l2 ? master : __fmul_rn(master, s.decay));
 }
 
-// `width` elements at once, `repeats` times, `apart` elements from each other: all loads before the first use.
+// Steps `width` elements at once, `repeats` times, `apart` elements from each other: all loads before the first use.
 template <typename Gradient, typename Published, typename Moments, unsigned width, unsigned repeats>
 __device__ inline void step_elements(const StepPiece& piece, unsigned long long begin, unsigned apart) {
     using State = typename Moments::Format;

@@ -1,4 +1,4 @@
-// Streams and events: what is enqueued where, and which stream waits for what of another.
+// Wraps streams and events: enqueues work, and makes one stream wait for another.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace superoffload::cuda {
 
-// Destroyed with its owner; the driver keeps it until what was recorded has happened.
+// Owns an event. The driver keeps a destroyed event until its recording has happened.
 class OwnedEvent {
    public:
     explicit OwnedEvent(std::shared_ptr<Gpu> gpu);
@@ -30,8 +30,8 @@ struct Streams {
     Stream up = nullptr;
 };
 
-// A pipeline's streams on their device. What is enqueued, on these or on the program's, throws DriverError where the
-// driver refuses it; `what` says what it was for. The device's context must be current.
+// Enqueues work on a pipeline's streams or the program's; throws DriverError if the driver refuses it, where `what`
+// names the work. The device's context must be current.
 class StreamSet {
    public:
     StreamSet(std::shared_ptr<Gpu> gpu, const Streams& streams) : gpu_(std::move(gpu)), streams_(streams) {}
@@ -42,15 +42,15 @@ class StreamSet {
     Stream up() const { return streams_.up; }
 
     void record(const OwnedEvent& event, Stream stream, const char* what) const;
-    // `later` goes on once `event` has happened as it was recorded last.
+    // Makes `later` wait for the last recording of `event`.
     void order(Stream later, const OwnedEvent& event, const char* what) const;
     void copy_down(void* target, DeviceAddress source, std::size_t bytes, Stream stream, const char* what) const;
     void copy_up(DeviceAddress target, const void* source, std::size_t bytes, Stream stream, const char* what) const;
-    // As the kernels of csrc/cuda/*.cu are launched, with `grid` blocks of CUDA.
+    // Launches a kernel of csrc/cuda/*.cu with `grid` CUDA blocks.
     void launch(Function function, std::uint64_t grid, Stream stream, void** arguments, const char* what) const;
 
-    bool idle() const;  // the three of them
-    // False when it is `until` on the steady clock and one of the three is still at work.
+    bool idle() const;  // all three streams
+    // Waits until the three streams are idle; false if `until` (steady clock) comes first.
     bool await_idle(double until) const;
 
    private:

@@ -1,4 +1,4 @@
-// Staged parameters into the parameters themselves, word by word. A warp takes one block at a time.
+// Copies staged parameters to the parameters themselves, word by word. A warp takes one block at a time.
 #pragma once
 
 #include "elements.cuh"

@@ -1,5 +1,5 @@
-// The loops of memory_limit at each vector width that the architecture has. Wider ones carry a target attribute, so
-// that this file, like all others, is compiled for the oldest processor, and are called where the processor has them.
+// Compiles the loops of memory_limit for each vector width of the architecture. Wider ones carry a target attribute,
+// since this file is compiled for the oldest processor; they are called only where the processor has them.
 #include "loops.h"
 
 #if defined(__x86_64__)

@@ -1,4 +1,4 @@
-// What loops.inl supplies for each vector width.
+// Declares what loops.inl supplies for each vector width.
 #pragma once
 
 #include <cstddef>
@@ -19,10 +19,10 @@ struct NamedLoops {
     const Loops* loops;
 };
 
-// Fills `found` (room for 4) with those that this processor can run, narrowest first; returns how many.
+// Fills `found` (room for 4) with the loops that this processor can run, narrowest first; returns how many.
 std::size_t supported_loops(NamedLoops* found);
 
-// Makes streaming stores visible to other threads before anything that follows.
+// Makes streaming stores visible to other threads before later stores.
 void fence_streaming_stores();
 
 }  // namespace superoffload::memory_limit

@@ -1,5 +1,5 @@
-// The loops for one vector width. Included once per width with these defined, and everything in a namespace of its
-// own: WIDTH_NAME, WIDTH_BYTES, WIDTH_TARGET (a function attribute, or nothing), STREAM_STORE(address, vector).
+// Defines the loops for one vector width. Included once per width, in a namespace of its own, with these defined:
+// WIDTH_NAME, WIDTH_BYTES, WIDTH_TARGET (a function attribute, or nothing), STREAM_STORE(address, vector).
 namespace WIDTH_NAME {
 
 using Vector = std::uint32_t __attribute__((vector_size(WIDTH_BYTES), aligned(1), may_alias));
@@ -14,7 +14,7 @@ WIDTH_TARGET void update(std::uint8_t* base, std::size_t bytes, std::uint32_t ze
     for (std::size_t i = whole; i < bytes; ++i) base[i] ^= static_cast<std::uint8_t>(zero);
 }
 
-// The compiler has to assume that what was read is looked at; adding it up would cost more than short blocks take.
+// The compiler has to assume that the loaded values are used; adding them up would take too long for short blocks.
 WIDTH_TARGET void read(const std::uint8_t* base, std::size_t bytes) {
     const std::size_t whole = bytes / WIDTH_BYTES * WIDTH_BYTES;
     const std::size_t pairs = bytes / (2 * WIDTH_BYTES) * (2 * WIDTH_BYTES);

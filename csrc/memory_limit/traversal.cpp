@@ -16,7 +16,7 @@
 namespace superoffload::memory_limit {
 namespace {
 
-constexpr std::size_t kLargestChunk = 64 * 1024;  // elements; as the worker threads take them
+constexpr std::size_t kLargestChunk = 64 * 1024;  // elements; the worker threads take as many at a time
 constexpr std::size_t kSmallestChunk = 64;        // a whole cache line of every stream
 
 const Loops& loops_named(const std::string& name) {
@@ -36,7 +36,7 @@ void bind_to(int cpu) {
     cpu_set_t set;
     CPU_ZERO(&set);
     CPU_SET(cpu, &set);
-    pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // best effort, as for the worker threads
+    pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // failure is harmless, as for the worker threads
 #else
     (void)cpu;
 #endif
@@ -57,8 +57,8 @@ class Walk {
         share_ = rounded;
     }
 
-    // What one thread does. A single walk is shared out as threads ask for more, which also balances threads that
-    // are held up; in repeated ones each thread keeps its own part, which stays in its caches.
+    // Does one thread's part. Threads share a single walk by asking for more, which also balances delayed threads; in
+    // repeated walks each thread keeps its own part, which stays in its caches.
     void run(std::size_t thread) {
         if (repeats_ == 1) {
             for (;;) {
@@ -152,7 +152,7 @@ double walk(const std::vector<Stream>& streams, std::size_t numel, const Way& wa
                 ends[i] = now_seconds();
             });
         }
-    } catch (...) {  // no more threads to be had
+    } catch (...) {  // the system has no more threads
         signal.store(Signal::give_up);
         join();
         throw;

@@ -1,7 +1,7 @@
-// The machine's own limit: how fast a set of arrays can be walked through, doing nothing but the loads and stores.
+// Measures the machine's own limit: how fast threads can walk over a set of arrays with nothing but loads and stores.
 //
-// A kernel that reads and writes so many bytes per element cannot be faster than the best of these walks over the
-// same arrays, so `superoffload bench` and `doctor` measure them in the same run.
+// A kernel that reads and writes so many bytes per element cannot be faster than the best of these walks over the same
+// arrays, so `superoffload bench` and `doctor` measure them in the same run.
 #pragma once
 
 #include <cstddef>
@@ -13,26 +13,26 @@ namespace superoffload::memory_limit {
 
 enum class Access : std::uint8_t { read, write, update };
 
-// One array and what happens to it. An update stores what it loaded, so walks over live state leave it as it was;
-// a write stores zeros.
+// Names one array and its access. An update stores what it loaded, so walks over live state leave it as it was; a write
+// stores zeros.
 struct Stream {
     std::uint8_t* base;
     std::size_t element_size;
     Access access;
 };
 
-// One way to walk; the best one is found by trying.
+// Describes one way to walk; trials find the best one.
 struct Way {
     std::size_t block = 256;        // elements of one stream before the next stream's turn
     std::string loops;              // one of available_loops()
-    bool streaming_stores = false;  // past the cache, for arrays that are only written
+    bool streaming_stores = false;  // bypass the caches, for arrays that are only written
 };
 
-// By the width of their vectors, narrowest first; the first one runs on every processor.
+// Lists loops by the width of their vectors, narrowest first; the first one runs on every processor.
 std::vector<std::string> available_loops();
 
-// Seconds for `repeats` walks over elements [0, numel) of all streams by one thread per entry of `cpus` (< 0: not
-// bound to a processor), from their common start to the end of the last one. Starting the threads is not counted.
+// Returns the seconds of `repeats` walks over elements [0, numel) of all streams by one thread per entry of `cpus`
+// (below 0: not bound to a processor), from their common start to the last end. Starting the threads is not counted.
 double walk(const std::vector<Stream>& streams, std::size_t numel, const Way& way, const std::vector<int>& cpus,
             int repeats);
 

@@ -9,14 +9,14 @@
 namespace superoffload {
 namespace {
 
-// Two words at a time, on every instruction set: more would not be faster than memory is.
+// Holds two words, on every instruction set: wider vectors would not be faster than memory.
 typedef std::uint64_t Pair
     __attribute__((vector_size(16)));  // NOLINT: an attribute that `using` does not take everywhere
 constexpr std::size_t kPairs = 4;      // sums side by side, so that additions need not wait
 constexpr std::size_t kLine = kPairs * sizeof(Pair);
 constexpr std::uint64_t kNextChunk = 0x9E3779B97F4A7C15ull;
 constexpr unsigned kMostThreads = 8;         // together they are as fast as memory
-constexpr std::size_t kChunksPerThread = 8;  // below that, starting it takes longer than what it saves
+constexpr std::size_t kChunksPerThread = 8;  // for less, starting a thread takes longer than it saves
 
 constexpr std::uint64_t odd(std::size_t lane) { return 2 * (lane * 0x9E3779B97F4A7C15ull) + 1; }
 
@@ -29,7 +29,7 @@ BitSums sums_of_chunk(const Memory& chunk) {
             Pair words;
             std::memcpy(&words, at + i * sizeof(Pair), sizeof(Pair));
             plain[i] += words;
-            weighted[i] += plain[i];  // so a word counts once more for each line from its own on
+            weighted[i] += plain[i];  // so a word counts once more for each later line
         }
     }
     Pair rest[kPairs] = {};
@@ -67,7 +67,7 @@ std::vector<BitSums> bit_sums(const std::vector<Memory>& runs, unsigned threads)
     helpers.reserve(wanted);
     try {
         while (helpers.size() + 1 < wanted) helpers.emplace_back(work);
-    } catch (const std::system_error&) {  // no more threads are to be had: those there are do it
+    } catch (const std::system_error&) {  // the system has no more threads, so fewer do the work
     }
     work();
     for (std::thread& helper : helpers) helper.join();

@@ -32,7 +32,7 @@ BucketWork::BucketWork(std::vector<RunOfShard> runs, std::uint64_t journal_bytes
         parts_.push_back(part);
     }
     if (journal_bytes_ == 0) return;
-    // Untouched until used: no page is taken yet.
+    // No page is taken before its first use.
     journal_.reset(static_cast<std::uint32_t*>(::operator new(round_up(journal_bytes_), kJournalAlign)));
     prefer_huge_pages(journal_.get(), journal_bytes_);
     blocks_.resize(blocks);
@@ -40,7 +40,7 @@ BucketWork::BucketWork(std::vector<RunOfShard> runs, std::uint64_t journal_bytes
 
 void BucketWork::freeze(const adam::Hyper& hyper, const std::vector<std::uint64_t>& steps) {
     if (steps.size() != parts_.size()) {
-        throw std::invalid_argument("steps: " + std::to_string(steps.size()) + " numbers for " +
+        throw std::invalid_argument("steps: " + std::to_string(steps.size()) + " numbers, expected one for each of " +
                                     std::to_string(parts_.size()) + " runs");
     }
     for (std::size_t i = 0; i < parts_.size(); ++i) {
@@ -82,7 +82,7 @@ void BucketWork::begin(Operation operation, int width) {
         }
     }
     if ((operation == Operation::undo || operation == Operation::replay) && width_ == 0) {
-        throw std::logic_error("undo without a journaled step");
+        throw std::logic_error("undo or replay: expected a journaled step before it");
     }
 }
 
@@ -104,14 +104,14 @@ void BucketWork::run_chunk(Operation operation, std::size_t chunk) {
             if (part.journaled) adam::replay(part.run, range, part.next);
             break;
         case Operation::publish:
-            if (part.present) {  // with scalars of its own: a journal keeps those it was written with
+            if (part.present) {  // with its own scalars: a journal keeps those it was written with
                 adam::Run run = part.run;
                 run.frozen = part.next;
                 adam::publish(run, range);
             }
             break;
         case Operation::settle:
-            if (part.present) {  // likewise; nothing is written here that a publish of another chunk may be reading
+            if (part.present) {  // likewise; a publish of another chunk may be reading, but not what is written here
                 adam::Run run = part.run;
                 run.frozen = part.next;
                 run.shadow = nullptr;

@@ -1,4 +1,4 @@
-// What worker threads do with one bucket: its runs, cut into chunks, its journal, and the operations.
+// Holds the worker threads' view of a bucket: its runs, cut into chunks, its journal, and the operations.
 #pragma once
 
 #include <atomic>
@@ -14,16 +14,16 @@ namespace superoffload {
 // `settle` is a step that leaves the shadow alone, which `publish` has written.
 enum class Operation : std::uint8_t { step, step_journaled, undo, replay, publish, settle };
 
-// Elements per chunk: what a worker takes at a time. A multiple of adam::kBlock.
+// Counts the elements of a chunk, which a worker takes at a time. A multiple of adam::kBlock.
 constexpr std::size_t kChunk = 64 * adam::kBlock;
 
 struct JournalUse {
     std::uint64_t bytes = 0;  // codes, escapes and block table of the last journaled step
     std::uint64_t escapes[3] = {0, 0, 0};
-    std::uint64_t narrow_escapes = 0;  // had the codes been one byte wide
+    std::uint64_t narrow_escapes = 0;  // escapes that one-byte codes would have
 };
 
-// A run, and what stands for seed and shard in the stochastic rounding of bf16 moments.
+// Holds a run, and the seed and shard (`noise_stream`) that key the stochastic rounding of bf16 moments.
 struct RunOfShard {
     adam::Run run;
     std::uint64_t noise_stream = 0;
@@ -31,19 +31,19 @@ struct RunOfShard {
 
 class BucketWork {
    public:
-    // The runs' pointers stay the caller's, who keeps them alive. journal_bytes = 0: no journal, so no speculation.
+    // Borrows the runs' memory, which the caller keeps alive. journal_bytes = 0: no journal, so no speculation.
     BucketWork(std::vector<RunOfShard> runs, std::uint64_t journal_bytes);
     BucketWork(const BucketWork&) = delete;
     BucketWork& operator=(const BucketWork&) = delete;
 
-    // Freezes what the next step, journaled step, replay, or publish and settle use. steps[i] is the step number of run
-    // i, or 0 for a run that has no gradient and is left as it is.
+    // Freezes the values of the next step, journaled step, replay, or publish and settle. steps[i] is the step number
+    // of run i, or 0 for a run without a gradient, which is left as it is.
     void freeze(const adam::Hyper& hyper, const std::vector<std::uint64_t>& steps);
 
-    // Called once before the chunks of an operation; width (1 or 2) matters for step_journaled only.
+    // Prepares an operation, once before its chunks; width (1 or 2) matters for step_journaled only.
     void begin(Operation operation, int width);
     void run_chunk(Operation operation, std::size_t chunk);
-    // Everything on the calling thread. False: a journaled step did not fit and was undone.
+    // Runs all chunks on the calling thread. False: a journaled step did not fit and was undone.
     bool run_all(Operation operation, int width);
 
     std::size_t chunks() const { return chunks_.size(); }
@@ -78,7 +78,7 @@ class BucketWork {
     struct FreeAligned {
         void operator()(std::uint32_t* words) const { ::operator delete(words, kJournalAlign); }
     };
-    static constexpr std::align_val_t kJournalAlign{64};  // whole lines can go past the caches
+    static constexpr std::align_val_t kJournalAlign{64};  // aligned, so whole lines can bypass the caches
     std::unique_ptr<std::uint32_t, FreeAligned> journal_;
     std::vector<adam::JournalBlock> blocks_;
     adam::JournalArena arena_{nullptr, 0, 0};

@@ -1,4 +1,4 @@
-// A flag that worker threads and Python wait on: "this bucket's gradient has arrived", "this bucket is stepped".
+// Defines the flag that worker threads and Python wait on: "this gradient has arrived", "this bucket is stepped".
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,7 @@
 
 namespace superoffload {
 
-// Seconds on the steady clock that all timestamps of the runtime use.
+// Returns seconds on the steady clock that all timestamps of the runtime use.
 inline double now_seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -35,12 +35,12 @@ class Completion {
     void finish() { settle({}); }
     void fail(std::string error) { settle(std::move(error)); }
 
-    // False when the time is up first. A negative time-out waits for ever.
+    // Waits for the end; false if the time is up first. A negative time-out waits for ever.
     bool wait(double timeout_seconds = -1) {
         std::unique_lock<std::mutex> lock(mutex_);
         const auto is_done = [this] { return done(); };
         bool ended = true;
-        if (waiting_++ == 0) changed_.notify_all();  // of await_waiter()
+        if (waiting_++ == 0) changed_.notify_all();  // for await_waiter()
         if (timeout_seconds < 0) {
             changed_.wait(lock, is_done);
         } else {
@@ -50,14 +50,14 @@ class Completion {
         return ended;
     }
 
-    // For the thread that will end this: true as soon as another one waits for it, false after `seconds`.
+    // Tells the ending thread as soon as another thread waits for this; false after `seconds`.
     bool await_waiter(double seconds) {
         std::unique_lock<std::mutex> lock(mutex_);
         return changed_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return waiting_ > 0; });
     }
 
-    // Calls `told` once this is done, on the thread that ends it; at once where that has happened. It must neither
-    // throw nor block, and what it reaches may be gone by then: it should hold no more than weak pointers.
+    // Calls `told` once this is done, on the thread that ends it, or at once if it is done. `told` must neither throw
+    // nor block, and should hold only weak pointers, since the objects that it uses may no longer exist.
     void when_done(std::function<void()> told) {
         {
             const std::lock_guard<std::mutex> lock(mutex_);
@@ -69,13 +69,13 @@ class Completion {
         told();
     }
 
-    // Empty when it succeeded. Only meaningful once done.
+    // Returns the error, empty after success. Only meaningful once done.
     std::string error() const {
         const std::lock_guard<std::mutex> lock(mutex_);
         return error_;
     }
 
-    // When the work began and ended (steady clock, seconds); 0 where it never ran.
+    // These are the times when the work began and ended (steady clock, seconds); 0 if it never ran.
     std::atomic<double> began{0};
     std::atomic<double> ended{0};
 

@@ -11,7 +11,7 @@ void HostPieces::add(void* packed, std::size_t numel, double* block_sums, const 
 }
 
 void HostPieces::check(std::size_t given) const {
-    if (given != pieces_.size()) throw std::invalid_argument("addresses: expected one for each piece");
+    if (given != pieces_.size()) throw std::invalid_argument("addresses: expected one per piece");
 }
 
 void HostPieces::pack(const std::vector<const void*>& gradients) const {

@@ -1,4 +1,4 @@
-// The pieces of a bucket in host memory: many small ones are packed, or copied to their parameters, in one call.
+// Packs the many small pieces of a bucket in host memory, or copies them to their parameters, in one call.
 #pragma once
 
 #include <cstddef>
@@ -13,12 +13,12 @@ class HostPieces {
    public:
     explicit HostPieces(adam::ElementType gradient_type) : gradient_type_(gradient_type) {}
 
-    // `packed`: where its gradient is packed (null: it stays where it is); `shadow`: `shadow_bytes` to be published.
+    // Adds a piece: where its gradient is packed (null: it stays in place), and `shadow_bytes` of shadow to publish.
     void add(void* packed, std::size_t numel, double* block_sums, const void* shadow, std::size_t shadow_bytes);
 
     // Packs one gradient per piece (null: none) with its block sums.
     void pack(const std::vector<const void*>& gradients) const;
-    // Copies the shadow of every piece to its parameter (null: not this one).
+    // Copies the shadow of every piece to its parameter (null: no copy).
     void publish(const std::vector<void*>& parameters) const;
 
    private:

@@ -1,4 +1,4 @@
-// Huge pages for large arrays: kernels walk several at once, and with small pages translations run out.
+// Asks for huge pages for large arrays: kernels walk several arrays at once, more than the TLB covers with small pages.
 #pragma once
 
 #include <cstddef>
@@ -11,9 +11,8 @@
 
 namespace superoffload {
 
-// Asks for huge pages in the part of an array that fills whole ones. Best called before its memory is first touched. A
-// hint: where the system has none to give, or has larger base pages (then huge ones are hundreds of MiB), nothing
-// changes.
+// Asks for huge pages in the part of an array that fills whole ones, best before its memory is first touched. This is a
+// hint: nothing changes where the system has none, or has larger base pages (then huge ones are hundreds of MiB).
 inline void prefer_huge_pages(void* array, std::size_t bytes) {
 #ifdef __linux__
     constexpr std::uintptr_t kHugePage = std::uintptr_t{1} << 21;

@@ -9,8 +9,8 @@
 namespace superoffload {
 namespace {
 
-// A thread that is woken wakes two more while there is work for them. So who learns of an arrival is not held up by
-// waking 72 threads, and only as many wake as find something to do.
+// A woken thread wakes two more while there is work for them. So the thread that reports an arrival does not spend its
+// time on waking 72 threads, and only as many threads wake as find work.
 constexpr std::size_t kWokenByOne = 2;
 
 }  // namespace
@@ -33,7 +33,7 @@ void TaskQueue::add(const TaskPointer& task) {
     });
 }
 
-// On the thread that has ended what the task waited for.
+// Runs on the thread that has ended the completion that the task waited for.
 void TaskQueue::make_ready(const std::weak_ptr<Task>& weak) {
     if (forked()) return;
     std::size_t threads = 0;
@@ -64,7 +64,7 @@ bool TaskQueue::withdraw(const std::shared_ptr<Completion>& done) {
             std::find_if(tasks->begin(), tasks->end(), [&](const auto& entry) { return entry.second->done == done; });
         if (found == tasks->end()) continue;
         Task& task = *found->second;
-        std::size_t untouched = 0;  // a worker that looks at the task at this moment takes a chunk, or finds none
+        std::size_t untouched = 0;  // a worker that looks at the task now takes a chunk first, or finds none
         if (task.undoing || !task.next.compare_exchange_strong(untouched, task.chunks())) return false;
         tasks->erase(found);
         return true;
@@ -93,7 +93,7 @@ void TaskQueue::begin_closing() {
     {
         const std::lock_guard<std::mutex> lock(mutex_);
         closing_ = true;
-        for (auto it = waiting_.begin(); it != waiting_.end();) {  // whose completion is just being told
+        for (auto it = waiting_.begin(); it != waiting_.end();) {  // tasks whose completion is just being reported
             const bool can_run = !it->second->after || it->second->after->done();
             if (can_run) ready_.insert(*it);
             it = can_run ? waiting_.erase(it) : std::next(it);
@@ -114,7 +114,7 @@ std::vector<TaskQueue::TaskPointer> TaskQueue::abandon() {
     return left;
 }
 
-// How many threads to wake for so many chunks, with the lock held.
+// Returns how many threads to wake for so many chunks; called with the lock held.
 std::size_t TaskQueue::to_wake(std::size_t chunks) const { return std::min({kWokenByOne, chunks, asleep_}); }
 
 void TaskQueue::wake(std::size_t threads) {

@@ -1,5 +1,5 @@
-// The tasks of a worker pool: those that wait for a completion, and those that a thread can take. A thread that finds
-// nothing sleeps until it is woken; no thread looks again by itself.
+// Holds the tasks of a worker pool: those that wait for a completion, and those that a thread can take. A thread
+// without a task sleeps until it is woken; no thread polls.
 #pragma once
 
 #include <atomic>
@@ -19,7 +19,7 @@ namespace superoffload {
 
 struct Task {
     std::size_t chunks() const { return work->chunks(); }
-    // Chunks that no thread has taken; fewer a moment later, while threads are at work on the task.
+    // Counts the chunks that no thread has taken; fewer a moment later, while threads work on the task.
     std::size_t untaken() const {
         const std::size_t taken = next.load(std::memory_order_relaxed);
         return taken < chunks() ? chunks() - taken : 0;
@@ -32,7 +32,7 @@ struct Task {
     std::uint64_t number = 0;               // in the order of submission
     std::atomic<std::size_t> next{0};       // the next chunk that no thread has taken
     std::atomic<std::size_t> remaining{0};  // chunks not finished
-    bool undoing = false;                   // a journaled step that did not fit is being taken back
+    bool undoing = false;                   // a journaled step that did not fit is being undone
     std::mutex error_mutex;
     std::string error;
 };
@@ -45,20 +45,20 @@ class TaskQueue : public std::enable_shared_from_this<TaskQueue> {
     TaskQueue(const TaskQueue&) = delete;
     TaskQueue& operator=(const TaskQueue&) = delete;
 
-    // The task can be taken once its `after` is done: the thread that ends that wakes others. Throws once closing.
+    // Adds a task. It can be taken once its `after` is done, which wakes threads. Throws once closing.
     void add(const TaskPointer& task);
-    // All chunks of a task that was run are to be run again, as an undo. For a worker, which takes next.
+    // Queues all chunks of a task that was run for an undo. Called by a worker, which takes a task next.
     void add_undo(const TaskPointer& task);
-    // False where a chunk may have been taken.
+    // Removes a task; false if a chunk may have been taken.
     bool withdraw(const std::shared_ptr<Completion>& done);
-    // The task with untaken chunks that was submitted first; sleeps until there is one. Null once closing and nothing
-    // is left that can run.
+    // Returns the task with untaken chunks that was submitted first; sleeps until there is one. Null once closing and
+    // no task is left that can run.
     TaskPointer take();
-    // What can run is still given out by take(), nothing is added any more.
+    // Begins to close: take() still gives out tasks that can run, and no task is added any more.
     void begin_closing();
-    // What was never taken. Only once no thread takes anything any more.
+    // Returns the tasks that were never taken. Only once no thread takes tasks any more.
     std::vector<TaskPointer> abandon();
-    // Its threads are those of another process: nothing may lock it, since they may have been inside.
+    // Tells whether this is a forked child. The parent's threads may have held the lock, so the child must not take it.
     bool forked() const;
 
    private:
@@ -70,8 +70,8 @@ class TaskQueue : public std::enable_shared_from_this<TaskQueue> {
 
     std::mutex mutex_;
     std::condition_variable changed_;
-    Numbered waiting_;  // for a completion
-    Numbered ready_;    // some of them all taken, until a thread comes upon them
+    Numbered waiting_;  // wait for a completion
+    Numbered ready_;    // may include tasks whose chunks are all taken
     std::uint64_t submitted_ = 0;
     std::size_t asleep_ = 0;
     bool closing_ = false;

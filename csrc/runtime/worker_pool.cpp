@@ -18,10 +18,10 @@ void name_and_bind(std::size_t index, int cpu) {
         cpu_set_t set;
         CPU_ZERO(&set);
         CPU_SET(cpu, &set);
-        // Best effort: a processor that was taken away since then leaves the thread unbound.
+        // A processor that was taken away since then leaves the thread unbound.
         pthread_setaffinity_np(pthread_self(), sizeof set, &set);
     }
-    // Where threads share a processor, the training thread is not pushed aside the moment it hands work over.
+    // If threads share a processor, the training thread keeps it when it hands work over.
     sched_param priority{};
     pthread_setschedparam(pthread_self(), SCHED_BATCH, &priority);
 #else
@@ -39,7 +39,7 @@ WorkerPool::WorkerPool(const std::vector<int>& cpus) : queue_(std::make_shared<T
     threads_.reserve(cpus.size());
     try {
         for (std::size_t i = 0; i < cpus.size(); ++i) threads_.emplace_back([this, i, cpus] { work(i, cpus[i]); });
-    } catch (const std::exception& error) {  // those that run already would end the process with their objects
+    } catch (const std::exception& error) {  // unjoined threads would end the process when they are destroyed
         const std::string started = std::to_string(threads_.size());
         close();
         throw ThreadsRefused(
@@ -53,8 +53,8 @@ WorkerPool::WorkerPool(const std::vector<int>& cpus) : queue_(std::make_shared<T
 WorkerPool::~WorkerPool() { close(); }
 
 std::shared_ptr<WorkerPool> WorkerPool::create(const std::vector<int>& cpus) {
-    // The threads exist only in the parent. In a forked child their descriptors may already be those of other threads,
-    // so they can be neither joined nor detached, and a condition variable with waiters that are gone is never free.
+    // The threads exist only in the parent. In a forked child their descriptors may belong to other threads, so they
+    // can be neither joined nor detached, and a condition variable whose waiters are gone is never free.
     return {new WorkerPool(cpus), [](WorkerPool* pool) {
                 if (!pool->queue_->forked()) delete pool;
             }};
@@ -123,8 +123,8 @@ void WorkerPool::run_chunk(Task& task, std::size_t chunk) {
     if (task.after && task.operation != Operation::settle) error = task.after->error();
     if (error.empty()) {
         if (fault_countdown_.load() >= 0 && fault_countdown_.fetch_sub(1) == 0) error = fault_message_;
-        // Only a speculated step can be taken back. Anything after the verdict is completed even so, so that no
-        // bucket is left half-way, and the failure is reported with the step done.
+        // Only a speculated step can be undone. An operation after the verdict is completed even so, so that no bucket
+        // is left half-way, and the failure is reported with the step done.
         if (error.empty() || task.operation != Operation::step_journaled) task.work->run_chunk(task.operation, chunk);
     }
     if (error.empty()) return;
@@ -133,7 +133,7 @@ void WorkerPool::run_chunk(Task& task, std::size_t chunk) {
 }
 
 void WorkerPool::end_of_task(const std::shared_ptr<Task>& task) {
-    // A speculated step that did not fit its journal, or that failed, is taken back by all threads together.
+    // All threads together undo a speculated step that did not fit its journal, or that failed.
     const bool take_back = task->operation == Operation::step_journaled && !task->undoing &&
                            (task->work->overflowed() || !task->error.empty());
     if (take_back) {

@@ -1,5 +1,5 @@
-// Worker threads that step buckets. The caller submits an operation on a bucket and gets a completion; no Python
-// object and no GIL is involved until somebody waits for it.
+// Runs worker threads that step buckets. The caller submits an operation on a bucket and gets a completion; no Python
+// object and no GIL is involved until a caller waits for it.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@
 
 namespace superoffload {
 
-// The system starts no more threads; none of the pool's is left.
+// Reports that the system starts no more threads; the pool has ended all of its own.
 class ThreadsRefused : public std::runtime_error {
    public:
     using std::runtime_error::runtime_error;
@@ -24,38 +24,38 @@ class ThreadsRefused : public std::runtime_error {
 
 class WorkerPool {
    public:
-    // One thread per entry of `cpus`, bound to that processor where the system allows it (entry < 0: not bound).
+    // Starts one thread per entry of `cpus`, bound to that processor where the system allows it (entry < 0: not bound).
     // Throws ThreadsRefused.
     explicit WorkerPool(const std::vector<int>& cpus);
     ~WorkerPool();
-    // For pools that may be inherited through fork(): there their memory is left alone, since nothing in it can be
-    // ended any more. A pool that create() did not make must not be destroyed in a forked child.
+    // Makes a pool that may be inherited through fork(): a child leaves its memory alone, since it can end nothing in
+    // it. A pool that create() did not make must not be destroyed in a forked child.
     static std::shared_ptr<WorkerPool> create(const std::vector<int>& cpus);
     WorkerPool(const WorkerPool&) = delete;
     WorkerPool& operator=(const WorkerPool&) = delete;
 
-    // The operation starts once `after` is done (null: at once). Operations on one bucket must be submitted one
-    // after the other's completion; different buckets run in the order of submission, their chunks overlapping.
-    // A failed chunk fails the completion: a journaled step is then undone, any other operation is completed first.
-    // A failed `after` fails it likewise, except for settle: its publish has been completed and was reported.
-    // Throws std::runtime_error after close() and in a forked child.
+    // Starts the operation once `after` is done (null: at once). Operations on one bucket must be submitted one after
+    // the other's completion; different buckets run in the order of submission, their chunks overlapping. A failed
+    // chunk fails the completion: a journaled step is then undone, any other operation is completed first. A failed
+    // `after` fails it likewise, except for settle: its publish has been completed and was reported. Throws
+    // std::runtime_error after close() and in a forked child.
     std::shared_ptr<Completion> submit(std::shared_ptr<BucketWork> work, Operation operation, int width,
                                        std::shared_ptr<Completion> after);
 
-    // Takes an operation back of which nothing has run yet, and fails its completion. False: too late.
+    // Cancels an operation before any of it has run, and fails its completion. False: too late.
     bool withdraw(const std::shared_ptr<Completion>& done);
 
-    // Finishes what can be finished, fails what still waits for a completion, and joins the threads. Idempotent.
+    // Finishes all tasks that can run, fails those that still wait for a completion, and joins the threads. Idempotent.
     void close();
 
     std::size_t threads() const { return threads_.size(); }
 
-    // Seconds during which at least one thread, or the caller between enter() and leave(), was at work.
+    // Returns the seconds during which at least one thread, or the caller between enter() and leave(), was at work.
     double busy_seconds() const;
     void enter();
     void leave();
 
-    // For the project's own tests: the n-th chunk from now fails.
+    // Makes the n-th chunk from now fail, for the project's own tests.
     void inject_fault(int chunks_until, const std::string& message);
 
    private:
@@ -64,7 +64,7 @@ class WorkerPool {
     void run_chunk(Task& task, std::size_t chunk);
     void end_of_task(const std::shared_ptr<Task>& task);
 
-    std::shared_ptr<TaskQueue> queue_;  // a completion that is told of may outlive us
+    std::shared_ptr<TaskQueue> queue_;  // shared, since a completion's callback may outlive the pool
     std::vector<std::thread> threads_;
 
     mutable std::mutex busy_mutex_;

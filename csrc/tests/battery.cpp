@@ -1,7 +1,7 @@
-// A fixed battery for every kernel. It prints one digest per operation and nothing else on standard output, so that the
+// Runs a fixed battery for every kernel. It prints only one digest per operation on standard output, so that the
 // outputs of two machines, instruction sets or vector lengths can be compared as they are. Inputs come from an integer
-// hash. It also checks what needs no second machine: undo restores every bit, replay is undo and step, publish gives
-// the step's shadow, nothing is written out of bounds, and the caller's floating-point environment comes back.
+// hash. It also checks what one machine can show: undo restores every bit, replay is undo and step, publish gives the
+// step's shadow, nothing is written out of bounds, and the caller's floating-point environment comes back.
 //
 //   battery [--isa NAME] [--full]
 //
@@ -46,7 +46,7 @@ struct Digest {
             word(x);
         }
         for (; size != 0; ++p, --size) word(*p);
-        word(0x100);  // where one array ends
+        word(0x100);  // marks the end of an array
     }
 };
 
@@ -61,7 +61,7 @@ void check(bool ok, const char* what, const battery::Case& c) {
                  c.hyper.l2, c.environment);
 }
 
-// The memory of one run: guarded arrays at odd offsets, and a journal.
+// Holds the memory of one run: guarded arrays at odd offsets, and a journal.
 struct Memory {
     Guarded master, exp_avg, exp_avg_sq, gradient, shadow, codes;
     std::vector<JournalBlock> blocks;
@@ -112,7 +112,7 @@ struct Memory {
     }
 };
 
-// Codes as far as they are defined: the code of an escaped component depends on which NaN a processor makes.
+// Adds the defined codes: the code of an escaped component depends on which NaN a processor makes.
 void codes_into(Digest& digest, Memory& memory) {
     const int width = memory.run.journal.width;
     const std::uint32_t masks[2][3] = {{0xf, 0x30, 0xc0}, {0x7f, 0x3f80, 0xc000}};
@@ -167,7 +167,7 @@ void journaled(const battery::Case& c, int width, Digests& digests) {
     memory.state_into(digest);
     codes_into(digest, memory);
 
-    // Replay from a copy of the journal, with other scalars; then the same by hand.
+    // Replays from a copy of the journal, with other scalars; then does the same by undo and step.
     battery::Case clipped = c;
     clipped.hyper.gradient_factor *= 0.25;
     Memory again(c);
@@ -234,7 +234,7 @@ bool same(const Digests& a, const Digests& b) {
     return true;
 }
 
-// SVE's vectors have no fixed length: say which one was tried.
+// Names the vector length that was tried, since SVE's vectors have no fixed length.
 std::string vector_length([[maybe_unused]] const std::string& isa) {
 #if defined(__aarch64__) && defined(PR_SVE_GET_VL)
     if (isa == "sve") return " " + std::to_string(8 * (prctl(PR_SVE_GET_VL) & PR_SVE_VL_LEN_MASK)) + " bits";

@@ -1,4 +1,4 @@
-// The cases of the battery and their inputs: everything from an integer hash, so the same on every machine.
+// Makes the battery's cases and their inputs from an integer hash, so they are the same on every machine.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@ struct Case {
     std::size_t offset;  // in elements from an aligned start
     ElementType gradient;
     ElementType shadow;
-    ElementType state;  // of the moments
+    ElementType state;  // type of the moments
     Hyper hyper;
     bool hostile;
     unsigned environment;
@@ -35,8 +35,8 @@ inline std::uint64_t mix(std::uint64_t x) {
     return x ^ (x >> 29);
 }
 
-// In turn: first step, plain, no decay, lr = 0, eps = 0, a beta of zero, a decay factor of zero, betas next to one,
-// huge and tiny scalars (both with fp32 denormals among them), and a gradient factor of zero.
+// Takes edge cases in turn: first step, plain, no decay, lr = 0, eps = 0, a beta of zero, a decay factor of zero, betas
+// next to one, huge and tiny scalars (both with fp32 denormals among them), and a gradient factor of zero.
 inline Hyper hyper(unsigned number) {
     static const Hyper kHypers[] = {
         {1e-3, 0.9, 0.999, 1e-8, 1e-2, 1, 1.0, false},
@@ -70,9 +70,9 @@ inline Case make_case(unsigned number, std::size_t numel) {
     return c;
 }
 
-// Short: every length up to 80 and those around blocks, with all types and both modes in turn. Full: every length past
-// the end of a block of 1024, those around the ends of three more, and the short ones more often. (That the sets of one
-// machine agree at every length up to 4096 is a test of its own.)
+// Lists the cases. Short: every length up to 80 and those around blocks, with all types and both modes in turn. Full:
+// every length past the end of a block of 1024, those around the ends of three more, and the short ones more often. (A
+// test of its own checks that the sets of one machine agree at every length up to 4096.)
 inline std::vector<Case> cases(bool full) {
     std::vector<Case> all;
     const auto add = [&](std::size_t numel) { all.push_back(make_case(static_cast<unsigned>(all.size()), numel)); };
@@ -85,7 +85,7 @@ inline std::vector<Case> cases(bool full) {
             for (std::size_t numel = end - 17; numel <= end + 17; ++numel) add(numel);
         }
     }
-    for (int repeat = 0; repeat < 37; ++repeat) {  // 18 combinations twice, and one so that lengths meet all of them
+    for (int repeat = 0; repeat < 37; ++repeat) {  // 18 combinations twice, plus one to shift the lengths
         for (const std::size_t numel : {127, 255, 1000, 1023, 1024, 1025, 1031, 2047, 3100}) add(numel);
     }
     return all;
@@ -97,7 +97,7 @@ constexpr std::uint32_t kSpecial[] = {
     0x3f808000, 0x3f818000, 0x3f808001, 0x3f801000, 0x3f803000, 0x477fe000, 0x477fefff, 0x477ff000, 0x47800000,
     0x7f000000, 0x7f7f7fff, 0x7f7f8000, 0x7f7fffff, 0x7f800000, 0x7f800001, 0x7fbfffff, 0x7fc00000, 0x7fc12345};
 
-// A number of either sign with a binary exponent from low to low + span - 1.
+// Makes a number of either sign with a binary exponent from low to low + span - 1.
 inline std::uint32_t plain_word(std::uint64_t bits, std::uint32_t low, std::uint32_t span) {
     return (static_cast<std::uint32_t>(bits) & 0x807fffffu) |
            ((127 + low + static_cast<std::uint32_t>(bits >> 40) % span) << 23);
@@ -115,7 +115,7 @@ inline std::uint32_t hostile_word(std::uint64_t bits) {
         case 4:
             return raw;
         case 5:
-        case 6:  // few significant bits, and just beside them: ties of rounding
+        case 6:  // few significant bits, and their neighbours: ties of rounding
             return (((raw & 0x80ffffffu) | 0x3b000000u) & 0xffff8000u) + static_cast<std::uint32_t>(bits >> 36) % 3 - 1;
         default:
             return plain_word(bits, 0u - 12, 8);
@@ -130,7 +130,7 @@ inline std::uint32_t gradient_word(const Case& c, std::uint64_t bits) {
     return ((word >> 16) & 0x8000u) | ((word & 0x7fffffffu) - 0x38000000u) >> 13;
 }
 
-// State and gradient of a case; `c.hyper` plays no part.
+// Fills the state and gradient of a case; `c.hyper` plays no part.
 inline void fill(const Case& c, std::uint8_t* master, std::uint8_t* exp_avg, std::uint8_t* exp_avg_sq,
                  std::uint8_t* gradient) {
     const std::size_t size = superoffload::adam::element_size(c.gradient);
@@ -153,7 +153,7 @@ inline void fill(const Case& c, std::uint8_t* master, std::uint8_t* exp_avg, std
     }
 }
 
-// What the calling thread may have set: 0 the default, 1 flush-to-zero, 2 that and the processor's other ways to
+// Sets an environment as a caller may have: 0 the default, 1 flush-to-zero, 2 that and the processor's other ways to
 // change results, 3 rounding toward zero.
 class CallerEnvironment {
    public:

@@ -1,4 +1,4 @@
-// A bucket in guarded memory with reproducible contents, and what the kernels made of it.
+// Holds a bucket in guarded memory with reproducible contents, and the kernels' results.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,7 @@ namespace harness {
 using superoffload::adam::ElementType;
 namespace adam = superoffload::adam;
 
-// The same words on every machine and compiler (SplitMix64).
+// Makes the same words on every machine and compiler (SplitMix64).
 class Random {
    public:
     explicit Random(std::uint64_t seed) : state_(seed) {}
@@ -25,7 +25,7 @@ class Random {
         return z ^ (z >> 31);
     }
     std::uint32_t below(std::uint32_t limit) { return static_cast<std::uint32_t>((next() >> 32) * limit >> 32); }
-    // In (-1, 1), exactly representable.
+    // Returns an exactly representable number in (-1, 1).
     float unit() { return static_cast<float>(static_cast<std::int32_t>(next() >> 40) - (1 << 23)) * 0x1p-23f; }
 
    private:
@@ -38,15 +38,15 @@ inline std::uint32_t bits_of(float x) {
     return u;
 }
 
-// What training looks like, or anything at all: raw bit patterns with every kind of special value among them.
+// Selects the contents: as in training, or raw bit patterns with every kind of special value among them.
 enum class Contents { trained, hostile };
 
 struct Case {
     std::size_t numel = 0;
-    std::size_t offset = 0;  // of the first element past a 64-byte boundary, in elements
+    std::size_t offset = 0;  // of the first element, in elements past a 64-byte boundary
     ElementType gradient = ElementType::bf16;
     ElementType shadow = ElementType::bf16;
-    ElementType state = ElementType::f32;  // of the moments
+    ElementType state = ElementType::f32;  // type of the moments
     bool l2 = false;
     std::uint8_t width = 1;
     Contents contents = Contents::trained;
@@ -64,7 +64,7 @@ struct Case {
 
 inline std::size_t blocks_of(std::size_t numel) { return (numel + adam::kBlock - 1) / adam::kBlock; }
 
-// Room for every element of every component to escape.
+// Returns the room that all elements of all components need to escape.
 inline std::size_t full_arena(std::size_t numel) { return 3 * numel + (3 * numel + 1) / 2 + blocks_of(numel); }
 
 class Bucket {
@@ -85,7 +85,7 @@ class Bucket {
         reset();
     }
 
-    // Contents as first made, and an empty journal.
+    // Restores the first contents, and an empty journal.
     void reset() {
         Random random(case_.seed * 1000003 + case_.numel);
         for (std::size_t i = 0; i < case_.numel; ++i) fill(random, i);
@@ -103,13 +103,13 @@ class Bucket {
                 case_.numel,         case_.gradient,
                 case_.shadow,        scalars,
                 case_.state,         case_.seed * 5,
-                case_.numel % 2 == 0};  // half of all cases store past the caches
+                case_.numel % 2 == 0};  // half of all cases bypass the caches
     }
     adam::Range all() const { return {0, case_.numel}; }
 
     std::vector<std::uint8_t> state() const { return joined({&master_, &exp_avg_, &exp_avg_sq_}); }
     std::vector<std::uint8_t> shadow() const { return shadow_.bytes(); }
-    // Everything that a journal means: codes of escaped lanes are free, so they are left out.
+    // Returns all defined parts of a journal; codes of escaped lanes may have any value, so they are left out.
     std::vector<std::uint8_t> escapes() const {
         std::vector<std::uint8_t> all = blocks_.bytes();
         const std::vector<std::uint8_t> words = words_.bytes();
@@ -126,7 +126,7 @@ class Bucket {
 
     adam::JournalArena& arena() { return arena_; }
     const adam::JournalBlock& block(std::size_t i) { return blocks_.as<adam::JournalBlock>()[i]; }
-    // An element of exp_avg (0), exp_avg_sq (1) or master (2), exactly.
+    // Returns an element of exp_avg (0), exp_avg_sq (1) or master (2), exactly.
     float value(int component, std::size_t i) {
         Guarded& memory = component == 0 ? exp_avg_ : component == 1 ? exp_avg_sq_ : master_;
         if (component == 2 || case_.state == ElementType::f32) return memory.as<float>()[i];
@@ -175,7 +175,7 @@ class Bucket {
         return word;
     }
 
-    // Two-byte types take the upper half: for bf16 the value itself, for fp16 some other bit pattern, which is as good.
+    // Two-byte types take the upper half: for bf16 the value itself, for fp16 another pattern, which serves as well.
     static void put(Guarded& memory, std::size_t i, std::uint32_t word, ElementType type) {
         if (type == ElementType::f32) {
             std::memcpy(memory.data() + 4 * i, &word, 4);
@@ -190,7 +190,7 @@ class Bucket {
     adam::JournalArena arena_;
 };
 
-// Hyper-parameters with every edge that the arithmetic has.
+// Makes hyper-parameters that cover every edge of the arithmetic.
 inline adam::Hyper hyper_of(std::uint64_t seed, bool l2) {
     adam::Hyper h{1e-3, 0.9, 0.999, 1e-8, 1e-2, 100 + seed % 50, 1.0, l2};
     switch (seed % 11) {
@@ -217,7 +217,7 @@ inline adam::Hyper hyper_of(std::uint64_t seed, bool l2) {
             break;
         case 8:
             h.lr = 1, h.weight_decay = 1;
-            break;  // 1 - lr * weight_decay = 0: nothing can be estimated
+            break;  // 1 - lr * weight_decay = 0: no estimate is possible
         case 9:
             h.gradient_factor = 0;
             break;

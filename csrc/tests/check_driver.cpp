@@ -1,5 +1,5 @@
 // Compiles only if the driver's functions in cuda.h have the types that csrc/cuda/driver.h gives them. Needs CUDA's
-// headers, so it is built where they are installed and skipped elsewhere (csrc/tests/Makefile).
+// headers, so it is skipped where they are not installed (csrc/tests/Makefile).
 #include <cuda.h>
 
 #include <type_traits>
@@ -8,7 +8,7 @@
 
 namespace {
 
-// CUDA's types as ours: enumerations are ints in the binary interface, handles are pointers to the same structures.
+// Maps CUDA's types to ours: enumerations are ints in the binary interface, handles are pointers to equal structures.
 template <typename T>
 struct Plain {
     using type = std::conditional_t<std::is_enum_v<T>, int, T>;
@@ -50,7 +50,7 @@ struct Signature<R (*)(Parameters...)> {
 
 using superoffload::cuda::Driver;
 
-// decltype of the symbol's own name: the macros of cuda.h do not change names that end in _v2.
+// Uses decltype of the symbol's own name: the macros of cuda.h do not change names that end in _v2.
 #define SUPEROFFLOAD_COMPARE(name, symbol, parameters) \
     static_assert(std::is_same_v<Signature<decltype(&::symbol)>::type, decltype(Driver::name)>, #symbol);
 SUPEROFFLOAD_DRIVER_FUNCTIONS(SUPEROFFLOAD_COMPARE)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# One build must run on every CPU of its architecture. Checks the object files: no instruction of a set outside the
-# set's own file, and no function in such a file that the linker might choose for the others (a weak definition, as
-# inline functions have) or that runs when the library is loaded (a static initializer).
+# Checks that one build runs on every CPU of its architecture: no object file has an instruction of a set but the set's
+# own file, and no such file has a function that the linker might choose for the others (a weak definition, as of inline
+# functions) or that runs when the library is loaded (a static initializer).
 #
 # usage: check_isolation.sh MACHINE OBJECT...
 set -euo pipefail

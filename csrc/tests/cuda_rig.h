@@ -1,4 +1,4 @@
-// A pipeline of csrc/cuda over the fake driver, and a bucket with its whole life. FAKE_CUDA names the fake's library.
+// Runs a pipeline of csrc/cuda over the fake driver, with one bucket. FAKE_CUDA names the fake's library.
 #pragma once
 
 #include <dlfcn.h>
@@ -36,7 +36,7 @@ inline const char* library() {
     return named;
 }
 
-// A function of the fake that is there for tests.
+// Finds a function that the fake has for tests.
 template <typename F>
 F* fake(const char* name) {
     static void* const handle = dlopen(library(), RTLD_NOW | RTLD_LOCAL);
@@ -58,7 +58,7 @@ inline DeviceAddress address(const void* memory) { return reinterpret_cast<Devic
 
 constexpr std::uint64_t kPadded = 4096;
 
-// One bucket of two pieces with its whole life: gradients and parameters "on the device", state on the host.
+// Holds one bucket of two pieces: gradients and parameters "on the device", state on the host.
 struct Rig {
     Rig(const std::shared_ptr<Gpu>& gpu, Pipeline& pipeline) : pinned(gpu, {1 << 20}), scratch_on_device(1 << 16) {
         const std::vector<std::uint64_t> numels = {1500, 2000};
@@ -119,7 +119,7 @@ struct Rig {
     float* shadow;
     std::vector<std::vector<float>> gradients;
     std::vector<std::vector<float>> parameters;
-    std::vector<std::vector<float>> plain;  // parameters of the same steps without a device
+    std::vector<std::vector<float>> plain;  // parameters after the same steps without a device
     std::vector<std::vector<double>> sums;
     std::vector<std::unique_ptr<std::vector<float>>> states;
     std::shared_ptr<DeviceBucket> bucket;
@@ -145,7 +145,7 @@ struct Device {
     cuda::Streams streams;
     std::shared_ptr<Pipeline> pipeline;
 
-    // What a broken device has left, before memory goes that it is about.
+    // Waits for work that a broken device has left, before its memory is freed.
     void settle() const {
         for (Stream stream : {current, streams.pack, streams.down, streams.up}) synchronize(stream);
     }

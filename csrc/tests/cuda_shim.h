@@ -1,6 +1,6 @@
-// Lets g++ compile csrc/cuda for this processor: what the kernels use of CUDA, and CUDA blocks whose threads are
-// fibers. They take turns from barrier to barrier, in an order that changes from block to block, so that a barrier that
-// is missing shows. One OS thread runs a launch; several launches may run on several threads.
+// Lets g++ compile csrc/cuda for this processor: defines the parts of CUDA that the kernels use, and CUDA blocks whose
+// threads are fibers. Fibers take turns from barrier to barrier, in an order that changes from block to block, so that
+// a missing barrier shows. One OS thread runs a launch; several launches may run on several threads.
 #pragma once
 
 #include <ucontext.h>
@@ -35,7 +35,7 @@ namespace shim {
 constexpr unsigned kWarp = 32;
 constexpr std::size_t kStackBytes = 64 << 10;
 
-// The threads of one CUDA block.
+// Runs the threads of one CUDA block.
 class Block {
    public:
     explicit Block(unsigned threads) : fibers_(threads), stacks_(new char[threads * kStackBytes]) {}
@@ -59,7 +59,7 @@ class Block {
         }
     }
 
-    // Until all threads of the group (a warp, or the block) that have not ended have come as far.
+    // Waits until all running threads of the group (a warp, or the block) have reached this barrier.
     void wait(unsigned group) {
         Fiber& fiber = fibers_[current_];
         fiber.waits_for = group;
@@ -77,7 +77,7 @@ class Block {
     struct Fiber {
         ucontext_t context;
         bool ended = false;
-        unsigned waits_for = 0;  // threads in the group whose barrier it waits at; 0: none
+        unsigned waits_for = 0;  // number of threads in the group whose barrier it waits at; 0: none
         unsigned arrivals = 0;
     };
 
@@ -162,7 +162,7 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 inline void __stcg(uint2* to, uint2 value) { *to = value; }
 inline void __stcg(uint4* to, uint4 value) { *to = value; }
 
-// Compiled with -ffp-contract=off: one operation each.
+// Compiled with -ffp-contract=off: each function is one operation.
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }

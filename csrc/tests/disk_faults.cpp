@@ -1,7 +1,7 @@
-// A library to preload: sees every call that a program makes to the disk below one folder, whichever function of Python
-// makes it. One call can fail, be cut short or be the last; what changed the disk is written down
-// (tests/support/disk_faults.py). Calls are synced in that record only: what a power cut leaves follows from it, and
-// the tests stay fast.
+// Records, as a preloaded library, every call that a program makes to the disk below one folder, whichever Python
+// function makes it. One call can fail, be cut short or be the last. The record lists the changes of the disk
+// (tests/support/disk_faults.py). Syncs only go into the record: it shows what a power cut leaves, and the tests stay
+// fast.
 #include <dirent.h>
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -48,7 +48,7 @@ std::string name_of(int folder, const char* path) {
     return path[0] == '/' || folder == AT_FDCWD ? path : name_of(folder) + "/" + path;
 }
 
-// The fault of this call, 0 for none; -> whether it is below the root at all.
+// Tells whether the call is below the root; `fault` gets the fault of this call, 0 for none.
 bool seen(const char* call, const std::string& path, bool needs_space, int* fault) {
     World& w = world();
     *fault = 0;
@@ -74,7 +74,7 @@ std::string hex(const void* data, size_t size) {
     return text;
 }
 
-// Makes the call, or fails it. `changed`: what it did to the disk, empty for nothing.
+// Makes the call, or fails it. `changed`: the call's change of the disk, empty for none.
 template <class Real, class... Args>
 auto made(const char* call, const std::string& path, bool needs_space, const std::string& changed, Real real,
           Args... args) -> decltype(real(args...)) {
@@ -124,7 +124,7 @@ EXPORT long disk_end() {
 }
 EXPORT const char* disk_record() { return world().record.c_str(); }
 
-// Both names of a function where the C library has two; Python calls one of them, which depends on how it was built.
+// Defines both names of a function where the C library has two; Python calls one of them, depending on its build.
 #define BOTH(DEFINE, NAME) DEFINE(NAME) DEFINE(NAME##64)
 #define OPEN(NAME)                                                                                                \
     EXPORT int NAME(const char* path, int flags, ...) {                                                           \

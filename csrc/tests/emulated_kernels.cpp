@@ -1,4 +1,4 @@
-// csrc/cuda on this processor, behind one function that takes a kernel's name and what cuLaunchKernel takes.
+// Runs csrc/cuda on this processor, by one function that takes a kernel's name and cuLaunchKernel's arguments.
 #include "cuda_shim.h"
 //
 #include "arm_adam/float_environment.h"
@@ -32,13 +32,13 @@ const Kernel kKernels[] = {SUPEROFFLOAD_PACK_KERNELS(PACK_ENTRY) SUPEROFFLOAD_UN
 
 }  // namespace
 
-// The name of kernel `index`; null behind the last one.
+// Returns the name of kernel `index`; null after the last one.
 extern "C" __attribute__((visibility("default"))) const char* emulated_kernel(unsigned index) {
     return index < sizeof kKernels / sizeof *kKernels ? kKernels[index].name : nullptr;
 }
 
-// arguments[i] points to argument i. Returns when the kernel is done. An unknown name ends the process, as nothing
-// that was launched may go unnoticed.
+// Launches a kernel and returns when it is done; arguments[i] points to argument i. An unknown name ends the process,
+// so that no launch goes unnoticed.
 extern "C" __attribute__((visibility("default"))) void emulate_launch(const char* name, unsigned grid, unsigned block,
                                                                       void** arguments) {
     const superoffload::FloatEnvironment environment;

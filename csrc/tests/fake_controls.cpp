@@ -1,4 +1,4 @@
-// What tests call of the fake driver (fake_cuda.cpp): delays, errors, work of their own on streams, counts.
+// Lets tests control the fake driver (fake_cuda.cpp): delays, errors, work of their own on streams, counts.
 #include <chrono>
 #include <cstring>
 
@@ -6,7 +6,7 @@
 
 using namespace fake;
 
-// Every operation on a stream is delayed by up to so many microseconds, from this seed on.
+// Delays every operation on a stream by up to so many microseconds, from this seed on.
 EXPORT void fake_cuda_delays(std::uint64_t seed, double microseconds) {
     World& w = world();
     const std::lock_guard<std::mutex> lock(w.mutex);
@@ -14,7 +14,7 @@ EXPORT void fake_cuda_delays(std::uint64_t seed, double microseconds) {
     w.longest_delay = 1e-6 * microseconds;
 }
 
-// A device as new: no delays, no errors. Memory and streams stay.
+// Resets the device: no delays, no errors. Memory and streams stay.
 EXPORT void fake_cuda_reset() {
     World& w = world();
     const std::lock_guard<std::mutex> lock(w.mutex);
@@ -28,14 +28,14 @@ EXPORT void fake_cuda_reset() {
     w.mismatches.store(0);
 }
 
-// The call of `symbol` after `calls` more of them returns `result`.
+// Makes the call of `symbol` after `calls` more of them return `result`.
 EXPORT void fake_cuda_fail(const char* symbol, int calls, Result result) {
     World& w = world();
     const std::lock_guard<std::mutex> lock(w.mutex);
     w.failures[symbol] = {calls, result};
 }
 
-// As after a kernel that failed: what is enqueued never runs, and every call returns `result`.
+// Breaks the device as a failed kernel does: enqueued work never runs, and every call returns `result`.
 EXPORT void fake_cuda_break(Result result) { world().broken.store(result); }
 
 EXPORT void fake_cuda_write_values(int supported) { world().writes_values.store(supported != 0); }
@@ -46,7 +46,7 @@ EXPORT void fake_cuda_registrable(std::size_t bytes) {
     w.registrable = bytes;
 }
 
-// Waits of `later` for events recorded on `earlier` are left out: the mistake that tests must notice.
+// Leaves out waits of `later` for events recorded on `earlier`, a mistake that tests must notice.
 EXPORT void fake_cuda_drop_waits(CUstream_st* later, CUstream_st* earlier) {
     World& w = world();
     const std::lock_guard<std::mutex> lock(w.mutex);
@@ -56,14 +56,14 @@ EXPORT void fake_cuda_drop_waits(CUstream_st* later, CUstream_st* earlier) {
 EXPORT CUstream_st* fake_cuda_stream() { return new CUstream_st; }
 EXPORT void fake_cuda_synchronize(CUstream_st* stream) { stream_of(stream)->synchronize(); }
 
-// Work of a model on a stream: writes `source`, a copy of which is made now, to `target`.
+// Enqueues a model's work on a stream: writes `source`, a copy of which is made now, to `target`.
 EXPORT void fake_cuda_write(CUstream_st* stream, void* target, const void* source, std::size_t bytes) {
     const auto* const first = static_cast<const char*>(source);
     std::vector<char> copy(first, first + bytes);
     stream_of(stream)->enqueue([target, copy] { std::memcpy(target, copy.data(), copy.size()); });
 }
 
-// Likewise, reads `memory`, which must then hold what `source` holds now.
+// Enqueues a read of `memory`, which must then hold what `source` holds now.
 EXPORT void fake_cuda_read(CUstream_st* stream, const void* memory, const void* source, std::size_t bytes) {
     const auto* const first = static_cast<const char*>(source);
     std::vector<char> expected(first, first + bytes);
@@ -79,7 +79,7 @@ EXPORT void fake_cuda_sleep(CUstream_st* stream, double microseconds) {
 
 EXPORT long fake_cuda_mismatches() { return world().mismatches.load(); }
 
-// Of a function of the driver, or launches of a kernel.
+// Counts the calls of a driver function, or the launches of a kernel.
 EXPORT long fake_cuda_calls(const char* symbol) {
     World& w = world();
     const std::lock_guard<std::mutex> lock(w.mutex);

@@ -1,11 +1,11 @@
-// A CUDA driver without a device, for tests: device memory is host memory, a stream is a thread that runs what was
-// enqueued in order, after random delays, and an event is what the documentation says it is, so that a wait that is
-// missing shows as wrong bits. Strict where a real driver would fail or corrupt memory silently: calls without a
-// current context, mapped pointers and asynchronous copies of memory that was not registered, copies across
-// registrations; handles that are gone, flags and kernels that do not exist, words for flags that are not mapped.
+// Fakes a CUDA driver without a device, for tests. Device memory is host memory; a stream is a thread that runs
+// enqueued work in order, after random delays; an event is what the documentation says it is. So a missing wait shows
+// as wrong bits. The fake is strict where a real driver would fail or corrupt memory silently: calls without a current
+// context, mapped pointers and asynchronous copies of memory that was not registered, copies across registrations,
+// destroyed handles, unknown flags and kernels, words for flags that are not mapped.
 //
-// Here are the driver's functions; the device is in fake_device.*, its kernels in fake_kernels.*, and what lets tests
-// set delays, inject errors and put work of their own on streams in fake_controls.cpp.
+// This file has the driver's functions. The device is in fake_device.*, its kernels are in fake_kernels.*, and the
+// functions by which tests set delays, inject errors and enqueue work of their own are in fake_controls.cpp.
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
@@ -201,8 +201,8 @@ EXPORT Result cuMemHostGetDevicePointer_v2(DeviceAddress* address, void* memory,
     return kSuccess;
 }
 
-// With ordinary host memory a real driver returns from a copy down once it is made, and from one up once the host
-// memory may be written again.
+// Copies like a real driver: with ordinary host memory, a copy down returns once it is made, and a copy up once the
+// host memory may be written again.
 static Result copy(void* target, const void* source, std::size_t bytes, const void* host, CUstream_st* stream) {
     if (bytes > 0 && (target == nullptr || source == nullptr)) return kInvalidValue;
     bool crosses = false;

@@ -1,5 +1,4 @@
-// The device of the fake driver (fake_cuda.cpp): streams that are threads, events, and all that tests can make go
-// wrong.
+// Fakes the device of the fake driver (fake_cuda.cpp): streams that are threads, events, and faults for tests.
 #pragma once
 
 #include <atomic>
@@ -32,7 +31,7 @@ using superoffload::cuda::kOutOfMemory;
 using superoffload::cuda::kSuccess;
 using superoffload::cuda::Result;
 
-// Results that the pipeline itself never asks for.
+// The pipeline itself never checks for these results.
 enum : Result {
     kInvalidValue = 1,
     kInvalidContext = 201,
@@ -41,7 +40,7 @@ enum : Result {
     kNotRegistered = 713,
 };
 
-// What an event waits for: one recording of it.
+// Identifies one recording of an event, which waits refer to.
 struct Recording {
     std::mutex mutex;
     std::condition_variable changed;
@@ -81,7 +80,7 @@ struct CUevent_st {
 struct CUstream_st {
     CUstream_st() : thread([this] { run(); }) { thread.detach(); }
 
-    // `always`: also on a device that has failed, so that streams become idle there too.
+    // Enqueues an operation. `always`: also on a device that has failed, so that streams become idle there too.
     void enqueue(std::function<void()> operation, bool always = false);
     bool idle() {
         const std::lock_guard<std::mutex> lock(mutex);
@@ -106,17 +105,17 @@ struct CUstream_st {
 
 namespace fake {
 
-// Never destroyed: the threads of streams outlive main().
+// Holds the fake's state. It is never destroyed: the threads of streams outlive main().
 struct World {
     std::mutex mutex;
     std::mt19937_64 random{1};
     double longest_delay = 0;                                // seconds
     std::map<std::string, std::pair<int, Result>> failures;  // symbol -> calls until it fails
     std::map<std::string, long> calls;
-    std::set<std::pair<CUstream_st*, CUstream_st*>> dropped;  // (who waits, on whose event)
+    std::set<std::pair<CUstream_st*, CUstream_st*>> dropped;  // (waiting stream, stream of the event)
     std::map<char*, std::size_t> registered;
     std::size_t registrable = SIZE_MAX;
-    std::atomic<Result> broken{kSuccess};  // as after a kernel that failed: nothing runs any more
+    std::atomic<Result> broken{kSuccess};  // as after a kernel that failed: no operation runs any more
     std::atomic<bool> writes_values{true};
     std::atomic<long> mismatches{0};
     CUctx_st context;
@@ -128,16 +127,16 @@ struct World {
 
 World& world();
 
-// Of this thread, the current one last.
+// Returns this thread's contexts, the current one last.
 std::vector<CUctx_st*>& contexts();
 
-// The first thing in every function: what a test wants to go wrong, and what a device that has failed answers.
+// Begins every function: returns a fault that a test has set, or the error of a device that has failed.
 Result enter(const char* symbol, bool needs_context = true);
 
 bool is_event(CUevent_st* event);
-// The legacy stream for null.
+// Returns the legacy stream for null.
 CUstream_st* stream_of(CUstream_st* stream);
-// Whether the memory lies within one registration; `any`: whether it touches one at all.
+// Tells whether the memory lies within one registration; `any`: whether it touches one at all.
 bool in_registration(const void* memory, std::size_t bytes, bool* any);
 
 }  // namespace fake

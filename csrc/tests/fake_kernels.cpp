@@ -1,4 +1,4 @@
-// The kernels of the fake driver: those of the library named in FAKE_CUDA_KERNELS (emulate_launch), or plain loops of
+// Runs the fake driver's kernels: those of the library named in FAKE_CUDA_KERNELS (emulate_launch), or plain loops with
 // the same meaning.
 #include "fake_kernels.h"
 
@@ -53,7 +53,7 @@ double sum_of_block(const std::string& type, const void* gradient, std::uint64_t
     return s[0] - s[0] == 0 ? s[0] : __builtin_inf();
 }
 
-// Between a piece's tensor and its place in the packed gradient or in staging memory.
+// Copies between a piece's tensor and its place in the packed gradient or in staging memory.
 void run_piece(const std::string& name, const CopyPiece& piece, void* buffer, double* sums) {
     const std::string type = name.substr(name.find('_') + 1);
     const std::size_t size = type == "f32" || type == "32" ? 4 : 2;
@@ -71,7 +71,7 @@ void run_piece(const std::string& name, const CopyPiece& piece, void* buffer, do
     }
 }
 
-// Plainly: whole blocks are kept as sums of words times their place and its square, which tell all that tests change.
+// Sums plainly: whole blocks as sums of words times their place and its square, which show all changes that tests make.
 struct SumPiece {
     const std::uint16_t* memory;
     std::uint64_t* sums;
@@ -98,7 +98,7 @@ void sum_or_compare(const SumPiece* pieces, unsigned count, unsigned char* chang
 
 }  // namespace
 
-// As csrc/cuda/kernels.cu defines them.
+// Lists the kernels that csrc/cuda/kernels.cu defines.
 const std::set<std::string>& kernel_names() {
     static const std::set<std::string> names = [] {
         std::set<std::string> made = {"unpack_16", "unpack_32", "sum_bits", "compare_bits"};
@@ -128,7 +128,7 @@ void run_kernel(const std::string& name, unsigned grid, unsigned block, void** a
     for (unsigned p = 0; p < count; ++p) run_piece(name, pieces[p], buffer, sums);
     auto* const bit_sums = name[0] == 'p' ? *static_cast<std::uint64_t**>(arguments[4]) : nullptr;
     if (bit_sums == nullptr) return;
-    const unsigned words = name == "pack_f32" ? 2 : 1;  // of 16 bits per element
+    const unsigned words = name == "pack_f32" ? 2 : 1;  // words of 16 bits per element
     for (unsigned p = 0; p < count; ++p) {
         const SumPiece piece{reinterpret_cast<const std::uint16_t*>(pieces[p].address),
                              bit_sums + words * pieces[p].first_block, words * pieces[p].numel, 0};

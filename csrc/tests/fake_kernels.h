@@ -1,4 +1,4 @@
-// What the fake driver (fake_cuda.cpp) runs where a kernel was launched.
+// Runs kernels that the fake driver (fake_cuda.cpp) has launched.
 #pragma once
 
 #include <set>

@@ -1,5 +1,4 @@
-// Memory with guard zones on both sides. A write into a zone is found when it is checked; under AddressSanitizer a
-// read is found too, at once.
+// Surrounds memory with guard zones. A check finds a write into a zone; AddressSanitizer also finds a read at once.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +14,7 @@ namespace harness {
 
 class Guarded {
    public:
-    // `offset` bytes past a 64-byte boundary, so that misaligned starts can be asked for.
+    // Starts `offset` bytes past a 64-byte boundary, so that tests can misalign it.
     explicit Guarded(std::size_t size, std::size_t offset = 0) : size_(size), memory_(2 * kZone + 64 + size, kMark) {
         const auto address = reinterpret_cast<std::uintptr_t>(memory_.data()) + kZone;
         begin_ = memory_.data() + kZone + (64 - address % 64) % 64 + offset % 64;

@@ -1,5 +1,5 @@
-// A test harness in one header: tests register themselves, a failed expectation is printed and counted, and the last
-// line says how many tests passed and failed.
+// Runs native tests: tests register themselves, a failed expectation is printed and counted, and the last line says how
+// many tests passed and failed.
 #pragma once
 
 #include <atomic>
@@ -21,7 +21,7 @@ inline std::vector<Test>& tests() {
     return all;
 }
 
-// Atomic: threads of a test may count too.
+// The counter is atomic, since threads of a test may count too.
 inline std::atomic<int>& failures() {
     static std::atomic<int> count{0};
     return count;
@@ -64,5 +64,5 @@ inline int run_all(const char* filter) {
     static void name()
 
 #define EXPECT(condition) EXPECT_FOR(condition, "")
-// With a description of the case at hand.
+// Describes the present case in the failure.
 #define EXPECT_FOR(condition, where) harness::expect((condition), #condition, (where), __FILE__, __LINE__)

@@ -1,4 +1,4 @@
-// A bucket for tests of the worker pool, with a copy to compare with, and what such tests ask of a pool.
+// Holds a bucket for tests of the worker pool, a copy to compare with, and helpers for such tests.
 #pragma once
 
 #include <memory>
@@ -20,7 +20,7 @@ constexpr double kLong = 120;  // seconds: a wait that lasts this long is a hang
 
 inline std::vector<int> unbound(std::size_t threads) { return std::vector<int>(threads, -1); }
 
-// A bucket of several runs with its work, and a copy to compare with.
+// Holds a bucket of several runs with its work, and a copy to compare with.
 struct Subject {
     explicit Subject(std::vector<std::size_t> sizes, std::uint64_t seed = 3, bool room_for_escapes = true) {
         std::uint64_t padded = 0;
@@ -45,7 +45,7 @@ struct Subject {
         hyper.step = step;
         work->freeze(hyper, std::vector<std::uint64_t>(runs.size(), step));
     }
-    // The same operation, in one piece, on the copy.
+    // Runs the same operation on the copy, in one piece.
     void step_twin(std::uint64_t step, double gradient_factor = 1) {
         hyper.gradient_factor = gradient_factor;
         hyper.step = step;

@@ -1,5 +1,5 @@
-// The pipeline of csrc/cuda over the fake driver: the same bits as without a device, errors that end in bounded time.
-// Also what runs under ThreadSanitizer and AddressSanitizer.
+// Tests the pipeline of csrc/cuda over the fake driver: the same bits as without a device, errors that end in bounded
+// time. ThreadSanitizer and AddressSanitizer run this program too.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -136,7 +136,7 @@ TEST(a_device_that_hangs_is_an_error_after_the_timeout) {
     const auto arrival = device.pipeline->pack(rig.bucket, device.current, rig.of(rig.gradients), false);
     EXPECT(arrival->wait(30));
     EXPECT(arrival->error().find("SUPEROFFLOAD_DEVICE_TIMEOUT") != std::string::npos);
-    EXPECT(device.pipeline->close());  // by then the device has come back
+    EXPECT(device.pipeline->close());  // the device works again by then
 }
 
 TEST(a_delivery_whose_step_never_ran_is_not_made) {
@@ -157,7 +157,7 @@ TEST(a_delivery_whose_step_never_ran_is_not_made) {
     EXPECT(refused);
 }
 
-// Two tensors, of 6 and 1 sums; the second one's memory is not a multiple of what a sum is of.
+// Holds two tensors, of 6 and 1 sums; the second one's length is not a multiple of a sum's block.
 struct Summed {
     explicit Summed(const Device& device)
         : pinned(device.gpu, {cuda::SumsTable::bytes(2)}),
@@ -185,7 +185,7 @@ TEST(bits_that_have_changed_are_found) {
         Summed s(device);
         fake<void(Stream, double)>("fake_cuda_sleep")(device.current, 20000);
         device.pipeline->take_sums(*s.table, device.current, s.runs());
-        EXPECT(!s.table->is_free());  // nothing has waited
+        EXPECT(!s.table->is_free());  // no call has waited
         synchronize(device.current);
         EXPECT(s.table->is_free());
         for (const auto& [i, change] : {std::pair(0, false), std::pair(0, true), std::pair(1, true)}) {

@@ -1,5 +1,5 @@
-// The kernels of csrc/cuda, emulated, against those of csrc/arm_adam on the scalar set: the same bits for hostile and
-// ordinary inputs, all types, all lengths around blocks, aligned and not, whatever the grid.
+// Tests the emulated kernels of csrc/cuda against those of csrc/arm_adam on the scalar set: the same bits for hostile
+// and ordinary inputs, all types, all lengths around blocks, aligned and not, whatever the grid.
 #include "cuda_shim.h"
 //
 #include <cstddef>
@@ -44,7 +44,7 @@ void launch(const std::string& name, unsigned grid, Arguments... arguments) {
 
 unsigned blocks_of(std::size_t numel) { return static_cast<unsigned>((numel + adam::kBlock - 1) / adam::kBlock); }
 
-// State and gradient of a battery's case, all of them aligned or each shifted in its own way.
+// Holds the state and gradient of a battery's case, all of them aligned or each shifted in its own way.
 struct Memory {
     Guarded master, exp_avg, exp_avg_sq, gradient, shadow;
 
@@ -135,7 +135,7 @@ TEST(step_has_the_bits_of_the_scalar_kernel) {
     EXPECT(tried > 1000);
 }
 
-// Many pieces in one launch, empty ones among them, on grids smaller and larger than their blocks.
+// Launches many pieces at once, empty ones among them, on grids smaller and larger than their blocks.
 TEST(step_finds_its_pieces) {
     adam::set_isa("scalar");
     for (const unsigned grid : {1u, 7u, 400u}) {
@@ -160,7 +160,7 @@ TEST(step_finds_its_pieces) {
     }
 }
 
-// Pieces of several lengths, shifts and contents in one buffer of packed gradients or staged parameters.
+// Holds pieces of several lengths, shifts and contents in one buffer of packed gradients or staged parameters.
 struct Pieces {
     std::vector<std::unique_ptr<Guarded>> tensors;
     std::vector<std::size_t> numels, offsets;
@@ -176,7 +176,7 @@ struct Pieces {
             for (std::size_t i = 0; i < numel; ++i) {
                 const std::uint64_t bits = battery::mix(number << 32 | i);
                 const bool special = hostile && number % 4 != 1;
-                // 16-bit formats take the upper half: any pattern is one of theirs
+                // 16-bit formats take the upper half, which is valid for each of them
                 const std::uint32_t word =
                     special ? battery::hostile_word(bits) : battery::plain_word(bits, 0u - 9, 12);
                 if (size == 4) std::memcpy(tensors.back()->data() + 4 * i, &word, 4);
@@ -207,7 +207,7 @@ void check_pack(ElementType type, bool hostile, unsigned grid) {
     const cuda::CopyPiece* pieces = p.pieces.data();
     void* target = packed.data();
     const std::string name = std::string("pack_") + kTypes[static_cast<int>(type)];
-    // With the sums of bits (one of 512 words of 32 bits) and, as where gradients are freed, without.
+    // Runs with the sums of bits (one per 512 words of 32 bits) and without, as where gradients are freed.
     const std::size_t parts = size / 2;
     Guarded bits(8 * parts * p.blocks);
     auto* const wanted = hostile ? bits.as<cuda::Sum>() : nullptr;
@@ -218,7 +218,7 @@ void check_pack(ElementType type, bool hostile, unsigned grid) {
     EXPECT_FOR(packed.intact() && sums.intact(), where);
     EXPECT_FOR(bits.intact(), where);
     for (std::size_t k = 0; k < p.pieces.size() && hostile; ++k) {
-        if (p.numels[k] == 0) continue;  // of which there are no sums
+        if (p.numels[k] == 0) continue;  // it has no sums
         const std::size_t count = (size * p.numels[k] + 2047) / 2048;
         std::vector<cuda::Sum> expected_bits(count);
         const cuda::SumPiece piece{p.tensors[k]->as<unsigned short>(), expected_bits.data(), parts * p.numels[k], 0};

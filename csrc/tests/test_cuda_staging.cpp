@@ -1,4 +1,4 @@
-// New parameters that are sent before the verdict, into a bucket's block: delivered from there, or discarded.
+// Tests new parameters that are sent before the verdict, into a bucket's block: delivered from there, or discarded.
 #include <algorithm>
 
 #include "cuda_rig.h"
@@ -9,7 +9,7 @@ using namespace cuda_rig;
 
 namespace {
 
-// Every step is stepped speculatively and sent early; every other one is taken back, and stepped with another factor.
+// Speculates and sends early at every step; undoes every other step and steps with another factor.
 void stage_all(Device& device, std::uint64_t seed) {
     std::vector<std::unique_ptr<Rig>> rigs;
     for (int i = 0; i < 4; ++i) rigs.push_back(std::make_unique<Rig>(device.gpu, *device.pipeline));

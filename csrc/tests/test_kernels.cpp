@@ -1,5 +1,5 @@
-// The kernels on every instruction set of this machine against the scalar ones: same bits, same journal, nothing
-// written outside. Whether the scalar arithmetic is the right one is for the Python tests (an independent reference).
+// Tests the kernels on every instruction set of this machine against the scalar ones: same bits, same journal, no write
+// outside. The Python tests check the scalar arithmetic against an independent reference.
 #include <algorithm>
 #include <thread>
 
@@ -34,7 +34,7 @@ class With {
     std::string before_;
 };
 
-// Everything that one case shows of one instruction set.
+// Holds every result of one case on one instruction set.
 struct Outcome {
     Bytes initial, stepped, stepped_shadow, published_shadow, journaled, journaled_shadow, escapes, undone, replayed,
         replayed_shadow, stepped_again;
@@ -109,7 +109,7 @@ bool agrees_everywhere(const Case& c) {
     return true;
 }
 
-// The i-th combination of types, mode, code width, contents and misalignment.
+// Makes the i-th combination of types, mode, code width, contents and misalignment.
 constexpr std::size_t kCombinations = 144;  // without the offsets
 Case combination(std::size_t i, std::size_t numel) {
     Case c;
@@ -147,7 +147,7 @@ TEST(every_hyper_parameter_edge) {
     }
 }
 
-// The calling thread's floating-point environment must not matter, and must be put back.
+// The calling thread's floating-point environment must not matter, and must be restored.
 #if defined(__x86_64__)
 std::uint64_t control() { return _mm_getcsr() & 0xffc0u; }
 void set_control(std::uint64_t value) { _mm_setcsr(static_cast<unsigned>(value)); }
@@ -190,7 +190,7 @@ TEST(callers_float_environment_does_not_matter) {
 }
 #endif
 
-// A full arena is reported before anything is lost: what was stepped can be undone, the rest was not touched.
+// A full arena is reported before anything is lost: stepped blocks can be undone, the others are unchanged.
 TEST(full_arena_loses_nothing) {
     for (const std::string& isa : isas()) {
         const With selected(isa);
@@ -207,7 +207,7 @@ TEST(full_arena_loses_nothing) {
                 const Bytes initial = bucket.state();
                 if (!EXPECT_FOR(!adam::step_journaled(bucket.run(scalars), bucket.all()), where)) return;
                 if (words == 0 && !EXPECT_FOR(bucket.state() == initial, where)) return;
-                if (!EXPECT_FOR(bucket.arena().used <= words, where)) return;  // what found no room is not counted
+                if (!EXPECT_FOR(bucket.arena().used <= words, where)) return;  // blocks without room are not counted
                 adam::undo(bucket.run(scalars), bucket.all());
                 if (!EXPECT_FOR(bucket.state() == initial, where) || !EXPECT_FOR(bucket.intact(), where)) return;
             }
@@ -217,7 +217,7 @@ TEST(full_arena_loses_nothing) {
     }
 }
 
-// By their number, which two-byte codes count on the way, a bucket's next code width is chosen.
+// This number, which two-byte codes count on the way, decides a bucket's next code width.
 TEST(narrow_escapes_are_those_that_one_byte_codes_have) {
     for (const std::string& isa : isas()) {
         const With selected(isa);
@@ -241,7 +241,7 @@ TEST(narrow_escapes_are_those_that_one_byte_codes_have) {
     }
 }
 
-// Threads that share a bucket and its arena, block ranges in any order: the bits of one thread.
+// Threads that share a bucket and its arena, in any order of block ranges, give the bits of one thread.
 TEST(threads_share_a_bucket) {
     for (const std::string& isa : isas()) {
         const With selected(isa);

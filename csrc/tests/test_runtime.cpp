@@ -1,5 +1,5 @@
-// The worker pool: every bucket is stepped once, errors come back, shutting down never hangs. With
-// test_worker_threads.cpp also the program that runs under ThreadSanitizer.
+// Tests the worker pool: every bucket is stepped once, errors come back, shutting down never hangs. With
+// test_worker_threads.cpp this is the program that runs under ThreadSanitizer.
 #include <chrono>
 #include <memory>
 #include <stdexcept>
@@ -174,7 +174,7 @@ TEST(work_waits_for_its_gradient) {
     late.freeze(1);
     const auto arrived = std::make_shared<Completion>();
     const auto late_done = pool.submit(late.work, Operation::step, 1, arrived);
-    does(pool, early, Operation::step);  // submitted later, but its gradient is there
+    does(pool, early, Operation::step);  // submitted later, but its gradient has arrived
     EXPECT(!late_done->wait(0.05));
     EXPECT(late.same());
     arrived->finish();

@@ -1,4 +1,4 @@
-// The threads of the worker pool: they sleep until the thread that ends what a bucket waits for wakes them, and no more
+// Tests the threads of the worker pool: they sleep until the thread that ends a bucket's wait wakes them, and no more
 // of them wake than there is work for.
 #include <algorithm>
 #include <atomic>
@@ -57,7 +57,7 @@ TEST(what_was_submitted_first_goes_first_whatever_arrives_first) {
     const auto done = pool.submit(before.work, Operation::step, 1, go);
     const auto early_done = pool.submit(early.work, Operation::step, 1, early_arrived);
     const auto late_done = pool.submit(late.work, Operation::step, 1, late_arrived);
-    done->when_done([&] {  // on the only worker
+    done->when_done([&] {  // runs on the only worker
         late_arrived->finish();
         early_arrived->finish();
     });
@@ -93,7 +93,7 @@ TEST(closing_races_with_arrivals) {
         done[0] = pool->submit(first.work, Operation::publish, 1, first_arrived);
         done[1] = pool->submit(first.work, Operation::settle, 1, done[0]);
         done[2] = pool->submit(second.work, Operation::step, 1, second_arrived);
-        second_arrived->finish();  // before the pool is closed: so this one runs
+        second_arrived->finish();  // before the pool is closed, so this one runs
         std::thread link([&, wait = random.below(200)] {
             std::this_thread::sleep_for(std::chrono::microseconds(wait));
             first_arrived->finish();
@@ -106,14 +106,14 @@ TEST(closing_races_with_arrivals) {
         EXPECT(second.same());
         const bool ran = done[0]->error().empty();
         if (ran) first.step_twin(1);
-        EXPECT(done[1]->error().empty() == ran);  // what a worker has made ready is not left behind
+        EXPECT(done[1]->error().empty() == ran);  // a task that a worker has made ready is not left behind
         EXPECT(first.same() && (!ran || first.same_shadow()));
         if (round % 2 == 0) pool.reset();
         link.join();
     }
 }
 
-// One bucket's way through some steps, with arrivals that another thread ends.
+// Takes one bucket through some steps, with arrivals that another thread ends.
 struct Life {
     explicit Life(std::uint64_t seed)
         : random(seed), subject({1 + random.below(2 * superoffload::kChunk), 100}, seed, random.below(4) != 0) {}
@@ -173,7 +173,7 @@ TEST(random_schedules_lose_no_wake_up) {
 }
 
 #if defined(__linux__)
-// One line of /proc/self/task/*/status, for example the name or the processors of a thread.
+// Reads one line of /proc/self/task/*/status, for example the name or the processors of a thread.
 std::string status_line(const std::filesystem::path& task, const std::string& key) {
     std::ifstream status(task / "status");
     for (std::string line; std::getline(status, line);) {
@@ -199,7 +199,7 @@ TEST(threads_have_names_and_stay_on_their_processor) {
         if (CPU_ISSET(cpu, &allowed)) last = cpu;
     }
     const std::string everything = status_line("/proc/self", "Cpus_allowed_list");
-    WorkerPool pool({last, -1, 1000});  // one bound, one free, one to a processor that is not there
+    WorkerPool pool({last, -1, 1000});  // one bound, one free, one to a processor that does not exist
     Subject subject({kSeveralChunks});
     subject.freeze(1);
     does(pool, subject, Operation::step);
@@ -216,7 +216,7 @@ TEST(threads_have_names_and_stay_on_their_processor) {
     EXPECT(as_expected);
 }
 
-// How often each worker has gone to sleep so far, by its name.
+// Counts how often each worker has gone to sleep so far, by its name.
 std::map<std::string, long> sleeps() {
     std::map<std::string, long> found;
     for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
@@ -228,7 +228,7 @@ std::map<std::string, long> sleeps() {
     return found;
 }
 
-// Once nothing changes any more.
+// Counts once nothing changes any more.
 std::map<std::string, long> sleeps_at_rest(std::size_t threads) {
     std::map<std::string, long> last;
     for (int attempt = 0; attempt < 500; ++attempt) {
@@ -255,7 +255,7 @@ TEST(waiting_costs_no_processor) {
     const auto done = pool.submit(subject.work, Operation::step, 1, arrived);
     const std::map<std::string, long> before = sleeps_at_rest(threads);
     std::this_thread::sleep_for(std::chrono::milliseconds(300));
-    EXPECT(sleeps() == before);  // no worker has looked for itself whether it has arrived
+    EXPECT(sleeps() == before);  // no worker has polled for the arrival
     arrived->finish();
     succeeds(done);
     subject.step_twin(1);
@@ -282,7 +282,7 @@ TEST(a_large_bucket_wakes_all_threads) {
     WorkerPool pool(unbound(threads));
     Subject subject({40 * superoffload::kChunk});
     bool all = false;
-    for (std::uint64_t step = 1; step <= 50 && !all; ++step) {  // some of its chunks may be gone before the last wakes
+    for (std::uint64_t step = 1; step <= 50 && !all; ++step) {  // its chunks may be taken before the last wakes
         subject.freeze(step);
         const std::map<std::string, long> before = sleeps_at_rest(threads);
         does(pool, subject, Operation::step);

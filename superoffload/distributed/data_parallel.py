@@ -1,4 +1,4 @@
-"""``torch.nn.parallel.DistributedDataParallel``: gradients as its communication hook has reduced them.
+"""Reads gradients of ``torch.nn.parallel.DistributedDataParallel`` from its communication hook, after the reduction.
 
 The hooks of single parameters run before DDP reduces; only the reduction itself knows when a gradient is final. DDP
 inspects the annotations of hooks, so this file must not postpone their evaluation.
@@ -24,7 +24,7 @@ Alone = AbstractContextManager[Any]
 
 
 class Reduction(NamedTuple):
-    """One bucket of DDP's under way."""
+    """Holds one bucket of DDP's whose reduction is under way."""
 
     future: torch.futures.Future[Tensor]
     params: Sequence[Tensor]
@@ -34,9 +34,9 @@ class Reduction(NamedTuple):
 class ReducedGradients:
     """Hands reduced gradients of ``model`` to ``deliver(param, flat gradient)``, in the thread that runs backward.
 
-    The reduction of one bucket ends while backward computes the next ones, so it is looked at when the next bucket
-    starts its own; what is left then is drained when backward has ended. By then DDP has put the gradients where users
-    see them: ``kept(param)`` says that ``param.grad`` has just what was delivered, so that nobody need compare them.
+    One bucket's reduction ends while backward computes the next ones, so each bucket's hook hands over the reductions
+    that are done. The rest is handed over when backward ends. By then DDP has written the gradients where users see
+    them, and ``kept(param)`` reports that ``param.grad`` is what was delivered, so that no comparison is needed.
     """
 
     def __init__(self, model: DistributedDataParallel, deliver: Deliver, kept: Kept, alone: Alone) -> None:
@@ -61,7 +61,7 @@ class ReducedGradients:
     def _hook(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         self.drain()
         if not self._watches:
-            # Run in the order in which they were queued, and DDP queues its own, which ends backward, after this one.
+            # Callbacks run in the order of their queue. DDP queues its own, which ends backward, after this one.
             torch.autograd.Variable._execution_engine.queue_callback(self._before_the_end)
             self._watches = True
         params = bucket.parameters()
@@ -83,13 +83,13 @@ class ReducedGradients:
             if grad is None or grad.dtype != reduced.dtype:
                 continue
             before, version = self._shown.get(param, (grad, grad._version))
-            # DDP has copied it there, or it lies in DDP's own memory; else it is an older one that DDP has left alone.
+            # DDP has copied it there, or it lies in DDP's own memory. Otherwise it is an older one that DDP left alone.
             if grad is not before or grad._version != version or grad.data_ptr() == reduced.data_ptr():
                 self._kept(param)
         self._rest()
 
     def drain(self) -> None:
-        """Hands over what has been reduced by now."""
+        """Hands over the gradients that are reduced by now."""
         with self._alone:
             while self._waiting and self._waiting[0].future.done():
                 self._hand_over(self._waiting.popleft())
@@ -105,8 +105,8 @@ class ReducedGradients:
 
     @contextmanager
     def _beside_backward(self, reduction: Reduction) -> Iterator[None]:
-        """On a GPU a reduction is "done" once it is enqueued, and waiting for it makes the current stream wait: one of
-        our own, or backward would stand still for the reduction."""
+        """Waits for a reduction on a stream of our own, so that backward goes on. On a GPU a reduction is "done" once
+        it is enqueued, and waiting for it makes the current stream wait."""
         if reduction.began_on is None:
             yield
             return
@@ -115,21 +115,21 @@ class ReducedGradients:
             self._stream = torch.cuda.Stream(device)
             self._ordered_by_future = _is_nccl(self._group)
         if not self._ordered_by_future:
-            # Gloo's worker thread copies the sum to the device on a stream that only it knows, and its future orders
-            # nothing: torch 2.6 to 2.10 make the worker's own current stream wait for that copy, which is the default
-            # stream, before the future is done. Other versions and backends go by the stream of the caller.
+            # Gloo's worker thread copies the sum to the device on a private stream, and its future orders nothing.
+            # Torch 2.6 to 2.10 make the worker's current stream, the default stream, wait for that copy before the
+            # future is done. Other versions and backends order the caller's stream.
             self._stream.wait_stream(torch.cuda.default_stream(device))
             self._stream.wait_stream(reduction.began_on)
         with torch.cuda.stream(self._stream):
             yield
 
     def finish(self) -> None:
-        """At ``step()``: whatever a backward that was cut off has left."""
+        """Hands over, at ``step()``, the gradients that an interrupted backward has left."""
         self.drain()
         self._rest()
 
     def forget(self) -> None:
-        """A backward whose gradients are given up."""
+        """Drops the gradients of a backward that is given up."""
         self._waiting.clear()
         self._rest()
 
@@ -144,7 +144,7 @@ def _on_gpu(param: Tensor) -> bool:
 
 
 def _is_nccl(group: ProcessGroup) -> bool:
-    """Whether ``group`` reduces tensors on GPUs by NCCL, whose futures order the stream that waits for them."""
+    """Tells whether ``group`` reduces tensors on GPUs by NCCL, whose futures order the stream that waits for them."""
     backends = dict(one.split(":") for one in get_backend_config(group).split(","))
     return backends.get("cuda") == "nccl"
 
@@ -154,5 +154,5 @@ def _state_of(grad: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def reduced_gradients(model: nn.Module | None, deliver: Deliver, kept: Kept, alone: Alone) -> ReducedGradients | None:
-    """None if ``model`` is not DDP."""
+    """Registers the hook if ``model`` is DDP; otherwise returns None."""
     return ReducedGradients(model, deliver, kept, alone) if isinstance(model, DistributedDataParallel) else None

@@ -1,4 +1,4 @@
-"""Which ranks are in the minority."""
+"""Finds the ranks in the minority."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def odd_ranks(values: Mapping[int, Any]) -> list[tuple[int, int]]:
-    """(rank, one of the majority) for every rank whose value is not what most have; of equals, the lowest rank's."""
+    """Returns (rank, one of the majority) for each minority rank; in a tie the lowest rank's value wins."""
     holders: dict[Any, list[int]] = {}
     for rank in sorted(values):
         holders.setdefault(_key(values[rank]), []).append(rank)
@@ -17,7 +17,7 @@ def odd_ranks(values: Mapping[int, Any]) -> list[tuple[int, int]]:
 
 
 def bits_of(value: float) -> bytes:
-    """So that NaN equals itself and the zeros differ."""
+    """Returns the bits of a float, so that NaN equals itself and the zeros differ."""
     return struct.pack("<d", value)
 
 

@@ -1,4 +1,4 @@
-"""The full check: every parameter's copies, rounding and state across ranks, and what the next forward gathers."""
+"""Compares every parameter's copies, rounding and state across ranks, and what the next forward gathers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GradientOf = Callable[[Tensor], Tensor | None]
 
 
 def no_gradient(param: Tensor) -> None:
-    """Where gradients are not in the parameters: there is nothing to compare."""
+    """Returns None: where gradients are not in the parameters there is nothing to compare."""
 
 
 _COLUMNS = ("published parameter", "state (master, exp_avg, exp_avg_sq)", "step count")
@@ -29,7 +29,7 @@ _NOT_ROUNDED, _GRADIENT, _WIDTH = 3, 4, 5
 
 
 class FullCheck:
-    """Compares what the ranks hold. ``replicas``: per rank, per parameter, the ranks that have the same shard.
+    """Compares the ranks' parameters. ``replicas``: per rank, per parameter, the ranks that have the same shard.
 
     ``gradient_of`` gives the gradient of a parameter that can be compared, or None. ``run`` is collective.
     """
@@ -50,7 +50,7 @@ class FullCheck:
 
     @torch.no_grad()
     def run(self, where: str, outcome: tuple[int, int, float]) -> str | None:
-        """What is wrong, the same text on every rank; None if nothing is."""
+        """Returns the first fault that it finds, as the same text on every rank; None if there is none."""
         rows = np.array([self._row(one) for one in self._held], np.uint32).reshape(-1, _WIDTH)
         header = np.array([zlib.crc32(repr(outcome).encode())], np.uint32)
         told = self._exchange(where, np.concatenate([header, rows.reshape(-1)]))
@@ -71,9 +71,9 @@ class FullCheck:
         return crc(shard.target()), state, shard.steps, int(not is_published(one)), self._gradient(one)
 
     def _gradient(self, one: Held) -> int:
-        """Checksum of a gradient that every rank has in full; 0 if there is none to compare.
+        """Returns the checksum of a gradient that every rank has in full; 0 if there is none to compare.
 
-        Nor where it is not finite: then the step was skipped on all ranks, whichever of them saw it.
+        A gradient that is not finite is not compared: all ranks skip that step, whichever of them saw it.
         """
         gradient = self._gradient_of(one.param) if one.is_spread else None
         if gradient is None:
@@ -86,7 +86,7 @@ class FullCheck:
         return {rank: np.frombuffer(data, np.uint32) for rank, data in zip(self._group.ranks, told, strict=True)}
 
     def _bad_gradients(self, where: str, tables: dict[int, NDArray[np.uint32]]) -> str | None:
-        """Of spread state, each rank's sums are those of its own part: that nobody has reduced shows only here."""
+        """Finds unreduced gradients. With spread state each rank sums only its own part, so only this shows them."""
         for index, one in enumerate(self._held):
             known = {rank: int(table[index, _GRADIENT]) for rank, table in tables.items() if table[index, _GRADIENT]}
             for rank, first in odd_ranks(known) if known else ():
@@ -113,7 +113,7 @@ class FullCheck:
         return None
 
     def _bad_forward(self, where: str) -> str | None:
-        """Whether what a forward reads of every part is what that part's owner has published."""
+        """Finds a part whose values in a rank's forward differ from those that the part's owner has published."""
         seen = {one.shard.index: (full.dtype, self._chunk_checksums(one, full)) for one, full in self._wholes()}
         own = np.zeros(len(self._held), np.uint32)
         for index, (dtype, _) in seen.items():
@@ -136,7 +136,7 @@ class FullCheck:
         return {chunk.owner: _checksum(one.holding.chunk_of_whole(full, chunk)) for chunk in one.holding.chunks}
 
     def _wholes(self) -> Iterator[tuple[Held, Tensor]]:
-        """Whole parameters as a forward sees them, one after the other."""
+        """Yields whole parameters as a forward sees them, one after the other."""
         todo = {id(one.param): one for one in self._held if len(one.holding.chunks) > 1}
         if self._gathered is not None:
             for param, full in self._gathered():
@@ -149,5 +149,5 @@ class FullCheck:
 
 
 def _checksum(values: Tensor) -> int:
-    """Of what was converted on one rank or another: which bits a NaN then has depends on its place in memory."""
+    """Sums converted values, with one pattern for NaN: a conversion's NaN bits depend on its place in memory."""
     return crc(values.masked_fill(values.isnan(), torch.nan))

@@ -1,4 +1,4 @@
-"""``torch.distributed.fsdp.fully_shard``: what a forward gathers, and when. All else is in its DTensors."""
+"""Reads what a forward of ``torch.distributed.fsdp.fully_shard`` gathers, and when; its DTensors tell the rest."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _Place = tuple[nn.Module, str, Tensor]
 
 
 def forward_view(model: nn.Module) -> Callable[[], Iterator[tuple[Tensor, Tensor]]] | None:
-    """A collective generator of (sharded parameter, what forward gathers of it); None if nothing is sharded.
+    """Makes a collective generator of (sharded parameter, its gathered value in forward); None if nothing is sharded.
 
-    To be made while the parameters are sharded, as they are between a backward and the next forward. A parameter that
-    is still gathered at that time (a stale one, if it was gathered before the step) is shown as it is.
+    Call this while the parameters are sharded, as they are between a backward and the next forward. A parameter that is
+    still gathered when the generator runs (stale, if it was gathered before the step) is yielded as it is.
     """
     try:
         from torch.distributed.fsdp import FSDPModule
@@ -46,7 +46,7 @@ def forward_view(model: nn.Module) -> Callable[[], Iterator[tuple[Tensor, Tensor
 
 
 def await_offload(param: Tensor) -> None:
-    """In a hook of ``param``: returns once its gradient is in host memory, where ``CPUOffloadPolicy`` copies it there.
+    """Waits, in a hook of ``param``, until its gradient is in host memory, where ``CPUOffloadPolicy`` copies it.
 
     Before torch 2.13 hooks run while the copy is under way, on the stream that is current then.
     """
@@ -56,15 +56,14 @@ def await_offload(param: Tensor) -> None:
 
 
 def is_sharded_module(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` was called on it; without loading what does that."""
+    """Tells whether ``fully_shard`` was called on the module, without loading FSDP2."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ()))
 
 
 def gathered_with(module: nn.Module) -> list[nn.Module] | None:
-    """The sharded modules that are all-gathered when ``module``'s forward begins: itself, those of its group
-    (``fully_shard([a, b])``), and those it was told to prefetch. None: this version of torch does not show it.
-    """
+    """Lists the sharded modules that are all-gathered when ``module``'s forward begins: itself, those of its group
+    (``fully_shard([a, b])``), and those that it prefetches. None: this version of torch does not show it."""
     sharded: Any = module
     try:
         state = sharded._get_fsdp_state()
@@ -75,9 +74,8 @@ def gathered_with(module: nn.Module) -> list[nn.Module] | None:
 
 
 def gathering_streams(module: nn.Module) -> list[int]:
-    """Streams of a GPU on which FSDP2 reads sharded parameters. They wait for the current stream when the outermost
-    forward begins and not again, so what is written later must be waited for on them, too. None before that forward.
-    """
+    """Returns the GPU streams on which FSDP2 reads sharded parameters. They wait for the current stream only when the
+    outermost forward begins, so they must also wait for later writes. Empty before that forward."""
     sharded: Any = module
     try:
         context = sharded._get_fsdp_state()._comm_ctx
@@ -107,13 +105,13 @@ class UnshardHook:
         object.__setattr__(module, "unshard", unshard)
 
     def remove(self) -> None:
-        """Leaves alone what other code has put in its place since."""
+        """Restores ``unshard``, unless other code has replaced it since."""
         if vars(self._module).get("unshard") is self._wrapper:
             object.__delattr__(self._module, "unshard")
 
 
 def _places(module: nn.Module, kind: type) -> Iterator[_Place]:
-    """The sharded parameters below ``module`` that no nested module of the kind manages."""
+    """Yields the sharded parameters below ``module`` that no nested module of the kind manages."""
     for name, param in module.named_parameters(recurse=False):
         if is_dtensor(param):
             yield module, name, param
@@ -123,7 +121,7 @@ def _places(module: nn.Module, kind: type) -> Iterator[_Place]:
 
 
 def _now(place: _Place) -> Tensor:
-    """What the module has under the parameter's name at this moment: sharded or gathered."""
+    """Returns the module's present tensor under the parameter's name: sharded or gathered."""
     module, name, _ = place
     tensor: Tensor = getattr(module, name)
     return tensor

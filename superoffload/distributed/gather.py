@@ -1,4 +1,4 @@
-"""Plain parameters whose state is spread over ranks: every rank gets the parts that the others have."""
+"""Gathers plain parameters whose state is spread over ranks: every rank gets the parts of the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BATCH_BYTES = 32 << 20  # per rank and exchange
 
 @dataclass(frozen=True)
 class Spread:
-    """``part``: this rank's elements of ``whole``, which gets those of all ranks. Both flat, of one dtype."""
+    """Pairs ``part``, this rank's elements, with ``whole``, which gets those of all ranks. Both flat, of one dtype."""
 
     holding: Holding
     part: Tensor
@@ -25,7 +25,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class _Run:
-    """Elements ``start`` to ``start + length`` of every owner's part; owners with shorter parts have fewer."""
+    """Covers elements ``start`` to ``start + length`` of every owner's part; owners with shorter parts have fewer."""
 
     spread: Spread
     start: int
@@ -36,7 +36,7 @@ class _Run:
 
 
 def gather(group: RankGroup, what: str, spreads: Sequence[Spread]) -> None:
-    """Collective: all ranks must give the same parameters in the same order."""
+    """Gathers collectively: all ranks must give the same parameters in the same order."""
     for runs in _batches(spreads):
         _gather_batch(group, what, runs)
 

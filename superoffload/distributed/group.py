@@ -1,7 +1,7 @@
-"""The ranks that share a verdict: a gloo group of our own, exchanges with a time-out, and who is missing after one.
+"""The ranks that share a verdict exchange messages over a gloo group of our own, with a time-out that names the lost.
 
-Every exchange begins with one message of the same length, which says what it is about. So ranks that are in different
-exchanges (one saves a checkpoint, the other steps) get an error that says so; gloo itself would mix up their data.
+Every exchange begins with one message of fixed length that names the exchange. So ranks that are in different exchanges
+(one saves a checkpoint, another steps) get an error that says so; gloo itself would mix up their data.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from superoffload.host.numbers import check_number
 DEFAULT_TIMEOUT = 60.0
 TIMEOUT_VARIABLE = "SUPEROFFLOAD_RANK_TIMEOUT"
 FRAME = 128  # bytes of the message that every exchange begins with
-_HEAD = struct.Struct("<IQ")  # a checksum of what the exchange is about, and how many bytes follow
-ROOM = FRAME - _HEAD.size  # is left for the payload of a small exchange, which is that message alone
-_ROLL_CALL = 0.2  # share of the time-out that is kept for finding out who is missing
+_HEAD = struct.Struct("<IQ")  # a checksum of the exchange's name, and how many bytes follow
+ROOM = FRAME - _HEAD.size  # bytes for the payload of a small exchange, which is that message alone
+_ROLL_CALL = 0.2  # share of the time-out that is kept for finding the missing ranks
 
 
 def rank_timeout(value: float | None) -> float:
-    """The argument, else the environment, else a minute; in seconds."""
+    """Returns the argument, else the environment's value, else a minute; in seconds."""
     if value is not None:
         return check_number("rank_timeout", value, low=0.1)
     text = os.environ.get(TIMEOUT_VARIABLE)
@@ -42,12 +42,12 @@ def rank_timeout(value: float | None) -> float:
     try:
         seconds = float(text)
     except ValueError:
-        raise ArgumentError(f"{TIMEOUT_VARIABLE}={text!r}: expected a number of seconds") from None
+        raise ArgumentError(f"{TIMEOUT_VARIABLE}={text!r}: expected a number of seconds; unset: 60") from None
     return check_number(TIMEOUT_VARIABLE, seconds, low=0.1)
 
 
 class Gather:
-    """Equally long tensors of all ranks on their way, in the order of ranks."""
+    """Gathers equally long tensors of all ranks, in the order of ranks."""
 
     def __init__(self, group: RankGroup, what: str, mine: Tensor) -> None:
         self._group, self._what = group, what
@@ -62,7 +62,7 @@ class Gather:
 
 
 class Exchange:
-    """The first message of every rank on its way. ``follows``: bytes that this rank will send next."""
+    """Exchanges the first message of every rank. ``follows``: bytes that this rank will send next."""
 
     def __init__(self, group: RankGroup, what: str, payload: bytes, follows: int = 0) -> None:
         self._group, self._what = group, what
@@ -72,7 +72,7 @@ class Exchange:
         self.follows: list[int] = []
 
     def wait(self) -> list[bytes]:
-        """What all ranks sent, filled up with zeros. RankError on all of them if they are in different exchanges."""
+        """Returns all ranks' payloads, padded with zeros. Raises RankError on all ranks if their exchanges differ."""
         frames = [part.numpy().tobytes() for part in self._gather.wait()]
         heads = [_HEAD.unpack_from(frame) for frame in frames]
         if len({kind for kind, _ in heads}) > 1:
@@ -82,7 +82,7 @@ class Exchange:
 
 
 class RankGroup:
-    """Ranks (global numbers, ascending) that exchange messages. All of them must make it, in the same order."""
+    """Lets ranks (global numbers, ascending) exchange messages. All of them must make it, in the same order."""
 
     def __init__(self, ranks: Sequence[int], timeout: float) -> None:
         self.ranks = list(ranks)
@@ -118,28 +118,28 @@ class RankGroup:
         except (RuntimeError, TimeoutError) as error:
             raise RankError(
                 f"the group of ranks {', '.join(map(str, self.ranks))} was not made within {self.timeout:g} s (seen "
-                f"from rank {self.rank}): a rank did not come to its constructor, or could not be reached, or the "
-                f"store of torch.distributed could not (MASTER_ADDR={os.environ.get('MASTER_ADDR', '')!r}). Start all "
-                f"ranks again. [{str(error).splitlines()[0]}]"
+                f"from rank {self.rank}): a rank did not make its optimizer, or a rank or the store of "
+                f"torch.distributed (MASTER_ADDR={os.environ.get('MASTER_ADDR', '')!r}) could not be reached. Start "
+                f"all ranks again. [{str(error).splitlines()[0]}]"
             ) from error
 
     def gather(self, what: str, mine: Tensor) -> Gather:
         if self.failure is not None:
-            raise RankError(f"{self.failure} (this happened before; the ranks cannot go on together)")
+            raise RankError(f"{self.failure} (an earlier exchange failed so; the ranks cannot go on together)")
         if not dist.is_initialized() or self._world() is not dist.group.WORLD:
             raise RankError(
-                f"{what}: torch.distributed was ended (destroy_process_group()) since the optimizer was made, and with "
-                "it the group over which its ranks exchange; make a new optimizer and load the state"
+                f"{what}: destroy_process_group() has ended torch.distributed since the optimizer was made, and with "
+                "it the group of its ranks; make a new optimizer and load the state"
             )
         self._calls += 1
         return Gather(self, what, mine)
 
     def exchange(self, what: str, payload: bytes) -> Exchange:
-        """Starts an exchange of at most ROOM bytes; ``what`` must be the same on all ranks, and is for errors too."""
+        """Starts an exchange of at most ROOM bytes; ``what`` must be the same on all ranks, and appears in errors."""
         return Exchange(self, what, payload)
 
     def exchange_bytes(self, what: str, payload: bytes) -> list[bytes]:
-        """Of any length, also different ones."""
+        """Exchanges payloads of any length, which may differ between ranks."""
         frame = Exchange(self, what, b"", len(payload))
         frame.wait()
         room = bytearray(payload.ljust(max(1, *frame.follows), b"\0"))
@@ -147,7 +147,7 @@ class RankGroup:
         return [part.numpy().tobytes()[:length] for part, length in zip(parts, frame.follows, strict=True)]
 
     def exchange_tensors(self, what: str, mine: Tensor) -> list[Tensor]:
-        """A flat tensor of the same dtype and length from every rank."""
+        """Exchanges flat tensors of the same dtype and length."""
         frame = Exchange(self, what, b"", mine.numel() * mine.element_size())
         frame.wait()
         if len(set(frame.follows)) > 1:
@@ -156,11 +156,11 @@ class RankGroup:
         return self.gather(what, mine).wait()
 
     def exchange_objects(self, what: str, value: Any) -> list[Any]:
-        """Any picklable value of every rank; not for every step."""
+        """Exchanges picklable values of any kind; too slow for every step."""
         return [pickle.loads(data) for data in self.exchange_bytes(what, pickle.dumps(value))]
 
     def say_what_each_is_doing(self, what: str) -> None:
-        """Raises on every rank; all of them must call it."""
+        """Raises on every rank an error that names each rank's exchange; all ranks must call it."""
         text = bytearray(what.encode()[:FRAME].ljust(FRAME, b"\0"))
         told = self.gather(what, torch.frombuffer(text, dtype=torch.uint8)).wait()
         names = [part.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for part in told]
@@ -176,7 +176,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def naming_the_lost(self, what: str) -> Iterator[None]:
-        """Turns what gloo raises into a RankError that names the ranks that are missing."""
+        """Turns gloo's errors into a RankError that names the missing ranks."""
         try:
             yield
         except RuntimeError as error:
@@ -195,26 +195,25 @@ def _this_world() -> Any:
     return world
 
 
-# By what stands for everything that torch.distributed has between init_process_group() and destroy_process_group():
-# groups of ours go with it.
+# Keyed by the world group: it lives from init_process_group() to destroy_process_group(), and our groups with it.
 _GROUPS: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], RankGroup]] = weakref.WeakKeyDictionary()
 
 
 def rank_group(process_group: Any, timeout: float) -> RankGroup | None:
-    """The group of ours over the ranks of ``process_group`` (None: all); made once. None where there is one rank."""
+    """Returns our group over the ranks of ``process_group`` (None: all), made once. None if there is one rank."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     try:
         ranks = sorted(dist.get_process_group_ranks(process_group or _this_world()))
     except KeyError:
         raise ArgumentError(
-            f"process_group={process_group!r}: not a group of this torch.distributed; was it made before "
-            "destroy_process_group()? Expected one that was made since"
+            f"process_group={process_group!r}: not a group of the present torch.distributed; expected one that was "
+            "made after the last destroy_process_group()"
         ) from None
     if len(ranks) == 1:
         return None
     if dist.get_rank() not in ranks:
-        raise ArgumentError(f"process_group={process_group!r}: rank {dist.get_rank()} is not in it; expected its own")
+        raise ArgumentError(f"process_group={process_group!r}: rank {dist.get_rank()} is not in it; pass its own group")
     groups = _GROUPS.setdefault(_this_world(), {})
     key = (tuple(ranks), timeout)
     kept = groups.get(key)

@@ -1,4 +1,4 @@
-"""A parameter as the ranks see it: its shard here, where the other parts are, checksums and samples of it."""
+"""Describes a parameter to the rank checks: its shard here, where the other parts are, checksums and samples of it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from superoffload.host.bits import same_but_for_nan
 from superoffload.host.tensors import in_order, local_of
 
 _UNITS = 32
-_SAMPLE = 1 << 16  # elements that a light check reads of a shard, spread over it
+_SAMPLE = 1 << 16  # elements of a shard that a light check reads, spread over it
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """One parameter of the optimizer, in the order in which all ranks have them."""
+    """Describes one parameter of the optimizer; all ranks have the parameters in the same order."""
 
     name: str
     param: Tensor
@@ -29,35 +29,35 @@ class Held:
 
     @property
     def copies(self) -> Sequence[int]:
-        """Ranks on which ``copy`` must have the same bits."""
+        """Returns the ranks on which ``copy`` must have the same bits."""
         return [chunk.owner for chunk in self.holding.chunks] if self.is_spread else self.holding.replicas
 
     @property
     def is_spread(self) -> bool:
-        """Every rank has all of the parameter, and the state of a part of it."""
+        """Tells whether every rank has the whole parameter but the state of only a part of it."""
         return self.holding.kind == "spread"
 
     def copy(self) -> Tensor:
-        """The elements of the published parameter that this rank has, flat."""
+        """Returns this rank's elements of the published parameter, flat."""
         return in_order(local_of(self.param), self.holding.order)
 
     def signature(self) -> tuple[object, ...]:
-        """What must be the same on all ranks."""
+        """Returns what must be the same on all ranks."""
         about = (self.name, tuple(self.param.shape), str(self.param.dtype), self.shard.group, self.holding.kind)
         return about if self.holding.order is None else (*about, f"dimensions in memory {self.holding.order}")
 
 
 def crc(tensor: Tensor, start: int = 0) -> int:
-    """Checksum of the bits of a flat tensor, continuing ``start``."""
+    """Computes the checksum of a flat tensor's bits, continuing ``start``."""
     if tensor.numel() == 0:
         return start
-    # Of a copy: memory that NumPy has seen cannot be resized any more, as fully_shard does with gathered parameters.
+    # Sums a copy: memory that NumPy has seen cannot be resized any more, as fully_shard does with gathered parameters.
     copy = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
     return zlib.crc32(copy.view(torch.uint8).numpy().data, start)
 
 
 def is_published(held: Held, stride: int = 1, phase: int = 0) -> bool:
-    """Whether the published part is round(master), in every ``stride``-th element from ``phase``."""
+    """Tells whether the published part is round(master), in every ``stride``-th element from ``phase``."""
     master = held.shard.master[phase::stride]
     published = held.shard.target()[phase::stride].to(master.device)
     return same_but_for_nan(published, master.to(published.dtype))
@@ -65,7 +65,7 @@ def is_published(held: Held, stride: int = 1, phase: int = 0) -> bool:
 
 @dataclass(frozen=True)
 class Probe:
-    """What one light check saw; see Packet."""
+    """Holds the result of one light check; see Packet."""
 
     unit: int
     bad: int
@@ -73,7 +73,7 @@ class Probe:
 
 
 def units_of(held: Sequence[Held]) -> list[list[int]]:
-    """About 32 runs of parameters of the same kind, cut by their full sizes: the same runs on every rank."""
+    """Cuts the parameters into about 32 runs of one kind, by their full sizes: the same runs on every rank."""
     total = sum(one.param.numel() for one in held)
     units: list[list[int]] = []
     filled = 0
@@ -87,7 +87,7 @@ def units_of(held: Sequence[Held]) -> list[list[int]]:
 
 
 def probe(held: Sequence[Held], units: Sequence[Sequence[int]], turn: int) -> Probe:
-    """Looks at unit ``turn`` modulo their number; a constant amount of work, whatever the size of the model."""
+    """Checks unit ``turn`` modulo the number of units; the work is constant, whatever the size of the model."""
     if not units:
         return Probe(0, 0, 0)
     unit = turn % len(units)

@@ -1,4 +1,4 @@
-"""Gradients of ``fully_shard`` that stay in fp32 behind their reduction, where torch would round them."""
+"""Keeps gradients of ``fully_shard`` in fp32 after their reduction, where torch would round them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Widens(Protocol):
 
 
 def keep_in_fp32(model: nn.Module, params: Iterable[Tensor], dtypes: Callable[[], Widens]) -> Callable[[], None]:
-    """Keeps them so for the groups that have any of ``params``. What it returns puts torch's rounding back."""
+    """Keeps gradients in fp32 for the groups that have any of ``params``; returns what restores torch's rounding."""
     kept = [KeptGroup.hold(group, dtypes) for group in sharded_in_16_bits(model, params)]
 
     def put_back() -> None:
@@ -32,8 +32,8 @@ def keep_in_fp32(model: nn.Module, params: Iterable[Tensor], dtypes: Callable[[]
 
 
 def sharded_in_16_bits(model: nn.Module, params: Iterable[Tensor]) -> list[Any]:
-    """The groups of ``fully_shard`` that have any of ``params``, which all are bf16 or fp16; ArgumentError where
-    gradients are not reduced in fp32, and so not added up in it before they are."""
+    """Finds the groups of ``fully_shard`` that have any of ``params``, which all are bf16 or fp16. ArgumentError if a
+    group does not reduce gradients in fp32: then they are rounded before they are added up."""
     wanted = {id(param) for param in params}
     found = []
     for group in all_groups(model) if wanted else ():
@@ -42,7 +42,7 @@ def sharded_in_16_bits(model: nn.Module, params: Iterable[Tensor]) -> list[Any]:
         if group.mp_policy.reduce_dtype is not torch.float32:
             raise ArgumentError(
                 f"accumulate_dtype='fp32' with fully_shard and reduce_dtype={group.mp_policy.reduce_dtype}: gradients "
-                "would be rounded before they are added up; pass it "
+                "would be rounded before they are added up; pass fully_shard "
                 "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)"
             )
         found.append(group)
@@ -50,9 +50,9 @@ def sharded_in_16_bits(model: nn.Module, params: Iterable[Tensor]) -> list[Any]:
 
 
 class KeptGroup:
-    """One group of ``fully_shard`` whose gradients stay in fp32 behind the reduction, until all holders put it back.
+    """Keeps one ``fully_shard`` group's gradients in fp32 after the reduction, until all holders put it back.
 
-    Said again where the group learns its dtypes, at the first forward: parameters may have been replaced until then.
+    It widens parameters again when the group learns its dtypes, at the first forward: they may have been replaced.
     """
 
     def __init__(self, group: Any, dtypes: Widens) -> None:
@@ -67,7 +67,7 @@ class KeptGroup:
 
     @classmethod
     def hold(cls, group: Any, dtypes: Callable[[], Widens]) -> KeptGroup:
-        """The same one for every holder."""
+        """Returns the group's one instance, with one more holder."""
         kept: KeptGroup = getattr(group, "_kept_by_superoffload", None) or cls(group, dtypes())
         kept.add_holder()
         return kept
@@ -79,7 +79,7 @@ class KeptGroup:
         for one in self._group.fsdp_params:
             self._dtypes.widen(one.sharded_param)
         self._rounded_to = getattr(self._group, "_orig_dtype", None)
-        self._group._orig_dtype = torch.float32  # to which gradients are cast behind the reduction
+        self._group._orig_dtype = torch.float32  # the dtype that gradients are cast to after the reduction
 
     def _learn_and_keep(self) -> None:
         self._learn()

@@ -1,4 +1,4 @@
-"""Several ranks on this machine, over gloo and the loopback device: what `verify --ranks` and the tests run on."""
+"""Runs several ranks on this machine, over gloo and the loopback device, for `verify --ranks` and the tests."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from typing import Any
 
 from superoffload.errors import SuperOffloadError
 
-# Loaded once, in the process that ranks are forked from, so that a rank starts in a fraction of a second.
-# (torch's optimizers load torch._dynamo when they are made, which takes longer than all else.)
+# The process that ranks are forked from loads these once, so that a rank starts in a fraction of a second. (New torch
+# optimizers load torch._dynamo, which takes longer than all else.)
 PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "superoffload.checkpoints"]
 _GRACE = 5.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank's function returned, or the text of what it raised; ``error`` "lost" if the process ended."""
+    """Holds the value that a rank's function returned, or its error's text; "lost" if the process ended."""
 
     value: Any = None
     error: str = ""
 
 
 class LocalRanks:
-    """Processes that run one function after the other, the same on each. Close it, or use ``with``."""
+    """Runs one function after the other in several processes, the same in each. Close it, or use ``with``."""
 
     def __init__(self, count: int, *, timeout: float = 60.0, init: bool = True) -> None:
         self.count = count
@@ -50,7 +50,7 @@ class LocalRanks:
             self.processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, limit: float = 300.0) -> list[Any]:
-        """``function(*args)`` on every rank; its values, or the first rank's error that is not a lost connection."""
+        """Runs ``function(*args)`` on every rank and returns the values; raises with the errors of all failed ranks."""
         outcomes = self.outcomes(function, *args, limit=limit)
         failed = [(rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error]
         if failed:
@@ -59,7 +59,7 @@ class LocalRanks:
         return [outcome.value for outcome in outcomes]
 
     def outcomes(self, function: Callable[..., Any], *args: Any, limit: float = 300.0) -> list[Outcome]:
-        """Likewise, for those who want to see errors; a rank that does not answer within ``limit`` is ended."""
+        """Runs ``function(*args)`` and returns errors too; ends a rank that does not answer within ``limit``."""
         self.start(function, *args)
         return self.collect(limit)
 
@@ -106,7 +106,7 @@ class LocalRanks:
 
 
 def _serve(pipe: Any, rank: int, count: int, store: str, timeout: float) -> None:
-    """A rank's life."""
+    """Runs a rank's functions until its pipe says that there are no more."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(count)
@@ -132,4 +132,4 @@ def _serve(pipe: Any, rank: int, count: int, store: str, timeout: float) -> None
             outcome = Outcome(error=f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
         pipe.send(outcome)
     pipe.close()
-    os._exit(0)  # peers may be gone, and the teardown of process groups waits for them
+    os._exit(0)  # peers may have ended, and the teardown of process groups waits for them

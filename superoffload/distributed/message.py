@@ -1,4 +1,4 @@
-"""What a rank tells the others in every step: sums for the verdict and what the light check needs.
+"""Packs what a rank tells the others in every step: sums for the verdict and values for the light check.
 
 It fits the first message of an exchange (128 bytes), which also says which step it is about.
 """
@@ -16,17 +16,17 @@ _FORMAT = struct.Struct(f"<HHIIIIIIId{MOST_CLASSES}d")
 assert _FORMAT.size <= ROOM
 
 FAILED = 1  # this rank raises instead of stepping
-FOUND_INF = 2  # somebody before us saw a NaN or an infinity
+FOUND_INF = 2  # this rank's loss scaler saw a NaN or an infinity
 
 
 @dataclass(frozen=True)
 class Packet:
-    """``sums``: one sum of squares per set of replicas that this rank belongs to, at most MOST_CLASSES.
+    """Carries one rank's part of a step. ``sums``: one sum of squares per set of replicas, at most MOST_CLASSES.
 
-    About this step: ``settings`` and ``gradients`` are checksums of the hyper-parameters and of which parameters have
-    gradients. About the step before: ``outcome`` counts what was applied and skipped,
-    ``factor`` is what gradients were multiplied with, ``unit`` is what was probed, ``bad`` is 1 + the index of a
-    shard whose published copy is not round(master), ``copy`` the checksum of the published copy.
+    Of this step: ``settings`` and ``gradients`` are checksums of the hyper-parameters and of the parameters that have
+    gradients. Of the step before: ``applied`` and ``skipped`` count steps, ``factor`` is the gradient factor, ``unit``
+    the probed unit, ``bad`` 1 + the index of a shard whose published copy is not round(master), ``copy`` the checksum
+    of the published copy.
     """
 
     sums: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""Which elements of a parameter this rank holds, and which ranks hold the same ones."""
+"""Decides which elements of a parameter this rank holds, and which ranks hold the same ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPLICATED = ("replicate", "shard", "local")
 
 @dataclass(frozen=True)
 class Chunk:
-    """The elements that ``owner`` holds: ``length`` indices from ``start`` of dimension ``dim``."""
+    """Names the elements that ``owner`` holds: ``length`` indices from ``start`` of dimension ``dim``."""
 
     owner: int
     dim: int
@@ -31,13 +31,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Holding:
-    """This rank's part of one parameter.
+    """Describes this rank's part of one parameter.
 
-    ``replicas``: the ranks whose shard has the same elements. ``chunks``: all owners' parts of the whole parameter,
-    as this rank sees it; one chunk where nothing is sharded. ``start``: index of the first element of the part in the
-    flat parameter. ``flat_chunks``: chunks count in the flat parameter rather than in one of its dimensions.
-    ``order``: the dimensions as they follow each other in the parameter's memory, which is the shard's order too; None:
-    as ever. Then this rank holds all of the parameter.
+    ``replicas``: the ranks whose shard has the same elements. ``chunks``: all owners' parts of the whole parameter, as
+    this rank sees it; one chunk where nothing is sharded. ``start``: index of the first element of the part in the flat
+    parameter. ``flat_chunks``: chunks count in the flat parameter rather than in one of its dimensions. ``order``: the
+    order of the dimensions in the parameter's and the shard's memory, where this rank holds the whole parameter; None:
+    their own order.
     """
 
     kind: str
@@ -49,26 +49,26 @@ class Holding:
     order: tuple[int, ...] | None = None
 
     def part(self, tensor: Tensor) -> Tensor:
-        """This rank's elements of the parameter or of a tensor laid out like it (its gradient), flat."""
+        """Returns this rank's elements of the parameter, or of a tensor laid out like it (its gradient), flat."""
         local = local_of(tensor)
         if self.flat_chunks and not is_dtensor(tensor):
             return self.own.of(local.reshape(-1))
         return in_order(local, self.order)
 
     def is_memory_of(self, param: Tensor) -> bool:
-        """Whether this rank has all of a plain parameter, in the order of its dimensions."""
+        """Tells whether this rank has all of a plain parameter, in the order of its dimensions."""
         return not (self.flat_chunks or is_dtensor(param)) and self.order is None
 
     def part_of_memory(self, flat: Tensor) -> Tensor:
-        """This rank's elements of a flat tensor whose elements follow each other as the parameter's do in memory."""
+        """Returns this rank's elements of a flat tensor whose elements are in the order of the parameter's memory."""
         return self.own.of(flat) if self.flat_chunks else flat
 
     def in_own_order(self, part: Tensor, shape: Sequence[int]) -> Tensor:
-        """A shard's elements in the order of a contiguous parameter of ``shape``, flat: what is kept on disk."""
+        """Flattens a shard's elements in the order of a contiguous parameter of ``shape``, as files keep them."""
         return part if self.order is None else out_of_order(part, shape, self.order).reshape(-1)
 
     def part_of_whole(self, whole: Tensor) -> Tensor:
-        """This rank's elements of a plain tensor of the parameter's full shape, flat."""
+        """Returns this rank's elements of a plain tensor of the parameter's full shape, flat."""
         return self.chunk_of_whole(whole, self.own)
 
     def chunk_of_whole(self, whole: Tensor, chunk: Chunk) -> Tensor:
@@ -81,25 +81,25 @@ class Holding:
 
 
 def whole_holding(param: Tensor, replicas: tuple[int, ...] = (0,)) -> Holding:
-    """Every rank of ``replicas`` holds all of ``param``."""
+    """Lets every rank of ``replicas`` hold all of ``param``."""
     chunk = Chunk(replicas[0], 0, 0, param.shape[0] if param.dim() else 1)
     return Holding("plain", replicas, (chunk,), chunk, 0)
 
 
 def sharded_holding(param: Tensor, ranks: tuple[int, ...], rank: int) -> Holding:
-    """A plain parameter whose state is spread over ``ranks``, in runs of the flat parameter."""
+    """Spreads the state of a plain parameter over ``ranks``, in runs of the flat parameter."""
     return flat_holding("spread", ranks, rank, param.numel(), -(-param.numel() // (len(ranks) * ALIGN)) * ALIGN)
 
 
 def flat_holding(kind: str, owners: Sequence[int], rank: int, numel: int, share: int) -> Holding:
-    """Runs of ``share`` elements of a flat parameter, one owner after the other."""
+    """Cuts a flat parameter into runs of ``share`` elements, one owner after the other."""
     chunks = even_chunks(owners, 0, numel, share)
     own = chunks[list(owners).index(rank)]
     return Holding(kind, (rank,), chunks, own, own.start, flat_chunks=True)
 
 
 def dtensor_holding(name: str, param: Any) -> Holding:
-    """A DTensor as FSDP2 makes them: any number of Replicate, at most one Shard."""
+    """Reads the layout of a DTensor as FSDP2 makes them: any number of Replicate, at most one Shard."""
     mesh, placements = param.device_mesh, param.placements
     sharded = [i for i, placement in enumerate(placements) if placement.is_shard()]
     known = all(p.is_replicate() or type(p).__name__ == "Shard" for p in placements)
@@ -127,13 +127,13 @@ def dtensor_holding(name: str, param: Any) -> Holding:
 
 
 def even_chunks(owners: Sequence[int], dim: int, size: int, share: int) -> tuple[Chunk, ...]:
-    """``share`` of ``size`` indices for each owner, the last ones fewer or none."""
+    """Gives ``share`` of ``size`` indices to each owner; the last ones get fewer or none."""
     starts = [min(size, i * share) for i in range(len(owners))]
     return tuple(Chunk(r, dim, s, min(share, size - s)) for r, s in zip(owners, starts, strict=True))
 
 
 def holder(replicated: str, ranks: tuple[int, ...] | None, rank: int) -> Callable[[str, Tensor], Holding]:
-    """What decides where parameters are; ``ranks`` None: this process is alone with its plain parameters."""
+    """Returns the function that decides where parameters are; ``ranks`` None: no other rank shares plain parameters."""
 
     def holding_of(name: str, param: Tensor) -> Holding:
         if is_dtensor(param):
@@ -155,9 +155,9 @@ def holder(replicated: str, ranks: tuple[int, ...] | None, rank: int) -> Callabl
 
 
 def like_parameter(param: Tensor, holding: Holding, state: Tensor) -> Tensor:
-    """The state of this rank's elements in the form of the parameter, sharing memory: a DTensor for a DTensor.
+    """Shapes the state of this rank's elements like the parameter, sharing memory: a DTensor for a DTensor.
 
-    Flat where this rank has only a run of a plain parameter.
+    The state stays flat where this rank has only a run of a plain parameter.
     """
     if not is_dtensor(param):
         return state if holding.flat_chunks else out_of_order(state, param.shape, holding.order)

@@ -1,7 +1,7 @@
-"""Who is still there once an exchange has failed; and the bound on waits that torch cannot bound.
+"""Finds the ranks that are missing after a failed exchange, and bounds waits that torch cannot bound.
 
-``TCPStore`` waits without end for the answer of a host that a broken link has cut off, as does ``new_group()``, which
-asks such a store. So both are called in threads of their own.
+``TCPStore`` waits without end for the answer of a host behind a broken link, and so does ``new_group()``, which asks
+such a store. So both are called in threads of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch's annotations leave it out
 
-GRACE = 1.0  # seconds for what has a time-out itself to find out that it is over
+GRACE = 1.0  # seconds that a call with its own time-out gets to notice that it is over
 _MOST_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """What ``work`` returns or raises. TimeoutError if that takes longer: its thread then ends with the process."""
+    """Runs ``work`` for at most so many seconds, then raises TimeoutError: its thread ends with the process."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -42,8 +42,8 @@ def within(seconds: float, work: Callable[[], T]) -> T:
 
 
 class RollCall:
-    """Ranks say that they are there, in a store that the first of them hosts: ``address`` is for the others, who
-    ``join()``. ``seconds``: how long a rank waits for the others to answer."""
+    """Finds the ranks that still answer, by a store that the first rank hosts at ``address`` and the others ``join()``.
+    ``seconds``: how long a rank waits for the others to answer."""
 
     def __init__(self, ranks: Sequence[int], rank: int, seconds: float) -> None:
         self.ranks, self.rank, self.seconds = list(ranks), rank, min(seconds, _MOST_SECONDS)
@@ -56,7 +56,7 @@ class RollCall:
                 self.address = (_host_of(rank), self._hosted.port)
 
     def join(self, address: tuple[str, int], timeout: float) -> None:
-        """What the first rank says is its address; port 0: it has none."""
+        """Connects to the address that the first rank sent; port 0: it has none."""
         self.address = (host, port) = address
         if self._hosted is not None or not port:
             self._store = self._hosted
@@ -70,8 +70,8 @@ class RollCall:
             self._store = within(limit + GRACE, connect)
 
     def who_is_missing(self, call: int) -> tuple[list[int], str]:
-        """Ranks that do not answer ``call``, and what could not be reached. What they do instead, their own output
-        tells."""
+        """Returns the ranks that do not answer ``call``, and a text on what was unreachable. The ranks' own output
+        tells what they do instead."""
         first, host = self.ranks[0], self.address[0]
         store = self._store
         missing = [rank for rank in self.ranks if rank != self.rank]
@@ -81,7 +81,7 @@ class RollCall:
                 f"; the roll call of rank {first} on {host} was not reached before, so it is not known who is missing",
             )
         deadline = time.monotonic() + self.seconds
-        heard: set[int] = set()  # from the thread, also if that is not heard of again
+        heard: set[int] = set()  # filled by the thread, and read even if that never returns
 
         def ask() -> None:
             store.set(f"{call}/{self.rank}", "here")
@@ -94,7 +94,7 @@ class RollCall:
         try:
             within(self.seconds + GRACE, ask)
         except (RuntimeError, TimeoutError) as error:
-            # The store was in the first rank's process, which has ended, before its answer or after; or is cut off.
+            # The first rank's process held the store; it has ended, before its answer or after, or is cut off.
             silent = [rank for rank in missing if rank not in heard]
             if first not in silent:
                 return silent, ""
@@ -106,6 +106,6 @@ class RollCall:
 
 
 def _host_of(rank: int) -> str:
-    """An address of this host for the other ranks: where all ranks met already, if that was here."""
+    """Returns an address of this host for the other ranks: MASTER_ADDR, where all ranks met, if it is this host."""
     meeting = os.environ.get("MASTER_ADDR", "localhost")
     return meeting if rank == 0 or meeting in ("localhost", "127.0.0.1", "::1") else socket.gethostname()

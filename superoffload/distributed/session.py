@@ -1,4 +1,4 @@
-"""One optimizer's dealings with the other ranks: an exchange per step, its comparison, and the fold for the verdict.
+"""Exchanges one optimizer's packets with the other ranks at each step, compares them and folds the verdict's sums.
 
 The exchange starts when the local sums are known and travels while worker threads finish what they speculate. All
 ranks see the same packets and compare them in the same order, so all of them raise the same error or none does.
@@ -30,7 +30,7 @@ _FIRST_STEPS = 3  # are checked in full, whatever the options
 
 @dataclass(frozen=True)
 class RankCheck:
-    """``light``: every step. ``every``: a full check every so many steps (0: only the first ones and after a load)."""
+    """Says what is checked. ``light``: every step. ``every``: all of it every so many steps (0: first ones, loads)."""
 
     light: bool
     every: int
@@ -38,7 +38,7 @@ class RankCheck:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Of one rank, per parameter: who has the same shard, who has the same published copy."""
+    """Lists for one rank, per parameter, the ranks with the same shard and those with the same published copy."""
 
     replicas: list[tuple[int, ...]]
     copies: list[tuple[int, ...]]
@@ -68,7 +68,7 @@ class RankSession:
         self._applied = self._skipped = 0
         self._factor = 0.0
         self._probe = Probe(0, 0, 0)
-        self._turn = 0  # whose unit is looked at next
+        self._turn = 0  # selects the unit that is checked next
         self._full_until = _FIRST_STEPS
         self._settings: Mapping[str, Any] = {}
         self._found_inf = False
@@ -82,7 +82,7 @@ class RankSession:
     # ---- layout -----------------------------------------------------------------------------------------------
 
     def add(self, held: Sequence[Held]) -> None:
-        """More parameters, also those that train for the first time; all ranks must add the same ones."""
+        """Adds parameters, also those that train for the first time; all ranks must add the same ones."""
         self.held.extend(held)
         signatures = [one.signature() for one in self.held]
         layout = _Layout([tuple(one.holding.replicas) for one in self.held], [tuple(one.copies) for one in self.held])
@@ -100,11 +100,11 @@ class RankSession:
                 "use fewer meshes"
             )
         self._units = units_of(self.held)
-        # A probe of the units there were would not fit those there are now.
+        # The units have changed, so an earlier probe no longer fits them.
         self._probe = Probe(0, 0, 0)
 
     def loaded(self, steps: int) -> None:
-        """State was loaded: everything is checked after the next step."""
+        """Has everything checked after the next step, since state was loaded."""
         self._call = max(steps, self._call)
         self._full_until = max(self._full_until, self._call + 1)
         self._probe = Probe(0, 0, 0)
@@ -112,7 +112,7 @@ class RankSession:
         self._applied = self._skipped = 0
 
     def agree(self, what: str, error: Exception | None, left: str = "nothing was changed on any") -> None:
-        """A load or the like that is done on all ranks or on none. ``left``: what there is where one has failed."""
+        """Agrees that a load or the like failed on no rank. ``left``: what a failure on any rank leaves behind."""
         told = self.group.exchange_objects(
             f"{what}{self._name}", None if error is None else f"{type(error).__name__}: {error}"
         )
@@ -123,7 +123,7 @@ class RankSession:
     # ---- one step ---------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A step() was called; every rank must do so."""
+        """Begins a step(); every rank must do so."""
         if self._failure is not None:
             raise RankError(f"{self._failure} (the ranks have diverged; make new optimizers from the last checkpoint)")
         self._call += 1
@@ -131,77 +131,77 @@ class RankSession:
         self._settings, self._found_inf = {}, False
 
     def agree_on(self, settings: Mapping[str, Any], *, found_inf: bool) -> None:
-        """``settings``: named values which must be the same on all ranks. ``found_inf``: somebody else saw one."""
+        """Sets values that must be the same on all ranks. ``found_inf``: the loss scaler saw a NaN or an infinity."""
         self._settings, self._found_inf = settings, found_inf
 
     def fail(self) -> None:
         """Tells the others that this rank raises instead of stepping, so that they need not wait to find out."""
-        if not self._told and self.group.failure is None and self._failure is None:  # those are known on all ranks
+        if not self._told and self.group.failure is None and self._failure is None:  # known on all ranks
             self._told = True
             packet = replace(self._packet({}), flags=FAILED)
-            with suppress(RankError):  # the error that brought us here is the one to tell
+            with suppress(RankError):  # the caller's error is the one to raise
                 self.group.exchange(self._where("the verdict"), packet.to_bytes()).wait()
 
     def start(self, sums: Mapping[int, float]) -> None:
-        """Sums of squares of the shards that have a gradient, by index, are on their way to the other ranks."""
+        """Starts to send this rank's sums of squares, by the index of the shards that have a gradient."""
         self._sums = dict(sums)
         self._told = True
         self._exchange = self.group.exchange(self._where("the verdict"), self._packet(sums).to_bytes())
 
     def finish(self) -> list[float] | None:
-        """All ranks' sums in the order in which every rank folds them; None if no rank has any gradient."""
+        """Returns all ranks' sums in the order in which every rank folds them; None if no rank has any gradient."""
         packets = self._take()
         self._raise_failed(packets)
-        if len({packet.gradients for packet in packets}) > 1:  # whatever the options: what comes next needs them alike
+        if len({packet.gradients for packet in packets}) > 1:  # always: the next exchanges need equal sets
             detail = {one.name: one.shard.index in self._sums for one in self.held}
             self._explain("not the same parameters have a gradient", detail)
         if self.check.light or self.check.every:
             self._compare(packets)
         if not any(packet.gradients for packet in packets):
             return None
-        # Anybody's NaN or infinity counts, also that of a replica whose sum does not.
+        # A NaN or an infinity on any rank counts, also on a replica whose sum does not.
         spoiled = any(packet.flags & FOUND_INF or not all(map(math.isfinite, packet.sums)) for packet in packets)
         sums = [math.inf] if spoiled else []
         for rank, packet, layout in zip(self.group.ranks, packets, self._layouts, strict=True):
-            # Of those that have the same shards, the first one counts.
+            # Of ranks with the same shards the first one counts.
             counted = [mine for mine, cls in zip(packet.sums, layout.classes(), strict=True) if cls[0] == rank]
             sums.extend(counted)
         return sums
 
     def ended(self, *, applied: bool, factor: float) -> None:
-        """The step was applied or skipped; looks at what was published, and at everything where that is due."""
+        """Notes that the step was applied or skipped; checks a part of what it published, or all if that is due."""
         self.count(applied=applied, factor=factor)
         self.look()
         if self.full_check_is_due:
             self.check_everything()
 
     def count(self, *, applied: bool, factor: float) -> None:
-        """The step was applied or skipped, and what it publishes is not to be seen yet."""
+        """Notes that the step was applied or skipped, while what it publishes cannot be read yet."""
         self._applied += applied
         self._skipped += not applied
         self._factor = factor
         self._turn = self._call
 
     def seen_next(self) -> list[Held]:
-        """The parameters that ``look()`` will look at."""
+        """Returns the parameters that ``look()`` will check."""
         if not (self.check.light or self.check.every) or not self._units:
             return []
         return [self.held[index] for index in self._units[self._turn % len(self._units)]]
 
     def look(self) -> None:
-        """At a part of what the last step has published; the next exchange tells the others. Not collective."""
+        """Checks a part of what the last step has published; the next exchange tells the others. Not collective."""
         if self.check.light or self.check.every:
             self._probe = probe(self.held, self._units, self._turn)
 
     @property
     def full_check_is_due(self) -> bool:
-        """Of the step that has just ended."""
+        """Tells whether the step that has just ended gets a full check."""
         if not (self.check.light or self.check.every):
             return False
         return self._call <= self._full_until or bool(self.check.every and self._call % self.check.every == 0)
 
     def check_everything(self) -> None:
-        """The full check, collectively: copies, rounding and what forward gathers, of every parameter."""
+        """Runs the full check, collectively: copies, rounding and what forward gathers, of every parameter."""
         replicas = [layout.replicas for layout in self._layouts]
         found = FullCheck(self.group, self.held, self._gathered, replicas, self._gradient_of).run(
             self._where("the full check"), (self._applied, self._skipped, self._factor)
@@ -257,8 +257,8 @@ class RankSession:
         self._compare_probes(packets)
 
     def _unequal_sums(self, packets: Sequence[Packet]) -> bool:
-        """Whether ranks that have the same shards have different gradients of them. Not where a NaN or an infinity
-        on any of them will skip the step on all."""
+        """Tells whether ranks with the same shards have different gradients of them. A NaN or an infinity on any rank
+        makes all skip the step, so nothing is compared then."""
         if not all(math.isfinite(mine) for packet in packets for mine in packet.sums):
             return False
         seen: dict[tuple[int, ...], bytes] = {}
@@ -283,7 +283,7 @@ class RankSession:
         self._diverged(f"step {self._call}: gradients of replicated parameters differ between ranks")
 
     def _odd_of(self, values: Mapping[int, Any], classes: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, int]]:
-        """Ranks whose value differs from that of most of their replicas, with one that has what most have."""
+        """Yields each rank whose value differs from that of most of its replicas, with one of that majority."""
         for replicas in dict.fromkeys(classes):
             yield from odd_ranks({rank: values[rank] for rank in replicas})
 
@@ -301,7 +301,7 @@ class RankSession:
         unit = self._units[packets[0].unit]
         values = {rank: packet.copy for rank, packet in zip(self.group.ranks, packets, strict=True)}
         for _ in self._odd_of(values, [layout.copies[unit[0]] for layout in self._layouts]):
-            self.check_everything()  # says which
+            self.check_everything()  # names the parameter
             names = ", ".join(self.held[index].name for index in unit)
             self._diverged(f"step {step}: copies of a parameter differ between ranks, one of: {names}")
 

@@ -1,4 +1,4 @@
-"""From the arguments of ``superoffload.AdamW`` to who shares its verdict and who holds what."""
+"""Finds, from the arguments of ``superoffload.AdamW``, the ranks that share a verdict and each rank's elements."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
 @dataclass(frozen=True)
 class RankSetup:
-    """``session`` None: this process decides alone. ``sharing``: the ranks, of all ``world``, that share a verdict;
-    ``first``: this is the first of them."""
+    """Describes this rank among the others. ``session`` None: it decides alone. ``sharing``: the ranks, of all
+    ``world``, that share a verdict; ``first``: this is the first of them."""
 
     session: RankSession | None
     holding_of: Callable[[str, Tensor], Holding]
-    cpus: list[int] | None = None  # this rank's share of the node's processors, where other ranks are on it
+    cpus: list[int] | None = None  # this rank's share of the node's processors, if it shares the node with other ranks
     sharing: tuple[int, ...] = (0,)
     world: int = 1
     first: bool = True
 
     def is_early(self, param: Tensor) -> bool:
-        """Whether a gradient is final when its accumulation hook runs: not before somebody has reduced it."""
+        """Tells whether a gradient is final when its accumulation hook runs: not if a reduction is still to come."""
         return self.session is None or is_dtensor(param)
 
 
@@ -47,7 +47,7 @@ def set_up_ranks(
     timeout: float | None,
     gradient_of: Callable[[Tensor], Tensor | None],
 ) -> RankSetup:
-    """Collective where there are several ranks; loads nothing of torch.distributed where there are not."""
+    """Makes the setup, collectively if there are several ranks; loads nothing of torch.distributed if there are not."""
     import torch.distributed as dist
 
     from superoffload.distributed.group import rank_group, rank_timeout
@@ -73,26 +73,26 @@ def set_up_ranks(
 
 
 def near_gpu(params: Sequence[Tensor]) -> tuple[int, ...]:
-    """The processors next to the GPU that the parameters are on, where that is known."""
+    """Returns the processors next to the parameters' GPU, where that is known."""
     device = next((param.device for param in params if param.device.type == "cuda"), None)
     if device is None:
         return ()
     properties: Any = torch.cuda.get_device_properties(device)
     try:
         bus = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    except AttributeError:  # of older versions of torch
+    except AttributeError:  # older versions of torch
         return ()
     return cpus_near_gpu(bus)
 
 
 def qualified_names(model: nn.Module | None) -> dict[int, str]:
-    """Names of a model's parameters by their id, without what wrappers put in between."""
+    """Maps the ids of a model's parameters to their names, without the prefixes of wrappers."""
     named = model.named_parameters() if model is not None else ()
     return {id(param): plain_name(name) for name, param in named}
 
 
 def plain_name(name: str) -> str:
-    """``name`` without what wrappers put in between."""
+    """Removes the prefixes of wrappers from ``name``."""
     for wrapper in _WRAPPERS[1:]:
         name = name.replace(wrapper, "")
     return name.removeprefix(_WRAPPERS[0])

@@ -1,4 +1,4 @@
-"""What is closed when the process ends: optimizers whose worker threads write to memory that would be gone."""
+"""Closes optimizers when the process ends, since their worker threads write to memory that is about to go."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Closable(Protocol):
-    """Anything with ``close()``, which may be called more than once."""
+    """Has a ``close()`` that may be called more than once."""
 
     def close(self) -> None: ...
 
@@ -19,21 +19,21 @@ _registered = False
 
 
 def close_at_exit(one: Closable) -> None:
-    """Until then it is not kept alive."""
+    """Closes the object when the process ends. Holds only a weak reference to it until then."""
     global _registered
-    if not _registered:  # not when this is imported: what is registered last is run first, before torch's own
+    if not _registered:  # registered late, since the last registration runs first: before torch's own
         atexit.register(close_all)
         _registered = True
     _open.add(one)
 
 
 def is_closed(one: Closable) -> None:
-    """Nothing is left to do at the end."""
+    """Forgets the object, since it is closed already."""
     _open.discard(one)
 
 
 def close_all() -> None:
-    """All of them, also where one raises; the error is raised once the others are closed."""
+    """Closes every object, also where one raises; raises the error once the others are closed."""
     with ExitStack() as stack:
         for one in list(_open):
             stack.callback(one.close)

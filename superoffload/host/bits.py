@@ -1,4 +1,4 @@
-"""Whole tensors at memory's speed: compared and summed as bits, eight bytes at a time, and searched for NaN."""
+"""Compares and sums the bits of whole tensors at memory's speed, eight bytes at a time, and finds NaN."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from superoffload import _native
 
-Sums: TypeAlias = object  # of one tensor's bits, as who takes them keeps them
+Sums: TypeAlias = object  # of one tensor's bits; opaque: each kind of BitSums has its own
 
 WORD = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 _WIDE = 8
@@ -18,20 +18,20 @@ _RUNS = 512
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Of two flat tensors of one dtype and length; -0 differs from 0, and a NaN equals itself."""
+    """Compares two flat tensors of one dtype and length by their bits: -0 differs from 0, and a NaN equals itself."""
     mine, theirs = _words(one), _words(other)
-    if [len(words) for words in mine] != [len(words) for words in theirs]:  # aligned otherwise
+    if [len(words) for words in mine] != [len(words) for words in theirs]:  # aligned differently
         mine, theirs = [_narrow(one)], [_narrow(other)]
     return all(map(torch.equal, mine, theirs))
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether no element is NaN or infinite. Needs no memory, where ``torch.isfinite`` copies the tensor twice."""
+    """Tells whether every element is finite. Needs no memory, where ``torch.isfinite`` copies the tensor twice."""
     return tensor.numel() == 0 or bool(torch.isfinite(torch.stack(torch.aminmax(tensor.detach()))).all())
 
 
 def same_but_for_nan(one: Tensor, other: Tensor) -> bool:
-    """Likewise, with every NaN equal to every other: conversions by torch give them other bits than ours do."""
+    """Compares bits, but takes every NaN as equal: torch's conversions give NaN other bits than ours do."""
     if same_bits(one, other):
         return True
     differ = _narrow(one) != _narrow(other)
@@ -39,14 +39,14 @@ def same_but_for_nan(one: Tensor, other: Tensor) -> bool:
 
 
 def run_sums(flat: Tensor) -> Tensor:
-    """Sums of 512 runs of a flat tensor's words, modulo 2^64: on its device, and without waiting for it.
+    """Sums 512 runs of a flat tensor's words, modulo 2^64, on the tensor's device and without waiting for it.
 
-    An edit shows unless it leaves all of them as they are. Fewer than 1024 words are sums of one word each, so there
-    every edit shows; a change of all signs, say, would have to go both ways equally often in every run of more.
+    An edit shows unless it leaves every sum unchanged. Below 1024 words each sum is of one word, so every edit shows.
+    In longer runs a change of all signs, say, stays hidden only if equally many go each way in every run.
     """
     sums = torch.zeros(2 * _RUNS + _WIDE, dtype=torch.int64, device=flat.device)
     parts = _words(flat)
-    places = (_RUNS, 0, _RUNS + _WIDE // 2) if len(parts) == 3 else (0,)  # what is left at the ends apart
+    places = (_RUNS, 0, _RUNS + _WIDE // 2) if len(parts) == 3 else (0,)  # the unaligned ends have places of their own
     for words, place in zip(parts, places, strict=True):
         whole = len(words) // _RUNS * _RUNS
         if whole:
@@ -58,51 +58,51 @@ def run_sums(flat: Tensor) -> Tensor:
 
 
 class BitSums(Protocol):
-    """A link's way to sums of the bits of tensors, flat and contiguous, that are where it serves parameters."""
+    """Sums the bits of flat, contiguous tensors that are on the device that a link serves."""
 
-    every_step: bool  # to take and compare them costs no more than reading the tensors
-    in_stream_order: bool  # behind what the link has enqueued to write parameters in the calling thread's stream
+    every_step: bool  # taking and comparing the sums costs no more than reading the tensors
+    in_stream_order: bool  # sums follow the link's writes of parameters in the calling thread's stream
 
     def of(self, flats: Sequence[Tensor]) -> list[Sums]:
-        """One for each; taken together."""
+        """Takes the sums of all tensors together; returns one for each."""
 
     def changed(self, before: Sequence[Sums], flats: Sequence[Tensor]) -> list[bool]:
-        """Whose bits now have other sums than before; compared together, so that a device is waited for once."""
+        """Tells for each tensor whether its sums changed. Compares all together, so it waits for a device only once."""
 
 
 class SumsInMemory:
-    """Those of host memory: one native call takes them, as fast as it can read, with as many threads as torch has."""
+    """Sums tensors in host memory by one native call, at reading speed, with as many threads as torch has."""
 
     every_step = True
     in_stream_order = False
 
     def of(self, flats: Sequence[Tensor]) -> list[Sums]:
-        """Two sums of 64 bits each, as 16 bytes."""
+        """Takes two sums of 64 bits for each tensor, as 16 bytes."""
         runs = [(flat.data_ptr(), flat.numel() * flat.element_size()) for flat in flats]
         return list(_native.bit_sums(runs, torch.get_num_threads()))
 
     def changed(self, before: Sequence[Sums], flats: Sequence[Tensor]) -> list[bool]:
-        """At once."""
+        """Compares new sums of all tensors with those before."""
         return [one != other for one, other in zip(before, self.of(flats), strict=True)]
 
 
 class SumsByTorch:
-    """Those of a device without our kernels: some operations of torch for each tensor."""
+    """Sums tensors on a device without our kernels, by some operations of torch for each tensor."""
 
     every_step = False
     in_stream_order = False
 
     def of(self, flats: Sequence[Tensor]) -> list[Sums]:
-        """On their device, without waiting for it."""
+        """Takes the sums on the tensors' device, without waiting for it."""
         return [run_sums(flat) for flat in flats]
 
     def changed(self, before: Sequence[Sums], flats: Sequence[Tensor]) -> list[bool]:
-        """The device is waited for once, however many they are."""
+        """Waits for the device once, however many tensors there are."""
         ones = [one for one in before if isinstance(one, Tensor)]
         if not ones:
             return []
         for tensor in ones:
-            if tensor.is_cuda:  # made on another stream, perhaps, whose memory it is
+            if tensor.is_cuda:  # another stream may have allocated this memory
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         now = torch.stack([run_sums(flat) for flat in flats])
         found: list[bool] = (torch.stack(ones) != now).any(1).tolist()
@@ -110,7 +110,7 @@ class SumsByTorch:
 
 
 def _words(flat: Tensor) -> list[Tensor]:
-    """What comes before the first eight bytes that are aligned in the storage, those and all that follow, the rest."""
+    """Splits at the first and the last eight-byte boundary of the storage: head, aligned words, tail."""
     bits = _narrow(flat)
     per = _WIDE // bits.element_size()
     head = -bits.storage_offset() % per

@@ -1,4 +1,4 @@
-"""Limits of the control group (container, batch job) that this process is in, and of all groups around it."""
+"""Reads the limits of this process's control group (container, batch job) and of all groups around it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NO_LIMIT = 1 << 60  # version 1 writes a number beyond all memory where there i
 
 
 def _own_path(system: System, controller: str) -> str:
-    """The group's path below the mount; version 2 has one line `0::/path` for all controllers."""
+    """Finds the group's path below the mount; version 2 has one line `0::/path` for all controllers."""
     for line in (system.text("/proc/self/cgroup") or "").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -20,14 +20,14 @@ def _own_path(system: System, controller: str) -> str:
 
 
 def _levels(path: str) -> Iterator[str]:
-    """The group, its parent, and so on up to the mount: the tightest limit counts."""
+    """Lists the group, its parent, and so on up to the mount: the tightest limit counts."""
     parts = path.split("/") if path else []
     for depth in range(len(parts), -1, -1):
         yield "/".join(parts[:depth])
 
 
 def memory_limit(system: System) -> tuple[int, int] | None:
-    """(limit, used) in bytes of the group with the least room; None where nothing limits."""
+    """Returns (limit, used) in bytes of the group with the least room; None without a limit."""
     found: list[tuple[int, int]] = []
     kinds = (
         ("", "/sys/fs/cgroup", "memory.max", "memory.current"),
@@ -42,7 +42,7 @@ def memory_limit(system: System) -> tuple[int, int] | None:
 
 
 def cpu_quota(system: System) -> float | None:
-    """Processors' worth of time per period; None where nothing limits."""
+    """Returns the number of processors whose time the group may use; None without a limit."""
     quotas: list[float] = []
     for level in _levels(_own_path(system, "")):
         quota, _, period = (system.text(f"/sys/fs/cgroup/{level}/cpu.max") or "").partition(" ")

@@ -1,5 +1,5 @@
-"""What SUPEROFFLOAD_* variables say about accelerators, and names that nothing reads. They are checked whenever an
-optimizer is made, also on the CPU: a mistyped one is found at once, and not on the machine that has the accelerator."""
+"""Checks the SUPEROFFLOAD_* variables, and warns of names that superoffload does not read. Every new optimizer checks
+them, also on the CPU, so a mistyped name shows before the run reaches a machine with an accelerator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_environment() -> None:
 
 
 def tell_unknown_names() -> None:
-    """Warns once of each variable that looks like ours and is not; no error, since it may be somebody else's."""
+    """Warns once of each unknown variable with our prefix; raises no error, since other software may read it."""
     for name, value in os.environ.items():
         ours = name.upper().startswith(PREFIX)
         if not ours or not value or name in VARIABLES or name in OF_THE_BUILD or name in _told:
@@ -41,7 +41,7 @@ def tell_unknown_names() -> None:
         nearest = get_close_matches(name.upper().removeprefix(PREFIX), known, n=1)
         advice = f"did you mean {known[nearest[0]]}?" if nearest else "nothing here has a similar name."
         warnings.warn(
-            f"superoffload: {name}={value!r} in the environment is read by nothing here; {advice} What is read: "
+            f"superoffload: {name}={value!r} in the environment has no effect; {advice} superoffload reads "
             f"{', '.join(VARIABLES)}",
             RuntimeWarning,
             stacklevel=2,
@@ -49,7 +49,7 @@ def tell_unknown_names() -> None:
 
 
 def device_timeout() -> float:
-    """Seconds until a device that does not answer is an error."""
+    """Returns the seconds after which a device that does not answer is an error."""
     text = os.environ.get(DEVICE_TIMEOUT)
     if not text:
         return _DEVICE_SECONDS

@@ -1,4 +1,4 @@
-"""Host memory for state, gradients and shadows; whether it exceeds the processor's caches; a device without memory."""
+"""Allocates host memory for state, gradients and shadows; compares sizes with the caches; reports full devices."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from superoffload.host.system import System, largest_cache_bytes
 
 _NO_MEMORY = 2  # cudaErrorMemoryAllocation
 
-BYTES_PER_PARAM = 18  # master, moments, packed gradient, shadow, journal: what a step touches, at least
+BYTES_PER_PARAM = 18  # at least this much is touched by a step: master, moments, packed gradient, shadow, journal
 
 
 def refused(nbytes: int, what: str) -> HostMemoryError:
-    """The error that says so."""
+    """Makes the error that reports refused host memory."""
     return HostMemoryError(
         f"host memory: {nbytes / 1e9:.3g} GB more were refused by the system, for {what}. superoffload plan adds up "
         "what a model needs, superoffload doctor what there is and what limits it; speculation='never' (no journal) "
@@ -28,7 +28,7 @@ def refused(nbytes: int, what: str) -> HostMemoryError:
 
 
 def host_empty(numel: int, dtype: torch.dtype, what: str = "optimizer state or buckets") -> Tensor:
-    """A flat tensor on the CPU with undefined values, on huge pages where the system has them. ``what`` it is for."""
+    """Makes a flat CPU tensor with undefined values, on huge pages if available. ``what`` is for the error."""
     try:
         tensor = torch.empty(numel, dtype=dtype)
     except RuntimeError as error:
@@ -38,7 +38,7 @@ def host_empty(numel: int, dtype: torch.dtype, what: str = "optimizer state or b
 
 
 def host_zeros(numel: int, dtype: torch.dtype, what: str = "optimizer state or buckets") -> Tensor:
-    """Likewise, zero."""
+    """Makes a flat CPU tensor of zeros like ``host_empty``."""
     return host_empty(numel, dtype, what).zero_()
 
 
@@ -48,15 +48,15 @@ def _largest_cache_bytes() -> int:
 
 
 def exceeds_caches(numel: int) -> bool:
-    """Whether a step over so many parameters touches more than the caches hold.
+    """Tells whether a step over so many parameters touches more memory than the caches hold.
 
-    Then what nobody reads soon (shadows, journal codes) is stored past them, which saves reading it first.
+    If so, the kernels store shadows and journal codes past the caches, which saves reading them first.
     """
     return numel * BYTES_PER_PARAM > _largest_cache_bytes()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch says that an accelerator has no memory left: its allocator, or the runtime in a later call."""
+    """Tells whether torch reports an accelerator without memory: its allocator, or the runtime in a later call."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     later = getattr(torch, "AcceleratorError", None)  # since torch 2.8
@@ -67,7 +67,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def room_on_device(what: str, remedy: str = "Free memory there, or use smaller micro-batches") -> Iterator[None]:
-    """An accelerator that has no memory left for what is done inside is a ``DeviceError``; nothing has changed then."""
+    """Turns an accelerator's lack of memory inside the context into a ``DeviceError``; nothing has changed then."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Checks of numbers that users pass; every message says what was expected."""
+"""Checks numbers that users pass; every message says what was expected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from superoffload.errors import ArgumentError
 
 
 def check_number(name: str, value: Any, *, low: float, high: float = math.inf, below: bool = False) -> float:
-    """``value`` as a finite float within [low, high], or [low, high) with ``below``."""
+    """Returns ``value`` as a finite float within [low, high], or [low, high) with ``below``."""
     number = as_float(value)
     if not math.isfinite(number) or number < low or number > high or (below and number == high):
         upper = "" if high == math.inf else f" and {'below' if below else 'at most'} {high:g}"
@@ -21,7 +21,7 @@ def check_number(name: str, value: Any, *, low: float, high: float = math.inf, b
 
 
 def as_float(value: Any) -> float:
-    """``value``, a real number or a tensor of one element, as a float; NaN if it is anything else."""
+    """Converts ``value``, a real number or a tensor of one element, to a float; NaN if it is anything else."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -33,7 +33,7 @@ def as_float(value: Any) -> float:
 
 
 def check_whole_number(name: str, value: Any) -> None:
-    """None (a default is meant) or an int of at least 1."""
+    """Accepts None (for a default) or an int of at least 1."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ArgumentError(f"{name}={value!r}: expected a whole number of at least 1, or None")
 
@@ -42,7 +42,7 @@ MOST_THREADS = 1024  # each takes memory and a place in the scheduler's queue; f
 
 
 def check_threads(name: str, value: Any) -> None:
-    """None (one per core is meant) or a number of threads that a machine can have."""
+    """Accepts None (for one per core) or a number of threads that a machine can have."""
     check_whole_number(name, value)
     if value is not None and value > MOST_THREADS:
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""Which processors the worker threads use: what the process may use, shared with other ranks on the node."""
+"""Chooses the processors of the worker threads: those that the process may use, shared with other ranks on the node."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from superoffload.host.system import System, parse_cpu_list
 
 LIMITING_VARIABLES = ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK")
 
-# Beside a device the training thread, autograd's and the two that follow copies are at work while buckets are stepped.
+# These stay free beside a device for the training thread, autograd's and the two that follow copies.
 _LEFT_BESIDE_DEVICE = 2
 _TOO_FEW_TO_LEAVE = 4
 
 
 def allowed_cpus() -> list[int]:
-    """The processors this process may run on (taskset, cgroup cpusets, SLURM), in ascending order."""
+    """Lists the processors this process may run on (taskset, cgroup cpusets, SLURM), in ascending order."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def worker_cpus(threads: int | None, mine: Sequence[int] | None = None, *, beside_device: bool = False) -> list[int]:
-    """One entry per worker thread: the processor it is bound to, or -1 where there are more threads than those.
+    """Returns one entry per worker thread: the processor it is bound to, or -1 for threads beyond the processors.
 
     ``mine``: this rank's share of the node (None: all that the process may use). ``beside_device``: the model computes
     on an accelerator.
@@ -41,7 +41,7 @@ def worker_cpus(threads: int | None, mine: Sequence[int] | None = None, *, besid
 
 @dataclass(frozen=True)
 class RankOnNode:
-    """What ranks tell each other. ``preferred``: the processors next to the rank's GPU, where they are known."""
+    """Describes a rank to the others. ``preferred``: the processors next to its GPU, where they are known."""
 
     host: str
     rank: int
@@ -50,12 +50,12 @@ class RankOnNode:
 
 
 def share_cpus(ranks: Sequence[RankOnNode], me: int) -> list[int]:
-    """The processors of rank ``me``: those that it alone may use, and an even share of those that others may use too.
+    """Returns the processors of rank ``me``: its own, and an even share of those that other ranks may use too.
 
-    Every rank computes the same division from the same list, so no processor is given twice. A processor goes to a
-    rank that prefers it (its GPU's NUMA node) before one that does not, then to the rank that has the fewest; ranks
-    get runs of neighbours, which share caches. With more ranks than processors some get none of their own: each of
-    those gets one of another rank, as evenly as can be. More threads would only take turns on it.
+    Every rank computes the same division from the same list, so no processor is given twice. A processor goes to a rank
+    that prefers it (its GPU's NUMA node) before one that does not, then to the rank with the fewest. Ranks get runs of
+    neighbours, which share caches. If there are more ranks than processors, each rank without one gets one of another
+    rank, as evenly as possible; more threads would only take turns on it.
     """
     mine = next(rank for rank in ranks if rank.rank == me)
     here = sorted((rank for rank in ranks if rank.host == mine.host), key=lambda rank: rank.rank)
@@ -68,7 +68,7 @@ def share_cpus(ranks: Sequence[RankOnNode], me: int) -> list[int]:
 
 
 def is_crowded(ranks: Sequence[RankOnNode]) -> bool:
-    """Whether some host has more ranks than processors: nothing runs beside a training thread there."""
+    """Tells whether a host has more ranks than processors, so that nothing runs beside a training thread there."""
     hosts: dict[str, list[RankOnNode]] = {}
     for rank in ranks:
         hosts.setdefault(rank.host, []).append(rank)
@@ -76,7 +76,7 @@ def is_crowded(ranks: Sequence[RankOnNode]) -> bool:
 
 
 def _runs(wanted: Mapping[int, Sequence[RankOnNode]]) -> list[list[int]]:
-    """Processors that the same ranks may use and prefer, in ascending order; the most constrained ones first."""
+    """Groups processors that the same ranks may use and prefer, in ascending order; the most constrained come first."""
     groups: dict[tuple[tuple[int, bool], ...], list[int]] = {}
     for cpu, users in wanted.items():
         groups.setdefault(tuple((rank.rank, cpu in rank.preferred) for rank in users), []).append(cpu)
@@ -84,7 +84,7 @@ def _runs(wanted: Mapping[int, Sequence[RankOnNode]]) -> list[list[int]]:
 
 
 def _divide(cpus: Sequence[int], users: Sequence[RankOnNode], given: dict[int, list[int]]) -> None:
-    """Even runs of ``cpus`` to those who prefer them, or to all where nobody does; who has fewest gets the longest."""
+    """Gives even runs of ``cpus`` to the ranks that prefer them, else to all; ranks with few processors get more."""
     prefer = [rank for rank in users if cpus[0] in rank.preferred] or list(users)
     counts = {rank.rank: 0 for rank in prefer}
     for _ in cpus:
@@ -97,7 +97,7 @@ def _divide(cpus: Sequence[int], users: Sequence[RankOnNode], given: dict[int, l
 
 
 def _share_with_others(ranks: Sequence[RankOnNode], given: dict[int, list[int]]) -> None:
-    """Ranks without a processor of their own: one each, of those they may use the one with the fewest users."""
+    """Gives each rank without a processor of its own the one with the fewest users that it may use."""
     users = Counter(cpu for cpus in given.values() for cpu in cpus)
     for rank in ranks:
         cpu = min(rank.cpus, key=lambda cpu: (users[cpu], cpu))
@@ -106,12 +106,12 @@ def _share_with_others(ranks: Sequence[RankOnNode], given: dict[int, list[int]])
 
 
 def thread_limit(cpus: int, environment: Mapping[str, str], quota: float | None, *, beside_device: bool = False) -> int:
-    """How many threads the environment allows on ``cpus`` processors; at least one.
+    """Returns how many threads the environment allows on ``cpus`` processors; at least one.
 
-    Beside a device two of six or more processors, one of five, are left to the threads that feed and follow it.
+    Beside a device, the threads that feed and follow it get two processors of six or more, one of five.
 
-    OMP_NUM_THREADS counts, except for the 1 that torchrun sets where the user has set nothing: that is meant for
-    libraries that would each start as many threads as there are processors, which our share of them already avoids.
+    OMP_NUM_THREADS counts, except for the 1 that torchrun sets by default: it keeps every library from starting as many
+    threads as there are processors, and our shares of the processors already avoid that.
     """
     limit = cpus
     by_slurm = _number(environment.get("SLURM_CPUS_PER_TASK"))
@@ -128,17 +128,17 @@ def thread_limit(cpus: int, environment: Mapping[str, str], quota: float | None,
 
 
 def set_by_torchrun(name: str, environment: Mapping[str, str]) -> bool:
-    """Whether a limit is the one that torchrun sets where the user has set nothing."""
+    """Tells whether torchrun has set the limit because the user has set none."""
     return name == "OMP_NUM_THREADS" and _number(environment.get(name)) == 1 and "TORCHELASTIC_RUN_ID" in environment
 
 
 def _number(text: str | None) -> int | None:
-    """The first of a list such as OMP_NUM_THREADS=8,2; None if it is no number."""
+    """Reads the first number of a list such as OMP_NUM_THREADS=8,2; None if it is not a positive number."""
     first = (text or "").split(",")[0].strip()
     return int(first) if first.isdigit() and int(first) > 0 else None
 
 
 def cpus_near_gpu(bus_id: str, system: System | None = None) -> tuple[int, ...]:
-    """The processors next to a GPU, by its PCI bus id ("0000:17:00.0"); empty where that is not known."""
+    """Lists the processors next to a GPU, by its PCI bus id ("0000:17:00.0"); empty if unknown."""
     text = (system or System()).text(f"/sys/bus/pci/devices/{bus_id.lower()}/local_cpulist")
     return tuple(parse_cpu_list(text))

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 _Handler: TypeAlias = Callable[[int, FrameType | None], object]
 
-# What users, launchers and schedulers send to end a run or to have it saved, and the timers whose handlers raise.
-# SIGINT first, so that it is the last one to be let through again.
+# Users, launchers and schedulers send these to end or save a run, and handlers of the timers may raise. SIGINT is
+# first, so that it is let through again last.
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGVTALRM", "SIGPROF")
 _SIGNALS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
 _NOTICE = (
@@ -21,26 +21,26 @@ _NOTICE = (
     b"SIGQUIT (Ctrl-\\) ends the process at once\n"
 )
 
-# What the module signal wraps: its conversions to enums take ten times as long as all the rest, at every gradient.
+# The module ``signal`` wraps this one. Its conversions to enums take ten times as long as all other work here.
 _fast: Any = importlib.import_module("_signal")
 
-_main = threading.main_thread().ident  # Python runs handlers in this thread, and only it writes what follows
+_main = threading.main_thread().ident  # Python runs handlers in this thread, and only it writes the variables below
 _depth = 0
-_replaced: dict[int, _Handler] = {}  # what ``_hold`` stands for
-_waiting: dict[int, FrameType | None] = {}  # came while signals were held
+_replaced: dict[int, _Handler] = {}  # the handlers in whose place ``_hold`` stands
+_waiting: dict[int, FrameType | None] = {}  # signals that came while signals were held
 
 
 def _hold(number: int, frame: FrameType | None) -> None:
-    if not _depth:  # on the way in or out
-        _waiting.pop(number, None)  # one answer for both
+    if not _depth:  # while signals are taken over or given back
+        _waiting.pop(number, None)  # one answer for a signal that came twice
         try:
             _replaced[number](number, frame)
-        except BaseException:  # there it goes no further
+        except BaseException:  # Python must not continue with handlers still replaced
             _give_back()
             raise
     elif number not in _waiting:
         _waiting[number] = frame
-    elif os.isatty(2):  # again, from the keyboard; by a system call, since a handler may have interrupted print()
+    elif os.isatty(2):  # a repeated key press; os.write, since a handler may have interrupted print()
         os.write(2, _NOTICE)
 
 
@@ -53,7 +53,7 @@ def _take_over() -> None:
 
 
 def _give_back() -> None:
-    """Handlers may raise between any two lines: what is left here then is seen to by the next bookkeeping."""
+    """Restores the handlers. A handler may raise between any two lines; the next bookkeeping does what is left here."""
     try:
         _let_through()
     finally:
@@ -73,10 +73,10 @@ def _let_through() -> None:
 
 
 class HeldSignals:
-    """A context in which no handler written in Python runs; those whose signal came meanwhile run at its end.
+    """Runs no handler written in Python inside; handlers of signals that came meanwhile run at its end.
 
-    However many come: what is cut off half-way can never be saved again. Everything inside ends in bounded time.
-    Contexts nest, and one object serves any number of them.
+    This holds for any number of signals, since a step that was cut off half-way cannot be saved. Everything inside ends
+    in bounded time. Contexts nest, and one object serves any number of them.
     """
 
     def __enter__(self) -> None:
@@ -100,12 +100,12 @@ _HELD = HeldSignals()
 
 
 def held_signals() -> HeldSignals:
-    """``with held_signals():`` around what must be done wholly or not at all."""
+    """Returns the context for work that must be done wholly or not at all."""
     return _HELD
 
 
 def _after_fork() -> None:
-    """In a child that another thread has forked, which is its main thread: what was held goes on in the parent only."""
+    """Resets the state in a child that another thread forked: held work goes on in the parent only."""
     global _depth, _main
     if threading.get_ident() != _main:
         _main = threading.get_ident()

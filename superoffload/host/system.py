@@ -1,4 +1,4 @@
-"""The files in which Linux describes a machine, below a root that tests replace; what is missing is None."""
+"""Reads the files in which Linux describes a machine, below a root that tests replace; a missing file gives None."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNKNOWN_CACHE = 32 << 20
 
 @dataclass(frozen=True)
 class System:
-    """`/proc` and `/sys` below `root`."""
+    """Reads `/proc` and `/sys` below `root`."""
 
     root: Path = Path("/")
 
@@ -28,7 +28,7 @@ class System:
         return as_number(self.text(name))
 
     def names(self, folder: str) -> list[str]:
-        """What is in a folder, sorted; empty where there is none."""
+        """Lists a folder's entries, sorted; an empty list if the folder does not exist."""
         try:
             return sorted(entry.name for entry in self.path(folder).iterdir())
         except OSError:
@@ -41,7 +41,7 @@ class System:
             return False
 
     def fields(self, name: str) -> dict[str, str]:
-        """`key: value` lines; the first of equal keys counts."""
+        """Reads `key: value` lines; the first of equal keys counts."""
         values: dict[str, str] = {}
         for line in (self.text(name) or "").splitlines():
             key, colon, value = line.partition(":")
@@ -51,7 +51,7 @@ class System:
 
 
 def as_number(text: str | None) -> int | None:
-    """The leading whole number of a text such as `65536 kB`."""
+    """Reads the leading whole number of a text such as `65536 kB`."""
     words = (text or "").split()
     try:
         return int(words[0], 0) if words else None
@@ -60,7 +60,7 @@ def as_number(text: str | None) -> int | None:
 
 
 def largest_cache_bytes(system: System) -> int:
-    """The size of the largest data cache of the first processor; a size beyond most where the system does not tell."""
+    """Returns the size of the first processor's largest data cache; 32 MiB if the system does not tell."""
     folder = "/sys/devices/system/cpu/cpu0/cache"
     sizes = []
     for name in system.names(folder):
@@ -71,7 +71,7 @@ def largest_cache_bytes(system: System) -> int:
 
 
 def parse_cpu_list(text: str | None) -> list[int]:
-    """`0-3,8` as Linux writes sets of processors."""
+    """Parses sets of processors as Linux writes them: `0-3,8`."""
     cpus: list[int] = []
     for part in (text or "").split(","):
         first, _, last = part.strip().partition("-")
@@ -81,7 +81,7 @@ def parse_cpu_list(text: str | None) -> list[int]:
 
 
 def format_cpu_list(cpus: list[int]) -> str:
-    """The same the other way round, so that a hundred processors are one word."""
+    """Writes a set of processors as ranges, so that a hundred processors stay short."""
     parts: list[list[int]] = []
     for cpu in sorted(cpus):
         if parts and cpu == parts[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""Files and names that others made: regular files only, of bounded size, JSON of bounded depth, names that print."""
+"""Reads files and names from outside: regular files only, of bounded size, JSON of bounded depth, printable names."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 
 from superoffload.errors import ArgumentError
 
-LARGEST = 64 << 20  # bytes of a file that describes something
+LARGEST = 64 << 20  # bytes of a file that describes a model, a run or a checkpoint
 _DEEPEST = 64  # levels of lists and objects; far below what Python's parser survives
-_BLOCK = 1 << 16  # bytes looked through at a time
-_MOST = 1 << 62  # of anything that is counted
+_BLOCK = 1 << 16  # bytes checked at a time
+_MOST = 1 << 62  # of any count in a file
 _MOST_DIMS = 64  # torch's own limit
 _BRACKETS = bytes.maketrans(b"[]", b"{}")
 _OTHERS = bytes(set(range(256)) - set(b"[]{}"))
@@ -25,10 +25,10 @@ _OTHERS = bytes(set(range(256)) - set(b"[]{}"))
 
 @contextmanager
 def open_regular(path: str | os.PathLike[str], *, links: bool = True) -> Iterator[FileIO]:
-    """A file opened for reading, without a buffer. Pipes and devices are refused: neither opened nor waited for.
+    """Opens a regular file for reading, without a buffer. Refuses pipes and devices without opening them.
 
-    ``links`` False: a link is refused as well, in the place of the file itself; folders above it may be links.
-    FileNotFoundError and NotADirectoryError as they are; ArgumentError, with the path, for all else.
+    With ``links`` False it refuses a link in place of the file too; folders above it may be links. FileNotFoundError
+    and NotADirectoryError pass through; all other failures are an ArgumentError with the path.
     """
     try:
         _check_regular(path, os.stat(path, follow_symlinks=links).st_mode)
@@ -40,7 +40,7 @@ def open_regular(path: str | os.PathLike[str], *, links: bool = True) -> Iterato
             raise
         raise cannot_be_read(path, error) from error
     with open(handle, "rb", buffering=0) as file:
-        _check_regular(path, os.fstat(handle).st_mode)  # what was opened may be another file
+        _check_regular(path, os.fstat(handle).st_mode)  # another file may have taken the path meanwhile
         yield file
 
 
@@ -53,19 +53,19 @@ def _check_regular(path: str | os.PathLike[str], mode: int) -> None:
 
 
 def cannot_be_read(path: str | os.PathLike[str], error: Exception) -> ArgumentError:
-    """A path may hold a NUL or be too long, which Python and the system tell in ways of their own."""
+    """Makes the error of an unreadable path, also of one with a NUL or too long, where Python's messages vary."""
     why = getattr(error, "strerror", None) or str(error)
     return ArgumentError(f"{printable(shortened(os.fspath(path)))}: cannot be read ({why})")
 
 
 def regular_size(path: str | os.PathLike[str]) -> int:
-    """Bytes of a regular file that is no link; errors as those of ``open_regular``."""
+    """Returns the bytes of a regular file that is no link; raises as ``open_regular`` does."""
     with open_regular(path, links=False) as file:
         return os.fstat(file.fileno()).st_size
 
 
 def read_bounded(path: str | os.PathLike[str], largest: int = LARGEST, *, links: bool = True) -> bytes:
-    """All of a regular file of at most ``largest`` bytes, once in memory; errors as those of ``open_regular``."""
+    """Reads a regular file of at most ``largest`` bytes, once in memory; raises as ``open_regular`` does."""
     too_large = ArgumentError(f"{os.fspath(path)}: more than {largest} bytes, expected at most as many")
     with open_regular(path, links=links) as file:
         size = os.fstat(file.fileno()).st_size
@@ -80,11 +80,11 @@ def read_bounded(path: str | os.PathLike[str], largest: int = LARGEST, *, links:
                     raise too_large
         except OSError as error:
             raise cannot_be_read(path, error) from error
-    return b"".join(parts)  # of a single part no copy is made
+    return b"".join(parts)  # a single part is not copied
 
 
 def read_json(path: str | os.PathLike[str], largest: int = LARGEST, *, links: bool = True) -> Any:
-    """The content of a JSON file; errors as those of ``open_regular``."""
+    """Parses a JSON file; raises as ``open_regular`` does."""
     try:
         return parse_json(read_bounded(path, largest, links=links))
     except ValueError as error:
@@ -94,16 +94,16 @@ def read_json(path: str | os.PathLike[str], largest: int = LARGEST, *, links: bo
 
 
 def parse_json(data: bytes) -> Any:
-    """ValueError for what is no JSON in UTF-8, or has deeper or more lists and objects than anything of ours.
+    """Parses JSON in UTF-8; raises ValueError for other input and for more or deeper lists than ours.
 
-    Memory: up to some 25 times the size of ``data``, for short names that are all different; 3 to 10 times for ours.
+    It takes up to 25 times the memory of ``data`` (short names that are all different); for our files 3 to 10 times.
     """
     _check_brackets(data)
     return json.loads(data.decode("utf-8"))
 
 
 def _check_brackets(data: bytes) -> None:
-    """Without recursion, since Python's parser recurses, and in little memory: block by block."""
+    """Checks nesting block by block, without recursion (Python's parser recurses) and in little memory."""
     depth, count, in_text, cut_off = 0, 0, 0, b""
     for first in range(0, len(data), _BLOCK):
         block = (cut_off + data[first : first + _BLOCK]).replace(rb"\\", b"")
@@ -113,7 +113,7 @@ def _check_brackets(data: bytes) -> None:
         in_text ^= (len(parts) - 1) % 2
         count += found.count(b"{")
         left = b"{" * depth + found
-        for _ in range(_DEEPEST):  # innermost pairs go, level by level
+        for _ in range(_DEEPEST):  # removes the innermost pairs, level by level
             left = left.replace(b"{}", b"")
         depth = len(left)
         if depth > _DEEPEST or b"}" in left:
@@ -127,16 +127,16 @@ def is_count(value: Any) -> bool:
 
 
 def is_shape(value: Any) -> bool:
-    """Whether torch can count the elements and strides of a tensor of this shape, a list of numbers."""
+    """Tells whether ``value`` is a list of numbers and a shape whose elements and strides torch can count."""
     if not isinstance(value, list) or len(value) > _MOST_DIMS or not all(map(is_count, value)):
         return False
-    elements: int = math.prod(max(1, size) for size in value)  # soon computed, of 64 numbers of at most 2^62
+    elements: int = math.prod(max(1, size) for size in value)  # fast: 64 numbers of at most 2^62
     return elements <= _MOST
 
 
 def nested_deeply(value: Any) -> bool:
-    """Lists and dicts of more levels than JSON may have here, or in a circle: what recurses into them would fail."""
-    level = {id(value): value}  # each once, since one may be in another a million times
+    """Finds lists and dicts in a circle or of more levels than JSON may have here: recursion into them would fail."""
+    level = {id(value): value}  # each object once, since another may contain it a million times
     for _ in range(_DEEPEST):
         level = {
             id(inner): inner
@@ -151,7 +151,7 @@ def nested_deeply(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Of a value of any size and depth, some of it on one line, in little time."""
+    """Shows some of a value of any size and depth on one line, in little time."""
     return printable(shortened(reprlib.repr(value)))
 
 
@@ -160,7 +160,7 @@ def shortened(text: str, most: int = 200) -> str:
 
 
 def printable(text: str) -> str:
-    """With escapes in the place of what would steer a terminal, turn a line's direction, or be no valid text."""
+    """Escapes characters that steer a terminal, turn a line's direction or are no valid text."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,6 +1,6 @@
 """Adapters translate the events of host frameworks into calls of the optimizer and the engine.
 
-Each is loaded when first used, since it needs its framework.
+Each adapter is loaded when first used, since it needs its framework.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``torch.distributed.fsdp.fully_shard``: what users may ask for; ``superoffload.AdamW`` needs nothing of it."""
+"""Adapts ``torch.distributed.fsdp.fully_shard`` where users ask for it; ``superoffload.AdamW`` does not need it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from superoffload.optimizer.grad_dtypes import GradDtypes
 
 
 def keep_reduced_gradients(model: nn.Module) -> None:
-    """Keeps the gradients of what ``fully_shard`` has sharded in fp32 where the policy reduces them in fp32.
+    """Keeps the gradients of sharded parameters in fp32 if the policy reduces them in fp32.
 
-    torch (2.13 and before) rounds them to the dtype of the sharded parameter behind the reduction; a bf16 model loses
-    there what ``reduce_dtype=torch.float32`` was to save. To be called after ``fully_shard`` and before the optimizer
-    is made, which takes them as they are; ``AdamW(accumulate_dtype="fp32", model=model)`` does it by itself. Costs 2
-    more bytes per parameter of this rank, here and there.
+    torch (2.13 and before) rounds them to the dtype of the sharded parameter after the reduction, so a bf16 model loses
+    the precision of ``reduce_dtype=torch.float32``. Call this after ``fully_shard`` and before making the optimizer;
+    ``AdamW(accumulate_dtype="fp32", model=model)`` does it by itself. It costs 2 more bytes per parameter of this rank,
+    on the device and on the host.
     """
     groups = all_groups(model)
     if not groups:

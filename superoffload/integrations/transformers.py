@@ -1,7 +1,7 @@
-"""Hugging Face ``Trainer`` and its subclasses (TRL's too): ``offload(trainer)`` before ``trainer.train()``.
+"""Adapts Hugging Face ``Trainer`` and its subclasses (TRL's too): call ``offload(trainer)`` before ``trainer.train()``.
 
-Trainer clips by hand between backward and ``step()``; here clipping is part of the optimizer's verdict, so that the
-step can be taken during backward. What the norm was is known after ``step()``, in time for Trainer's log.
+Trainer clips between backward and ``step()``. Here clipping is part of the optimizer's verdict, so the step can run
+during backward, and the norm is known after ``step()``, in time for Trainer's log.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ except ImportError as error:
         "pip install 'superoffload[transformers]'"
     ) from error
 
-# What can be acted upon, for every line of the log; docs/metrics.md says how.
+# Figures that users can act upon, for every line of the log; docs/metrics.md says how.
 LOGGED = (
     "clip_rate",
     "skipped_steps",
@@ -63,7 +63,7 @@ def offload(trainer: Trainer, *, metrics: bool | str | Iterable[str] = True, **o
     trainer.optimizer_cls_and_kwargs = (AdamW, {**given, **options})
     trainer._clip_grad_norm = callback.norm_to_come
     trainer._get_grad_norm = callback.norm_to_come
-    trainer.callback_handler.callbacks.insert(0, callback)  # before those that report what is logged
+    trainer.callback_handler.callbacks.insert(0, callback)  # before callbacks that report the log
     return callback
 
 
@@ -87,7 +87,7 @@ def _check(trainer: Any, options: dict[str, Any]) -> None:
 
 
 def _names(metrics: Any) -> frozenset[str]:
-    """Of the metrics to log."""
+    """Resolves the names of the metrics to log."""
     if isinstance(metrics, bool):
         return frozenset(LOGGED if metrics else ())
     known = {*TOTALS, *PER_STEP}
@@ -101,9 +101,9 @@ def _names(metrics: Any) -> frozenset[str]:
 
 
 class Offload(TrainerCallback):
-    """Gives Trainer the norm that the verdict came from, and our metrics to its logs.
+    """Gives Trainer the verdict's norm, and our metrics to its logs.
 
-    The counters are kept in Trainer's state, which it saves with every checkpoint.
+    Trainer's state keeps the counters, and every checkpoint saves it.
     """
 
     def __init__(self, names: frozenset[str]) -> None:
@@ -113,7 +113,7 @@ class Offload(TrainerCallback):
         self._norm = torch.tensor(0.0)
 
     def norm_to_come(self, model: nn.Module, *args: Any, **options: Any) -> Tensor:
-        """In place of Trainer's clipping: nothing is clipped here, and the norm is filled in by ``step()``."""
+        """Replaces Trainer's clipping: clips nothing and returns a norm that ``step()`` fills in."""
         self._norm = torch.tensor(0.0)
         return self._norm
 
@@ -134,13 +134,13 @@ class Offload(TrainerCallback):
             state.stateful_callbacks[_KEPT] = self._monitor.state_dict()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:
-        if logs is not None and "loss" in logs:  # not those of an evaluation
+        if logs is not None and "loss" in logs:  # not for the logs of an evaluation
             logs.update(self._values)
             state.log_history[-1].update(self._values)
 
 
 def optimizer_of(optimizer: Any) -> AdamW:
-    """Out of Accelerate's wrapper."""
+    """Unwraps our optimizer from Accelerate's wrapper."""
     while not isinstance(optimizer, AdamW):
         inner = getattr(optimizer, "optimizer", None)
         if inner is None:

@@ -16,10 +16,10 @@ from superoffload.host.bits import BitSums, Sums
 
 @dataclass(frozen=True)
 class PackTicket:
-    """A packed gradient on its way; the shards' block sums are valid once ``completion`` is done.
+    """Describes a packed gradient on its way; the shards' block sums are valid once ``completion`` is done.
 
-    ``bit_sums``: of the bits that were packed, for the pieces whose shard asks for them and whose link has a kernel for
-    it; such pieces' gradients are still there.
+    ``bit_sums``: sums of the packed bits, for the pieces whose shard asks for them, if the link has a kernel for it;
+    the gradients of such pieces are kept.
     """
 
     bucket: Bucket
@@ -28,38 +28,38 @@ class PackTicket:
 
 
 class Link(Protocol):
-    """One per device kind; owns streams, staging and the shadow."""
+    """Serves one kind of device; owns streams, staging and the shadow."""
 
     bytes_down: int
     bytes_up: int
-    frees_gradients: bool  # nobody reads a gradient again once pack() has returned, so its owner may let it go
-    asynchronous: bool  # deliver() returns before ``after`` is done, and reads the shadow by itself once it is
+    frees_gradients: bool  # no gradient is read after pack() has returned, so its owner may free it
+    asynchronous: bool  # deliver() returns before ``after`` is done, and the link reads the shadow later
     bit_sums: BitSums
-    sums_what_it_packs: bool  # a PackTicket has the ``bit_sums`` of what was packed
+    sums_what_it_packs: bool  # its PackTickets have the ``bit_sums`` of the packed gradients
 
     @property
     def bytes_up_early(self) -> int:
-        """Of ``bytes_up``, those that travelled before the verdict."""
+        """Counts those of ``bytes_up`` that travelled before the verdict."""
 
     @property
     def pinned_bytes(self) -> int:
-        """Of host memory, now."""
+        """Counts the bytes of host memory that are pinned now."""
 
     def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
-        """Before these are attached. ``anew``: instead of all that were attached before, which are idle."""
+        """Reserves memory before the buckets are attached. ``anew``: they replace all attached ones, which are idle."""
 
     def attach(self, bucket: Bucket) -> None:
         """Allocates the bucket's packed gradient and shadow (``bucket.padded`` elements each)."""
 
     def check_stream(self) -> None:
-        """Before anything is enqueued: DeviceError where the calling thread's stream cannot take it."""
+        """Raises DeviceError if the calling thread's stream cannot take work; called before anything is enqueued."""
 
     def read_on(self, stream: int) -> None:
-        """Parameters are also read on this stream, which ``make_visible`` has wait as the current one."""
+        """Names a further stream that reads parameters; ``make_visible`` makes it wait like the current one."""
 
     def received(self, bucket: Bucket) -> None:
-        """A gradient for ``bucket`` is final behind what the calling thread has enqueued; its pack() may be called
-        from another stream."""
+        """Notes that a gradient for ``bucket`` is final behind what the calling thread has enqueued; its pack() may be
+        called from another stream."""
 
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
         """Packs one contiguous gradient per piece of the bucket (None: no gradient this step) with its block sums.
@@ -68,38 +68,38 @@ class Link(Protocol):
         """
 
     def came_down(self, nbytes: int) -> None:
-        """Gradients that were brought to host memory in another way than by ``pack()``."""
+        """Counts gradients that reached host memory in another way than by ``pack()``."""
 
     def arrived(self, ticket: PackTicket) -> _native.Completion:
-        """Done once the packed gradient is in host memory; worker threads wait on it without the GIL."""
+        """Returns a completion: the packed gradient is in host memory. Worker threads wait on it without the GIL."""
 
     def stage(self, bucket: Bucket, after: _native.Completion) -> None:
-        """Copies the shadow to the device once ``after``, a speculated step, is done: no reader sees it there, and
-        ``deliver()`` need not copy it again. Links do so where they can and there is memory for it."""
+        """Copies the shadow to the device once ``after``, a speculated step, is done, where no reader sees it.
+        ``deliver()`` then need not copy it again. Links do so if they can and have the memory."""
 
     def unstage(self, bucket: Bucket) -> None:
-        """The verdict wants other parameters than those that were staged, if any were. When it returns, nothing reads
-        the shadow for them any more."""
+        """Discards staged parameters, since the verdict wants other ones. When it returns, nothing reads the shadow for
+        them any more."""
 
     def step_ended(self, *, whole: bool) -> None:
-        """What is to be delivered has been given to ``deliver()``. Not ``whole``: there was no verdict, or there is no
-        gradient left for now."""
+        """Ends a step after its last ``deliver()``. Not ``whole``: there was no verdict, or no gradient is left for
+        now."""
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
         """Copies the shadow of the bucket's present pieces to the published parameters, once ``after`` is done.
 
-        ``after`` may have failed: an operation after the verdict is completed even so. What is returned is done once
-        the copy was made, or where streams order it: enqueued.
+        The copy is made even if ``after`` failed, since an operation after the verdict is completed. The result is done
+        once the copy was made, or once it is enqueued where streams order it.
         """
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether so much memory, where gradients are, is in use at no time of a step."""
+        """Tells whether so much memory stays unused throughout a step on the device that has the gradients."""
 
     def make_visible(self, bucket: Bucket) -> None:
-        """On the training thread, once the delivery is done: what it enqueues from here on reads the new parameters."""
+        """Makes the training thread's stream wait for a delivery, so that its later work reads the new parameters."""
 
     def close(self) -> None:
-        """Ends what runs. The buckets' memory stays readable. Idempotent."""
+        """Ends all work. The buckets' memory stays readable. Idempotent."""
 
 
 def wait_until_ended(operation: _native.Completion) -> None:

@@ -13,11 +13,11 @@ from superoffload.host.bits import BitSums, SumsInMemory
 from superoffload.host.memory import host_empty
 from superoffload.links.base import PackTicket, wait_until_ended
 
-_LARGE = 64 << 10  # bytes of a piece that torch copies with several threads
+_LARGE = 64 << 10  # above this many bytes torch copies a piece with several threads
 
 
 class SynchronousLink:
-    """What links have in common that are done with a copy when the call returns; the shadow is in host memory."""
+    """Implements what links share whose copies are done when the call returns; the shadow is in host memory."""
 
     asynchronous = False
     frees_gradients = False
@@ -32,12 +32,12 @@ class SynchronousLink:
         self._pieces: dict[Bucket, _native.HostPieces] = {}
 
     def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
-        """Every bucket has its own memory."""
+        """Reserves nothing, since every bucket has its own memory."""
         if anew:
             self._pieces.clear()
 
     def _pieces_of(self, bucket: Bucket) -> _native.HostPieces:
-        """Where pieces of the bucket are packed, and what is published of them."""
+        """Describes where the bucket's pieces are packed, and what is published of them."""
         if bucket not in self._pieces:
             pieces = self._pieces[bucket] = _native.HostPieces(ELEMENT_TYPES[bucket.gradient_dtype])
             stays = bucket.gradients is not None
@@ -66,13 +66,13 @@ class SynchronousLink:
         return PackTicket(bucket, _native.Completion.already_done())
 
     def check_stream(self) -> None:
-        """There are no streams."""
+        """Checks nothing: there are no streams."""
 
     def read_on(self, stream: int) -> None:
-        """Nor here."""
+        """Does nothing: there are no streams."""
 
     def received(self, bucket: Bucket) -> None:
-        """It is in host memory."""
+        """Does nothing: the gradient is in host memory."""
 
     def came_down(self, nbytes: int) -> None:
         self.bytes_down += nbytes
@@ -81,13 +81,13 @@ class SynchronousLink:
         return ticket.completion
 
     def stage(self, bucket: Bucket, after: _native.Completion) -> None:
-        """The copy is made when the caller waits for it."""
+        """Does nothing: ``deliver()`` makes the copy."""
 
     def unstage(self, bucket: Bucket) -> None:
-        """Nothing is staged."""
+        """Does nothing: no bucket is staged."""
 
     def step_ended(self, *, whole: bool) -> None:
-        """Nothing was kept for it."""
+        """Frees nothing, since no memory was kept for the step."""
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
         wait_until_ended(after)
@@ -100,7 +100,7 @@ class SynchronousLink:
             shard, nbytes = piece.shard, size * piece.numel
             self.bytes_up += nbytes
             address = shard.address if nbytes < _LARGE else 0
-            if address and shard.parameter is not None:  # torch takes longer to start than to copy so little
+            if address and shard.parameter is not None:  # for so little, torch takes longer to start than to copy
                 addresses[i] = address + size * piece.start
                 written.append(shard.parameter)
             else:
@@ -110,24 +110,24 @@ class SynchronousLink:
             self._pieces_of(bucket).publish(addresses)
             torch.autograd.graph.increment_version(written)
         if targets:
-            # In place: bumps the parameters' version counters. To a device, also from pinned memory, this waits for the
-            # copy, so the shadow may be written again.
+            # In place, so the parameters' version counters rise. A copy to a device, also from pinned memory, has ended
+            # when this returns, so the shadow may be written again.
             torch._foreach_copy_(targets, sources)
         return _native.Completion.already_done()
 
     def has_room(self, nbytes: int) -> bool:
-        """Gradients stay where they are anyway."""
+        """Says yes: gradients keep their memory anyway."""
         return True
 
     def make_visible(self, bucket: Bucket) -> None:
-        """It is since it was copied."""
+        """Does nothing: the copy made the parameters visible."""
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Ends nothing: no work is running."""
 
 
 class HostLink(SynchronousLink):
-    """Gradients and parameters in host memory. Packing copies: later edits of ``p.grad`` cannot reach the journal."""
+    """Serves gradients and parameters in host memory. Packing copies: edits of ``p.grad`` cannot reach the journal."""
 
     def attach(self, bucket: Bucket) -> None:
         bucket.use_memory(

@@ -1,4 +1,4 @@
-"""Which link serves given parameters. Tests replace ``link_for`` to put another one under the same optimizer."""
+"""Selects the link for given parameters. Tests replace ``link_for`` to put another link under the same optimizer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from superoffload.links.host import HostLink
 
 
 def on_device(params: Sequence[Tensor]) -> bool:
-    """Whether these parameters are on an accelerator, all of them or none."""
+    """Tells whether these parameters are on an accelerator, all of them or none."""
     return local_of(params[0]).device.type != "cpu"
 
 
 def keeps_gradients(params: Sequence[Tensor], asked: bool | None, model: nn.Module | None) -> bool | None:
-    """What ``keep_grads`` comes to for these parameters; None: as the link likes."""
+    """Resolves ``keep_grads`` for these parameters; None leaves the choice to the link."""
     reduced = isinstance(model, nn.parallel.DistributedDataParallel)
     if asked is False and (reduced or not on_device(params)):
         where = "under DistributedDataParallel, which reuses their memory," if reduced else "on the CPU"
@@ -27,7 +27,7 @@ def keeps_gradients(params: Sequence[Tensor], asked: bool | None, model: nn.Modu
 
 
 def link_for(params: Sequence[Tensor], *, keep_grads: bool | None) -> Link:
-    """The link for parameters that are all on one device (superoffload/optimizer/arguments.py has checked that)."""
+    """Makes the link for parameters that are all on one device (optimizer/arguments.py has checked that)."""
     if not on_device(params):
         return HostLink()
     from superoffload.links.cuda.start import cuda_link  # loads the driver

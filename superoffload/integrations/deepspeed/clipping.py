@@ -1,4 +1,4 @@
-"""Clipping by hand under ZeRO-3 is an error: gradients are not in ``p.grad`` there, so it would clip nothing."""
+"""Refuses manual clipping under ZeRO-3: gradients are not in ``p.grad`` there, so it would clip nothing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.nn.utils import clip_grad
 
 from superoffload.errors import StateError
 
-_MARK = "superoffload_steps_it"  # on parameters whose gradients our backend takes away during backward
+_MARK = "superoffload_steps_it"  # marks parameters whose gradients our backend takes away during backward
 
 
 def replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """(module, name, what to put there): the public names, and what clip_grad_norm_ calls however it was imported."""
+    """Lists (module, name, replacement) for torch's public names and for what clip_grad_norm_ itself calls."""
     import torch.nn.utils
 
     found = []

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON: does it select us, our own options in it, and the form of it that DeepSpeed's own checks accept."""
+"""Reads DeepSpeed's JSON: whether it selects us, our options in it, and the form that DeepSpeed's checks accept."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPTIMIZERS = ("adam", "adamw")
 
 @dataclass(frozen=True)
 class Options:
-    """The top-level ``"superoffload": {...}``.
+    """Holds the top-level ``"superoffload": {...}``.
 
     ``match_stock`` follows DeepSpeed's own verdicts, skips, loss scales and clip formula to the bit, also where ours
     are better (docs/deepspeed.md).
@@ -55,7 +55,7 @@ def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
 
 
 def read_options(config: Mapping[str, Any]) -> Options:
-    """Our options; anything we do not know is refused, since it would otherwise be silently ignored."""
+    """Reads our options; refuses unknown ones, which would otherwise be silently ignored."""
     given = config.get(OPTIONS_KEY, {})
     if not isinstance(given, Mapping):
         raise ArgumentError(f'"{OPTIONS_KEY}": {given!r}: expected an object such as {{"speculation": "adaptive"}}')
@@ -67,7 +67,7 @@ def read_options(config: Mapping[str, Any]) -> Options:
 
 
 def load(config: Any) -> dict[str, Any] | None:
-    """The config as a dictionary, from what ``DeepSpeedConfig`` accepts; None: not for us to understand."""
+    """Loads a config that ``DeepSpeedConfig`` accepts as a dictionary; None if only DeepSpeed can read it."""
     if isinstance(config, dict):
         return config
     if not isinstance(config, str | os.PathLike):
@@ -82,19 +82,19 @@ def load(config: Any) -> dict[str, Any] | None:
 
 
 def _parse(text: str) -> dict[str, Any] | None:
-    """As DeepSpeed reads it: comments allowed, duplicate keys not."""
+    """Parses like DeepSpeed: comments allowed, duplicate keys not."""
     import hjson
     from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
     try:
         found = hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
     except hjson.HjsonDecodeError:
-        return None  # DeepSpeed will say what is wrong with it
+        return None  # DeepSpeed reports the mistake
     return found if isinstance(found, dict) else None
 
 
 def selects_us(config: Mapping[str, Any]) -> bool:
-    """Whether ``offload_optimizer`` asks for this backend."""
+    """Tells whether ``offload_optimizer`` asks for this backend."""
     offload = _section(config, "zero_optimization", "offload_optimizer")
     return offload.get("device") == DEVICE or bool(offload.get("super_offload"))
 
@@ -107,7 +107,7 @@ def _section(config: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
 
 
 def rewrite(config: dict[str, Any]) -> dict[str, Any]:
-    """A copy that DeepSpeed accepts and that selects its SuperOffload class, which ``enable()`` has replaced."""
+    """Returns a copy that DeepSpeed accepts and that selects its SuperOffload class, replaced by ``enable()``."""
     if not selects_us(config):
         if OPTIONS_KEY in config:
             raise ArgumentError(
@@ -142,7 +142,7 @@ _HALF = ("torch.float16", "fp16", "float16", "half")
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Refuses what cannot work together with us, before DeepSpeed builds anything."""
+    """Refuses settings that cannot work with this backend, before DeepSpeed builds anything."""
     read_options(config)
     zero = _section(config, "zero_optimization")
     stage = zero.get("stage", 0)
@@ -165,7 +165,7 @@ def check(config: Mapping[str, Any]) -> None:
             '"offload_optimizer": {"device": "cpu"}'
         )
     autocast = _section(config, "torch_autocast")
-    if autocast.get("enabled") and str(autocast.get("dtype")) in _HALF:  # DeepSpeed would never forget it again
+    if autocast.get("enabled") and str(autocast.get("dtype")) in _HALF:  # DeepSpeed would keep it for the whole process
         raise ArgumentError(
             f'"torch_autocast": dtype={autocast["dtype"]!r} together with superoffload: its loss scaler is not '
             "supported; use bfloat16, or fp16 without torch_autocast"

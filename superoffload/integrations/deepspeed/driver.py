@@ -1,4 +1,4 @@
-"""The step over one rank's ZeRO-3 partitions, in the core's terms. Knows no name of DeepSpeed's.
+"""Drives the engine over one rank's ZeRO-3 partitions, without any name of DeepSpeed's.
 
 A *window* is everything between two steps. Every parameter's partition is a shard, so that a bucket is speculated as
 soon as its few parameters are final, whatever the size of DeepSpeed's sub-groups.
@@ -24,7 +24,7 @@ from superoffload.optimizer.masters import follow
 
 @dataclass(eq=False)
 class Partition:
-    """One parameter's partition on this rank; its shard is empty where the rank holds none of its elements."""
+    """Holds one parameter's partition on this rank; its shard is empty where the rank holds none of its elements."""
 
     key: int
     sub_group: int
@@ -33,7 +33,7 @@ class Partition:
     padded: Tensor  # the same slice with its padding
     arrivals: int = 0  # gradients since the last step
     expected: int = 1  # how many arrived in the window before this one
-    written: bool = False  # the slice holds something else than zeros
+    written: bool = False  # the slice holds anything but zeros
 
     def take(self, incoming: Tensor) -> None:
         """Adds a reduced gradient; its copy may still run on the current stream."""
@@ -43,14 +43,14 @@ class Partition:
             self.gradient.copy_(incoming, non_blocking=True)
         elif incoming.device == self.gradient.device:
             self.gradient.add_(incoming.to(self.gradient.dtype))
-        else:  # on the device, where adding is fast
+        else:  # add on the device, where it is fast
             there = self.gradient.to(incoming.device, non_blocking=True)
             there.add_(incoming.to(there.dtype))
             self.gradient.copy_(there, non_blocking=True)
         self.written = True
 
     def written_from_outside(self) -> None:
-        """The slice is written by a user: it is a gradient, whether one has arrived or not."""
+        """Notes that a user writes the slice: it is a gradient now, whether one has arrived or not."""
         self.arrivals = max(1, self.arrivals)
         self.written = True
 
@@ -59,18 +59,18 @@ class Partition:
         self.written = False
 
     def abandon(self) -> None:
-        """The window ends without a step, and says nothing about the next one."""
+        """Ends the window without a step; its count does not predict the next one."""
         self.arrivals = 0
 
     def begin_window(self) -> None:
-        """Most likely as many gradients as last time arrive in this one."""
+        """Begins a window, which most likely gets as many gradients as the last one."""
         self.expected = max(1, self.arrivals)
         self.arrivals = 0
 
 
 @dataclass
 class Window:
-    """What ``close_window`` saw: the sum of squares of every shard with a gradient, by index; none if nothing came."""
+    """Holds the sum of squares of every shard with a gradient, by index; empty if no gradient came."""
 
     sums: dict[int, float]
 
@@ -80,7 +80,7 @@ class Window:
 
 
 class PartitionDriver:
-    """Gradients in, verdict in, parameters out."""
+    """Takes gradients and a verdict, and publishes parameters."""
 
     def __init__(
         self,
@@ -111,12 +111,12 @@ class PartitionDriver:
         return partition
 
     def let_go(self, partition: Partition) -> None:
-        """Before the gradient is written: nothing may read it any more, and what was speculated with it is undone."""
+        """Frees a gradient for writing: ends its readers and undoes what was speculated with it."""
         self.core.tail.land(partition.shard)
         self.core.retract(partition.shard)
 
     def final(self, partition: Partition, *, unscale: float, max_grad_norm: float | None) -> None:
-        """The partition's gradient is in host memory and most likely final: its bucket may be speculated."""
+        """Hands over a gradient in host memory that is most likely final: its bucket may be speculated."""
         if self.core.has_gradient(partition.shard):
             return
         if not self.core.is_filling:
@@ -124,7 +124,7 @@ class PartitionDriver:
         self.core.arrive(partition.shard, partition.gradient)
 
     def close_window(self, trains: Callable[[int], bool]) -> Window:
-        """Every gradient final. A parameter that nothing has used gets zeros, as in ZeRO-1 and 2; a frozen one none."""
+        """Makes every gradient final. Unused parameters get zeros, as in ZeRO-1 and 2; frozen ones get no gradient."""
         if not any(partition.arrivals for partition in self.partitions.values()):
             return Window({})
         for partition in self.partitions.values():
@@ -150,7 +150,7 @@ class PartitionDriver:
     # ---- the end of a window --------------------------------------------------------------------------------------
 
     def step(self, verdict: Verdict, *, later: bool) -> None:
-        """Commit, replay, step or skip. ``later``: ``deliver()`` brings the parameters."""
+        """Commits, replays, steps or skips. With ``later`` the parameters arrive by ``deliver()``."""
         done = self.core.stats()["steps"]
         try:
             self.core.apply(verdict, later=later)
@@ -161,13 +161,13 @@ class PartitionDriver:
                 partition.begin_window()
 
     def abandon(self) -> None:
-        """The window ends without a step: nothing has changed."""
+        """Ends the window without a step: nothing has changed."""
         self.core.abandon()
         for partition in self.partitions.values():
             partition.abandon()
 
     def set_steps(self, steps: Sequence[int]) -> None:
-        """One number of steps per sub-group, as checkpoints have it."""
+        """Sets the number of steps of each sub-group, which is how checkpoints count."""
         self.steps = list(steps)
         for partition in self.partitions.values():
             partition.shard.has_made(self.steps[partition.sub_group])
@@ -175,7 +175,7 @@ class PartitionDriver:
     # ---- readers and writers --------------------------------------------------------------------------------------
 
     def deliver(self, keys: Sequence[int] | None = None) -> None:
-        """The parameters' partitions have the values of the last step. None: all of them."""
+        """Brings the last step's values into the parameters' partitions. None: all of them."""
         if keys is None:
             self.core.tail.land()
             return
@@ -185,11 +185,11 @@ class PartitionDriver:
                 self.core.tail.land(partition.shard)
 
     def settle(self, key: int) -> None:
-        """Master and moments of a parameter are those of the last step, and may be written."""
+        """Brings master and moments of a parameter to the last step's values, so that they may be written."""
         self.core.restore(self.partitions[key].shard)
 
     def take_over(self, key: int) -> None:
-        """The published partition was written: its master follows, where it is not that value's master."""
+        """Makes the master follow a written partition, except where the master rounds to the written value."""
         partition = self.partitions.get(key)
         if partition is None:
             return
@@ -197,5 +197,5 @@ class PartitionDriver:
         follow(partition.shard.master, partition.shard.target().detach())
 
     def close(self) -> None:
-        """Takes back what was speculated, delivers what was not, ends the worker threads."""
+        """Undoes what was speculated, delivers what was not delivered, ends the worker threads."""
         self.core.close()

@@ -1,4 +1,4 @@
-"""What the optimizer refuses because it would be wrong: checked on what DeepSpeed hands to it, before it is built."""
+"""Refuses features that would give wrong results, before DeepSpeed's optimizer is built."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from superoffload.optimizer.arguments import check_group
 
 
 def check_optimizer(optimizer: Any, cpu_adam: type) -> None:
-    """Adam and AdamW, of torch and of DeepSpeed; exactly those types, since a subclass may step differently."""
+    """Accepts Adam and AdamW of torch and of DeepSpeed; exactly those types, since a subclass may step differently."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW, cpu_adam):
         raise ArgumentError(
             f'optimizer {type(optimizer).__name__}: expected "Adam" or "AdamW" in the config, torch.optim.Adam, '
@@ -31,7 +31,7 @@ def check_optimizer(optimizer: Any, cpu_adam: type) -> None:
 
 
 def hyper_of(optimizer: Any, group: int) -> GroupHyper:
-    """A param group's hyper-parameters as they are now."""
+    """Reads a param group's present hyper-parameters."""
     values = optimizer.param_groups[group]
     check_group(values)
     beta1, beta2 = values["betas"]
@@ -47,7 +47,7 @@ def hyper_of(optimizer: Any, group: int) -> GroupHyper:
 
 
 def _decoupled(optimizer: Any, group: Mapping[str, Any]) -> bool:
-    """Weight decay apart from the gradient (AdamW)."""
+    """Tells whether weight decay is decoupled from the gradient (AdamW)."""
     if isinstance(optimizer, torch.optim.AdamW):
         return True
     if isinstance(optimizer, torch.optim.Adam):
@@ -55,11 +55,11 @@ def _decoupled(optimizer: Any, group: Mapping[str, Any]) -> bool:
     return bool(optimizer.adam_w_mode)
 
 
-_OFF: dict[str, Any] = {"zero_hpz_partition_size": 1}  # off, besides None and False; True == 1, so by name
+_OFF: dict[str, Any] = {"zero_hpz_partition_size": 1}  # means off, like None and False; by name, since True == 1
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """The keyword arguments of DeepSpeed's ZeRO-3 optimizer."""
+    """Checks the keyword arguments of DeepSpeed's ZeRO-3 optimizer."""
     refused = {
         "zenflow_config": "ZenFlow is another optimizer schedule; remove it",
         "all2all_process_group": "quantized gradients are not supported; remove zero_quantized_gradients",
@@ -84,7 +84,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def check_groups_alike(parameters: Any, process_group: Any) -> None:
-    """Every parameter partitioned over the same ranks, so that there is one verdict for all."""
+    """Checks that all parameters are partitioned over the same ranks, so that one verdict serves all."""
     expected = dist.get_process_group_ranks(process_group)
     for parameter in parameters:
         ranks = dist.get_process_group_ranks(getattr(parameter, "ds_process_group", process_group))

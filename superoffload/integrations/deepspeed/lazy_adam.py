@@ -1,7 +1,7 @@
-"""DeepSpeedCPUAdam compiles its kernel at its first call, not before: our engine never calls it.
+"""Makes DeepSpeedCPUAdam compile its kernel at its first call, since our engine never calls it.
 
-DeepSpeed compiles that kernel when the optimizer is made, which fails without a compiler and gives illegal instructions
-where a build is shared between machines.
+DeepSpeed compiles the kernel when the optimizer is made. That fails without a compiler, and gives illegal instructions
+where machines share a build.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def lazy_builder(builder: Any) -> Any:
-    """Stands in for ``CPUAdamBuilder`` where DeepSpeedCPUAdam looks it up."""
+    """Makes a replacement for ``CPUAdamBuilder``, where DeepSpeedCPUAdam looks it up."""
 
     class LazyCPUAdamBuilder(builder):
         """Loads a kernel that is built on its first use."""
@@ -29,14 +29,14 @@ class _LazyKernel:
         self._created: dict[int, tuple[Any, ...]] = {}
 
     def create_adam(self, key: int, *arguments: Any) -> None:
-        """Remembered until the kernel is built."""
+        """Remembers the call until the kernel is built."""
         if self._kernel is None:
             self._created[key] = arguments
         else:
             self._kernel.create_adam(key, *arguments)
 
     def destroy_adam(self, key: int) -> None:
-        """Forgets what was only remembered."""
+        """Forgets a call that was only remembered."""
         if self._kernel is None:
             self._created.pop(key, None)
         else:

@@ -1,4 +1,4 @@
-"""The link for ZeRO-3 partitions: gradients stay in DeepSpeed's flat host buffer, parameters go to its partitions."""
+"""Links ZeRO-3 partitions: gradients stay in DeepSpeed's flat host buffer, parameters go to its partitions."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from superoffload.links.host import HostLink, SynchronousLink
 
 
 class PartitionLink(SynchronousLink):
-    """The packed gradient is the partition in the flat buffer itself: no copy, no second buffer.
+    """Packs gradients in place: the packed gradient is the partition in the flat buffer, so there is no second buffer.
 
-    What writes to the flat buffer must ``retract()`` the shard first. ``pin``: parameters are on a device.
-    ``accelerator`` sees to the buckets whose state is there, their gradients included; its owner is this link.
+    Writers of the flat buffer must ``retract()`` the shard first. ``pin``: parameters are on a device. ``accelerator``
+    serves the buckets whose state and gradients are on it; this link owns it.
     """
 
     def __init__(self, gradient_of: Callable[[Shard], Tensor], *, pin: bool, accelerator: Link | None = None) -> None:
-        """``accelerator`` None: no bucket's state is there."""
+        """Takes over ``accelerator``; with None no bucket's state is on a device."""
         super().__init__()
         self._gradient_of = gradient_of
         self._pin = pin
-        self._accelerator: Link = accelerator or HostLink()  # one without buckets
+        self._accelerator: Link = accelerator or HostLink()  # a null link, without buckets
 
     def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
         super().prepare(buckets, anew=anew)

@@ -1,4 +1,4 @@
-"""What ranks tell each other: which processors they may use, this step's sums, and what the rank checks compare."""
+"""Exchanges between ranks which processors they may use, a step's sums, and the values for the rank checks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from superoffload.integrations.deepspeed.whole_parameters import whole_parameter
 def cpus_of_this_rank(
     threads: int | None, published: Sequence[Tensor], group: Any, timeout: float | None
 ) -> tuple[list[int], bool]:
-    """One processor per worker thread; ranks of one host share out those that they may use. Collective.
+    """Returns a processor per worker thread; ranks of one host share the processors that they may use. Collective.
 
-    Also, alike on all ranks: whether some host has more ranks than processors. ``published``: tensors on the device of
-    the parameters, near which the processors should be.
+    Also tells, alike on all ranks, whether a host has more ranks than processors. ``published``: tensors on the
+    parameters' device, near which the processors should be.
     """
     mine = RankOnNode(socket.gethostname(), dist.get_rank(), tuple(allowed_cpus()), near_gpu(published))
     own_group = rank_group(group, rank_timeout(timeout))
@@ -45,7 +45,7 @@ def open_session(
     group: Any,
     timeout: float | None,
 ) -> RankSession | None:
-    """The verdict's exchange and the rank checks over the ranks of ``group``; None where this rank is alone.
+    """Opens the exchange of verdicts and the rank checks over the ranks of ``group``; None if this rank is alone.
 
     ``timeout``: seconds until a rank that does not answer is lost; None: as the environment says.
 
@@ -64,7 +64,7 @@ def open_session(
     def gathered() -> Iterator[tuple[Tensor, Tensor]]:
         for param in params:
             with whole_parameter(param) as full:
-                # torch_autocast gathers in its dtype and casts back; in that dtype every rank has the same values.
+                # torch_autocast gathers in its dtype and casts back; in that dtype all ranks have the same values.
                 yield by_whole[id(param)], full.to(get_allgather_dtype(param, param.ds_tensor))
 
     session = RankSession(own_group, RankCheck(*check), gathered)
@@ -73,10 +73,10 @@ def open_session(
 
 
 def _whole(param: Any) -> Tensor:
-    """Stands for a parameter that has no elements while it is partitioned."""
+    """Makes a stand-in for a parameter that has no elements while it is partitioned."""
     return torch.empty(param.ds_shape, dtype=param.dtype, device="meta")
 
 
 def _holding(param: Any, owners: Sequence[int], rank: int) -> Holding:
-    """ZeRO-3 cuts the flat parameter into equal parts, the last ones shorter or empty."""
+    """Cuts the flat parameter like ZeRO-3 into equal parts, the last ones shorter or empty."""
     return flat_holding("ZeRO-3", owners, rank, int(param.ds_numel), int(param.partition_numel()))

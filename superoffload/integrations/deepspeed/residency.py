@@ -1,7 +1,7 @@
-"""DeepSpeed's ``"ratio"`` below 1: the state of some sub-groups stays on the accelerator and is stepped there.
+"""Serves DeepSpeed's ``"ratio"`` below 1: some sub-groups' state stays on the accelerator and is stepped there.
 
-DeepSpeed says which (the first in forward order, whose gradients come last) and makes their masters there. Their
-gradients stay there too, and only block sums come down.
+DeepSpeed chooses the sub-groups (the first in forward order, whose gradients come last) and makes their masters on the
+accelerator. Their gradients stay there too, and only block sums come down.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from superoffload.links.base import Link
 
 
 def resident_sub_groups(devices: Mapping[int, str]) -> frozenset[int]:
-    """Of DeepSpeed's ``subgroup_to_device``. None where the accelerator is the CPU."""
+    """Returns the sub-groups that ``subgroup_to_device`` puts on an accelerator; none if that is the CPU."""
     return frozenset(sub_group for sub_group, device in devices.items() if device != "cpu")
 
 
 def check_resident(masters: Mapping[int, Tensor], published: Mapping[int, Tensor]) -> None:
-    """The kernel that steps a master writes the published parameter as well."""
+    """Checks that masters and parameters share a device: the kernel that steps a master also writes the parameter."""
     for sub_group, master in masters.items():
         if published[sub_group].device != master.device:
             raise ArgumentError(
@@ -33,7 +33,7 @@ def check_resident(masters: Mapping[int, Tensor], published: Mapping[int, Tensor
 
 
 def accelerator_link(device: torch.device) -> Link:
-    """Packs and steps on ``device``. KernelsUnavailable: nothing could be compiled that would."""
+    """Makes the link that packs and steps on ``device``. KernelsUnavailable: its kernels could not be compiled."""
     from superoffload.links.cuda.start import cuda_link  # loads the driver
 
     link = cuda_link(device, keep_grads=True)
@@ -47,7 +47,7 @@ def accelerator_link(device: torch.device) -> Link:
 
 
 class GivenPlaces(Placer):
-    """Shards stay where DeepSpeed has put them."""
+    """Leaves shards where DeepSpeed has put them."""
 
     def __init__(self, residency: Residency) -> None:
         super().__init__(0.0, residency)

@@ -1,4 +1,4 @@
-"""``enable()`` and ``disable()``: what is replaced in DeepSpeed, and which versions of it we know."""
+"""``enable()`` and ``disable()`` replace parts of DeepSpeed, in the versions that we know."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _replaced: list[tuple[Any, str, Any]] = []
 
 
 def is_enabled() -> bool:
-    """Whether DeepSpeed's ``offload_optimizer`` leads to us at present."""
+    """Tells whether DeepSpeed's ``offload_optimizer`` leads to us at present."""
     return bool(_replaced)
 
 
@@ -52,14 +52,14 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Puts back everything that ``enable()`` replaced. Engines that exist keep their backend."""
+    """Restores everything that ``enable()`` replaced. Existing engines keep their backend."""
     while _replaced:
         owner, name, original = _replaced.pop()
         setattr(owner, name, original)
 
 
 def check_version(version: str) -> None:
-    """DeepSpeed's private names change between versions; unknown ones are refused instead of half working."""
+    """Refuses unknown versions, since DeepSpeed's private names change between versions."""
     numbers = []
     for part in version.split("+")[0].split(".")[:3]:
         digits = "".join(character for character in part if character.isdigit())
@@ -76,7 +76,7 @@ def _text(version: tuple[int, ...]) -> str:
 
 
 def _refuse_engines() -> None:
-    """An engine that asked for super_offload before ``enable()`` has the other backend, and keeps it."""
+    """Refuses existing engines that asked for super_offload: they have the other backend, and keep it."""
     engine = import_module("deepspeed.runtime.engine").DeepSpeedEngine
     gc.collect()
     for alive in gc.get_objects():
@@ -96,7 +96,7 @@ def _replace(owner: Any, name: str, replacement: Any) -> None:
 
 
 def _reading_our_device(original: Callable[..., None]) -> Callable[..., None]:
-    """DeepSpeedConfig's constructor, which then never meets a device that it does not know."""
+    """Wraps DeepSpeedConfig's constructor, so that it never meets a device that it does not know."""
     from superoffload.integrations.deepspeed.config import load, rewrite
 
     @functools.wraps(original)

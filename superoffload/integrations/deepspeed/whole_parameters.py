@@ -1,7 +1,7 @@
-"""Readers of partitioned parameters: everything that gathers one first gets the values of the last step.
+"""Brings the last step's values to readers of partitioned parameters before they gather one.
 
-DeepSpeed keeps the functions that gather and partition a parameter on the parameter itself; the fetch of a submodule,
-``GatheredParameters``, external parameters and checkpoints all go through them.
+DeepSpeed keeps the functions that gather and partition a parameter on the parameter itself. Submodule fetches,
+``GatheredParameters``, external parameters and checkpoints all call them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _WAITS_FOR_ALL = (0, 19, 8)
 
 
 class Readers:
-    """Wraps those functions on every parameter of a module, and unwraps them in ``close()``."""
+    """Wraps the gathering functions of every parameter of a module, and unwraps them in ``close()``."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Readers:
         setattr(parameter, name, wrapper)
 
     def close(self) -> None:
-        """Leaves alone what others have wrapped or replaced since."""
+        """Unwraps the functions, except those that other code has wrapped or replaced since."""
         for parameter, name, original, wrapper in reversed(self._undo):
             if getattr(parameter, name, None) is wrapper:
                 setattr(parameter, name, original)
@@ -52,10 +52,10 @@ class Readers:
 
 
 def gathers_wait_for_the_last_only() -> bool:
-    """Whether a blocking gather of several parameters may return before all of them are there.
+    """Tells whether a blocking gather of several parameters may return before all of them are complete.
 
-    DeepSpeed before 0.19.8 waits for the last of its all-gathers. On a GPU the others ended before it; gloo ends them
-    in any order, and readers then meet undefined memory.
+    DeepSpeed before 0.19.8 waits for the last of its all-gathers. On a GPU the others end before it; gloo ends them in
+    any order, and readers then meet undefined memory.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -77,7 +77,7 @@ def _one_by_one(parameter: Any, original: Callable[..., Any]) -> Callable[..., A
 
 
 def gather_together(parameters: Iterable[Any]) -> None:
-    """Small parameters in one collective; DeepSpeed's blocking gather takes one for each. Collective."""
+    """Gathers small parameters in one collective; DeepSpeed's blocking gather takes one for each. Collective."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     missing = [parameter for parameter in parameters if parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE]
@@ -87,7 +87,7 @@ def gather_together(parameters: Iterable[Any]) -> None:
 
 @contextmanager
 def whole_parameter(parameter: Any) -> Iterator[Tensor]:
-    """What a forward reads of ``parameter``; gathered for that, where it is not there. Collective."""
+    """Yields ``parameter`` as a forward reads it, gathered if necessary. Collective."""
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 

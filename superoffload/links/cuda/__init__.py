@@ -1,1 +1,1 @@
-"""What only an accelerator needs: kernels and the link. Nothing here is imported without one."""
+"""These modules serve an accelerator: its kernels and its link. They are imported only where there is one."""

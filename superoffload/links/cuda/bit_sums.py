@@ -1,4 +1,4 @@
-"""Sums of the bits of tensors on a device, by a kernel: one launch for any number of them, and one to compare them."""
+"""Sums the bits of tensors on a device by a kernel: one launch for any number of tensors, one to compare them."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from superoffload.host.memory import room_on_device
 from superoffload.links.cuda.device import Device
 from superoffload.links.cuda.pinned import PinnedArena, aligned
 
-_FEWEST = 128  # tensors that a table has room for
+_FEWEST = 128  # smallest number of tensors that a table has room for
 _MOST_TABLES = 8
 
 
 @dataclass(frozen=True)
 class SumsThere:
-    """Of one tensor; ``memory`` is shared by all whose sums were taken by the same launch."""
+    """Locates one tensor's sums; tensors that were summed by the same launch share ``memory``."""
 
     memory: Tensor
     address: int
 
 
 class CudaBitSums:
-    """Belongs to a ``CudaLink`` with kernels. Sums are 8 bytes on the device for every 2048 bytes of a tensor.
+    """Sums bits for a ``CudaLink`` with kernels: 8 bytes on the device for every 2048 bytes of a tensor.
 
-    They stay there, and go with the last ``Sums`` of their launch. The tables that a launch reads are kept: as many as
-    are under way at a time, which is two in a step unless gradients are brought back.
+    The sums stay there until the last ``Sums`` of their launch is freed. The tables that a launch reads are kept: as
+    many as are in use at a time, which is two in a step unless gradients are brought back.
     """
 
     every_step = False
@@ -49,10 +49,10 @@ class CudaBitSums:
         self._timeout_seconds = timeout_seconds
         self._tables: list[_native.CudaSumsTable] = []
         self.arenas: list[PinnedArena] = []  # the tables' memory on the host
-        self.on_device: list[Tensor] = []  # and there
+        self.on_device: list[Tensor] = []  # the tables' memory on the device
 
     def of(self, flats: Sequence[Tensor]) -> list[Sums]:
-        """Behind what the calling thread's stream has enqueued; nothing waits for it."""
+        """Takes the sums behind what the calling thread's stream has enqueued; nothing waits for them."""
         if not flats:
             return []
         with _translated():
@@ -62,7 +62,7 @@ class CudaBitSums:
         return list(sums)
 
     def changed(self, before: Sequence[Sums], flats: Sequence[Tensor]) -> list[bool]:
-        """Waits for the calling thread's stream, once."""
+        """Compares by the calling thread's stream, and waits for it once."""
         if not flats:
             return []
         with _translated():
@@ -70,7 +70,7 @@ class CudaBitSums:
             return self._pipeline.compare_sums(self._table(len(flats)), current, _runs(before, flats))
 
     def room(self, counts: Sequence[int]) -> list[SumsThere]:
-        """Memory on the device for so many sums each, of one allocation."""
+        """Allocates device memory for so many sums each, in one allocation."""
         starts = [0, *accumulate(counts)]
         with room_on_device("noticing edits: sums of bits"):
             memory = self._device.empty(8 * starts[-1])
@@ -78,7 +78,7 @@ class CudaBitSums:
         return [SumsThere(memory, base + 8 * start) for start in starts[:-1]]
 
     def drain(self, timeout_seconds: float) -> bool:
-        """True once no launch reads a table, so that their memory may go."""
+        """Tells whether no launch reads a table any more, so that their memory may be freed."""
         until = time.monotonic() + timeout_seconds
         while not all(table.is_free() for table in self._tables):
             if time.monotonic() > until:
@@ -87,7 +87,7 @@ class CudaBitSums:
         return True
 
     def _table(self, runs: int) -> _native.CudaSumsTable:
-        """One that nothing uses; if all of so many are in use, the first that is free again."""
+        """Returns a table that is not in use; once there are enough of them, waits until one is free."""
         until = time.monotonic() + self._timeout_seconds
         while True:
             fitting = [table for table in self._tables if table.capacity >= runs]
@@ -97,7 +97,10 @@ class CudaBitSums:
             if len(fitting) < _MOST_TABLES:
                 return self._make_table(max(_FEWEST, 1 << (runs - 1).bit_length()))
             if time.monotonic() > until:
-                raise DeviceError(f"noticing edits: the device has not summed bits within {self._timeout_seconds:g} s")
+                raise DeviceError(
+                    f"noticing edits: the device has not summed bits within {self._timeout_seconds:g} s; is it hung, "
+                    "or shared? A longer time: SUPEROFFLOAD_DEVICE_TIMEOUT=seconds"
+                )
             time.sleep(0.0001)
 
     def _make_table(self, runs: int) -> _native.CudaSumsTable:
@@ -113,7 +116,7 @@ class CudaBitSums:
 
 
 def sums_per_block(dtype: torch.dtype) -> int:
-    """How many the pack kernel makes of each of its blocks of gradients of this type."""
+    """Returns how many sums the pack kernel makes of each of its blocks of gradients of this type."""
     return dtype.itemsize // 2
 
 
@@ -135,7 +138,7 @@ def _runs(sums: Sequence[Sums], flats: Sequence[Tensor]) -> list[tuple[int, int,
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """The native side's errors as ours."""
+    """Turns the native side's errors into ours."""
     try:
         yield
     except DeviceError:

@@ -1,8 +1,8 @@
-"""Blocks: memory on the device that freed gradients have left, where new parameters wait for the verdict.
+"""Blocks are device memory that freed gradients have left; new parameters wait there for the verdict.
 
-A bucket has its block for one step. It is packed into it; once that gradient is in host memory its new parameters may
-come up into the same block, and a commit is one kernel on the device. For gradients of such buckets the order of
-streams takes the place of ``record_stream``: what the device needs does not depend on how far the program is ahead.
+A bucket has its block for one step. It is packed into the block. Once that gradient is in host memory, its new
+parameters may come up into the same block, and a commit is one kernel on the device. For gradients of such buckets the
+order of streams replaces ``record_stream``, so the device memory needed does not depend on the program's lead.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ ALLOCATED = 512  # bytes; torch's allocator hands out multiples of it
 class _Block:
     native: _native.DeviceBucket
     memory: Tensor
-    stream: int  # that it was allocated on, and that goes on with it
+    stream: int  # it was allocated on this stream, which uses it next
 
 
 @dataclass(frozen=True)
 class _Lingering:
-    """Gradients of the bucket that was packed last, which the pack kernel may still read."""
+    """Keeps gradients of the bucket that was packed last, since the pack kernel may still read them."""
 
     native: _native.DeviceBucket
-    stream: int  # that they were packed from; memory that was allocated for another one is recorded on it
+    stream: int  # they were packed from this stream; memory of other streams is recorded on it
     gradients: list[Tensor]
 
 
 class Blocks:
-    """Belongs to a ``CudaLink``, and says which of its buckets have a block."""
+    """Gives blocks to the buckets of a ``CudaLink``."""
 
     def __init__(self, device: Device, pipeline: _native.CudaPipeline, pack_stream: int) -> None:
         self._device = device
         self._pipeline = pipeline
         self._pack_stream = pack_stream
-        self._early: set[Bucket] = set()  # may have one
+        self._early: set[Bucket] = set()  # buckets that may have a block
         self._held: dict[Bucket, _Block] = {}
-        self._used = 0  # bytes of those
+        self._used = 0  # bytes of the blocks in ``_held``
         self._lingering: _Lingering | None = None
-        self._peak_is_known = False  # a whole step has ended, without blocks
-        self._room: int | None = None  # bytes for all of them together; None: not measured yet
+        self._peak_is_known = False  # set when a whole step without blocks has ended
+        self._room: int | None = None  # bytes for all blocks together; None: not measured yet
         self._measured = False  # in this step
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
-        """All that are attached, in backward order."""
+        """Chooses the buckets that may have a block, among all attached ones in backward order."""
         self._early = early_buckets(buckets)
 
     def take(self, bucket: Bucket, native: _native.DeviceBucket) -> int:
-        """The address of the block to pack ``bucket`` into; 0: it has none."""
+        """Returns the address of the block to pack ``bucket`` into; 0: it has none."""
         if bucket not in self._held and bucket in self._early:
             self._allocate(bucket, native)
         return self._held[bucket].memory.data_ptr() if bucket in self._held else 0
@@ -76,9 +76,9 @@ class Blocks:
         self._used += nbytes
 
     def _room_now(self) -> int:
-        """Bytes that there are for blocks: half of what nothing has used at the peak so far, blocks included.
+        """Returns the bytes for blocks: half of what stayed unused at the peak so far, blocks included.
 
-        The other half is for gradients that linger, and for steps that become larger. The first whole step has none.
+        The other half is for gradients that linger, and for larger steps to come. The first whole step has no blocks.
         """
         if not self._peak_is_known:
             return 0
@@ -93,9 +93,9 @@ class Blocks:
         self._lingering = _Lingering(native, stream, gradients)
 
     def let_go(self) -> None:
-        """Their memory may be used again, in the order of their stream, which waits for the pack kernel.
+        """Frees lingering gradients in the order of their stream, which waits for the pack kernel.
 
-        That is long over where the next bucket is packed already, so that backward hardly waits.
+        By the time that the next bucket is packed the kernel has long ended, so backward hardly waits.
         """
         lingering, self._lingering = self._lingering, None
         if lingering is None:
@@ -103,24 +103,24 @@ class Blocks:
         reader = lingering.stream
         try:
             self._pipeline.hold_back(lingering.native, reader)
-        except RuntimeError:  # the next call will say what is wrong
+        except RuntimeError:  # the next call reports the failure
             reader = self._pack_stream
         self._device.release(lingering.gradients, reader)
 
     def give_back(self, bucket: Bucket) -> None:
-        """Nothing of its block is needed any more, behind what is enqueued."""
+        """Frees a bucket's block behind what is enqueued."""
         block = self._held.get(bucket)
         if block is None:
             return
         try:
             self._pipeline.release(block.native, block.stream)
-        except RuntimeError:  # likewise; it is tried again when the next step ends
+        except RuntimeError:  # the next call reports it; the next step's end tries again
             return
         del self._held[bucket]
         self._used -= block.memory.numel()
 
     def step_ended(self, pending: Collection[Bucket], *, whole: bool) -> None:
-        """``pending``: buckets that are on their way from their blocks to the parameters."""
+        """Ends a step. ``pending``: buckets that are on their way from their blocks to the parameters."""
         self.let_go()
         for bucket in [bucket for bucket in self._held if bucket not in pending]:
             self.give_back(bucket)
@@ -128,7 +128,7 @@ class Blocks:
         self._measured = False
 
     def clear(self) -> list[Tensor]:
-        """Lets go of everything; what is returned may go once the device is idle."""
+        """Forgets blocks and gradients; returns their memory, which may be freed once the device is idle."""
         blocks = [block.memory for block in self._held.values()]
         gradients = self._lingering.gradients if self._lingering is not None else []
         self._held.clear()
@@ -138,11 +138,11 @@ class Blocks:
 
 
 def early_buckets(buckets: Sequence[Bucket]) -> set[Bucket]:
-    """Those of ``buckets``, in backward order, that may have a block.
+    """Returns the buckets, of those given in backward order, that may have a block.
 
-    With them, blocks and gradients never take more than all gradients together, since a block takes no more than its
-    bucket's gradients. While those linger both are there, and so may be all gradients of buckets that are open then:
-    what follows must be as much. The last buckets are followed by nothing; they are stepped after the verdict anyway.
+    With these, blocks and gradients never take more than all gradients together, since a block is no larger than its
+    bucket's gradients. While the gradients linger both exist, and all gradients of open buckets may exist too, so the
+    gradients still to come must be as large. The last buckets have none to come; they are stepped after the verdict.
     """
     freed = {piece.shard for bucket in buckets for piece in bucket.pieces if not piece.shard.keeps_gradient}
     total = _gradient_bytes(freed)
@@ -158,7 +158,7 @@ def early_buckets(buckets: Sequence[Bucket]) -> set[Bucket]:
         fits = bucket.published_dtype.itemsize <= bucket.gradient_dtype.itemsize
         if needed <= total and own <= freed and fits and not bucket.resident:
             early.add(bucket)
-    # A gradient that spans buckets is there until the last of them is packed, and longer where that has no block.
+    # A gradient that spans buckets stays until its last bucket is packed, and longer if that has no block.
     while True:
         late = set().union(*(_shards(bucket) for bucket in buckets if bucket not in early))
         mixed = {bucket for bucket in early if not late.isdisjoint(_shards(bucket))}
@@ -168,7 +168,7 @@ def early_buckets(buckets: Sequence[Bucket]) -> set[Bucket]:
 
 
 def _open_behind(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
-    """For each bucket those whose gradients may arrive before the next one is complete: one of every kind."""
+    """Lists for each bucket those whose gradients may arrive before the next one is complete: one of every kind."""
     following: dict[object, Bucket] = {}
     found = []
     for bucket in reversed(buckets):

@@ -1,4 +1,4 @@
-"""The kernels of csrc/cuda for one architecture: compiled by NVRTC on the user's machine, kept on disk."""
+"""Compiles the kernels of csrc/cuda for one architecture by NVRTC, on the user's machine, and keeps them on disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INSTALL = (
 
 
 def source_folder() -> Path:
-    """Where the sources are: inside an installed package, or in the repository."""
+    """Finds the folder of the sources: inside an installed package, or in the repository."""
     here = Path(__file__).resolve().parent
     for folder in (here / "sources", here.parents[2] / "csrc" / "cuda"):
         if (folder / MAIN).is_file():
@@ -34,7 +34,7 @@ def source_folder() -> Path:
 
 
 def load_program() -> tuple[Program, list[str]]:
-    """The sources, and the options that their results depend on."""
+    """Reads the sources and the options that their results depend on."""
     folder = source_folder()
     headers = {path.name: path.read_text() for path in sorted(folder.glob("*.cuh"))}
     options = (folder / "options.txt").read_text().split()
@@ -42,16 +42,16 @@ def load_program() -> tuple[Program, list[str]]:
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """$XDG_CACHE_HOME/superoffload/kernels."""
+    """Returns the path $XDG_CACHE_HOME/superoffload/kernels."""
     base = environment.get("XDG_CACHE_HOME")
     return (Path(base) if base and os.path.isabs(base) else Path.home() / ".cache") / "superoffload" / "kernels"
 
 
 def compile_kernels(arch: str, *, cache: Path | None = None) -> bytes:
-    """A cubin of all kernels for ``arch`` ("sm_90"), from the cache where it has one.
+    """Returns a cubin of all kernels for ``arch`` ("sm_90"), from the cache if it is there.
 
-    Where NVRTC does not know the architecture, for the closest one before it with the same first digits: its code runs
-    there too. KernelsUnavailable says what to install.
+    If NVRTC does not know the architecture, it compiles for the closest one before it with the same first digits, whose
+    code runs there too. KernelsUnavailable says what to install.
     """
     if not re.fullmatch(r"sm_\d+[af]?", arch):
         raise ArgumentError(f"arch={arch!r}: expected an architecture such as 'sm_90'")
@@ -67,7 +67,7 @@ def compile_kernels(arch: str, *, cache: Path | None = None) -> bytes:
 
 
 def closest(compiler: Nvrtc, arch: str) -> str:
-    """The architecture that it compiles for whose code runs on ``arch``; CompileError where there is none."""
+    """Returns the closest known architecture whose code runs on ``arch``; CompileError if there is none."""
     number = int(re.sub(r"\D", "", arch))
     known = compiler.architectures()
     if number in known:
@@ -117,7 +117,7 @@ def _is_whole(found: bytes) -> bool:
 
 
 def _write(path: Path, contents: bytes) -> None:
-    """Wholly or not at all, whoever else writes the same file."""
+    """Writes the file wholly or not at all, also while other processes write it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
     try:

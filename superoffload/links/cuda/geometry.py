@@ -1,4 +1,4 @@
-"""What the step kernels of csrc/cuda read."""
+"""Builds the tables that the step kernels of csrc/cuda read."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ Pieces = npt.NDArray[np.void]
 
 
 def blocks_of(numel: int) -> int:
-    """1024-element blocks of a piece, the last one perhaps not full."""
+    """Counts the 1024-element blocks of a piece; the last one may be partly filled."""
     return -(-numel // BLOCK)
 
 
 def step_pieces(pieces: Iterable[tuple[int | bytes, ...]]) -> Pieces:
-    """From (master, exp_avg, exp_avg_sq, gradient, parameter, numel, first_index, scalars) of each piece."""
+    """Makes a table of (master, exp_avg, exp_avg_sq, gradient, parameter, numel, first_index, scalars) rows."""
     names = ("master", "exp_avg", "exp_avg_sq", "gradient", "parameter", "numel", "first_index", "scalars")
     return numbered(list(pieces), STEP_PIECE, names)
 
 
 def numbered(rows: Sequence[tuple[object, ...]], dtype: np.dtype[np.void], names: Sequence[str]) -> Pieces:
-    """A table of pieces, each with the number of its first block."""
+    """Makes a table of pieces, each with the number of its first block."""
     table = np.zeros(len(rows), dtype)
     for i, row in enumerate(rows):
         for name, value in zip(names, row, strict=True):
@@ -49,7 +49,7 @@ def numbered(rows: Sequence[tuple[object, ...]], dtype: np.dtype[np.void], names
 
 
 def count_blocks(pieces: Pieces) -> int:
-    """Of all pieces together."""
+    """Counts the blocks of all pieces together."""
     return sum(blocks_of(int(numel)) for numel in pieces["numel"])
 
 
@@ -57,13 +57,13 @@ _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 def step_kernel(bucket: Bucket) -> str:
-    """The kernel that steps a resident bucket."""
+    """Names the kernel that steps a resident bucket."""
     noisy = "_noisy" if bucket.pieces[0].shard.exp_avg.dtype is torch.bfloat16 else ""
     return f"step_{_NAMES[bucket.gradient_dtype]}_{_NAMES[bucket.published_dtype]}{noisy}"
 
 
 def step_table(bucket: Bucket, scalars: Sequence[bytes | None]) -> Pieces:
-    """What it reads: the pieces that have scalars, at the addresses of their state, gradient and parameter."""
+    """Makes the kernel's table: the pieces that have scalars, with the addresses of state, gradient and parameter."""
     rows: list[tuple[int | bytes, ...]] = []
     for piece, frozen in zip(bucket.pieces, scalars, strict=True):
         if frozen is None:

@@ -1,4 +1,4 @@
-"""The link between a CUDA device and host memory. What is here runs once per bucket and step; the rest is native."""
+"""Links a CUDA device to host memory. This code runs once per bucket and step; the rest is native."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ from superoffload.links.cuda.residency import CudaResidency
 
 SLOTS = 2  # staging on the device: one is packed while the other is copied
 _FLAG_BYTES = 4096
-_STEPS_SECONDS = 1.0  # for steps on the device, once closing has begun
+_STEPS_SECONDS = 1.0  # limit for steps on the device, once closing has begun
 _LEAKED: list[object] = []  # memory that a device was still using when its link was closed
 
 
 @dataclass(frozen=True)
 class CudaOptions:
-    """``keep_grads``: see ``superoffload.AdamW``. ``image``: compiled kernels; empty: copies, summed on the CPU.
-
-    ``arrival_flag``: the device writes a word of host memory behind each copy; False: its events are asked instead.
-    """
+    """Holds a link's options. ``keep_grads``: see ``superoffload.AdamW``. ``image``: compiled kernels; empty: copies,
+    and sums on the CPU. ``arrival_flag``: the device writes a word of host memory behind each copy; False: the link
+    queries the device's events."""
 
     keep_grads: bool = False
     image: bytes = b""
@@ -44,7 +43,7 @@ class CudaOptions:
 
 
 class CudaLink:
-    """Gradients and parameters on a device, everything else in host memory."""
+    """Serves gradients and parameters on a device; everything else is in host memory."""
 
     asynchronous = True
 
@@ -61,14 +60,14 @@ class CudaLink:
         self._written_on: dict[Bucket, set[int]] = {}  # streams that gradients came from since the last pack
         self._readers: set[int] = set()  # streams that read parameters besides the current one
         self._arenas: list[PinnedArena] = []
-        self._on_device: list[Tensor] = []  # scratch of every arena's buckets
+        self._on_device: list[Tensor] = []  # scratch memory of the buckets of every arena
         self._staging: list[Tensor] = []
         self._scratch_used = 0
         with _translated("starting the device"):
             self._gpu = _native.CudaGpu(options.library, device.ordinal)
             self._flag = PinnedArena(self._gpu, _FLAG_BYTES)
             flag = self._flag.take(1, torch.int32)
-            # What it packs frees memory, and is on its way to the workers: backward's own kernels can wait for that.
+            # Packing frees memory and feeds the worker threads, so it goes before backward's own kernels.
             self._pack_stream = device.make_stream(ahead=True)
             self._down_stream, self._up_stream = device.make_stream(), device.make_stream()
             self._pipeline = _native.CudaPipeline(
@@ -90,22 +89,22 @@ class CudaLink:
 
     @property
     def residency(self) -> CudaResidency | None:
-        """What keeps state on the device (superoffload/engine/placement.py); None without kernels."""
+        """Keeps state on the device (superoffload/engine/placement.py); None without kernels."""
         return self._residency if self._pipeline.has_kernels else None
 
     @property
     def uses_flag(self) -> bool:
-        """Whether arrivals are seen in a word that the device writes; its driver may refuse to."""
+        """Tells whether the device reports arrivals by a word that it writes; its driver may refuse that."""
         return self._pipeline.uses_flag
 
     @property
     def bytes_up_early(self) -> int:
-        """Of parameters, that went up before the verdict."""
+        """Counts the parameters' bytes that went up before the verdict."""
         return self._pipeline.bytes_early
 
     @property
     def pinned(self) -> bool:
-        """Whether all host memory could be pinned."""
+        """Tells whether all host memory could be pinned."""
         return all(arena.pinned for arena in self._all_arenas())
 
     @property
@@ -121,7 +120,7 @@ class CudaLink:
     def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
         with _translated("reserving memory"):
             if anew:
-                unpacked = set().union(*self._written_on.values())  # of gradients that have arrived before it
+                unpacked = set().union(*self._written_on.values())  # those of gradients that arrived before this
                 self._start_anew()
                 self._written_on.update((bucket, set(unpacked)) for bucket in buckets)
             scratch = self._device.empty(sum(map(_scratch_bytes, buckets)) + ALIGN)
@@ -129,7 +128,7 @@ class CudaLink:
             self._reserve_host(sum(map(_host_bytes, buckets)))
             try:
                 self._reserve_staging([bucket for bucket in [*self._buckets, *buckets] if not bucket.resident])
-            except RuntimeError:  # whoever tries again must not find ever more of it
+            except RuntimeError:  # a further attempt must not find more arenas each time
                 if not anew:
                     self._close_arenas(self._arenas[before:], idle=True)
                     del self._arenas[before:]
@@ -140,7 +139,7 @@ class CudaLink:
                 self._blocks.lay_out([*self._buckets, *buckets])
 
     def _start_anew(self) -> None:
-        """Nothing of the buckets so far is needed any more."""
+        """Frees everything that belongs to the buckets so far."""
         if self._buckets:
             self.drain(self._options.timeout_seconds, steps=True)
             self._blocks.clear()
@@ -236,13 +235,13 @@ class CudaLink:
                 if not bucket.resident:
                     self.bytes_down += size * piece.numel
         current = self._device.current_stream()
-        # Memory that is written again without asking the allocator: then the streams of backward wait themselves.
+        # The memory is written again without asking the allocator, so the streams of backward wait themselves.
         kept = any(piece.shard.keeps_gradient for piece in bucket.pieces)
         unasked = self._device.reuses_unasked()
         waits = kept or not self.frees_gradients or unasked
         released = [grad for grad in grads if grad is not None] if self.frees_gradients and not unasked else []
         others = sorted(self._written_on.get(bucket, set()) - {current})
-        self._blocks.let_go()  # of memory that the next block may take
+        self._blocks.let_go()  # frees memory that the next block may take
         try:
             with _translated(f"packing {bucket.pieces[0].shard.name}"):
                 native = self._buckets[bucket]
@@ -256,21 +255,21 @@ class CudaLink:
                     block=block,
                     bit_sums=min((one.address for one in bit_sums.values()), default=0),
                 )
-            self._written_on.pop(bucket, None)  # not before: a packing that failed is tried again
+            self._written_on.pop(bucket, None)  # only now, since a failed packing is tried again
             if block:
                 self._blocks.linger(native, current, released)
             if waits or block:
                 released = []
         except BaseException:
-            released += [one.memory for one in bit_sums.values()][:1]  # which is that of all
+            released += [one.memory for one in bit_sums.values()][:1]  # all of them share one memory
             raise
-        finally:  # the kernel may run although something after it has failed
+        finally:  # the kernel may run although a later call has failed
             self._device.release(released, self._pack_stream)
         return PackTicket(bucket, arrival, bit_sums)
 
     def _room_for_bit_sums(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> Mapping[Piece, SumsThere]:
-        """For all that is packed where any shard asks for them: its gradient is kept, so that the current stream waits
-        for the kernel that writes them."""
+        """Allocates the sums of all packed pieces if any shard asks for them: its gradient is kept, so the current
+        stream waits for the kernel that writes them."""
         packed = [piece for piece, grad in zip(bucket.pieces, grads, strict=True) if grad is not None]
         if self._kernel_sums is None or not any(piece.shard.sums_gradient for piece in packed):
             return {}
@@ -304,7 +303,7 @@ class CudaLink:
                 targets.append(target)
                 addresses[i] = target.data_ptr() + size * piece.start
                 self.bytes_up += size * piece.numel
-        self._targets[bucket] = targets  # so that their memory stays until the copy is ordered
+        self._targets[bucket] = targets  # keeps their memory until the copy is ordered
         try:
             with _translated(f"delivering {bucket.pieces[0].shard.name}"):
                 return self._pipeline.deliver(
@@ -327,9 +326,12 @@ class CudaLink:
             torch.autograd.graph.increment_version(targets)
 
     def drain(self, timeout_seconds: float, *, steps: bool = False) -> None:
-        """Returns once no copy is under way; with ``steps`` no step on the device either, whose buckets then go."""
+        """Waits until no copy is under way; with ``steps``, no step on the device either, and frees their buckets."""
         if not self._pipeline.drain(timeout_seconds) or (steps and not self._residency.drain(timeout_seconds)):
-            raise DeviceError(f"the device did not finish its copies within {timeout_seconds:g} s")
+            raise DeviceError(
+                f"the device did not finish its copies within {timeout_seconds:g} s; is it hung, or shared? A longer "
+                "time: SUPEROFFLOAD_DEVICE_TIMEOUT=seconds"
+            )
         self._blocks.let_go()
 
     # ---- the end ----------------------------------------------------------------------------------------------
@@ -353,7 +355,7 @@ class CudaLink:
         try:
             summed = self._kernel_sums is None or self._kernel_sums.drain(_STEPS_SECONDS)
             return self._residency.drain(_STEPS_SECONDS) and summed
-        except RuntimeError:  # the device has failed; whoever used it has been told
+        except RuntimeError:  # the device has failed, and an earlier call has raised
             return False
 
     def _close_arenas(self, arenas: Sequence[PinnedArena], *, idle: bool) -> None:
@@ -378,7 +380,7 @@ def _host_bytes(bucket: Bucket) -> int:
 
 @contextmanager
 def _translated(what: str) -> Iterator[None]:
-    """The native side's errors as ours."""
+    """Turns the native side's errors into ours."""
     try:
         yield
     except DeviceError:

@@ -1,4 +1,4 @@
-"""NVRTC, NVIDIA's compiler as a library, called by ctypes. It needs neither a driver nor a GPU."""
+"""Calls NVRTC, NVIDIA's compiler as a library, by ctypes. It needs neither a driver nor a GPU."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 _FILE = re.compile(r"libnvrtc(?:-[0-9a-f]+)?\.so\.(\d+)[.\d]*")  # of wheels, of torch/lib, of a toolkit
-_MAJORS = ("13", "12")  # that the loader is asked for
+_MAJORS = ("13", "12")  # the loader is asked for these
 
 
 class CompileError(Exception):
-    """The compiler's log."""
+    """Carries the compiler's log."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A source and the files that it includes, by the names under which it does."""
+    """Holds a source and the files that it includes, by their names in #include."""
 
     name: str
     source: str
@@ -31,7 +31,7 @@ class Program:
 
 
 class Nvrtc:
-    """One NVRTC. OSError: it cannot be loaded."""
+    """Wraps one NVRTC library. OSError: it cannot be loaded."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -55,7 +55,7 @@ class Nvrtc:
         return major.value, minor.value
 
     def architectures(self) -> list[int]:
-        """That it compiles for: 90 for sm_90."""
+        """Lists the architectures that it compiles for: 90 for sm_90."""
         count = ctypes.c_int()
         self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
         values = (ctypes.c_int * count.value)()
@@ -63,7 +63,7 @@ class Nvrtc:
         return list(values)
 
     def compile(self, program: Program, options: Sequence[str]) -> bytes:
-        """A cubin, or CompileError."""
+        """Returns a cubin, or raises CompileError."""
         handle = ctypes.c_void_p()
         headers = _strings(program.headers.values())
         names = _strings(program.headers)
@@ -91,7 +91,7 @@ def _strings(values: Iterable[str]) -> Any:
 
 
 def folders() -> list[Path]:
-    """Where NVRTC may be: NVIDIA's wheels, which torch's CUDA wheels bring; torch's own folder; a CUDA toolkit."""
+    """Lists where NVRTC may be: NVIDIA's wheels, which torch's CUDA wheels bring; torch's folder; a CUDA toolkit."""
     nvidia = find_spec("nvidia")  # the namespace of NVIDIA's wheels
     roots = [Path(root) for root in (nvidia.submodule_search_locations or () if nvidia is not None else ())]
     wheels = [folder for root in roots for folder in (root / "cuda_nvrtc" / "lib", *sorted(root.glob("cu[0-9]*/lib")))]
@@ -100,9 +100,9 @@ def folders() -> list[Path]:
 
 
 def find(refusals: list[str]) -> Iterator[Nvrtc]:
-    """Every NVRTC here; what was tried in vain goes into ``refusals``.
+    """Yields every NVRTC found; adds failed attempts to ``refusals``.
 
-    That of torch's version of CUDA comes first, since code of a newer toolkit may be too new for the driver.
+    The one of torch's CUDA version comes first, since code of a newer toolkit may be too new for the driver.
     """
     searched = folders()
     found = {path.resolve(): match[1] for folder in searched for path, match in _libraries(folder)}
@@ -113,7 +113,7 @@ def find(refusals: list[str]) -> Iterator[Nvrtc]:
     for name in [*sorted(found, key=lambda path: found[path] != major), *by_the_loader]:
         try:
             yield Nvrtc(str(name))
-        except OSError as error:  # which may not name the file
+        except OSError as error:  # its text may not name the file
             refusals.append(f"{name}: {error}")
 
 

@@ -1,4 +1,4 @@
-"""Host memory that the device copies from and to: one piece for all buckets, on the device's NUMA node, pinned."""
+"""Pins host memory that the device copies from and to: one piece for all buckets, on the device's NUMA node."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _PCI = Path("/sys/bus/pci/devices")
 
 
 def node_of(pci_bus_id: str, pci: Path = _PCI, nodes: Path = _NODES) -> int:
-    """The NUMA node with processors next to a device; -1 where that is not known or makes no difference.
+    """Returns the NUMA node with processors next to a device; -1 if it is unknown or makes no difference.
 
-    On a Superchip the device's own memory is a node too, which has no processors: then it is the first one that has.
+    On a Superchip the device's own memory is a node without processors. If just one node has processors, it is taken.
     """
     here = _number(pci / pci_bus_id.lower() / "numa_node")
     if here is not None and here >= 0 and _has_processors(nodes / f"node{here}"):
@@ -32,7 +32,7 @@ def node_of(pci_bus_id: str, pci: Path = _PCI, nodes: Path = _NODES) -> int:
 
 
 def free_bytes(node: int, nodes: Path = _NODES) -> int:
-    """Free memory of a node; 0 where the system does not tell."""
+    """Returns a node's free memory; 0 where the system does not tell."""
     try:
         lines = (nodes / f"node{node}" / "meminfo").read_text().splitlines()
     except OSError:
@@ -63,7 +63,7 @@ def _has_processors(node: Path) -> bool:
 
 
 class PinnedArena:
-    """Memory that is handed out from the front and given back as a whole."""
+    """Hands out memory from the front, and takes it back as a whole."""
 
     def __init__(self, gpu: _native.CudaGpu, nbytes: int, *, chunk: int = LARGEST_REGISTRATION) -> None:
         node = node_of(gpu.pci_bus_id)
@@ -84,21 +84,21 @@ class PinnedArena:
 
     @property
     def refusal(self) -> str:
-        """Why the system refused to pin it."""
+        """Returns the system's reason for refusing to pin it."""
         return self._memory.refusal
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor with undefined values; no copy of it crosses two registrations. It keeps the memory alive."""
+        """Makes a flat tensor with undefined values. It keeps the memory alive; no copy crosses two registrations."""
         start = place(self._used, numel * dtype.itemsize, self._memory.chunk)
         self._used = start + numel * dtype.itemsize
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
 
     def reset(self) -> None:
-        """Hands out everything again from the front; nobody uses what was handed out before."""
+        """Hands out everything again from the front; no earlier tensor is in use."""
         self._used = 0
 
     def close(self, *, idle: bool) -> None:
-        """Ends the pinning. Not ``idle``: the device may still write to it, so that it is never given back."""
+        """Ends the pinning. Not ``idle``: the device may still write to the memory, so it is never freed."""
         if idle:
             self._memory.unpin()
         else:
@@ -110,7 +110,7 @@ def aligned(nbytes: int) -> int:
 
 
 def place(used: int, nbytes: int, chunk: int) -> int:
-    """Where the next ``nbytes`` go: aligned, and not across a multiple of ``chunk``."""
+    """Places the next ``nbytes``: aligned, and not across a multiple of ``chunk``."""
     start = aligned(used)
     if start // chunk != (start + nbytes - 1) // chunk:
         start = -(-start // chunk) * chunk
@@ -118,7 +118,7 @@ def place(used: int, nbytes: int, chunk: int) -> int:
 
 
 def warn_unpinned(arena: PinnedArena) -> None:
-    """Once per refusal: it works all the same, slower."""
+    """Warns of an arena that could not be pinned: training works, but slower."""
     if not arena.pinned:
         warnings.warn(
             f"superoffload: the system refused to pin {arena.nbytes / 2**30:.2f} GiB of host memory ({arena.refusal}). "

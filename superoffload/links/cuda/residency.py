@@ -1,4 +1,4 @@
-"""Buckets whose state is on the device: packed there, stepped there after the verdict; only their sums come down."""
+"""Serves buckets whose state is on the device: packs and, after the verdict, steps them there; only sums come down."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from superoffload.links.cuda.pinned import aligned
 
 @dataclass(frozen=True)
 class _Memory:
-    """On the device, as long as the bucket is attached."""
+    """Holds a bucket's memory on the device as long as the bucket is attached."""
 
     bucket: _native.DeviceBucket
     table: Tensor  # for the step kernel
 
 
 class CudaResidency:
-    """Belongs to a ``CudaLink``. ``attach_native`` makes the native bucket and hands out the memory for its sums."""
+    """Serves a ``CudaLink``'s resident buckets. ``attach_native`` makes the native bucket and allocates its sums."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class CudaResidency:
         self._pipeline = pipeline
         self._attach_native = attach_native
         self._memory: dict[Bucket, _Memory] = {}
-        self._untold = False  # a step is under way of which no event tells when it is over
+        self._untold = False  # a step is running, and no event tells when it ends
 
     @property
     def device(self) -> torch.device:
@@ -53,7 +53,7 @@ class CudaResidency:
         self._memory[bucket] = _Memory(native, memory[table:])
 
     def drain(self, timeout_seconds: float) -> bool:
-        """True once no step is under way; then nothing of the buckets so far is needed any more, and it goes."""
+        """Tells whether no step is under way; if so, frees everything of the buckets so far."""
         until = time.monotonic() + timeout_seconds
         if self._untold:
             return False

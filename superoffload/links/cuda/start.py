@@ -1,4 +1,4 @@
-"""From a torch device to its link: the kernels compiled for it, and what the environment says."""
+"""Makes the link of a torch device: compiles the kernels for it and reads the environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIBRARY_VARIABLE = "SUPEROFFLOAD_LIBCUDA"
 
 
 def cuda_link(device: torch.device, *, keep_grads: bool | None) -> CudaLink:
-    """The link for parameters on ``device``, with what this process' environment says."""
+    """Makes the link for parameters on ``device``, with the settings of this process' environment."""
     opened = TorchDevice(device)
     return CudaLink(opened, options_for(opened, keep_grads=keep_grads))
 
@@ -31,7 +31,7 @@ def options_for(device: TorchDevice, *, keep_grads: bool | None) -> CudaOptions:
 
 
 def kernels_for(capability: tuple[int, int]) -> bytes:
-    """The compiled kernels; empty, with a warning, where nothing can compile them."""
+    """Returns the compiled kernels; empty, with a warning, if nothing can compile them."""
     from superoffload.links.cuda.compile import compile_kernels
 
     try:

@@ -1,1 +1,1 @@
-"""The folder that `superoffload run` puts on PYTHONPATH; Python imports `sitecustomize` from it when it starts."""
+"""`superoffload run` puts this folder on PYTHONPATH; Python imports `sitecustomize` from it when it starts."""

@@ -1,9 +1,9 @@
 """Calls ``enable()`` right after ``import deepspeed``, in every Python that a launcher starts.
 
-``superoffload`` is the one that this file is part of, installed or a checkout: what lies beside it in a checkout
-(``tests``, ``setup.py``) must not hide modules of the program that is run, so it is on no path.
+``superoffload`` is imported from the installation or checkout of this file. That folder is not put on the path, since
+its other contents (``tests``, ``setup.py``) must not hide modules of the program.
 
-Imports nothing else: a launcher starts many short-lived interpreters that never use DeepSpeed.
+This file imports nothing else: a launcher starts many short-lived interpreters that never use DeepSpeed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BESIDE_PACKAGE = os.path.abspath(os.path.join(_HERE, *[os.pardir] * 4))
 
 
 class _Enabling(importlib.abc.Loader):
-    """DeepSpeed's own loader, and ``enable()`` once it is done."""
+    """Runs DeepSpeed's own loader, then ``enable()``."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -60,7 +60,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _run_the_next_one() -> None:
-    """The ``sitecustomize`` that this one hides."""
+    """Runs the ``sitecustomize`` that this one hides."""
     path = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", path)
     if spec is not None and spec.loader is not None:

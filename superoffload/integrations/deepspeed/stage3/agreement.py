@@ -1,4 +1,4 @@
-"""What ranks compare: settings and failures before a step, a part of what it has published after it."""
+"""Compares ranks: settings and failures before a step, a part of the published parameters after it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class Failures:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Around work between steps."""
+        """Keeps the error of work between steps."""
         try:
             yield
         except WorkerError as failure:
             self._first = self._first or failure
 
     def take(self) -> WorkerError | None:
-        """The first one since the last step."""
+        """Returns the first error since the last step, and forgets it."""
         first, self._first = self._first, None
         return first
 
 
 class Ranks(Protocol):
-    """Agrees on a step, and compares what it did."""
+    """Agrees on a step, and compares its results."""
 
     def begin(self) -> None: ...
     def exchange(self, window: Window) -> Sequence[float]: ...
@@ -68,12 +68,12 @@ class OneRank:
 class Agreement:
     """Steps together with the other ranks of a session; ranks that diverge are found.
 
-    It differs from superoffload/optimizer/other_ranks.py in what it folds and when it looks: the norm is DeepSpeed's,
-    found once for all ranks outside the engine, and forward gathers before anything may be looked at.
+    It differs from superoffload/optimizer/other_ranks.py in two ways: DeepSpeed finds the norm for all ranks outside
+    the engine, and forward gathers before anything is compared.
     """
 
     def __init__(self, session: RankSession, driver: PartitionDriver, settings: Callable[[], dict[str, Any]]) -> None:
-        """``settings``: what must be the same on all ranks."""
+        """Takes ``settings``, which returns what must be the same on all ranks."""
         self.session = session
         self._driver = driver
         self._settings = settings
@@ -84,7 +84,7 @@ class Agreement:
         self.session.agree_on(self._settings(), found_inf=False)
 
     def exchange(self, window: Window) -> Sequence[float]:
-        """The sums of squares of all ranks, in their order, so that a fold has the same bits on all of them."""
+        """Returns the sums of squares of all ranks, in their order, so that a fold has the same bits on all ranks."""
         self.session.start(window.sums)
         return self.session.finish() or []
 
@@ -96,18 +96,18 @@ class Agreement:
         self._look_is_due = True
 
     def look(self) -> None:
-        """At a part of what the last step has published, before the next one begins or a user writes."""
+        """Compares a part of what the last step has published, before the next one begins or a user writes."""
         if self._look_is_due:
             self._look_is_due = False
             self._driver.deliver()
             self.session.look()
 
     def forget_look(self) -> None:
-        """A user has written to what would be looked at."""
+        """Cancels the comparison, since a user has written to the parameters."""
         self._look_is_due = False
 
     def check(self, *, later: bool) -> None:
-        """At the end of ``step()``. ``later``: the look waits until forward has gathered what it needs."""
+        """Compares at the end of ``step()``. ``later``: the light check waits until forward has gathered."""
         if not self._look_is_due:
             return
         if self.session.full_check_is_due:

@@ -1,4 +1,4 @@
-"""``SpeculativeStage3`` is put together here: each part gets those that it needs, and none knows it."""
+"""Puts ``SpeculativeStage3`` together: each part gets the parts that it needs, and none knows the whole."""
 
 from __future__ import annotations
 
@@ -57,35 +57,35 @@ class Parts:
     readers: Readers
 
     def abandon(self) -> None:
-        """Without a ``step()`` since backward, the window is abandoned."""
+        """Abandons the window if there was no ``step()`` since backward."""
         self.gradients.abandon()
 
     def deliver(self, params: Sequence[Any]) -> None:
-        """Before they are gathered."""
+        """Delivers parameters before they are gathered."""
         with self.failures.kept():
             self.driver.deliver([param.ds_id for param in params])
 
     def take_over(self, params: Sequence[Any]) -> None:
-        """``GatheredParameters(..., modifier_rank=...)`` wrote parameters: the masters follow."""
+        """Makes the masters follow parameters that ``GatheredParameters(..., modifier_rank=...)`` wrote."""
         self.ranks.forget_look()
         for param in params:
             self.driver.take_over(param.ds_id)
 
     def close(self) -> None:
-        """Takes back what was speculated, delivers what was not, ends the worker threads."""
+        """Undoes what was speculated, delivers what was not delivered, ends the worker threads."""
         self.driver.close()
 
     def end_threads(self) -> None:
-        """As it is: what was speculated stays where it is."""
+        """Ends the worker threads and leaves speculated state as it is."""
         self.driver.core.pool.close()
 
     def unwrap_readers(self) -> None:
-        """They read parameters as if we had never been here."""
+        """Restores the parameters' own gathering functions."""
         self.readers.close()
 
 
 class Closed:
-    """Stands in the place of the parts of an optimizer that was destroyed, or never finished: they are gone."""
+    """Replaces the parts of an optimizer that was destroyed, or never finished."""
 
     def abandon(self) -> None: ...
 
@@ -104,7 +104,7 @@ class Closed:
 
 
 def assemble(given: Given, module_parameters: Sequence[Any]) -> Parts:
-    """Parts for what DeepSpeed has laid out. Collective."""
+    """Makes the parts for DeepSpeed's layout. Collective."""
     stock, options = given.stock, given.options
     resident = residency.resident_sub_groups(stock.subgroup_to_device)
     accelerator = accelerator_link(stock, resident)

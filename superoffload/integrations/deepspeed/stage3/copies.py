@@ -1,4 +1,4 @@
-"""When a reduced gradient's copy into the flat buffer has ended, speculation may have it."""
+"""Hands a reduced gradient to speculation once its copy into the flat buffer has ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from superoffload.integrations.deepspeed.driver import Partition, PartitionDriver
 from superoffload.integrations.deepspeed.stage3.stock import StockStage3
 
-Arrivals = list[tuple[Partition, int]]  # and how many gradients had come by then
+Arrivals = list[tuple[Partition, int]]  # with the number of gradients so far
 
 
 class HandOver:
@@ -23,7 +23,7 @@ class HandOver:
         self._driver = driver
 
     def __call__(self, arrivals: Arrivals) -> None:
-        """Not where another gradient has come since: its copy may still run."""
+        """Skips partitions that another gradient has reached since: its copy may still run."""
         for partition, arrival in arrivals:
             if partition.arrivals == arrival:
                 stock = self._stock
@@ -34,20 +34,20 @@ class Copies(Protocol):
     """Follows the copies of a window."""
 
     def hold(self, gradient: Tensor | None) -> None:
-        """The memory of ``gradient``, which is about to be freed, is read by a copy."""
+        """Keeps the memory of ``gradient``, which is about to be freed, until its copy has read it."""
 
     def follow(self, partitions: Sequence[Partition]) -> None:
-        """The copies of their last gradients were just begun; they go to speculation once these have ended."""
+        """Notes that the partitions' last copies have begun; hands them to speculation once the copies have ended."""
 
     def wait(self) -> None:
-        """Everything that was reduced is in host memory."""
+        """Waits until everything that was reduced is in host memory."""
 
     def forget(self) -> None:
-        """What is on the way is not wanted any more."""
+        """Drops the copies that are under way."""
 
 
 class EndedCopies:
-    """On processors, copies have ended when they return."""
+    """Hands over at once: on processors, copies have ended when they return."""
 
     def __init__(self, hand_over: HandOver) -> None:
         self._hand_over = hand_over
@@ -63,7 +63,7 @@ class EndedCopies:
 
 
 class RunningCopies:
-    """On an accelerator, copies run in the order of DeepSpeed's reduce stream; an event says that one has ended."""
+    """Follows copies by events: on an accelerator they run in the order of DeepSpeed's reduce stream."""
 
     def __init__(self, stock: StockStage3, hand_over: HandOver) -> None:
         self._stock = stock

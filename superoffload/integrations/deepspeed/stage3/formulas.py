@@ -1,4 +1,4 @@
-"""Norm and loss scale of a verdict: from our sums, or as stock DeepSpeed computes them (``"match_stock"``)."""
+"""Computes a verdict's norm and loss scale: from our sums, or as stock DeepSpeed does (``"match_stock"``)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from superoffload.integrations.deepspeed.stage3.stock import StockStage3, traine
 
 
 class Formulas(Protocol):
-    """Says by which norm a window is judged and by which loss scale its gradients are divided."""
+    """Computes a window's norm and the loss scale that divides its gradients."""
 
     def norm(self, window: Window, total: float) -> Tensor:
-        """Of the scaled gradients over all ranks; infinite where the step is skipped. ``total``: its square."""
+        """Returns the norm of the scaled gradients over all ranks; infinite: skip the step. ``total``: its square."""
 
     def scale(self, before: float) -> float:
-        """``before``: the loss scale of the window. Asked once DeepSpeed has chosen the next one."""
+        """Returns the loss scale, after DeepSpeed has chosen the next one. ``before``: that of the window."""
 
 
 class OurFormulas:
-    """The norm is that of fp64 sums, the scale that of the window."""
+    """Takes the norm from fp64 sums, and the scale of the window."""
 
     def norm(self, window: Window, total: float) -> Tensor:
         return torch.tensor(math.sqrt(total), dtype=torch.float64)
@@ -34,7 +34,7 @@ class OurFormulas:
 
 
 class StockFormulas:
-    """The norm is DeepSpeed's: per parameter, per sub-group, in fp32. It unscales with the scale of the next step."""
+    """Takes DeepSpeed's norm (per parameter, per sub-group, in fp32) and the scale of the next step."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class StockFormulas:
         norm_of: Callable[[Tensor], Any],
         norms_of_groups: Callable[[], Sequence[Any]],
     ) -> None:
-        """``norm_of``: of one gradient partition; ``norms_of_groups``: over all ranks, from what it returned."""
+        """Takes ``norm_of``, for one gradient partition, and ``norms_of_groups``, for all ranks, from its results."""
         self._stock = stock
         self._driver = driver
         self._norm_of = norm_of

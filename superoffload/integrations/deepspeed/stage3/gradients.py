@@ -1,4 +1,4 @@
-"""Gradients: reduced, into the flat buffer, on to speculation; and who reads or writes them there."""
+"""Moves reduced gradients into the flat buffer and on to speculation; serves those who read or write them there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Gradients:
         *,
         boundary_is_told: bool,
     ) -> None:
-        """``boundary_is_told``: DeepSpeed knows which backward is the window's last."""
+        """Takes ``boundary_is_told``: DeepSpeed knows which backward is the window's last."""
         self._stock = stock
         self._driver = driver
         self._copies = copies
@@ -35,7 +35,7 @@ class Gradients:
         self._boundary_is_told = boundary_is_told
 
     def take(self, params: list[Any], reduced: list[Tensor]) -> list[Tensor]:
-        """Reduced gradient partitions, on DeepSpeed's reduce stream. Returns where they are in the flat buffer."""
+        """Takes reduced gradient partitions, on DeepSpeed's reduce stream; returns their places in the flat buffer."""
         driver, taken = self._driver, []
         with held_signals():
             with self._failures.kept():
@@ -50,7 +50,7 @@ class Gradients:
         return [partition.gradient for partition in taken]
 
     def _is_last(self, partition: Partition) -> bool:
-        """Whether this gradient is most likely the window's last. If not, the next one undoes what was done with it."""
+        """Tells whether this gradient is most likely the window's last. A later one undoes the work done with it."""
         told = self._stock.is_gradient_accumulation_boundary
         if callable(told):  # a method since 0.19
             told = told()
@@ -59,11 +59,11 @@ class Gradients:
         return partition.arrivals >= partition.expected  # as many as last time
 
     def wait(self) -> None:
-        """Everything that was reduced is in host memory."""
+        """Waits until everything that was reduced is in host memory."""
         self._copies.wait()
 
     def abandon(self) -> None:
-        """The window ends without a step: nothing has changed."""
+        """Ends the window without a step: nothing has changed."""
         with held_signals():
             self._copies.forget()
             self._driver.abandon()
@@ -71,7 +71,7 @@ class Gradients:
     # ---- who reads and writes accumulated gradients ---------------------------------------------------------------
 
     def partition_of(self, param: Any, *, write: bool) -> Tensor:
-        """The accumulated gradient's partition, padding included, as DeepSpeed's readers expect it."""
+        """Returns the accumulated gradient's partition, padding included, as DeepSpeed's readers expect it."""
         self.wait()
         partition = self._driver.partitions[param.ds_id]
         if write:
@@ -80,14 +80,14 @@ class Gradients:
         return partition.padded
 
     def in_fp32(self) -> dict[int, dict[int, Tensor]]:
-        """Copies, by sub-group and place in it."""
+        """Copies the gradients, by sub-group and place in it."""
         return {
             sub_group: {i: self.partition_of(param, write=False).float() for i, param in enumerate(params)}
             for sub_group, params in enumerate(self._stock.fp16_groups)
         }
 
     def for_state_api(self, param: Any, *, only_read: bool) -> tuple[Tensor, int]:
-        """As DeepSpeed's functions that get and set one parameter's gradient want it; with its sub-group."""
+        """Returns one parameter's gradient and its sub-group, as DeepSpeed's functions that get and set it expect."""
         sub_group = self._stock.grad_position[self._stock.get_param_id(param)][0]
         if only_read:
             return self.partition_of(param, write=False).float().clone(), sub_group

@@ -1,4 +1,4 @@
-"""``SpeculativeStage3``: what DeepSpeed calls, forwarded to the parts that do it."""
+"""``SpeculativeStage3`` forwards DeepSpeed's calls to its parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from superoffload.optimizer.lifetime import Lifetime
 
 
 class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
-    """ZeRO-3 whose optimizer steps during backward, on the CPU, with a result that speculation never changes."""
+    """Makes ZeRO-3's optimizer step during backward, on the CPU, with a result that speculation never changes."""
 
     superoffload_options: Options
     parts: Parts | Closed = Closed()  # also while DeepSpeed's constructor runs
@@ -51,7 +51,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         self.parts = assemble(self._given(told), list(self.module.parameters()))
         self._lifetime.open()
         for param in trained(self):
-            param.superoffload_steps_it = True  # clipping.py asks
+            param.superoffload_steps_it = True  # clipping.py asks for it
 
     def _given(self, boundary_is_told: bool) -> Given:
         stock: Any = weakref.proxy(self)
@@ -66,32 +66,32 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         )
 
     def initialize_optimizer_states(self) -> None:
-        """No fp32 gradient per sub-group: the kernel reads the accumulated one. State is made with the shards."""
+        """Makes no fp32 gradient per sub-group: the kernel reads the accumulated one. State is made with the shards."""
 
     # ---- gradients ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Tensor]) -> list[Tensor]:
-        """Reduced gradient partitions, on DeepSpeed's reduce stream: into the flat buffer, and on to speculation."""
+        """Takes reduced gradient partitions, on DeepSpeed's reduce stream, and hands them on to speculation."""
         return self.parts.gradients.take(params_to_release, grad_partitions)
 
     def _finalize_offload_gradient_accumulation(self) -> None:
-        """The end of an unmanaged window: what has not gone to speculation yet goes at the start of ``step()``."""
+        """Ends an unmanaged window: the start of ``step()`` hands the remaining gradients to speculation."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Without a ``step()`` since backward, the window is abandoned: nothing has changed."""
+        """Abandons the window if there was no ``step()`` since backward: nothing has changed."""
         self.parts.abandon()
         super().zero_grad(set_to_none)
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
-        """Copies in fp32, by sub-group and place in it."""
+        """Copies the gradients in fp32, by sub-group and place in it."""
         return self.parts.gradients.in_fp32()
 
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[Tensor, int]:
         return self.parts.gradients.for_state_api(param, only_read=release_swap_buffers)
 
     def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: list[Any]) -> None:
-        """As DeepSpeed's, on the accumulated gradient."""
+        """Updates accumulated gradients as DeepSpeed's own method does."""
         for param in param_list:
             if param.requires_grad:
                 new = update_func(self.get_fp32_grad_for_param(param), param)
@@ -101,7 +101,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """DeepSpeed's order of events, with one verdict for all sub-groups."""
+        """Steps in DeepSpeed's order of events, with one verdict for all sub-groups."""
         if closure is not None:
             raise StateError("step(closure): closures are not supported, as in DeepSpeed; call engine.step()")
         self.parts.inner.refuse_hooks()
@@ -133,7 +133,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         parts.steps.apply(window, norm, float(self._global_grad_norm), expected=before, scale=scale)
 
     def _post_step(self, timer_names: Any = ()) -> None:
-        """Persistent parameters are gathered by their next reader, where they may not be there yet."""
+        """Leaves persistent parameters to their next reader, if they are delivered later."""
         persistent = self.persistent_parameters
         if self.parts.steps.later:
             self.persistent_parameters = []
@@ -145,7 +145,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
             self.persistent_parameters = persistent
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """Known from packing; DeepSpeed would read the whole gradient buffer twice more."""
+        """Reads a flag known from packing; DeepSpeed would read the whole gradient buffer twice more."""
         flag = self.inf_or_nan_tracker.to(get_accelerator().current_device_name()).to(torch.uint8)
         self.inf_or_nan_tracker.zero_()
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.dp_process_group)
@@ -170,18 +170,18 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         super().checkpoint_event_prologue()
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Gradients are in host memory as they are; what moves is fresh."""
+        """Moves the last finished step's states; gradients are in host memory anyway."""
         self.synchronize()
         super().offload_states(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """DeepSpeed's layout, as after the last finished step, also between backward and ``step()``."""
+        """Returns DeepSpeed's layout, as after the last finished step, also between backward and ``step()``."""
         self.synchronize()
         state: dict[str, Any] = super().state_dict()
         return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Ours and stock ZeRO-3's, also universal ones. A window in flight is abandoned."""
+        """Loads our states and stock ZeRO-3's, also universal ones. Abandons a window in flight."""
         self.zero_grad()
         self.synchronize()
         mine = self.parts.saved_state.before_load()
@@ -189,11 +189,11 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         self.parts.saved_state.take_loaded(mine)
 
     def state_digests(self) -> dict[str, str]:
-        """SHA-256 of this rank's masters, moments and published partitions, as after the last finished step."""
+        """Returns SHA-256 of this rank's masters, moments and published partitions, as after the last finished step."""
         return self.parts.saved_state.digests()
 
     def __iter__(self) -> Iterator[Any]:
-        """What torch.distributed.checkpoint tries with something that is no torch.optim.Optimizer."""
+        """Refuses iteration, which torch.distributed.checkpoint tries on other objects than torch.optim.Optimizer."""
         raise StateError("DeepSpeed's optimizer is no torch.optim.Optimizer; use engine.save_checkpoint()")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -202,19 +202,19 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
     # ---- figures and the end --------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float | int]:
-        """Totals of this rank since construction (superoffload/engine/stats.py)."""
+        """Returns totals of this rank since construction (superoffload/engine/stats.py)."""
         return self.parts.driver.core.stats()
 
     def close(self) -> None:
-        """Takes back what was speculated and ends the worker threads; parameters and state stay readable."""
+        """Undoes what was speculated and ends the worker threads; parameters and state stay readable."""
         parts, self.parts = self.parts, Closed()
         self._lifetime.close(parts, parts.unwrap_readers)
 
     def destroy(self) -> None:
-        """As DeepSpeed's, and ends what is ours.
+        """Destroys DeepSpeed's part and ours.
 
-        DeepSpeed's hooks keep the optimizer of a destroyed engine alive, so its state and gradients are let go of
-        here: they are most of the host memory, pinned where ``pin_memory`` says so. Parameters stay readable.
+        DeepSpeed's hooks keep the optimizer of a destroyed engine alive, so its state and gradients are freed here:
+        they are most of the host memory, pinned with ``pin_memory``. Parameters stay readable.
         """
         self.close()
         super().destroy()
@@ -224,5 +224,5 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         getattr(self, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", {}).clear()
 
     def __del__(self) -> None:
-        """Let go of without ``destroy()``: what was speculated has no reader any more."""
+        """Ends the threads of an optimizer that was never destroyed: its speculated state has no reader any more."""
         self.parts.end_threads()

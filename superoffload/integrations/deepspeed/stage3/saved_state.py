@@ -1,4 +1,4 @@
-"""Who reads and writes masters and moments: they settle first. Checkpoints among them."""
+"""Settles masters and moments before they are read or written, also for checkpoints."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ class SavedState:
             self._driver.core.quiesce()
 
     def settle(self, param: Any) -> None:
-        """Master and moments of one parameter are those of the last finished step, and may be written."""
+        """Brings one parameter's master and moments to the last finished step, so that they may be written."""
         self._gradients.wait()
         self._ranks.look()
         self._driver.settle(param.ds_id)
 
     def before_load(self) -> list[dict[str, Any]]:
-        """What ``take_loaded()`` needs."""
+        """Returns the state that ``take_loaded()`` needs."""
         return self._inner.before_load()
 
     def take_loaded(self, mine: list[dict[str, Any]]) -> None:
-        """DeepSpeed has loaded."""
+        """Takes over the state that DeepSpeed has loaded."""
         steps = self._inner.take_loaded(mine)
         self._driver.set_steps(steps)
         self._inner.show_steps(self._driver.steps)
         self._ranks.loaded(max(steps))
 
     def digests(self) -> dict[str, str]:
-        """SHA-256 of this rank's masters, moments and published partitions, as after the last finished step."""
+        """Returns SHA-256 of this rank's masters, moments and published partitions, as after the last finished step."""
         self.synchronize()
         return self._driver.core.digests()

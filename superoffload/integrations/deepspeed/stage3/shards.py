@@ -1,4 +1,4 @@
-"""From DeepSpeed's flat buffers to shards, and the state that these point into."""
+"""Makes shards from DeepSpeed's flat buffers, and the state that the shards point into."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from superoffload.links.base import Link
 
 
 def numel_here(param: Any, group: Any) -> int:
-    """Elements of ``param`` on this rank of ``group``, without the padding of the last partition."""
+    """Counts the elements of ``param`` on this rank of ``group``, without the padding of the last partition."""
     size = int(param.partition_numel())
     first = size * int(dist.get_rank(group=group))
     return max(0, min(size, int(param.ds_numel) - first))
 
 
 def accelerator_link(stock: StockStage3, resident: frozenset[int]) -> Link | None:
-    """What steps the state of ``resident`` sub-groups on the accelerator; None where there are none."""
+    """Makes the link that steps ``resident`` sub-groups on the accelerator; None if there are none."""
     if not resident:
         return None
     masters = {sub_group: stock.fp32_partitioned_groups_flat[sub_group] for sub_group in resident}
@@ -67,7 +67,7 @@ class Shards:
         exp_avg, exp_avg_sq = self._inner.moments(sub_group)
 
         def target() -> Tensor:
-            """Looked up each time: DeepSpeed moves these buffers when states are offloaded and reloaded."""
+            """Looks the slice up each time: DeepSpeed moves these buffers when states are offloaded and reloaded."""
             return stock.fp16_partitioned_groups_flat[sub_group].data[elements]
 
         return Shard(

@@ -1,4 +1,4 @@
-"""A step of all sub-groups by one verdict: committed, replayed, stepped or skipped, and published."""
+"""Steps all sub-groups by one verdict: commits, replays, steps or skips them, and publishes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Steps:
         on_demand: bool,
         crowded: bool,
     ) -> None:
-        """``crowded``: there are more ranks than processors. What is left for later would be in the way of others."""
+        """Takes ``crowded``: there are more ranks than processors, so delivering later would only slow other ranks."""
         self._stock = stock
         self._driver = driver
         self._inner = inner
@@ -39,33 +39,33 @@ class Steps:
 
     @property
     def later(self) -> bool:
-        """Whether what the last step publishes may not be there yet."""
+        """Tells whether parameters of the last step may still be undelivered."""
         return self._later
 
     def skip(self, scale: float) -> None:
-        """Some gradient was not finite: nothing changes. ``scale``: the loss scale of the window."""
+        """Skips a step, since a gradient was not finite: nothing changes. ``scale``: the loss scale of the window."""
         self._later = False
         with self._failures.kept():
             self._driver.step(Verdict(math.inf, 1.0, True, 1.0 / scale), later=False)
         self._ranks.ended(applied=False, factor=1.0 / scale)
 
     def apply(self, window: Window, norm: Tensor, grad_norm: float, *, expected: float, scale: float) -> None:
-        """``scale``: what gradients are divided by; ``expected``: what speculation has divided them by."""
+        """Divides gradients by ``scale``, clips and steps; ``expected``: the scale that speculation has used."""
         self._later = False
         if window.sums:
             speculating = self._driver.core.schedule.wants()
             coefficient, factor = self.clip(norm, scale)
-            # Where backward has done the work, there is nothing to wait for later, and persistent parameters are
-            # gathered together. Not a question of what is done on this rank: all ranks must gather alike.
+            # If backward has done the work, nothing is left to deliver later, and persistent parameters are gathered
+            # together. This rank's own progress must not decide: all ranks must gather alike.
             self._later = self._may_wait and not (speculating and factor == 1.0 / expected)
-            with self._failures.kept():  # the step was completed all the same
+            with self._failures.kept():  # the step was completed even so
                 self._driver.step(Verdict(grad_norm, coefficient, False, factor), later=self._later)
             self._ranks.ended(applied=True, factor=factor)
         self._inner.show_steps(self._driver.steps)
         self._inner.stepped()
 
     def clip(self, norm: Tensor, scale: float) -> tuple[float, float]:
-        """Clip coefficient and gradient factor by DeepSpeed's formula, in the precision of ``norm``."""
+        """Computes clip coefficient and gradient factor by DeepSpeed's formula, in the precision of ``norm``."""
         threshold = self._stock.clip_grad
         if not threshold > 0.0:
             return 1.0, 1.0 / scale

@@ -1,4 +1,4 @@
-"""What our parts ask of DeepSpeed's ZeRO-3 optimizer."""
+"""Declares what our parts ask of DeepSpeed's ZeRO-3 optimizer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 class StockStage3(Protocol):
-    """DeepSpeed's ZeRO-3 optimizer has these public names. Parts look them up at each use: it replaces some of them.
+    """Declares public names of DeepSpeed's ZeRO-3 optimizer. Parts look them up at each use: it replaces some of them.
 
-    Parts have a weak proxy of it, so that an engine that is let go of does not keep itself alive.
+    Parts have a weak proxy of it, so that an unreferenced engine does not keep itself alive.
     """
 
     optimizer: Any
@@ -47,6 +47,6 @@ class StockStage3(Protocol):
 
 
 def trained(stock: StockStage3) -> Iterator[Any]:
-    """All parameters of the optimizer, in the order of its sub-groups."""
+    """Yields all parameters of the optimizer, in the order of its sub-groups."""
     for group in stock.fp16_groups:
         yield from group

@@ -1,4 +1,4 @@
-"""The end of a window: every gradient final, the norm over all ranks, or an error on all of them."""
+"""Ends a window: makes every gradient final, finds the norm over all ranks, or raises on all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from superoffload.integrations.deepspeed.stage3.stock import StockStage3, traine
 
 
 def _fold(sums: Sequence[float]) -> float:
-    """Of all ranks, in their order, so that it has the same bits on all of them."""
+    """Adds up the sums of all ranks, in their order, so that the total has the same bits on all of them."""
     total = sum(sums)
     return total if math.isfinite(total) else math.inf
 
@@ -35,7 +35,7 @@ class WindowEnd:
         self._weights_are_checked = False
 
     def close(self) -> tuple[Window, Tensor]:
-        """This rank's window, and the norm of the scaled gradients over all ranks."""
+        """Returns this rank's window, and the norm of the scaled gradients over all ranks."""
         frozen = {param.ds_id for param in trained(self._stock) if not param.requires_grad}
         self._ranks.begin()
         window = Window({})
@@ -55,8 +55,8 @@ class WindowEnd:
         return window, self._formulas.norm(window, total)
 
     def _check_weights(self) -> None:
-        """In the first step, so that a checkpoint can be loaded over what memory held before. Published values, since
-        masters may have been stepped with a gradient that is not finite."""
+        """Checks published values in the first step, so that a checkpoint may still replace uninitialized memory.
+        Masters may have been stepped already with a gradient that is not finite."""
         if self._weights_are_checked:
             return
         for partition in self._driver.partitions.values():
