@@ -1,7 +1,7 @@
-"""Tells the user once that gradients which change after backward cost the overlap: most often they are clipped by hand.
+"""Gradients that change after backward, mostly because they are clipped by hand, cost the overlap: users are told once.
 
-It is told where it is certain: in two steps in a row, everything that was stepped during backward was undone because
-gradients had been changed.
+They are told where it is certain: two steps in a row, all buckets that were stepped during backward were undone because
+gradients had changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ STEPS_IN_A_ROW = 2
 
 
 class EditedGradients:
-    """One step's: ``begin()`` before gradients are looked at, ``edited()`` per gradient, ``end()`` after all."""
+    """Counts undone buckets: ``begin()`` before gradients are compared, ``edited()`` per gradient, ``end()`` after."""
 
     def __init__(self, advice: Advice) -> None:
         self._advice = advice
@@ -30,7 +30,7 @@ class EditedGradients:
             self._edited.clear()
 
     def edited(self, shard: Shard) -> None:
-        """What was done with this gradient during backward is undone, since it was changed after it."""
+        """Notes that speculation with this gradient is undone, since it was changed after backward."""
         self._edited.add(shard.index)
 
     def end(self) -> None:
