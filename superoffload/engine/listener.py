@@ -17,20 +17,20 @@ class Listener:
     """
 
     def packed(self, shard: Shard) -> None:
-        """Is told that the link no longer needs the gradient of ``shard``: its memory may be freed."""
+        """Learns that the link no longer needs the gradient of ``shard``: its memory may be freed."""
 
     def making_way(self) -> None:
-        """Is told that all buckets will be laid out anew, and their packed gradients will be lost."""
+        """Learns that all buckets will be laid out anew, and their packed gradients will be lost."""
 
     def moved(self, shard: Shard) -> None:
-        """Is told that master and moments of ``shard`` are other tensors now."""
+        """Learns that master and moments of ``shard`` are other tensors now."""
 
     def landing(self, buckets: Sequence[Bucket]) -> None:
-        """Is told that buckets which ``apply(later=True)`` has left will be delivered.
+        """Learns that buckets which ``apply(later=True)`` has left will be delivered.
 
         Pieces that it takes out of ``bucket.present`` are not delivered.
         """
 
     def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None:
-        """Is told that they were delivered. The engine raises the returned error once the delivery is complete."""
+        """Learns that they were delivered. The engine raises the returned error once the delivery is complete."""
         return None

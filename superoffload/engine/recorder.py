@@ -27,16 +27,16 @@ class Recorder:
         return pool
 
     def deciding(self) -> None:
-        """Is told that the end of a step was asked for."""
+        """Learns that the end of a step was asked for."""
 
     def decided(self, verdict: Verdict) -> None:
-        """Is told the verdict."""
+        """Learns the verdict."""
 
     def landed(self, buckets: Sequence[Bucket], began: float) -> None:
-        """Is told that the training thread, since ``began``, waited for buckets left for later and delivered them."""
+        """Learns that the training thread, since ``began``, waited for buckets left for later and delivered them."""
 
     def end_step(self, buckets: Sequence[Bucket]) -> None:
-        """Is told that every bucket has its fate."""
+        """Learns that every bucket has its fate."""
 
     def close(self) -> None:
         """Ends the recording: no engine follows. Idempotent."""

@@ -1,4 +1,4 @@
-"""Arguments of ``superoffload.AdamW`` are checked here; every message says what was expected and what to do."""
+"""Arguments of ``superoffload.AdamW`` are checked here; every message states the expectation and the remedy."""
 
 from __future__ import annotations
 

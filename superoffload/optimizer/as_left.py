@@ -111,9 +111,7 @@ def unedited(several: Iterable[Tracked], arrived: Container[int]) -> tuple[list[
 
 def outdate(several: Iterable[Tracked]) -> None:
     """Raises versions, since values will be delivered later: graphs that need the old values must not be used."""
-    plain = [
-        tracked for tracked in several if not is_dtensor(tracked.param)
-    ]  # of others, graphs hold what was gathered
+    plain = [tracked for tracked in several if not is_dtensor(tracked.param)]  # graphs hold gathered copies of DTensors
     torch.autograd.graph.increment_version([tracked.param for tracked in plain])
     for tracked in plain:
         tracked.is_outdated()

@@ -42,10 +42,10 @@ class Delivery(Protocol):
         """Returns a context in which reads and writes of undelivered parameters are errors."""
 
     def landing(self, buckets: Sequence[Bucket]) -> None:
-        """Is told that the core will deliver buckets that ``apply`` has left."""
+        """Learns that the core will deliver buckets that ``apply`` has left."""
 
     def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None:
-        """Is told that they were delivered; the core raises the returned error once the delivery is complete."""
+        """Learns that they were delivered; the core raises the returned error once the delivery is complete."""
 
     def remove_hooks(self) -> None: ...
 
