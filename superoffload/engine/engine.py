@@ -126,7 +126,7 @@ class Engine(EngineParts):
             raise
 
     def retract(self, shard: Shard) -> None:
-        """Undoes what was done with the gradient of ``shard``, because it was not final or is gone."""
+        """Takes the gradient of ``shard`` back, because it was not final or is gone, and undoes its speculation."""
         if shard not in self.inbox:
             return
         self.inbox.remove(shard)
@@ -333,7 +333,7 @@ class Engine(EngineParts):
         self.layout.place_by(measured)
 
     def _raise_failure(self) -> None:
-        """Raises what failed in this step, or else in the one before."""
+        """Raises the failure of this step, or else of the one before."""
         failure = self.executor.take_failure() or self.tail.take_failure()
         if failure is not None:
             raise failure
@@ -346,7 +346,7 @@ class Engine(EngineParts):
         return digests_of(self.shards)
 
     def close(self) -> None:
-        """Takes back what was speculated and ends the worker threads."""
+        """Undoes speculation and ends the worker threads."""
         try:
             self.tail.finish()
             self.abandon()

@@ -102,7 +102,7 @@ class Finisher:
             except DeviceError as error:
                 if number or shared:
                     raise TornStep(
-                        f"{error}; some parameters are of this step and some of the one before, make a new optimizer "
+                        f"{error}; some parameters are of this step and some of the one before: make a new optimizer "
                         "and load the last checkpoint"
                     ) from error
                 raise

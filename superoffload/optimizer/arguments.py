@@ -233,7 +233,7 @@ def check_rank_check(value: Any) -> tuple[bool, int]:
             return True, every
     elif value in ("off", "light", "full"):
         return value != "off", int(value == "full")
-    raise ArgumentError(f"rank_check={value!r}: expected 'off', 'light', 'full' or {{'full': every so many steps}}")
+    raise ArgumentError(f"rank_check={value!r}: expected 'off', 'light', 'full' or {{'full': N}} for every N steps")
 
 
 def check_process_group(value: Any) -> None:

@@ -211,7 +211,7 @@ class OnDemand:
         if self._core.link.asynchronous:
             fate = "may have been overwritten by it"
         return StateError(
-            f"{tracked.shard.name}: written after step(), before the value of that step was delivered. What was "
-            f"written {fate}; with delivery='on_demand' call synchronize() before parameters are written "
+            f"{tracked.shard.name}: written after step(), before the value of that step was delivered. The written "
+            f"value {fate}; with delivery='on_demand' call synchronize() before parameters are written "
             "(docs/pipeline.md)"
         )

@@ -51,6 +51,6 @@ def _message(buckets: int) -> str:
         f"gradients changed between backward and step() in {STEPS_IN_A_ROW} steps in a row, so {undone} "
         "stepped during backward had to be undone and stepped again. The result is right, but nothing is hidden behind "
         "backward. If you clip by hand (torch.nn.utils.clip_grad_norm_, GradScaler.unscale_): pass max_grad_norm= to "
-        "superoffload.AdamW instead, the norm is in optimizer.grad_norm. Other changes belong into a hook "
-        "(parameter.register_hook), which comes before; where that cannot be, speculation='never' saves the undoing"
+        "superoffload.AdamW instead; the norm is in optimizer.grad_norm. Make other changes in a hook "
+        "(parameter.register_hook), which runs earlier; where that is impossible, speculation='never' avoids the undo"
     )

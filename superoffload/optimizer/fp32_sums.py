@@ -90,7 +90,7 @@ class Fp32Sums:
         raise StateError(
             f"{name}: its gradient is {gradient.dtype}, so it was not added up in fp32 as accumulate_dtype='fp32' asks "
             f"for: {why}. Nothing has changed. Call zero_grad() and leave gradients and p.grad_dtype as they are; "
-            "where they must change, make the optimizer behind that, or without accumulate_dtype"
+            "where they must change, make the optimizer after that, or without accumulate_dtype"
         )
 
     def end(self) -> None:

@@ -37,7 +37,7 @@ def check_one_gradient(name: str, param: Tensor) -> None:
     if main_grad_of(param) is not None and not is_added(param):
         raise StateError(
             f"{name}: it has both p.grad and p.main_grad, and nothing says whether the one was added to the other. "
-            "What adds p.grad to p.main_grad sets p.grad = None behind it; where p.grad is a stand-in, as fused "
+            "Code that adds p.grad to p.main_grad sets p.grad = None afterwards; where p.grad is a stand-in, as fused "
             "kernels return it, p.grad_added_to_main_grad = True says so. Without such kernels leave main_grad out: "
             "p.grad_dtype = torch.float32 has autograd itself keep gradients in fp32"
         )

@@ -29,8 +29,8 @@ class IdleSteps:
             self._advice.keep(
                 f"step() was called {WITHOUT_GRADIENTS} times, and none of the {parameters} parameters "
                 "has had a gradient yet, so nothing is trained. Call backward() before step(). If you do, the model "
-                "has other parameters now than the optimizer was given: make the optimizer after whatever replaces "
-                "them (fully_shard, loading, a conversion)"
+                "has other parameters now than the optimizer was given: make the optimizer after the call that "
+                "replaces them (fully_shard, loading, a conversion)"
             )
 
     def decided(self, *, skipped: bool) -> None:

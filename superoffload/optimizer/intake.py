@@ -63,7 +63,7 @@ class Intake:
         self._apart = core.link.asynchronous
         self._hooks: dict[Tracked, RemovableHandle] = {}  # not of frozen parameters
         self._unhooked: list[Tracked] = []  # frozen ones, and those that are reduced over ranks later
-        self._steady = False  # the first gradient of this step has gone to the core, whose buckets stay as they are
+        self._steady = False  # the core has the first gradient of this step, and its buckets stay as they are
         self._waiting: defaultdict[Bucket, dict[Tracked, None]] = defaultdict(dict)  # until all of a bucket are final
         # Parameters whose hook raised in backward: the id of p.grad, the thread and the error.
         self._unfinished: dict[Tracked, tuple[int, str, Exception]] = {}

@@ -61,12 +61,12 @@ def _read_master(name: str, param: Tensor, value: Any, part_of: Callable[[Tensor
         raise ArgumentError(f"masters: {name}: {found}, expected a tensor of shape {tuple(param.shape)}")
     flat = part_of(param, value.detach()).to("cpu", torch.float32)
     if not all_finite(flat):
-        raise ArgumentError(f"masters: {name}: NaN or infinite values")
+        raise ArgumentError(f"masters: {name}: NaN or infinite values, expected finite ones; give undamaged weights")
     published = part_of(param, param.detach()).to("cpu")
     different = int((flat.to(param.dtype) != published).sum())
     if different:
         raise ArgumentError(
             f"masters: {name}: the parameter is not their rounding in {different} of {flat.numel()} elements; convert "
-            f"the model with model.to({param.dtype}) from these very values, and give them before anything changes it"
+            f"the model with model.to({param.dtype}) from exactly these values, and give them before it changes"
         )
     return flat

@@ -71,7 +71,7 @@ class PackedGradient(Tensor):
         elif self.in_memory is None:
             self._fetch(self)
         if self.in_memory is None:
-            raise gradient_is_gone(self.of, "what was packed has made way for a later one, or its optimizer is closed")
+            raise gradient_is_gone(self.of, "it has made way for a later one, or its optimizer is closed")
         return self.in_memory
 
     def in_dtype(self, dtype: torch.dtype) -> PackedGradient:

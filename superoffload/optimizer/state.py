@@ -32,7 +32,7 @@ _Read = TypeVar("_Read")
 def loaded_in_part(what: str, error: Exception) -> StateError:
     """Returns the error for a load that fails after it has changed something, though all was checked before."""
     return StateError(
-        f"{what}: {error} -- this was in order when it was checked before. Model and optimizer are loaded in part: "
+        f"{what}: {error} -- the check before the load had passed. Model and optimizer are loaded in part: "
         "load a whole checkpoint before anything else"
     )
 

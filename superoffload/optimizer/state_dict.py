@@ -118,7 +118,7 @@ def read_state(
     values: list[dict[str, Any]] = []
     for g, (group, mine) in enumerate(zip(theirs, groups, strict=True)):
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
-            raise ArgumentError(f"state_dict: group {g} is no dict with a list of 'params'")
+            raise ArgumentError(f"state_dict: group {g}: expected a dict with a list under 'params'")
         if len(group["params"]) != len(mine["params"]):
             raise ArgumentError(
                 f"state_dict: {len(group['params'])} parameters in group {g}, the optimizer has {len(mine['params'])}; "
@@ -144,7 +144,7 @@ def _read_group(index: int, group: Mapping[str, Any], l2: bool) -> dict[str, Any
     check_saved_group(index, group)
     for name in _FOREIGN:
         if is_on(group.get(name)):
-            raise ArgumentError(f"state_dict: group {index} has {name}=True, which superoffload does not do")
+            raise ArgumentError(f"state_dict: group {index} has {name}=True, which is not supported; expected False")
     kinds = {True: "Adam with an L2 penalty", False: "AdamW"}
     theirs = not is_on(group.get("decoupled_weight_decay", not l2))
     if theirs is not l2 and float(group["weight_decay"]) != 0.0:

@@ -103,7 +103,7 @@ class Verdicts:
             "replicated out. If they train parts of one model, such as pipeline stages, leave max_grad_norm out, add "
             "the squares of the norms over all ranks, and clip by hand with that one norm, "
             "torch.nn.utils.clip_grads_with_norm_(), before step(), with keep_grads=True. If they train models of "
-            "their own, it is as it should be: "
+            "their own, this is right, and a filter ends the warning: "
             "warnings.filterwarnings('ignore', message='superoffload: max_grad_norm')",
             RuntimeWarning,
             stacklevel=3,
