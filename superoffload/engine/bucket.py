@@ -175,7 +175,7 @@ class Piece:
 
 
 class ResidentWork:
-    """Holds what a step freezes for a resident bucket: the kernels' scalars per piece, None without a gradient."""
+    """Holds the kernels' scalars that a step freezes for a resident bucket: per piece, None without a gradient."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._streams = [piece.shard.noise_stream for piece in bucket.pieces]

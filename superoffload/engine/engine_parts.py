@@ -67,7 +67,7 @@ class EngineParts:
         )
         recorder.follow(lambda: self.layout.buckets)
 
-    # ---- parts of parts ---------------------------------------------------------------------------------------
+    # ---- shards, buckets, threads -----------------------------------------------------------------------------
 
     @property
     def shards(self) -> list[Shard]:

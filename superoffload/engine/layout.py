@@ -144,7 +144,7 @@ class Layout:
         wanted = self.placer.choose([self.shards[i] for i in self._backward])
         moving = [shard for shard in self.shards if shard.resident != (shard.index in wanted)]
         moved = 0
-        for shard in sorted(moving, key=lambda shard: not shard.resident):  # those that make room first
+        for shard in sorted(moving, key=lambda shard: not shard.resident):  # resident ones first, to make room
             try:
                 move_state(shard, None if shard.resident else self.placer.residency.device)
             except RuntimeError as error:

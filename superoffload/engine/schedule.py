@@ -95,7 +95,7 @@ class Schedule:
         self._decided = None
 
     def speculated(self, share: float) -> None:
-        """Learns what share of a step's elements had been speculated, or submitted for it, at the verdict."""
+        """Learns the share of a step's elements that had been speculated, or submitted for it, at the verdict."""
         if self._spoiled and share > 0:
             self._stopped_at = _MEMORY * self._stopped_at + (1 - _MEMORY) * share
 

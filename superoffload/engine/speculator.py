@@ -45,7 +45,7 @@ class Speculator:
         self._journaled_bytes = 0
 
     def expect(self, *, unscale: float, max_grad_norm: float | None) -> None:
-        """Sets what the next verdict will most likely use; if it does, speculation is right."""
+        """Sets the terms that the next verdict will most likely have; if it has them, speculation is right."""
         self._unscale = unscale
         self._proves_clip = math.inf
         if max_grad_norm is not None and unscale != 0.0:

@@ -11,8 +11,8 @@ class SpoilPredictor:
     """Mixes Markov contexts: the longer one counts more, the more often it was seen.
 
     It learns a pattern such as "every other step clips" after a few repetitions. Where verdicts are independent, every
-    context tends to their rate. It notices the end of a long run of clips at once, since the contexts that follow it
-    have seen nothing else.
+    context tends to their rate. It notices the end of a long run of clips at once, since few contexts with the new
+    verdict were followed by a clip.
     """
 
     def __init__(self) -> None:

@@ -61,8 +61,8 @@ class Tail:
                 self._unsettled[bucket] = settle
 
     def finish(self, shard: Shard | None = None) -> None:
-        """Delivers and settles the step before, for ``shard`` or for all. Keeps a failure, which the caller raises at
-        the end of what it has begun."""
+        """Delivers and settles the step before, for ``shard`` or for all. Keeps a failure, which the caller raises
+        after its own work."""
         if not self.is_under_way:
             return
         try:

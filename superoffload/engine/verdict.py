@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 
 class Verdict(NamedTuple):
-    """Holds what all ranks act on.
+    """Holds the decision of a step, on which all ranks act.
 
     ``grad_norm`` is the norm of the unscaled gradient; ``gradient_factor`` = unscale x clip multiplies every gradient
     element.

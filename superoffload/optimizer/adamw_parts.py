@@ -98,7 +98,7 @@ class Parts:
         self.ranks.announce()
 
     def placement(self) -> dict[str, Any] | None:
-        """Returns what ``AdamW.placement`` shows."""
+        """Returns the value of ``AdamW.placement``."""
         placer = self.core.layout.placer
         if placer is None:
             return None

@@ -57,7 +57,7 @@ class Boundary:
 
     @untraced
     def end_step(self, scale: LossScale) -> None:
-        """Decides a verdict, alone or with other ranks, has the core act on it, and gathers what others stepped."""
+        """Decides a verdict, alone or with other ranks, has the core act on it, and gathers parts of other ranks."""
         verdict = self._ranks.decide(self, scale)
         if verdict is None:
             self._idle.without_gradients(len(self._groups.params()))
@@ -119,7 +119,7 @@ class Boundary:
             "factor that takes the loss scale out": self._verdicts.unscale,
         }
 
-    # ---- after it ---------------------------------------------------------------------------------------------
+    # ---- after the verdict ------------------------------------------------------------------------------------
 
     def _remember(self) -> None:
         ours, outdated = list(self._params), list[Tracked]()

@@ -90,7 +90,7 @@ class FreedGradients:
                 packed.empty()
                 raise
             addend = packed.take_addend()
-            if addend is not None:  # after the sums were taken, so that they show that it differs from the packed one
+            if addend is not None:  # after its sums were taken, so that the addition shows as an edit
                 gradient.add_(addend)
         if not self._said:
             self._said = True

@@ -175,7 +175,7 @@ class Intake:
         if lifetime.out_of_use():
             return
         with lifetime.work:
-            if lifetime.out_of_use():  # since another thread had the lock
+            if lifetime.out_of_use():  # another thread may have had the lock
                 return
             try:
                 take(tracked)
@@ -356,7 +356,7 @@ def _is_final(param: Tensor) -> bool:
         return param.grad is not None
     final = is_added(param)
     if final:
-        param.grad = None  # a stand-in, to which the next backward would add another one
+        param.grad = None  # a stand-in, to which the next backward would add
     return final
 
 

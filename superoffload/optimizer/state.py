@@ -1,4 +1,4 @@
-"""Users and checkpoints read, save and load masters and moments here."""
+"""Masters and moments are read, saved and loaded, by users and by checkpoints."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def agreed(ranks: Ranks, what: str, read: Callable[[], _Read]) -> _Read:
 
 
 class State:
-    """Reads masters and moments for users and checkpoints, and loads others in their place."""
+    """Reads and loads masters and moments for users and checkpoints."""
 
     def __init__(
         self,

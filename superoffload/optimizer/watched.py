@@ -105,7 +105,7 @@ class Tracked:
             self.address = local.data_ptr()
 
     def remember_plain(self, address: int, sums: Sums) -> None:
-        """Does what ``remember`` does, for an ordinary parameter in host memory at ``address``."""
+        """Remembers the value of an ordinary parameter in host memory, which is at ``address``."""
         self.version, self.sums = (self.param._version, 0), sums
         if address != self.address:
             self.place, self.address = Place(self.param), address
@@ -182,7 +182,7 @@ class Tracked:
 
 
 def remember_values(several: Iterable[Tracked], *, on_device: bool = True) -> None:
-    """Remembers the values of these parameters, all of one optimizer, as ours; ``notice`` finds writes by others.
+    """Remembers the values of these parameters, all of one optimizer, as ours; ``notice`` finds later writes.
 
     ``on_device`` includes the bits of parameters outside of host memory. Where a device has no room for their sums,
     their values count as unknown, and the next step reads them all: that is right, and slower.
