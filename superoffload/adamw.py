@@ -1,6 +1,6 @@
-"""``superoffload.AdamW``: a ``torch.optim.Optimizer`` whose state is in host memory and steps during backward.
+"""``superoffload.AdamW`` is a ``torch.optim.Optimizer`` with its state in host memory, which steps during backward.
 
-This file: its arguments and what users ask for. What it owns is in ``superoffload/optimizer/``.
+This file has its arguments and the methods that users call. Its parts are in ``superoffload/optimizer/``.
 """
 
 from __future__ import annotations
@@ -47,67 +47,67 @@ __all__ = ["AdamW", "kernels"]
 
 
 class AdamW(Optimizer):
-    """AdamW with offloaded state, speculation and exact clipping.
+    """Computes AdamW with offloaded state, speculation and exact clipping.
 
     The arithmetic is that of ``torch.optim.AdamW`` in fp32 (Loshchilov and Hutter, "Decoupled Weight Decay
     Regularization", 2019), with fp32 masters; docs/kernel.md has it operation by operation.
 
     Arguments:
         params: parameters or param groups: float32, bfloat16 or float16, dense (in any order of dimensions:
-            channels_last, transposed), all on the CPU or all on one CUDA device. Their gradients: in the same dtype or
-            in float32 (``p.grad_dtype``), or ``p.main_grad`` as in Megatron (docs/edits.md).
+            channels_last, transposed), all on the CPU or all on one CUDA device. Gradients have the same dtype or
+            float32 (``p.grad_dtype``), or are in ``p.main_grad`` as in Megatron (docs/edits.md).
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; per group, changeable at any time.
         max_grad_norm: clip the global gradient norm to this (None: no clipping). Changeable between steps. Replaces
             ``torch.nn.utils.clip_grad_norm_``.
-        speculation: "adaptive" (chooses by prediction and measured times), "always" or "never": docs/pipeline.md. Never
-            changes a result.
-        delivery: "eager": parameters have their new values when ``step()`` returns. "on_demand" (needs ``module``):
-            ``step()`` returns at once, and forward passes and ``state_dict()`` of the module wait for the parameters
-            that they read; call ``synchronize()`` before anything else reads or writes parameters, and find what does
-            with ``check_reads()``. docs/pipeline.md.
-        keep_grads: whether gradients stay in ``p.grad`` after they were packed. None: they do on the CPU and with
-            ``model=`` a ``DistributedDataParallel``, and are freed on a GPU, which saves their memory; what then reads,
-            clips, edits or adds to one gets it back from host memory, which is right and slower (docs/pipeline.md).
-            False, where they are always kept, is an error.
-        placement: which state stays on the accelerator, where it is stepped after the verdict with the same bits:
-            {"gpu_fraction": f}, the parameters whose gradients come last in backward, up to that part of all; "auto",
-            chosen after a few steps from measured times and free memory; None. docs/pipeline.md. Not on the CPU.
+        speculation: "adaptive" (chooses by prediction and measured times), "always" or "never" (docs/pipeline.md). It
+            never changes a result.
+        delivery: with "eager", parameters have their new values when ``step()`` returns. With "on_demand" (needs
+            ``module``), ``step()`` returns at once; forward passes and ``state_dict()`` of the module wait for the
+            parameters that they read. Call ``synchronize()`` before other code reads or writes parameters;
+            ``check_reads()`` finds such code (docs/pipeline.md).
+        keep_grads: whether gradients stay in ``p.grad`` after they were packed. None: they stay on the CPU and with
+            ``model=`` a ``DistributedDataParallel``, and are freed on a GPU, which saves their memory. Code that reads,
+            clips, edits or adds to a freed gradient gets it back from host memory, which is right and slower
+            (docs/pipeline.md). False is an error where gradients are always kept.
+        placement: which state stays on the accelerator, to be stepped there after the verdict, with the same bits:
+            {"gpu_fraction": f} for that part of the parameters, those whose gradients come last in backward; "auto"
+            to choose after a few steps by measured times and free memory; or None. Not on the CPU (docs/pipeline.md).
         bucket_numel: elements per bucket (None: a 32nd of the parameters, within 64 Ki and 32 Mi).
-        threads: worker threads (None: one per core this process may use, shared with other ranks on the node; beside a
-            GPU two of more than four are left to the threads that feed and follow it).
-        rank_check: "off", "light" (every step, one exchange of at most 128 bytes), "full" (every step, everything) or
-            {"full": N}: light, and everything every N steps. Unless it is "off", everything is checked in the first
-            three steps and after a load. docs/ranks.md. No effect in a single process.
-        trace: write a timeline of every step to this file (docs/timeline.md); None: none is recorded.
-        module: whose forward passes wait for parameters that are delivered on demand. Also all that ``model`` is.
-        model: whose parameters these are: gives errors their qualified names, and lets a full check see what forward
-            gathers (``fully_shard``); a ``DistributedDataParallel`` gets our communication hook, without which its
-            gradients cannot be stepped during backward.
-        replicated: what several ranks do about plain parameters, which each has in full: "replicate" the state,
-            "shard" it over the ranks (each steps its part and gets the others'), or "local": this process is alone
-            with them. None: "replicate".
-        process_group: the ranks that share a verdict (None: all). We exchange over a gloo group of our own. Where that
-            is not all of them, or with "local", ``max_grad_norm`` is about their norm alone: a warning says so once.
+        threads: worker threads (None: one per core that this process may use, shared with other ranks on the node;
+            beside a GPU one of five, and two of six or more, are left to the threads that serve it).
+        rank_check: "off", "light" (one exchange of at most 128 bytes per step), "full" (everything in every step) or
+            {"full": N} (light, and everything every N steps). Unless it is "off", everything is checked in the first
+            three steps and after a load (docs/ranks.md). It has no effect in a single process.
+        trace: the file to write a timeline of every step to (docs/timeline.md); None: no timeline.
+        module: the module whose forward passes wait for parameters on demand. It also serves as ``model``.
+        model: the model of these parameters. Errors use its qualified names, and a full check sees the parameters that
+            its forward gathers (``fully_shard``). A ``DistributedDataParallel`` gets our communication hook, without
+            which its gradients cannot be stepped during backward.
+        replicated: what ranks do with plain parameters, which each has in full: "replicate" the state, "shard" it over
+            the ranks (each steps its part and gets the others), or "local": this process shares them with no rank.
+            None: "replicate".
+        process_group: the ranks that share a verdict (None: all). They communicate over a gloo group of our own. With
+            fewer than all ranks, or with "local", ``max_grad_norm`` counts their norm alone; a warning says so once.
         rank_timeout: seconds to wait for other ranks (None: SUPEROFFLOAD_RANK_TIMEOUT, else 60).
-        state_dtype: of exp_avg and exp_avg_sq: "fp32", or "bf16" with stochastic rounding: 20 instead of 28 bytes moved
-            and 8 instead of 12 kept per parameter. docs/kernel.md shows what it costs in accuracy.
-        accumulate_dtype: "fp32": gradients of bf16 and fp16 parameters add up in fp32 over the backward passes of a
-            step, with or without ``accumulate()``, and ``p.grad`` is in fp32, for 2 more bytes per parameter. A GPU
-            without room for these sums has them made in host memory, which is slower. No effect on checkpoints, and on
-            fp32 parameters but for that. Needs torch 2.10 or ``p.main_grad``; refused with
-            ``DistributedDataParallel``. None: they add up in the parameter's dtype, or in that of ``p.grad_dtype``.
-            docs/edits.md.
-        seed: of the rounding of state; the same seed gives the same bits, whatever was speculated, undone or replayed.
+        state_dtype: the dtype of exp_avg and exp_avg_sq: "fp32", or "bf16" with stochastic rounding, which moves 20
+            instead of 28 bytes per parameter and keeps 8 instead of 12. docs/kernel.md shows the cost in accuracy.
+        accumulate_dtype: with "fp32", gradients of bf16 and fp16 parameters add up in fp32 over the backward passes of
+            a step, with or without ``accumulate()``, and ``p.grad`` is in fp32, for 2 more bytes per parameter. If the
+            GPU has no room for these sums, they are made in host memory, which is slower; this alone concerns fp32
+            parameters too. It does not affect checkpoints. It needs torch 2.10 or ``p.main_grad``, and is refused with
+            ``DistributedDataParallel``. None: gradients add up in the parameter's dtype, or in ``p.grad_dtype``
+            (docs/edits.md).
+        seed: the seed for the rounding of state. The same seed gives the same bits with any speculation.
 
     A step whose gradients contain a NaN or an infinity is skipped and counted, as loss scalers do. A parameter
     without a gradient is left alone, as in torch. ``torch.amp.GradScaler`` works, with or without its ``unscale_``.
 
-    Writes to parameters and gradients are noticed by their version counters. Those to a parameter that go through
-    ``.data`` leave no trace there; in host memory they are noticed by its bits and kept, with one warning, on a device
-    within 16 steps (docs/edits.md); ``refresh_masters()`` tells of them at once. Edit ``p.grad`` itself.
+    Version counters show writes to parameters and gradients, but not those to a parameter through ``.data``. These show
+    in its bits, which are compared in every step in host memory, and on a device in the first 3 steps and every 16th
+    (docs/edits.md). Call ``refresh_masters()`` after such writes. Edit ``p.grad`` itself, not its ``.data``.
 
-    Raises ArgumentError (a ValueError) for bad arguments before anything is changed; for a keyword argument that does
-    not exist it is a TypeError too, and names the one that was meant.
+    Raises ArgumentError (a ValueError) for bad arguments before anything is changed. For a keyword argument that does
+    not exist the error is a TypeError too, and names the one that was meant.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class AdamW(Optimizer):
             super().__init__(groups, defaults)
             self._ranks.announce()
             self._lasting.follow_reductions(self._ranks)
-            self._lasting.say_whose_norm(self._ranks)  # where warnings are errors, it raises
+            self._lasting.say_whose_norm(self._ranks)  # raises where warnings are errors
         except BaseException:
             self.close()
             raise
@@ -167,8 +167,8 @@ class AdamW(Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """As in torch. The tensors are those that are stepped: after a two-phase step they follow a little later, so
-        read them anew from here, which waits for that, or after ``synchronize()``."""
+        """Returns the state, as in torch, in the tensors that are stepped. After a two-phase step they follow a little
+        later: read this property again, which waits for them, or call ``synchronize()``."""
         if not self._lifetime.out_of_use():
             with self._lifetime.whole():
                 self._core.tail.settle()
@@ -179,14 +179,14 @@ class AdamW(Optimizer):
         self._lasting.views.replace(value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch, at any time; a step in flight keeps its gradients."""
+        """Adds a group, as in torch, at any time; a step in flight keeps its gradients."""
         lifetime, group = self._lifetime, param_group
         if lifetime.is_open:  # the constructor has checked all groups already
             self._parts.delivery.check_new(group["params"])
             self._check_usable()
             group = self._lasting.check_group(group, self.defaults)
         with lifetime.alone:
-            super().add_param_group(group)  # may refuse, as where some groups have names and others have not
+            super().add_param_group(group)  # may raise, as where only some groups have names
             with lifetime.whole():
                 self._parts.adopt(self._lasting, self._lasting.groups.one_more())
                 if lifetime.is_open:
@@ -194,9 +194,9 @@ class AdamW(Optimizer):
 
     @untraced
     def _follow_replaced(self) -> None:
-        """Accelerate puts sharded parameters into the groups when it prepares a model for FSDP2: starts anew on them.
+        """Starts anew on replaced parameters, unless that would lose state.
 
-        Not once there is state that would be lost.
+        Accelerate replaces them by sharded ones when it prepares a model for FSDP2.
         """
         if not self._lasting.groups.replaced() or not self._parts.may_be_replaced(self._lasting):
             return
@@ -206,15 +206,15 @@ class AdamW(Optimizer):
 
     @property
     def rank_session(self) -> RankSession | None:
-        """The ranks that share the verdict; None: this process decides alone. For superoffload.checkpoints."""
+        """Returns the ranks that share the verdict; None: this process decides alone. For superoffload.checkpoints."""
         return self._ranks.session
 
     def tracked(self, param: Tensor) -> Tracked | None:
-        """What is known of a parameter that has state; None where it has none. For superoffload.checkpoints."""
+        """Returns the record of a parameter with state; None if it has none. For superoffload.checkpoints."""
         return self._parts.params.get(param)
 
     def holding_of(self, param: Tensor) -> Holding:
-        """The part of a parameter whose state this rank has, or would have if it trained."""
+        """Returns the part of a parameter whose state this rank has, or would have if it trained."""
         return self._parts.params.holding_of(param)
 
     @overload
@@ -225,8 +225,8 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Decides the verdict and commits, replays or skips. Parameters have their new values when it returns; with
-        delivery="on_demand", when the module's forward reads them."""
+        """Decides the verdict and commits, replays, steps or skips. Parameters have their new values when it returns;
+        with delivery="on_demand", when the module's forward reads them."""
         self._check_usable()
         loss = None
         if closure is not None:
@@ -238,11 +238,11 @@ class AdamW(Optimizer):
         self._parts.advice.tell()
         return loss
 
-    # torch.amp.GradScaler: do not divide the gradients yourself, set grad_scale and found_inf around step().
+    # This has torch.amp.GradScaler set grad_scale and found_inf around step() instead of dividing the gradients.
     _step_supports_amp_scaling = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. Without a ``step()`` since backward, the step is abandoned: nothing has changed."""
+        """Clears gradients, as in torch. Without a ``step()`` since backward it abandons the step: nothing changes."""
         self._lifetime.if_in_use(self._parts.boundary.abandon)
         super().zero_grad(set_to_none)
         for group in self.param_groups:
@@ -251,19 +251,19 @@ class AdamW(Optimizer):
         self._lifetime.if_in_use(self._core.layout.make_way)
 
     def accumulate(self) -> Accumulating:
-        """Backward inside this context is not the boundary: gradients add up and nothing is stepped yet."""
+        """Returns a context in which backward is not the boundary: gradients add up and nothing is stepped yet."""
         return self._lasting.accumulation.context()
 
     def check_reads(self) -> CheckReads:
-        """For debugging: in this context, a read or write of a parameter that is not delivered yet is a StateError.
+        """Returns a context, for debugging, in which a read or write of an undelivered parameter is a StateError.
 
-        Views and other tensors that share memory with it included. Slow; NumPy arrays and compiled code go unseen.
+        It also sees views and other tensors that share its memory, but not NumPy arrays and compiled code. It is slow.
         """
         return self._parts.delivery.check_reads()
 
     @property
     def max_grad_norm(self) -> float | None:
-        """The threshold of the global gradient norm; what it is at ``step()`` counts."""
+        """Returns the threshold of the global gradient norm; its value at ``step()`` counts."""
         return self._lasting.verdicts.max_grad_norm
 
     @max_grad_norm.setter
@@ -273,31 +273,31 @@ class AdamW(Optimizer):
 
     @property
     def last_verdict(self) -> Verdict | None:
-        """What the last ``step()`` decided; None before the first one."""
+        """Returns the verdict of the last ``step()``; None before the first one."""
         return self._lasting.verdicts.last
 
     @property
     def grad_norm(self) -> float:
-        """The global gradient norm of the last step, before clipping (inf when it was skipped)."""
+        """Returns the global gradient norm of the last step, before clipping (inf if it was not finite)."""
         return self._lasting.verdicts.grad_norm
 
     @property
     def timeline(self) -> Timeline | None:
-        """What records the steps if ``trace`` was given; its ``span("forward")`` adds parts of the training loop."""
+        """Returns the recorder of steps if ``trace`` was given; its ``span("forward")`` adds parts of the loop."""
         recorder = self._lasting.recorder
         return recorder if isinstance(recorder, Timeline) else None
 
     @property
     def placement(self) -> dict[str, Any] | None:
-        """The part of the parameters whose state is to be on the accelerator, how many really are, and why so."""
+        """Returns the part of the parameters whose state should be on the accelerator, the number there, and why."""
         return self._parts.placement()
 
     def stats(self) -> dict[str, float | int]:
-        """Totals since construction; superoffload/engine/stats.py explains each."""
+        """Returns totals since construction; superoffload/engine/stats.py explains them."""
         return self._core.stats()
 
     def state_digests(self) -> dict[str, str]:
-        """SHA-256 of all masters, exp_avg, exp_avg_sq and published parameters, as after the last finished step."""
+        """Returns SHA-256 digests of masters, exp_avg, exp_avg_sq and published parameters, after the last step."""
         self._check_usable(closed_too=True)
         return self._parts.state.digests()
 
@@ -307,68 +307,68 @@ class AdamW(Optimizer):
         self._parts.state.quiesce()
 
     def refresh_written(self) -> None:
-        """Takes over what was written to parameters, as every ``step()`` does."""
+        """Takes over the writes to parameters that are noticed, as every ``step()`` does."""
         self._parts.state.follow_written()
         self._parts.advice.tell()
 
     def refresh_masters(self) -> None:
-        """Takes over parameters that were written by others, at once. ``step()`` does that by itself with writes that
-        it notices: all that version counters show, those through ``param.data`` in host memory, and on a device those
-        of the first steps and of every 16th (docs/edits.md)."""
+        """Takes over all parameters at once, after writes that only bits show. ``step()`` takes over the writes that it
+        notices: all that version counters show, those through ``param.data`` in host memory, and on a device those that
+        it finds in the first steps and in every 16th (docs/edits.md)."""
         self._check_usable()
         self._parts.state.follow_parameters()
 
     @torch.no_grad()
     def load_masters(self, masters: Mapping[str, Tensor] | Sequence[Tensor]) -> None:
-        """Masters that keep the bits a model had before it was converted: float32 values by name, or in order.
+        """Loads masters with the bits that a model had before its conversion: float32 values by name, or in order.
 
         The parameters must be their rounding, as after ``model.bfloat16()``. Names are those of the model given as
-        ``model=``, or of named parameters; names that are no parameters of the optimizer are left out of account.
+        ``model=``, or of named parameters; names that are not parameters of the optimizer are ignored.
         """
         self._check_usable()
         self._parts.state.load_masters(masters)
 
     def state_dict(self) -> StateDict:
-        """``torch.optim.AdamW``'s layout plus ``master`` per parameter, as after the last finished step.
+        """Returns the state of the last finished step: ``torch.optim.AdamW``'s layout plus ``master`` per parameter.
 
-        A copy, in host memory: as many bytes again as ``exp_avg``, ``exp_avg_sq`` and masters have;
-        ``superoffload.checkpoints.save`` needs none. DTensors for DTensor parameters. State that is spread over ranks
-        (``replicated="shard"``) is gathered, so then all ranks must call this.
+        It is a copy in host memory, as large as ``exp_avg``, ``exp_avg_sq`` and masters together;
+        ``superoffload.checkpoints.save`` needs none. DTensor parameters have DTensors. State that is spread over ranks
+        (``replicated="shard"``) is gathered, so all ranks must call this then.
         """
         self._check_usable(closed_too=True)
         return self._parts.state.as_dict(super().state_dict)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Loads our own or ``torch.optim.AdamW``'s; all of it is checked before anything changes, on any rank.
+        """Loads our own or ``torch.optim.AdamW``'s state; all ranks check all of it before anything changes.
 
         Where a checkpoint has no masters, or the model's parameters are not their rounding, the parameters win.
-        Tensors of the parameters' full shapes fit any number of ranks. Values go into the state there is, block by
-        block, so no memory is needed beside ``state_dict`` itself.
+        Tensors of the parameters' full shapes fit any number of ranks. Values are copied into the existing state block
+        by block, so only ``state_dict`` itself takes memory.
         """
         read = agreed(self._ranks, "load_state_dict()", lambda: self.check_state_dict(state_dict))
         self.take_over(read, "load_state_dict()")
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> ReadState:
-        """What ``take_over`` takes; raises and changes nothing where it does not fit. For superoffload.checkpoints."""
+        """Returns the argument of ``take_over``; raises where ``state_dict`` misfits. For superoffload.checkpoints."""
         self._check_usable(to_load=True)
         return self._parts.state.check(state_dict)
 
     @torch.no_grad()
     def take_over(self, read: ReadState, what: str, rest: Callable[[], None] = lambda: None) -> None:
-        """Puts checked state in the place of ours, then calls ``rest``, which loads what belongs to it; collectively.
+        """Replaces the state by checked state, then calls ``rest`` to load what belongs to it; collectively.
 
-        Where that fails on any rank, all of them refuse everything but another load. For superoffload.checkpoints.
-        Signals and other threads wait, since what is loaded in part is of no use.
+        If this fails on any rank, all ranks refuse every call but another load. For superoffload.checkpoints.
+        Signals and other threads wait, since a state that is loaded in part cannot be used.
         """
         self._parts.state.take_over(read, what, rest)
 
     def begin_snapshot(self, snapshot: Snapshot) -> None:
-        """From here on every shard is protected before it changes. For superoffload.checkpoints."""
+        """Has every shard protected for ``snapshot`` before it changes. For superoffload.checkpoints."""
         self._parts.state.begin_snapshot(snapshot)
 
     def await_snapshots(self) -> None:
-        """Waits until earlier snapshots were read, signals let through. For superoffload.checkpoints."""
+        """Waits until earlier snapshots were read; signals are not held. For superoffload.checkpoints."""
         self._parts.state.await_snapshots()
 
     def _check_usable(self, *, closed_too: bool = False, to_load: bool = False) -> None:
@@ -377,7 +377,7 @@ class AdamW(Optimizer):
             self._follow_replaced()
 
     def close(self) -> None:
-        """Takes back what was speculated and ends the worker threads. The state stays readable."""
+        """Undoes speculation and ends the worker threads. The state stays readable."""
         self._lifetime.close(self._core, lambda: self._parts.end(self._lasting))
 
     def __del__(self) -> None:

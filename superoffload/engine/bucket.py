@@ -1,4 +1,4 @@
-"""A bucket groups pieces of shards and goes through the states of one step. All rooms share these words."""
+"""A bucket groups pieces of shards and goes through the states of one step. Every folder may import this module."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ELEMENT_TYPES = {
 
 
 class BucketState(Enum):
-    """Where a bucket is in its step; DESIGN's words."""
+    """Says where a bucket is in its step."""
 
     FILLING = "filling"
     READY = "ready"
@@ -79,7 +79,7 @@ _NEXT = {
 
 @dataclass(frozen=True)
 class GroupHyper:
-    """The hyper-parameters of a param group as a bucket freezes them."""
+    """Holds the hyper-parameters of a param group as a bucket freezes them."""
 
     lr: float
     beta1: float
@@ -92,10 +92,10 @@ class GroupHyper:
 
 @dataclass(eq=False)
 class Shard:
-    """The part of a parameter that this rank owns, and its state in host memory.
+    """Describes the part of a parameter that this rank owns, and holds its state.
 
-    ``master``: flat float32 tensor of ``numel`` elements; ``exp_avg``, ``exp_avg_sq``: likewise, or bfloat16 with
-    stochastic rounding, keyed by ``noise_stream``. ``target`` returns the flat published tensor that delivery writes.
+    ``master`` is a flat float32 tensor of ``numel`` elements. ``exp_avg`` and ``exp_avg_sq`` are the same, or bfloat16
+    with stochastic rounding by ``noise_stream``. ``target`` returns the flat published tensor that delivery writes.
     """
 
     index: int
@@ -108,13 +108,13 @@ class Shard:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     target: Callable[[], Tensor]
-    parameter: Tensor | None = None  # whose memory the published shard is, where it is a plain one in host memory
+    parameter: Tensor | None = None  # a plain tensor in host memory that the published shard shares memory with
     noise_stream: int = 0
-    offset: int = 0  # of its first element in the whole parameter, so that the noise does not depend on the sharding
+    offset: int = 0  # its first element in the whole parameter, so that the noise does not depend on the sharding
     steps: int = 0
     resident: bool = False  # master and moments are on the accelerator (superoffload/engine/placement.py)
-    keeps_gradient: bool = False  # its gradient stays its user's, also where others are freed (``p.main_grad``)
-    sums_gradient: bool = False  # its bits are summed as it is packed, because version counters do not show every edit
+    keeps_gradient: bool = False  # its gradient stays with the user even if others are freed (``p.main_grad``)
+    sums_gradient: bool = False  # packing also sums the gradient's bits: version counters do not show every edit
     block_sums: NDArray[np.float64] = field(init=False)
     sums_address: int = field(init=False)
 
@@ -123,59 +123,59 @@ class Shard:
         self.sums_address = self.block_sums.ctypes.data
 
     def move(self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, resident: bool) -> None:
-        """The same state is in other memory from now on."""
+        """Puts the same state, in other memory, in the place of the old tensors."""
         self.master, self.exp_avg, self.exp_avg_sq, self.resident = master, exp_avg, exp_avg_sq, resident
 
     def stepped(self) -> None:
-        """It has made one step more."""
+        """Counts one more step."""
         self.steps += 1
 
     def gradient_stays(self, *, kept: bool, summed: bool) -> None:
-        """``kept``: with its user, also where others are freed. ``summed``: its bits are summed as it is packed."""
+        """Says that the gradient stays with the user (``kept``) and that packing sums its bits (``summed``)."""
         self.keeps_gradient, self.sums_gradient = kept, summed
 
     def has_made(self, steps: int) -> None:
-        """A checkpoint says how many steps."""
+        """Sets the number of steps, as a checkpoint has it."""
         self.steps = steps
 
     @property
     def address(self) -> int:
-        """Of ``parameter``, where its memory is that of the published shard, element by element; 0 elsewhere."""
+        """Returns the address of ``parameter`` where its memory is that of the published shard, else 0."""
         param = self.parameter
         if param is None or param.numel() != self.numel or param.dtype != self.published_dtype:
             return 0
         return param.data_ptr() if param.is_contiguous() and param.is_cpu else 0
 
     def widen(self) -> None:
-        """Its gradients are packed in fp32 from now on."""
+        """Has its gradients packed in fp32 from now on."""
         self.gradient_dtype = torch.float32
 
     def sum_of_squares(self) -> float:
-        """Folded from the block sums of the gradient that was packed last."""
+        """Folds the block sums of the gradient that was packed last."""
         return sums_of_squares([self])[0]
 
 
 def sums_of_squares(shards: Sequence[Shard]) -> list[float]:
-    """Of each shard, folded from the block sums of the gradient that was packed last."""
+    """Folds, for each shard, the block sums of the gradient that was packed last."""
     return _native.fold_sums([(shard.sums_address, len(shard.block_sums)) for shard in shards])
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of one shard inside a bucket; ``start`` and ``offset`` in elements of shard and bucket."""
+    """Describes a run of one shard inside a bucket; ``start`` and ``offset`` count elements of shard and bucket."""
 
     shard: Shard
     start: int
     numel: int
     offset: int
-    sums_address: int = field(init=False)  # of the block sums of its gradient, which are fp64
+    sums_address: int = field(init=False)  # of its gradient's block sums, 8 bytes each
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sums_address", self.shard.sums_address + 8 * (self.start // BLOCK))
 
 
 class ResidentWork:
-    """What a step freezes of a resident bucket: the kernels' scalars of every piece, None where it has no gradient."""
+    """Holds the kernels' scalars that a step freezes for a resident bucket: per piece, None without a gradient."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._streams = [piece.shard.noise_stream for piece in bucket.pieces]
@@ -192,7 +192,7 @@ class ResidentWork:
         l2: bool,
         steps: list[int],
     ) -> None:
-        """As ``BucketWork.freeze``: ``steps`` has 0 for a piece that is left as it is."""
+        """Freezes scalars as ``BucketWork.freeze`` does: ``steps`` is 0 for a piece that is left as it is."""
         self.scalars = [
             _native.freeze_scalars(lr, beta1, beta2, eps, weight_decay, gradient_factor, l2, step, stream)
             if step
@@ -202,7 +202,7 @@ class ResidentWork:
 
 
 class Bucket:
-    """A flat run of shard elements of one param group: the unit of transfer, step, undo and publish."""
+    """Groups shard elements of one param group: the unit of transfer, step, undo and publish."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         first = pieces[0].shard
@@ -216,17 +216,17 @@ class Bucket:
         self.state = BucketState.FILLING
         self.present = [False] * len(self.pieces)
         self.missing = len(self.pieces)  # pieces whose gradient is not final
-        self.final = True  # nothing will be added to what is packed, as far as that is known
-        # Given by the link (memory) and the layout (native work) when the bucket is attached:
+        self.final = True  # no addition to the packed gradient is expected
+        # The link (memory) and the layout (native work) assign these when they attach the bucket:
         self.gradient: Tensor
         self.gradients: list[Tensor] | None = None  # one per piece, where gradients stay where they arrive
         self.shadow: Tensor
-        self.work: _native.BucketWork  # of a resident bucket: nothing
+        self.work: _native.BucketWork  # empty for a resident bucket
         self.resident_work: ResidentWork | None = None
         self.arrival: _native.Completion | None = None  # of the packed gradient in host memory
-        self.packed: _native.Completion | None = None  # likewise, also once its step is over
+        self.packed: _native.Completion | None = None  # the same, kept after the step is over
         self.running: _native.Completion | None = None
-        self.doing: _native.Operation | None = None  # None while ``running`` is the gradient on its way
+        self.doing: _native.Operation | None = None  # None while ``running`` is the arrival of the gradient
         self.bit_sums: Mapping[Piece, object] = {}  # of the gradient that was packed last (superoffload/links/base.py)
         # What the last step or speculation froze:
         self.frozen: GroupHyper | None = None
@@ -234,14 +234,14 @@ class Bucket:
         self.journal_width = JournalWidth()
 
     def move(self, state: BucketState) -> None:
-        """Enters ``state``; anything the state machine does not allow raises and changes nothing."""
+        """Enters ``state``; raises and changes nothing where the state machine does not allow that."""
         if state not in _NEXT[self.state]:
             raise StateError(f"a bucket cannot go from {self.state.value} to {state.value}")
         self.state = state
 
     @property
     def name(self) -> str:
-        """For errors."""
+        """Names the bucket in errors."""
         first, more = self.pieces[0].shard.name, len(self.pieces) - 1
         others = f" and {more} more" if more else ""
         return f"a bucket of {self.numel} parameters ({first}{others})"
@@ -251,11 +251,11 @@ class Bucket:
         return self.state in _ENDED
 
     def stepped_pieces(self) -> list[Piece]:
-        """Those that have a gradient in this step."""
+        """Returns the pieces that have a gradient in this step."""
         return [piece for piece, present in zip(self.pieces, self.present, strict=True) if present]
 
     def renew(self) -> None:
-        """Ready for the next step's gradients."""
+        """Prepares the bucket for the next step's gradients."""
         if self.state is not BucketState.FILLING:
             self.move(BucketState.FILLING)
         self.present = [False] * len(self.pieces)
@@ -266,49 +266,49 @@ class Bucket:
     # ---- its gradient -----------------------------------------------------------------------------------------
 
     def receive(self, places: Iterable[int]) -> None:
-        """The gradients of the pieces at these places have arrived."""
+        """Notes that the gradients of the pieces at these places have arrived."""
         for place in places:
             self.present[place] = True
             self.missing -= 1
 
     def take_out(self, place: int) -> None:
-        """It has not arrived after all."""
+        """Notes that the gradient of the piece at ``place`` is missing again."""
         self.present[place] = False
         self.missing += 1
 
     def leave_out(self, shards: Container[int]) -> None:
-        """Pieces of these shards, by index, are not delivered."""
+        """Keeps the pieces of these shards, given by index, from being delivered."""
         self.present = [
             present and piece.shard.index not in shards
             for piece, present in zip(self.pieces, self.present, strict=True)
         ]
 
     def is_packed(self, arrival: _native.Completion, bit_sums: Mapping[Piece, object]) -> None:
-        """The packed gradient is in host memory once ``arrival`` is done."""
+        """Notes that the gradient was packed and is in host memory once ``arrival`` is done."""
         self.arrival = self.packed = self.running = arrival
         self.bit_sums = {**self.bit_sums, **bit_sums}
         self.move(BucketState.READY)
 
     def expects(self, *, more: bool) -> None:
-        """Whether more is to be added to what is packed next, as far as that is known."""
+        """Notes whether more is expected to be added to the gradient that is packed next."""
         self.final = not more
 
     # ---- work on it -------------------------------------------------------------------------------------------
 
     def runs(self, operation: _native.Operation, completion: _native.Completion) -> None:
-        """Worker threads have ``operation``, which ends with ``completion``."""
+        """Notes that worker threads run ``operation``, which ends with ``completion``."""
         self.running, self.doing = completion, operation
 
     def rests(self) -> None:
-        """Nothing runs on it."""
+        """Notes that nothing runs on the bucket."""
         self.running = self.doing = None
 
     def is_withdrawn(self) -> None:
-        """The operation never ran; the gradient may still be on its way."""
+        """Notes that the operation never ran; the gradient may still be on its way."""
         self.running, self.doing = self.arrival, None
 
     def freeze(self, hyper: GroupHyper, factor: float) -> None:
-        """Fixes the scalars that it is stepped with, and that an undo needs."""
+        """Fixes the scalars that the bucket is stepped with and that an undo needs."""
         ahead = 1 if hyper.bias_correction else _CORRECTED_BY_ONE
         work = self.work if self.resident_work is None else self.resident_work
         work.freeze(
@@ -327,7 +327,7 @@ class Bucket:
         self.frozen, self.factor = hyper, factor
 
     def next_step(self) -> int:
-        """The number of the step that its pieces with a gradient are about to make, of the youngest of them."""
+        """Returns the number of the next step of the piece with a gradient that has made the fewest steps."""
         return 1 + min(piece.shard.steps for piece in self.stepped_pieces())
 
     # ---- its memory -------------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ class Bucket:
     def use_memory(
         self, *, gradient: Tensor | None = None, gradients: list[Tensor] | None = None, shadow: Tensor | None = None
     ) -> None:
-        """Flat tensors of ``padded`` elements; ``gradients``: one per piece, instead of ``gradient``."""
+        """Uses these flat tensors of ``padded`` elements; ``gradients``, one per piece, replaces ``gradient``."""
         if gradient is not None:
             self.gradient = gradient
         if gradients is not None:
@@ -344,12 +344,12 @@ class Bucket:
             self.shadow = shadow
 
     def make_resident_work(self) -> None:
-        """The state is on the accelerator: worker threads have nothing to do."""
+        """Makes the work of a bucket whose state is on the accelerator: none for worker threads."""
         self.work = _native.BucketWork([], 0)
         self.resident_work = ResidentWork(self)
 
     def make_work(self, journal_bytes: int, *, past_cache: bool = False) -> None:
-        """The native description; ``gradient`` and ``shadow`` must be allocated (``padded`` elements each).
+        """Makes the native work; ``gradient`` and ``shadow`` must be allocated (``padded`` elements each).
 
         ``past_cache``: a step over all buckets exceeds the caches (superoffload/host/memory.py).
         """
@@ -384,5 +384,5 @@ class Bucket:
 
 
 def aligned(numel: int) -> int:
-    """The next multiple of ``ALIGN``."""
+    """Rounds ``numel`` up to a multiple of ``ALIGN``."""
     return -(-numel // ALIGN) * ALIGN

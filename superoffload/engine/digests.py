@@ -1,4 +1,4 @@
-"""Digests of all state, which are the same exactly where all bits are."""
+"""State is digested, so that equal digests mean equal bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from superoffload.engine.bucket import Shard
 
 
 def digests_of(shards: Sequence[Shard]) -> dict[str, str]:
-    """SHA-256 over all shards in their order: masters, moments and published parameters."""
+    """Returns SHA-256 digests of masters, moments and published parameters, over all shards in their order."""
     columns: dict[str, Callable[[Shard], Tensor]] = {
         "master": lambda shard: shard.master,
         "exp_avg": lambda shard: shard.exp_avg,
@@ -23,7 +23,7 @@ def digests_of(shards: Sequence[Shard]) -> dict[str, str]:
     for name, column in columns.items():
         digest = hashlib.sha256()
         for shard in shards:
-            if shard.numel == 0:  # nothing to digest, and without strides that a view needs
+            if shard.numel == 0:  # view() refuses the strides of an empty tensor
                 continue
             digest.update(column(shard).to("cpu").contiguous().view(torch.uint8).numpy().data)
         result[name] = digest.hexdigest()

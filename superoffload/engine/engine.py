@@ -1,7 +1,7 @@
-"""The engine: one step over buckets. Works on shards and gradients; knows nothing of autograd or host frameworks.
+"""The engine makes one step over buckets. It knows shards and gradients, but no autograd and no host framework.
 
-One step: ``arrive`` for every final gradient (buckets that become complete are packed and, where the schedule wants
-it, stepped at once by the worker threads), then ``decide`` and ``apply``, or ``abandon``. Until ``apply`` delivers,
+One step is ``arrive`` for every final gradient, then ``decide`` and ``apply``, or ``abandon``. Buckets that become
+complete are packed and, where the schedule wants it, stepped at once by the worker threads. Until ``apply`` delivers,
 nothing outside the engine's own masters and moments has changed.
 """
 
@@ -22,23 +22,23 @@ from superoffload.errors import DeviceError, StateError
 
 
 class Engine(EngineParts):
-    """Coordinates the step over parts that each own what they are about."""
+    """Coordinates the parts during a step; each part owns its data."""
 
-    _shared = False  # the verdict of this step is also that of other ranks
+    _shared = False  # other ranks act on the same verdict in this step
 
     # ---- gradients --------------------------------------------------------------------------------------------
 
     def has_gradient(self, shard: Shard) -> bool:
-        """Whether a gradient of ``shard`` has arrived in this step."""
+        """Returns whether a gradient of ``shard`` has arrived in this step."""
         return shard in self.inbox
 
     @property
     def is_filling(self) -> bool:
-        """Whether any gradient has arrived in this step."""
+        """Returns whether any gradient has arrived in this step."""
         return bool(self.inbox)
 
     def widen(self, shards: Iterable[Shard]) -> None:
-        """Lays buckets out anew, with the gradients of these shards in fp32; not where some of this step are packed."""
+        """Lays buckets out anew with fp32 gradients for these shards, unless a bucket was packed in this step."""
         narrow = [shard for shard in shards if shard.gradient_dtype != torch.float32]
         if not narrow:
             return
@@ -47,19 +47,19 @@ class Engine(EngineParts):
             return
         for shard in narrow:
             shard.widen()
-        arrived = self.inbox.put_aside()  # should memory be refused, step() brings them again
+        arrived = self.inbox.put_aside()  # if memory is refused, step() hands them over again
         self.layout.outdate()
         try:
             self.layout.attach_waiting()
         except BaseException:
-            self.inbox.forget_order()  # of arrivals that come again
+            self.inbox.forget_order()  # the gradients will arrive again
             raise
         self.inbox.put_back(arrived)
 
     def arrive(self, shard: Shard, gradient: Tensor, *, in_backward: bool = True, more_to_come: bool = False) -> None:
-        """``gradient`` (contiguous, in the shard's order, ``shard.gradient_dtype``) is final; it is read until packed.
+        """Takes a final gradient: contiguous, in the shard's order, of ``shard.gradient_dtype``; read until packed.
 
-        ``more_to_come``: it is not, and the rest will be given to ``add()``; what it is part of is not speculated.
+        ``more_to_come``: it is not final; ``add()`` gets the rest, and until then its buckets are not speculated.
         """
         if more_to_come and shard not in self.inbox:
             self.inbox.expect_more([shard.index])
@@ -68,7 +68,7 @@ class Engine(EngineParts):
         self.arrive_together([(shard, gradient)], in_backward=in_backward)
 
     def arrive_together(self, arrivals: Sequence[tuple[Shard, Tensor]], *, in_backward: bool) -> None:
-        """Several final gradients, in the order in which they came."""
+        """Takes several final gradients in the order in which they arrived."""
         self.link.check_stream()
         self.layout.attach_waiting()
         if self.tail.is_under_way:
@@ -80,19 +80,19 @@ class Engine(EngineParts):
                 self._speculate(bucket)
 
     def add(self, shard: Shard, addend: Tensor, *, more_to_come: bool) -> None:
-        """``addend`` (as for ``arrive()``) belongs to a gradient of this step that was packed and let go.
+        """Adds ``addend`` (as for ``arrive()``), in host memory, to a gradient of this step that was packed and freed.
 
-        It is added where that is, in host memory. Where this raises, nothing was added.
+        Where this raises, nothing was added.
         """
         self.link.check_stream()
         if not more_to_come:
             self.executor.stopwatch.gradient()
         places = self.layout.places_of(shard)
         with self.executor.caller_at_work():
-            ours = addend.to("cpu")  # in the order of the current stream, which has computed it
+            ours = addend.to("cpu")  # on the current stream, which has computed it
             for bucket, _ in places:
                 if bucket.state is BucketState.SPECULATED:
-                    # It was taken for whole, and was not: most likely the rest of this backward is for its others too.
+                    # The bucket's gradients were not whole. More will most likely be added to its other shards too.
                     self.inbox.expect_more(piece.shard.index for piece in bucket.stepped_pieces())
                     self.speculator.undo(bucket)
             self._abandon_what_is_lost()
@@ -120,13 +120,13 @@ class Engine(EngineParts):
         try:
             self.packer.await_earlier_part(bucket)
         except DeviceError:
-            self.tail.finish()  # what the step before has left is not of this one, and fails by itself
+            self.tail.finish()  # the step before reports its failures itself
             self._abandon_step()
             self.executor.take_failure()
             raise
 
     def retract(self, shard: Shard) -> None:
-        """The gradient of ``shard`` was not final after all, or is gone: undo what was done with it."""
+        """Takes the gradient of ``shard`` back, because it was not final or is gone, and undoes its speculation."""
         if shard not in self.inbox:
             return
         self.inbox.remove(shard)
@@ -138,12 +138,12 @@ class Engine(EngineParts):
             bucket.take_out(place)
             self.packer.norm.forget(bucket)
         if not self.inbox:
-            self.link.step_ended(whole=False)  # no other call will end it, unless gradients come again
+            self.link.step_ended(whole=False)  # unless gradients arrive again, no other call ends the step
         self._abandon_what_is_lost()
         self.executor.raise_failure()
 
     def restore(self, shard: Shard) -> None:
-        """Undoes what was speculated on ``shard``; its gradient stays where it is. Before its master is written."""
+        """Undoes speculation on ``shard`` before its master is written; its packed gradient stays."""
         self.tail.finish(shard)
         for bucket in self.layout.buckets_of(shard):
             self.speculator.undo(bucket)
@@ -151,7 +151,7 @@ class Engine(EngineParts):
         self.executor.raise_failure()
 
     def quiesce(self) -> None:
-        """Masters and moments as after the last finished step; gradients that were packed stay packed."""
+        """Brings masters and moments to the end of the last finished step; packed gradients stay packed."""
         self.tail.finish()
         for bucket in self.buckets:
             self.speculator.undo(bucket)
@@ -171,9 +171,9 @@ class Engine(EngineParts):
     def decide(
         self, *, unscale: float, max_grad_norm: float | None, exchange: SumExchange | None = None
     ) -> Verdict | None:
-        """Packs what is not packed yet and folds the verdict from all gradients that arrived.
+        """Packs the gradients that are not packed yet and folds the verdict from all that arrived.
 
-        With ``exchange``: from those of all ranks; None if no rank has any.
+        With ``exchange`` it folds those of all ranks, and returns None if no rank has any.
         """
         self.link.check_stream()
         deciding, held_up = self._clock(), self.executor.stopwatch.held_up_so_far
@@ -196,7 +196,7 @@ class Engine(EngineParts):
             return decide(sums.values(), unscale=unscale, max_grad_norm=max_grad_norm)
         with self.executor.caller_at_work():
             exchange.start(sums)
-            for bucket in self.buckets:  # the tail of the pipeline runs while the sums travel
+            for bucket in self.buckets:  # the last buckets are stepped while the sums travel
                 if bucket.state is BucketState.SPECULATED and not self.link.asynchronous:
                     self.speculator.end(bucket)
             of_all_ranks = exchange.finish()
@@ -206,26 +206,26 @@ class Engine(EngineParts):
         return decide(of_all_ranks, unscale=unscale, max_grad_norm=max_grad_norm)
 
     def settle_speculation(self) -> None:
-        """Waits for what was speculated. WorkerError: a worker failed, the step was abandoned, nothing has changed.
+        """Waits for speculated buckets; raises WorkerError if a worker failed: the step was abandoned, unchanged.
 
-        For callers who tell other ranks before any of them acts on the verdict.
+        A caller with other ranks tells them of the failure before any rank acts on the verdict.
         """
         with self.executor.caller_at_work():
             self._end_all_speculation()
 
     def apply(self, verdict: Verdict, *, later: bool = False) -> None:
-        """Commit, replay or step every bucket that has gradients, and deliver; or skip the step on found_inf.
+        """Commits, replays or steps every bucket that has gradients, and delivers; or skips the step on found_inf.
 
-        ``later``: buckets may still be stepped when this returns, and ``land()`` delivers them; their gradients must
-        stay where they are until then.
+        ``later``: buckets may still be stepped when this returns, and ``tail.land()`` delivers them. Until then their
+        gradients must stay where they are.
 
-        WorkerError: a worker failed. During speculation: the step was abandoned, nothing has changed. After the
-        verdict, or where other ranks share it: the step was completed all the same, then the error is raised.
+        Raises WorkerError if a worker failed. If it failed during speculation, the step was abandoned and nothing has
+        changed. If it failed after the verdict, or other ranks share the verdict, the step was completed.
         """
         if any(bucket.state is BucketState.FILLING and any(bucket.present) for bucket in self.buckets):
             raise StateError("apply(): gradients arrived since decide(); the verdict does not know them")
         with self.executor.caller_at_work():
-            self.executor.forget_hypers()  # they may have changed since they were speculated with
+            self.executor.forget_hypers()  # they may have changed since speculation
             self.schedule.observe(verdict)
             self._recorder.decided(verdict)
             self.speculator.withdraw()
@@ -233,12 +233,12 @@ class Engine(EngineParts):
                 self._stats.add(skipped_steps=1, buckets_skipped=self._take_back(BucketState.SKIPPED))
             else:
                 self._end_all_speculation()
-                self._move_on(verdict, later=later and self.layout.observed)  # else buckets make way for others
+                self._move_on(verdict, later=later and self.layout.observed)  # else new buckets may replace these
             self._end_step(whole=True)
             self._raise_failure()
 
     def _move_on(self, verdict: Verdict, *, later: bool) -> None:
-        """Every bucket that has gradients gets its fate, and parameters their new values, now or later."""
+        """Gives every bucket with gradients its fate, and delivers parameters now or later."""
         moving = [bucket for bucket in reversed(self.buckets) if bucket.state is not BucketState.FILLING]
         on_host = [bucket for bucket in moving if not bucket.resident]
         self.finisher.choose_two_phases(on_host, on_demand=later)
@@ -261,10 +261,10 @@ class Engine(EngineParts):
             self.tail.send_up(on_host)
 
     def _end_all_speculation(self) -> None:
-        """Every speculated bucket done; if a worker failed, the whole step is abandoned before anything shows.
+        """Waits for all speculated buckets; if a worker failed, abandons the step before anything is delivered.
 
-        Not when other ranks act on the same verdict: they cannot take the step back any more, so it is completed here
-        too, from the buckets as they were, and the error is raised with the step done.
+        Other ranks that act on the same verdict cannot take the step back. Then this rank completes it too, and raises
+        the error afterwards.
         """
         self.speculator.end_all()
         if self.executor.failure is not None and not self._shared:
@@ -272,7 +272,7 @@ class Engine(EngineParts):
             self.executor.raise_failure()
 
     def abandon(self) -> None:
-        """Ends the step with nothing changed: the user never called ``step()``."""
+        """Ends the step with nothing changed, because the user never called ``step()``."""
         if not self.inbox:
             return
         self.tail.finish()
@@ -281,22 +281,22 @@ class Engine(EngineParts):
             self._raise_failure()
 
     def _abandon_step(self) -> None:
-        """Ends it with nothing changed. What had failed is the caller's to raise."""
+        """Ends the step with nothing changed. The caller raises the failure."""
         self._stats.add(buckets_abandoned=self._take_back(BucketState.ABANDONED))
         self._end_step(whole=False)
 
     def _abandon_what_is_lost(self) -> None:
-        """A packed gradient that never reached host memory cannot be had again: its step ends with nothing changed."""
+        """Abandons the step if a packed gradient that it needs never reached host memory."""
         lost = self.packer.lost()
         if lost is None:
             return
         failure = self.executor.take_failure() or DeviceError(lost)
-        self.tail.finish()  # what the step before has left is not of this one, and fails by itself
+        self.tail.finish()  # the step before reports its failures itself
         self.executor.fail(failure)
         self._abandon_step()
 
     def _take_back(self, state: BucketState) -> int:
-        """Undoes every speculated bucket and ends the step of all with ``state``; returns how many were undone."""
+        """Undoes every speculated bucket and ends all buckets with ``state``; returns how many were undone."""
         undone = self.speculator.undo_all()
         for bucket in self.buckets:
             if bucket.state is not BucketState.FILLING:
@@ -305,7 +305,7 @@ class Engine(EngineParts):
         return undone
 
     def _end_step(self, *, whole: bool) -> None:
-        """Every part forgets this step. ``whole``: backward ended, so that the order of its gradients is known."""
+        """Has every part forget this step. ``whole``: backward ended, so the order of its gradients is known."""
         self._recorder.end_step(self.buckets)
         for bucket in self.buckets:
             if not self.tail.holds(bucket):
@@ -323,7 +323,7 @@ class Engine(EngineParts):
             self._place_by_measurement(self.layout.placer)
 
     def _place_by_measurement(self, placer: Placer) -> None:
-        """placement="auto", once: after some steps it is known what the processors cannot hide."""
+        """Chooses the fraction for placement="auto", once some steps have shown what backward cannot hide."""
         measured = self.layout.measured()
         if measured is None:
             placer.wait_longer()
@@ -333,7 +333,7 @@ class Engine(EngineParts):
         self.layout.place_by(measured)
 
     def _raise_failure(self) -> None:
-        """What failed in this step, or else in the one before."""
+        """Raises the failure of this step, or else of the one before."""
         failure = self.executor.take_failure() or self.tail.take_failure()
         if failure is not None:
             raise failure
@@ -341,12 +341,12 @@ class Engine(EngineParts):
     # ---- the end ----------------------------------------------------------------------------------------------
 
     def digests(self) -> dict[str, str]:
-        """SHA-256 over all shards in registration order: masters, moments and published parameters."""
+        """Returns SHA-256 digests of masters, moments and published parameters, in registration order."""
         self.quiesce()
         return digests_of(self.shards)
 
     def close(self) -> None:
-        """Takes back what was speculated and ends the worker threads."""
+        """Undoes speculation and ends the worker threads."""
         try:
             self.tail.finish()
             self.abandon()

@@ -1,4 +1,4 @@
-"""What an engine is made with, and what it needs of worker threads and clocks: both can be virtual."""
+"""An engine is made with these options. Its worker threads and its clock can be virtual."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from superoffload.engine.schedule import Schedule
 
 
 class Pool(Protocol):
-    """What an engine asks of ``_native.WorkerPool``; benchmarks/emulation has one without threads."""
+    """Declares what an engine uses of ``_native.WorkerPool``; benchmarks/emulation has a pool without threads."""
 
     def submit(
         self,
@@ -31,12 +31,12 @@ class Pool(Protocol):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """``bucket_numel`` None: a 32nd of the parameters, within 64 Ki and 32 Mi elements. ``cpus``: one per thread.
+    """Holds the options of an engine.
 
-    ``two_phase``: the schedule may publish first and settle behind the next forward; whoever reads or writes masters,
-    moments or (with gradients in place) gradients then calls ``Engine.settle()`` before. ``schedule``: instead of the
-    one that ``speculation`` names. ``clock`` and ``pool``: others than real time and real threads.
-    """
+    ``bucket_numel`` None means a 32nd of the parameters, within 64 Ki and 32 Mi elements. ``cpus`` has one per thread.
+    ``two_phase`` allows to publish first and settle behind the next forward. Then call ``Engine.tail.settle()`` before
+    you read or write masters, moments, or gradients that are not copied. ``schedule`` replaces the one that
+    ``speculation`` names; ``clock`` and ``pool`` replace real time and real threads."""
 
     speculation: str
     bucket_numel: int | None

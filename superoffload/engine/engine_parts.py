@@ -1,4 +1,4 @@
-"""The parts of an engine: which there are, and which of them each needs."""
+"""An engine is assembled here: each part gets those that it needs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from superoffload.links.base import Link
 
 
 class EngineParts:
-    """Owns the parts, and ends them.
+    """Owns the parts and ends them.
 
-    ``hyper_of(group)`` returns a group's current hyper-parameters; ``listener`` is told what the engine's owner may
-    want to know; ``recorder`` records the steps; ``placer`` chooses which state is on the accelerator (None: none).
+    ``hyper_of(group)`` returns a group's current hyper-parameters. ``listener`` is told of events, ``recorder`` records
+    the steps, and ``placer`` chooses which state is on the accelerator (None: none).
     """
 
     def __init__(
@@ -67,27 +67,27 @@ class EngineParts:
         )
         recorder.follow(lambda: self.layout.buckets)
 
-    # ---- what there is ----------------------------------------------------------------------------------------
+    # ---- shards, buckets, threads -----------------------------------------------------------------------------
 
     @property
     def shards(self) -> list[Shard]:
-        """In registration order."""
+        """Returns all shards in registration order."""
         return self.layout.shards
 
     @property
     def buckets(self) -> list[Bucket]:
-        """In the order in which backward completes them."""
+        """Returns all buckets in the order in which backward completes them."""
         return self.layout.buckets
 
     @property
     def pool(self) -> Pool:
-        """The worker threads."""
+        """Returns the pool of worker threads."""
         return self.executor.pool
 
     # ---- figures, the end ---------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float | int]:
-        """Totals since construction (superoffload/engine/stats.py)."""
+        """Returns totals since construction (superoffload/engine/stats.py)."""
         self._stats.set(
             optimizer_seconds=self.executor.pool.busy_seconds,
             bytes_down=self.link.bytes_down,
@@ -99,11 +99,11 @@ class EngineParts:
         return self._stats.as_dict()
 
     def end_threads(self) -> None:
-        """Worker threads, then the link's: after that nothing writes to memory of others any more."""
+        """Ends the worker threads, then those of the link. Afterwards nothing writes to the user's memory."""
         self.executor.close()
         self.link.close()
 
     def __del__(self) -> None:
-        # Workers must have ended before the tensors that they write to are freed, in whatever order that happens.
+        # Workers must end before the tensors that they write to are freed.
         if hasattr(self, "executor"):
             self.end_threads()

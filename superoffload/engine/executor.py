@@ -1,4 +1,4 @@
-"""Work on buckets: handed to the worker threads and waited for; whose failure it was, and how long it took."""
+"""Work on buckets is handed to the worker threads, timed and waited for; failures are kept until they are raised."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from superoffload.errors import SuperOffloadError, WorkerError
 
 
 class Executor:
-    """Owns the worker threads, what buckets are stepped with, and the first failure until it is raised.
+    """Owns the worker threads, the hyper-parameters of this step, and the first failure until it is raised.
 
-    Failures are kept so that everything is put in order before one is raised.
+    A failure is kept so that the step can be ended properly before it is raised.
     """
 
     def __init__(
@@ -34,41 +34,41 @@ class Executor:
         self._hyper_of = hyper_of
         self._stats = stats
         self._clock = clock
-        self._hypers: dict[int, GroupHyper] = {}  # of groups, as they were read in this step
+        self._hypers: dict[int, GroupHyper] = {}  # by group, as read in this step
         self._failure: SuperOffloadError | None = None
 
-    # ---- what buckets are stepped with ------------------------------------------------------------------------
+    # ---- hyper-parameters -------------------------------------------------------------------------------------
 
     def hyper(self, group: int) -> GroupHyper:
-        """Hyper-parameters of ``group``: read and checked once, until ``forget_hypers()``."""
+        """Returns the hyper-parameters of ``group``, which are read and checked once until ``forget_hypers()``."""
         hyper = self._hypers.get(group)
         if hyper is None:
             hyper = self._hypers[group] = self._hyper_of(group)
         return hyper
 
     def forget_hypers(self) -> None:
-        """They may have changed since."""
+        """Has hyper-parameters read anew, since they may have changed."""
         self._hypers.clear()
 
     def freeze(self, bucket: Bucket, factor: float) -> None:
-        """Fixes the scalars that ``bucket`` is stepped with; those of its group may change afterwards."""
+        """Fixes the scalars that ``bucket`` is stepped with; its group may change afterwards."""
         bucket.freeze(self.hyper(bucket.group), factor)
 
     # ---- work -------------------------------------------------------------------------------------------------
 
     def submit(self, bucket: Bucket, operation: _native.Operation, width: int = 1) -> None:
-        """Runs ``operation`` behind what runs on ``bucket``, if that is its gradient on the way."""
+        """Hands ``operation`` to the worker threads, which begin once the gradient of ``bucket`` has arrived."""
         bucket.runs(operation, self.pool.submit(bucket.work, operation, width, bucket.running))
 
     def withdraw(self, bucket: Bucket) -> bool:
-        """Takes back the operation on ``bucket`` if no worker has begun it. False: too late."""
+        """Takes back the operation on ``bucket``; returns False if a worker has begun it."""
         if bucket.running is None or not self.pool.withdraw(bucket.running):
             return False
         bucket.is_withdrawn()
         return True
 
     def wait(self, bucket: Bucket) -> bool:
-        """Waits for what runs on ``bucket``. False: a worker failed; the failure is kept."""
+        """Waits for the operation on ``bucket``; returns False, and keeps the failure, if a worker failed."""
         running, doing = bucket.running, bucket.doing
         if running is None:
             return True
@@ -87,7 +87,7 @@ class Executor:
 
     @property
     def failure(self) -> SuperOffloadError | None:
-        """The first one that was not raised yet."""
+        """Returns the first failure that was not raised yet."""
         return self._failure
 
     def fail(self, error: SuperOffloadError) -> None:
@@ -99,7 +99,7 @@ class Executor:
         error.__cause__, self._failure = self._failure, error
 
     def take_failure(self) -> SuperOffloadError | None:
-        """The failure, which is the caller's to raise."""
+        """Forgets the failure and returns it, for the caller to raise."""
         failure, self._failure = self._failure, None
         return failure
 
@@ -113,7 +113,7 @@ class Executor:
 
     @contextmanager
     def caller_at_work(self) -> Iterator[None]:
-        """Time of the training thread spent here is optimizer time, and exposed."""
+        """Counts the training thread's time in this context as exposed optimizer time."""
         self.pool.enter()
         began = self._clock()
         try:

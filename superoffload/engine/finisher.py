@@ -1,4 +1,4 @@
-"""After the verdict: every bucket that has gradients is committed, replayed, stepped, or published to settle later."""
+"""After the verdict every bucket with gradients is committed, replayed, stepped, or published and settled later."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Operation = _native.Operation
 
 
 class Finisher:
-    """Gives buckets their fate, by the factor that every gradient element is multiplied with."""
+    """Gives buckets their fate, with the factor that multiplies every gradient element."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Finisher:
         self._in_two_phases: set[Bucket] = set()  # chosen for this step
 
     def choose_two_phases(self, moving: Sequence[Bucket], *, on_demand: bool) -> None:
-        """Which buckets that wait for the verdict are published now and settled later: the first in forward order."""
+        """Chooses the buckets to publish now and settle later: the first in forward order that were not speculated."""
         self._in_two_phases.clear()
         numel = sum(bucket.numel for bucket in moving)
         ready = [bucket for bucket in moving if bucket.state is BucketState.READY]
@@ -88,10 +88,10 @@ class Finisher:
         bucket.move(state)
 
     def step_resident(self, buckets: Sequence[Bucket], factor: float, *, shared: bool) -> None:
-        """Steps buckets whose state is on the accelerator. First of all: where the device refuses the first of them,
-        DeviceError, nothing has changed.
+        """Steps buckets whose state is on the accelerator, before all others.
 
-        ``shared``: other ranks act on the same verdict. TornStep: only some of the buckets were stepped.
+        Raises DeviceError if the device refuses the first bucket: nothing has changed. Raises TornStep if only some of
+        the buckets were stepped, or where other ranks act on the same verdict (``shared``).
         """
         for number, bucket in enumerate(buckets):
             assert self._layout.placer is not None
@@ -102,7 +102,7 @@ class Finisher:
             except DeviceError as error:
                 if number or shared:
                     raise TornStep(
-                        f"{error}; some parameters are of this step and some of the one before, make a new optimizer "
+                        f"{error}; some parameters are of this step and some of the one before: make a new optimizer "
                         "and load the last checkpoint"
                     ) from error
                 raise
@@ -111,6 +111,6 @@ class Finisher:
 
 
 def _same_bits(factor: float, other: float) -> bool:
-    """As the kernels round them; of the two zeros each is only itself."""
+    """Returns whether both factors have the same bits in fp32, as the kernels round them; 0 and -0 differ."""
     with np.errstate(over="ignore", under="ignore"):
         return bool(np.float32(factor).tobytes() == np.float32(other).tobytes())

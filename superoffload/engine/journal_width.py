@@ -1,16 +1,16 @@
-"""How wide a bucket's journal codes are, and when its journal is left out. Changes speed, never results."""
+"""Each bucket chooses the width of its journal codes, or leaves speculation out. That changes speed, never results."""
 
 from __future__ import annotations
 
 from superoffload import _native
 
 ESCAPE_BYTES = 6  # an old word and its index
-_WIDE_STEP = 2  # exp_avg_sq changes by its own size: a quarter of the one-byte codes would not fit
+_WIDE_STEP = 2  # here exp_avg_sq about doubles: a quarter of the one-byte codes would not fit
 _LONGEST_HOLD = 16
 
 
 class JournalWidth:
-    """One bucket's, chosen for each speculation from the last one."""
+    """Chooses the width for a bucket's next speculation from its last one."""
 
     def __init__(self) -> None:
         self.width = 1
@@ -19,7 +19,7 @@ class JournalWidth:
         self._overflows = 0
 
     def choose(self, work: _native.BucketWork, next_step: int) -> int | None:
-        """Bytes per code for the next speculation; None: leave the bucket out, its journal overflowed lately."""
+        """Returns the bytes per code of the next speculation; None: leave it out, the journal overflowed lately."""
         if self._hold > 0:
             self._hold -= 1
             return None
@@ -30,7 +30,7 @@ class JournalWidth:
         return self.width
 
     def learn_from_overflow(self, work: _native.BucketWork, next_step: int) -> None:
-        """One-byte codes did not fit: two bytes next time. Two-byte codes: leave the bucket out for a while."""
+        """Goes from one-byte to two-byte codes, or, where two bytes overflowed, leaves the bucket out for a while."""
         if self.width == 1 and work.width_fits(2):
             self.width = 2
             self._wide_until = next_step + 1
@@ -39,7 +39,7 @@ class JournalWidth:
         self._hold = min(2**self._overflows, _LONGEST_HOLD)
 
     def learn_from_use(self, use: _native.JournalUse, numel: int, capacity: int) -> None:
-        """After a journal that fitted: the cheaper width for the next one, with room to spare in the arena."""
+        """Chooses, after a journal that fitted, the cheaper width that leaves room to spare in the arena."""
         self._overflows = 0
         narrow_escapes = ESCAPE_BYTES * use.narrow_escapes
         narrow = numel + narrow_escapes

@@ -1,4 +1,4 @@
-"""Shards and the buckets that they are cut into, in the order in which backward completes them."""
+"""Shards are cut into buckets, which are kept in the order in which backward completes them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from superoffload.engine.schedule import Schedule
 from superoffload.host.memory import exceeds_caches, is_out_of_memory
 from superoffload.links.base import Link
 
-# Reserved per parameter and speculating bucket. One-byte codes leave 1.5 bytes for escapes, two-byte codes 0.5; and
-# a little more, since the fewer parameters a bucket has the less they average out.
+# The journal's reservation. Per parameter, one-byte codes leave 1.5 bytes for escapes and two-byte codes 0.5. Per
+# bucket there is a little more, because escapes average out less over few parameters.
 JOURNAL_BYTES_PER_PARAM = 2.5
 _JOURNAL_BYTES_PER_BUCKET = 1024
 _SMALLEST_BUCKET, _LARGEST_BUCKET, _BUCKETS = 1 << 16, 1 << 25, 32
 
 
 class Layout:
-    """Owns shards, buckets and their order, and where the state of each shard is."""
+    """Owns shards, buckets and their order, and decides where the state of each shard is."""
 
     def __init__(
         self, link: Link, options: EngineOptions, schedule: Schedule, listener: Listener, placer: Placer | None
@@ -39,29 +39,28 @@ class Layout:
         self._listener = listener
         self._bucket_numel = options.bucket_numel
         self.only_bucket: dict[int, Bucket] = {}  # of shards, by index, that are in one bucket
-        self.places: dict[int, list[tuple[Bucket, int]]] = {}  # buckets with pieces of each shard, and where in them
-        self._backward: list[int] = []  # shards in the order that was observed
-        self._unattached: list[list[Shard]] = []  # shards, in the order of backward, whose buckets are to be made
-        self._outdated = False  # the buckets that there are, whose packed gradients may still be needed
+        self.places: dict[int, list[tuple[Bucket, int]]] = {}  # of each shard: its buckets, and its place in them
+        self._backward: list[int] = []  # shards in the observed order
+        self._unattached: list[list[Shard]] = []  # shards without buckets, in the order of backward
+        self._outdated = False  # the buckets will be replaced; their packed gradients may still be needed
 
     # ---- buckets ----------------------------------------------------------------------------------------------
 
     def add_shards(self, shards: Sequence[Shard]) -> None:
-        """New shards, in registration order. Their buckets follow those there are, in reverse order."""
+        """Adds shards, in registration order. Their buckets follow the existing ones, in reverse order."""
         self.shards.extend(shards)
         self._unattached.append(list(reversed(shards)))
         self.attach_waiting()
 
     def places_of(self, shard: Shard) -> Sequence[tuple[Bucket, int]]:
-        """The buckets that have pieces of ``shard``, each with the place of the piece in it."""
+        """Returns the buckets that have pieces of ``shard``, each with the place of the piece in it."""
         return self.places.get(shard.index, ())
 
     def buckets_of(self, shard: Shard) -> list[Bucket]:
         return [bucket for bucket, _ in self.places_of(shard)]
 
     def attach_waiting(self) -> None:
-        """Makes the buckets that are missing. Where memory was refused the next gradient tries again: none may arrive
-        that has no bucket."""
+        """Makes the buckets that are missing. Where memory was refused, the next arrival tries again."""
         if self._outdated:
             self._give_up_buckets()
         while self._unattached:
@@ -69,17 +68,17 @@ class Layout:
             del self._unattached[0]
 
     def outdate(self) -> None:
-        """All buckets are to be made anew by the next ``attach_waiting()``."""
+        """Has the next ``attach_waiting()`` make all buckets anew."""
         self._outdated = True
 
     def make_way(self) -> None:
-        """Nothing of the step before is needed any more."""
+        """Replaces outdated buckets, now that nothing of the step before is needed."""
         if self._outdated:
             self.attach_waiting()
 
     def _lay_out_again(self) -> None:
-        """At once, unless gradients are gone but for what was packed of them, which is needed as long as it is shown:
-        then with ``make_way()``, or the next gradient."""
+        """Makes all buckets anew: at once, or, where packed gradients are the only copy that users can read, with
+        ``make_way()`` or the next gradient."""
         self.outdate()
         if not self._link.frees_gradients:
             self.attach_waiting()
@@ -123,7 +122,7 @@ class Layout:
     # ---- order and place --------------------------------------------------------------------------------------
 
     def follow_observed_order(self, order: list[int]) -> None:
-        """Once, after the first step: buckets in the order in which gradients really arrive."""
+        """Orders buckets as gradients really arrive, once, after the first step."""
         before = [shard.index for shard in reversed(self.shards)]
         seen = set(order)
         self._backward = order + [index for index in before if index not in seen]
@@ -132,20 +131,20 @@ class Layout:
             self._lay_out_again()
 
     def place_by(self, measured: Measured) -> None:
-        """Moves state to where ``measured`` wants it (placement="auto"), between steps."""
+        """Chooses by ``measured`` (placement="auto") and moves state accordingly, between steps."""
         assert self.placer is not None
         self.placer.measure(measured)
         if self._place():
             self._lay_out_again()
 
     def _place(self) -> bool:
-        """Moves state to where the placer wants it, between steps; buckets must then be laid out again."""
+        """Moves state to where the placer wants it; returns whether any moved, so that buckets must be made anew."""
         if self.placer is None:
             return False
         wanted = self.placer.choose([self.shards[i] for i in self._backward])
         moving = [shard for shard in self.shards if shard.resident != (shard.index in wanted)]
         moved = 0
-        for shard in sorted(moving, key=lambda shard: not shard.resident):  # those that make room first
+        for shard in sorted(moving, key=lambda shard: not shard.resident):  # resident ones first, to make room
             try:
                 move_state(shard, None if shard.resident else self.placer.residency.device)
             except RuntimeError as error:
@@ -158,7 +157,7 @@ class Layout:
         return moved > 0
 
     def measured(self) -> Measured | None:
-        """What "auto" chooses by; None where nothing could be timed so far."""
+        """Returns the measurements for "auto"; None where nothing was timed so far."""
         assert self.placer is not None
         times = self._schedule.times
         numel = sum(shard.numel for shard in self.shards)
@@ -181,10 +180,10 @@ def _journal_bytes(bucket: Bucket) -> int:
 
 
 def lay_out(shards: Sequence[Shard], bucket_numel: int) -> list[Bucket]:
-    """Buckets of about ``bucket_numel`` elements over ``shards``, which are given in the order of backward.
+    """Cuts ``shards``, given in the order of backward, into buckets of about ``bucket_numel`` elements.
 
-    A bucket holds shards of one group, one pair of dtypes and one place of their state; a shard larger than a bucket
-    is cut at multiples of the norm's block. Buckets come in the order in which backward completes them.
+    A bucket holds shards of one group, one pair of dtypes and one place of state. A shard larger than a bucket is cut
+    at multiples of the norm's block. Buckets come in the order in which backward completes them.
     """
     step = max(BLOCK, bucket_numel // BLOCK * BLOCK)
     open_pieces: dict[tuple[int, torch.dtype, torch.dtype, bool], list[Piece]] = {}

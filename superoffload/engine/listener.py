@@ -1,4 +1,4 @@
-"""What the owner of an engine can be told while it works."""
+"""A listener tells the owner of an engine about events."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ if TYPE_CHECKING:
 
 
 class Listener:
-    """Hears nothing. Owners of an engine that want to hear something derive from it.
+    """Ignores all events; subclasses act on them.
 
-    An engine keeps its listener alive. An owner that must not be kept alive by its engine holds itself weakly in there.
+    An engine keeps its listener alive. A listener refers to its owner weakly where the engine must not keep that alive.
     """
 
     def packed(self, shard: Shard) -> None:
-        """The link needs the gradient of ``shard`` no more: its memory may go."""
+        """Learns that the link no longer needs the gradient of ``shard``: its memory may be freed."""
 
     def making_way(self) -> None:
-        """All buckets are about to be laid out anew, and what is packed in them goes with them."""
+        """Learns that all buckets will be laid out anew, and their packed gradients will be lost."""
 
     def moved(self, shard: Shard) -> None:
-        """Master and moments of ``shard`` are other tensors than before."""
+        """Learns that master and moments of ``shard`` are other tensors now."""
 
     def landing(self, buckets: Sequence[Bucket]) -> None:
-        """Buckets that ``apply(later=True)`` has left are about to be delivered.
+        """Learns that buckets which ``apply(later=True)`` has left will be delivered.
 
-        Pieces that are taken out of ``bucket.present`` are not.
+        Pieces that it takes out of ``bucket.present`` are not delivered.
         """
 
     def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None:
-        """They were delivered. What is returned is raised once everything is in order."""
+        """Learns that they were delivered. The engine raises the returned error once the delivery is complete."""
         return None

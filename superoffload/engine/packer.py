@@ -1,4 +1,4 @@
-"""From gradients to packed gradients: packing, what was packed, and sums that are made where it was packed."""
+"""Gradients are packed here. Packed gradients can be compared, copied and added to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from superoffload.links.base import Link, wait_until_ended
 
 
 class Packer:
-    """Packs the gradients of buckets, and knows what was packed."""
+    """Packs the gradients of buckets and reads their packed gradients."""
 
     def __init__(self, link: Link, layout: Layout, inbox: Inbox, executor: Executor, listener: Listener) -> None:
         self.norm = PartialNorm(inbox.is_whole)
@@ -31,7 +31,7 @@ class Packer:
         self._listener = listener
 
     def pack(self, bucket: Bucket) -> None:
-        """Hands what has arrived of ``bucket`` to the link."""
+        """Has the link pack the gradients of ``bucket`` that have arrived."""
         grads = self._inbox.gradients_of(bucket)
         bucket.expects(more=not self._inbox.is_whole(bucket))
         with self._executor.caller_at_work():
@@ -45,7 +45,7 @@ class Packer:
             self._let_go_of(bucket)
 
     def _let_go_of(self, bucket: Bucket) -> None:
-        """Gradients of which every part was packed: nothing reads them again, so their memory may go."""
+        """Drops the gradients of which every part was packed: nothing reads them again."""
         for piece in bucket.stepped_pieces():
             shard = piece.shard
             filling = (other.state is BucketState.FILLING for other in self._layout.buckets_of(shard))
@@ -56,9 +56,9 @@ class Packer:
     # ---- on its way ------------------------------------------------------------------------------
 
     def await_earlier_part(self, bucket: Bucket) -> None:
-        """Before a bucket is packed again: where gradients were let go, their part of the packed one must have come.
+        """Waits, before a bucket is packed again, until a packed gradient that the step needs is in host memory.
 
-        DeviceError: it was lost, and cannot be had again.
+        Raises DeviceError where it was lost.
         """
         if bucket.arrival is None or not self._inbox.counts_on(bucket):
             return
@@ -66,7 +66,7 @@ class Packer:
             _await(bucket.arrival)
 
     def await_arrivals(self) -> None:
-        """Waits for all packed gradients, and with them the sums. One that is lost is a failure of the executor."""
+        """Waits for all packed gradients and their sums; the executor keeps a failure for one that is lost."""
         for bucket in self._layout.buckets:
             if bucket.state is BucketState.READY:
                 self._executor.wait(bucket)
@@ -77,38 +77,38 @@ class Packer:
                     self._executor.fail(error)
 
     def lost(self) -> str | None:
-        """Why a packed gradient that the step counts on never reached host memory, where that is so."""
+        """Returns why a packed gradient that the step needs never reached host memory; None if none was lost."""
         for bucket in self._layout.buckets:
             if bucket.arrival is not None and bucket.arrival.error and self._inbox.counts_on(bucket):
                 return bucket.arrival.error
         return None
 
-    # ---- what was packed --------------------------------------------------------------------------------------
+    # ---- packed gradients -------------------------------------------------------------------------------------
 
     def gradient_is(self, shard: Shard, gradient: Tensor) -> bool:
-        """Whether the gradient that arrived has the bits of ``gradient``."""
+        """Returns whether the gradient that arrived has the bits of ``gradient``."""
         arrived = self._inbox.gradient_of(shard)
         for bucket, place in self._layout.places_of(shard):
             piece = bucket.pieces[place]
             theirs = gradient[piece.start : piece.start + piece.numel]
             if arrived is None or bucket.state is not BucketState.FILLING:
-                # What arrived may have been overwritten since it was packed, or is gone.
+                # The gradient that arrived may be overwritten or gone.
                 if bucket.arrival is not None:
-                    wait_until_ended(bucket.arrival)  # if it was lost, decide() says so
+                    wait_until_ended(bucket.arrival)  # decide() raises if it was lost
                 ours = _packed(bucket, piece)
             else:
                 ours = arrived.detach().view(-1)[piece.start : piece.start + piece.numel]
                 if ours.data_ptr() == theirs.data_ptr() and ours.dtype == theirs.dtype:
-                    continue  # it is what will be packed
-            # Packed in host memory; in fp32, which holds every other type, where that of its bucket is.
+                    continue  # the same memory
+            # A packed gradient is in host memory and in its bucket's dtype; fp32 holds every other one exactly.
             if not same_bits(ours.to("cpu"), theirs.to("cpu", ours.dtype)):
                 return False
         return True
 
     def packed_sums(self, shard: Shard) -> list[tuple[Piece, Sums]] | None:
-        """Of the bits of its gradient, piece by piece; None where there are none, or some is still to be packed."""
+        """Returns the sums of the packed bits, piece by piece; None if any piece has none or must be packed again."""
         found = []
-        again = self._inbox.gradient_of(shard) is not None  # else only what was packed is left of it
+        again = self._inbox.gradient_of(shard) is not None  # else the packed gradient is the only copy
         for bucket, place in self._layout.places_of(shard):
             sums = bucket.bit_sums.get(bucket.pieces[place])
             if sums is None or (again and bucket.state is BucketState.FILLING):
@@ -117,20 +117,20 @@ class Packer:
         return found
 
     def copy_packed(self, shard: Shard, into: Tensor) -> None:
-        """What was packed of ``shard`` last, this step or before, as a flat tensor of its gradient's type."""
+        """Copies the gradient of ``shard`` that was packed last into a flat tensor."""
         with self._executor.caller_at_work():
             for bucket, place in self._layout.places_of(shard):
                 piece = bucket.pieces[place]
                 assert bucket.packed is not None
                 _await(bucket.packed)
                 into[piece.start : piece.start + piece.numel].copy_(_packed(bucket, piece))
-            if into.is_cuda:  # before anything is packed over it
+            if into.is_cuda:  # the packed gradient may be overwritten afterwards
                 torch.cuda.current_stream(into.device).synchronize()
 
-    # ---- sums of several backward passes, without memory for them where gradients are made -----------------------
+    # ---- sums of several backward passes, in host memory ---------------------------------------------------------
 
     def add(self, places: Sequence[tuple[Bucket, int]], addend: Tensor) -> None:
-        """Adds a flat tensor in host memory to what is packed at these places of a shard. Nothing runs on them."""
+        """Adds a flat tensor in host memory to a shard's packed gradient at these places; nothing may run on them."""
         for bucket, place in places:
             piece = bucket.pieces[place]
             packed = _packed(bucket, piece)
@@ -144,7 +144,7 @@ class Packer:
             )
             self.norm.forget(bucket)
             if bucket.state is BucketState.READY and bucket.arrival is not None:
-                self.norm.expect(bucket, bucket.arrival)  # to be looked at again
+                self.norm.expect(bucket, bucket.arrival)  # its squares have changed
         self._link.came_down(addend.nbytes)
 
     def end_step(self) -> None:

@@ -1,4 +1,4 @@
-"""The part of the gradient norm that is known while backward still runs."""
+"""Part of the gradient norm is known while backward still runs."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from superoffload.engine.bucket import BLOCK, Bucket
 class PartialNorm:
     """Sums the squares of packed gradients as they reach host memory, for an early stop of speculation.
 
-    ``is_whole`` tells whether more is expected to be added to what a bucket has.
+    ``is_whole`` returns whether no addition to a bucket's gradients is expected.
     """
 
     def __init__(self, is_whole: Callable[[Bucket], bool]) -> None:
-        self.squares = 0.0  # of what was looked at
+        self.squares = 0.0  # of the buckets in ``_known``
         self._is_whole = is_whole
         self._known: dict[Bucket, float] = {}
-        self._waiting: dict[Bucket, _native.Completion] = {}  # packed, and not looked at yet
+        self._waiting: dict[Bucket, _native.Completion] = {}  # packed, not in the sum yet
 
     def expect(self, bucket: Bucket, arrival: _native.Completion) -> None:
-        """The sums of ``bucket`` are there once ``arrival`` is done."""
+        """Includes ``bucket`` from when ``arrival`` is done."""
         self._waiting[bucket] = arrival
 
     def forget(self, bucket: Bucket) -> None:
-        """What is packed of ``bucket`` changes."""
+        """Takes ``bucket`` out of the sum, since its packed gradient changes."""
         self._waiting.pop(bucket, None)
         if self._known.pop(bucket, None) is not None:
             self.squares = sum(self._known.values())
 
     def look(self) -> float:
-        """Squares of all that has arrived by now."""
+        """Returns the sum of squares of all buckets that have arrived by now."""
         for bucket, arrival in list(self._waiting.items()):
             if not arrival.done() or arrival.error or not self._is_whole(bucket):
                 continue

@@ -1,8 +1,8 @@
-"""State that stays on the accelerator: which parameters', chosen from the end of backward, and what a link does for it.
+"""The state of some parameters stays on the accelerator, chosen from the end of backward.
 
-The buckets that backward completes last are those whose step nothing hides. With master and moments next to the
-parameter they cost the processors, the link and the host's memory nothing: the accelerator steps them after the
-verdict, with the same arithmetic and so the same bits (csrc/cuda/step.cuh).
+Nothing hides the step of the buckets that backward completes last. With master and moments next to the parameter they
+cost the processors, the link and host memory nothing: the accelerator steps them after the verdict, with the same
+arithmetic and so the same bits (csrc/cuda/step.cuh).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Asked = float | str | None
 
 
 class Residency(Protocol):
-    """A link's side of resident buckets, whose master, moments and packed gradient are on its device.
+    """Declares what a link does for resident buckets: their master, moments and packed gradient are on its device.
 
-    ``Link.pack`` packs them like others, and their block sums arrive like others'.
+    ``Link.pack`` packs them, and their block sums arrive, as for any bucket.
     """
 
     device: torch.device
@@ -40,18 +40,18 @@ class Residency(Protocol):
     def step(self, bucket: Bucket) -> None:
         """Steps the pieces that ``bucket.resident_work`` froze, published parameters included.
 
-        On the training thread; whatever it enqueues from here on sees the new values.
+        The training thread calls this; all that it enqueues afterwards sees the new values.
         """
 
     def free_bytes(self) -> int:
-        """Memory of the device that nothing has used so far, forward and backward included."""
+        """Returns the bytes of device memory that nothing has used so far, forward and backward included."""
 
 
 # ---- choosing -------------------------------------------------------------------------------------------------------
 
 
 def check_placement(value: Any) -> Asked:
-    """None, "auto", or the fraction."""
+    """Returns None, "auto" or the fraction that ``placement`` asks for; raises ArgumentError for anything else."""
     if value is None or value == AUTO:
         return value  # type: ignore[no-any-return]
     if isinstance(value, Mapping) and set(value) == {"gpu_fraction"}:
@@ -65,7 +65,7 @@ def check_placement(value: Any) -> Asked:
 
 
 def placer_for(asked: Asked, link: Link, params: Sequence[Tensor]) -> Placer | None:
-    """Raises where there is no accelerator, or no kernels that could step there."""
+    """Makes the placer, if one is asked for; raises without an accelerator or without kernels to step there."""
     if asked is None:
         return None
     residency: Residency | None = getattr(link, "residency", None)
@@ -91,9 +91,9 @@ def _shown(asked: Asked) -> str:
 
 
 def last_in_backward(sizes: Iterable[tuple[int, int]], fraction: float) -> set[int]:
-    """Keys of (key, elements), given from the end of backward on, that together are at most ``fraction`` of all.
+    """Chooses keys of (key, elements), given from the end of backward, with at most ``fraction`` of all elements.
 
-    Whole parameters; one that does not fit is left out, and smaller ones before it may still fit.
+    It chooses whole parameters. One that does not fit is left out, and smaller ones after it in the list may still fit.
     """
     listed = list(sizes)
     left = math.floor(fraction * sum(numel for _, numel in listed))
@@ -106,7 +106,7 @@ def last_in_backward(sizes: Iterable[tuple[int, int]], fraction: float) -> set[i
 
 
 class Placer:
-    """Chooses which shards are resident: at first by registration, then by the observed order, "auto" by measuring."""
+    """Chooses the resident shards: first by registration, then by the observed order, with "auto" by measurements."""
 
     def __init__(self, asked: float | str, residency: Residency) -> None:
         self.residency = residency
@@ -115,19 +115,19 @@ class Placer:
         self._steps_to_measure = STEPS_MEASURED if isinstance(asked, str) else 0
 
     def choose_first(self, sizes: Sequence[tuple[int, int]]) -> set[int]:
-        """Of (key, elements) in registration order, whose reverse backward most likely follows."""
+        """Chooses keys of (key, elements) in registration order, whose reverse backward most likely follows."""
         return last_in_backward(sizes, self.fraction)
 
     def choose(self, shards: Sequence[Shard]) -> set[int]:
-        """Indices of shards, which are given in the order of backward."""
+        """Chooses indices of shards, which are given in the order of backward."""
         return last_in_backward([(shard.index, shard.numel) for shard in reversed(shards)], self.fraction)
 
     def had_no_room_for(self, name: str) -> None:
-        """The accelerator's memory was full when the state of ``name`` was to be moved there."""
+        """Adds to ``why`` that the accelerator's memory was too full for the state of ``name``."""
         self.why += f"; the accelerator had no room left for {name} and what would have followed"
 
     def is_due(self) -> bool:
-        """After every step: whether enough were measured for ``measure``."""
+        """Counts a step; returns whether this one is the last before ``measure``."""
         if self._steps_to_measure == 0:
             return False
         self._steps_to_measure -= 1
@@ -137,7 +137,7 @@ class Placer:
         self.fraction, self.why = choose_fraction(measured)
 
     def wait_longer(self) -> None:
-        """Nothing could be measured so far."""
+        """Postpones ``measure`` by a step, because nothing was measured so far."""
         self._steps_to_measure = 1
 
 
@@ -149,7 +149,7 @@ State = tuple[Tensor, Tensor, Tensor]
 def make_state(
     sizes: Sequence[int], dtypes: Sequence[torch.dtype], resident: Sequence[bool], placer: Placer | None
 ) -> list[State]:
-    """Master, exp_avg and exp_avg_sq of each size, zero, in one slab per kind and place."""
+    """Makes master, exp_avg and exp_avg_sq of each size, all zero, in one slab per kind and place."""
     states: dict[int, State] = {}
     for on_device in (False, True):
         members = [i for i in range(len(sizes)) if resident[i] is on_device]
@@ -172,9 +172,9 @@ def _zeros(numel: int, dtype: torch.dtype, device: torch.device | None) -> Tenso
 
 
 def move_state(shard: Shard, device: torch.device | None) -> None:
-    """To the device, or (None) to host memory; what still reads the old tensors finds them unchanged."""
+    """Moves the shard's state to ``device``, or to host memory (None); the old tensors stay unchanged."""
     old: State = (shard.master, shard.exp_avg, shard.exp_avg_sq)
-    new = [  # all of it, or an error that changes nothing
+    new = [  # all three before the shard changes, since memory may be refused
         host_empty(one.numel(), one.dtype)
         if device is None
         else torch.empty(one.numel(), dtype=one.dtype, device=device)

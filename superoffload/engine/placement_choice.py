@@ -1,16 +1,16 @@
-"""What ``placement="auto"`` chooses, from a few numbers; loads no torch, since the planner asks it too."""
+"""``placement="auto"`` chooses its fraction by these numbers. The planner imports this without loading torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-STEPS_MEASURED = 3  # after the one that shows the order, before "auto" chooses
-SHARE_OF_FREE_MEMORY = 0.5  # that "auto" takes at most: batches differ, and so does what they need
+STEPS_MEASURED = 3  # between the step that shows the order and the choice
+SHARE_OF_FREE_MEMORY = 0.5  # at most this share: later batches may need more memory
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What "auto" chooses by. Seconds per step: ``optimizer`` of one plain pass over all parameters on the host."""
+    """Holds the measurements for "auto". Times are seconds per step; ``optimizer`` is one plain pass on the host."""
 
     backward: float
     optimizer: float
@@ -21,10 +21,10 @@ class Measured:
 
 
 def choose_fraction(measured: Measured) -> tuple[float, str]:
-    """The fraction, and why.
+    """Returns the fraction and the reason for it.
 
-    Enough that the processors are done with the others when backward is; at least a bucket, since nothing hides the
-    step of the last one; at most what half of the free memory holds.
+    The fraction is so large that the processors finish the other buckets by the end of backward. It is at least one
+    bucket, since nothing hides the step of the last one, and at most what half of the free memory holds.
     """
     behind = 1.0 - measured.backward / measured.optimizer if measured.optimizer > 0 else 0.0
     wanted = max(behind, 1.0 / measured.buckets, 0.0)

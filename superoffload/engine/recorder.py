@@ -1,4 +1,4 @@
-"""What an engine tells a recorder of its steps, such as a timeline."""
+"""An engine reports its steps to a recorder, such as a timeline."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """Records nothing. One that records may stand between an engine and its link and worker threads."""
+    """Records nothing. Subclasses record, and may wrap the engine's link and worker threads."""
 
     def follow(self, buckets: Callable[[], Sequence[Bucket]]) -> None:
-        """An engine begins; ``buckets`` returns those that it has. An engine before it has ended."""
+        """Follows a new engine, whose buckets ``buckets`` returns. The engine before it has ended."""
 
     def wrap_link(self, link: Link) -> Link:
-        """What the engine uses in the place of ``link``."""
+        """Returns the link that the engine uses instead of ``link``."""
         return link
 
     def wrap_pool(self, pool: Pool) -> Pool:
-        """What the engine uses in the place of ``pool``."""
+        """Returns the pool that the engine uses instead of ``pool``."""
         return pool
 
     def deciding(self) -> None:
-        """The end of a step was asked for."""
+        """Learns that the end of a step was asked for."""
 
     def decided(self, verdict: Verdict) -> None:
-        """The verdict is known."""
+        """Learns the verdict."""
 
     def landed(self, buckets: Sequence[Bucket], began: float) -> None:
-        """The training thread waited since ``began`` for buckets that were left for later, and delivered them."""
+        """Learns that the training thread, since ``began``, waited for buckets left for later and delivered them."""
 
     def end_step(self, buckets: Sequence[Bucket]) -> None:
-        """Every bucket has its fate."""
+        """Learns that every bucket has its fate."""
 
     def close(self) -> None:
-        """No engine follows. Idempotent."""
+        """Ends the recording: no engine follows. Idempotent."""

@@ -1,4 +1,4 @@
-"""When buckets are stepped: before the verdict, in one pass after it, or in two phases. Never changes a result."""
+"""A schedule chooses when buckets are stepped: before the verdict, after it, or in two phases. Results never change."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from superoffload.errors import ArgumentError
 
 MODES = ("adaptive", "always", "never")
 
-# Where no times are known, or the model computes with the processors that step buckets: a replay costs about 1.2
-# passes after the verdict where stepping costs 1, and a commit none. So speculating pays below a chance of 1 / 1.2.
+# This rule holds where no times are known, or where the model computes on the processors that step buckets. After the
+# verdict a replay costs about 1.2 passes, a step 1 and a commit none: speculation pays below a chance of 1 / 1.2.
 _REPLAY_COST = 1.2
-_PARTS = 64  # at most, of the model that choices are made by
-_STRIDE = 4  # of them, when looking for the best share
-_LIKE = 0.03  # times that differ by less are not worth choosing anew
+_PARTS = 64  # of the step model, at most
+_STRIDE = 4  # in parts, of the coarse search for the best share
+_LIKE = 0.03  # smaller changes of times do not need a new choice
 _MEMORY = 0.8
 
 Operation = _native.Operation
@@ -25,7 +25,7 @@ Operation = _native.Operation
 
 @dataclass(frozen=True)
 class Situation:
-    """What the core knows at a verdict. ``waiting``: elements that were not speculated; ``numel``: of all buckets."""
+    """Describes a step at its verdict: ``numel`` elements, of which ``waiting`` were not speculated."""
 
     numel: int
     waiting: int
@@ -35,10 +35,10 @@ class Situation:
 
 
 class Schedule:
-    """``mode`` "adaptive": chooses by what it predicts of the verdict and by measured times.
+    """Chooses, with ``mode`` "adaptive", by a prediction of the verdict and by measured times.
 
-    "always": speculates every bucket until the known part of the norm proves a clip; what was not speculated is
-    stepped in one pass. "never": everything in one pass after the verdict.
+    "always" speculates every bucket until the known part of the norm proves a clip, and steps the others in one pass.
+    "never" steps all buckets in one pass after the verdict.
     """
 
     def __init__(self, mode: str) -> None:
@@ -47,18 +47,18 @@ class Schedule:
         self.mode = mode
         self.times = MeasuredTimes()
         self._predictor = SpoilPredictor()
-        self._decided: float | None = None  # the share of the step in backward that is speculated, as it arrives
-        self._stopped_at = 1.0  # share of the elements that was speculated when a clip was proven, lately
-        self._published = {False: 0.0, True: 0.0}  # share chosen last, where steps were speculated and where not
+        self._decided: float | None = None  # the share of this step, in order of arrival, to speculate
+        self._stopped_at = 1.0  # recent average: share of the elements speculated when a clip was proven
+        self._published = {False: 0.0, True: 0.0}  # the last choice, by whether the step was speculated
         self._situation = Situation(0, 0, 0, apart=False, on_demand=False)
-        self._times: StepTimes | None = None  # that the last choices were made by
+        self._times: StepTimes | None = None  # used for the last choices
 
-    # ---- what the core asks -----------------------------------------------------------------------------------
+    # ---- questions of the engine ------------------------------------------------------------------------------
 
     def wants(self, packed: float = 0.0) -> bool:
-        """Whether the next bucket of the step that is now in backward should be speculated.
+        """Returns whether to speculate the next bucket of the step that is in backward.
 
-        ``packed``: the share of the model whose gradients have been packed, with that bucket's.
+        ``packed``: the share of the model whose gradients have been packed, that bucket included.
         """
         if self.mode != "adaptive":
             return self.mode == "always"
@@ -67,14 +67,14 @@ class Schedule:
         return self._decided > 0 and packed <= self._decided
 
     def publishes(self, situation: Situation) -> float:
-        """Which share of the elements that wait for a verdict is to be published first and settled later."""
+        """Returns the share of the waiting elements to publish first and settle later."""
         self._situation = situation
         if self.mode != "adaptive" or not (situation.apart and self.times.known and situation.waiting):
             return 0.0
         spoils = self._spoiled
         parts = max(1, round(self._parts * situation.waiting / situation.numel))
         share = 1.0 - parts / self._parts
-        self._decided = self._share_to_speculate()  # for the step that comes now
+        self._decided = self._share_to_speculate()  # for the next step
         likely = Kind(self._likely_share(), self._published[self._decided > 0], clips=self.chance > 0.5)
 
         def seconds(part: int) -> float:
@@ -86,7 +86,7 @@ class Schedule:
         self._published[share > 0] = chosen
         return chosen
 
-    # ---- what the core tells ----------------------------------------------------------------------------------
+    # ---- reports of the engine --------------------------------------------------------------------------------
 
     def observe(self, verdict: Verdict) -> None:
         """Learns from a verdict. A skipped step undoes speculation just like a clip."""
@@ -95,16 +95,16 @@ class Schedule:
         self._decided = None
 
     def speculated(self, share: float) -> None:
-        """This share of a step's elements had been speculated, or was about to be, when its verdict came."""
+        """Learns the share of a step's elements that had been speculated, or submitted for it, at the verdict."""
         if self._spoiled and share > 0:
             self._stopped_at = _MEMORY * self._stopped_at + (1 - _MEMORY) * share
 
     def worked(self, operation: Operation, numel: int, seconds: float) -> None:
-        """An operation on a bucket took the worker threads this long."""
+        """Learns how long an operation on a bucket took the worker threads."""
         self.times.worked(operation, numel, seconds)
 
     def computed(self, forward: float, backward: float) -> None:
-        """The model computed for this long between the last step and this verdict."""
+        """Learns how long the model computed between the last step and this verdict."""
         self.times.computed(forward, backward)
 
     # ---- choosing ---------------------------------------------------------------------------------------------
@@ -113,11 +113,11 @@ class Schedule:
 
     @property
     def chance(self) -> float:
-        """That the coming verdict clips or skips."""
+        """Returns the probability that the next verdict clips or skips."""
         return self._predictor.chance
 
     def _share_to_speculate(self) -> float:
-        """All, nothing, or all but the last bucket: that begins when the verdict is there, and may hold forward up."""
+        """Chooses all, nothing, or all but the last bucket, which starts at the verdict and may delay forward."""
         if not (self._situation.apart and self.times.known):
             return float(self.chance * _REPLAY_COST < 1.0)
         shares = (1.0, 1.0 - 1.0 / self._parts, 0.0)
@@ -129,7 +129,7 @@ class Schedule:
         return min(shares, key=expected)
 
     def _best(self, speculated: float, *, clips: bool) -> float:
-        """The period of such steps with the best share of them in two phases."""
+        """Returns the period of such steps with the best share of their elements in two phases."""
         times = self._step_times()
         return min(period(times, (Kind(speculated, part / 4, clips),), self._parts) for part in range(5))
 
@@ -148,7 +148,7 @@ class Schedule:
         return period(times, (this, likely), self._parts)
 
     def _step_times(self) -> StepTimes:
-        """Those of the step before while nothing has changed much: what was worked out for them is known."""
+        """Returns the times of the step before while they have changed little: their periods are cached."""
         numel, times = self._situation.numel, self.times
         now = StepTimes(
             times.forward,
@@ -167,7 +167,7 @@ class Schedule:
 
 
 class FixedSchedule(Schedule):
-    """The same in every step, for tests and benchmarks: ``published`` of what is not speculated goes in two phases."""
+    """Chooses the same in every step, for tests and benchmarks; ``published``: the share of the rest in two phases."""
 
     def __init__(self, *, speculates: bool, published: float) -> None:
         super().__init__("always" if speculates else "never")

@@ -1,6 +1,6 @@
-"""The state of one moment, read while later steps change it: what is about to change is read or copied before.
+"""A snapshot is the state of one moment, which a checkpoint reads while later steps change the shards.
 
-A checkpoint that is still being written reads one.
+A shard is read or copied before it changes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from superoffload.host.signals import held_signals
 
 @dataclass(frozen=True)
 class ShardState:
-    """Flat tensors; views of what is stepped, or copies."""
+    """Holds the flat state tensors of a shard, or copies of them."""
 
     master: Tensor
     exp_avg: Tensor
@@ -30,23 +30,23 @@ class ShardState:
         return sum(t.numel() * t.element_size() for t in (self.master, self.exp_avg, self.exp_avg_sq))
 
     def copy(self) -> ShardState:
-        """In host memory."""
+        """Copies the state to host memory."""
         return ShardState(*(t.to("cpu", copy=True) for t in (self.master, self.exp_avg, self.exp_avg_sq)))
 
 
 def _state_of(shard: Shard) -> ShardState:
-    """Of a resident shard a copy: other threads' reads are not ordered with the device's steps."""
+    """Copies the state of a resident shard, since other threads' reads are not ordered with the device's steps."""
     state = ShardState(shard.master, shard.exp_avg, shard.exp_avg_sq)
     return state.copy() if shard.resident else state
 
 
 class Snapshot:
-    """Shards as they are now. One thread calls ``read_all``, the training thread ``protect`` before it changes some.
+    """Keeps shards as they are now. One thread calls ``read_all``; the training thread ``protect``, before changes.
 
-    Copies take at most ``memory`` bytes at a time; beyond that ``protect`` waits until the shard has been read. Those
-    of resident shards are made at once and count; where they are more, nothing else is copied until they are read.
-    ``memory`` None: this thread reads. Then ``protect`` is called only by other threads and by handlers of signals,
-    which copy instead of waiting for a thread that may have to wait for them.
+    Copies take at most ``memory`` bytes at a time; beyond that ``protect`` waits until the shard has been read. Copies
+    of resident shards are made at once and count; if they exceed ``memory``, nothing else is copied until they are
+    read. With ``memory`` None this thread reads. Then only other threads and signal handlers call ``protect``. They
+    copy instead of waiting, because the reading thread may wait for them.
     """
 
     def __init__(self, shards: Sequence[Shard], memory: int | None) -> None:
@@ -82,13 +82,13 @@ class Snapshot:
             return
         if index in self._waiting:
             self._urgent.append(index)
-        elif self.is_read_here:  # reading was cut off in the middle of this shard
+        elif self.is_read_here:  # the read of this shard was interrupted
             self.end()
             return
         self._changed.wait_for(lambda: self._over or index not in self._states)
 
     def read_all(self, read: Callable[[int, ShardState], None]) -> None:
-        """Calls ``read(index, state)`` for every shard, the awaited ones first. Handlers of signals run between two."""
+        """Calls ``read(index, state)`` for every shard, awaited ones first. Signal handlers run between two shards."""
         while self._read_one(read):
             pass
 
@@ -101,7 +101,7 @@ class Snapshot:
         return index is not None
 
     def end(self) -> None:
-        """Nothing is read any more, whether all was or not; nothing need wait."""
+        """Ends reading, whether all shards were read or not; waiting threads go on."""
         with self._changed:
             self._over = True
             self._states.clear()
@@ -128,22 +128,22 @@ class Snapshot:
 
     @property
     def over(self) -> bool:
-        """Whether everything was read."""
+        """Returns whether reading has ended."""
         return self._over
 
     @property
     def is_read_here(self) -> bool:
-        """Whether the thread that reads is the one that asks."""
+        """Returns whether the calling thread is the one that reads."""
         return self._reader == threading.get_ident()
 
     def wait(self) -> None:
-        """Until everything was read, or reading failed."""
+        """Waits until all shards were read, or reading failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._over)
 
 
 class Snapshots:
-    """Holds the snapshots that are still read, weakly: one whose save was cut off is gone by itself."""
+    """Holds weak references to the snapshots that are still read, so that one of an interrupted save disappears."""
 
     def __init__(self) -> None:
         self._open: WeakSet[Snapshot] = WeakSet()
@@ -158,7 +158,7 @@ class Snapshots:
         self._open.clear()
 
     def protect(self, shards: Iterable[Shard]) -> None:
-        """Before masters or moments of ``shards`` change: every snapshot has read or copied them when it returns."""
+        """Has every snapshot read or copied ``shards`` before their masters or moments change."""
         if not self._open:
             return
         changing = list(shards)

@@ -1,4 +1,4 @@
-"""Speculation: whether a bucket is stepped before the verdict is known, and how that is taken back."""
+"""Buckets are stepped here before the verdict is known, and undone where that was wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from superoffload.links.base import Link
 
 
 class Speculator:
-    """From a packed gradient to a bucket with a journal, and back."""
+    """Speculates packed buckets, each with a journal, and undoes them."""
 
     def __init__(
         self,
@@ -38,24 +38,24 @@ class Speculator:
         self._schedule = schedule
         self._snapshots = snapshots
         self._stats = stats
-        self._speculating = True  # for this step: no early stop so far
+        self._speculating = True  # no early stop in this step so far
         self._proves_clip = math.inf
         self._unscale = 1.0
-        self._journaled_numel = 0  # of what the last step has kept of its speculation
+        self._journaled_numel = 0  # of the buckets whose speculation the last step kept
         self._journaled_bytes = 0
 
     def expect(self, *, unscale: float, max_grad_norm: float | None) -> None:
-        """What the coming verdict will most likely use; speculation is right when it does."""
+        """Sets the terms that the next verdict will most likely have; if it has them, speculation is right."""
         self._unscale = unscale
         self._proves_clip = math.inf
         if max_grad_norm is not None and unscale != 0.0:
             norm = max_grad_norm / abs(unscale)
-            self._proves_clip = norm * norm * (1 + 1e-6)  # not norm ** 2, which raises where this gives infinity
+            self._proves_clip = norm * norm * (1 + 1e-6)  # norm ** 2 would raise OverflowError instead of giving inf
 
     def is_worthwhile(self) -> bool:
-        """Whether a bucket that is packed now should be speculated."""
+        """Returns whether a bucket that is packed now should be speculated."""
         if self._speculating:
-            # Early stop: a non-finite gradient, or the part of the norm that is known already proves a clip.
+            # Stop early: a gradient is not finite, or the known part of the norm proves a clip.
             self._speculating = self._packer.norm.look() < self._proves_clip
             if not self._speculating:
                 self.withdraw()
@@ -63,7 +63,7 @@ class Speculator:
 
     def speculate(self, bucket: Bucket) -> None:
         """Steps a packed bucket with a journal, unless its journal overflowed lately."""
-        if bucket.resident:  # stepped on the accelerator, after the verdict
+        if bucket.resident:  # the accelerator steps it after the verdict
             return
         width = bucket.journal_width.choose(bucket.work, bucket.next_step())
         if width is None:
@@ -79,7 +79,7 @@ class Speculator:
     # ---- taking back ------------------------------------------------------------------------------------------
 
     def end(self, bucket: Bucket) -> None:
-        """Waits for a speculated step; one whose journal overflowed or that failed was undone by the workers."""
+        """Waits for a speculated step. Workers have undone it if it failed or its journal overflowed."""
         if not self._executor.wait(bucket):
             self._mark_undone(bucket)
         elif bucket.work.overflowed:
@@ -88,7 +88,7 @@ class Speculator:
             self._mark_undone(bucket)
 
     def end_all(self) -> None:
-        """Waits for all that was speculated; their journals show which width fits next time."""
+        """Waits for all speculated buckets; their journals show which width fits next time."""
         self._journaled_numel = self._journaled_bytes = 0
         for bucket in self._layout.buckets:
             if bucket.state is not BucketState.SPECULATED:
@@ -101,13 +101,13 @@ class Speculator:
                 self._journaled_bytes += use.bytes
 
     def count_journals(self) -> None:
-        """The step counts: so do the journals that ``end_all()`` has seen."""
+        """Counts the journals that ``end_all()`` has seen, since the step is not skipped."""
         self._stats.add(journal_bytes=self._journaled_bytes)
         if self._journaled_numel:
             self._stats.set(journal_bytes_per_param=self._journaled_bytes / self._journaled_numel)
 
     def undo(self, bucket: Bucket) -> None:
-        """A speculated bucket becomes ready again, its packed gradient untouched."""
+        """Makes a speculated bucket ready again, with the same packed gradient."""
         if bucket.state is not BucketState.SPECULATED:
             return
         self.end(bucket)
@@ -117,7 +117,7 @@ class Speculator:
             self._mark_undone(bucket)
 
     def undo_all(self) -> int:
-        """Likewise every bucket, at the same time; they stay speculated by name. Returns how many there were."""
+        """Undoes all speculated buckets at the same time; returns how many. Their state stays SPECULATED."""
         undone = []
         for bucket in self._layout.buckets:
             if bucket.state is BucketState.SPECULATED:
@@ -131,8 +131,8 @@ class Speculator:
         return len(undone)
 
     def withdraw(self) -> None:
-        """Takes back what waits for a worker: it is not worth a journal any more. Not on the host, where the model
-        computes with the same processors, so that little waits when a verdict comes."""
+        """Takes back operations that no worker has begun, since a journal no longer pays for them. Not on the host,
+        where the model computes on the same processors, so that few operations wait at a verdict."""
         if not self._link.asynchronous:
             return
         for bucket in reversed(self._layout.buckets):

@@ -1,18 +1,18 @@
-"""Will the next verdict spoil what is speculated? From the last verdicts: how often, and what followed such a run."""
+"""The last verdicts predict whether the next one spoils speculation, by clipping or skipping the step."""
 
 from __future__ import annotations
 
-_DEPTH = 4  # verdicts that are looked back at: enough for patterns with a period of up to five steps
-_MEMORY = 0.97  # of what was seen in a context each time it comes up again
-_PRIOR = 3.0  # how many verdicts a shorter context's opinion is worth
+_DEPTH = 4  # verdicts in the longest context: enough for patterns with a period of up to five steps
+_MEMORY = 0.97  # older counts of a context are multiplied by this at each new one
+_PRIOR = 3.0  # the weight of the shorter context's prediction, in verdicts
 
 
 class SpoilPredictor:
-    """A mixture of Markov contexts: the longer one counts more, the more often it was seen.
+    """Mixes Markov contexts: the longer one counts more, the more often it was seen.
 
-    A pattern such as "every other step clips" is known after a few repetitions; where verdicts are independent, every
-    context tends to their rate; the end of a long run of clips is noticed at once, since no context that begins with
-    what comes then has seen anything else.
+    It learns a pattern such as "every other step clips" after a few repetitions. Where verdicts are independent, every
+    context tends to their rate. It notices the end of a long run of clips at once, since few contexts with the new
+    verdict were followed by a clip.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class SpoilPredictor:
         self._seen: dict[tuple[bool, ...], tuple[float, float]] = {}  # context -> spoiled, all; fading
 
     def observe(self, spoiled: bool) -> None:
-        """The verdict of a step clipped or skipped it, or did not."""
+        """Learns whether the verdict of a step clipped or skipped it."""
         for length in range(len(self._last) + 1):
             context = self._last[len(self._last) - length :]
             count, total = self._seen.get(context, (0.0, 0.0))
@@ -29,7 +29,7 @@ class SpoilPredictor:
 
     @property
     def chance(self) -> float:
-        """That the coming verdict spoils; 0 before anything was seen."""
+        """Returns the probability that the next verdict spoils; 0 before the first one."""
         chance = 0.0
         for length in range(len(self._last) + 1):
             count, total = self._seen.get(self._last[len(self._last) - length :], (0.0, 0.0))

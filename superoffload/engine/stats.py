@@ -1,4 +1,4 @@
-"""Totals since construction, as ``AdamW.stats()`` reports them."""
+"""The engine counts totals since construction, which ``AdamW.stats()`` reports."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass
 class Stats:
-    """Counters are numbers of buckets or steps; times in seconds; sizes in bytes.
+    """Counts buckets and steps; times are in seconds, sizes in bytes.
 
-    buckets_two_phase: published right after the verdict and settled behind the next forward. buckets_undone: also those
-    that the verdict found waiting for a worker, and took back before they began.
+    buckets_two_phase were published right after the verdict and settled behind the next forward. buckets_undone include
+    those that were taken back before a worker had begun them.
 
     Once every step has ended, buckets_speculated = buckets_committed + buckets_replayed + buckets_undone +
     buckets_skipped + buckets_abandoned.
@@ -30,25 +30,25 @@ class Stats:
     journal_overflows: int = 0
     optimizer_seconds: float = 0.0
     optimizer_seconds_exposed: float = 0.0
-    params_on_device: int = 0  # whose state is on the accelerator now, not since construction (placement)
+    params_on_device: int = 0  # parameters whose state is on the accelerator now (placement)
     pinned_bytes: int = 0  # of host memory, now (CUDA link)
     bytes_down: int = 0
     bytes_up: int = 0
-    bytes_up_early: int = 0  # of bytes_up: before the verdict, those that it has discarded included (CUDA link)
+    bytes_up_early: int = 0  # part of bytes_up: before the verdict, even if it discarded them (CUDA link)
     journal_bytes: int = 0
-    journal_bytes_per_param: float = 0.0  # of the buckets speculated in the last step that speculated
+    journal_bytes_per_param: float = 0.0  # in the last step that speculated
 
     def add(self, **amounts: float) -> None:
-        """Adds to totals, which are named as they are here."""
+        """Adds these amounts to the totals of the same names."""
         for name, amount in amounts.items():
             setattr(self, name, getattr(self, name) + amount)
 
     def set(self, **values: float) -> None:
-        """What is known as a whole rather than counted here."""
+        """Sets totals that other parts count."""
         for name, value in values.items():
             setattr(self, name, value)
 
     def as_dict(self) -> dict[str, float | int]:
-        """A plain dictionary, with ``clip_rate`` = clipped steps / decided steps."""
+        """Returns a plain dictionary, with ``clip_rate`` = clipped steps / decided steps."""
         decided = self.steps + self.skipped_steps
         return {**vars(self), "clip_rate": self.clipped_steps / decided if decided else 0.0}

@@ -1,9 +1,9 @@
-"""How long a training step takes, from measured times: forward, backward and the processors beside each other.
+"""The step model predicts from measured times how long a training step takes; the schedule chooses by it.
 
-The model that the schedule chooses by. It divides the buckets into equal parts that become ready evenly over backward
-and are needed evenly over forward, and lets the processors do one operation after the other, as the core submits them:
-speculated steps during backward; after the verdict commits, replays, steps and publishes in forward order; then the
-settles in backward order, each of which holds its part's next gradient back.
+It divides the buckets into equal parts that become ready evenly over backward and are needed evenly over forward. The
+processors do one operation after the other, as the engine submits them: speculated steps during backward; after the
+verdict commits, replays, steps and publishes in forward order; then the settles in backward order. Each settle delays
+its part's next gradient.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from superoffload import _native
 
 Operation = _native.Operation
 
-# Bytes that each operation moves per parameter with a bf16 gradient and shadow; where an operation was not timed yet,
-# its time is taken to be in proportion.
+# Bytes that each operation moves per parameter with a bf16 gradient and shadow. The time of an operation that was not
+# timed yet is estimated in proportion.
 BYTES = {
     Operation.step: 28.0,
     Operation.step_journaled: 29.2,
@@ -26,16 +26,16 @@ BYTES = {
     Operation.publish: 16.0,
     Operation.settle: 26.0,
 }
-_STEPS = 5  # whose forward and backward count
-_SAMPLES = 32  # of an operation that count
-_STALE = 64  # steps after which a time is no longer believed
+_STEPS = 5  # the last steps whose forward and backward count
+_SAMPLES = 32  # the last times of an operation that count
+_STALE = 64  # steps after which a time no longer counts
 
 
 class MeasuredTimes:
-    """What was timed lately: seconds per element of each operation, seconds of forward and backward.
+    """Holds recent times: seconds per element of each operation, seconds of forward and backward.
 
-    Medians, since a validation run or a checkpoint in between is not what the next step will be like. The first step is
-    left out: it touches most memory for the first time.
+    It returns medians, so that a validation run or a checkpoint between steps does not count. It leaves out the first
+    step, which touches most memory for the first time.
     """
 
     def __init__(self) -> None:
@@ -63,11 +63,11 @@ class MeasuredTimes:
 
     @property
     def known(self) -> bool:
-        """Whether there is enough to choose by."""
+        """Returns whether any operation was timed."""
         return bool(self._worked)
 
     def seconds(self, operation: Operation, numel: int) -> float:
-        """Of ``numel`` elements; where it was not timed lately, in proportion to what was."""
+        """Returns the time for ``numel`` elements; estimated from other operations if it was not timed lately."""
         if self._is_fresh(operation):
             return median(self._worked[operation]) * numel
         others = [other for other in self._worked if self._is_fresh(other)] or list(self._worked)
@@ -79,7 +79,7 @@ class MeasuredTimes:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of each for the whole model, and how a step runs."""
+    """Holds the seconds that each operation takes for the whole model, and how a step runs."""
 
     forward: float
     backward: float
@@ -88,11 +88,11 @@ class StepTimes:
     replay: float
     publish: float
     settle: float
-    on_demand: bool  # forward waits for each part by itself, not for all of them
-    withdraws: bool  # what the verdict finds waiting for a worker is not speculated any more
+    on_demand: bool  # forward waits for each part separately
+    withdraws: bool  # the verdict takes back speculation that no worker has begun
 
     def is_like(self, other: StepTimes, tolerance: float) -> bool:
-        """Whether no time differs by more than this share of itself."""
+        """Returns whether no time differs by more than the share ``tolerance`` of itself."""
         if (self.on_demand, self.withdraws) != (other.on_demand, other.withdraws):
             return False
         pairs = ((getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
@@ -101,8 +101,8 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Kind:
-    """One step: ``speculated``: the share of its parts that are speculated if there is time; ``published``: in two
-    phases, of those that are not, the share that comes first in forward order; ``clips``: what the verdict says."""
+    """Describes one step: ``speculated`` is the share of its parts to speculate if there is time, ``published`` the
+    share of the others, first in forward order, to step in two phases. ``clips``: the verdict clips."""
 
     speculated: float
     published: float
@@ -112,26 +112,26 @@ class Kind:
 @dataclass
 class _Progress:
     now: float  # of the training thread
-    processors: float  # until when they are busy
+    processors: float  # when they become free
     settled: list[float]  # when each part, in backward order, can take its next gradient
 
     def compute(self, seconds: float) -> None:
-        """The training thread computes for ``seconds``."""
+        """Has the training thread compute for ``seconds``."""
         self.now += seconds
 
     def wait_for(self, moment: float) -> None:
-        """The training thread waits until ``moment``, if that is to come."""
+        """Has the training thread wait until ``moment``, unless that is past."""
         self.now = max(self.now, moment)
 
     def work(self, seconds: float) -> None:
-        """The processors go on for ``seconds``."""
+        """Has the processors work for ``seconds`` more."""
         self.processors += seconds
 
     def work_until(self, moment: float) -> None:
         self.processors = moment
 
     def settle(self, published: int, seconds: float) -> None:
-        """The last ``published`` parts settle one after the other, in backward order; the others are settled."""
+        """Settles the last ``published`` parts one after the other, in backward order; the others are settled."""
         parts = len(self.settled)
         self.settled = [0.0] * parts
         for part in range(parts - published, parts):
@@ -141,7 +141,7 @@ class _Progress:
 
 @lru_cache(maxsize=4096)
 def period(times: StepTimes, kinds: tuple[Kind, ...], parts: int) -> float:
-    """Seconds that the steps ``kinds``, over and over again, take once they have settled in."""
+    """Returns the seconds that the steps ``kinds`` take when they repeat, in the steady state."""
     progress = _Progress(0.0, 0.0, [0.0] * parts)
     began = 0.0
     for _ in range(3 if len(kinds) == 1 else 2):
@@ -154,7 +154,7 @@ def period(times: StepTimes, kinds: tuple[Kind, ...], parts: int) -> float:
 
 
 def _backward(times: StepTimes, kind: Kind, parts: int, progress: _Progress) -> int:
-    """Until the verdict; returns how many parts were speculated by then, or will be."""
+    """Runs backward until the verdict; returns how many parts were speculated by then, or will be."""
     wanted, speculated = round(kind.speculated * parts), 0
     begins = []
     processors = progress.processors
@@ -165,7 +165,7 @@ def _backward(times: StepTimes, kind: Kind, parts: int, progress: _Progress) -> 
             begins.append(max(processors, progress.now))
             processors = begins[-1] + times.journaled / parts
     for begin in begins:
-        if begin <= progress.now or not times.withdraws:  # the last gradient and the verdict come at the same moment
+        if begin <= progress.now or not times.withdraws:  # the verdict comes with the last gradient
             progress.work_until(begin + times.journaled / parts)
             speculated += 1
     progress.work_until(max(progress.processors, progress.now))
@@ -173,7 +173,7 @@ def _backward(times: StepTimes, kind: Kind, parts: int, progress: _Progress) -> 
 
 
 def _after_verdict(times: StepTimes, kind: Kind, parts: int, speculated: int, progress: _Progress) -> int:
-    """Until forward is over; returns how many parts were published, the first ones in forward order."""
+    """Runs until forward is over; returns how many parts were published, the first ones in forward order."""
     waiting = parts - speculated
     published = round(kind.published * waiting)
     for part in range(parts):  # in forward order

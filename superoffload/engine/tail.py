@@ -1,10 +1,10 @@
-"""What the last step left: parameters to be delivered, masters and moments to be settled.
+"""The tail of a step delivers its parameters and settles its masters and moments.
 
-A delivery goes from a shadow to the model's parameters, by the end of the step or later, shard by shard. A settle is
-the second phase of a two-phase step: masters and moments follow the published parameters, behind the next forward. A
-published bucket has its new parameters in the shadow and its old masters and moments; its packed gradient and its
-frozen scalars stay as they are until the worker threads have settled it. Whatever reads or writes masters, moments or
-that gradient settles first.
+A delivery copies a shadow to the model's parameters, by the end of the step or later, shard by shard. A settle is the
+second phase of a two-phase step: masters and moments follow the published parameters, behind the next forward. A
+published bucket has new parameters in its shadow, but old masters and moments. Its packed gradient and its frozen
+scalars stay as they are until the worker threads have settled it. Settle before you read or write masters, moments or
+that gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from superoffload.links.base import Link
 
 
 class Tail:
-    """Holds what the last step left, and waits for it."""
+    """Owns the deliveries and settles that the last step left, and waits for them."""
 
     def __init__(
         self, link: Link, layout: Layout, executor: Executor, schedule: Schedule, listener: Listener, recorder: Recorder
@@ -37,32 +37,32 @@ class Tail:
         self._undelivered: dict[Bucket, None] = {}  # in forward order
         self._copies: dict[Bucket, _native.Completion] = {}  # deliveries under way
         self._unsettled: dict[Bucket, _native.Completion] = {}  # in backward order
-        self._failed: SuperOffloadError | None = None  # of a step that was completed: told by the next call
+        self._failed: SuperOffloadError | None = None  # of a completed step; the next call raises it
 
     def holds(self, bucket: Bucket) -> bool:
-        """Whether the bucket's last step is not over: it is still to be delivered or settled."""
+        """Returns whether ``bucket`` is still to be delivered or settled."""
         return bucket in self._undelivered or bucket in self._unsettled
 
     @property
     def is_under_way(self) -> bool:
-        """Whether anything is still to be delivered or settled."""
+        """Returns whether anything is still to be delivered or settled."""
         return bool(self._undelivered or self._unsettled)
 
     def leave(self, buckets: Sequence[Bucket]) -> None:
-        """Buckets that were stepped, in forward order: they are to be delivered, and if only published, settled."""
+        """Takes stepped buckets, in forward order, to deliver them, and to settle those that were only published."""
         self._settle_behind()
         self._undelivered = dict.fromkeys(buckets)
 
     def _settle_behind(self) -> None:
-        """Submits the settles of what was published: in backward order, since that is when each must be done."""
+        """Submits the settles of published buckets, in backward order, as the next backward needs them."""
         for bucket in self._layout.buckets:
             if bucket.state is BucketState.PUBLISHED:
                 settle = self._executor.pool.submit(bucket.work, _native.Operation.settle, 1, bucket.running)
                 self._unsettled[bucket] = settle
 
     def finish(self, shard: Shard | None = None) -> None:
-        """The step before is delivered and settled, as far as ``shard`` goes. Raises nothing: the caller has begun
-        something else, and tells at the end of it what had failed."""
+        """Delivers and settles the step before, for ``shard`` or for all. Keeps a failure, which the caller raises
+        after its own work."""
         if not self.is_under_way:
             return
         try:
@@ -72,7 +72,7 @@ class Tail:
         self.settle(shard)
 
     def take_failure(self) -> SuperOffloadError | None:
-        """A failure of the step before, which is the caller's to raise."""
+        """Forgets the failure of the step before and returns it, for the caller to raise."""
         failed, self._failed = self._failed, None
         return failed
 
@@ -83,19 +83,19 @@ class Tail:
 
     @property
     def is_landing(self) -> bool:
-        """Whether anything is not delivered yet."""
+        """Returns whether any bucket is not delivered yet."""
         return bool(self._undelivered)
 
     def is_landing_any(self, shards: Iterable[Shard]) -> bool:
-        """Whether any of these is not delivered wholly yet."""
+        """Returns whether any of these shards is not delivered wholly yet."""
         return any(bucket in self._undelivered for shard in shards for bucket, _ in self._layout.places_of(shard))
 
     def landing_shards(self) -> dict[int, Shard]:
-        """Those that are not delivered wholly yet, by index, in forward order."""
+        """Returns the shards that are not delivered wholly yet, by index, in forward order."""
         return {piece.shard.index: piece.shard for bucket in self._undelivered for piece in bucket.stepped_pieces()}
 
     def land(self, shards: Shard | Iterable[Shard] | None = None) -> None:
-        """Waits for and delivers what is not delivered: the buckets of ``shards``, or all of them."""
+        """Waits for and delivers the undelivered buckets: those of ``shards``, or all."""
         if not self._undelivered:
             return
         buckets = list(self._undelivered)
@@ -124,7 +124,7 @@ class Tail:
                     bucket.renew()
 
     def deliver(self, buckets: Sequence[Bucket]) -> None:
-        """The parameters of ``buckets`` have their new values when it returns."""
+        """Waits for ``buckets`` and delivers them."""
         self.send_up(buckets)
         for bucket in buckets:
             self._executor.wait(bucket)
@@ -132,7 +132,7 @@ class Tail:
             del self._undelivered[bucket]
 
     def send_up(self, buckets: Sequence[Bucket]) -> None:
-        """In forward order, each bucket as soon as it is done; an asynchronous link waits for that itself."""
+        """Starts deliveries in forward order, each as soon as its bucket is done. An asynchronous link waits itself."""
         for bucket in buckets:
             if bucket in self._copies:
                 continue
@@ -141,12 +141,12 @@ class Tail:
             after = bucket.running or _native.Completion.already_done()
             try:
                 self._copies[bucket] = self._link.deliver(bucket, after)
-            except DeviceError as error:  # raised once all the others have been seen to, too
+            except DeviceError as error:  # raised once all other buckets are delivered
                 failed = self._copies[bucket] = _native.Completion()
                 failed.fail(str(error))
 
     def _end_delivery(self, bucket: Bucket) -> None:
-        """Waits until streams can wait for the copy (or, on the host, until it was made), and lets them."""
+        """Waits until the copy was made or enqueued, and has streams wait for it."""
         copy = self._copies.pop(bucket, None)
         try:
             if copy is not None:
@@ -159,13 +159,13 @@ class Tail:
 
     @property
     def is_settling(self) -> bool:
-        """Whether masters and moments of some bucket may still be those before the last step."""
+        """Returns whether masters and moments of some bucket may still be those before the last step."""
         return bool(self._unsettled)
 
     def settle(self, shard: Shard | None = None) -> None:
-        """Until masters and moments of ``shard``, or of all, are those of the last step.
+        """Waits until masters and moments of ``shard``, or of all, are those of the last step.
 
-        A worker that failed there has completed its bucket; the next call that ends or interrupts a step says so.
+        A worker that failed has completed its bucket; the next call that ends or interrupts a step raises the failure.
         """
         if not (self._unsettled or self._undelivered):
             return

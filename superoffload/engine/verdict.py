@@ -1,4 +1,4 @@
-"""The verdict: gradient norm, clip coefficient and found-inf, decided once per step from sums in a fixed order."""
+"""The verdict is decided once per step, from sums in a fixed order: gradient norm, clip coefficient, found-inf."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import NamedTuple, Protocol
 
 
 class Verdict(NamedTuple):
-    """What all ranks act on.
+    """Holds the decision of a step, on which all ranks act.
 
-    ``grad_norm`` is the norm of the unscaled gradient; ``gradient_factor`` = unscale x clip is what every gradient
-    element is multiplied with.
+    ``grad_norm`` is the norm of the unscaled gradient; ``gradient_factor`` = unscale x clip multiplies every gradient
+    element.
     """
 
     grad_norm: float
@@ -21,17 +21,17 @@ class Verdict(NamedTuple):
 
 
 class SumExchange(Protocol):
-    """Sums of squares of every rank; ``start`` and ``finish`` are called once per step."""
+    """Exchanges sums of squares with other ranks; ``start`` and ``finish`` are called once per step."""
 
     def start(self, sums: Mapping[int, float]) -> None:
-        """Those of this rank's shards, by index, in registration order."""
+        """Sends the sums of this rank's shards, by index, in registration order."""
 
     def finish(self) -> Sequence[float] | None:
-        """Those of all ranks, the same on each, in the order to fold them; None if no rank has a gradient."""
+        """Returns the sums of all ranks, equal on each, in the order to fold them; None if no rank has a gradient."""
 
 
 def decide(shard_sums: Iterable[float], *, unscale: float = 1.0, max_grad_norm: float | None = None) -> Verdict:
-    """The verdict from the sums of squares of the shards, given in registration order (folded one after the other).
+    """Decides from the shards' sums of squares, which it folds one after the other, in registration order.
 
     The clip coefficient is that of ``torch.nn.utils.clip_grad_norm_``: min(1, max_grad_norm / (norm + 1e-6)).
     A non-finite sum (a NaN or infinity among the gradients) or norm gives ``found_inf``.

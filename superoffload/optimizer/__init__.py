@@ -1,1 +1,1 @@
-"""AdamW owns these parts: parameters, arriving gradients, delivery, edits, state. adamw_parts.py joins them."""
+"""AdamW owns these parts: parameters, arriving gradients, delivery, edits, state. adamw_parts.py assembles them."""

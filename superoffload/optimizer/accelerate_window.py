@@ -1,4 +1,4 @@
-"""Accelerate: which backward is the boundary, as its ``accumulate()`` says, and Hugging Face's Trainer through it."""
+"""Accelerate's ``accumulate()``, which Hugging Face's Trainer uses, says which backward is the boundary."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 class Window:
-    """Knows whether Accelerate accumulates gradients now, where it is used at all.
+    """Knows whether Accelerate, if it is used, accumulates gradients now.
 
-    ``GradientState`` is one for the whole process, and Accelerate calls no ``step()`` inside a window. So a step there
-    shows that the window is another loop's, or was left half-way: it is ignored until the next one begins.
+    A process has one ``GradientState``, and Accelerate calls no ``step()`` inside a window. So a step there shows that
+    the window belongs to another loop, or was left unfinished. It is ignored until the next one begins.
     """
 
     def __init__(self) -> None:
@@ -22,13 +22,13 @@ class Window:
         self._said = False
 
     def more_to_come(self) -> bool:
-        """Whether another backward follows before ``step()``."""
+        """Returns whether another backward follows before ``step()``."""
         is_open = self._is_open()
         self._ignored = self._ignored and is_open
         return is_open and not self._ignored
 
     def step_begins(self, advice: Advice) -> None:
-        """Is told of every ``step()``."""
+        """Ignores the window from a ``step()`` inside it on, and warns of that once."""
         if self.more_to_come():
             self._ignored = True
             if self._said:

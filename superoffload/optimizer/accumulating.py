@@ -1,4 +1,4 @@
-"""A backward ``with optimizer.accumulate():``, or in a window of Accelerate's, is not the boundary."""
+"""A backward inside ``with optimizer.accumulate():``, or in a window of Accelerate, is not the boundary."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Accumulating(ContextDecorator):
-    """Backward inside is not the boundary, as long as ``contexts`` has any. They nest, also those of other threads.
+    """Adds itself to ``contexts`` while it is entered: then no backward is the boundary. Contexts nest.
 
-    One that is called without ``with`` does nothing, and warns of that.
+    One that is never entered does nothing, and warns when it is freed.
     """
 
-    _entered = True  # where Ctrl-C comes before the constructor, there is nothing to warn of
+    _entered = True  # no warning if an interrupt comes before the constructor
 
     def __init__(self, contexts: list[Accumulating]) -> None:
         self._contexts = contexts
@@ -50,10 +50,10 @@ class Accumulating(ContextDecorator):
 
 
 class Accumulation:
-    """Knows whether gradients only add up now."""
+    """Knows whether gradients accumulate now."""
 
     def __init__(self) -> None:
-        self.contexts: list[Accumulating] = []  # those that are open, in any thread
+        self.contexts: list[Accumulating] = []  # open ones, of all threads
         self._window = Window()
 
     def context(self) -> Accumulating:
@@ -61,11 +61,11 @@ class Accumulation:
 
     @property
     def is_asked_for(self) -> bool:
-        """By ``accumulate()``."""
+        """Returns whether an ``accumulate()`` context is open."""
         return bool(self.contexts)
 
     def is_of_a_window(self) -> bool:
-        """Whether Accelerate says so."""
+        """Returns whether a window of Accelerate is open."""
         return self._window.more_to_come()
 
     def step_begins(self, advice: Advice) -> None:

@@ -1,4 +1,4 @@
-"""``superoffload.AdamW`` is put together here: each part gets those that it needs, and none knows ``AdamW`` itself."""
+"""``superoffload.AdamW`` is assembled here: each part gets the parts that it needs, and none knows ``AdamW`` itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from superoffload.optimizer.writes import Writes
 
 
 class Lasting:
-    """Holds what stays as it is when other parameters take the place of those that an optimizer was made for."""
+    """Holds the parts that stay when other parameters replace those that an optimizer was made for."""
 
     def __init__(
         self, lifetime: Lifetime, groups: ParamGroups, verdicts: Verdicts, given: Given, recorder: Recorder
@@ -50,32 +50,32 @@ class Lasting:
         self.views = StateViews()
 
     def follow_reductions(self, ranks: Ranks) -> None:
-        """Among ranks, gradients of a ``DistributedDataParallel`` are final once it has reduced them."""
+        """Has gradients of a ``DistributedDataParallel`` taken once it has reduced them over the ranks."""
         model = self.given.model()
         if ranks.session is not None and model is not None:
             self.reductions.follow(model, self.lifetime.alone)
 
     def say_whose_norm(self, ranks: Ranks) -> None:
-        """Once, where other ranks clip by other norms."""
+        """Warns once, on the first rank of a group, where other ranks clip by other norms."""
         if ranks.setup.first:
             self.verdicts.say_whose_norm(ranks.setup.sharing, ranks.setup.world)
 
     def check_group(self, param_group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-        """One that is to be added to those there are, as a group of lists."""
+        """Checks a group that will be added; returns it with its parameters in a list."""
         (group,) = as_groups([param_group])
         check_groups([group], defaults, taken=self.groups.params())
         self.sums.check_params(named_in([group]), self.given.model())
         return group
 
     def check_sums(self, params: Params) -> None:
-        """That gradients of everything that is in the groups now can be added up as they are to be."""
+        """Checks that gradients of all parameters in the groups can be accumulated in fp32, if that was asked for."""
         groups = range(len(self.groups.now))
         self.sums.check_params([one for index in groups for one in params.named(index)], self.given.model())
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Holds what is made for one set of parameters. Each part knows those before it."""
+    """Holds the parts that are made for one set of parameters. A part knows only those before it."""
 
     core: Engine
     params: Params
@@ -87,28 +87,28 @@ class Parts:
     state: State
 
     def adopt(self, lasting: Lasting, group: int) -> None:
-        """Those parameters of a group that train."""
+        """Adopts the parameters of a group that train."""
         lasting.sums.begin(self.params.named(group), lasting.given.model())
         self.intake.adopt(group, [param for param in lasting.groups.now[group]["params"] if param.requires_grad])
 
     def adopt_all(self, lasting: Lasting) -> None:
-        """Those of all groups that there are now."""
+        """Adopts the parameters of all groups and announces them to other ranks."""
         for index in range(len(lasting.groups.now)):
             self.adopt(lasting, index)
         self.ranks.announce()
 
     def placement(self) -> dict[str, Any] | None:
-        """What ``AdamW.placement`` says."""
+        """Returns the value of ``AdamW.placement``."""
         placer = self.core.layout.placer
         if placer is None:
             return None
         found = self.core.stats()["params_on_device"]
         return {"gpu_fraction": placer.fraction, "params_on_device": found, "why": placer.why}
 
-    # ---- others in their place --------------------------------------------------------------------------------
+    # ---- replaced parameters ----------------------------------------------------------------------------------
 
     def may_be_replaced(self, lasting: Lasting) -> bool:
-        """Whether parts for the parameters of now can take the place of these; raises where these were lost."""
+        """Returns whether parts for other parameters can replace these; raises where that would lose state."""
         if not self.params.may_be_replaced:
             self.params.refuse_replaced()
             return False
@@ -116,7 +116,7 @@ class Parts:
         return True
 
     def anew(self, lasting: Lasting) -> Parts:
-        """Parts for the parameters of now, in the place of these."""
+        """Ends these parts and returns new ones for the parameters that the groups have now."""
         self._remove_hooks(lasting)
         self.core.close()
         self.params.forget_all()
@@ -125,19 +125,19 @@ class Parts:
         return parts
 
     def end(self, lasting: Lasting) -> None:
-        """Once the core is closed."""
+        """Closes the recorder and removes all hooks, once the core is closed."""
         lasting.recorder.close()
         self._remove_hooks(lasting)
 
     def _remove_hooks(self, lasting: Lasting) -> None:
-        """Those on what may outlive the optimizer."""
+        """Removes hooks from parameters and modules, which may outlive the optimizer."""
         lasting.sums.end()
         self.intake.remove_hooks()
         self.delivery.remove_hooks()
 
 
 def assemble(lasting: Lasting, params: Sequence[Tensor]) -> Parts:
-    """Parts for ``params``, which are adopted later, group by group."""
+    """Makes the parts for ``params``, which are adopted later, group by group."""
     lifetime, groups, verdicts, given = lasting.lifetime, lasting.groups, lasting.verdicts, lasting.given
     try:
         connection = connect(given, params, groups.hyper, lasting.recorder)

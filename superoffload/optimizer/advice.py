@@ -1,4 +1,4 @@
-"""Warnings that a step leads to, told once everything is in order: where warnings are errors, telling raises."""
+"""Warnings about a step wait until it has ended, since a warning raises where warnings are errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import warnings
 
 
 class Advice:
-    """Keeps one optimizer's messages from when they are found until ``tell()``."""
+    """Keeps the warnings of one optimizer until ``tell()``."""
 
     def __init__(self) -> None:
         self._messages: list[str] = []
@@ -15,6 +15,6 @@ class Advice:
         self._messages.append(f"superoffload: {message}")
 
     def tell(self) -> None:
-        """From the line that called ``step()``, beyond torch's two wrappers."""
+        """Warns with the line that called ``step()``, which is above two wrappers of torch."""
         while self._messages:
             warnings.warn(self._messages.pop(0), RuntimeWarning, stacklevel=5)

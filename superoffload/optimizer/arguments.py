@@ -1,4 +1,4 @@
-"""Checks of what users pass to ``superoffload.AdamW``; every message says what was expected and what to do."""
+"""Arguments of ``superoffload.AdamW`` are checked here; every message states the expectation and the remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from superoffload.optimizer.unknown_arguments import refuse_in_group
 
 
 def check_max_grad_norm(value: Any) -> float | None:
-    """None (no clipping) or a finite number above 0."""
+    """Returns None (no clipping) or a finite number above 0."""
     if value is None:
         return None
     number = as_float(value)
@@ -32,7 +32,7 @@ def check_max_grad_norm(value: Any) -> float | None:
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """The hyper-parameters of one param group."""
+    """Checks the hyper-parameters of one param group."""
     check_number("lr", group["lr"], low=0.0)
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
@@ -44,7 +44,7 @@ def check_group(group: Mapping[str, Any]) -> None:
 
 
 def check_parameter(name: str, param: Any) -> None:
-    """What a parameter must be to have its state in host memory."""
+    """Checks that a parameter can have its state in host memory."""
     if not isinstance(param, Tensor):
         raise WrongType(f"{name}: {type(param).__name__}, expected a torch.Tensor (model.parameters())")
     if param.layout is not torch.strided:
@@ -73,7 +73,7 @@ def check_parameter(name: str, param: Any) -> None:
 
 
 def as_groups(params: Any) -> list[dict[str, Any]]:
-    """What the base class accepts (parameters, groups, named parameters) as a list of groups of lists."""
+    """Returns what the base class accepts (parameters, groups, named parameters) as a list of groups of lists."""
     if isinstance(params, (Tensor, str, bytes, Mapping)) or not isinstance(params, Iterable):
         one = "; a single one goes into a list" if isinstance(params, (Tensor, Mapping)) else ""
         raise WrongType(f"params: {type(params).__name__}, expected an iterable such as model.parameters(){one}")
@@ -98,7 +98,7 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
 
 
 def named_in(groups: Iterable[Mapping[str, Any]]) -> list[tuple[str, Tensor]]:
-    """Every parameter of ``as_groups``, with a name for errors."""
+    """Returns every parameter of the groups that ``as_groups`` made, with a name for errors."""
     found = []
     for g, group in enumerate(groups):
         for i, entry in enumerate(group["params"]):
@@ -113,7 +113,7 @@ def _refuse_set(name: str, params: Any) -> None:
 
 
 def check_groups(groups: Iterable[dict[str, Any]], defaults: dict[str, Any], taken: Iterable[Tensor] = ()) -> None:
-    """Groups of ``as_groups``: hyper-parameters, parameters, and that none is there twice or in ``taken``."""
+    """Checks groups of ``as_groups``: hyper-parameters, parameters, and that none comes twice or is in ``taken``."""
     taken = list(taken)
     seen = {id(param) for param in taken}
     device = local_of(taken[0]).device if taken else None
@@ -155,7 +155,7 @@ def check_l2(value: Any) -> bool:
 
 
 def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
-    """What a gradient must be to be packed."""
+    """Checks that a gradient can be packed."""
     if is_dtensor(param) and not (is_dtensor(grad) and grad.placements == param.placements):
         found = getattr(grad, "placements", "a plain tensor")
         raise ArgumentError(
@@ -175,7 +175,7 @@ def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
 
 
 def check_finite(name: str, param: Tensor) -> None:
-    """Training from NaN or infinite weights cannot work, and a speculated step would hide where they came from."""
+    """Refuses NaN and infinite initial values: they cannot be trained, and speculation would hide their source."""
     values = local_of(param)
     if not all_finite(values):
         bad = int((~torch.isfinite(values)).sum())
@@ -185,7 +185,7 @@ def check_finite(name: str, param: Tensor) -> None:
 
 
 def check_delivery(delivery: Any, module: Any, model: Any, replicated: str) -> None:
-    """How parameters get their new values, and the module whose forward waits for them on demand."""
+    """Checks ``delivery``, and the module whose forward waits for parameters that are delivered on demand."""
     if delivery not in ("eager", "on_demand"):
         raise ArgumentError(f"delivery={delivery!r}: expected 'eager' or 'on_demand'")
     for name, given in (("module", module), ("model", model)):
@@ -203,7 +203,7 @@ def check_delivery(delivery: Any, module: Any, model: Any, replicated: str) -> N
 
 
 def check_is_of(model: nn.Module, params: Iterable[Any]) -> None:
-    """A model that has none of the parameters is another one, or was sharded or wrapped anew since."""
+    """Refuses a model that has none of the parameters: it is another one, or was sharded or wrapped since."""
     known = {id(param) for param in model.parameters()}
     if not any(id(entry[1] if isinstance(entry, tuple) else entry) in known for entry in params):
         raise ArgumentError(
@@ -213,7 +213,7 @@ def check_is_of(model: nn.Module, params: Iterable[Any]) -> None:
 
 
 def check_in_module(module: nn.Module, params: Iterable[Any]) -> None:
-    """Parameters that no forward of the module reads would never be waited for."""
+    """Refuses parameters that are not in the module, since no forward would wait for them."""
     known = {id(param) for param in module.parameters()}
     for i, param in enumerate([params] if isinstance(params, Tensor) else params):
         tensor = param[1] if isinstance(param, tuple) else param
@@ -226,18 +226,18 @@ def check_in_module(module: nn.Module, params: Iterable[Any]) -> None:
 
 
 def check_rank_check(value: Any) -> tuple[bool, int]:
-    """(whether there is a light check in every step, every how many steps there is a full one, 0 for none)."""
+    """Returns (whether every step has a light check, the number of steps between full checks; 0 for none)."""
     if isinstance(value, Mapping) and set(value) == {"full"}:
         every = value["full"]
         if not isinstance(every, bool) and isinstance(every, int) and every >= 1:
             return True, every
     elif value in ("off", "light", "full"):
         return value != "off", int(value == "full")
-    raise ArgumentError(f"rank_check={value!r}: expected 'off', 'light', 'full' or {{'full': every so many steps}}")
+    raise ArgumentError(f"rank_check={value!r}: expected 'off', 'light', 'full' or {{'full': N}} for every N steps")
 
 
 def check_process_group(value: Any) -> None:
-    """None (all ranks are meant) or a group of torch.distributed that this rank is in."""
+    """Accepts None (all ranks) or a group of torch.distributed that this rank is in."""
     if value is None:
         return
     import torch.distributed as dist
@@ -250,7 +250,7 @@ def check_process_group(value: Any) -> None:
 
 
 def check_replicated(value: Any) -> str:
-    """What several ranks do about parameters that each of them has in full."""
+    """Returns how ranks treat parameters that each of them has in full."""
     if value is None:
         return "replicate"
     if value not in REPLICATED:
@@ -262,7 +262,7 @@ _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def check_state_dtype(value: Any) -> torch.dtype:
-    """The dtype of exp_avg and exp_avg_sq."""
+    """Returns the dtype of exp_avg and exp_avg_sq."""
     for name, dtype in _STATE_DTYPES.items():
         if value in (name, dtype):
             return dtype
@@ -270,14 +270,14 @@ def check_state_dtype(value: Any) -> torch.dtype:
 
 
 def check_accumulate_dtype(value: Any) -> bool:
-    """Whether gradients add up in fp32 whatever their parameters' dtype; None: they add up in that."""
+    """Returns whether gradients add up in fp32 instead of their parameters' dtype."""
     if value is None or value in ("fp32", torch.float32):
         return value is not None
     raise ArgumentError(f"accumulate_dtype={value!r}: expected 'fp32', or None for the parameter's own dtype")
 
 
 def check_seed(value: Any) -> int:
-    """A whole number of 32 bits."""
+    """Returns a whole number of 32 bits."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
         raise ArgumentError(f"seed={value!r}: expected a whole number from 0 to {2**32 - 1}")
     return value

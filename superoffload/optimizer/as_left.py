@@ -1,7 +1,7 @@
-"""Most parameters and gradients are as they were left: passes over many of them that look closely at the others only.
+"""Most parameters and gradients were not edited: these passes over many find the few that need a closer look.
 
-Such a parameter is an ordinary tensor of which this rank has all, in the order of its dimensions; its gradient too.
-What is looked at here costs about a microsecond for each: versions, addresses, and bits of host memory all at once.
+The parameter must be an ordinary tensor, in the order of its dimensions, that this rank has in full; its gradient too.
+A pass costs about a microsecond each: it compares versions and addresses, and all bits in host memory at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from superoffload.optimizer.watched_gradient import WatchedGradient, remember_al
 def ready_gradients(
     several: Iterable[Tracked], arrived: Container[int]
 ) -> tuple[list[tuple[Shard, Tensor]], list[Tracked]]:
-    """Gradients that can be packed as they are, each with its shard and remembered; and those that need a closer look.
+    """Finds and remembers gradients that can be packed as they are; returns them, and those that need a closer look.
 
     ``arrived``: shards, by index, whose gradients the engine has.
     """
@@ -39,7 +39,7 @@ def ready_gradients(
             and grad.layout is torch.strided
             and grad.is_contiguous()
             and grad.numel() == shard.numel
-            and grad.data_ptr()  # torch has zeros without memory
+            and grad.data_ptr()  # 0 for torch's zeros without memory
             and not (shard.keeps_gradient or shard.sums_gradient)
             and "main_grad" not in param.__dict__
             and param._version == tracked.version[0]
@@ -55,9 +55,9 @@ def ready_gradients(
 
 
 def unwritten(several: Iterable[Tracked]) -> tuple[list[Tracked], list[Tracked]]:
-    """Those whose parameters were not written, and those that need a closer look.
+    """Returns those whose parameters were not written, and those that need a closer look.
 
-    In host memory, bits are compared as well: versions do not show every write.
+    It also compares bits in host memory, since versions do not show every write.
     """
     alike: list[Tracked] = []
     others: list[Tracked] = []
@@ -84,7 +84,7 @@ def unwritten(several: Iterable[Tracked]) -> tuple[list[Tracked], list[Tracked]]
 
 
 def unedited(several: Iterable[Tracked], arrived: Container[int]) -> tuple[list[Tracked], list[Tracked]]:
-    """Those whose gradients are what was handed over, and those that need a closer look.
+    """Returns those whose gradients are still the ones handed over, and those that need a closer look.
 
     ``arrived``: shards, by index, whose gradients the engine has.
     """
@@ -110,17 +110,15 @@ def unedited(several: Iterable[Tracked], arrived: Container[int]) -> tuple[list[
 
 
 def outdate(several: Iterable[Tracked]) -> None:
-    """New values are to be delivered later: graphs that still need the old ones must not be used any more."""
-    plain = [
-        tracked for tracked in several if not is_dtensor(tracked.param)
-    ]  # of others, graphs hold what was gathered
+    """Raises versions, since values will be delivered later: graphs that need the old values must not be used."""
+    plain = [tracked for tracked in several if not is_dtensor(tracked.param)]  # graphs hold gathered copies of DTensors
     torch.autograd.graph.increment_version([tracked.param for tracked in plain])
     for tracked in plain:
         tracked.is_outdated()
 
 
 def remember(several: Sequence[Tracked], *, on_device: bool) -> None:
-    """``remember_values``, all ordinary parameters in host memory at once."""
+    """Remembers values as ``remember_values`` does, those of ordinary parameters in host memory all at once."""
     plain = [
         tracked
         for tracked in several

@@ -1,4 +1,4 @@
-"""A step ends: its gradients are collected, a verdict is made, the core acts on it, and what was seen is remembered."""
+"""At the boundary gradients are collected and a verdict is decided; the core acts on it, and values are remembered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from superoffload.optimizer.watched import Tracked
 
 
 class Boundary:
-    """Ends steps: by a verdict, or with nothing changed."""
+    """Ends steps by a verdict, or with nothing changed."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Boundary:
 
     @untraced
     def end_step(self, scale: LossScale) -> None:
-        """A verdict, alone or with other ranks; then commit, replay, step or skip; then what others have stepped."""
+        """Decides a verdict, alone or with other ranks, has the core act on it, and gathers parts of other ranks."""
         verdict = self._ranks.decide(self, scale)
         if verdict is None:
             self._idle.without_gradients(len(self._groups.params()))
@@ -67,20 +67,20 @@ class Boundary:
         failure: WorkerError | HostMemoryError | None = None
         try:
             self._delivery.apply(verdict)
-        except (WorkerError, HostMemoryError) as error:  # the step done, or abandoned where no other rank acts on it
+        except (WorkerError, HostMemoryError) as error:  # completed, or abandoned where no other rank acts on it
             failure = error
         finally:
             try:
                 if not verdict.found_inf:
                     self._ranks.gather_updates()
-            finally:  # this rank has stepped, also where others have been lost since
+            finally:  # this rank has stepped, even if other ranks were lost since
                 self._remember()
         self._ranks.conclude(verdict)
         if failure is not None:
             raise failure
 
     def abandon(self) -> None:
-        """Nothing has changed: the user never called ``step()``, or no verdict was reached."""
+        """Ends the step with nothing changed: the user never called ``step()``, or no verdict was reached."""
         self._intake.forget()
         self._reductions.forget()
         for tracked in self._params:
@@ -90,7 +90,7 @@ class Boundary:
     # ---- before the verdict -----------------------------------------------------------------------------------
 
     def take_stock(self, scale: LossScale) -> None:
-        """All gradients and parameters as the user has them now."""
+        """Brings the core up to date with the user's gradients and parameters."""
         self._core.link.check_stream()
         self._core.tail.land()
         self._ranks.look()
@@ -111,7 +111,7 @@ class Boundary:
         self._edits.collect()
 
     def settings(self) -> dict[str, Any]:
-        """What must be the same on all ranks."""
+        """Returns the settings that must be the same on all ranks."""
         return {
             **self._groups.settings(),
             "max_grad_norm": self._verdicts.max_grad_norm,
@@ -119,7 +119,7 @@ class Boundary:
             "factor that takes the loss scale out": self._verdicts.unscale,
         }
 
-    # ---- after it ---------------------------------------------------------------------------------------------
+    # ---- after the verdict ------------------------------------------------------------------------------------
 
     def _remember(self) -> None:
         ours, outdated = list(self._params), list[Tracked]()

@@ -1,4 +1,4 @@
-"""Finds what reads or writes a parameter whose new value was not delivered yet (``AdamW.check_reads()``)."""
+"""``AdamW.check_reads()`` finds reads and writes of parameters whose new values were not delivered yet."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_leaves
 from superoffload.errors import StateError
 from superoffload.host.tensors import local_of
 
-# They take over shape, dtype and device of a tensor, not its values.
+# These use a tensor's shape, dtype and device, not its values.
 _LIKE = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"}
 _NEW = {"new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"}
 
 
 class CheckReads(TorchDispatchMode):
-    """``undelivered`` gives names and values of what must not be touched at that moment."""
+    """Raises when an operation uses a tensor of ``undelivered()``, which returns names and values."""
 
     def __init__(self, undelivered: Callable[[], Sequence[tuple[str, Tensor]]]) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class CheckReads(TorchDispatchMode):
 
 
 def _extent(leaf: Any) -> tuple[int, int] | None:
-    """Addresses from the first byte of a tensor to behind its last one; None where there are none."""
+    """Returns the address of a tensor's first byte and the one behind its last byte; None where it has no memory."""
     if not isinstance(leaf, Tensor):
         return None
     tensor = local_of(leaf)
@@ -55,7 +55,7 @@ def _extent(leaf: Any) -> tuple[int, int] | None:
         return None
     try:
         begin = tensor.data_ptr()
-    except RuntimeError:  # of a tensor without memory of its own
+    except RuntimeError:  # a tensor without memory of its own
         return None
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return begin, begin + (last + 1) * tensor.element_size()

@@ -1,4 +1,4 @@
-"""An optimizer finds the other ranks, and makes a core with a link to the parameters, before there is any state."""
+"""Before there is any state, an optimizer joins the other ranks and makes a core with a link to the parameters."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from superoffload.optimizer.packed_gradient import PackedGradient
 
 @dataclass(frozen=True)
 class Connection:
-    """Holds what was made for one set of parameters, which have no state yet.
+    """Holds the core and the ranks for one set of parameters, which have no state yet.
 
-    ``names``: of the model's parameters, by their ids. ``resident``: ids of those whose state begins on the device.
-    """
+    ``names`` has the names of the model's parameters by id, ``resident`` the ids of those whose state begins on the
+    device."""
 
     core: Engine
     listener: Following
@@ -67,13 +67,13 @@ def connect(
 
 
 def _in_memory(param: Tensor) -> Tensor | None:
-    """The gradient of ``param``, unless it was packed and freed."""
+    """Returns the gradient of ``param``, unless it was packed and freed."""
     gradient = gradient_of(param)
     return None if isinstance(gradient, PackedGradient) else gradient
 
 
 def _sizes(params: Sequence[Tensor], names: dict[int, str], ranks: RankSetup) -> list[tuple[int, int]]:
-    """(id, elements that this rank has the state of) of all that trains."""
+    """Returns (id, number of elements whose state this rank has) of all parameters that train."""
     trained = [param for param in params if param.requires_grad]
     named = [(names.get(id(param), "params"), param) for param in trained]
     return [(id(param), ranks.holding_of(name, param).part(param).numel()) for name, param in named]

@@ -1,7 +1,7 @@
 """Parameters are delivered eagerly, or on demand: then ``step()`` returns at once and readers wait for what they read.
 
-Known readers are forward passes of the module, its ``state_dict()`` and loading into it. Everything else that reads or
-writes parameters calls ``synchronize()`` first; ``check_reads()`` finds what does not.
+Known readers are forward passes of the module, its ``state_dict()`` and loading into it. All other code must call
+``synchronize()`` before it reads or writes parameters; ``check_reads()`` finds code that does not.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ class Delivery(Protocol):
         """Has the core act on the verdict."""
 
     def check_new(self, params: Any) -> None:
-        """Raises where parameters that are about to be added could never be delivered."""
+        """Raises where new parameters could never be delivered."""
 
     def check_reads(self) -> CheckReads:
-        """A context in which reads and writes of what is not delivered yet are errors."""
+        """Returns a context in which reads and writes of undelivered parameters are errors."""
 
     def landing(self, buckets: Sequence[Bucket]) -> None:
-        """The core is about to deliver what ``apply`` has left."""
+        """Learns that the core will deliver buckets that ``apply`` has left."""
 
     def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None:
-        """It was delivered. What is returned is raised once everything is in order."""
+        """Learns that they were delivered; the core raises the returned error once the delivery is complete."""
 
     def remove_hooks(self) -> None: ...
 
 
 class Undelivered:
-    """Knows which parameters must not be read yet, and by which threads: not by those that deliver them."""
+    """Knows which parameters must not be read yet; the thread that delivers them may."""
 
     def __init__(self, lifetime: Lifetime, core: Engine) -> None:
         self._lifetime = lifetime
         self._core = core
-        self._delivering: int | None = None  # the thread that does
+        self._delivering: int | None = None  # the delivering thread
 
     def begin(self) -> None:
-        """This thread delivers them."""
+        """Notes that this thread delivers parameters."""
         self._delivering = threading.get_ident()
 
     def end(self) -> None:
@@ -74,13 +74,13 @@ class Undelivered:
             self.end()
 
     def must_wait(self) -> bool:
-        """Whether this thread must, before it reads a parameter."""
+        """Returns whether this thread must wait before it reads a parameter."""
         if not self._core.tail.is_landing or self._lifetime.closed:
             return False
         return self._delivering != threading.get_ident()
 
     def values(self) -> list[tuple[str, Tensor]]:
-        """Names and values of what must not be read now."""
+        """Returns names and values of the parameters that must not be read now."""
         if not self.must_wait():
             return []
         return [(shard.name, shard.target()) for shard in self._core.tail.landing_shards().values()]
@@ -111,7 +111,7 @@ class Eager:
 
 
 class OnDemand:
-    """Delivers each parameter before its first use, for which readers of a module wait."""
+    """Delivers each parameter before its first use: the module's readers wait for it."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class OnDemand:
         self._untold = untold
         self._undelivered = Undelivered(lifetime, core)
         self._overtaken: dict[int, Tracked] = {}
-        self._module_of = module_of  # as long as it lives
+        self._module_of = module_of  # returns None once the module is freed
         self._hooks: list[ModuleHooks] = []
         self.check_new(given)
         module = module_of()
@@ -147,7 +147,7 @@ class OnDemand:
     # ---- readers ----------------------------------------------------------------------------------------------
 
     def wait(self, params: Iterable[Tensor] | None, streams: Sequence[int] = ()) -> None:
-        """Delivers ``params``, or all of them, before they are read; ``streams``: not only on the current one."""
+        """Delivers ``params``, or all, before they are read; ``streams`` read them besides the current one."""
         if not self._undelivered.must_wait():
             return
         shards = None
@@ -177,17 +177,17 @@ class OnDemand:
             self._core.apply(verdict, later=True)
 
     def landing(self, buckets: Sequence[Bucket]) -> None:
-        """Values that users wrote meanwhile are not overwritten, where that can be helped: their pieces stay behind."""
+        """Finds parameters that the user wrote meanwhile; where possible their pieces are not delivered."""
         self._undelivered.begin()
         self._overtaken = {}
-        # Bits tell nothing where the new ones are on their way, nor may a stream read them that does not wait for them.
+        # While new values travel, bits show nothing, and this stream must not read them.
         under_way = self._core.link.asynchronous
         landing = self._stepped_in(buckets)
         overtaken = (
             [one for one in landing if one.plainly_written] if under_way else notice(unwritten(landing)[1]).written
         )
         self._overtaken = {tracked.shard.index: tracked for tracked in overtaken}
-        if self._overtaken and not under_way:  # else they are on their way since step()
+        if self._overtaken and not under_way:  # else step() has sent them already
             for bucket in buckets:
                 bucket.leave_out(self._overtaken)
 
@@ -201,7 +201,7 @@ class OnDemand:
         return self._params.of_shards({piece.shard.index for bucket in buckets for piece in bucket.stepped_pieces()})
 
     def _overtaken_error(self, tracked: Tracked) -> SuperOffloadError:
-        """Once; whatever the parameter has from now on is what its user wants."""
+        """Returns an error about a parameter, once: from now on its value counts as the user's."""
         tracked.forget_value()
         try:
             tracked.check_still_fits()
@@ -211,7 +211,7 @@ class OnDemand:
         if self._core.link.asynchronous:
             fate = "may have been overwritten by it"
         return StateError(
-            f"{tracked.shard.name}: written after step(), before the value of that step was delivered. What was "
-            f"written {fate}; with delivery='on_demand' call synchronize() before parameters are written "
+            f"{tracked.shard.name}: written after step(), before the value of that step was delivered. The written "
+            f"value {fate}; with delivery='on_demand' call synchronize() before parameters are written "
             "(docs/pipeline.md)"
         )

@@ -1,7 +1,7 @@
-"""Tells the user once that gradients which change after backward cost the overlap: most often they are clipped by hand.
+"""Gradients that change after backward, mostly because they are clipped by hand, cost the overlap: users are told once.
 
-It is told where it is certain: in two steps in a row, everything that was stepped during backward was undone because
-gradients had been changed.
+They are told where it is certain: two steps in a row, all buckets that were stepped during backward were undone because
+gradients had changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ STEPS_IN_A_ROW = 2
 
 
 class EditedGradients:
-    """One step's: ``begin()`` before gradients are looked at, ``edited()`` per gradient, ``end()`` after all."""
+    """Counts undone buckets: ``begin()`` before gradients are compared, ``edited()`` per gradient, ``end()`` after."""
 
     def __init__(self, advice: Advice) -> None:
         self._advice = advice
@@ -30,7 +30,7 @@ class EditedGradients:
             self._edited.clear()
 
     def edited(self, shard: Shard) -> None:
-        """What was done with this gradient during backward is undone, since it was changed after it."""
+        """Notes that speculation with this gradient is undone, since it was changed after backward."""
         self._edited.add(shard.index)
 
     def end(self) -> None:
@@ -51,6 +51,6 @@ def _message(buckets: int) -> str:
         f"gradients changed between backward and step() in {STEPS_IN_A_ROW} steps in a row, so {undone} "
         "stepped during backward had to be undone and stepped again. The result is right, but nothing is hidden behind "
         "backward. If you clip by hand (torch.nn.utils.clip_grad_norm_, GradScaler.unscale_): pass max_grad_norm= to "
-        "superoffload.AdamW instead, the norm is in optimizer.grad_norm. Other changes belong into a hook "
-        "(parameter.register_hook), which comes before; where that cannot be, speculation='never' saves the undoing"
+        "superoffload.AdamW instead; the norm is in optimizer.grad_norm. Make other changes in a hook "
+        "(parameter.register_hook), which runs earlier; where that is impossible, speculation='never' avoids the undo"
     )

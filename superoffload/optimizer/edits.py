@@ -1,4 +1,4 @@
-"""Users edit gradients and parameters between backward and ``step()``, which goes by what they have then."""
+"""Users edit gradients and parameters between backward and ``step()``, which uses the edited values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from superoffload.optimizer.writes import Writes
 
 
 class Edits:
-    """Makes the core's view of gradients and parameters that of the user, whatever happened since backward."""
+    """Has the core use the gradients and parameters that the user has at ``step()``."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class Edits:
         self._edited = EditedGradients(advice)
 
     def begin(self) -> None:
-        """Before the first gradient is let go."""
+        """Notes which buckets were speculated, before the first gradient is retracted."""
         self._edited.begin(self._core.buckets)
 
     def all_edited(self) -> None:
-        """Every gradient was, in a way that nothing shows."""
+        """Retracts every gradient, since all were edited in a way that version counters do not show."""
         for tracked in self._params:
             self._let_go(tracked)
 
@@ -74,10 +74,10 @@ class Edits:
         self._edited.end()
 
     def is_edited(self, tracked: Tracked) -> bool:
-        """Whether the gradient is no longer what the core has.
+        """Returns whether the gradient differs from the one that the core has.
 
-        Operations on lists of DTensors (torch._foreach_mul_, and so clip_grad_norm_) raise no version at all, so there
-        the bits are compared, unless ``notice`` has done that.
+        Operations on lists of DTensors (torch._foreach_mul_, and so clip_grad_norm_) raise no version. There the bits
+        are compared, unless ``notice`` has done that.
         """
         grad = gradient_of(tracked.param)
         if grad is None or tracked.gradient.plainly_changed:
@@ -86,13 +86,13 @@ class Edits:
         if packed is None:
             unseen = is_dtensor(grad) and tracked.gradient.sums is None
             unknown = self._core.packer.packed_sums(tracked.shard) is None if tracked.shard.sums_gradient else unseen
-        else:  # brought back, and written with the same sums: a clip that clips nothing, or elements that were swapped
+        else:  # brought back, then written with the same sums: by a clip that clips nothing, or a swap of elements
             unknown = packed.in_memory is not None and tracked.gradient.was_written(grad)
         return unknown and not self._core.packer.gradient_is(tracked.shard, tracked.holding.part(grad))
 
     def _notice(self, several: Sequence[Tracked]) -> Noticed:
-        """What was written and edited. Where a device cannot tell: masters are those of the last finished step, and
-        gradients that it has lost are an error of their own."""
+        """Finds what was written and edited. Where a device cannot tell, it brings masters to the last finished step;
+        lost gradients raise an error of their own."""
         try:
             return notice(several, self._core.packer.packed_sums)
         except DeviceError:
@@ -105,7 +105,7 @@ class Edits:
         self._intake.let_go(tracked)
 
     def _adopt_reduced(self, tracked: Tracked) -> None:
-        """From a reduction to what the user sees: the same bits, or ``p.grad`` was edited since."""
+        """Remembers ``p.grad`` in place of a reduced gradient, or retracts that if the bits differ: it was edited."""
         tracked.gradient.forget_reduced()
         grad = tracked.param.grad
         if grad is not None and self._core.has_gradient(tracked.shard):

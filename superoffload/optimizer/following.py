@@ -1,4 +1,4 @@
-"""A core tells the parts of an optimizer what it does, and does not keep them alive."""
+"""A core tells the parts of an optimizer of its events and does not keep them alive."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _Part = TypeVar("_Part")
 
 
 class Following(Listener):
-    """Tells each part of an optimizer what it hears, as long as that part lives."""
+    """Passes events on to the parts of an optimizer, as long as each part lives."""
 
     def __init__(self) -> None:
         self._gradients: Callable[[], HearsOfGradients | None] = _nothing
@@ -37,7 +37,7 @@ class Following(Listener):
         self._delivery: Callable[[], HearsOfDelivery | None] = _nothing
 
     def tell(self, gradients: HearsOfGradients, state: HearsOfState, delivery: HearsOfDelivery) -> None:
-        """From now on these hear it. The core is made before them."""
+        """Passes events on to these parts from now on. The core is made before them."""
         self._gradients, self._state, self._delivery = _weak(gradients), _weak(state), _weak(delivery)
 
     def packed(self, shard: Shard) -> None:
@@ -70,4 +70,4 @@ def _weak(part: _Part) -> ReferenceType[_Part]:
 
 
 def _nothing() -> None:
-    """No part hears of it yet."""
+    """Returns None until ``tell()`` names a part."""

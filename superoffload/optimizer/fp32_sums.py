@@ -1,6 +1,6 @@
-"""``accumulate_dtype="fp32"``: ``p.grad_dtype`` tells autograd to add gradients of bf16 and fp16 parameters up in fp32.
+"""With ``accumulate_dtype="fp32"``, ``p.grad_dtype`` has autograd add up gradients of bf16 and fp16 parameters in fp32.
 
-Autograd then keeps ``p.grad`` in fp32 and widens what comes before it adds it. FSDP2 assigns sharded gradients without
+Autograd then keeps ``p.grad`` in fp32 and widens a gradient before it adds it. FSDP2 assigns sharded gradients without
 autograd: there its reduction keeps them in fp32.
 """
 
@@ -21,7 +21,7 @@ Named = Iterable[tuple[str, Any]]
 
 
 def check_fp32_sums(params: Named, model: nn.Module | None) -> None:
-    """Whether gradients of all of these can be added up in fp32; nothing is changed."""
+    """Checks that gradients of all these parameters can be added up in fp32; changes nothing."""
     named = list(params)
     for name, param in named:
         main = getattr(param, "main_grad", None)
@@ -57,20 +57,20 @@ def check_fp32_sums(params: Named, model: nn.Module | None) -> None:
 
 
 class Fp32Sums:
-    """One optimizer's: sets ``p.grad_dtype``, and sets it back."""
+    """Sets ``p.grad_dtype`` for one optimizer, and sets it back."""
 
     def __init__(self, *, wanted: bool) -> None:
         self.wanted = wanted
         self._dtypes = GradDtypes()
-        self._kept: list[Callable[[], None]] = []  # each puts FSDP2's rounding of some gradients back
+        self._kept: list[Callable[[], None]] = []  # each restores FSDP2's rounding of some gradients
 
     def check_params(self, params: Named, model: nn.Module | None) -> None:
-        """``check_fp32_sums``, where gradients are to be added up in fp32."""
+        """Calls ``check_fp32_sums`` if gradients are to be added up in fp32."""
         if self.wanted:
             check_fp32_sums(params, model)
 
     def begin(self, params: Named, model: nn.Module | None) -> None:
-        """For parameters that ``check_fp32_sums`` has checked and that train, now or later."""
+        """Sets ``p.grad_dtype`` on parameters that ``check_fp32_sums`` has checked and that train, now or later."""
         if not self.wanted:
             return
         ours = [param for _, param in params if _is_ours_to_set(param)]
@@ -80,7 +80,7 @@ class Fp32Sums:
             self._dtypes.widen(param)
 
     def check(self, name: str, param: Any, gradient: Tensor) -> None:
-        """Every gradient that is handed over, or something has changed since what we have set."""
+        """Raises if a gradient that is handed over is not in fp32, because the user has changed its dtype since."""
         if not self.wanted or gradient.dtype == torch.float32:
             return
         declared = getattr(param, "grad_dtype", None)
@@ -90,18 +90,18 @@ class Fp32Sums:
         raise StateError(
             f"{name}: its gradient is {gradient.dtype}, so it was not added up in fp32 as accumulate_dtype='fp32' asks "
             f"for: {why}. Nothing has changed. Call zero_grad() and leave gradients and p.grad_dtype as they are; "
-            "where they must change, make the optimizer behind that, or without accumulate_dtype"
+            "where they must change, make the optimizer after that, or without accumulate_dtype"
         )
 
     def end(self) -> None:
-        """Everything as it was before, gradients included."""
+        """Restores everything, dtypes of gradients included."""
         while self._kept:
             self._kept.pop()()
         self._dtypes.put_back()
 
 
 def _is_ours_to_set(param: Any) -> bool:
-    """Not where gradients are added up in fp32 already: because the user says so, or in ``p.main_grad``."""
+    """Returns whether we set ``p.grad_dtype``: not where gradients add up in fp32 without us."""
     if param.dtype is torch.float32 or getattr(param, "main_grad", None) is not None:
         return False
     return getattr(param, "grad_dtype", None) is not torch.float32 or is_widened(param)

@@ -1,4 +1,4 @@
-"""A gradient that was packed is freed, and comes back where something needs it, which costs time and memory."""
+"""A gradient is freed once it was packed, and copied back if it is needed again, which costs time and memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from superoffload.optimizer.weakly import weakly
 
 
 class FreedGradients:
-    """Puts a placeholder where a gradient was packed, and brings the gradient back when something needs it."""
+    """Puts a placeholder in the place of a packed gradient, and brings the gradient back when it is needed."""
 
     def __init__(self, lifetime: Lifetime, core: Engine, params: Params, host_sums: HostSums, advice: Advice) -> None:
         self._lifetime = lifetime
@@ -30,18 +30,18 @@ class FreedGradients:
         self._said = False
         self._fetch, self._offer = weakly(self._bring_back), weakly(self._take_addend)
 
-    # ---- what the core tells ----------------------------------------------------------------------------------
+    # ---- events of the core -----------------------------------------------------------------------------------
 
     def packed(self, shard: Shard) -> None:
-        """The gradient is not needed again: its memory goes, and something that says so stands in its place."""
+        """Frees the gradient, since the core does not need it again, and puts a placeholder in its place."""
         tracked = self._params.of_shard(shard.index)
         assert tracked is not None
-        if tracked.gradient.handed is None or shard.keeps_gradient:  # not ours to free: a reduction's, or p.main_grad
+        if tracked.gradient.handed is None or shard.keeps_gradient:  # it belongs to a reduction, or is p.main_grad
             return
         tracked.gradient.free(self._fetch, self._offer)
 
     def making_way(self) -> None:
-        """Buckets are about to be laid out again: gradients of the step before that were not let go are copied."""
+        """Brings back gradients that ``p.grad`` still shows, before buckets are laid out again."""
         for tracked in self._params:
             packed, shown = tracked.gradient.placeholder, packed_in(tracked.param.grad)
             if packed is not None and packed is shown and not packed.zeroed:
@@ -49,14 +49,14 @@ class FreedGradients:
         for tracked in self._params:
             tracked.gradient.forget_placeholder()
 
-    # ---- what placeholders ask --------------------------------------------------------------------------------
+    # ---- calls of placeholders --------------------------------------------------------------------------------
 
     def is_packed(self, tracked: Tracked, packed: PackedGradient) -> bool:
-        """Whether ``packed`` stands for what the core has of this step."""
+        """Returns whether ``packed`` stands for the gradient that the core has of this step."""
         return tracked.gradient.is_placeholder(packed) and self._core.has_gradient(tracked.shard)
 
     def _take_addend(self, packed: PackedGradient, addend: Tensor) -> None:
-        """Whichever thread adds it; its hook goes on with it."""
+        """Keeps ``addend``, from any thread, for the hook of its parameter to add in host memory."""
         with self._lifetime.alone:
             tracked = self._params.of_shard(packed.shard)
             if tracked is None or self._lifetime.out_of_use() or not self.is_packed(tracked, packed):
@@ -65,7 +65,7 @@ class FreedGradients:
                 packed.keep_addend(addend)
 
     def _bring_back(self, packed: PackedGradient) -> None:
-        """Whichever thread needs it. Leaves ``packed`` as it is where what it stands for is not there any more."""
+        """Brings the gradient back, for any thread. Leaves ``packed`` as it is where the gradient is gone."""
         with self._lifetime.whole().alone:
             tracked = self._params.of_shard(packed.shard)
             if tracked is None or tracked.gradient.placeholder is not packed or self._lifetime.out_of_use():
@@ -75,7 +75,7 @@ class FreedGradients:
 
     @torch.no_grad()
     def bring_back(self, tracked: Tracked, packed: PackedGradient) -> None:
-        """A copy of what was packed, where the parameter is, whatever mode the reader is in."""
+        """Fills ``packed`` with a copy of the packed gradient on the parameter's device, even in inference mode."""
         holding, local = tracked.holding, local_of(tracked.param)
         if holding.flat_chunks:
             raise gradient_is_gone(packed.of, "this rank has packed a part of it (replicated='shard')")
@@ -90,7 +90,7 @@ class FreedGradients:
                 packed.empty()
                 raise
             addend = packed.take_addend()
-            if addend is not None:  # behind its sums, which then show that it is not what was packed
+            if addend is not None:  # after its sums were taken, so that the addition shows as an edit
                 gradient.add_(addend)
         if not self._said:
             self._said = True

@@ -33,7 +33,7 @@ from superoffload.optimizer.fp32_sums import check_fp32_sums
 
 @dataclass(frozen=True)
 class Given:
-    """Keeps arguments that are needed again where an optimizer starts anew on other parameters."""
+    """Keeps the arguments that an optimizer needs again when it starts anew on other parameters."""
 
     speculation: str
     on_demand: bool
@@ -43,7 +43,7 @@ class Given:
     check: tuple[bool, int]
     process_group: Any
     rank_timeout: float | None
-    model: Callable[[], nn.Module | None]  # as long as it lives
+    model: Callable[[], nn.Module | None]  # returns None once the model is freed
     keep_grads: bool | None
     placement: Asked
     fp32_sums: bool
@@ -52,7 +52,7 @@ class Given:
 
 
 def check_given(params: Any, defaults: dict[str, Any], given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Given]:
-    """The param groups to train, and everything else, or ArgumentError. ``given``: by the names of the arguments."""
+    """Checks all arguments, ``given`` by name; returns the param groups and the other arguments."""
     placement = check_placement(given["placement"])
     check_keep_grads(given["keep_grads"])
     check_whole_number("bucket_numel", given["bucket_numel"])
@@ -92,9 +92,9 @@ def check_given(params: Any, defaults: dict[str, Any], given: Mapping[str, Any])
 
 
 def params_of(groups: list[dict[str, Any]]) -> list[Tensor]:
-    """Of ``as_groups``, without their names."""
+    """Returns the parameters of groups from ``as_groups``, without names."""
     return [entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]]
 
 
 def _no_model() -> None:
-    """There is no model that could be asked."""
+    """Returns None where no model was given."""

@@ -1,4 +1,4 @@
-"""``p.grad_dtype`` (torch 2.10 and newer), set to fp32 and set back."""
+"""``p.grad_dtype`` (torch 2.10 and newer) is set to fp32 here, and set back."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from superoffload.optimizer.packed_gradient import packed_in, stand_in_for
 @dataclass
 class _Widened:
     before: torch.dtype | None
-    was_own: bool  # the parameter's own dtype, as torch has it by default
+    was_own: bool  # ``before`` was the parameter's own dtype, torch's default
     holders: int = 0
 
     def hold(self) -> None:
         self.holders += 1
 
     def let_go(self) -> bool:
-        """Whether that was the last holder."""
+        """Removes a holder; returns whether it was the last one."""
         self.holders -= 1
         return self.holders <= 0
 
 
-_WIDENED: Any = WeakTensorKeyDictionary()  # of each parameter what it was, for all that have widened it
+_WIDENED: Any = WeakTensorKeyDictionary()  # for each parameter its dtype before, shared by all holders
 
 
 def is_widened(param: Tensor) -> bool:
-    """Whether ``p.grad_dtype`` is in fp32 because of us."""
+    """Returns whether we have set ``p.grad_dtype`` to fp32."""
     return param in _WIDENED
 
 
 class GradDtypes:
-    """One holder of widened parameters. The last one that puts a parameter back sets what it was before the first."""
+    """Holds widened parameters. The last holder that puts a parameter back restores the dtype before the first."""
 
     def __init__(self) -> None:
         self._held: dict[Tensor, None] = {}
 
     def widen(self, param: Any) -> None:
-        """A gradient that is there already is widened with it."""
+        """Widens the parameter's gradients, also one that exists already."""
         if param in self._held:
             return
         if not is_widened(param):
@@ -55,15 +55,15 @@ class GradDtypes:
         self._held[param] = None
 
     def put_back(self) -> None:
-        """A gradient that is there is rounded to what ``p.grad`` may be then. One that cannot be, on a device that is
-        full or broken, is gone: the others and their parameters are none the worse for it."""
+        """Restores the dtypes and rounds existing gradients to them. A gradient that cannot be rounded, because its
+        device is full or broken, is dropped; all others are restored."""
         while self._held:
             param, _ = self._held.popitem()
             widened = _WIDENED[param]
             if not widened.let_go():
                 continue
             del _WIDENED[param]
-            dtype = param.dtype if widened.was_own else widened.before  # which was converted since, perhaps
+            dtype = param.dtype if widened.was_own else widened.before  # the model may have been converted since
             try:
                 _set(param, dtype)
             except RuntimeError:
@@ -72,7 +72,7 @@ class GradDtypes:
 
 
 def _set(param: Any, dtype: torch.dtype | None) -> None:
-    """torch sets it only where ``p.grad`` has that dtype already. Changes nothing where memory is refused."""
+    """Converts ``p.grad`` first, since torch demands that. Changes nothing where memory is refused."""
     grad = param.grad
     if grad is not None:
         grad = _in_dtype(param, grad, dtype or param.dtype)

@@ -1,7 +1,7 @@
-"""Which tensor a parameter is stepped with, and in which dtype it comes: ``p.grad``, or ``p.main_grad`` where that is.
+"""A parameter is stepped with ``p.main_grad`` if it has one, else with ``p.grad``.
 
 ``main_grad`` is Megatron's convention, which Transformer Engine follows: a hook, or a fused kernel during backward,
-adds the gradients of a parameter to it, in fp32, and ``p.grad`` is ``None`` or a stand-in that has no meaning.
+adds the gradients of a parameter to it, in fp32. ``p.grad`` is then ``None`` or a placeholder without meaning.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from superoffload.errors import ArgumentError, StateError
 
 
 def main_grad_of(param: Tensor) -> Tensor | None:
-    """``p.main_grad`` where the parameter has one and trains: it stays there when the parameter is frozen."""
+    """Returns ``p.main_grad`` if the parameter has one and trains; a frozen parameter may still have an old one."""
     found: Tensor | None = getattr(param, "main_grad", None)
     return found if param.requires_grad else None
 
 
 def gradient_of(param: Tensor) -> Tensor | None:
-    """What the parameter is stepped with: ``p.main_grad`` where it has one, else ``p.grad``."""
+    """Returns the gradient that the parameter is stepped with: ``p.main_grad`` if it has one, else ``p.grad``."""
     main = main_grad_of(param)
     return param.grad if main is None else main
 
 
 def is_added(param: Tensor) -> bool:
-    """Whether ``p.main_grad`` has all that backward gave: ``p.grad`` is gone, or a fused kernel says that it has no
-    meaning. Not where ``zero_out_wgrad`` says that it is still to be added, as for weights that are shared."""
+    """Returns whether ``p.main_grad`` includes all of ``p.grad``: that is None, or a fused kernel has marked it as
+    added. It is still to be added where ``zero_out_wgrad`` says so, as for shared weights."""
     if param.grad is None:
         return True
     return bool(getattr(param, "grad_added_to_main_grad", False)) and not getattr(param, "zero_out_wgrad", False)
 
 
 def check_one_gradient(name: str, param: Tensor) -> None:
-    """Two gradients of one parameter are an error: nothing says whether the one is in the other."""
+    """Refuses two gradients of one parameter, since nothing says whether one includes the other."""
     if main_grad_of(param) is not None and not is_added(param):
         raise StateError(
             f"{name}: it has both p.grad and p.main_grad, and nothing says whether the one was added to the other. "
-            "What adds p.grad to p.main_grad sets p.grad = None behind it; where p.grad is a stand-in, as fused "
+            "Code that adds p.grad to p.main_grad sets p.grad = None afterwards; where p.grad is a stand-in, as fused "
             "kernels return it, p.grad_added_to_main_grad = True says so. Without such kernels leave main_grad out: "
             "p.grad_dtype = torch.float32 has autograd itself keep gradients in fp32"
         )
 
 
 def clear_main_grad(param: Tensor) -> None:
-    """Zeros, in place, since kernels that add to it know its memory; and nothing was added so far."""
+    """Sets ``p.main_grad`` to zero, in place, since kernels keep its address; marks ``p.grad`` as not added."""
     main: Tensor | None = getattr(param, "main_grad", None)
     if main is not None:
         main.zero_()
@@ -53,7 +53,7 @@ def clear_main_grad(param: Tensor) -> None:
 
 
 def dtype_to_come(name: str, param: Tensor) -> torch.dtype:
-    """The dtype that is wide enough for the gradients of ``param``, as far as it is public."""
+    """Returns the dtype that the gradients of ``param`` will have, as far as its public attributes tell."""
     main = main_grad_of(param)
     if main is not None:
         return _checked(name, param, main.dtype, "p.main_grad")
@@ -63,7 +63,7 @@ def dtype_to_come(name: str, param: Tensor) -> torch.dtype:
             f"{name}: p.grad_dtype is set, which this torch ({torch.__version__}) does not know, so gradients would be "
             f"in {param.dtype} all the same; it needs torch 2.10, or leave grad_dtype out"
         )
-    if declared is None:  # any: fp32 holds them all
+    if declared is None:  # any dtype: fp32 holds all of them
         return torch.float32
     return _checked(name, param, declared, "p.grad_dtype")
 
@@ -76,7 +76,7 @@ def _checked(name: str, param: Tensor, dtype: torch.dtype, what: str) -> torch.d
 
 
 def check_no_main_grad(name: str, param: Tensor) -> None:
-    """For optimizers that read ``p.grad`` only."""
+    """Refuses ``p.main_grad``, for an optimizer that reads only ``p.grad``."""
     if main_grad_of(param) is not None:
         raise StateError(
             f"{name}: it has p.main_grad, and CPUAdamW reads p.grad only; use superoffload.AdamW, which steps with "

@@ -1,4 +1,4 @@
-"""Param groups belong to their user, who may change them between any two lines: they are read when they are needed."""
+"""Users may change param groups at any time, so groups are read whenever they are needed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _KEYS = ("lr", "betas", "eps", "weight_decay")
 
 
 class _Checked(NamedTuple):
-    """Keeps hyper-parameters that were checked: the objects themselves, and what they came to."""
+    """Keeps checked hyper-parameters: the user's objects and our values of them."""
 
     values: tuple[Any, ...]
     hyper: GroupHyper
 
 
 class ParamGroups:
-    """Reads an optimizer's param groups, which users may change at any time; does not keep the optimizer alive."""
+    """Reads an optimizer's param groups; does not keep the optimizer alive."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -41,7 +41,7 @@ class ParamGroups:
         return [param for group in self.now for param in group["params"]]
 
     def hyper(self, index: int) -> GroupHyper:
-        """Of one group, as they are now; those that were changed since they were last asked for are checked."""
+        """Returns the current hyper-parameters of a group; checks them if they have changed since the last call."""
         group = self.now[index]
         values = tuple(group[key] for key in _KEYS)
         known = self._checked.get(index)
@@ -55,7 +55,7 @@ class ParamGroups:
         return hyper
 
     def settings(self) -> dict[str, Any]:
-        """The hyper-parameters, by names for errors: they must be the same on all ranks."""
+        """Returns the hyper-parameters, which must be the same on all ranks, by names for errors."""
         settings: dict[str, Any] = {}
         for index in range(len(self.now)):
             hyper = self.hyper(index)
@@ -65,26 +65,26 @@ class ParamGroups:
         return settings
 
     def named(self, index: int, names: Mapping[int, str]) -> Iterator[tuple[str, Tensor]]:
-        """Parameters of one group, by ``names`` of their ids where these have them."""
+        """Yields the parameters of a group with their names, from ``names`` by id where it has them."""
         group = self.now[index]
         own = group.get("param_names")
         for i, param in enumerate(group["params"]):
             name = str(own[i]) if own else f"param_groups[{index}]['params'][{i}]"
             yield names.get(id(param), name), param
 
-    # ---- parameters that others put in their place ------------------------------------------------------------
+    # ---- replaced parameters ----------------------------------------------------------------------------------
 
     def one_more(self) -> int:
-        """The index of the last group, which was added in the way that torch has for it."""
+        """Notes the group that ``add_param_group()`` has added; returns its index."""
         self._firsts.append(_first_of(self.now[-1]))
         return len(self.now) - 1
 
     def replaced(self) -> bool:
-        """Whether parameters were put into groups, or groups were made, in another way."""
+        """Returns whether groups or parameters were changed without ``add_param_group()``."""
         return self._firsts != [_first_of(group) for group in self.now]
 
     def accept(self) -> None:
-        """The parameters that there are now are those to train."""
+        """Accepts the parameters that the groups have now."""
         self._firsts = [_first_of(group) for group in self.now]
 
 
@@ -93,6 +93,6 @@ def _first_of(group: Mapping[str, Any]) -> int:
 
 
 def _are_immutable(values: tuple[Any, ...]) -> bool:
-    """Not a learning rate that is a tensor, nor betas that are a list: these change while they stay the same object."""
+    """Returns whether no value can change in place, as a tensor ``lr`` or a list of betas can."""
     betas = values[1]
     return type(betas) is tuple and all(type(value) in (float, int) for value in (values[0], *betas, *values[2:]))

@@ -1,4 +1,4 @@
-"""Where ``accumulate_dtype="fp32"`` adds micro-batches up: on the device, or in host memory if that is too full."""
+"""``accumulate_dtype="fp32"`` adds micro-batches up on the device, or in host memory if the device is too full."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _BYTES = 4  # of an element in fp32
 
 
 class HostSums:
-    """One optimizer's. Decided once, at the first gradient that is known to be a part of a sum: the device has seen a
-    forward then, so that its peak is known."""
+    """Decides once per optimizer, at the first gradient that is part of a sum. The device has seen a forward by then,
+    so its peak of memory is known."""
 
     def __init__(self, core: Engine, *, wanted: bool) -> None:
         self._core = core
@@ -20,14 +20,14 @@ class HostSums:
 
     @property
     def are_off(self) -> bool:
-        """Whether no gradient is added up there."""
+        """Returns whether no gradient is added up in host memory."""
         return self._chosen is False
 
     def serve(self, tracked: Tracked) -> bool:
-        """Whether passes before the last one are packed, and what further ones give is added to what is packed."""
+        """Returns whether this gradient is packed before the last pass, and further passes add to the packed one."""
         if self._chosen is False or tracked.param.grad is None or main_grad_of(tracked.param) is not None:
             return False
-        if is_dtensor(tracked.param) or tracked.shard.resident:  # whose packed gradient is on the device anyway
+        if is_dtensor(tracked.param) or tracked.shard.resident:  # a resident one's packed gradient is on the device
             return False
         if self._chosen is None:
             numel = sum(shard.numel for shard in self._core.shards if not shard.resident)

@@ -1,18 +1,18 @@
-"""Tells the user once that steps do nothing: no gradient ever came, or every one of many steps was skipped.
+"""Users are told once that steps do nothing: no gradient has arrived, or many steps in a row were skipped.
 
-Both are right answers to what the program does, as in torch, and look from outside like a loss that does not fall.
+Both are correct, as in torch, but the user only sees that the loss does not fall.
 """
 
 from __future__ import annotations
 
 from superoffload.optimizer.advice import Advice
 
-WITHOUT_GRADIENTS = 3  # steps, before the first gradient of all
+WITHOUT_GRADIENTS = 3  # steps before the first gradient
 SKIPPED = 20  # in a row: a loss scale of 65536 that is halved as often is below 0.1
 
 
 class IdleSteps:
-    """One optimizer's: ``without_gradients()`` or ``decided()`` per step."""
+    """Counts idle steps of one optimizer: it calls ``without_gradients()`` or ``decided()`` once per step."""
 
     def __init__(self, advice: Advice) -> None:
         self._advice = advice
@@ -21,7 +21,7 @@ class IdleSteps:
         self._said_skipped = False
 
     def without_gradients(self, parameters: int) -> None:
-        if self._empty < 0:  # an optimizer that has trained may rest, as one of two that take turns
+        if self._empty < 0:  # an optimizer that has trained may pause, as where two take turns
             return
         self._empty += 1
         if self._empty == WITHOUT_GRADIENTS:
@@ -29,8 +29,8 @@ class IdleSteps:
             self._advice.keep(
                 f"step() was called {WITHOUT_GRADIENTS} times, and none of the {parameters} parameters "
                 "has had a gradient yet, so nothing is trained. Call backward() before step(). If you do, the model "
-                "has other parameters now than the optimizer was given: make the optimizer after whatever replaces "
-                "them (fully_shard, loading, a conversion)"
+                "has other parameters now than the optimizer was given: make the optimizer after the call that "
+                "replaces them (fully_shard, loading, a conversion)"
             )
 
     def decided(self, *, skipped: bool) -> None:

@@ -62,21 +62,21 @@ class Intake:
         self._verdicts = verdicts
         self._apart = core.link.asynchronous
         self._hooks: dict[Tracked, RemovableHandle] = {}  # not of frozen parameters
-        self._unhooked: list[Tracked] = []  # frozen, or reduced over ranks
-        self._steady = False  # the first gradient of this step has gone to the core, whose buckets stay as they are
+        self._unhooked: list[Tracked] = []  # frozen ones, and those that are reduced over ranks later
+        self._steady = False  # the core has the first gradient of this step, and its buckets stay as they are
         self._waiting: defaultdict[Bucket, dict[Tracked, None]] = defaultdict(dict)  # until all of a bucket are final
-        # Whose hook has ended a backward: with which p.grad, in which thread, and why.
+        # Parameters whose hook raised in backward: the id of p.grad, the thread and the error.
         self._unfinished: dict[Tracked, tuple[int, str, Exception]] = {}
 
     # ---- hooks ------------------------------------------------------------------------------------------------
 
     def adopt(self, group: int, params: Sequence[Tensor]) -> None:
-        """State for those that have none yet, and gradients of theirs from now on."""
+        """Makes state for parameters that have none, and takes their gradients from now on."""
         self._unhooked += self._params.adopt(group, params)
         self.hook()
 
     def hook(self) -> None:
-        """Parameters that train and have no hook yet: those that are new, and those that were frozen before."""
+        """Hooks parameters that train and have no hook yet: new ones, and those that were frozen before."""
         still = []
         for tracked in self._unhooked:
             if tracked.param.requires_grad and tracked.early:
@@ -93,10 +93,10 @@ class Intake:
     # ---- during backward --------------------------------------------------------------------------------------
 
     def take(self, tracked: Tracked) -> None:
-        """Its hook runs: backward has added to its gradient.
+        """Takes a gradient in its hook, after backward has added to it.
 
-        One that does not complete its bucket waits for the others of the bucket. What is counted here is a hint: an
-        interrupt between any two lines leaves a gradient to ``step()``, which finds it in ``p.grad``.
+        A gradient that does not complete its bucket waits for the others. These counts are only a hint: after an
+        interrupt between any two lines, ``step()`` finds the gradient in ``p.grad``.
         """
         bucket = self._core.layout.only_bucket.get(tracked.shard.index) if self._steady else None
         gradient = tracked.gradient
@@ -113,7 +113,7 @@ class Intake:
                 self._core.link.received(bucket)
             waiting = self._waiting[bucket]
             waiting[tracked] = None
-            if len(waiting) >= (bucket.missing or len(bucket.pieces)):  # 0: still that of the step before
+            if len(waiting) >= (bucket.missing or len(bucket.pieces)):  # 0: not renewed since the last step
                 self._in_backward(tracked, lambda _: self._take_waiting(bucket))
         elif self._host_sums.are_off:
             tracked.arrives()
@@ -121,66 +121,66 @@ class Intake:
             self._in_backward(tracked, self._take)
 
     def _take_waiting(self, bucket: Bucket) -> None:
-        """Gradients of ``bucket`` that were counted go to the core together."""
+        """Hands the waiting gradients of ``bucket`` to the core together."""
         for tracked in self._pass_on(self._no_longer_waiting(bucket), in_backward=True):
             self._in_backward(tracked, self._take_last)
 
     def _no_longer_waiting(self, bucket: Bucket) -> list[Tracked]:
-        """At once: another thread may still add one, which ``step()`` finds."""
+        """Removes the waiting gradients in one operation. If another thread adds one later, ``step()`` finds it."""
         return list(self._waiting.pop(bucket, ()))
 
     def _pass_on(self, several: Sequence[Tracked], *, in_backward: bool) -> list[Tracked]:
-        """Gives the core all gradients that can be packed as they are; the others are returned."""
+        """Gives the core all gradients that can be packed as they are; returns the others."""
         ready, others = ready_gradients(several, self._core.inbox.indices())
         if not ready:
             return others
         try:
             self._core.arrive_together(ready, in_backward=in_backward)
         except BaseException:
-            for tracked in several:  # to be looked at anew
+            for tracked in several:  # they will be compared anew
                 if not self._core.has_gradient(tracked.shard):
                     tracked.gradient.forget()
             raise
         return others
 
     def take_late(self, several: Sequence[Tracked]) -> None:
-        """Gradients that the core has not, at the boundary."""
-        for tracked in several[:1]:  # begins the step, where none has come before
+        """Hands over, at the boundary, the gradients that the core does not have."""
+        for tracked in several[:1]:  # begins the step, if no gradient has arrived before
             self.hand_over(tracked, in_backward=False)
         for tracked in self._pass_on(several[1:], in_backward=False):
             self.hand_over(tracked, in_backward=False)
 
     def take_rest(self) -> None:
-        """Backward is over: gradients of buckets that were not completed. What cannot be packed as it is stays."""
+        """Hands over, after backward, waiting gradients that can be packed as they are; ``take_late()`` gets others."""
         self._steady = False
         for bucket in list(self._waiting):
             self._pass_on(self._no_longer_waiting(bucket), in_backward=True)
 
     def follow_waiting(self) -> None:
-        """Before the state is looked at: masters have followed every parameter whose gradient is there."""
+        """Has masters follow written parameters whose gradients wait, before the state is read."""
         for waiting in list(self._waiting.values()):
             for tracked in list(waiting):
                 if tracked.plainly_written:
                     self._writes.follow(tracked)
 
     def end_step(self) -> None:
-        """The next gradient begins a step."""
+        """Has the next gradient begin a step."""
         self._steady = False
         self._waiting.clear()
 
     def _in_backward(self, tracked: Tracked, take: Callable[[Tracked], None]) -> None:
-        """One thread at a time, whichever of them runs backward. What it raises may be lost with its thread, but then
-        the gradients are not whole, so ``step()`` raises it again."""
+        """Calls ``take`` in one thread at a time. Its error may be lost with the thread that runs backward; ``step()``
+        raises it again, since gradients are missing then."""
         lifetime = self._lifetime
         if lifetime.out_of_use():
             return
         with lifetime.work:
-            if lifetime.out_of_use():  # since another thread had the lock
+            if lifetime.out_of_use():  # another thread may have had the lock
                 return
             try:
                 take(tracked)
             except Exception as error:
-                if not any(known is error for _, _, known in self._unfinished.values()):  # of one that waited
+                if not any(known is error for _, _, known in self._unfinished.values()):  # noted for another one
                     grad = id(gradient_of(tracked.param))
                     self._unfinished[tracked] = (grad, threading.current_thread().name, error)
                 raise
@@ -192,7 +192,7 @@ class Intake:
         if packed is not None and (packed.addend is None or not self._freed.is_packed(tracked, packed)):
             packed = None
         if packed is None and self._core.has_gradient(tracked.shard):
-            self.let_go(tracked)  # a second backward before step(): undo, the sum is the gradient
+            self.let_go(tracked)  # a second backward before step(): the sum is the gradient
         more_to_come = not self._is_last(tracked)
         if packed is not None:
             self._add_to_packed(tracked, packed, more_to_come=more_to_come)
@@ -201,7 +201,7 @@ class Intake:
             self.hand_over(tracked, in_backward=True, more_to_come=more_to_come)
 
     def _take_last(self, tracked: Tracked) -> None:
-        """``_take`` for a gradient that was counted as the last one, unless it was taken away since."""
+        """Takes a gradient that was counted as the last one, unless it was removed since."""
         if tracked.param.grad is not None and main_grad_of(tracked.param) is None:
             if self._core.has_gradient(tracked.shard):
                 self.let_go(tracked)
@@ -209,7 +209,7 @@ class Intake:
             self.hand_over(tracked, in_backward=True)
 
     def _is_last(self, tracked: Tracked) -> bool:
-        """In its hook: whether this backward is the one before ``step()``, as far as it is known."""
+        """Returns, in the hook, whether this backward is most likely the last one before ``step()``."""
         accumulation = self._accumulation
         if accumulation.is_asked_for or not _is_final(tracked.param) or accumulation.is_of_a_window():
             return False
@@ -222,31 +222,31 @@ class Intake:
         with room_on_device(tracked.shard.name):
             part = tracked.holding.part(packed.addend).contiguous()
         self._core.add(tracked.shard, part, more_to_come=more_to_come)
-        packed.take_addend()  # not before: where that failed, it is part of the gradient all the same
+        packed.take_addend()  # only now: if the addition fails, the addend stays part of the gradient
 
     # ---- to the core ------------------------------------------------------------------------------------------
 
     def let_go(self, tracked: Tracked) -> None:
-        """The core takes its gradient back."""
+        """Has the core retract the gradient."""
         tracked.gradient.forget()
         self._core.retract(tracked.shard)
 
     def hand_over(self, tracked: Tracked, *, in_backward: bool, more_to_come: bool = False) -> None:
-        """The gradient that the user sees."""
+        """Gives the core the gradient that the user sees."""
         main = main_grad_of(tracked.param)
         grad = unpacked(tracked.param) if main is None else main
         assert grad is not None
         check_gradient(tracked.shard.name, tracked.param, grad)
         self._sums.check(tracked.shard.name, tracked.param, grad)
-        if tracked.plainly_written:  # of other writes step() takes back what is speculated now
+        if tracked.plainly_written:  # for writes that versions do not show, step() undoes the speculation
             self._writes.follow(tracked)
         self._follow_dtype(tracked, grad.dtype)
         self._begin_filling(in_backward=in_backward)
         shard, core = tracked.shard, self._core
         kept = main is not None
         tracked.gradient.forget_placeholder()
-        # Fused kernels raise no version of what they add to. A DTensor that is kept on a device: the core has it in
-        # host memory, and comparing there would copy it down again.
+        # Fused kernels raise no version when they add. Comparing a DTensor that stays on a device with the packed
+        # gradient in host memory would copy it down again. In both cases sums of bits are compared.
         kept_there = is_dtensor(grad) and core.link.asynchronous and not core.link.frees_gradients
         summed = kept or kept_there
         shard.gradient_stays(kept=kept, summed=summed and core.link.sums_what_it_packs)
@@ -263,10 +263,10 @@ class Intake:
         self._steady = in_backward and self._core.layout.observed
 
     def _follow_dtype(self, tracked: Tracked, dtype: torch.dtype) -> None:
-        """Sees to it that the gradient fits its buckets: those in fp32 hold every other one exactly.
+        """Widens buckets so that the gradient fits: fp32 holds every other dtype exactly.
 
-        What is public is read again at the first gradient of a step. One that comes in fp32 all the same is taken for
-        the first of its group.
+        Public dtypes are read again at the first gradient of a step. If a gradient is in fp32 against them, the others
+        of its group are expected in fp32 too.
         """
         shard, core = tracked.shard, self._core
         fits = shard.gradient_dtype in (dtype, torch.float32)
@@ -286,13 +286,13 @@ class Intake:
     # ---- reduced over ranks -----------------------------------------------------------------------------------
 
     def take_reduced(self, param: Tensor, gradient: Tensor) -> None:
-        """A reduction over ranks has ended during backward; what it gave becomes ``param.grad``."""
+        """Takes the result of a reduction over ranks during backward; it becomes ``param.grad``."""
         tracked = self._params.get(param)
         if tracked is not None:
             self._in_backward(tracked, lambda one: self._take_reduced(one, gradient))
 
     def keep_reduced(self, param: Tensor) -> None:
-        """``param.grad`` has what the reduction gave; from here on its version counter shows what is done to it."""
+        """Watches ``param.grad``, now that it has the reduced gradient: its version shows edits from here on."""
         tracked = self._params.get(param)
         if tracked is not None:
             self._in_backward(tracked, _keep_reduced)
@@ -300,7 +300,7 @@ class Intake:
     def _take_reduced(self, tracked: Tracked, gradient: Tensor) -> None:
         if self._core.has_gradient(tracked.shard):
             self.let_go(tracked)
-        if main_grad_of(tracked.param) is not None:  # which this is still to be added to
+        if main_grad_of(tracked.param) is not None:  # the user adds the reduced gradient to it
             return
         if tracked.plainly_written:
             self._writes.follow(tracked)
@@ -315,7 +315,7 @@ class Intake:
     # ---- at the boundary --------------------------------------------------------------------------------------
 
     def check_finished(self) -> None:
-        """A gradient that was taken away or replaced since then is the user's answer to the error."""
+        """Raises if a backward ended with an error, unless the user has removed or replaced its gradient since."""
         for tracked, (grad, thread, error) in self._unfinished.items():
             if gradient_of(tracked.param) is not None and id(gradient_of(tracked.param)) == grad:
                 raise StateError(
@@ -326,15 +326,15 @@ class Intake:
         self._unfinished.clear()
 
     def forget(self) -> None:
-        """What this step's backward has left is given up; masters follow what was written before it."""
+        """Gives up the gradients of this step; masters follow the writes before it."""
         self._unfinished.clear()
-        with suppress(SuperOffloadError):  # of a parameter that does not fit any more: step() says so
+        with suppress(SuperOffloadError):  # step() raises for a parameter that no longer fits
             self.follow_waiting()
         self.end_step()
 
 
 def _hook_of(intake: Intake, tracked: Tracked) -> Callable[[Tensor], None]:
-    """The parameter it hangs on, which often outlives the optimizer, keeps neither of them alive."""
+    """Makes the hook of a parameter. It keeps neither object alive, since parameters often outlive the optimizer."""
     intake_of, tracked_of = ref(intake), ref(tracked)
 
     def on_gradient(param: Tensor) -> None:
@@ -350,13 +350,13 @@ def _comes_in_fp32(tracked: Tracked) -> bool:
 
 
 def _is_final(param: Tensor) -> bool:
-    """In a hook of ``param``. ``p.main_grad`` where nothing is left to be added to it: by a fused kernel, or by a hook
-    that ran before ours. ``p.grad`` unless another hook has taken it away."""
+    """Returns, in a hook of ``param``, whether its gradient is final: ``p.main_grad`` once a fused kernel or an earlier
+    hook has added all to it; ``p.grad`` unless another hook has removed it."""
     if main_grad_of(param) is None:
         return param.grad is not None
     final = is_added(param)
     if final:
-        param.grad = None  # a stand-in, to which the next backward would add another one
+        param.grad = None  # a stand-in, to which the next backward would add
     return final
 
 

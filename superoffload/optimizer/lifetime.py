@@ -16,9 +16,9 @@ from superoffload.host.signals import held_signals
 
 
 class Alone:
-    """Lets one thread at a time in, without signals. Contexts nest.
+    """Admits one thread at a time, with signals held back. Contexts nest.
 
-    Signals are held first and let through last, so that no handler runs in a thread that has the lock.
+    Signals are held before the lock is taken and until it is released, so no handler runs in a thread that has it.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Alone:
 
 
 class Whole:
-    """Lets one thread at a time do what must be done wholly or not at all; remembers an error from the middle of it."""
+    """Admits one thread at a time to work that must be done wholly or not at all; remembers an error inside."""
 
     def __init__(self) -> None:
         self.alone = Alone()
@@ -55,7 +55,7 @@ class Whole:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # One of ours is raised after everything was put in order.
+        # A SuperOffloadError is raised only after the state was put in order.
         if error is not None and not isinstance(error, SuperOffloadError):
             self.cut_off = error
         self.alone.__exit__(kind, error, traceback)
@@ -65,14 +65,14 @@ class Threads(Protocol):
     """Works for an optimizer in other threads."""
 
     def close(self) -> None:
-        """Takes back what is not finished and ends the threads."""
+        """Takes back unfinished work and ends the threads."""
 
     def end_threads(self) -> None:
-        """Ends the threads and leaves everything as it is: it cannot be trusted."""
+        """Ends the threads and changes nothing else, since the state cannot be trusted."""
 
 
 class Lifetime:
-    """Knows whether its owner, an optimizer, can be used; lets one thread at a time work on it; ends its use once.
+    """Knows whether its owner, an optimizer, can be used; admits one thread at a time to it; closes it once.
 
     It does not keep the owner alive.
     """
@@ -83,11 +83,11 @@ class Lifetime:
         self._owner_id = id(owner)
         self._open = False
         self._closed = False
-        self._partly_loaded = False  # from when a load begins to change the state until all of it is there
-        self.work = Whole()  # ``whole()`` for callers who know that this is the process of the owner
+        self._partly_loaded = False  # a load has changed some of the state and not ended
+        self.work = Whole()  # ``whole()`` without the check of the process
 
     def open(self) -> None:
-        """The owner is constructed: from now on it is closed when the process ends."""
+        """Marks the owner as constructed, and has it closed when the process ends."""
         self._open = True
         owner = self._owner()
         if owner is not None:
@@ -95,7 +95,7 @@ class Lifetime:
 
     @property
     def is_open(self) -> bool:
-        """Whether the owner's constructor has ended."""
+        """Returns whether the owner's constructor has ended."""
         return self._open
 
     @property
@@ -104,7 +104,7 @@ class Lifetime:
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a copy of the owner's, where none of its threads run."""
+        """Returns whether this process is a fork of the owner's, in which none of its threads run."""
         return self._pid != os.getpid()
 
     @property
@@ -112,10 +112,10 @@ class Lifetime:
         return self.work.cut_off is not None
 
     def ends_with(self, owner: object) -> bool:
-        """Whether ``owner`` is to be closed when it is freed.
+        """Returns whether ``owner`` is to be closed when it is freed.
 
-        Lightning wraps an optimizer in an object of a derived class that shares its attributes and goes before it. One
-        that is closed is left alone: when the process ends, what closing uses may be gone.
+        Lightning wraps an optimizer in an object of a derived class, which shares its attributes and is freed first. A
+        closed optimizer is left alone: when the process ends, modules that closing uses may be gone.
         """
         return self._owner_id == id(owner) and not self._closed
 
@@ -123,27 +123,27 @@ class Lifetime:
 
     @property
     def alone(self) -> Alone:
-        """Around what one thread does at a time, without signals."""
+        """Returns the context that admits one thread at a time, with signals held back."""
         return self.work.alone
 
     def whole(self) -> Whole:
-        """Around everything that must be done wholly or not at all. If it is cut off all the same, we say so."""
+        """Returns the context for work that must be done wholly or not at all; if it is cut off, later calls raise."""
         self._check_process()
         return self.work
 
     def out_of_use(self) -> bool:
-        """Asked at every gradient."""
+        """Returns whether the owner is closed, interrupted or forked. Every gradient asks, so this is fast."""
         return self._closed or self.work.cut_off is not None or self._pid != os.getpid()
 
     def if_in_use(self, work: Callable[[], None]) -> None:
-        """``work``, wholly or not at all, unless the owner is out of use."""
+        """Does ``work`` wholly or not at all, unless the owner is out of use."""
         if not self.out_of_use():
             with self.work:
-                if not self.out_of_use():  # since another thread had the lock
+                if not self.out_of_use():  # another thread may have had the lock
                     work()
 
     def check_usable(self, *, closed_too: bool = False, to_load: bool = False) -> None:
-        """``closed_too``: also once it is closed. ``to_load``: also where a load before has failed half-way."""
+        """Raises if the owner cannot be used. ``closed_too`` accepts a closed one, ``to_load`` a partial load."""
         if self.interrupted:
             raise StateError(
                 "the optimizer was interrupted in the middle of its work (see the error before this one) and its state "
@@ -159,7 +159,7 @@ class Lifetime:
             raise StateError("the optimizer is closed; make a new one and load the state_dict() of this one")
 
     def _check_process(self) -> None:
-        if self.forked:  # where the lock may be one that another thread had when the process was forked
+        if self.forked:  # the lock may be held forever by a thread that only the parent has
             raise StateError(
                 f"the optimizer was made in process {self._pid} and its worker threads do not survive fork(); "
                 "make the optimizer in the process that trains"
@@ -167,7 +167,7 @@ class Lifetime:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Around changes of the state that are of use only together: an error in their middle leaves a partial load."""
+        """Surrounds changes of the state that belong together: an error inside leaves a partial load."""
         self._partly_loaded = True
         yield
         self._partly_loaded = False
@@ -175,7 +175,7 @@ class Lifetime:
     # ---- the end ----------------------------------------------------------------------------------------------
 
     def close(self, threads: Threads, rest: Callable[[], None]) -> None:
-        """Ends the threads, of this process only, and then what ``rest`` ends, which may be called more than once."""
+        """Ends the threads of this process and calls ``rest``, which may be called more than once."""
         with held_signals():
             try:
                 self._close(threads)
@@ -193,5 +193,5 @@ class Lifetime:
             if self.interrupted:
                 threads.end_threads()
             elif not self._closed:
-                self._closed = True  # for threads that wait for the lock
+                self._closed = True  # before threads that wait for the lock get it
                 threads.close()

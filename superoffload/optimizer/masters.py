@@ -1,4 +1,4 @@
-"""fp32 values that become masters: those a model had before it was converted, and parameters that somebody wrote."""
+"""Masters take over fp32 values: those a model had before its conversion, and those of parameters that were written."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from superoffload.host.bits import WORD, all_finite
 
 
 def follow(master: Tensor, published: Tensor) -> None:
-    """``master`` takes over ``published``, both flat; elements that still are round(master) keep their master's bits.
+    """Copies flat ``published`` to flat ``master``; elements that still are round(master) keep their master's bits.
 
-    Compared by bits: somebody may have written the other zero, or a NaN.
+    It compares bits, since the user may have written the other zero, or a NaN.
     """
     published = published.to(master.device)
     word = WORD[published.dtype]
@@ -27,7 +27,7 @@ def follow(master: Tensor, published: Tensor) -> None:
 def read_masters(
     masters: Any, params: Sequence[tuple[str, Tensor]], part_of: Callable[[Tensor, Tensor], Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """(parameter, its elements here as flat float32); raises ArgumentError where a value misfits.
+    """Returns (parameter, this rank's elements as flat float32); raises ArgumentError where a value does not fit.
 
     A mapping may have more names than there are parameters, as a model's state_dict has. ``part_of``: see
     ``superoffload.optimizer.state_dict.read_state``.
@@ -61,12 +61,12 @@ def _read_master(name: str, param: Tensor, value: Any, part_of: Callable[[Tensor
         raise ArgumentError(f"masters: {name}: {found}, expected a tensor of shape {tuple(param.shape)}")
     flat = part_of(param, value.detach()).to("cpu", torch.float32)
     if not all_finite(flat):
-        raise ArgumentError(f"masters: {name}: NaN or infinite values")
+        raise ArgumentError(f"masters: {name}: NaN or infinite values, expected finite ones; give undamaged weights")
     published = part_of(param, param.detach()).to("cpu")
     different = int((flat.to(param.dtype) != published).sum())
     if different:
         raise ArgumentError(
             f"masters: {name}: the parameter is not their rounding in {different} of {flat.numel()} elements; convert "
-            f"the model with model.to({param.dtype}) from these very values, and give them before anything changes it"
+            f"the model with model.to({param.dtype}) from exactly these values, and give them before it changes"
         )
     return flat

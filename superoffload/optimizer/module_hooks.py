@@ -1,4 +1,4 @@
-"""Hooks on a module and all below it: what must wait is told before its forward, ``state_dict()`` and loading begin."""
+"""Hooks on a module and its submodules wait for parameters before forward, ``state_dict()`` and loading begin."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from superoffload.optimizer.untraced import untraced
 
 
 class Wait(Protocol):
-    """Waits before these parameters, or (None) all of them, are read; ``streams``: on which besides the current one."""
+    """Waits for these parameters, or all (None), before they are read; ``streams`` read besides the current one."""
 
     def __call__(self, params: Iterable[Tensor] | None, streams: Sequence[int] = (), /) -> None: ...
 
@@ -24,7 +24,7 @@ class _Handle(Protocol):
 
 
 class ModuleHooks:
-    """``wait(params)`` is called before something reads them; ``wait(None)`` before something reads or writes all."""
+    """Calls ``wait(params)`` before a module reads them, and ``wait(None)`` before all are read or written."""
 
     def __init__(self, module: nn.Module, wait: Wait) -> None:
         self._handles: list[_Handle] = []
@@ -46,7 +46,7 @@ class ModuleHooks:
 
 
 class _Hook:
-    """In a copy of the module, or where it was pickled, it does nothing: there the parameters are others."""
+    """Does nothing in a copy of the module, pickled ones included, since a copy has other parameters."""
 
     _wait: Wait | None = None
 
@@ -73,7 +73,7 @@ class _BeforeForward(_Hook):
             return
         self.wait()
 
-    @untraced  # FSDP2 keeps its state in a dictionary of weak references, which may change while that is traced
+    @untraced  # FSDP2 keeps its state in a dictionary of weak references, which may change during tracing
     def wait(self) -> None:
         assert self._wait is not None
         if not self._sharded:

@@ -1,8 +1,8 @@
-"""Which modules read which parameters: who must wait for a parameter that is delivered on demand.
+"""The modules that read a parameter are found here; with on-demand delivery their forward waits for it.
 
-A parameter is read by the module that owns it, when its forward begins. A module without a forward (a ParameterList)
-is read by the module above it. What reads for all that is below itself (an all-gather of FSDP2, compiled code, torch's
-fused attention) waits for all that is below.
+The module that owns a parameter reads it when its forward begins. A module without a forward (a ParameterList) is read
+by the module above it. An all-gather of FSDP2, compiled code and torch's fused attention read the parameters of all
+modules below, and so wait for them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from superoffload.distributed.fully_shard import is_sharded_module
 from superoffload.host.tensors import is_dtensor
 
-# They read the parameters of their children without calling them.
+# These read the parameters of their children without calling them.
 _READ_BELOW = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 @dataclass(eq=False)
 class Reader:
-    """``params``: what must have its value before ``module``'s forward begins, by id.
+    """Describes a module whose forward begins only once ``params``, by id, are delivered.
 
-    ``inlined``: it is part of compiled code that begins further up, where all of them are waited for.
+    ``inlined``: it is part of compiled code of a module above, which waits for all of them.
     """
 
     module: nn.Module
@@ -39,7 +39,7 @@ class Reader:
 
 
 def readers_of(module: nn.Module) -> list[Reader]:
-    """Those that read parameters of ``module``, from the outside in; all that FSDP2 gathers for are among them."""
+    """Returns the readers of ``module``'s parameters, outer ones first, with all modules that FSDP2 gathers for."""
     found: dict[nn.Module, Reader] = {}
 
     def reader_of(module: nn.Module) -> Reader:
@@ -59,7 +59,7 @@ def readers_of(module: nn.Module) -> list[Reader]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """By ``torch.compile(module)`` or ``module.compile()``."""
+    """Returns whether ``torch.compile(module)`` or ``module.compile()`` was used."""
     if getattr(module, "_compiled_call_impl", None) is not None:
         return True
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")  # loaded only where something compiles
@@ -73,7 +73,7 @@ def _has_forward(module: nn.Module) -> bool:
 def _walk(
     at: nn.Module, above: nn.Module | None, unit: nn.Module | None, seen: set[tuple[int, int, int]]
 ) -> Iterator[tuple[nn.Module, nn.Module | None, nn.Module | None]]:
-    """(module, the next one above that has a forward, itself or the one above that reads for all below it)."""
+    """Yields (module, the next one above with a forward, the module, itself or above, that reads for all below it)."""
     if is_sharded_module(at) or (unit is None and is_compiled(at)):
         unit = at
     key = id(at), id(above), id(unit)

@@ -1,4 +1,4 @@
-"""An optimizer agrees with those on other ranks, where there are any, and gets what they have stepped."""
+"""An optimizer agrees on the verdict with other ranks, if there are any, and gathers the parts that they stepped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Prepares(Protocol):
-    """Prepares what a verdict is about, or gives it up."""
+    """Prepares a verdict, or abandons the step."""
 
     def take_stock(self, scale: LossScale) -> None: ...
     def settings(self) -> dict[str, Any]: ...
@@ -31,7 +31,7 @@ class Prepares(Protocol):
 
 
 class Ranks(Protocol):
-    """Shares one verdict. ``session`` None: this process decides alone."""
+    """Shares one verdict between ranks. ``session`` None: this process decides alone."""
 
     @property
     def setup(self) -> RankSetup: ...
@@ -48,7 +48,7 @@ class Ranks(Protocol):
 
 
 class NoOtherRanks:
-    """Decides alone; there is nothing to agree on."""
+    """Decides alone and agrees with no rank."""
 
     session: RankSession | None = None
 
@@ -68,7 +68,7 @@ class NoOtherRanks:
     def look(self) -> None: ...
 
     def decide(self, step: Prepares, scale: LossScale) -> Verdict | None:
-        """None without any gradient."""
+        """Decides the verdict; returns None without any gradient."""
         step.take_stock(scale)
         if not self._core.is_filling:
             return None
@@ -84,7 +84,7 @@ class NoOtherRanks:
 
 
 class OtherRanks:
-    """Decides with the ranks of a session, which compare what they do."""
+    """Decides with the ranks of a session, which compare their steps."""
 
     def __init__(
         self, session: RankSession, setup: RankSetup, core: Engine, params: Params, verdicts: Verdicts, writes: Writes
@@ -98,7 +98,7 @@ class OtherRanks:
         self._look_is_due = False
 
     def announce(self) -> None:
-        """Tells them which parameters are new; they must have the same ones."""
+        """Tells other ranks which parameters are new; they must have the same ones."""
         fresh = self._params.take_fresh()
         if fresh:
             self.session.add(fresh)
@@ -112,8 +112,8 @@ class OtherRanks:
     # ---- the step ---------------------------------------------------------------------------------------------
 
     def decide(self, step: Prepares, scale: LossScale) -> Verdict | None:
-        """As all ranks do, or RankError on all of them, with the step abandoned."""
-        self._core.tail.settle()  # every message has samples of masters
+        """Decides the same verdict as all ranks; or the step is abandoned and all ranks raise RankError."""
+        self._core.tail.settle()  # each rank sends samples of masters
         self.session.begin()
         try:
             step.take_stock(scale)
@@ -133,7 +133,7 @@ class OtherRanks:
             gather(self.session.group, what, spreads)
 
     def gather_updates(self) -> None:
-        """Parameters whose state is spread over ranks: the parts that others have stepped."""
+        """Gathers the parts that other ranks have stepped, of parameters whose state is spread over ranks."""
         held = [one for one in self.session.held if one.is_spread]
         spreads = [
             Spread(one.holding, one.shard.target(), one.copy()) for one in held if gradient_of(one.param) is not None
@@ -143,7 +143,7 @@ class OtherRanks:
             torch.autograd.graph.increment_version([one.param for one in held])
 
     def conclude(self, verdict: Verdict) -> None:
-        """What was done is compared with what the other ranks did."""
+        """Has the session compare the step with those of other ranks, now or, if it is still under way, later."""
         applied, factor = not verdict.found_inf, verdict.gradient_factor
         if not (self._core.tail.is_landing or self._core.tail.is_settling):
             self.session.ended(applied=applied, factor=factor)
@@ -157,7 +157,7 @@ class OtherRanks:
             self.session.check_everything()
 
     def look(self) -> None:
-        """The light rank check of a step that was published or settled after it: before anything is stepped anew."""
+        """Does the light rank check of a step that was delivered or settled late, before the next one begins."""
         if not self._look_is_due:
             return
         self._look_is_due = False
@@ -170,7 +170,7 @@ class OtherRanks:
 
 
 def other_ranks(setup: RankSetup, core: Engine, params: Params, verdicts: Verdicts, writes: Writes) -> Ranks:
-    """Chooses who decides: this process alone, or the ranks of a session."""
+    """Chooses whether this process decides alone or with the ranks of a session."""
     if setup.session is None:
         return NoOtherRanks(setup, core, params, verdicts)
     return OtherRanks(setup.session, setup, core, params, verdicts, writes)

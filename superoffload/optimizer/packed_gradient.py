@@ -1,8 +1,8 @@
-"""What stands in ``p.grad`` for a gradient that was packed and freed: it has no memory until its elements are needed.
+"""A placeholder stands in ``p.grad`` for a gradient that was packed and freed; it has no memory of its own.
 
-Then they are copied back from where they were packed, and everything is done with that copy: what autograd adds, what
-reads, clips or unscales. So loops that work with gradients by hand are right, only slower than those that need not.
-Where gradients add up in host memory (superoffload/optimizer/host_sums.py), what autograd adds waits here for our hook.
+When its elements are needed, the packed gradient is copied back, and all operations use that copy: additions of
+autograd, reads, clips, unscaling. So loops that edit gradients by hand are right, only slower. Where gradients add up
+in host memory (superoffload/optimizer/host_sums.py), the placeholder keeps autograd's addend for our hook.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from superoffload.host.tensors import is_dtensor
 
 
 class PackedGradient(Tensor):
-    """Shape, dtype, device and strides of a parameter's gradient, which ``fetch`` fills into ``in_memory`` when asked.
+    """Has shape, dtype, device and strides of a parameter's gradient; ``fetch`` fills in the gradient on demand.
 
-    A new one stands for every gradient that is packed, so that one which is kept for longer is never taken for another.
+    Every packed gradient gets a new placeholder, so that one that a user keeps never stands for a later gradient.
     """
 
     of: str  # the name of the parameter
     shard: int  # its index
     in_memory: Tensor | None  # the gradient, once it was brought back
-    zeroed: bool  # it was set to zero since it was packed
-    addend: Tensor | None  # what is still to be added to what was packed
+    zeroed: bool  # it was set to zero since the gradient was packed
+    addend: Tensor | None  # to be added to the packed gradient
     _fetch: Callable[[PackedGradient], None]
     _offer: Callable[[PackedGradient, Tensor], None]
 
@@ -58,60 +58,60 @@ class PackedGradient(Tensor):
         fetch: Callable[[PackedGradient], None],
         offer: Callable[[PackedGradient, Tensor], None],
     ) -> None:
-        """``offer`` calls ``keep_addend`` with what it is given where its owner adds it to what was packed."""
+        """``offer`` calls ``keep_addend`` with its argument if its owner will add that to the packed gradient."""
         self.of, self.shard, self.in_memory, self.zeroed, self.addend = name, shard, None, False, None
         self._fetch, self._offer = fetch, offer
 
     def bring_back(self) -> Tensor:
-        """The gradient as an ordinary tensor; the same one at every call."""
+        """Returns the gradient as an ordinary tensor, the same one at every call."""
         if self.in_memory is None and self.zeroed:
             with torch.inference_mode(False), room_on_device(f"{self.of}: zeros in the place of its gradient"):
                 zeros = torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device=self.device).zero_()
-            self.in_memory = zeros if self.in_memory is None else self.in_memory  # another thread's
+            self.in_memory = zeros if self.in_memory is None else self.in_memory  # another thread may have set it
         elif self.in_memory is None:
             self._fetch(self)
         if self.in_memory is None:
-            raise gradient_is_gone(self.of, "what was packed has made way for a later one, or its optimizer is closed")
+            raise gradient_is_gone(self.of, "it has made way for a later one, or its optimizer is closed")
         return self.in_memory
 
     def in_dtype(self, dtype: torch.dtype) -> PackedGradient:
-        """Another one that stands for the same, untouched, gradient in ``dtype``."""
+        """Returns another placeholder for the same, untouched gradient in ``dtype``."""
         other = PackedGradient(self.of, self.shard, self, dtype, self._fetch, self._offer)
         if self.zeroed:
             other.set_to_zero()
         return other
 
     def fill(self, gradient: Tensor) -> None:
-        """``gradient``, in memory, is what this stood for until now."""
+        """Uses ``gradient``, an ordinary tensor, as the gradient from now on."""
         self.in_memory = gradient
 
     def empty(self) -> None:
-        """What it was filled with is not right; it stands for what was packed again."""
+        """Drops a tensor that was filled in wrongly; the placeholder stands for the packed gradient again."""
         self.in_memory = None
 
     def keep_addend(self, addend: Tensor) -> None:
-        """Autograd has given ``addend``, which waits here until it is added to what was packed."""
+        """Keeps an addend of autograd until it is added to the packed gradient."""
         self.addend = addend
 
     def take_addend(self) -> Tensor | None:
-        """What was still to be added, which its taker adds, or has added."""
+        """Forgets the addend and returns it; the caller adds it or has added it."""
         addend, self.addend = self.addend, None
         return addend
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nothing was done with it since the gradient was packed."""
+        """Returns whether no operation has used the placeholder since the gradient was packed."""
         return self.in_memory is None and self.addend is None and not self.zeroed
 
     def set_to_zero(self) -> PackedGradient | Tensor:
-        """Needs no memory as long as it is all that is done."""
+        """Sets the gradient to zero, without memory for the zeros until they are needed."""
         if self.in_memory is not None:
             return self.in_memory.zero_()
         self.zeroed, self.addend = True, None
         return self
 
     def takes(self, addend: Any) -> bool:
-        """Whether what autograd adds waits in ``addend``, so that nothing need be brought back."""
+        """Returns whether the placeholder keeps ``addend``, so that the gradient need not be brought back."""
         plain = type(addend) is Tensor and (addend.shape, addend.dtype) == (self.shape, self.dtype)
         if not plain or self.zeroed or self.in_memory is not None or self.addend is not None:
             return False
@@ -120,7 +120,7 @@ class PackedGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What Python calls, functions that look for memory (``data_ptr``, ``numpy``, ``tolist``) among it."""
+        """Serves calls from Python, among them those that need memory (``data_ptr``, ``numpy``, ``tolist``)."""
         first = args[0] if args else None
         if isinstance(first, PackedGradient) and first.in_memory is None and _is_about_its_form(func, args):
             with torch._C.DisableTorchFunctionSubclass():
@@ -129,7 +129,7 @@ class PackedGradient(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """What C++ calls: autograd where it adds to ``p.grad``, collectives."""
+        """Serves calls from C++: autograd's additions to ``p.grad``, collectives."""
         return _do(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -139,7 +139,7 @@ class PackedGradient(Tensor):
 
 
 def stand_in_for(param: Tensor, packed: PackedGradient) -> Tensor:
-    """What ``p.grad`` can be: where the parameter is a DTensor, one whose local part is ``packed``."""
+    """Returns ``packed`` in a form that ``p.grad`` accepts: for a DTensor, a DTensor whose local part it is."""
     if not is_dtensor(param):
         return packed
     spec = replace(param._spec, tensor_meta=param._spec.tensor_meta._replace(dtype=packed.dtype))
@@ -148,14 +148,14 @@ def stand_in_for(param: Tensor, packed: PackedGradient) -> Tensor:
 
 
 def packed_in(grad: Tensor | None) -> PackedGradient | None:
-    """The placeholder that ``p.grad`` is, or has as its local part; None where that is an ordinary tensor."""
+    """Returns the placeholder that ``p.grad`` is or has as its local part; None for an ordinary tensor."""
     if is_dtensor(grad):
         grad = grad._local_tensor
     return grad if isinstance(grad, PackedGradient) else None
 
 
 def unpacked(param: Tensor) -> Tensor | None:
-    """``p.grad``, which is an ordinary tensor from now on."""
+    """Brings ``p.grad`` back if it is a placeholder, and returns it."""
     grad = param.grad
     packed = packed_in(grad)
     if packed is None:
@@ -174,7 +174,7 @@ def gradient_is_gone(name: str, why: str) -> StateError:
     )
 
 
-# Asked of tensors all the time, and answered without their elements. Whatever is not here brings them back.
+# These are often asked and need no elements. All other operations bring the gradient back.
 _ATTRIBUTES = (
     *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "_version"),
     *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested"),
@@ -192,7 +192,7 @@ _FORM = frozenset(
     ]
 )
 _TO_ZERO = frozenset([Tensor.zero_, torch.zero_, torch.ops.aten.zero_.default])
-_ADDED = torch.ops.aten.add_.Tensor  # what autograd does; Python's operators are other functions
+_ADDED = torch.ops.aten.add_.Tensor  # autograd calls this; Python's operators are other functions
 
 
 def _is_about_its_form(func: Any, args: Any) -> bool:
@@ -200,7 +200,7 @@ def _is_about_its_form(func: Any, args: Any) -> bool:
 
 
 def _do(func: Any, args: Any, kwargs: Any) -> Any:
-    """With ordinary tensors in place of placeholders."""
+    """Calls ``func`` with ordinary tensors in place of placeholders."""
     if func in _TO_ZERO:
         return args[0].set_to_zero()
     if func is _ADDED and not kwargs and isinstance(args[0], PackedGradient) and args[0].takes(*args[1:]):

@@ -1,4 +1,4 @@
-"""Parameters become shards of the core, and get their state when they are adopted."""
+"""Parameters become shards of the core and get their state when they are adopted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StateViews:
         self.mapping: defaultdict[Tensor, Any] = defaultdict(dict)
 
     def replace(self, mapping: defaultdict[Tensor, Any]) -> None:
-        """Torch's own class assigns ``optimizer.state``."""
+        """Replaces the mapping, as torch's own class does when it assigns ``optimizer.state``."""
         self.mapping = mapping
 
     def show(self, tracked: Tracked) -> None:
@@ -43,7 +43,7 @@ class StateViews:
 
 
 class Params:
-    """Owns what is known of each parameter that trains: its shard in the core, its name, the part that is ours."""
+    """Owns a ``Tracked`` for each parameter that trains: its shard in the core, its name, this rank's part."""
 
     def __init__(self, connection: Connection, given: Given, groups: ParamGroups, views: StateViews) -> None:
         self._core = connection.core
@@ -57,10 +57,10 @@ class Params:
         self._tracked: dict[Tensor, Tracked] = {}
         self._of_shard: dict[int, Tracked] = {}
         self._fresh: list[Held] = []  # not announced to other ranks yet
-        self._counts: list[tuple[Tensor, list[Tracked]]] = []  # of steps, as state[p]["step"] shows them, and of whom
-        self._has_masters = False  # other than the parameters' values
+        self._counts: list[tuple[Tensor, list[Tracked]]] = []  # steps as state[p]["step"] shows them, and their owners
+        self._has_masters = False  # masters have other values than the parameters
 
-    # ---- which there are --------------------------------------------------------------------------------------
+    # ---- known parameters -------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Tracked]:
         return iter(self._tracked.values())
@@ -72,7 +72,7 @@ class Params:
         return self._tracked[param]
 
     def without_state(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Those that are frozen, or train for the first time."""
+        """Returns those without state: frozen ones, and those that train for the first time."""
         known = self._tracked
         return [param for param in params if param not in known]
 
@@ -83,37 +83,37 @@ class Params:
         return self._of_shard.get(index)
 
     def of_shards(self, indices: set[int]) -> list[Tracked]:
-        """In registration order."""
+        """Returns those of these shards, in registration order."""
         return [self._of_shard[index] for index in sorted(indices)]
 
     def named(self, group: int) -> Iterator[tuple[str, Tensor]]:
         return self._groups.named(group, self._names)
 
     def holding_of(self, param: Tensor) -> Holding:
-        """The part of a parameter whose state this rank has, or would have if it trained."""
+        """Returns the part of a parameter whose state this rank has, or would have if it trained."""
         tracked = self._tracked.get(param)
         return tracked.holding if tracked is not None else self._setup.holding_of("state_dict", param)
 
     def forget_all(self) -> None:
-        """Nothing is known of any parameter any more, and no state is shown."""
+        """Forgets all parameters and shows no state."""
         self._tracked.clear()
         self._counts.clear()
         self._of_shard.clear()
         self._fresh.clear()
         self._views.mapping.clear()
 
-    # ---- more of them -----------------------------------------------------------------------------------------
+    # ---- new parameters ---------------------------------------------------------------------------------------
 
     def take_fresh(self) -> list[Held]:
-        """Those that were adopted since this was called last."""
+        """Returns those that were adopted since the last call."""
         fresh, self._fresh = self._fresh, []
         return fresh
 
     def adopt(self, group: int, params: Sequence[Tensor]) -> list[Tracked]:
-        """State for those parameters of a group that have none yet: frozen ones take no memory."""
+        """Makes state for those of a group's ``params`` that have none yet."""
         wanted = {id(param) for param in params if param not in self._tracked}
         fresh = {param: name for name, param in self.named(group) if id(param) in wanted}
-        for param, name in fresh.items():  # again: what was frozen may have changed since its group was made
+        for param, name in fresh.items():  # a frozen one may have changed since its group was checked
             check_parameter(name, param)
             check_finite(name, param)
         holdings = {param: self._setup.holding_of(name, param) for param, name in fresh.items()}
@@ -152,7 +152,7 @@ class Params:
 
     def _track(self, param: Tensor, shard: Shard, holding: Holding, step: Tensor) -> Tracked:
         link = self._core.link
-        # Where a link has parameters of the CPU written later, nothing can be said of their bits before.
+        # Where a link writes parameters on the CPU later, their bits before that mean nothing.
         readable = param.is_cuda or link.bit_sums.in_stream_order or not link.asynchronous
         early = self._setup.is_early(param)
         tracked = Tracked(param, shard, step, holding, link.bit_sums, early=early, readable=readable)
@@ -162,7 +162,7 @@ class Params:
         return tracked
 
     def count_steps(self, moved: Collection[Tracked]) -> None:
-        """The step that has ended moved these."""
+        """Counts the step that has ended for those that it moved."""
         for counts, members in self._counts:
             if len(moved) == len(self._tracked):
                 counts.add_(1.0)
@@ -171,23 +171,23 @@ class Params:
                 counts[torch.tensor(places, dtype=torch.int64)] += 1.0
 
     def moved(self, shard: Shard) -> None:
-        """The core has put a shard's state elsewhere."""
+        """Shows the state of a shard in its new tensors, since the core has moved it."""
         self._views.show(self._of_shard[shard.index])
 
-    # ---- others in their place --------------------------------------------------------------------------------
+    # ---- replaced parameters ----------------------------------------------------------------------------------
 
     def keep_masters(self) -> None:
-        """From now on masters have bits that the parameters have not."""
+        """Notes that masters have bits that the parameters lack."""
         self._has_masters = True
 
     @property
     def may_be_replaced(self) -> bool:
-        """Whether others can take the place of all of them: not once there is state that would be lost."""
+        """Returns whether other parameters can replace all of these without a loss of state."""
         grouped = {id(param) for param in self._groups.params()}
         return not self._has_masters and not any(t.shard.steps or id(t.param) in grouped for t in self)
 
     def refuse_replaced(self) -> None:
-        """A parameter that is new may have taken another one's place, whose state would be lost silently."""
+        """Raises if a parameter with state is in no group any more: its state would be lost silently."""
         grouped = {id(param) for param in self._groups.params()}
         gone = [tracked.shard.name for tracked in self if id(tracked.param) not in grouped]
         if gone:

@@ -28,7 +28,7 @@ class _NoReduction:
 
 
 class Reductions:
-    """Passes reduced gradients on, where it follows a model that reduces any; does not keep their taker alive."""
+    """Passes reduced gradients on if it follows a model that reduces any; does not keep their taker alive."""
 
     def __init__(self) -> None:
         self._taker: Callable[[], TakesReduced | None] = _no_taker
@@ -38,7 +38,7 @@ class Reductions:
         self._taker = ref(taker)
 
     def follow(self, model: nn.Module, alone: Alone) -> None:
-        """``alone``: around what other threads and the handlers of signals must not see half-way."""
+        """Follows ``model``; ``alone`` keeps other threads and signal handlers out of unfinished changes."""
         from superoffload.distributed.data_parallel import reduced_gradients
 
         found = reduced_gradients(model, weakly(self._take), weakly(self._keep), alone)
@@ -46,11 +46,11 @@ class Reductions:
             self._reduced = found
 
     def finish(self) -> None:
-        """At ``step()``: whatever a backward that was cut off has left."""
+        """Finishes, at ``step()``, the reductions that an interrupted backward has left."""
         self._reduced.finish()
 
     def forget(self) -> None:
-        """A backward whose gradients are given up."""
+        """Forgets a backward whose gradients are given up."""
         self._reduced.forget()
 
     def _take(self, param: Tensor, gradient: Tensor) -> None:
@@ -65,4 +65,4 @@ class Reductions:
 
 
 def _no_taker() -> None:
-    """There is none yet."""
+    """Returns None until a taker is given."""

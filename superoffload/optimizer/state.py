@@ -30,15 +30,15 @@ _Read = TypeVar("_Read")
 
 
 def loaded_in_part(what: str, error: Exception) -> StateError:
-    """``error`` came after something was changed, though all had been checked before."""
+    """Returns the error for a load that fails after it has changed something, though all was checked before."""
     return StateError(
-        f"{what}: {error} -- this was in order when it was checked before. Model and optimizer are loaded in part: "
+        f"{what}: {error} -- the check before the load had passed. Model and optimizer are loaded in part: "
         "load a whole checkpoint before anything else"
     )
 
 
 def agreed(ranks: Ranks, what: str, read: Callable[[], _Read]) -> _Read:
-    """What ``read`` returns, which changes nothing and may refuse; where it does on one rank, all of them raise."""
+    """Returns ``read()``, which changes nothing; if it raises on one rank, all ranks raise."""
     try:
         found = read()
     except Exception as error:
@@ -49,7 +49,7 @@ def agreed(ranks: Ranks, what: str, read: Callable[[], _Read]) -> _Read:
 
 
 class State:
-    """Reads masters and moments for users and checkpoints, and puts others in their place."""
+    """Reads and loads masters and moments for users and checkpoints."""
 
     def __init__(
         self,
@@ -87,14 +87,14 @@ class State:
         self._core.quiesce()
 
     def begin_snapshot(self, snapshot: Snapshot) -> None:
-        """From here on every shard is protected before it changes."""
+        """Has every shard protected for ``snapshot`` before it changes."""
         with self._lifetime.whole():
-            self._quiesce()  # also what backward in another thread has speculated by now
+            self._quiesce()  # backward in another thread may have speculated by now
             self._core.snapshots.add(snapshot)
 
     def await_snapshots(self) -> None:
-        """Waits until earlier snapshots were read. Signals are not held, since that takes as long as the disk. One that
-        this thread reads itself goes on when the signal's handler that we are called from has returned."""
+        """Waits until earlier snapshots were read; signals are not held, since a disk may be slow. It does not wait for
+        one that this thread reads: then a signal handler calls us, and reading continues after it."""
         for snapshot in list(self._core.snapshots):
             if not snapshot.is_read_here:
                 snapshot.wait()
@@ -102,12 +102,12 @@ class State:
     # ---- masters ----------------------------------------------------------------------------------------------
 
     def follow_written(self) -> None:
-        """Takes over what was written to parameters, as every ``step()`` does."""
+        """Has masters take over writes to parameters that are noticed, as every ``step()`` does."""
         with self._lifetime.whole():
             self._writes.follow_all(notice(self._params))
 
     def follow_parameters(self) -> None:
-        """Takes over all of them."""
+        """Has all masters follow their parameters."""
         with self._lifetime.whole():
             for tracked in self._params:
                 self._writes.follow(tracked)
@@ -134,15 +134,15 @@ class State:
     # ---- saved ------------------------------------------------------------------------------------------------
 
     def as_dict(self, of_torch: Callable[[], StateDict]) -> StateDict:
-        """A copy of what ``of_torch`` gives, in which state that is spread over ranks is whole."""
-        with self._lifetime.alone:  # also while it is copied, or backward in another thread would change it
+        """Returns a copy of ``of_torch()``, in which state that is spread over ranks is whole."""
+        with self._lifetime.alone:  # backward in another thread would change the state during the copy
             self.quiesce()
             state_dict = write_state(of_torch())
         self._ranks.gather("state_dict()", self._made_whole(state_dict))
         return state_dict
 
     def _made_whole(self, state_dict: StateDict) -> list[Spread]:
-        """With room for the parts that other ranks have."""
+        """Makes room in ``state_dict`` for the parts that other ranks have; returns what must be gathered."""
         spreads = []
         params = self._groups.params()
         for position, values in state_dict["state"].items():
@@ -160,15 +160,15 @@ class State:
     # ---- loaded -----------------------------------------------------------------------------------------------
 
     def check(self, state_dict: Mapping[str, Any]) -> ReadState:
-        """What ``take_over`` takes; raises and changes nothing where it does not fit."""
-        self.quiesce()  # what has failed since the last step is told before anything changes
+        """Returns the argument of ``take_over``; raises and changes nothing where ``state_dict`` does not fit."""
+        self.quiesce()  # raises failures since the last step before anything changes
         return read_state(state_dict, self._groups.now, part_of=self._part_of)
 
     def take_over(self, read: ReadState, what: str, rest: Callable[[], None]) -> None:
-        """Puts checked state in the place of ours, then calls ``rest``, which loads what belongs to it; collectively.
+        """Replaces the state by checked state, then calls ``rest`` to load what belongs to it; collectively.
 
-        Where that fails on any rank, all of them refuse everything but another load. Signals and other threads wait,
-        since what is loaded in part is of no use.
+        If this fails on any rank, all ranks refuse every call but another load. Signals and other threads wait, since
+        a state that is loaded in part cannot be used.
         """
         self.await_snapshots()
         with self._lifetime.alone, self._lifetime.loading():
@@ -195,7 +195,7 @@ class State:
             tracked.load(values)
 
     def adopt_loaded(self, read: ReadState) -> list[tuple[Tracked, ParamState | None]]:
-        """Group values, and state for parameters that get some and had none; whose values are to be loaded."""
+        """Updates groups and makes missing state; returns the parameters with state and the values to load."""
         states = iter(read.states)
         loaded: list[tuple[Tracked, ParamState | None]] = []
         for index, group in enumerate(self._groups.now):

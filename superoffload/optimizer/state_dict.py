@@ -1,4 +1,4 @@
-"""Optimizer state in ``torch.optim.AdamW``'s layout: written, and read with every check before anything changes."""
+"""Optimizer state is written in ``torch.optim.AdamW``'s layout, and checked completely before it is loaded."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _HYPER = ("lr", "betas", "eps", "weight_decay")
 _FOREIGN = ("amsgrad", "maximize")  # of torch.optim.AdamW; not ours, so they must be off
 
 
-_BLOCK = 1 << 18  # elements that are checked, converted or copied at a time
+_BLOCK = 1 << 18  # elements to check, convert or copy at a time
 
 
 @dataclass(frozen=True)
 class Values:
-    """This rank's elements of a tensor of ``shape``, wherever they are: they are read twice, to check and to copy them.
+    """Reads this rank's elements of a tensor of ``shape``, first to check and then to copy them.
 
-    ``read`` yields flat blocks with where they begin, together every element once; each is used before the next.
+    ``read`` yields flat blocks with their offsets, which cover every element once. A block is valid until the next.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class Values:
 
 @dataclass(frozen=True)
 class ParamState:
-    """One parameter's state, checked, to be read as flat float32; ``master`` None where the checkpoint has none."""
+    """Holds one parameter's checked state, as flat float32; ``master`` is None where the checkpoint has none."""
 
     step: int
     exp_avg: Values
@@ -55,14 +55,14 @@ class ParamState:
 
 @dataclass(frozen=True)
 class ReadState:
-    """Group values, and one state per parameter in the optimizer's order: None where it had not been stepped."""
+    """Holds group values, and one state per parameter in the optimizer's order: None where it was never stepped."""
 
     groups: list[dict[str, Any]]
     states: list[ParamState | None]
 
 
 def write_state(state_dict: StateDict, *, l2: bool = False) -> StateDict:
-    """A copy that later steps do not change, with what ``torch.optim.AdamW`` needs to load it."""
+    """Returns a copy that later steps do not change, with the keys that ``torch.optim.AdamW`` needs to load it."""
     states = {
         position: {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
         for position, values in state_dict["state"].items()
@@ -98,11 +98,11 @@ def read_state(
     l2: bool = False,
     part_of: PartOf = _whole,
 ) -> ReadState:
-    """Checks ``state_dict`` against the optimizer's groups; raises ArgumentError and changes nothing if it misfits.
+    """Checks ``state_dict`` against the optimizer's groups; raises ArgumentError, with nothing changed, if it misfits.
 
-    ``l2``: the optimizer is Adam with an L2 penalty instead of AdamW. ``part_of(param, value)``: the elements of a
-    tensor of the parameter's shape that this process keeps, flat. Nothing is copied: what is returned reads
-    ``state_dict`` again, whose values may be tensors or ``Values``.
+    ``l2``: the optimizer is Adam with an L2 penalty instead of AdamW. ``part_of(param, value)`` returns the elements of
+    a tensor of the parameter's shape that this process keeps, flat. Nothing is copied: the result reads ``state_dict``,
+    whose values may be tensors or ``Values``, again.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise ArgumentError(
@@ -118,7 +118,7 @@ def read_state(
     values: list[dict[str, Any]] = []
     for g, (group, mine) in enumerate(zip(theirs, groups, strict=True)):
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
-            raise ArgumentError(f"state_dict: group {g} is no dict with a list of 'params'")
+            raise ArgumentError(f"state_dict: group {g}: expected a dict with a list under 'params'")
         if len(group["params"]) != len(mine["params"]):
             raise ArgumentError(
                 f"state_dict: {len(group['params'])} parameters in group {g}, the optimizer has {len(mine['params'])}; "
@@ -133,7 +133,7 @@ def read_state(
 
 
 def check_saved_group(index: int, group: Mapping[str, Any]) -> None:
-    """Its hyper-parameters are there and are such."""
+    """Checks that a group has all hyper-parameters, with valid values."""
     missing = [name for name in _HYPER if name not in group]
     if missing:
         raise ArgumentError(f"state_dict: group {index} lacks {', '.join(missing)}; is it from an Adam optimizer?")
@@ -144,7 +144,7 @@ def _read_group(index: int, group: Mapping[str, Any], l2: bool) -> dict[str, Any
     check_saved_group(index, group)
     for name in _FOREIGN:
         if is_on(group.get(name)):
-            raise ArgumentError(f"state_dict: group {index} has {name}=True, which superoffload does not do")
+            raise ArgumentError(f"state_dict: group {index} has {name}=True, which is not supported; expected False")
     kinds = {True: "Adam with an L2 penalty", False: "AdamW"}
     theirs = not is_on(group.get("decoupled_weight_decay", not l2))
     if theirs is not l2 and float(group["weight_decay"]) != 0.0:
@@ -153,7 +153,7 @@ def _read_group(index: int, group: Mapping[str, Any], l2: bool) -> dict[str, Any
 
 
 def is_on(flag: Any) -> bool:
-    """Of what torch takes for a flag: of a tensor of many elements Python cannot tell."""
+    """Returns whether a flag is set. It may be a tensor, and one of many elements has no truth value in Python."""
     return flag is not None and as_float(int(flag) if isinstance(flag, bool) else flag) != 0.0
 
 

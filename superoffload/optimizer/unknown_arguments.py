@@ -1,4 +1,4 @@
-"""Keyword arguments that an optimizer does not have: an error that names the one that was meant."""
+"""Keyword arguments that an optimizer does not have raise an error that names the one that was meant."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from superoffload.errors import UnknownArgument
 
 
 class TorchDefaults(TypedDict, total=False):
-    """Arguments of ``torch.optim.AdamW`` that are not ours, with the values that change nothing here."""
+    """Lists arguments of ``torch.optim.AdamW`` that are not ours, with the values that change nothing here."""
 
     amsgrad: Literal[False]
     maximize: Literal[False]
@@ -21,7 +21,7 @@ class TorchDefaults(TypedDict, total=False):
     fused: Literal[False] | None
 
 
-# What other optimizers and trainers call our arguments, where no spelling leads there.
+# Other optimizers and trainers use these names for our arguments; their spelling is too different to be matched.
 _OTHER_NAMES = {
     "learning_rate": "lr",
     "wd": "weight_decay",
@@ -56,15 +56,15 @@ _DEEPSPEEDS = {
 _ADAMWS = {"accumulate_dtype": "this one reads p.grad as it is: set p.grad_dtype = torch.float32 on the parameters"}
 
 
-# What torch makes of them where nothing is given. A loop over parameters is chosen by None, too.
+# None lets torch choose its loop over parameters.
 _MAY_BE_NONE = ("foreach", "fused")
-# These change the result, or what can be done with it; which loop there is does neither.
+# These change the result or how it can be used; torch's choice of a loop does neither.
 _CHANGE_THE_STEP = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
 def refuse_unknown(optimizer: type, given: Mapping[str, Any]) -> None:
-    """``given``: what the constructor of ``optimizer`` was given beyond its arguments. What torch's optimizers do by
-    default may be said by name."""
+    """Refuses keyword arguments that the constructor of ``optimizer`` does not have, unless they only name a default
+    of torch's optimizers."""
     unknown = {name: value for name, value in given.items() if not _changes_nothing(name, value)}
     if not unknown:
         return
@@ -82,7 +82,7 @@ _NO_KEYS_OF_GROUPS = ("learning_rate", "wd", "beta1", "beta2", "adam_beta1", "ad
 
 
 def refuse_in_group(where: str, group: Mapping[str, Any]) -> None:
-    """Settings in a param group that nobody would read. Other keys of their own groups are the users' business."""
+    """Refuses settings in a param group that would have no effect. Users may keep other keys in their groups."""
     for name, value in group.items():
         if name in _CHANGE_THE_STEP and value:
             raise UnknownArgument(
@@ -127,5 +127,5 @@ def _advice(name: str, accepted: list[str]) -> str:
 
 
 def _containing(words: str, accepted: list[str]) -> str | None:
-    """num_threads is threads."""
+    """Finds an argument that is a word of the name, as threads is of num_threads."""
     return next((known for known in accepted if known in words.split("_")), None)

@@ -1,7 +1,7 @@
-"""When parameters' bits are compared for writes that no version counter shows, and the one warning about such a write.
+"""Bits of parameters are compared to find writes that no version counter shows; the first find leads to a warning.
 
-In host memory that is every step: it takes as long as reading the parameters twice. On a device it takes two launches
-and a wait, so there the first steps are compared, then every 16th, and once such a write was found all.
+In host memory every step compares, which takes as long as reading the parameters twice. On a device it takes two
+launches and a wait, so there the first steps compare, then every 16th, and all steps once such a write was found.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ EVERY = 16
 
 
 class UntoldWrites:
-    """One optimizer's: ``step_ended()`` after each step, ``found()`` for what was noticed by its bits alone."""
+    """Chooses the steps that compare; ``step_ended()`` counts steps, ``found()`` takes writes that only bits show."""
 
     def __init__(self, advice: Advice) -> None:
         self._advice = advice
@@ -28,11 +28,11 @@ class UntoldWrites:
 
     @property
     def on_device(self) -> bool:
-        """Whether the coming step compares what is on a device, too."""
+        """Returns whether the next step also compares parameters on a device."""
         return self._found or self._steps < FIRST_STEPS or (self._steps + 1) % EVERY == 0
 
     def found(self, written: Collection[Tracked]) -> None:
-        """Keeps what is to be said of it, once."""
+        """Keeps the warning about such a write, once."""
         if not written or self._found:
             return
         self._found = True
@@ -49,7 +49,7 @@ class UntoldWrites:
 
 def _on_device(steps: int) -> str:
     if steps < FIRST_STEPS:
-        return ""  # every step was compared so far
+        return ""  # every step has compared so far
     return (
         f"; bits on a device are compared in the first {FIRST_STEPS} steps and every {EVERY}th after them, so earlier "
         "ones may have been overwritten. From now on every step is compared"

@@ -1,4 +1,4 @@
-"""Bookkeeping that torch.compile goes round."""
+"""torch.compile does not trace our bookkeeping."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def untraced(function: _Function) -> _Function:
-    """torch.compile goes round it, as round the bookkeeping of torch's own optimizers."""
+    """Keeps torch.compile from tracing ``function``, as torch does for its own optimizers."""
     result: _Function = getattr(torch, "_disable_dynamo", lambda same: same)(function)
     return result

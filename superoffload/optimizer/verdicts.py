@@ -1,4 +1,4 @@
-"""A verdict is made of gradients, of the norm to clip to and of the loss scale; the last two are here."""
+"""A verdict depends on gradients, on the norm to clip to and on the loss scale; the last two are kept here."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from superoffload.errors import StateError
 from superoffload.host.numbers import as_float
 from superoffload.optimizer.arguments import check_max_grad_norm
 
-_NAMED = 8  # of more ranks, the first ones
+_NAMED = 8  # a warning names at most so many ranks
 
 
 class LossScale(NamedTuple):
-    """Holds what a ``torch.amp.GradScaler`` has set on an optimizer around its ``step()``.
+    """Holds the values that a ``torch.amp.GradScaler`` has set on an optimizer around its ``step()``.
 
-    ``is_set``: a scaler did. ``grad_scale`` None: its user called ``unscale_()``. ``found_inf``: it saw a NaN or an
-    infinity, which may have been replaced since.
+    ``is_set``: a scaler has set them. ``grad_scale`` None: the user called ``unscale_()``. ``found_inf``: the scaler
+    saw a NaN or an infinity, which may have been replaced since.
     """
 
     is_set: bool
@@ -33,12 +33,12 @@ class LossScale(NamedTuple):
 
     @property
     def was_taken_out(self) -> bool:
-        """By the user, in all gradients. Version counters do not show that."""
+        """Returns whether the user has unscaled all gradients, which version counters do not show."""
         return self.is_set and self.grad_scale is None
 
     @property
     def inverse(self) -> float:
-        """The factor that takes the loss scale out of gradients."""
+        """Returns the factor that takes the loss scale out of gradients."""
         if self.grad_scale is None:
             return 1.0
         scale = as_float(self.grad_scale)
@@ -50,7 +50,7 @@ class LossScale(NamedTuple):
 
 
 class Verdicts:
-    """Keeps the terms of the next verdict, which speculation goes by, and what the last one was."""
+    """Keeps the last verdict and the terms of the next one, which speculation uses."""
 
     def __init__(self, max_grad_norm: float | None) -> None:
         self._max_grad_norm = check_max_grad_norm(max_grad_norm)
@@ -64,7 +64,7 @@ class Verdicts:
 
     @property
     def unscale(self) -> float:
-        """The factor that took the loss scale out in the last step; the next one is expected to have it again."""
+        """Returns the factor that took the loss scale out in the last step, which the next step will likely reuse."""
         return self._unscale
 
     @property
@@ -87,8 +87,7 @@ class Verdicts:
         self._last = verdict
 
     def say_whose_norm(self, ranks: Sequence[int], world: int) -> None:
-        """Tells the user once that ``max_grad_norm`` is about ``ranks``, those of ``process_group`` or this one, of
-        ``world``. The first of them says it for all.
+        """Warns the user once that ``max_grad_norm`` counts only ``ranks``, not all of ``world``.
 
         Where ranks train parts of one model, as pipeline stages do, each part would get a clip coefficient of its own.
         Where they train models of their own, that is right.
@@ -104,7 +103,7 @@ class Verdicts:
             "replicated out. If they train parts of one model, such as pipeline stages, leave max_grad_norm out, add "
             "the squares of the norms over all ranks, and clip by hand with that one norm, "
             "torch.nn.utils.clip_grads_with_norm_(), before step(), with keep_grads=True. If they train models of "
-            "their own, it is as it should be: "
+            "their own, this is right, and a filter ends the warning: "
             "warnings.filterwarnings('ignore', message='superoffload: max_grad_norm')",
             RuntimeWarning,
             stacklevel=3,

@@ -1,4 +1,4 @@
-"""A parameter is watched: an edit of its value, which its master must follow, is noticed."""
+"""A parameter is watched, so that its master follows edits of its value."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from superoffload.optimizer.watched_gradient import UNKNOWN, PackedSums, Watched
 
 
 class Place:
-    """Knows where a tensor's elements are: in which storage, from where on, in which order.
+    """Knows a tensor's storage, address and strides.
 
-    Of the storage it keeps the record alive and not the memory. So memory that is freed is free, and a storage that
-    gets the same address after it is another one all the same.
+    It keeps the storage's record alive, not its memory. So the memory can be freed, and a later storage at the same
+    address still differs.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -37,25 +37,25 @@ class Place:
 
 @dataclass(eq=False)
 class Tracked:
-    """Knows a parameter, its shard, and what was last seen of both value and gradient."""
+    """Knows a parameter, its shard, and the last known value and gradient."""
 
     param: Tensor
     shard: Shard
-    step: Tensor  # what state[p]["step"] shows
+    step: Tensor  # shown as state[p]["step"]
     holding: Holding  # which elements of the parameter the shard is
-    bits: BitSums  # takes sums of the bits of parameters and gradients; the same for all of an optimizer
-    early: bool = True  # the gradient is final when its hook runs (not where something reduces it over ranks later)
-    readable: bool = True  # read now, its bits are what was published last
+    bits: BitSums  # sums bits of parameters and gradients; one for all parameters of an optimizer
+    early: bool = True  # the gradient is final when its hook runs, and is not reduced over ranks later
+    readable: bool = True  # a read finds the bits that were published last
     version: tuple[int, int] = UNKNOWN
-    sums: Sums | None = None  # of its bits, where they are compared
+    sums: Sums | None = None  # of its bits, if they are compared
     shown_steps: int = 0
     has_stepped: bool = False  # by this optimizer, so that the dtype of its gradients is known
     _arrivals: int = 0  # backward passes that reached it since the last step
-    _expected: int = 1  # as many as in the step before
+    _expected: int = 1  # arrivals in the step before
 
     def __post_init__(self) -> None:
         local = local_of(self.param)
-        self.device = local.device  # where it is to stay
+        self.device = local.device  # where it must stay
         self.place = Place(local)
         self.address = local.data_ptr()
         self.is_plain = self.readable and self.holding.is_memory_of(self.param)
@@ -64,19 +64,19 @@ class Tracked:
     # ---- the step -------------------------------------------------------------------------------------------------
 
     def arrives(self) -> bool:
-        """One backward more has reached it: whether it is the last one, going by the step before."""
+        """Counts a backward that reached it; returns whether that is the last one, as many as in the step before."""
         self._arrivals += 1
         return self._arrivals >= self._expected
 
     def arrives_last(self) -> bool:
-        """``arrives()``, where it is the last one; else nothing is counted."""
+        """Counts the backward only if it is the last one; returns whether it is."""
         if self._arrivals + 1 < self._expected:
             return False
         self._arrivals += 1
         return True
 
     def end_step(self) -> bool:
-        """Whether this step has moved it."""
+        """Ends the step; returns whether it has stepped this parameter."""
         self.gradient.end_step()
         self._expected = max(1, self._arrivals)
         self._arrivals = 0
@@ -87,7 +87,7 @@ class Tracked:
         return moved
 
     def abandon(self) -> None:
-        """The step ends with nothing changed."""
+        """Ends the step with nothing changed."""
         self.gradient.end_step()
         self._arrivals = 0
 
@@ -97,7 +97,7 @@ class Tracked:
         remember_values([self])
 
     def remember(self, sums: Sums | None) -> None:
-        """The value is ours, and has these sums (None: is not compared until it is remembered again)."""
+        """Remembers the value as ours, with these sums; None: its bits are not compared until the next call."""
         self.version, self.sums = version_of(self.param), sums
         local = local_of(self.param)
         if not self.place.is_of(local):
@@ -105,32 +105,33 @@ class Tracked:
             self.address = local.data_ptr()
 
     def remember_plain(self, address: int, sums: Sums) -> None:
-        """``remember`` for an ordinary parameter in host memory, which is at ``address``."""
+        """Remembers the value of an ordinary parameter in host memory, which is at ``address``."""
         self.version, self.sums = (self.param._version, 0), sums
         if address != self.address:
             self.place, self.address = Place(self.param), address
 
     def is_outdated(self) -> None:
-        """Its version was raised, and its value is to be delivered."""
+        """Remembers the version that was raised because the value will be delivered."""
         self.version = version_of(self.param)
 
     def forget_value(self) -> None:
-        """Whatever the parameter has counts as written by its user."""
+        """Has the parameter's value count as written by the user."""
         self.version = UNKNOWN
 
     @property
     def plainly_written(self) -> bool:
-        """Whether the parameter was written since we last looked, as far as versions and storage show; at no cost."""
+        """Returns whether version or storage show a write since the value was remembered; reads no values."""
         return version_of(self.param) != self.version or not self.place.is_of(local_of(self.param))
 
     @property
     def is_in_its_storage(self) -> bool:
-        """Whether an ordinary parameter has no other storage than before, and its bits are not to be compared."""
+        """Returns whether an ordinary parameter, whose bits are not compared, is in the same storage as before."""
         return self.sums is None and self.place.is_of(self.param)
 
     def is_compared(self, *, on_device: bool) -> bool:
-        """Whether its bits are. A DTensor's always: operations on lists of them (torch._foreach_mul_) raise no version.
-        Those of others, which ``.data`` leaves as it is, always in host memory and, if ``on_device``, elsewhere."""
+        """Returns whether its bits are compared. Those of a DTensor always are, since operations on lists of DTensors
+        (torch._foreach_mul_) raise no version. Others, which may be written through ``.data``, always are in host
+        memory, and elsewhere if ``on_device``."""
         return is_dtensor(self.param) or (self.readable and (on_device or self.bits.every_step))
 
     def check_still_fits(self) -> None:
@@ -156,12 +157,12 @@ class Tracked:
             )
 
     def refresh_master(self) -> None:
-        """Takes over what was written to the parameter; elements that still are round(master) keep their master."""
+        """Copies the written parameter to its master; elements that still are round(master) keep their master."""
         follow(self.shard.master, self.holding.part(self.param))
         self.remember_value()
 
     def load(self, values: ParamState | None) -> None:
-        """State from a checkpoint; ``None``: as before the first step."""
+        """Loads state from a checkpoint; None: the state before the first step."""
         shard, published = self.shard, self.holding.part(self.param)
         self.shown_steps = values.step if values else 0
         shard.has_made(self.shown_steps)
@@ -177,15 +178,14 @@ class Tracked:
                 shard.master.copy_(published)
             else:
                 values.master.copy_to(shard.master)
-        self.forget_value()  # compare with the parameter at the next opportunity
+        self.forget_value()  # the next step compares the master with the parameter
 
 
 def remember_values(several: Iterable[Tracked], *, on_device: bool = True) -> None:
-    """What these parameters, all of one optimizer, have now is ours: whatever is there instead when ``notice`` looks
-    was written by others.
+    """Remembers the values of these parameters, all of one optimizer, as ours; ``notice`` finds later writes.
 
-    ``on_device``: also the bits of parameters outside of host memory. Where a device has no room for their sums, their
-    values count as unknown, and the next step reads them all: that is right, and slower.
+    ``on_device`` includes the bits of parameters outside of host memory. Where a device has no room for their sums,
+    their values count as unknown, and the next step reads them all: that is right, and slower.
     """
     all_of_them = list(several)
     compared = [tracked for tracked in all_of_them if tracked.is_compared(on_device=on_device)]
@@ -195,7 +195,7 @@ def remember_values(several: Iterable[Tracked], *, on_device: bool = True) -> No
         flats = [tracked.holding.part(tracked.param) for tracked in compared]
         try:
             sums.update(zip(compared, compared[0].bits.of(flats), strict=True))
-        except DeviceError:  # a step that is done stays done
+        except DeviceError:  # the step is done and must not fail now
             unknown = compared
     for tracked in all_of_them:
         tracked.remember(sums.get(tracked))
@@ -205,9 +205,9 @@ def remember_values(several: Iterable[Tracked], *, on_device: bool = True) -> No
 
 @dataclass(frozen=True)
 class Noticed:
-    """Says whose value, and whose kept gradient, was edited since we last looked.
+    """Holds the parameters whose value, or whose kept gradient, was edited since it was remembered.
 
-    ``untold``: those of ``written`` of which no version counter tells that should have.
+    ``untold``: those of ``written`` whose version counter should have shown the write and did not.
     """
 
     written: frozenset[Tracked]
@@ -216,11 +216,11 @@ class Noticed:
 
 
 def notice(several: Iterable[Tracked], packed_sums: PackedSums = lambda shard: None) -> Noticed:
-    """Of parameters of one optimizer: by versions and storage, and where those do not show everything, by bits, all of
-    which are compared together."""
+    """Finds edits of parameters of one optimizer, by versions and storage; where those do not show every edit, by bits,
+    which are compared all together."""
     written: set[Tracked] = set()
     edited: set[Tracked] = set()
-    compared: list[tuple[set[Tracked], Tracked]] = []  # where it belongs if its bits have changed
+    compared: list[tuple[set[Tracked], Tracked]] = []  # each with the set to add it to if its bits have changed
     before: list[Sums] = []
     now: list[Tensor] = []
     for tracked in several:

@@ -1,4 +1,4 @@
-"""A gradient that was handed over is watched: an edit of it, which must be packed again, is noticed."""
+"""A gradient that was handed over is watched, so that it is packed again after an edit."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from superoffload.optimizer.packed_gradient import PackedGradient, packed_in, st
 
 UNKNOWN = (-1, -1)
 
-# Sums of the bits of a shard's gradient as it was packed, piece by piece; None where there are none.
+# Returns the sums of the packed bits of a shard's gradient, piece by piece; None where there are none.
 PackedSums = Callable[[Shard], list[tuple[Piece, Sums]] | None]
 
 
 class WatchedGradient:
-    """Remembers the gradient that the core has of one parameter, so that an edit of it is noticed."""
+    """Remembers the gradient of one parameter that the core has, and notices edits of it."""
 
     def __init__(self, param: Tensor, shard: Shard, holding: Holding, bits: BitSums) -> None:
         self._param = param
@@ -32,29 +32,29 @@ class WatchedGradient:
         self.version = UNKNOWN[0]  # of an ordinary tensor, when it was handed over
         self._placeholder: ReferenceType[PackedGradient] | None = None  # of the gradient that was packed last
         self.handed: Tensor | None = None  # to the core, in this step
-        self.sums: Sums | None = None  # of its bits, where versions do not show every edit and packing it gives none
-        self.reduced: Tensor | None = None  # given by a reduction to the core; p.grad must turn out to be it
+        self.sums: Sums | None = None  # of its bits, if versions do not show every edit and packing makes no sums
+        self.reduced: Tensor | None = None  # a reduction's result that the core has; p.grad must get the same bits
 
     # ---- handed over ----------------------------------------------------------------------------------------------
 
     def remember(self, grad: Tensor, *, summed: bool = False) -> None:
-        """``summed``: versions do not show every edit, and comparing its bits with the core's would take a copy."""
+        """Remembers the gradient, with the sums of its bits if ``summed``: versions do not show every edit of it."""
         self.handed, self._version, self.version = grad, version_of(grad), grad._version
         self.sums = self._bits.of([self._holding.part(grad).contiguous()])[0] if summed else None
 
     def remember_plain(self, grad: Tensor) -> None:
-        """``remember()`` for an ordinary tensor, whose version shows every edit that is to be noticed."""
+        """Remembers an ordinary tensor, whose version shows every edit."""
         self.handed, self.sums, self._placeholder = grad, None, None
         self.version = grad._version
         self._version = (self.version, 0)
 
     @property
     def is_asleep(self) -> bool:
-        """Whether a placeholder was handed over, and nothing was done with it since."""
+        """Returns whether a placeholder stands for the gradient, and no operation has used it since."""
         return isinstance(self.handed, PackedGradient) and self.handed.is_untouched
 
     def forget(self) -> None:
-        """The core has none any more."""
+        """Notes that the core has no gradient any more."""
         self.handed = None
 
     def end_step(self) -> None:
@@ -63,7 +63,7 @@ class WatchedGradient:
     # ---- reduced over ranks -----------------------------------------------------------------------------------------
 
     def remember_reduced(self, gradient: Tensor) -> None:
-        """A reduction gave it; ``p.grad`` is to have the same bits."""
+        """Remembers the result of a reduction; ``p.grad`` must get the same bits."""
         self.reduced = gradient
 
     def forget_reduced(self) -> None:
@@ -73,24 +73,24 @@ class WatchedGradient:
 
     @property
     def plainly_changed(self) -> bool:
-        """As far as it shows without a look at bits.
+        """Returns whether the gradient was edited, as far as that shows without its bits.
 
-        Versions of DTensors show nothing: an operation on lists of them raises none, and FSDP2, where it accumulates
-        gradients, raises those of all parameters that it reduces together, which share one buffer and its counter.
+        Versions of DTensors show nothing: operations on lists of them raise none, and where FSDP2 accumulates gradients
+        it raises those of all parameters that it reduces together, which share a buffer and its counter.
         """
         if gradient_of(self._param) is not self.handed:
             return True
         packed = packed_in(self.handed)
-        if packed is not None:  # one that was brought back is compared
+        if packed is not None:  # the bits of one that was brought back are compared elsewhere
             return packed.zeroed or packed.addend is not None
         return self.handed is not None and not is_dtensor(self.handed) and self.was_written(self.handed)
 
     def was_written(self, grad: Tensor) -> bool:
-        """Whether its version is another one than that which was remembered."""
+        """Returns whether the version of ``grad`` differs from the remembered one."""
         return version_of(grad) != self._version
 
     def summed(self, packed_sums: PackedSums) -> Iterator[tuple[Sums, Tensor]]:
-        """Sums of the bits of the gradient that was handed over, and what they are to be compared with now."""
+        """Yields sums of the bits of the gradient that was handed over, each with the flat tensor to compare now."""
         if self.handed is None or (self.sums is None and not self._shard.sums_gradient):
             return
         flat = self._holding.part(self.handed).contiguous()
@@ -104,19 +104,19 @@ class WatchedGradient:
 
     @property
     def placeholder(self) -> PackedGradient | None:
-        """Of the gradient that was packed last, as long as ``p.grad`` or the user has it."""
+        """Returns the placeholder of the gradient that was packed last, while ``p.grad`` or the user keeps it."""
         return None if self._placeholder is None else self._placeholder()
 
     def is_placeholder(self, packed: PackedGradient) -> bool:
-        """Whether ``packed`` stands for what was handed over in this step."""
+        """Returns whether ``packed`` stands for the gradient that was handed over in this step."""
         return self.handed is packed and self.placeholder is packed
 
     def forget_placeholder(self) -> None:
-        """The place where that gradient was packed is needed."""
+        """Forgets the placeholder, because the memory of its packed gradient is reused."""
         self._placeholder = None
 
     def free(self, fetch: Callable[[PackedGradient], None], offer: Callable[[PackedGradient, Tensor], None]) -> None:
-        """The gradient was packed: its memory goes, and a placeholder that can ``fetch`` it stands in ``p.grad``."""
+        """Frees the packed gradient's memory and puts a placeholder that can ``fetch`` it into ``p.grad``."""
         param = self._param
         local = local_of(param) if is_dtensor(param) else param
         assert self.handed is not None
@@ -126,14 +126,14 @@ class WatchedGradient:
         self._version, self.sums = UNKNOWN, None
 
     def brought_back(self) -> None:
-        """The placeholder has its gradient again. What is done to that shows in its sums, also what raises no version:
-        what comes through C++ or ``.data``."""
+        """Takes sums of a gradient that was brought back, which also show edits that raise no version: those by C++ or
+        through ``.data``."""
         if self.handed is not None and packed_in(self.handed) is self.placeholder:
             self._version = version_of(self.handed)
             self.sums = self._bits.of([self._holding.part(self.handed)])[0]
 
 
 def remember_all(several: Iterable[tuple[WatchedGradient, Tensor]]) -> None:
-    """``remember_plain()`` for each."""
+    """Calls ``remember_plain()`` for each pair."""
     for gradient, grad in several:
         gradient.remember_plain(grad)

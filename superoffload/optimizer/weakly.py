@@ -1,4 +1,4 @@
-"""Hooks that do not keep the optimizer alive: what they hang on (parameters, modules, the core) often outlives it."""
+"""Hooks must not keep the optimizer alive: parameters, modules and the core, which have the hooks, often outlive it."""
 
 from __future__ import annotations
 

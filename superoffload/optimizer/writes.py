@@ -1,4 +1,4 @@
-"""Masters take over what users write to parameters."""
+"""Masters follow the parameters that users write."""
 
 from __future__ import annotations
 
