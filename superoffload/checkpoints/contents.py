@@ -24,7 +24,7 @@ MODEL, MASTER, EXP_AVG, EXP_AVG_SQ = "model.", "master.", "exp_avg.", "exp_avg_s
 
 @dataclass(frozen=True)
 class Piece:
-    """Locates a part of a tensor of ``shape``: ``length`` indices of dimension ``dim``, or of a flat one if ``flat``."""
+    """Locates a part of a tensor of ``shape``: ``length`` indices of dimension ``dim``, or of a flat one."""
 
     shape: tuple[int, ...]
     dim: int

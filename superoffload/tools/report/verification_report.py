@@ -1,4 +1,4 @@
-"""Summary, plot and page of `superoffload verify`."""
+"""Writes summary, plot and page of `superoffload verify`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def verification_summary(
 
 
 def finish_verification(folder: RunFolder, summary: dict[str, Any], result: Verification) -> str:
-    """Write summary, plot and page; returns the result as text for the terminal."""
+    """Writes summary, plot and page; returns the result as text for the terminal."""
     folder.write_summary(summary)
     if matplotlib_installed() and result.steps:
         with naming_write_errors(folder.plot_path):
