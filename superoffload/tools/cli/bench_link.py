@@ -1,4 +1,4 @@
-"""`superoffload bench link`: what waiting workers cost, how fast they wake, and on a GPU what a step costs."""
+"""Runs `superoffload bench link`: what waiting workers cost, how fast they wake, and on a GPU what a step costs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def add_link_options(parser: argparse.ArgumentParser) -> None:
-    """Those that `python -m benchmarks.link` has too."""
+    """Adds the options that `python -m benchmarks.link` has too."""
     threads = " ".join(map(str, THREADS))
     parser.add_argument(
         "--threads", nargs="+", type=int, default=THREADS, metavar="N", help=f"waiting workers (default: {threads})"
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_link(args: argparse.Namespace, rig: Any | None) -> int:
-    """``rig``: superoffload.tools.bench.link_bandwidth.Rig to take steps on; None: only waiting is measured."""
+    """Measures. ``rig``: superoffload.tools.bench.link_bandwidth.Rig to take steps on; None measures waiting only."""
     if any(threads < 1 for threads in args.threads):
         raise ArgumentError(f"threads={args.threads}: expected numbers of at least 1")
     for name in ("seconds", "arrivals", "rounds"):

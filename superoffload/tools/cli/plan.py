@@ -1,4 +1,4 @@
-"""`superoffload plan`: memory, step time and settings for a model on a machine; exit 0 only if it fits."""
+"""Runs `superoffload plan`: memory, step time and settings for a model on a machine; exits with 0 only if it fits."""
 
 from __future__ import annotations
 

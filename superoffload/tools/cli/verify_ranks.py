@@ -1,4 +1,4 @@
-"""`superoffload verify --ranks N --engine E`: several ranks on this machine converge as one process does."""
+"""Runs `superoffload verify --ranks N --engine E`: several ranks on this machine converge as one process does."""
 
 from __future__ import annotations
 
