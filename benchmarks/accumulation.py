@@ -1,4 +1,4 @@
-"""How far the sum of micro-batches' gradients is from their exact sum, added up in bf16 and in fp32.
+"""Measures how far a sum of micro-batches' gradients, added up in bf16 and in fp32, is from their exact sum.
 
     python -m benchmarks.accumulation
 
@@ -33,7 +33,7 @@ def error_of_sum(micro_batches: int, accumulate_dtype: str | None) -> float:
 
 
 def table() -> list[str]:
-    """As docs/edits.md has it."""
+    """Returns the table of docs/edits.md."""
     lines = ["| micro-batches | in bf16 | in fp32 |", "|--:|--:|--:|"]
     for count in COUNTS:
         lines.append(f"| {count} | {error_of_sum(count, None):.0e} | {error_of_sum(count, 'fp32'):.0e} |")

@@ -1,4 +1,4 @@
-r"""What it costs in every step to notice writes to parameters that no version counter shows, such as through ``.data``.
+r"""Measures what noticing writes to parameters costs per step if no version counter shows them, as through ``.data``.
 
     python -m benchmarks.noticing --json benchmarks/results/noticing-x86.json
 
@@ -28,7 +28,7 @@ MODEL = ModelConfig(layers=12, hidden=640, heads=10, kv_heads=5, mlp=2560, seque
 
 
 class Stopwatch:
-    """Seconds inside of functions that are called through it."""
+    """Counts the seconds inside functions that are called through it."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

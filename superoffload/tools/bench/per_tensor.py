@@ -75,8 +75,7 @@ def run_tensors(settings: TensorsBenchmark, tell: Tell) -> list[Row]:
 
 @contextmanager
 def _bound_to(cpus: Sequence[int]) -> Iterator[None]:
-    """Binds this thread to these processors and gives torch as many threads; worker threads that begin inside follow.
-    """
+    """Binds this thread to these processors and gives torch as many threads; new worker threads follow."""
     allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
     os.sched_setaffinity(0, cpus)
     torch.set_num_threads(len(cpus))

@@ -81,7 +81,7 @@ class Workload:
         return self.current_work
 
     def take_back(self) -> None:
-        """Makes the step before the last one again."""
+        """Takes back the number of the last step."""
         self.step -= 1
 
     @property

@@ -27,8 +27,7 @@ class Engine(Protocol):
     optimizer: Any
 
     def backward(self, micro_batches: Sequence[Tensor], scale: float) -> float:
-        """Runs backward of the mean loss over micro-batches and ranks, times ``scale``; returns this rank's mean loss.
-        """
+        """Runs backward of the mean loss over micro-batches and ranks, times ``scale``; returns this rank's mean."""
 
     def poison(self, last_rank: bool) -> None:
         """Puts a NaN into one element of a gradient that the last rank owns."""
