@@ -223,7 +223,7 @@ def check_keys(jobs: Sequence[Job]) -> None:
     keys = [job.key for job in jobs]
     twice = sorted({key for key in keys if keys.count(key) > 1})
     if twice:
-        raise ArgumentError(f"jobs: {twice[0]} is there twice; every job needs a name of its own")
+        raise ArgumentError(f"jobs: {twice[0]} occurs twice; every job needs a name of its own")
 
 
 def _run(job: Job, results: Results, remaining: float, scratch: Path, shared: Mapping[str, str]) -> bool:
@@ -319,7 +319,7 @@ def boot() -> str:
 
 def _last_line(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it said nothing"
+    return lines[-1][:300] if lines else "it printed nothing"
 
 
 def plain(values: Any) -> Any:

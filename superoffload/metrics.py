@@ -116,8 +116,8 @@ class Monitor:
     ) -> None:
         if not callable(getattr(optimizer, "stats", None)):
             raise ArgumentError(
-                f"optimizer: {type(optimizer).__name__}, expected superoffload.AdamW; of a wrapper, such as "
-                "Accelerate's, its .optimizer"
+                f"optimizer: {type(optimizer).__name__}, expected superoffload.AdamW; pass the .optimizer of a "
+                "wrapper such as Accelerate's"
             )
         if limits is not None and not isinstance(limits, Limits):
             raise ArgumentError(f"limits: {type(limits).__name__}, expected superoffload.metrics.Limits(...)")

@@ -27,7 +27,7 @@ _CYCLES_PER_SECOND = 1.5e9  # about; what counts is that delays differ
 
 
 class Device:
-    """Is the CPU: nothing runs asynchronously, and it has no memory of its own."""
+    """Represents the CPU: nothing runs asynchronously, and it has no memory of its own."""
 
     kind = "cpu"
 
@@ -87,7 +87,7 @@ class Device:
 
 
 class Cuda(Device):
-    """Is one GPU through torch; has peaks of torch's own allocator, and of all processes on the device."""
+    """Represents one GPU through torch, with peaks of torch's own allocator, and of all processes on the device."""
 
     kind = "cuda"
 

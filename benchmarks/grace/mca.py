@@ -59,7 +59,7 @@ class Tools:
 
 @dataclass(frozen=True)
 class Block:
-    """Is a basic block: its instructions, and the blocks that may follow."""
+    """Represents a basic block: its instructions, and the blocks that may follow."""
 
     instructions: list[str]
     successors: list[int]

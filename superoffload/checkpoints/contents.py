@@ -88,7 +88,7 @@ class Named:
 def check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, (AdamW, torch.optim.AdamW)):
         deepspeed = "Stage3" in type(optimizer).__name__
-        remedy = "use engine.save_checkpoint()" if deepspeed else "of a wrapper, such as Accelerate's, its .optimizer"
+        remedy = "use engine.save_checkpoint()" if deepspeed else "pass a wrapper's .optimizer (Accelerate's has one)"
         raise ArgumentError(
             f"optimizer: {type(optimizer).__name__}, expected superoffload.AdamW or torch.optim.AdamW; {remedy}"
         )

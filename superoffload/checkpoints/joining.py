@@ -114,7 +114,7 @@ def _begins_with(final: Path, name: str, header: bytes) -> bool:
         return False
     except OSError as error:
         raise DiskError(
-            error.errno, f"{final}: written, but {name} could not be looked at ({error.strerror}); look after the disk"
+            error.errno, f"{final}: written, but {name} could not be read ({error.strerror}); check the disk"
         ) from error
 
 

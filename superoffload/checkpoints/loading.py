@@ -139,8 +139,8 @@ def _other_values(stored: Stored, named: Named) -> dict[str, Any]:
             )
         elif not _equal(value, named.other[name]):
             raise ArgumentError(
-                f"{stored.folder}: {name} is {shown(value)}, the model's is {shown(named.other[name])}, no tensor, and "
-                "cannot be changed from here; make the model as the one that was saved"
+                f"{stored.folder}: {name} is {shown(value)}, the model's is {shown(named.other[name])}; it is not a "
+                "tensor and cannot be loaded; build the model as it was when it was saved"
             )
     return found
 
@@ -161,7 +161,7 @@ def _model_values(stored: Stored, named: Named) -> dict[str, Values]:
         one, other = (stored.tensors[MODEL + aliases.get(either, either)] for either in (tied, name))
         if [piece["sha256"] for piece in one] != [piece["sha256"] for piece in other]:
             raise ArgumentError(
-                f"{stored.folder}: {tied} differs from {name}, and is one with it in the model; untie them"
+                f"{stored.folder}: {tied} differs from {name}, and is tied to it in the model; untie them"
             )
     values = {}
     for name, tensor in named.tensors.items():

@@ -246,7 +246,7 @@ def _state_bytes(optimizer: Optimizer, named: Named, extra: dict[str, Any]) -> b
     except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
         raise ArgumentError(
             f"{_unreadable(extra) or 'a value of a param group or of get_extra_state()'}: not saved, since only what "
-            "torch.load(weights_only=True) reads back is: tensors, numbers, strings, lists, tuples, dicts of these"
+            "torch.load(weights_only=True) reads can be: tensors, numbers, strings, lists, tuples, dicts of these"
         ) from error
     try:
         check_archive(data)

@@ -84,7 +84,7 @@ class Stored:
             if not all(one is None or isinstance(one, (int, float, str, Tensor)) for one in numbers):
                 return "expected numbers for lr, betas, eps and weight_decay"  # a list may contain itself
             if nested_deeply(group):
-                return "expected param groups with values that are hardly nested"
+                return "expected param groups without deeply nested values"
         steps = content["steps"].values()
         if not all(type(count) is int and 0 <= count <= _MOST_STEPS for count in steps):
             return "expected numbers of steps"
@@ -94,7 +94,7 @@ class Stored:
         if not all(isinstance(name, str) for part in ("other", "aliases") for name in content[part]):
             return "expected names of what is in the model's state_dict"
         if not all(isinstance(name, str) and MODEL + name in self.tensors for name in content["aliases"].values()):
-            return "expected tied names of tensors that are there"
+            return "expected tied names of tensors in the checkpoint"
         return None
 
     def _named(self, prefix: str) -> set[str]:

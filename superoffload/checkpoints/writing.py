@@ -74,7 +74,7 @@ def _exists(final: Path) -> ArgumentError:
 
 def not_written(final: Path, error: OSError, nbytes: int | None = None) -> DiskError:
     """Returns the error for a failed write of ``nbytes``."""
-    about, advice = "", "look after the disk, or save to another place"
+    about, advice = "", "check the disk, or save to another place"
     if error.errno in _NO_SPACE:
         advice = "free some space (a quota counts too), or save to another place"
         with suppress(OSError):

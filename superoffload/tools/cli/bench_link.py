@@ -31,9 +31,9 @@ def add_link_options(parser: argparse.ArgumentParser) -> None:
         "--threads", nargs="+", type=int, default=THREADS, metavar="N", help=f"waiting workers (default: {threads})"
     )
     add_option(parser, "--seconds", type=float, default=3.0, help="to wait, with each number of workers")
-    add_option(parser, "--arrivals", type=int, default=1000, help="to wake workers by")
+    add_option(parser, "--arrivals", type=int, default=1000, help="that wake workers")
     add_option(parser, "--rounds", type=int, default=40, help="steps that are timed")
-    parser.add_argument("--quick", action="store_true", help="a few of all: shows that it works")
+    parser.add_argument("--quick", action="store_true", help="few of everything, to see that it works")
     parser.add_argument("--json", metavar="PATH", help="write machine, versions and rows to this file")
 
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_link(args: argparse.Namespace, rig: Any | None) -> int:
-    """Measures. ``rig``: superoffload.tools.bench.link_bandwidth.Rig to take steps on; None measures waiting only."""
+    """Measures the link. ``rig``: superoffload.tools.bench.link_bandwidth.Rig for steps; None measures waiting only."""
     if any(threads < 1 for threads in args.threads):
         raise ArgumentError(f"threads={args.threads}: expected numbers of at least 1")
     for name in ("seconds", "arrivals", "rounds"):

@@ -86,7 +86,7 @@ def _add_training_options(parser: argparse.ArgumentParser, defaults: TrainingCon
 
 def _add_machine_options(parser: argparse.ArgumentParser, defaults: TrainingConfig) -> None:
     group = parser.add_argument_group("machine")
-    add_option(group, "--device", default="cpu", help="cpu: the one that this command trains on")
+    add_option(group, "--device", default="cpu", help="cpu is the only one for this command")
     add_option(group, "--bucket-numel", type=int, default=defaults.bucket_numel, help="parameters per bucket")
     group.add_argument("--threads", type=int, help="worker threads of the optimizer (default: its own choice)")
     group.add_argument("--torch-threads", type=int, help="threads of torch itself (default: torch's choice)")

@@ -85,7 +85,7 @@ def stray(curve: Curve, tolerance: Tolerance) -> list[str]:
                 math.isfinite(centre) and abs(value - centre) > allowed
             ):
                 problems.append(
-                    f"step {step}: {what} is {value:.5f}, of one process {centre:.5f}, tolerance {allowed:.5f}"
+                    f"step {step}: {what} is {value:.5f}, in one process {centre:.5f}, tolerance {allowed:.5f}"
                 )
                 break
     if curve.error:

@@ -45,7 +45,7 @@ def _unchanged(engine: Engine) -> AbstractContextManager[None]:
 
 
 def run(setup: Setup, name: str, speculation: str, *, order: int = 0, around: Around = _unchanged) -> Curve:
-    """Trains. ``order`` above 0: a single process sums the same gradients in another order, drawn from it.
+    """Trains one run. ``order`` above 0: a single process sums the same gradients in another order, drawn from it.
 
     ``around`` is entered for the whole training. An error ends the training and is part of the result.
     """

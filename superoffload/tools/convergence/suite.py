@@ -102,7 +102,7 @@ def judge_fates(result: Result, setup: Setup) -> None:
         return
     for fate in ("speculated", "replayed"):
         if not stats[f"buckets_{fate}"]:
-            result.problems.append(f"no bucket was {fate}, so nothing was compared in that; take more steps")
+            result.problems.append(f"no bucket was {fate}, so that fate was not compared; take more steps")
     if stats["buckets_committed"]:
         return
     if unclipped := unclipped_steps(stats):

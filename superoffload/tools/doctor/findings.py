@@ -10,7 +10,7 @@ OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
 @dataclass(frozen=True)
 class Finding:
-    """Is one remark of the doctor; `remedy` is empty only if nothing needs to be done."""
+    """Holds one remark of the doctor; `remedy` is empty only if nothing needs to be done."""
 
     level: str
     topic: str

@@ -52,7 +52,7 @@ def examine_numa(system: System) -> Examination:
     balancing = system.number("/proc/sys/kernel/numa_balancing")
     found.facts.update(nodes=nodes, balancing=balancing)
     if not nodes:
-        found.ok("the system shows no NUMA nodes; taken for one")
+        found.ok("the system shows no NUMA nodes; treated as one node")
         return found
     with_cpus = [node for node in nodes if node["cpus"]]
     mine = set(allowed_cpus(system))

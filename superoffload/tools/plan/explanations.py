@@ -60,7 +60,7 @@ def placement_lines(auto: AutoPlacement | None) -> list[str]:
         return []
     share = f"{auto.fraction:.1%} of the" if auto.fraction else "no"
     return [
-        f'placement="auto" would keep {share} state on the GPU ({auto.gpu_bytes / GB:.1f} GB); above, none is:',
+        f'placement="auto" would keep {share} state on the GPU ({auto.gpu_bytes / GB:.1f} GB); the plan keeps none:',
         f"  {auto.why}.",
         f"  It chooses once, after {1 + STEPS_MEASURED} steps, by what it measured in them;",
         '  placement={"gpu_fraction": f} sets it, None (default) keeps all state in host memory.',

@@ -87,7 +87,7 @@ def _load(path: Path, name: str) -> Run:
         raise SuperOffloadError(f"run {path}: damaged ({error}); run it again") from error
     foreign = summary is not None and (not isinstance(summary, dict) or summary.get("command") != "train")
     if foreign or steps is None:
-        raise ArgumentError(f"run {path}: not written by superoffload train, whose runs are what can be compared")
+        raise ArgumentError(f"run {path}: not written by superoffload train; only its runs can be compared")
     if not steps:
         raise ArgumentError(f"run {path}: has no finished step yet")
     problem = _problem_of_summary(summary) if summary is not None else None

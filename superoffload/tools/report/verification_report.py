@@ -118,7 +118,7 @@ def _add_checks(page: Page, default_events: bool) -> None:
             "Every speculated bucket has exactly one fate, and the synchronous run speculated none.",
             "Every fate occurred."
             if default_events
-            else "Not, since these are not the default events: every fate occurred.",
+            else "Not checked, since these are not the default events: every fate occurred.",
         ]
     )
     page.paragraph("Torch ran with deterministic algorithms and a fixed number of threads.")

@@ -57,8 +57,8 @@ class Threshold:
             return self.value
         if last_norm is None:
             raise ArgumentError(
-                f"inject=clip:{self.value:g}x: no earlier step has a finite gradient norm to take {self.value:g} "
-                f"times of; inject the clip at a later step, or give an absolute threshold"
+                f"inject=clip:{self.value:g}x: no earlier step has a finite gradient norm to "
+                f"multiply by {self.value:g}; inject the clip at a later step, or give an absolute threshold"
             )
         return self.value * last_norm
 
