@@ -2,8 +2,8 @@
 
     python -m benchmarks.accumulation
 
-A linear layer in bf16 is fitted to the identity. The exact sum is that of the same gradients, each as autograd gives it
-in bf16, in fp64; the error is the norm of the difference, as a part of the norm of the exact sum.
+It fits a linear layer in bf16 to the identity. The exact sum adds the same bf16 gradients of autograd in fp64; the
+error is the norm of the difference, relative to the norm of the exact sum.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def _install(wheels: Path, log: Path) -> None:
 
 
 def describe_left(jobs: Sequence[Any], left: Sequence[Any], results: Any) -> tuple[list[str], bool]:
-    """Returns lines about what is left and why, and whether another call of the same command would make progress."""
+    """Returns lines about the jobs left and why, and whether another call of the same command would make progress."""
     blocked = Counter(why for job in left if (why := _blocked_by(job, jobs, results)))
     said = [f"{count} of {len(jobs)} wait for {why}" for why, count in blocked.items()]
     waiting = [job.needed_seconds for job in left if not _blocked_by(job, jobs, results)]

@@ -2,8 +2,8 @@ r"""Measures what `superoffload bench link` does; without a GPU its steps run ov
 
     python -m benchmarks.link --json benchmarks/results/link-x86.json
 
-The stand-in's streams are threads and its copies are `memcpy`, so of a step's times those of the calling thread's
-processor say most: they are of Python and of what it calls. Copies and launches are counted by the stand-in.
+The stand-in's streams are threads and its copies are `memcpy`. So the calling thread's processor time says most about
+a step: it is that of Python and of what it calls. The stand-in counts copies and launches.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@ r"""Measures what noticing writes to parameters costs per step if no version cou
 
     python -m benchmarks.noticing --json benchmarks/results/noticing-x86.json
 
-Trains a language model on this machine's processors and takes the time inside of the two comparisons of every step:
-what was published is read once when it is, and once when the next step begins.
+Trains a language model on this machine's processors and times the two readings of every step: published parameters
+are read once when they are published, and once when the next step begins.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Collects what to watch while training: a plain dictionary per step, and one log line per anomaly.
 
-`Monitor(optimizer).step()` after every `optimizer.step()` gives what TensorBoard and Weights & Biases log as it is;
-docs/metrics.md has every name with its unit.
+`Monitor(optimizer).step()` after every `optimizer.step()` returns values that TensorBoard and Weights & Biases log
+unchanged; docs/metrics.md has every name with its unit.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def measure_step(numel: int, cpus: Sequence[int], steps: int = _STEPS) -> float:
         numel=numel,
         gradient_type=_native.ElementType.bf16,
         shadow_type=_native.ElementType.bf16,
-        past_cache=True,  # as for any model that needs this project
+        past_cache=True,  # as is any model that needs this project
     )
     work = _native.BucketWork([run], 0)
     work.freeze(1e-3, 0.9, 0.999, 1e-8, 0.01, 1.0, False, [1])

@@ -106,7 +106,7 @@ def _deepspeed_superoffload(own: float, hardware: Hardware, settings: Settings, 
 
 
 def _stages(model: ModelShape, hardware: Hardware, settings: Settings, own: float) -> bool:
-    """Returns whether new parameters travel before the verdict: half of what is free at the GPU's peak has to hold the
+    """Returns whether new parameters travel before the verdict: half of the GPU's memory free at its peak must hold the
     gradients, which leave as they are packed (docs/pipeline.md)."""
     if settings.is_replicated or settings.sharding == "zero3":
         return False

@@ -91,7 +91,7 @@ def _user_files(paths: Iterable[str]) -> list[Path]:
             raise ArgumentError(
                 f"data={name}: no such file or folder; give --data existing text files or folders"
             ) from None
-        except (OSError, ValueError) as error:  # too long a name, or in a folder without permission
+        except (OSError, ValueError) as error:  # the name is too long, or permission is missing
             reason = getattr(error, "strerror", None) or error
             raise ArgumentError(f"data={name}: cannot be read ({reason}); give --data text files or folders") from None
         if path.is_dir():
