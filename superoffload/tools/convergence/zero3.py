@@ -1,4 +1,4 @@
-"""Adapts ZeRO-3 with superoffload behind ``offload_optimizer`` to the other engines' terms, as engine "deepspeed"."""
+"""Adapts ZeRO-3 with superoffload behind ``offload_optimizer`` to the other engines' terms, as engine ``deepspeed``."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Zero3:
 
 
 class _Optimizer:
-    """Shows a training loop the optimizer of DeepSpeed's engine."""
+    """Presents DeepSpeed's engine to a training loop as an optimizer."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
