@@ -50,7 +50,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 _FILES_OF_OTHERS = (
-    "; load a file of torch.save with torch.load and load_state_dict() of model and optimizer, and a folder of "
+    "; what torch.save wrote loads with torch.load and load_state_dict() of model and optimizer, a folder of "
     "save_pretrained with from_pretrained"
 )
 

@@ -98,7 +98,7 @@ def _plan_of_torch(part: Part, optimizer: Optimizer, named: Named) -> None:
         lost = sorted(map(str, state.keys() - {"step", "exp_avg", "exp_avg_sq"}))
         if lost:
             raise ArgumentError(
-                f"optimizer: its state of {name} has {', '.join(lost)}, which a checkpoint cannot hold; use "
+                f"optimizer: its state of {name} has {', '.join(lost)}, for which a checkpoint has no place; use "
                 "optimizer.state_dict() and torch.save()"
             )
         for prefix, key in ((EXP_AVG, "exp_avg"), (EXP_AVG_SQ, "exp_avg_sq")):
