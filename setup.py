@@ -1,4 +1,4 @@
-"""Builds `superoffload._native`; everything else about the package is in pyproject.toml.
+"""Builds `superoffload._native`; pyproject.toml has everything else about the package.
 
 The extension is C++17 and pybind11 on raw pointers: no torch, no CUDA. Each instruction set is one source file with
 flags of its own (csrc/flags.txt), chosen at run time, so one build runs on every CPU of its architecture.
@@ -34,26 +34,26 @@ from setuptools.errors import BaseError, CCompilerError, CompileError, OptionErr
 ROOT = Path(__file__).resolve().parent
 MODULE = "superoffload._native"
 KERNEL_SOURCES = ("*.cu", "*.cuh", "options.txt")  # in csrc/cuda
-FAILURES = (BaseError, CCompilerError, OSError)  # what running a compiler raises; setuptools' errors share no base
+FAILURES = (BaseError, CCompilerError, OSError)  # raised by a failed compiler; setuptools' errors share no base
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compiled for one target machine: sources relative to the repository, each with all of its flags."""
+    """Lists what is compiled for one target machine: sources relative to the repository, each with all of its flags."""
 
     sources: dict[str, list[str]]
     isas: list[str]
 
 
 def target_machine(environment: Mapping[str, str] = os.environ) -> str:
-    """The machine of the Python that will import the extension, not of the one that compiles it."""
+    """Returns the machine of the Python that will import the extension, not of the one that compiles it."""
     named = environment.get("SUPEROFFLOAD_TARGET")
     machine = (named or sysconfig.get_platform().rsplit("-", 1)[-1]).lower()
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
 
 
 def read_flags() -> tuple[list[str], list[str], dict[str, tuple[str, list[str]]]]:
-    """csrc/flags.txt as (common flags, strict flags, {instruction set: (machine, flags)})."""
+    """Returns csrc/flags.txt as (common flags, strict flags, {instruction set: (machine, flags)})."""
     common: list[str] = []
     strict: list[str] = []
     isas: dict[str, tuple[str, list[str]]] = {}
@@ -69,7 +69,7 @@ def read_flags() -> tuple[list[str], list[str], dict[str, tuple[str, list[str]]]
 
 
 def chosen_isas(known: dict[str, tuple[str, list[str]]], machine: str, environment: Mapping[str, str]) -> list[str]:
-    """The instruction sets to build for `machine`: all that it can have, or those the user named."""
+    """Returns the instruction sets to build for `machine`: all that it can have, or those the user named."""
     possible = [name for name, (only_on, _) in known.items() if only_on in ("any", machine)]
     named = environment.get("SUPEROFFLOAD_BUILD_ISAS")
     if not named:
@@ -84,7 +84,7 @@ def chosen_isas(known: dict[str, tuple[str, list[str]]], machine: str, environme
 
 
 def plan(machine: str, environment: Mapping[str, str] = os.environ) -> Plan:
-    """Every source of the extension for `machine` with its flags; sets of other machines are left out."""
+    """Returns every source of the extension for `machine` with its flags; omits sets of other machines."""
     common, strict, known = read_flags()
     if environment.get("SUPEROFFLOAD_WERROR") == "1":
         common = common + strict
@@ -106,10 +106,10 @@ def plan(machine: str, environment: Mapping[str, str] = os.environ) -> Plan:
 
 
 class BuildNative(build_ext):
-    """Compiles every source with its own flags, side by side, and says plainly what is missing when it cannot."""
+    """Compiles every source with its own flags, in parallel, and says plainly what is missing."""
 
     def build_extension(self, ext: Extension) -> None:
-        import pybind11  # here and not above: making a source archive does not need it
+        import pybind11  # here, since making a source archive does not need it
 
         self.check_toolchain()
         machine = target_machine()
@@ -123,12 +123,12 @@ class BuildNative(build_ext):
         if kept:  # for csrc/tests/Makefile
             Path(kept, "objects").write_text("".join(f"{os.path.abspath(path)}\n" for path in objects))
         output = self.get_ext_fullpath(ext.name)
-        dl = ["-ldl"] if sys.platform == "linux" else []  # a library of its own before glibc 2.34
+        dl = ["-ldl"] if sys.platform == "linux" else []  # a separate library before glibc 2.34
         Path(output).parent.mkdir(parents=True, exist_ok=True)
         self.compiler.link_shared_object(objects, output, extra_postargs=["-pthread", *dl], target_lang="c++")
 
     def check_toolchain(self) -> None:
-        """Fails early and in plain words: a missing compiler otherwise shows as a trace of the build tools."""
+        """Fails early and in plain words; a missing compiler otherwise shows as a trace of the build tools."""
         if self.compiler.compiler_type != "unix":
             raise CCompilerError(
                 f"superoffload cannot be built with compiler type {self.compiler.compiler_type!r}: "
@@ -154,8 +154,8 @@ class BuildNative(build_ext):
                 ) from error
 
     def compile_one(self, source: str, flags: list[str], folders: list[str]) -> str:
-        """Compiles `source` unless its object file is newer than everything it was made from; returns the object."""
-        # the flags are part of the folder's name, so an object made with other flags is never taken for this one
+        """Compiles `source` unless its object file is newer than all its inputs; returns the object."""
+        # The folder's name includes the flags, so an object made with other flags is never taken for this one.
         mark = hashlib.sha256(
             repr((flags, folders, vars(self.compiler).get("compiler_so_cxx"), self.compiler.compiler_so)).encode()
         ).hexdigest()[:12]
@@ -195,7 +195,7 @@ class BuildPython(build_py):
 
 
 def is_current(target: Path, depends: Path) -> bool:
-    """Whether `target` is newer than everything that the compiler read to make it."""
+    """Returns whether `target` is newer than every file that the compiler read to make it."""
     if not (target.is_file() and depends.is_file()):
         return False
     made = target.stat().st_mtime_ns

@@ -1,1 +1,1 @@
-"""Measurements that need a checkout: python -m benchmarks.gpu_suite, python -m benchmarks.gh200, and scripts."""
+"""Measures what needs a checkout: python -m benchmarks.gpu_suite, python -m benchmarks.gh200, and scripts."""

@@ -1,9 +1,9 @@
-"""How far the sum of micro-batches' gradients is from their exact sum, added up in bf16 and in fp32.
+"""Measures how far a sum of micro-batches' gradients, added up in bf16 and in fp32, is from their exact sum.
 
     python -m benchmarks.accumulation
 
-A linear layer in bf16 is fitted to the identity. The exact sum is that of the same gradients, each as autograd gives it
-in bf16, in fp64; the error is the norm of the difference, as a part of the norm of the exact sum.
+It fits a linear layer in bf16 to the identity. The exact sum adds the same bf16 gradients of autograd in fp64; the
+error is the norm of the difference, relative to the norm of the exact sum.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def error_of_sum(micro_batches: int, accumulate_dtype: str | None) -> float:
 
 
 def table() -> list[str]:
-    """As docs/edits.md has it."""
+    """Returns the table of docs/edits.md."""
     lines = ["| micro-batches | in bf16 | in fp32 |", "|--:|--:|--:|"]
     for count in COUNTS:
         lines.append(f"| {count} | {error_of_sum(count, None):.0e} | {error_of_sum(count, 'fp32'):.0e} |")

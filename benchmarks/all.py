@@ -1,4 +1,4 @@
-"""python -m benchmarks.all: every benchmark of the command line, one process each, and the GPU suite."""
+"""Runs every benchmark of the command line, one process each, and the GPU suite: python -m benchmarks.all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from superoffload.tools.report.plots import matplotlib_installed
 from superoffload.tools.report.run_folder import naming_write_errors
 
 _NEEDS_PACKAGE = {"deepspeed": "deepspeed"}
-# Small sizes of those that have no --quick of their own.
+# Small sizes for benchmarks without --quick.
 _QUICK = {
     "deepspeed": "--ranks 1 --width 64 --layers 1 --tokens 16 --rounds 1 --steps 1 --clip off",
     "journal": "--steps 20 --factors 1 10",
@@ -30,7 +30,7 @@ _QUICK = {
 }
 _SECONDS, _SECONDS_QUICK, _SECONDS_OF_SUITE = 3600.0, 300.0, 7200.0
 _MARGIN = 120.0  # for the suite to end by itself
-_LEAST_OF_SUITE = 300.0  # it keeps what it has measured, so it may be cut short
+_LEAST_OF_SUITE = 300.0  # it keeps what it has measured, so a call may cut it short
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -93,7 +93,7 @@ def _names(only: list[str] | None) -> list[str]:
 
 
 def all_jobs(names: Sequence[str], folder: Path, *, quick: bool, cuda: bool) -> list[Job]:
-    """``names``: of ``superoffload bench``, and GPU_SUITE."""
+    """Returns the jobs for ``names``: those of ``superoffload bench``, and GPU_SUITE."""
     (folder / "plots").mkdir(parents=True, exist_ok=True)
     return [
         _gpu_suite(folder, quick=quick, cuda=cuda) if name == GPU_SUITE else _job(name, folder, quick=quick)
@@ -122,7 +122,7 @@ def _job(name: str, folder: Path, *, quick: bool) -> Job:
 
 
 def options_of(name: str) -> frozenset[str]:
-    """What `superoffload bench NAME` accepts."""
+    """Returns the options of `superoffload bench NAME`."""
     if name in INSTALLED:
         added = import_module(f"superoffload.tools.cli.bench_{name}").add_parser(
             argparse.ArgumentParser().add_subparsers()
@@ -140,7 +140,7 @@ def _absent(name: str) -> str | None:
 
 
 def _gpu_suite(folder: Path, *, quick: bool, cuda: bool) -> Job:
-    """In a folder of its own, which continues by itself when it was cut short."""
+    """Returns the suite's job; its own folder lets it continue after a call cut it short."""
     toy = ["--toy"] if quick else []
     command = [
         sys.executable, "-m", "benchmarks.gpu_suite", "--out", str(folder / GPU_SUITE),

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.all` shows: a line per benchmark, and one page of all of them."""
+"""Shows the results of `python -m benchmarks.all`: a line per benchmark, and one page of all of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_wrong(row: Row) -> bool:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """One line per benchmark."""
+    """Returns one line per benchmark."""
     return "\n".join(f"{row['key']:<12}{_outcome(row):<24}{headline(row)}" for row in rows)
 
 
@@ -32,7 +32,7 @@ def _outcome(row: Row) -> str:
 
 
 def headline(row: Row) -> str:
-    """The figure one looks for first; why there is none otherwise."""
+    """Returns a benchmark's most important figure, or why there is none."""
     if row["status"] != DONE:
         return str(row["error"])
     result = with_numbers(row["result"])
@@ -93,7 +93,7 @@ _HEADLINES = {
 
 
 def page(report: Mapping[str, Any], folder: Path, left: Sequence[str]) -> str:
-    """All of it on one page that loads nothing."""
+    """Returns one page with all results, which loads nothing."""
     machine = report["machine"]
     lead = f"{machine['cpu']}, {machine['cpus_usable']} processors; {report['commit']}"
     found = Page("superoffload benchmarks", lead)

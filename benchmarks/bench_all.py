@@ -1,4 +1,4 @@
-"""`superoffload bench all`: runs `python -m benchmarks.all`."""
+"""Runs `python -m benchmarks.all` for `superoffload bench all`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks import all as every_benchmark
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Takes every argument as it is: benchmarks.all has a parser of its own."""
+    """Accepts every argument as it is: benchmarks.all has its own parser."""
     parser: argparse.ArgumentParser = subparsers.add_parser("all", add_help=False, prefix_chars="\0")
     parser.add_argument("arguments", nargs="*")
     return parser

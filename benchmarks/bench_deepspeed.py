@@ -1,4 +1,4 @@
-"""`superoffload bench deepspeed`: DeepSpeed ZeRO-3 with stock CPU offload and with superoffload."""
+"""Runs `superoffload bench deepspeed`: DeepSpeed ZeRO-3 with stock CPU offload and with superoffload."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _whole_numbers(name: str, text: str) -> list[int]:
 
 
 def _threshold(text: str) -> float:
-    """0 stands for no clipping, as in DeepSpeed's config."""
+    """Parses a threshold; 0 stands for no clipping, as in DeepSpeed's config."""
     try:
         value = 0.0 if text == "off" else float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""`superoffload bench journal`: bytes per parameter in every step of real training, also with spiking gradients."""
+"""Runs `superoffload bench journal`: bytes per parameter in each step of real training, also with spiking gradients."""
 
 from __future__ import annotations
 

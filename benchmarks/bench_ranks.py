@@ -1,4 +1,4 @@
-"""`superoffload bench ranks`: what the rank checks cost per step."""
+"""Runs `superoffload bench ranks`: what the rank checks cost per step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`superoffload bench schedule`: what the schedule makes of a step, on an emulated accelerator."""
+"""Runs `superoffload bench schedule`: what the schedule makes of a step, on an emulated accelerator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long does clipping last when a model is trained from scratch?
+"""Studies how long clipping lasts when a model is trained from scratch.
 
     python benchmarks/clip_study.py --steps 3000 --lr 1e-3 3e-3 1e-2 --out benchmarks/results/clip_study.json
 
@@ -31,7 +31,7 @@ COUNTED = ("steps", "clipped_steps", "buckets_speculated", "buckets_committed", 
 
 
 def study(lr: float, args: argparse.Namespace) -> dict[str, Any]:
-    """One training run; a row per window."""
+    """Trains once; returns a row per window."""
     model = ModelConfig(layers=2, hidden=96, heads=4, kv_heads=2, mlp=256, sequence=64)
     config = TrainingConfig(
         model=model, steps=args.steps, batch=args.batch, lr=lr, max_grad_norm=1.0, speculation="adaptive",

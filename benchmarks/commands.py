@@ -1,4 +1,4 @@
-"""What the commands share that measure in jobs, a call going on where the one before ended."""
+"""Shares code among the commands that measure in jobs and continue where the previous call ended."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from superoffload.errors import ArgumentError, SuperOffloadError
 from superoffload.tools.report.run_folder import naming_write_errors
 
 ROOT = Path(__file__).resolve().parents[1]
-CARRIED = ROOT / "build" / "gpu"  # what travels to a bare machine: extension, results so far, wheels
+CARRIED = ROOT / "build" / "gpu"  # brought to a bare machine: extension, results so far, wheels
 _WHEEL_SECONDS = 120.0
-_SHOWN_LINES, _SHOWN_WIDTH = 25, 160  # of what a preparation printed that failed
+_SHOWN_LINES, _SHOWN_WIDTH = 25, 160  # of a failed preparation's output
 
 
 def add_options(parser: argparse.ArgumentParser, *, time_limit: float = float("inf")) -> None:
@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser, *, time_limit: float = float("i
 
 
 def run_command(name: str, run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """The exit status; 2 for arguments that ``run`` refuses, 1 where a result cannot be written."""
+    """Returns the exit status; 2 for arguments that ``run`` refuses, 1 if a result cannot be written."""
     try:
         return run(args)
     except SuperOffloadError as error:
@@ -58,7 +58,7 @@ def say(line: str) -> None:
 
 
 def check_common(args: argparse.Namespace, name: str) -> None:
-    """Raises for what no command accepts; fills in what was carried to a machine with a GPU. ``name``: of the JSON."""
+    """Raises for what no command accepts; adds what was brought to a machine with a GPU. ``name``: of the JSON."""
     if not args.out:
         raise ArgumentError("out: expected --out DIR, a folder for results and log")
     if not args.time_limit > 0:
@@ -73,7 +73,7 @@ def check_common(args: argparse.Namespace, name: str) -> None:
 
 
 def out_folder(args: argparse.Namespace) -> Path:
-    """Made where it is missing."""
+    """Returns the folder for results and makes it if it is missing."""
     with naming_write_errors(args.out):
         Path(args.out).mkdir(parents=True, exist_ok=True)
     return Path(args.out)
@@ -87,9 +87,9 @@ def _if_there(path: Path) -> str | None:
 
 
 def prepare(args: argparse.Namespace, log: Path, *, builds: bool) -> str | None:
-    """Says what the machine is, installs wheels, and makes the extension importable; all of it goes into the log.
+    """Describes the machine, installs wheels, and makes the extension importable; logs all of it.
 
-    Returns why nothing can be measured; None where all is well.
+    Returns why nothing can be measured, or None.
     """
     from benchmarks import machine
     from benchmarks.extension import BuildError, provide
@@ -101,7 +101,7 @@ def prepare(args: argparse.Namespace, log: Path, *, builds: bool) -> str | None:
             file.flush()
     say(machine.brief())
     threads = os.environ.pop("OMP_NUM_THREADS", None)
-    if threads is not None:  # of the image, say; it would bound our worker threads
+    if threads is not None:  # set by an image, for example; it would bound our worker threads
         say(f"OMP_NUM_THREADS={threads} is in the environment; the measurements go without it")
     if args.wheels:
         _install(Path(args.wheels), log)
@@ -115,7 +115,7 @@ def prepare(args: argparse.Namespace, log: Path, *, builds: bool) -> str | None:
 
 
 def _install(wheels: Path, log: Path) -> None:
-    """For this process and its jobs, each wheel alone: a broken one costs its own contestant only."""
+    """Installs wheels for this process and its jobs, each alone: a broken one costs its own contestant only."""
     site = Path(tempfile.gettempdir()) / "superoffload-suite-site"
     shutil.rmtree(site, ignore_errors=True)
     site.mkdir(parents=True)
@@ -142,7 +142,7 @@ def _install(wheels: Path, log: Path) -> None:
 
 
 def describe_left(jobs: Sequence[Any], left: Sequence[Any], results: Any) -> tuple[list[str], bool]:
-    """Lines about what is left and why, and whether another call of the same command would get on with it."""
+    """Returns lines about the jobs left and why, and whether another call of the same command would make progress."""
     blocked = Counter(why for job in left if (why := _blocked_by(job, jobs, results)))
     said = [f"{count} of {len(jobs)} wait for {why}" for why, count in blocked.items()]
     waiting = [job.needed_seconds for job in left if not _blocked_by(job, jobs, results)]
@@ -155,7 +155,7 @@ def describe_left(jobs: Sequence[Any], left: Sequence[Any], results: Any) -> tup
 
 
 def _blocked_by(job: Any, jobs: Sequence[Any], results: Any) -> str:
-    """What failed that it comes after; empty where only time was short."""
+    """Returns the failed jobs that ``job`` comes after; empty if only time was short."""
     from benchmarks.jobs import FAILED, TIMED_OUT, unmet
 
     words = {FAILED: "failed", TIMED_OUT: "did not end"}
@@ -167,7 +167,7 @@ def _blocked_by(job: Any, jobs: Sequence[Any], results: Any) -> str:
 
 
 def show_failed_preparations(jobs: Sequence[Any], results: Any) -> None:
-    """Why, on the screen: what they printed at the end."""
+    """Shows the last lines that failed preparations printed."""
     for job in jobs:
         row = results.latest(job) if job.prepares else None
         if row is None or "output" not in row or row["status"] == "done":
@@ -178,7 +178,7 @@ def show_failed_preparations(jobs: Sequence[Any], results: Any) -> None:
 
 
 def status_of(args: argparse.Namespace, left: Sequence[Any], *, goes_on: bool, failed: bool) -> int:
-    """The exit status. What is wrong matters more than what is left."""
+    """Returns the exit status; a failure matters more than what is left."""
     from benchmarks.jobs import LEFT
 
     if args.toy:

@@ -1,4 +1,4 @@
-"""The package's extension on a machine that starts bare: one that was built before, or one that is built there.
+"""Provides the package's extension on a bare machine: a prebuilt one, or one that it builds there.
 
     python -m benchmarks.extension [FOLDER]      # builds it for this Python into FOLDER (default: build/gpu)
 
@@ -31,7 +31,7 @@ def prebuilt_name() -> str:
 def provide(log: Path, keep_in: Path | None = None, prebuilt: Path = PREBUILT) -> str:
     """Puts an extension into the package that this Python imports; returns what it did, or raises BuildError.
 
-    ``keep_in``: where a stripped copy is left, for the next machine.
+    ``keep_in``: folder for a stripped copy, for the next machine.
     """
     ready = prebuilt / prebuilt_name()
     if ready.is_file():
@@ -53,11 +53,11 @@ def provide(log: Path, keep_in: Path | None = None, prebuilt: Path = PREBUILT) -
 
 
 class BuildError(Exception):
-    """What the compiler said is in the log."""
+    """Reports a failed build; the log has the compiler's output."""
 
 
 def build(log: Path, seconds: float | None = None) -> None:
-    """As far as it is not up to date, within ``seconds``; the compiler's words go to the end of ``log``."""
+    """Builds what is not up to date, within ``seconds``; appends the compiler's output to ``log``."""
     environment = {**os.environ, "SUPEROFFLOAD_BUILD_DIR": str(ROOT / "build" / "native")}
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     with log.open("ab") as file:
@@ -75,7 +75,7 @@ def build(log: Path, seconds: float | None = None) -> None:
 
 
 def import_error() -> str | None:
-    """Why the package's extension cannot be imported, tried in a process of its own: an illegal instruction ends it."""
+    """Returns why the package's extension cannot be imported; tries in a process, which an illegal instruction ends."""
     shown = subprocess.run(
         [sys.executable, "-c", _IMPORT], cwd=ROOT, capture_output=True, text=True, timeout=60, errors="replace"
     )
@@ -86,7 +86,7 @@ def import_error() -> str | None:
 
 
 def copy_stripped(folder: Path) -> Path:
-    """A copy of the package's extension under its telling name."""
+    """Copies the package's extension to a name that tells its Python and sources."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / prebuilt_name()
     shutil.copy(_installed(), target)
@@ -98,7 +98,7 @@ def copy_stripped(folder: Path) -> Path:
 def _install(built: Path) -> None:
     new = _installed().with_suffix(".new")
     shutil.copy(built, new)
-    os.replace(new, _installed())  # not over it: a process may be running the one that is there
+    os.replace(new, _installed())  # replaced, not overwritten: a process may be running the old one
 
 
 def _installed() -> Path:

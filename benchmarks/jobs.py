@@ -1,8 +1,8 @@
-"""Measurements as a list of processes, one after the other: a call that was cut short is continued by the next one.
+"""Runs measurements as a list of processes, one after the other; the next call continues one that was cut short.
 
-After every job all that is known is written to one JSON file, and whatever a job prints goes into one log as it prints
-it: a kill at any moment loses no more than the job that was running. A job that is in the file, with the same settings
-and made with the same sources, is not run again.
+After every job it writes all results to one JSON file, and it logs a job's output as the job prints it: a kill at any
+moment loses no more than the running job. It does not repeat a job that is in the file with the same settings and
+sources.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ Progress = Callable[[str], None]
 
 DONE, FAILED, TIMED_OUT, NOT_HERE = "done", "failed", "timed out", "not here"
 LEFT = 3  # exit status
-RESULT_PATH = "{result}"  # in a command: where it has to write its JSON
+RESULT_PATH = "{result}"  # in a command: the path for its JSON
 ENDS_VARIABLE = "BENCHMARK_JOB_ENDS"  # in a job's environment: when it is ended, by the monotonic clock
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_PYTHON = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}  # a job that is ended has printed what it could
+_PYTHON = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}  # a job's output survives its end by a signal
 _PR_SET_PDEATHSIG = 1
-_KEPT_OUTPUT = 200_000  # characters of what a job has printed, in its row; the log has all of it
-_LOGGED_START, _LOGGED_END = 256 << 10, 768 << 10  # bytes of one job in the log, where it prints more than both
-_ABORTING_SECONDS = 5.0  # from SIGABRT, which makes Python print where its threads are, to SIGKILL
+_KEPT_OUTPUT = 200_000  # characters of a job's output in its row; the log has all of it
+_LOGGED_START, _LOGGED_END = 256 << 10, 768 << 10  # bytes of one job in the log, if it prints more than both
+_ABORTING_SECONDS = 5.0  # between SIGABRT, which makes Python print its threads' stacks, and SIGKILL
 
 
 @dataclass(frozen=True)
 class Job:
-    """One measurement. ``settings``: what its result depends on besides the machine and the sources."""
+    """Describes one measurement. ``settings``: what its result depends on besides the machine and the sources."""
 
     key: str
     command: Sequence[str]
@@ -58,13 +58,13 @@ class Job:
     seconds: float = 180.0  # at most
     environment: Mapping[str, str] = field(default_factory=dict)
     absent: str | None = None  # why it cannot be measured here
-    continues: bool = False  # exits with LEFT where it has more to do in another call
+    continues: bool = False  # exits with LEFT if it has more to do in another call
     accepts: tuple[int, ...] = (0,)  # exit statuses with which there is a result
-    keeps_output: bool = False  # what it prints is part of the result: a table, what tests say
-    sources: tuple[str, ...] = PACKAGE  # what it is made from: benchmarks/sources.py
+    keeps_output: bool = False  # its output is part of the result: a table, the results of tests
+    sources: tuple[str, ...] = PACKAGE  # its source files: benchmarks/sources.py
     needs: float | None = None  # seconds that a call must have left to begin it; None: ``seconds``
-    after: tuple[str, ...] = ()  # keys of jobs without which it would be a waste
-    prepares: bool = False  # for the jobs that come after it: run again on every machine, and whenever it has failed
+    after: tuple[str, ...] = ()  # keys of jobs that must succeed first
+    prepares: bool = False  # prepares later jobs: runs again on every machine, and after every failure
 
     @property
     def needed_seconds(self) -> float:
@@ -72,10 +72,10 @@ class Job:
 
 
 class Results:
-    """One file, ``FOLDER/NAME``, with a row for each job that has ended, and a log beside it.
+    """Owns one file, ``FOLDER/NAME``, with a row for each job that has ended, and a log beside it.
 
-    ``earlier``: such a file of another folder or machine, whose rows count here too. Rows that nothing has asked for in
-    this call stay in the file.
+    ``earlier``: such a file of another folder or machine, whose rows count here too. Rows that this call does not ask
+    for stay in the file.
     """
 
     def __init__(self, folder: Path, name: str, *, earlier: Path | None = None, log: Path | None = None) -> None:
@@ -96,7 +96,7 @@ class Results:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Refuses where another call is at work in the folder. The lock goes with its process, however that ends."""
+        """Refuses if another call is at work in the folder; the lock goes with its process, however that ends."""
         with naming_write_errors(self.log):
             file = self.log.open("ab")
         with file:
@@ -109,14 +109,14 @@ class Results:
             yield
 
     def latest(self, job: Job) -> Row | None:
-        """What was found out with these sources and settings, here or elsewhere, well or badly."""
+        """Returns the latest result with these sources and settings, from here or elsewhere, good or bad."""
         row = self._rows.get(job.key)
         if row is None or row.get("sources") != digest_of(job.sources) or row.get("settings") != plain(job.settings):
             return None
         return row
 
     def row(self, job: Job) -> Row | None:
-        """The same where it still counts and need not be found out again."""
+        """Returns the same if it still counts, so that the job need not run again."""
         row = self.latest(job)
         if row is not None and row["status"] == NOT_HERE and job.absent != row["error"]:
             return None  # it may be possible by now
@@ -146,13 +146,13 @@ class Results:
         self._rows.pop(job.key, None)
 
     def rows(self, jobs: Iterable[Job]) -> list[Row]:
-        """What has been found so far, in the order of ``jobs``."""
+        """Returns the results so far, in the order of ``jobs``."""
         return [row for job in jobs if (row := self.latest(job)) is not None]
 
     def merge(self, jobs: Iterable[Job], extra: Mapping[str, Any]) -> dict[str, Any]:
-        """One report of everything found so far, in the order of ``jobs``.
+        """Returns one report of all results so far, in the order of ``jobs``.
 
-        The file gets it with the rows of other jobs behind it.
+        The file gets it too, followed by the rows of other jobs.
         """
         rows = self.rows(jobs)
         self._rows = {**{row["key"]: row for row in rows}, **self._rows}
@@ -161,7 +161,7 @@ class Results:
         return merged
 
     def write(self, extra: Mapping[str, Any]) -> None:
-        """Wholly or not at all."""
+        """Writes the file whole or not at all."""
         write_json_whole(self.merged, {**self._header, **extra, "rows": list(self._rows.values())})
 
 
@@ -176,8 +176,8 @@ def run_jobs(
 ) -> list[Job]:
     """Runs what has no result yet for at most ``time_limit`` seconds; returns the jobs that are left, in order.
 
-    A job is not begun with less time left than it needs; a later one that needs less may be. ``retry``: jobs that
-    failed or took too long in an earlier call are tried again. ``environment``: of all jobs, beside their own.
+    It does not begin a job with less time left than that needs; a later one that needs less may run. ``retry``: jobs
+    that failed or took too long in an earlier call run again. ``environment``: of all jobs, beside their own.
     """
     check_keys(jobs)
     deadline = time.monotonic() + time_limit
@@ -204,7 +204,7 @@ def run_jobs(
 
 
 def _waited_for(jobs: Sequence[Job], ended: set[str]) -> set[str]:
-    """Keys of preparations for what this call would run."""
+    """Returns keys of preparations for what this call would run."""
     found: set[str] = set()
     for job in reversed(jobs):
         runs = job.key in found if job.prepares else job.key not in ended
@@ -214,7 +214,7 @@ def _waited_for(jobs: Sequence[Job], ended: set[str]) -> set[str]:
 
 
 def unmet(job: Job, jobs: Sequence[Job], results: Results) -> list[str]:
-    """Keys of those that ``job`` comes after and that have not succeeded."""
+    """Returns keys of jobs that ``job`` comes after and that have not succeeded."""
     by_key = {other.key: other for other in jobs}
     return [key for key in job.after if (row := results.row(by_key[key])) is None or row["status"] != DONE]
 
@@ -223,11 +223,11 @@ def check_keys(jobs: Sequence[Job]) -> None:
     keys = [job.key for job in jobs]
     twice = sorted({key for key in keys if keys.count(key) > 1})
     if twice:
-        raise ArgumentError(f"jobs: {twice[0]} is there twice; every job needs a name of its own")
+        raise ArgumentError(f"jobs: {twice[0]} occurs twice; every job needs a name of its own")
 
 
 def _run(job: Job, results: Results, remaining: float, scratch: Path, shared: Mapping[str, str]) -> bool:
-    """False if the call's time was over before the job's own."""
+    """Runs a job; returns False if the call's time was over before the job's own."""
     result_path = scratch / "result.json"
     result_path.unlink(missing_ok=True)
     command = [str(result_path) if part == RESULT_PATH else part for part in job.command]
@@ -248,7 +248,7 @@ def _run(job: Job, results: Results, remaining: float, scratch: Path, shared: Ma
     found = _read(result_path)
     if status not in job.accepts or (found is None and RESULT_PATH in job.command):
         why = f"exit status {status}" if status else "it wrote no result"
-        partly = {"result": found} if found is not None else {}  # a check that did not hold still has its figures
+        partly = {"result": found} if found is not None else {}  # a failed check still has its figures
         results.add(job, FAILED, took, error=f"{why}: {_last_line(output)}", **kept, **partly)
     else:
         results.add(job, DONE, took, result=found, **(kept if job.keeps_output else {}))
@@ -258,7 +258,7 @@ def _run(job: Job, results: Results, remaining: float, scratch: Path, shared: Ma
 def _logged(
     key: str, command: Sequence[str], environment: Mapping[str, str], log: Path, seconds: float
 ) -> tuple[int | None, str]:
-    """Exit status (None: it was ended after so many seconds) and what it printed, which is in the log too."""
+    """Returns exit status (None: it was ended after this many seconds) and output, which is in the log too."""
     with log.open("a+b") as file:
         file.write(f"\n===== {key} (at most {seconds:.0f} s) at {time.strftime('%H:%M:%S')}\n".encode())
         file.flush()
@@ -291,7 +291,7 @@ def _ended(command: Sequence[str], environment: Mapping[str, str], output: Any, 
             process.wait(_ABORTING_SECONDS)
         return None
     finally:
-        with suppress(ProcessLookupError):  # and whatever it has started: it has a process group of its own
+        with suppress(ProcessLookupError):  # with all it has started: it has its own process group
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
@@ -300,13 +300,13 @@ _libc = ctypes.CDLL(None)  # before any fork: a forked process only calls it
 
 
 def _die_with_parent() -> None:
-    """A killed parent must not leave a measurement behind that disturbs the next one."""
+    """Ends this process with its parent, so that a killed parent leaves no measurement that disturbs the next one."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @cache
 def boot() -> str:
-    """Another one on every machine and after every start: by what the system says, and by a file that is ours."""
+    """Returns an identity of this boot of this machine, from the system and from a file of ours."""
     mark = Path(tempfile.gettempdir(), "superoffload-this-machine")
     with suppress(FileExistsError), mark.open("x") as file:
         file.write(uuid.uuid4().hex)
@@ -319,11 +319,11 @@ def boot() -> str:
 
 def _last_line(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it said nothing"
+    return lines[-1][:300] if lines else "it printed nothing"
 
 
 def plain(values: Any) -> Any:
-    """As it comes back from a file. JSON has no number for NaN and infinities: they become "NaN", "Infinity"."""
+    """Returns values as JSON gives them back; NaN and infinities, which it lacks, become "NaN" and "Infinity"."""
     if isinstance(values, Mapping):
         return {str(name): plain(value) for name, value in values.items()}
     if isinstance(values, (list, tuple)):
@@ -334,7 +334,7 @@ def plain(values: Any) -> Any:
 
 
 def with_numbers(values: Any) -> Any:
-    """The reverse of ``plain``, for code that computes or prints."""
+    """Reverses ``plain``, for code that computes or prints."""
     if isinstance(values, Mapping):
         return {name: with_numbers(value) for name, value in values.items()}
     if isinstance(values, list):
@@ -345,7 +345,7 @@ def with_numbers(values: Any) -> Any:
 def _read(path: Path) -> Any:
     try:
         return plain(read_json(path))
-    except (OSError, ValueError):  # not there, or cut short
+    except (OSError, ValueError):  # absent, or cut short
         return None
 
 
@@ -354,7 +354,7 @@ def _rows_of(report: Any) -> list[Row]:
 
 
 def write_json_whole(path: Path, values: Mapping[str, Any]) -> None:
-    """Never a part of it, whenever the process ends."""
+    """Writes the file whole or not at all, even if the process ends."""
     new = path.with_suffix(".new")
     with naming_write_errors(path):
         new.write_text(json.dumps(plain(values), indent=1, allow_nan=False) + "\n", encoding="utf-8")

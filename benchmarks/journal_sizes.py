@@ -1,4 +1,4 @@
-"""How large the undo journal is in real training: every step of the demo's model, also with gradients that spike.
+"""Measures the undo journal's size in real training: every step of the demo's model, also with spiking gradients.
 
 A spike factor r means that every step was speculated with gradients r times those that were finally applied: the clip
 is set to 1/r of the last norm after backward, when all buckets are speculated already.
@@ -30,7 +30,7 @@ Row = dict[str, Any]
 def run_journal(
     config: TrainingConfig, corpus: Corpus, factors: Sequence[float], on_step: Callable[[str, int], None]
 ) -> list[Row]:
-    """One row per factor; 1 is training without clipping."""
+    """Returns one row per factor; 1 is training without clipping."""
     return [_run(config, corpus, factor, on_step) for factor in factors]
 
 
@@ -70,10 +70,10 @@ def _run(config: TrainingConfig, corpus: Corpus, factor: float, on_step: Callabl
 
 
 def plot_journal(report: dict[str, Any], path: Path) -> None:
-    """Bytes per parameter over the steps, one line per spike factor."""
+    """Plots bytes per parameter over the steps, one line per spike factor."""
     with axes_over_steps(path) as axes:
         for row, colour in zip(report["rows"], _COLOURS, strict=False):
-            sizes = [math.nan if size is None else size for size in row["bytes_per_param"]]  # a gap: nothing speculated
+            sizes = [math.nan if size is None else size for size in row["bytes_per_param"]]  # nothing speculated: a gap
             axes.plot(range(1, len(sizes) + 1), sizes, ".-", ms=2.5, color=colour, linewidth=1, label=row["name"])
         expected = JOURNAL_USED_BYTES[1]
         label = f"{expected}: the higher mean that a plan expects"

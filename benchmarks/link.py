@@ -1,9 +1,9 @@
-r"""What `superoffload bench link` measures, with steps over the stand-in for the driver where there is no GPU.
+r"""Measures what `superoffload bench link` does; without a GPU its steps run over the stand-in for the driver.
 
     python -m benchmarks.link --json benchmarks/results/link-x86.json
 
-The stand-in's streams are threads and its copies are `memcpy`, so of a step's times those of the calling thread's
-processor say most: they are of Python and of what it calls. Copies and launches are counted by the stand-in.
+The stand-in's streams are threads and its copies are `memcpy`. So the calling thread's processor time says most about
+a step: it is that of Python and of what it calls. The stand-in counts copies and launches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _COUNTED = {
 
 
 class _Device(FakeDevice):
-    """Does not write over memory that is freed, which would take longer than what is measured."""
+    """Leaves freed memory as it is; overwriting it would take longer than what is measured."""
 
     def empty(self, nbytes: int) -> Tensor:
         self.kept.append(torch.empty(nbytes, dtype=torch.uint8))
@@ -42,7 +42,7 @@ class _Device(FakeDevice):
 
 
 class _Link(CudaLink):
-    """Keeps freed gradients until the kernels that read them are over, as a device's allocator does."""
+    """Keeps freed gradients until the kernels that read them have ended, as a device's allocator does."""
 
     def __init__(self, device: FakeDevice, options: CudaOptions) -> None:
         super().__init__(device, options)

@@ -1,4 +1,4 @@
-"""What machine this is, printed before anything is built or measured: needs neither our package nor torch."""
+"""Prints what machine this is before anything is built or measured; needs neither our package nor torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SECONDS = 20.0
 
 
 def brief() -> str:
-    """The same in a few lines."""
+    """Returns the same in a few lines."""
     gpu = _output(("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"))
     memory = next((line.split()[1] for line in _read("/proc/meminfo").splitlines() if line.startswith("MemTotal")), "0")
     cpu = next((line.split(":")[1].strip() for line in _output(("lscpu",)).splitlines() if "Model name" in line), "?")
@@ -56,7 +56,7 @@ def brief() -> str:
 
 
 def in_full() -> Iterator[str]:
-    """Everything, one piece at a time."""
+    """Yields everything, one piece at a time."""
     yield f"{platform.platform()}, Python {sys.version}, {sys.executable}"
     yield f"locked memory: {resource.getrlimit(resource.RLIMIT_MEMLOCK)}, locale {os.environ.get('LANG')}"
     yield "\n".join(f"{name} {found}" for name, found in packages().items())
@@ -72,7 +72,7 @@ def in_full() -> Iterator[str]:
 
 
 def packages() -> dict[str, str]:
-    """Versions of the packages that matter here and are installed."""
+    """Returns versions of the relevant packages that are installed."""
     found = {}
     for name in _PACKAGES:
         try:

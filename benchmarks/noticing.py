@@ -1,9 +1,9 @@
-r"""What it costs in every step to notice writes to parameters that no version counter shows, such as through ``.data``.
+r"""Measures what noticing writes to parameters costs per step if no version counter shows them, as through ``.data``.
 
     python -m benchmarks.noticing --json benchmarks/results/noticing-x86.json
 
-Trains a language model on this machine's processors and takes the time inside of the two comparisons of every step:
-what was published is read once when it is, and once when the next step begins.
+Trains a language model on this machine's processors and times the two readings of every step: published parameters
+are read once when they are published, and once when the next step begins.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODEL = ModelConfig(layers=12, hidden=640, heads=10, kv_heads=5, mlp=2560, seque
 
 
 class Stopwatch:
-    """Seconds inside of functions that are called through it."""
+    """Counts the seconds inside functions that are called through it."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -1,4 +1,4 @@
-"""Published measurements, and how far the planner is off each of them. docs/plan.md shows what this prints."""
+"""Compares published measurements with the planner. docs/plan.md shows its output."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ RELATIVE_TO_STAGE_3 = {"stage 3 + ZeRO-Offload": -0.45, "stage 3 + SuperOffload"
 
 
 def evaluated_model(hidden: int) -> ModelShape:
-    """32 layers, 32 heads, 8 KV heads, SwiGLU with multiplier 1.3; the tokenizer's vocabulary of 131072."""
+    """Returns 32 layers, 32 heads, 8 KV heads, SwiGLU with multiplier 1.3; the tokenizer's vocabulary of 131072."""
     return ModelShape(32, hidden, 32, 8, swiglu_width(hidden, 1.3), 131_072)
 
 
 def evaluated_machine(ranks: int) -> Hardware:
-    """Up to four GH200-96 in one node; its 512 GB of host memory is open to every rank, so each gets its part."""
+    """Returns up to four GH200-96 in one node; every rank can use its 512 GB of host memory, so each gets its part."""
     return replace(GH200_96, host_memory=512 * GB / ranks)
 
 
 def largest_hidden(name: str, ranks: int) -> int:
-    """The largest of the sizes that were tried; 0 if none fits."""
+    """Returns the largest of the sizes that were tried; 0 if none fits."""
     settings = replace(CONFIGURATIONS[name], ranks=ranks)
     machine = evaluated_machine(ranks)
     return max((h for h in HIDDEN_SIZES if check_fit(evaluated_model(h), machine, settings).fits), default=0)
@@ -116,7 +116,7 @@ LARGE_MODELS = (("20 B on one GH200-96", 20e9, 1), ("70 B on four GH200-96", 70e
 
 
 def large_model_settings(ranks: int, engine: str) -> Settings:
-    """Sequence 4096, one per GPU, with checkpointing; the publication does not tell the batch."""
+    """Returns sequence 4096, one per GPU, with checkpointing; the publication does not tell the batch."""
     sharding = "zero3" if engine != "superoffload" or ranks > 1 else "none"
     return Settings(engine, sharding, ranks, sequence=4096, checkpointing="full")
 
@@ -135,7 +135,7 @@ def table_of_large_models() -> Iterator[str]:
 
 
 def comparison() -> str:
-    """The whole comparison as Markdown."""
+    """Returns the whole comparison as Markdown."""
     parts: list[str] = []
     for title, lines in (
         ("Parameters", table_of_parameters()),

@@ -1,8 +1,8 @@
-"""What the rank checks cost: the same training with ``rank_check`` off, light and full, steps taken in turn.
+"""Measures what the rank checks cost: the same training with ``rank_check`` off, light and full, in turn.
 
-The differences between whole steps drown in noise, so the checks' own work is timed inside the step too: comparing the
-other ranks' packets, and the probe of what was published. The exchange itself is the verdict's; it is there without
-checks as well, and is shown apart. So is noticing what users did to DTensors: reading gradients and parameters again.
+The differences between whole steps drown in noise, so it times the checks' own work inside the step too: comparing the
+other ranks' packets, and the probe of what was published. The exchange itself is the verdict's, happens without checks
+too, and is shown apart. So is noticing users' edits of DTensors, which reads gradients and parameters again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WARM_UP = 4  # the first three steps are checked in full, whatever the option
 
 @dataclass(frozen=True)
 class Workload:
-    """``rows`` of ``model.sequence`` tokens per rank and step; every contestant trains ``rounds`` x ``steps`` steps."""
+    """Has ``rows`` of ``model.sequence`` tokens per rank and step; a contestant trains ``rounds`` x ``steps`` steps."""
 
     model: ModelConfig
     rows: int = 4
@@ -36,7 +36,7 @@ class Workload:
 
 
 def run_ranks(workload: Workload, ranks: int) -> list[dict[str, Any]]:
-    """A row per contestant; per step the slowest rank counts."""
+    """Returns a row per contestant; per step the slowest rank counts."""
     from superoffload.distributed.launch import LocalRanks
 
     with LocalRanks(ranks) as local:
@@ -82,7 +82,7 @@ def _row(
 
 
 def measure_rank(workload: Workload) -> dict[str, Any]:
-    """In a rank. Contestants take turns, so that a busy moment of the machine meets all of them."""
+    """Measures in a rank; contestants take turns, so that a busy moment of the machine hits all of them."""
     from superoffload import kernels
 
     entrants = {name: _Entrant(name, workload) for name in CONTESTANTS}
@@ -99,7 +99,7 @@ def measure_rank(workload: Workload) -> dict[str, Any]:
 
 
 class _Entrant:
-    """One FSDP2 model in training, with clocks around what the checks do."""
+    """Trains one FSDP2 model, with clocks around the checks."""
 
     def __init__(self, check: str, workload: Workload) -> None:
         from superoffload.tools.convergence.convergence_setup import Setup

@@ -1,4 +1,4 @@
-r"""Loss curves of 1, 2 and 4 ranks: speculative, synchronous, and plain FSDP2 with torch.optim.AdamW.
+r"""Draws loss curves of 1, 2 and 4 ranks: speculative, synchronous, and plain FSDP2 with torch.optim.AdamW.
 
     python benchmarks/rank_curves.py --max-grad-norm 1 \
         --out benchmarks/results/rank_curves.json --plot docs/images/ranks.png

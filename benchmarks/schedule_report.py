@@ -1,4 +1,4 @@
-"""Tables and the plot of `superoffload bench schedule`."""
+"""Presents `superoffload bench schedule` as tables and a plot."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _part(rows: Sequence[Row], part: str) -> list[Row]:
 
 
 def tables(report: dict[str, Any]) -> str:
-    """All of them, for the terminal."""
+    """Returns all tables, for the terminal."""
     drawn = (
         ("model", _model_table),
         ("delivery", _delivery_table),
@@ -106,7 +106,7 @@ def _wall_table(rows: Sequence[Row]) -> str:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """The model's table as lines, the traces, and this machine as bars; what was not measured is left out."""
+    """Plots the model's table as lines, the traces, and this machine as bars; omits what was not measured."""
     parts = ("model", "delivery", "trace", "wall clock")
     model, deliveries, traces, wall = (_part(report["rows"], part) for part in parts)
     draws: list[Callable[[Any], None]] = []

@@ -1,4 +1,4 @@
-"""What the schedule makes of a step: in virtual time on a Superchip's figures, and beside real work on this machine."""
+"""Measures what the schedule makes of a step: in virtual time with a Superchip's figures, and in real time here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Tell = Callable[[str], None]
 FLOPS = 400e12
 _WARM, _COUNTED = 16, 8  # virtual steps
 _TRACE_STEPS = 200
-_LONG_TRACE_STEPS = 1200  # of the one that changes after 1000
+_LONG_TRACE_STEPS = 1200  # of the trace that changes after 1000
 _TRACE_LAYERS = 16
 
 CONTESTANTS: dict[str, tuple[Callable[[], Schedule], bool]] = {  # schedule, and whether delivery is on demand
@@ -44,7 +44,7 @@ MACHINES = {"Superchip": GRACE, "behind PCI Express 5": BEHIND_PCIE}
 
 @dataclass(frozen=True)
 class ScheduleBenchmark:
-    """``parts``: some of ``PARTS``."""
+    """Configures the benchmark; ``parts`` are some of ``PARTS``."""
 
     parts: Sequence[str]
     parameters: float
@@ -57,7 +57,7 @@ class ScheduleBenchmark:
 
 
 def run_schedule(settings: ScheduleBenchmark, tell: Tell) -> dict[str, Any]:
-    """Rows of the model, of the traces and of this machine."""
+    """Returns rows of the model, of the traces and of this machine."""
     rows: list[Row] = []
     if "model" in settings.parts:
         rows += model_rows(settings, tell)
@@ -84,7 +84,7 @@ def _machine_facts(machine: Machine) -> dict[str, Any]:
 
 
 def model_rows(settings: ScheduleBenchmark, tell: Tell) -> list[Row]:
-    """Seconds per step over the bound, for other systems by arithmetic, for us by the real core and schedule."""
+    """Returns seconds per step over the bound, for others by arithmetic, for us by the real core and schedule."""
     rows = []
     for tokens in settings.tokens:
         tell(f"{tokens} tokens per step, in virtual time")
@@ -120,7 +120,7 @@ def model_rows(settings: ScheduleBenchmark, tell: Tell) -> list[Row]:
 
 
 def delivery_rows(settings: ScheduleBenchmark, tell: Tell) -> list[Row]:
-    """What it saves that new parameters travel before the verdict: speculated steps that are never clipped."""
+    """Measures the gain from new parameters that travel before the verdict, in speculated steps without clips."""
     rows = []
     for machine_name, machine in MACHINES.items():
         for tokens in settings.tokens:
@@ -148,7 +148,7 @@ def delivery_rows(settings: ScheduleBenchmark, tell: Tell) -> list[Row]:
 
 
 def trace_rows(settings: ScheduleBenchmark, tell: Tell) -> list[Row]:
-    """Adaptive against the best fixed choice on every named trace."""
+    """Compares adaptive with the best fixed choice on every named trace."""
     rows = []
     for tokens in settings.tokens:
         workload = Workload.of_tokens(settings.parameters, tokens, FLOPS, layers=_TRACE_LAYERS)
@@ -180,7 +180,7 @@ def trace_rows(settings: ScheduleBenchmark, tell: Tell) -> list[Row]:
 
 
 def wall_clock_rows(settings: ScheduleBenchmark, tell: Tell) -> tuple[list[Row], dict[str, Any]]:
-    """Contestants in turn, each with its own model; the layers' seconds are a multiple of this machine's plain pass."""
+    """Times contestants in turn, each with its own model; layers take a multiple of this machine's plain pass."""
     machine = Machine(memory=0.0, down=25e9, up=25e9)  # the link is emulated; the memory is this machine's own
     layers = 16
     plain = _plain_pass(settings, layers)
@@ -220,7 +220,7 @@ def wall_clock_rows(settings: ScheduleBenchmark, tell: Tell) -> tuple[list[Row],
 
 
 def _plain_pass(settings: ScheduleBenchmark, layers: int) -> float:
-    """Seconds of the processors for one pass over all parameters, with nothing else to do."""
+    """Returns the processors' seconds for one pass over all parameters on an idle machine."""
     workload = Workload(settings.numel, forward=0.0, backward=0.0, layers=layers)
     training = PacedTraining(workload, Machine(0.0, 1e15, 1e15), Schedule("never"), settings.cpus, on_demand=False)
     try:
@@ -234,7 +234,7 @@ def _plain_pass(settings: ScheduleBenchmark, layers: int) -> float:
 def _in_turn(
     trainings: dict[str, PacedTraining], clips: bool, settings: ScheduleBenchmark, tell: Tell
 ) -> dict[str, list[float]]:
-    """Medians of a few steps of each, round by round; the first round warms up and is not counted."""
+    """Returns medians of a few steps of each, round by round; the first round warms up and is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in trainings}
     for number in range(settings.rounds + 1):
         tell(f"round {number} of {settings.rounds}, {'clipping' if clips else 'not clipping'}, beside real work")

@@ -1,4 +1,4 @@
-"""Which code a measurement was made with: a digest of the files that it depends on, also where there is no git."""
+"""Identifies the code of a measurement by a digest of the files that it depends on, also without git."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ("superoffload", "csrc", "setup.py")
 _SUFFIXES = frozenset({".py", ".pyi", ".cpp", ".h", ".inl", ".cu", ".cuh", ".txt"})
-_APART = (  # of no result
+_APART = (  # in no result
     "csrc/tests/",
     "superoffload/tools/plan/",
     "superoffload/tools/doctor/",
     "superoffload/tools/report/",
 )
-_COUNTS = "superoffload/tools/doctor/memory_limit.py"  # all the same: it is in what bench adam measures
+_COUNTS = "superoffload/tools/doctor/memory_limit.py"  # counts nevertheless: bench adam measures with it
 _DIGITS = 16
 
 
 def digest_of(parts: Iterable[str] = PACKAGE) -> str:
-    """The digest of the sources below ``parts``: folders and files of the checkout. A missing part counts as absent."""
+    """Digests the sources below ``parts``: folders and files of the checkout. A missing part counts as absent."""
     return _digest(tuple(parts), ROOT)
 
 

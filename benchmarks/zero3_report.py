@@ -1,4 +1,4 @@
-"""The rows, the readable lines and the plot of `superoffload bench deepspeed`."""
+"""Presents `superoffload bench deepspeed` as rows, readable lines and a plot."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Turns = Sequence[Sequence[float]]
 
 
 def holds(rows: Iterable[Row]) -> bool:
-    """Ours no slower than stock in any row, and its optimizer part faster by the factor that we promise."""
+    """Returns whether ours is no slower than stock in any row, and its optimizer part faster by the promised factor."""
     ours = [row for row in rows if row["name"] in (EAGER, LATER)]
     return all(row["ratio"] <= 1.0 and row["optimizer_ratio"] * FASTER_OPTIMIZER <= 1.0 for row in ours)
 
 
 def rows_of(workload: Workload, ranks: int, results: Sequence[dict[str, Any]]) -> list[Row]:
-    """One row per contestant, from what the first rank measured; memory is that of all ranks."""
+    """Returns one row per contestant, from the first rank's measurements; memory is that of all ranks."""
     stock = results[0][STOCK]
     return [_row(workload, name, ranks, stock, [result[name] for result in results]) for name in workload.contestants]
 
@@ -60,7 +60,7 @@ def _times(name: str, turns: Turns) -> Row:
 
 
 def _ratio(mine: Turns, theirs: Turns) -> float:
-    """Of turns taken side by side, so that a machine that becomes slower or faster meanwhile counts for both."""
+    """Compares turns taken side by side, so that a machine that becomes slower or faster affects both."""
     pairs = zip(mine, theirs, strict=True)
     return statistics.median(statistics.median(ours) / statistics.median(stock) for ours, stock in pairs)
 
@@ -79,7 +79,7 @@ def line(row: Row) -> str:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Each row's step as a bar, the optimizer part dark at its foot."""
+    """Draws each row's step as a bar, with the optimizer part dark at its foot."""
     colours = {STOCK: style.ORANGE, EAGER: style.BLUE, LATER: style.GREEN, UPSTREAM: style.MUTED}
     places = list(dict.fromkeys((row["ranks"], clip_text(row)) for row in rows))
     with style.drawing(path, 9.0, 4.2) as figure:

@@ -1,9 +1,9 @@
-"""Measures ZeRO-3 with stock CPU offload and with superoffload in the same processes, steps taken in turn; on GPUs,
-where DeepSpeed sees some, with DeepSpeed's own SuperOffload too, which needs them.
+"""Measures ZeRO-3 with stock CPU offload and with superoffload in the same processes, steps taken in turn.
 
-The optimizer part is the time of the training thread in ``partition_grads`` (where gradients go to host memory and are
-measured), in the optimizer's ``step()`` and, where parameters are delivered on demand, in waiting for them. The first
-steps, whose ranks are compared in full, are warm-up.
+On GPUs that DeepSpeed sees, DeepSpeed's own SuperOffload, which needs them, takes part too. The optimizer part is the
+time of the training thread in ``partition_grads`` (where gradients go to host memory and are measured), in the
+optimizer's ``step()`` and, with on-demand delivery, in waiting for parameters. The first steps, whose ranks are
+compared in full, are warm-up.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Workload:
     width: int
     layers: int
     tokens: int
-    rounds: int  # turns of each contestant that are measured
+    rounds: int  # measured turns of each contestant
     steps: int  # per turn
     clip: float
     precision: str
@@ -42,7 +42,7 @@ class Workload:
 
 
 def on_gpus() -> bool:
-    """Whether ranks train on GPUs, one each; ``DS_ACCELERATOR=cpu`` keeps them off."""
+    """Returns whether ranks train on GPUs, one each; ``DS_ACCELERATOR=cpu`` keeps them off."""
     import torch
 
     return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
@@ -55,7 +55,7 @@ def default_ranks() -> list[int]:
 
 
 def check_ranks(ranks: int) -> None:
-    """Every rank has a GPU of its own."""
+    """Raises unless every rank has its own GPU."""
     import torch
 
     if on_gpus() and ranks > (gpus := torch.cuda.device_count()):
@@ -63,7 +63,7 @@ def check_ranks(ranks: int) -> None:
 
 
 def measure(workload: Workload, ranks: int, timeout: float = 900.0) -> list[dict[str, Any]]:
-    """What every rank measured. Its own processes on this machine, gloo on loopback."""
+    """Returns every rank's measurements, from processes on this machine over gloo on loopback."""
     context = multiprocessing.get_context("spawn")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -115,7 +115,7 @@ def _rank(pipe: Connection, workload: Workload, rank: int, ranks: int, port: int
 
 
 def measure_rank(workload: Workload, rank: int, ranks: int) -> dict[str, Any]:
-    """What every contestant needs on this rank, by name."""
+    """Returns every contestant's measurements on this rank, by name."""
     import warnings
 
     import deepspeed
@@ -140,7 +140,7 @@ def measure_rank(workload: Workload, rank: int, ranks: int) -> dict[str, Any]:
 
 
 class _Entrant:
-    """One engine with its timers."""
+    """Trains one engine with its timers."""
 
     def __init__(self, name: str, workload: Workload) -> None:
         import deepspeed
@@ -277,7 +277,7 @@ def _config(name: str, workload: Workload) -> dict[str, Any]:
             "reduce_bucket_size": size,
             "stage3_prefetch_bucket_size": size,
             "stage3_param_persistence_threshold": 10 * workload.width,
-            # Upstream steps whole sub-groups: with a single one, nothing would be stepped before backward has ended.
+            # Upstream steps whole sub-groups: with a single one, it would step nothing before backward has ended.
             **({"sub_group_size": 2 * size} if name == UPSTREAM else {}),
         },
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
@@ -300,13 +300,13 @@ def _device_is_idle() -> None:
 
 
 def _on_gpu() -> int:
-    """Bytes of this process on its GPU."""
+    """Returns the bytes of this process on its GPU."""
     from superoffload.links.cuda.device import active_bytes
 
     return active_bytes() if on_gpus() else 0
 
 
 def _resident() -> int:
-    """Bytes of this process in memory."""
+    """Returns the bytes of this process in memory."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""MkDocs hooks: pages about parts that this version does not have yet may be named in the navigation and in links.
+"""Lets the navigation and links of MkDocs name pages that this version does not have yet.
 
 Only the pages listed here may be missing; any other broken link fails the build (`make docs` is strict).
 """
@@ -14,7 +14,7 @@ _LINK = re.compile(r"\[([^\]]+)\]\(([\w-]+\.md)(#[\w-]*)?\)")
 
 
 def on_config(config: Any) -> Any:
-    """Takes missing optional pages out of the navigation."""
+    """Removes missing optional pages from the navigation."""
     config["nav"] = present(config["nav"], Path(config["docs_dir"]))
     return config
 
@@ -31,7 +31,7 @@ def present(nav: list[Any], docs: Path) -> list[Any]:
 
 
 def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
-    """Links to missing optional pages become text that says so."""
+    """Replaces links to missing optional pages by text that says so."""
     return without_missing_links(markdown, Path(config["docs_dir"]))
 
 

@@ -2,8 +2,7 @@
 
     python scripts/import_graph.py [FOLDER] [--draw graph.svg]
 
-Every import statement counts, those for type checkers and those inside functions too. Exits with 1 if there are
-circles.
+Every import statement counts, those for type checkers and inside functions too. Exits with 1 if there are circles.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent.parent / "superoffload"
 
-VOCABULARY = ("engine.bucket", "engine.journal_width")  # what the rooms around the engine may read of it
+VOCABULARY = ("engine.bucket", "engine.journal_width")  # what folders beside the engine may import from it
 
 Graph = Mapping[str, AbstractSet[str]]
 
@@ -30,7 +29,7 @@ Graph = Mapping[str, AbstractSet[str]]
 
 
 def imports_of(package_folder: Path) -> dict[str, set[str]]:
-    """The modules of the package, each with those of the package that it imports.
+    """Returns the modules of the package, each with the modules of the package that it imports.
 
     A module is named in full, a package by its folder. ``from package import name`` counts for the module ``name``
     where there is one, else for the package. A module imports the packages around it too, whenever it is loaded; that
@@ -41,7 +40,7 @@ def imports_of(package_folder: Path) -> dict[str, set[str]]:
 
 
 def _files(package_folder: Path) -> dict[str, Path]:
-    """Sources by module; of a compiled module its stub."""
+    """Returns source files by module; a compiled module's source is its stub."""
     found: dict[str, Path] = {}
     for suffix in (".pyi", ".py"):
         for path in sorted(package_folder.rglob(f"*{suffix}")):
@@ -62,7 +61,7 @@ def _imported(path: Path, name: str, files: Mapping[str, Path]) -> Iterator[str]
 
 
 def _base(node: ast.ImportFrom, package: str) -> str:
-    """What stands between ``from`` and ``import``, in full."""
+    """Returns the full module name between ``from`` and ``import``."""
     if not node.level:
         return node.module or ""
     around = package.split(".")[: len(package.split(".")) - node.level + 1]
@@ -73,15 +72,14 @@ def _base(node: ast.ImportFrom, package: str) -> str:
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    """The groups of modules each of which imports every other one of its group, over others or directly."""
+    """Returns the groups of modules that import one another, directly or over others."""
     reached = _reached(graph)
     groups = {tuple(_mutual(name, reached)) for name in graph if name in reached[name]}
     return [list(group) for group in sorted(groups)]
 
 
 def layers(graph: Graph) -> list[list[list[str]]]:
-    """Rows of groups, those that import first: a group imports only from rows below its own. A group is one name, or
-    a circle."""
+    """Returns rows of groups, importers first: a group imports only from lower rows. It is one name, or a circle."""
     reached = _reached(graph)
     group_of = {name: _mutual(name, reached) for name in graph}
     height: dict[str, int] = {}
@@ -96,7 +94,7 @@ def layers(graph: Graph) -> list[list[list[str]]]:
 
 
 def rooms_of(graph: Graph) -> dict[str, set[str]]:
-    """The same graph of the folders right inside the package, and of the modules that lie beside them."""
+    """Returns the same graph for the folders directly inside the package and the modules beside them."""
     rooms: dict[str, set[str]] = {}
     for name, imported in graph.items():
         room = rooms.setdefault(room_of(name), set())
@@ -105,7 +103,7 @@ def rooms_of(graph: Graph) -> dict[str, set[str]]:
 
 
 def room_of(module: str) -> str:
-    """The folder right inside the package, or the module beside it; the vocabulary is a room of its own."""
+    """Returns the folder directly inside the package, or the module beside it; the vocabulary is a room of its own."""
     package, *inside = module.split(".")
     if ".".join(inside) in VOCABULARY:
         return f"{package}.{VOCABULARY[0].replace('.', '/')}"
@@ -113,7 +111,7 @@ def room_of(module: str) -> str:
 
 
 def _reached(graph: Graph) -> dict[str, set[str]]:
-    """All that each name imports, over others or directly; itself only if it is in a circle."""
+    """Returns all that each name imports, directly or over others; itself only in a circle."""
     found: dict[str, set[str]] = {}
     for name in graph:
         seen: set[str] = set()
@@ -142,11 +140,11 @@ _INK, _PALE, _PLAIN, CIRCLE_COLOUR, ARROW_COLOUR = "#1d2733", "#e4edf7", "#f4f1e
 
 @dataclass
 class _Box:
-    """A folder, or the modules of one row that lie beside the folders."""
+    """Draws a folder, or the modules of one row that lie beside the folders."""
 
-    lines: Sequence[str]  # names, then what is said of them
+    lines: Sequence[str]  # names, then the note on them
     colour: str
-    names: int = 1  # of the lines
+    names: int = 1  # how many of the lines are names
     x: float = 0.0
     y: float = 0.0
 
@@ -161,7 +159,7 @@ class _Box:
 
 @dataclass
 class _Cell:
-    """What is drawn together: one box, or those of a circle in a frame. ``names``: whose imports are its arrows."""
+    """Groups what is drawn together: one box, or a circle's boxes in a frame. ``names``: its nodes of the graph."""
 
     names: frozenset[str]
     boxes: list[_Box] = field(default_factory=list)
@@ -185,7 +183,7 @@ class _Cell:
 
 
 def notes_of(package_folder: Path) -> dict[str, str]:
-    """The first sentence of the docstring of each folder inside the package, and of the vocabulary."""
+    """Returns the first sentence of the docstring of each folder inside the package, and of the vocabulary."""
     notes = {}
     for name, path in _files(package_folder).items():
         is_room = path.stem == "__init__" and name.count(".") == 1
@@ -196,9 +194,10 @@ def notes_of(package_folder: Path) -> dict[str, str]:
 
 
 def draw(graph: Graph, path: Path, notes: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Writes the picture of ``rooms_of(graph)``, SVG or PNG by the name of ``path``: what imports stands above what
-    it imports. An arrow that follows from others is left out; folders of a circle stand in one red frame. ``notes``:
-    what is written below the names of folders."""
+    """Writes the picture of ``rooms_of(graph)``, SVG or PNG by the name of ``path``, importers above what they import.
+
+    It omits arrows that follow from others and frames circles in red. ``notes``: text below the names of folders.
+    """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -223,7 +222,7 @@ def draw(graph: Graph, path: Path, notes: Mapping[str, str] = MappingProxyType({
 
 
 def _cells(row: Sequence[Sequence[str]], folders: AbstractSet[str], notes: Mapping[str, str]) -> list[_Cell]:
-    """The cells of one row. Modules beside the folders share one box, since there are many."""
+    """Returns the cells of one row. Modules beside the folders share one box, since there are many."""
     cells, beside = [], []
     for group in row:
         if len(group) == 1 and group[0] not in folders:
@@ -248,12 +247,12 @@ def _in_box(names: Sequence[str]) -> _Box:
 
 
 def _short(room: str) -> str:
-    """Without the package's name; a package's own ``__init__.py`` has that name and no other."""
+    """Returns the name without the package's; a package's own ``__init__.py`` has no other name."""
     return room.partition(".")[2] or "__init__"
 
 
 def _place(rows: Sequence[Sequence[_Cell]]) -> tuple[float, float]:
-    """Gives each box its place, rows from the top; returns the width and the height of the picture."""
+    """Places each box, row by row; returns the width and the height of the picture."""
     placed, y = [], 0.0
     for row in reversed(rows):
         lines = _broken([(cell, box) for cell in row for box in cell.boxes])
@@ -269,12 +268,12 @@ def _place(rows: Sequence[Sequence[_Cell]]) -> tuple[float, float]:
     width = max(x for _, x in placed) + _GAP
     for boxes, x in placed:
         for box in boxes:
-            box.x += (width - x - _GAP) / 2  # in the middle
+            box.x += (width - x - _GAP) / 2  # centred
     return width, y + _GAP
 
 
 def _broken(boxes: Sequence[tuple[_Cell, _Box]]) -> list[list[tuple[_Cell, _Box]]]:
-    """Lines that are not too wide. Where one is not enough a circle has lines of its own, for its frame."""
+    """Breaks a row into lines that are not too wide; when it breaks, a circle gets its own lines, for its frame."""
     if sum(box.width + _GAP for _, box in boxes) <= _ROW_WIDTH:
         return [list(boxes)]
     lines: list[list[tuple[_Cell, _Box]]] = [[]]
@@ -289,7 +288,7 @@ def _broken(boxes: Sequence[tuple[_Cell, _Box]]) -> list[list[tuple[_Cell, _Box]
 
 
 def _arrows(cells: Sequence[_Cell], rooms: Graph) -> list[tuple[_Cell, _Cell]]:
-    """From each cell to those it imports, but for those that it reaches over others anyway."""
+    """Returns arrows from each cell to those it imports, except those it reaches over others."""
     cell_of = {name: i for i, cell in enumerate(cells) for name in cell.names}
     direct: dict[str, set[str]] = {}
     for i, cell in enumerate(cells):

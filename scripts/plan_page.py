@@ -1,4 +1,4 @@
-"""Puts what `superoffload plan --check-published` prints, and its plots, into docs/plan.md."""
+"""Puts the output of `superoffload plan --check-published`, and its plots, into docs/plan.md."""
 
 from __future__ import annotations
 

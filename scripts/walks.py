@@ -2,13 +2,13 @@
 
     python scripts/walks.py [--json PATH] [--trees]
 
-A call: a function of the package begins, or a generator of it goes on. Comprehensions are part of the function around
-them. A move: a call whose nearest caller inside the package is in another file of the package; the return from it is
-the same move back, and is not counted again. So what the package is called by from outside (autograd, this script) is
-a call and no move, and functions of other packages in between are passed over.
+A call is the start of a function of the package, or the resumption of one of its generators. Comprehensions belong to
+the function around them. A move is a call whose nearest caller inside the package is in another file of it; the return
+is the same move back and does not count again. So a call from outside (autograd, this script) is no move, and functions
+of other packages in between are skipped.
 
-On the CPU with speculation="always", small fp32 parameters and no clip, in the steps after the fifth. What depends on
-when a worker thread is done can differ from step to step: the figures are medians, with the most moves beside them.
+It runs on the CPU with speculation="always", small fp32 parameters and no clip, in the steps after the fifth. Some
+calls depend on when a worker thread is done: the figures are medians, with the most moves beside them.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ STEP, STEP_MORE = "step() with one parameter", "step(), each further parameter"
 ZERO_GRAD, ZERO_GRAD_MORE = "zero_grad() with one parameter", "zero_grad(), each further parameter"
 
 _PACKAGE = str(Path(superoffload.__file__).parent) + os.sep
-_COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>")  # frames of their own before Python 3.12
+_COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>")  # have frames of their own before Python 3.12
 
 _NUMEL = 256
-_BUCKETS, _PER_BUCKET = 3, 4  # 1024 elements, the smallest bucket there is
+_BUCKETS, _PER_BUCKET = 3, 4  # 1024 elements, the smallest bucket possible
 _FURTHER = 8  # parameters
-_ONE_BUCKET = 1 << 16  # elements, more than there are
+_ONE_BUCKET = 1 << 16  # elements, more than the parameters have
 _WARM_UP, _COUNTED = 5, 5  # steps
 _NEVER_CLIPS = 1e30
 
 
 @dataclass
 class Walk:
-    """One way through the package. ``tree``: file and function of each call, with its depth."""
+    """Counts one way through the package. ``tree``: file and function of each call, with its depth."""
 
     calls: int = 0
     moves: int = 0
@@ -68,17 +68,17 @@ class Walker:
 
     def __init__(self, package: str = _PACKAGE) -> None:
         self._package = package
-        self._inside: list[str] = []  # the files of the package's functions that have begun
+        self._inside: list[str] = []  # the files of the package's running functions
         self.walk = Walk()
 
     def begin(self) -> Walk:
-        """What follows is another walk."""
+        """Begins another walk."""
         self.walk = Walk()
         return self.walk
 
     @contextmanager
     def following(self) -> Iterator[Walk]:
-        """A walk of all that is called in the block."""
+        """Counts all calls in the block as one walk."""
         walk = self.begin()
         sys.setprofile(self._follow)
         try:
@@ -104,7 +104,7 @@ class Walker:
 
 
 class _Training:
-    """A sum of scalar products, one per parameter; the gradient of the last one arrives first."""
+    """Trains on a sum of scalar products, one per parameter; the gradient of the last one arrives first."""
 
     def __init__(self, params: int, buckets: int) -> None:
         self._params = [torch.ones(_NUMEL, requires_grad=True) for _ in range(params)]
@@ -116,7 +116,7 @@ class _Training:
         )
 
     def loss(self, before_gradient: Callable[[int], None] = lambda number: None) -> torch.Tensor:
-        """``before_gradient``: called with the gradient's number in the order of arrival, before it is computed."""
+        """Returns the loss. ``before_gradient`` gets each gradient's number, in order of arrival, in advance."""
         outputs = [torch.dot(param, self._x) for param in self._params]
         for number, output in enumerate(reversed(outputs)):
             output.register_hook(lambda _, number=number: before_gradient(number))
@@ -128,7 +128,7 @@ class _Training:
         self.optimizer.zero_grad()
 
     def close(self) -> None:
-        """Raises if these were not steps that were speculated and committed."""
+        """Closes the optimizer; raises unless every step was speculated and committed."""
         stats = self.optimizer.stats()
         self.optimizer.close()
         steps = _WARM_UP + _COUNTED
@@ -138,7 +138,7 @@ class _Training:
 
 
 def gradient_walks() -> dict[str, list[Walk]]:
-    """The walks of gradients, by kind, of all steps that were counted."""
+    """Returns the walks of gradients by kind, over all counted steps."""
     count = _BUCKETS * _PER_BUCKET
     training = _Training(count, _BUCKETS)
     walker = Walker()
@@ -158,13 +158,13 @@ def gradient_walks() -> dict[str, list[Walk]]:
 def _kind(number: int, count: int) -> str:
     if number == 0:
         return FIRST
-    if number == count - 1:  # what autograd calls at the end of backward is part of it
+    if number == count - 1:  # includes what autograd calls at the end of backward
         return LAST
     return COMPLETES if number % _PER_BUCKET == _PER_BUCKET - 1 else OTHER
 
 
 def step_walks(params: int) -> tuple[list[Walk], list[Walk]]:
-    """The walks of step() and of zero_grad() with so many parameters, all in one bucket."""
+    """Returns the walks of step() and of zero_grad() with this many parameters, all in one bucket."""
     training = _Training(params, 1)
     walker = Walker()
     steps, zero_grads = [], []
@@ -187,7 +187,7 @@ def step_walks(params: int) -> tuple[list[Walk], list[Walk]]:
 
 @dataclass(frozen=True)
 class Row:
-    """Medians over the walks of one kind; ``most_moves``: of any of them."""
+    """Holds medians over the walks of one kind; ``most_moves`` is their maximum."""
 
     name: str
     calls: float
@@ -202,13 +202,13 @@ def _row(name: str, walks: Sequence[Walk]) -> Row:
 
 
 def _more(name: str, one: Row, many: Row) -> Row:
-    """What each further parameter adds."""
+    """Returns what each further parameter adds."""
     names = ("calls", "files", "moves", "most_moves")
     return Row(name, *((getattr(many, what) - getattr(one, what)) / _FURTHER for what in names))
 
 
 def count_walks() -> tuple[list[Row], dict[str, Walk]]:
-    """All rows, and a walk of each kind."""
+    """Returns all rows, and a walk of each kind."""
     gradients = gradient_walks()
     one_step, one_zero_grad = step_walks(1)
     many_steps, many_zero_grads = step_walks(1 + _FURTHER)
@@ -227,7 +227,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def tree(walk: Walk) -> str:
-    """The calls one below the other."""
+    """Returns the calls, one per line, indented by depth."""
     return "\n".join(f"{'  ' * depth}{function}  ({file})" for depth, file, function in walk.tree)
 
 

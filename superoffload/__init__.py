@@ -1,4 +1,4 @@
-"""superoffload: AdamW with its state in host memory, stepping during backward, bit-for-bit as if it had waited.
+"""AdamW keeps its state in host memory and steps during backward, bit for bit as if it had waited.
 
 Names and modules are loaded when first used: `superoffload.checkpoints.save` needs no import of its own, and
 `superoffload.kernels` (NumPy only) works where torch is not installed.

@@ -1,4 +1,4 @@
-"""An endpoint for Prometheus (`superoffload[metrics]`), open to this machine only unless told otherwise."""
+"""Serves metrics to Prometheus (`superoffload[metrics]`), on this machine only unless told otherwise."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PrometheusExporter:
         self.port = int(self._server.server_port)
 
     def update(self, metrics: Mapping[str, float]) -> None:
-        """What `Monitor.step()` returns."""
+        """Takes what `Monitor.step()` returns."""
         for key, value in metrics.items():
             name = key.removeprefix(PREFIX)
             series = self._series.get(name)

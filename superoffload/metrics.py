@@ -1,7 +1,7 @@
-"""What to watch while training: a plain dictionary per step, and one log line per anomaly.
+"""Collects what to watch while training: a plain dictionary per step, and one log line per anomaly.
 
-`Monitor(optimizer).step()` after every `optimizer.step()` gives what TensorBoard and Weights & Biases log as it is;
-docs/metrics.md has every name with its unit.
+`Monitor(optimizer).step()` after every `optimizer.step()` returns values that TensorBoard and Weights & Biases log
+unchanged; docs/metrics.md has every name with its unit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("superoffload")
 PREFIX = "superoffload/"
 
-# What stats() counts since construction: unit and meaning.
+# Counted by stats() since construction: unit and meaning.
 TOTALS: Mapping[str, tuple[str, str]] = {
     "steps": ("steps", "finished with a verdict that let parameters change"),
     "skipped_steps": ("steps", "left out because a gradient or the norm was not finite"),
@@ -51,9 +51,9 @@ TOTALS: Mapping[str, tuple[str, str]] = {
     ),
     "clip_rate": ("share", "clipped steps / decided steps"),
 }
-# Those of the totals that are no counters: they can fall.
+# The totals that are not counters: they can fall.
 GAUGES = ("journal_bytes_per_param", "params_on_device", "pinned_bytes", "clip_rate")
-# What Monitor.step() adds: of the step since the call before.
+# Added by Monitor.step(), for the step since the previous call.
 PER_STEP: Mapping[str, tuple[str, str]] = {
     "step_seconds": ("seconds", "wall time since the call before"),
     "step_optimizer_seconds_hidden": ("seconds", "worker threads at work beside the training thread"),
@@ -68,7 +68,7 @@ PER_STEP: Mapping[str, tuple[str, str]] = {
 
 
 class Watched(Protocol):
-    """What is asked of an optimizer."""
+    """Lists what a monitor asks of an optimizer."""
 
     def stats(self) -> dict[str, float | int]: ...
     @property
@@ -76,33 +76,33 @@ class Watched(Protocol):
 
 
 class Exporter(Protocol):
-    """What publishes the metrics of each step, such as `superoffload.exporter.PrometheusExporter`."""
+    """Publishes the metrics of each step, as `superoffload.exporter.PrometheusExporter` does."""
 
     def update(self, metrics: Mapping[str, float]) -> None: ...
 
 
 def as_metrics(stats: Mapping[str, float | int]) -> dict[str, float]:
-    """Totals as a logger takes them: finite numbers under one prefix."""
+    """Returns totals as a logger takes them: finite numbers under one prefix."""
     return {PREFIX + name: float(value) for name, value in stats.items() if math.isfinite(value)}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When something is an anomaly; `window` and `patience` in steps."""
+    """Defines when something is an anomaly; `window` and `patience` count steps."""
 
     window: int = 50
     patience: int = 10
-    step_time_ratio: float = 1.5  # slower than the median of the window, `patience` steps long
-    exposed_share: float = 0.25  # of the step, `patience` steps long
+    step_time_ratio: float = 1.5  # times the median of the window, for `patience` steps
+    exposed_share: float = 0.25  # of the step, for `patience` steps
     clip_rate: float = 0.9  # over the window
-    norm_ratio: float = 10.0  # above the median of the window, at once
+    norm_ratio: float = 10.0  # times the median of the window, in one step
     skipped_in_a_row: int = 3
 
 
 class Monitor:
-    """Call `step()` once after every `optimizer.step()`.
+    """Reports the metrics of each step; call `step()` once after every `optimizer.step()`.
 
-    Log lines name the rank where there are several; `rank` sets it for frameworks without torch.distributed.
+    Log lines name the rank if there are several; `rank` sets it for frameworks without torch.distributed.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class Monitor:
     ) -> None:
         if not callable(getattr(optimizer, "stats", None)):
             raise ArgumentError(
-                f"optimizer: {type(optimizer).__name__}, expected superoffload.AdamW; of a wrapper, such as "
-                "Accelerate's, its .optimizer"
+                f"optimizer: {type(optimizer).__name__}, expected superoffload.AdamW; pass the .optimizer of a "
+                "wrapper such as Accelerate's"
             )
         if limits is not None and not isinstance(limits, Limits):
             raise ArgumentError(f"limits: {type(limits).__name__}, expected superoffload.metrics.Limits(...)")
@@ -125,14 +125,14 @@ class Monitor:
         self._clock = clock
         self._exporter = exporter
         self._before = dict(optimizer.stats())
-        self._earlier: dict[str, float] = {}  # what counters stand at, beyond the optimizer's own
+        self._earlier: dict[str, float] = {}  # what earlier runs counted
         self._time = clock()
         own_rank, ranks = _rank_and_ranks()
         self._rank = own_rank if rank is None else rank
         self._anomalies = Anomalies(limits or Limits(), f"rank {self._rank}: " if ranks > 1 or rank is not None else "")
 
     def step(self) -> dict[str, float]:
-        """The metrics of the step since the call before; logs what is wrong, once when it begins."""
+        """Returns the metrics of the step since the previous call; logs each anomaly once, when it begins."""
         now, stats = self._clock(), self._optimizer.stats()
         verdict = self._optimizer.last_verdict
         totals = self._continued(stats)
@@ -150,11 +150,11 @@ class Monitor:
         return values
 
     def state_dict(self) -> dict[str, float]:
-        """The counters so far, for ``load_state_dict`` of the run that resumes: plain numbers by name."""
+        """Returns the counters so far, as plain numbers by name, for ``load_state_dict`` of the run that resumes."""
         return {name: value for name, value in self._continued(self._optimizer.stats()).items() if name not in GAUGES}
 
     def load_state_dict(self, counters: Mapping[str, float]) -> None:
-        """Counters go on from those that an earlier run's ``state_dict`` had; names that are not known are left out."""
+        """Continues the counters from an earlier run's ``state_dict``; ignores unknown names."""
         if not isinstance(counters, Mapping):
             raise ArgumentError(f"counters: {type(counters).__name__}, expected what Monitor.state_dict() returned")
         for name, value in counters.items():
@@ -190,7 +190,7 @@ class Monitor:
 
 
 class Anomalies:
-    """Judges metrics step by step; each anomaly is one warning when it begins and one line when it is over."""
+    """Judges metrics step by step; logs one warning when an anomaly begins and one line when it is over."""
 
     def __init__(self, limits: Limits, prefix: str = "") -> None:
         self._limits = limits
@@ -232,7 +232,7 @@ class Anomalies:
     def _judge_seconds(self, step: int, seconds: float) -> None:
         usual = median(self._seconds) if len(self._seconds) >= self._limits.patience else math.inf
         slow = seconds > self._limits.step_time_ratio * usual
-        if not slow:  # slow steps do not become the measure
+        if not slow:  # slow steps must not shift the median
             self._seconds.append(seconds)
         self._judge(
             step,

@@ -1,8 +1,8 @@
-"""A timeline of training steps as a Chrome trace: open it in https://ui.perfetto.dev or chrome://tracing.
+"""Records training steps as a Chrome trace: open it in https://ui.perfetto.dev or chrome://tracing.
 
-Lanes: compute (forward, backward, step), pack and down, processors, up and deliver, verdict. Work on a bucket carries
-the bucket's number and fate in its name, and a colour by fate. The recorder stands between the engine and its link and
-worker threads; without a trace neither of them is wrapped, so that nothing is paid.
+Its lanes are compute (forward, backward, step), pack and down, processors, up and deliver, verdict. Work on a bucket
+carries the bucket's number and fate in its name, and a colour by fate. The recorder stands between the engine and its
+link and worker threads; without a trace it wraps neither of them and costs nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 COMPUTE, DOWN, PROCESSORS, UP, VERDICT = "compute", "pack and down", "processors", "up and deliver", "verdict"
 _LANE_NUMBERS = {COMPUTE: 1, DOWN: 2, PROCESSORS: 10, UP: 30, VERDICT: 40}
 
-# Names of Chrome's own colours; Perfetto colours by the text of the name, in which the fate is.
+# Names of Chrome's own colours; Perfetto colours by the text of the name, which contains the fate.
 _COLOURS = {
     "committed": "good",
     "stepped": "thread_state_runnable",
@@ -45,7 +45,7 @@ _COLOURS = {
 
 @dataclass
 class _Work:
-    """Something that was done with a bucket; its times may only be known later, from the completion."""
+    """Records one piece of work on a bucket; the completion may supply its times later."""
 
     lane: str
     verb: str
@@ -54,7 +54,7 @@ class _Work:
     ended: float = 0.0
     completion: _native.Completion | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
-    step: int = 0  # in which it was begun, known when that ends; so are the bucket's number and fate
+    step: int = 0  # the step it began in, set when that ends, with the bucket's number and fate
     number: int | None = None
     fate: str | None = None
 
@@ -66,7 +66,7 @@ class _Work:
         return self.completion is not None and not self.completion.done()
 
     def take_times(self) -> bool:
-        """Takes the times over from the workers; False if it never ran."""
+        """Takes the times over from the workers; returns whether the work ran."""
         if self.completion is not None:
             self.began, self.ended = self.completion.began, self.completion.ended
         return self.ended >= self.began > 0
@@ -90,11 +90,11 @@ class Timeline(Recorder):
         self._pending: list[_Work] = []
         self._step = 0
         self._deciding: float | None = None
-        self._backward: float | None = None  # when it began, as far as it is known
+        self._backward: float | None = None  # when it began, as far as known
         self._verdict: Verdict | None = None
-        self._buckets: Callable[[], Sequence[Bucket]] = tuple  # of the engine that is followed
+        self._buckets: Callable[[], Sequence[Bucket]] = tuple  # of the followed engine
         self._by_work: dict[int, Bucket] = {}
-        self._free: list[float] = []  # of the processors' rows: until when each is taken
+        self._free: list[float] = []  # per row of the processors' lane: until when it is taken
         self._announce()
 
     # ---- what an engine tells ---------------------------------------------------------------------------------
@@ -104,14 +104,14 @@ class Timeline(Recorder):
         self._by_work = {}
 
     def wrap_link(self, link: Link) -> Link:
-        return cast("Link", _RecordingLink(link, self))  # the rest it takes from the link
+        return cast("Link", _RecordingLink(link, self))  # all other attributes are the link's
 
     def wrap_pool(self, pool: Pool) -> Pool:
-        return cast("Pool", _RecordingPool(pool, self))  # the rest it takes from the pool
+        return cast("Pool", _RecordingPool(pool, self))  # all other attributes are the pool's
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Something of the training loop, such as "forward", in the compute lane."""
+        """Records part of the training loop, such as "forward", in the compute lane."""
         began = _native.now_seconds()
         with _nvtx(name):
             yield
@@ -120,7 +120,7 @@ class Timeline(Recorder):
         self._backward = ended
 
     def packed(self, bucket: Bucket, began: float, arrival: _native.Completion | None) -> None:
-        """``arrival``: of a gradient that is still on its way, and has its own times."""
+        """Records packing. ``arrival``: the completion of a gradient that is still on its way, with its own times."""
         if self._backward is None:
             self._backward = began
         self._pending.append(_Work(DOWN, "pack", bucket, began, _native.now_seconds(), arrival))
@@ -129,14 +129,14 @@ class Timeline(Recorder):
         self._pending.append(_Work(PROCESSORS, verb, self._bucket_of(work), completion=completion))
 
     def delivered(self, bucket: Bucket, began: float, completion: _native.Completion | None) -> None:
-        """``completion``: of a copy that still runs, and has its own times."""
+        """Records a delivery. ``completion``: that of a copy that still runs, with its own times."""
         work = _Work(UP, "deliver", bucket, began, _native.now_seconds(), completion)
         if self._verdict is None:  # on demand, after its step has ended
             work.belongs_to(self._step, self._buckets().index(bucket), _fate(bucket))
         self._pending.append(work)
 
     def landed(self, buckets: Sequence[Bucket], began: float) -> None:
-        """The training thread has waited for buckets that were left for later, and delivered them."""
+        """Records how long the training thread waited for buckets left for later."""
         verb = f"wait for {len(buckets)} buckets" if len(buckets) != 1 else "wait for a bucket"
         self._pending.append(_Work(UP, verb, None, began, _native.now_seconds(), step=self._step))
 
@@ -151,7 +151,7 @@ class Timeline(Recorder):
         self._pending.append(_Work(VERDICT, name, None, began, _native.now_seconds(), arguments=arguments))
 
     def end_step(self, buckets: Sequence[Bucket]) -> None:
-        """Every bucket has its fate now; writes what happened since the last step and is over."""
+        """Sets the fate of every bucket's work and writes the work that has ended."""
         now = _native.now_seconds()
         self._step += 1
         if self._backward is not None:
@@ -169,7 +169,7 @@ class Timeline(Recorder):
         self._deciding = self._backward = self._verdict = None
 
     def _write_what_is_over(self) -> None:
-        """Settles and copies up may go on behind the next forward; they are written at the end of the next step."""
+        """Writes ended work. Settles and uploads may run beside the next forward; the next step's end writes those."""
         over: list[_Work] = []
         left: list[_Work] = []
         for work in self._pending:  # each is asked once, since it may end at any moment
@@ -182,7 +182,7 @@ class Timeline(Recorder):
                 self._file.flush()
 
     def close(self) -> None:
-        """Writes what is left and makes the file strict JSON. Idempotent."""
+        """Writes the rest and makes the file strict JSON. Idempotent."""
         self._write_what_is_over()
         if self._file is not None and os.getpid() == self._pid:  # a forked child leaves the parent's file alone
             with self._giving_up():
@@ -192,7 +192,7 @@ class Timeline(Recorder):
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """A full disk ends the timeline, and not the step that it is about."""
+        """Turns a write error, such as a full disk, into a warning and the end of the timeline; training goes on."""
         try:
             yield
         except OSError as error:
@@ -204,7 +204,7 @@ class Timeline(Recorder):
                 stacklevel=2,
             )
             if file is not None:
-                with suppress(OSError):  # what is still in its buffer
+                with suppress(OSError):  # the buffer may hold more to write
                     file.close()
 
     # ---- the file ---------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class Timeline(Recorder):
         return event
 
     def _row(self, work: _Work) -> int:
-        """Worker threads begin a bucket while the one before still ends: such neighbours get rows of their own."""
+        """Returns a free row: a worker thread may begin a bucket before the previous one has ended."""
         for row, until in enumerate(self._free):
             if until <= work.began:
                 self._free[row] = work.ended
@@ -267,14 +267,14 @@ class Timeline(Recorder):
 
 
 def _fate(bucket: Bucket) -> str:
-    """A bucket that is still filling when a step ends was not part of it, or its gradient was taken back."""
+    """Returns a bucket's fate; one still filling at the step's end was not part of it, or lost its gradient."""
     if bucket.state is BucketState.FILLING:
         return "undone"
     return "stepped two-phase" if bucket.state is BucketState.PUBLISHED else bucket.state.value
 
 
 def record(path: str | os.PathLike[str]) -> Timeline:
-    """A timeline in `path`; ranks other than 0 write beside it: trace.json, trace.rank1.json, ..."""
+    """Returns a timeline in `path`; ranks other than 0 write beside it: trace.json, trace.rank1.json, ..."""
     import torch.distributed as dist
 
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -287,7 +287,7 @@ def record(path: str | os.PathLike[str]) -> Timeline:
 
 
 class _RecordingLink:
-    """The engine's link, with the times of packing and delivering."""
+    """Forwards to the engine's link and records packing and delivering."""
 
     def __init__(self, link: Any, timeline: Timeline) -> None:
         self._link = link
@@ -312,7 +312,7 @@ class _RecordingLink:
 
 
 class _RecordingPool:
-    """The engine's worker threads, with the completions of what they do."""
+    """Forwards to the engine's worker threads and records the completions of their work."""
 
     def __init__(self, pool: Pool, timeline: Timeline) -> None:
         self._pool = pool
@@ -332,7 +332,7 @@ class _RecordingPool:
 
 @contextmanager
 def _nvtx(name: str) -> Iterator[None]:
-    """The same range for NVIDIA's profilers, where there is a GPU."""
+    """Opens a range of the same name for NVIDIA's profilers, if there is a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -347,7 +347,7 @@ def _nvtx(name: str) -> Iterator[None]:
 
 @contextmanager
 def span(timeline: Timeline | None, name: str) -> Iterator[None]:
-    """`timeline.span(name)`, or nothing where no timeline is recorded."""
+    """Opens `timeline.span(name)`, or nothing without a timeline."""
     if timeline is None:
         yield
     else:
@@ -356,7 +356,7 @@ def span(timeline: Timeline | None, name: str) -> Iterator[None]:
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The events of a trace, also of one whose program ended before `close`."""
+    """Returns the events of a trace, also if the program ended before `close`."""
     text = Path(path).read_text(encoding="utf-8").strip()
     if not text.endswith("]"):
         text = text.rstrip(",\n") + "]"

@@ -1,4 +1,4 @@
-"""Virtual time: events in order, and completions that move the clock on while a caller waits for them."""
+"""Keeps virtual time: events in order, and completions that move the clock on while a caller waits for them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Action = Callable[[], None]
 
 
 class StalledError(AssertionError):
-    """A caller waits for what nothing will ever finish: in real time this would hang."""
+    """Reports a wait for what nothing will ever finish; in real time it would hang."""
 
 
 class VirtualClock:
-    """Seconds that pass only during a wait. Events of one moment happen in the order in which they were made."""
+    """Counts seconds that pass only during a wait; simultaneous events happen in the order in which they were made."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -23,12 +23,12 @@ class VirtualClock:
         self._made = 0
 
     def at(self, when: float, action: Action) -> None:
-        """``action`` at that moment, or now if it has passed."""
+        """Schedules ``action`` for that moment, or now if it has passed."""
         self._made += 1
         heapq.heappush(self._events, (max(when, self.now), self._made, action))
 
     def advance(self, seconds: float) -> None:
-        """The caller computes for this long; everything that happens meanwhile happens."""
+        """Lets the caller compute for this long; everything due in that time happens."""
         until = self.now + seconds
         while self._events and self._events[0][0] <= until:
             self._next()
@@ -41,7 +41,7 @@ class VirtualClock:
             self._next()
 
     def run_dry(self) -> None:
-        """Until nothing is left to happen."""
+        """Advances until no event is left."""
         while self._events:
             self._next()
 
@@ -50,12 +50,12 @@ class VirtualClock:
         action()
 
     def seconds(self) -> float:
-        """For ``EngineOptions.clock``."""
+        """Returns the time, for ``EngineOptions.clock``."""
         return self.now
 
 
 class VirtualCompletion(_native.Completion):
-    """Like the native one, on a virtual clock: waiting for it is what makes time pass."""
+    """Completes on a virtual clock; waiting for it makes time pass, unlike the native one."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A link in virtual time: gradients reach host memory, and parameters the model, when their copy is over."""
+"""Emulates a link in virtual time: gradients reach host memory, and parameters the model, when their copy is over."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from superoffload.links.host import HostLink
 
 @dataclass(eq=False)
 class _Staged:
-    """New parameters of a bucket on the device, before the verdict."""
+    """Holds new parameters of a bucket on the device, before the verdict."""
 
     done: VirtualCompletion
-    parameters: Tensor | None = None  # once they are there
+    parameters: Tensor | None = None  # None until they are on the device
     copying: bool = False
     wanted: bool = True
 
 
 class VirtualLink(HostLink):
-    """Down and up each copy one bucket after the other. ``seconds_down(bytes)``, ``seconds_up(bytes)``: how long.
+    """Copies one bucket after the other, down and up. ``seconds_down(bytes)``, ``seconds_up(bytes)``: durations.
 
     A copy reads its source when it ends: if that was overwritten too early, the bits show it. ``stages(bucket)``:
     whether the device has memory for the new parameters of a speculated bucket. They go up as soon as it is stepped,
@@ -51,16 +51,16 @@ class VirtualLink(HostLink):
         self._down_until = 0.0
         self._last_up: VirtualCompletion | None = None
         self._lost: tuple[int, str] | None = None
-        self.losses = 0  # that were asked for and have happened
+        self.losses = 0  # requested losses that have happened
         self.delivered_staged = 0  # buckets whose parameters were on the device at the verdict
 
     def lose(self, copies_until: int, message: str) -> None:
-        """The n-th gradient from now never reaches host memory."""
+        """Loses the n-th gradient from now: it never reaches host memory."""
         self._lost = (copies_until, message)
 
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
         done = VirtualCompletion(self._clock)
-        staged = [None if grad is None else grad.clone() for grad in grads]  # on the device, which pays no host memory
+        staged = [None if grad is None else grad.clone() for grad in grads]  # on the device, which uses no host memory
         numel = sum(piece.numel for piece, grad in zip(bucket.pieces, grads, strict=True) if grad is not None)
         began = max(self._clock.now, self._down_until)
         self._down_until = began + self._seconds_down(numel * bucket.gradient_dtype.itemsize)
@@ -119,8 +119,8 @@ class VirtualLink(HostLink):
         self._staged.clear()
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
-        """In the order of the calls, which is that of forward: what is done already does not overtake what is needed
-        first."""
+        """Delivers in the order of the calls, which is forward's: a bucket that is done early does not overtake one
+        that is needed first."""
         done = VirtualCompletion(self._clock)
         staged = self._staged.pop(bucket, None)
 

@@ -1,4 +1,4 @@
-"""What is emulated: bandwidths and latencies of processors and link, and the seconds of a model's layers."""
+"""Describes what is emulated: bandwidths and latencies of processors and link, and the seconds of a model's layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Operation = _native.Operation
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes per second, seconds. ``bytes_of``: what an operation moves per parameter; undo is one pass like a step."""
+    """Holds bytes per second, and seconds. ``bytes_of``: bytes per parameter of an operation; undo counts as a step."""
 
     memory: float
     down: float
@@ -26,7 +26,7 @@ class Machine:
         return self.overhead + self.bytes_of[operation] * numel / self.memory
 
 
-# The processors and the link of a GH200 while transfers run, as published measurements have them (docs/plan.md).
+# The processors and the link of a GH200 while transfers run, by published measurements (docs/plan.md).
 GRACE = Machine(memory=420e9, down=297e9, up=375e9)
 # The same processors behind PCI Express 5 x16, at the planner's share of its nominal bandwidth.
 BEHIND_PCIE = Machine(memory=420e9, down=54e9, up=54e9)
@@ -34,7 +34,7 @@ BEHIND_PCIE = Machine(memory=420e9, down=54e9, up=54e9)
 
 @dataclass(frozen=True)
 class Workload:
-    """A model of ``layers`` equal layers, each a shard and a bucket, and how long it computes per step."""
+    """Describes a model of ``layers`` equal layers, each a shard and a bucket, and its compute time per step."""
 
     parameters: float
     forward: float
@@ -43,10 +43,10 @@ class Workload:
 
     @staticmethod
     def of_tokens(parameters: float, tokens: float, flops: float, layers: int = 64) -> Workload:
-        """Two floating-point operations per parameter and token forward, four backward."""
+        """Counts two floating-point operations per parameter and token forward, four backward."""
         forward = 2 * parameters * tokens / flops
         return Workload(parameters, forward, 2 * forward, layers)
 
     def bound(self, machine: Machine) -> float:
-        """No step can be shorter: the model must compute, and every parameter must be stepped."""
+        """Returns the shortest possible step: the model must compute, and every parameter must be stepped."""
         return max(self.forward + self.backward, machine.seconds(Operation.step, self.parameters))

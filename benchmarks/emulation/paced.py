@@ -1,6 +1,6 @@
-"""The emulated accelerator in wall-clock time: layers and copies are slept, the processors do their real work.
+"""Emulates the accelerator in wall-clock time: layers and copies sleep, the processors do their real work.
 
-So what is measured is the real core with real worker threads, beside a model that takes none of their time.
+So it measures the real core with real worker threads, beside a model that takes none of their time.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from superoffload.engine.schedule import Schedule
 from superoffload.links.base import PackTicket, wait_until_ended
 from superoffload.links.host import HostLink
 
-_BEHIND = 5e-4  # seconds by which a sleep that ended late is made up for by the next one
+_BEHIND = 5e-4  # seconds; a sleep that ends at most this late shortens the next one
 
 
 class Pacer:
-    """Sleeps that add up: one that ends late shortens the next."""
+    """Sleeps so that durations add up: a sleep that ends late shortens the next."""
 
     def __init__(self) -> None:
         self._due = 0.0
@@ -41,7 +41,7 @@ class Pacer:
 
 
 class _Engine(threading.Thread):
-    """A copy engine: one copy after the other, in order, each as long as its bytes take."""
+    """Emulates a copy engine: one copy after the other, in order, each as long as its bytes take."""
 
     def __init__(self, name: str, bandwidth: float) -> None:
         super().__init__(name=name, daemon=True)
@@ -71,7 +71,7 @@ class _Engine(threading.Thread):
 
 
 class PacedLink(HostLink):
-    """Copies in memory that take as long as they would on the emulated link."""
+    """Copies in memory, as slowly as the emulated link."""
 
     asynchronous = True
 
@@ -110,7 +110,7 @@ class PacedLink(HostLink):
 
 
 class PacedTraining:
-    """Training steps of a model without arithmetic: gradients are there when their layer's time has passed."""
+    """Trains a model without arithmetic: a gradient arrives when its layer's time has passed."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class PacedTraining:
         self._ended = time.perf_counter()
 
     def step(self, clips: bool) -> float:
-        """Forward, backward and step, in seconds since the end of the one before."""
+        """Runs forward, backward and step; returns seconds since the end of the previous step."""
         workload, core = self._workload, self.core
         max_grad_norm = self._norm * (0.25 if clips else 4.0)
         for shard in core.shards:
@@ -152,7 +152,7 @@ class PacedTraining:
         return self._ended - began
 
     def rest(self) -> None:
-        """Nothing runs until the next step, whose time begins now."""
+        """Waits until nothing runs; the next step's time begins now."""
         self.core.quiesce()
         self._ended = time.perf_counter()
 

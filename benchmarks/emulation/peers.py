@@ -1,4 +1,4 @@
-"""Other systems in the same model, as arithmetic: they are not run."""
+"""Computes other systems' times in the same model by arithmetic, without running them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _FP32, _NORM = 4.0, 2.0  # bytes per parameter on the link, and read for the nor
 
 
 def synchronous(workload: Workload, machine: Machine) -> float:
-    """Nothing beside anything else: fp32 gradients down, their norm, one pass, fp32 parameters up."""
+    """Overlaps nothing: fp32 gradients down, their norm, one pass, fp32 parameters up."""
     numel = workload.parameters
     link = _FP32 * numel / machine.down + _FP32 * numel / machine.up
     norm = _NORM * numel / machine.memory

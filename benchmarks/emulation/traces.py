@@ -1,4 +1,4 @@
-"""Named sequences of verdicts, and how long each schedule takes over them in virtual time."""
+"""Times each schedule over named sequences of verdicts in virtual time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.emulation.training import EmulatedTraining
 from superoffload.engine.schedule import FixedSchedule, Schedule
 
 SETTLED_IN = 20  # steps that are not counted: the schedule learns
-SLOWEST = 1.03  # what adaptive may take of the best fixed choice
+SLOWEST = 1.03  # the most that adaptive may take, over the best fixed choice
 
 
 def _random(chance: float) -> Callable[[int], list[bool]]:
@@ -23,7 +23,7 @@ def _random(chance: float) -> Callable[[int], list[bool]]:
 
 
 def clips_until(last: int) -> Callable[[int], list[bool]]:
-    """Every step clips up to step ``last``, none after it."""
+    """Returns a trace in which every step clips up to step ``last``, none after it."""
     return lambda steps: [step < last for step in range(steps)]
 
 
@@ -46,7 +46,7 @@ FIXED: dict[str, Callable[[], Schedule]] = {
 
 @dataclass(frozen=True)
 class TraceResult:
-    """Seconds after the first steps; ``fixed``: of each choice that is the same in every step."""
+    """Holds seconds after the first steps; ``fixed``: of each choice that is the same in every step."""
 
     name: str
     steps: int
@@ -59,14 +59,14 @@ class TraceResult:
 
     @property
     def ratio(self) -> float:
-        """Adaptive against the best fixed choice: below 1 it is faster than all of them."""
+        """Returns adaptive over the best fixed choice: below 1 it is faster than all of them."""
         return self.adaptive / self.fixed[self.best]
 
 
 def run_trace(
     name: str, workload: Workload, machine: Machine, steps: int, *, norm: float = 4.0, on_demand: bool = True
 ) -> TraceResult:
-    """``norm``: in multiples of the threshold, where a step clips."""
+    """Runs a trace; ``norm`` is that of a step that clips, in multiples of the threshold."""
     trace = TRACES[name](steps)
 
     def seconds(schedule: Schedule) -> float:

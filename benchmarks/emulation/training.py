@@ -1,4 +1,4 @@
-"""Training steps of a model of any size in virtual time, with the real core and a real schedule.
+"""Trains a model of any size in virtual time, with the real core and a real schedule.
 
 Every layer is a shard of a thousand elements that stands for its share of the parameters: the kernels really step it,
 and the clock counts the bytes that the whole layer would move.
@@ -20,12 +20,12 @@ from superoffload.engine.engine import Engine
 from superoffload.engine.engine_options import EngineOptions
 from superoffload.engine.schedule import Schedule
 
-_NORM = 4.0  # times the threshold, where a step clips; its reciprocal where it does not
+_NORM = 4.0  # times the threshold in a step that clips; its reciprocal in others
 _VARIETY = 8  # sets of gradients that take turns
 
 
 class EmulatedTraining:
-    """``step(clips)``: one step, in seconds of the virtual clock."""
+    """Trains by ``step(clips)``, which returns a step's seconds on the virtual clock."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class EmulatedTraining:
         self._ended = 0.0
 
     def step(self, clips: bool) -> float:
-        """Forward, backward and step; the norm is ``norm`` times the threshold where it ``clips``, else a quarter."""
+        """Runs forward, backward and step; the norm is ``norm`` times the threshold if it ``clips``, else a quarter."""
         workload, core, clock = self._workload, self.core, self.clock
         gradients, norm = self._gradients[self._steps % _VARIETY]
         max_grad_norm = norm / self._norm if clips else norm * _NORM
@@ -80,14 +80,14 @@ class EmulatedTraining:
         return self._ended - began
 
     def run(self, trace: Sequence[bool]) -> list[float]:
-        """Seconds of each step; ``trace``: which ones clip."""
+        """Returns the seconds of each step; ``trace``: which ones clip."""
         seconds = [self.step(clips) for clips in trace]
         self.core.close()
         return seconds
 
 
 def layer_shard(layer: int, published: Tensor) -> Shard:
-    """A layer as one shard; ``published``: its parameters, flat, in bf16."""
+    """Returns a layer as one shard; ``published``: its parameters, flat, in bf16."""
     return Shard(
         index=layer,
         name=f"layer {layer}",

@@ -1,4 +1,4 @@
-"""Worker threads in virtual time: one operation after the other, as long as the bytes that it moves take."""
+"""Emulates worker threads in virtual time: one operation after the other, as long as its bytes take."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class _Task:
 
 
 class VirtualPool:
-    """``_native.WorkerPool`` on a virtual clock. ``seconds(operation, numel)``: how long an operation takes.
+    """Replaces ``_native.WorkerPool`` on a virtual clock. ``seconds(operation, numel)``: duration of an operation.
 
-    The operations are really carried out, with the kernels. ``at_once()``: whether the next one is when it begins, or
-    when it ends: an early read of what it writes, or a write to what it reads, gives other bits in one of the cases.
+    The kernels really execute the operations. ``at_once()``: whether the next one executes when it begins, or when it
+    ends: an early read of what it writes, or a write to what it reads, gives other bits in one of the cases.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class VirtualPool:
         self._closed = False
         self._fault: tuple[int, str] | None = None
         self._busy, self._busy_since, self._busy_total = 0, 0.0, 0.0
-        self.faults = 0  # that were injected and have happened
+        self.faults = 0  # injected faults that have happened
 
     def submit(
         self,
@@ -108,7 +108,7 @@ class VirtualPool:
         return message
 
     def _carry_out(self, task: _Task, error: str) -> None:
-        """What comes after the verdict is completed even where a worker failed; a speculated step is taken back."""
+        """Completes what comes after the verdict even if a worker failed; undoes a speculated step."""
         lost = task.after is not None and bool(task.after.error) and task.operation is not Operation.settle
         if lost or (error and task.operation is Operation.step_journaled):
             return

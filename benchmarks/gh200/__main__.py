@@ -1,4 +1,4 @@
-"""python -m benchmarks.gh200: everything a Superchip's owner measures, in one command that can be continued."""
+"""Measures a Superchip in one command that can be continued: python -m benchmarks.gh200."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAME = "gh200.json"
 _SOURCES = ("superoffload", "csrc", "setup.py", "benchmarks/gh200")
 PARTS = ("machine", "schedule", "published")
 _RUN_SECONDS, _TOY_SECONDS = 5400.0, 300.0
-_LEAST_SECONDS = 600.0  # what a call must have left to begin one of these runs
+_LEAST_SECONDS = 600.0  # the least time left in a call to begin one of these runs
 _DEVICE_SECONDS = 120.0  # after which our link gives a device up: before a run's own time is over
 
 
@@ -113,7 +113,7 @@ def all_jobs(args: argparse.Namespace, folder: Path, gpus: int) -> list[Any]:
 
 
 def _machine(args: argparse.Namespace, folder: Path) -> list[Any]:
-    """What doctor finds, the link, packing, and Adam on every number of processors."""
+    """Returns jobs for doctor's findings, the link, packing, and Adam on every number of processors."""
     from benchmarks.gpu_suite.rows import child
     from benchmarks.gpu_suite.settings import FULL, TOY
     from benchmarks.jobs import RESULT_PATH, Job
@@ -136,7 +136,7 @@ def _machine(args: argparse.Namespace, folder: Path) -> list[Any]:
 
 
 def _published(args: argparse.Namespace, gpus: int) -> list[Any]:
-    """The smallest model on one GPU first, ours before the others."""
+    """Returns the smallest model on one GPU first, ours before the others."""
     from benchmarks.gh200.engines import ENGINES, engines_for
     from benchmarks.gh200.setting import PUBLISHED_SIZES, TOY_SIZES, published_run, toy_run
     from benchmarks.jobs import Job
@@ -170,7 +170,7 @@ def torchrun(run: dict[str, Any], ranks: int) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """Ranks find this folder wherever the command was started."""
+    """Lets ranks find this folder from any working directory."""
     before = os.environ.get("PYTHONPATH")
     return {"PYTHONPATH": os.pathsep.join([str(ROOT), before]) if before else str(ROOT)}
 

@@ -1,4 +1,4 @@
-"""How the published setting is trained: ours, and what it is compared with, all sharded over the ranks."""
+"""Trains the published setting with ours and with what it is compared with, all sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ HYPER: dict[str, Any] = {"lr": LR, "betas": BETAS, "weight_decay": WEIGHT_DECAY}
 
 class Engine(Protocol):
     def step(self, tokens: Tensor, lr: float) -> Tensor:
-        """One training step on [batch, sequence + 1] tokens; this rank's loss, not waited for."""
+        """Trains one step on [batch, sequence + 1] tokens; returns this rank's loss without waiting for it."""
 
     def close(self) -> dict[str, Any]:
-        """Ends it; what it can tell of the run."""
+        """Ends training; returns facts about the run."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def build(run: Run, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """Drawn on the device in ``dtype``: in fp32 first, the largest models would not fit."""
+    """Builds the model on the device in ``dtype``: in fp32 first, the largest models would not fit."""
     torch.manual_seed(run.seed)
     compute = torch.bfloat16 if device.type == "cuda" else torch.float32
     with device, default_dtype(dtype):
@@ -59,7 +59,7 @@ def build(run: Run, device: torch.device, dtype: torch.dtype) -> Transformer:
 
 
 class Fsdp2:
-    """fully_shard on every block, gradients reduced in fp32; a subclass brings the optimizer."""
+    """Applies fully_shard to every block, with gradients reduced in fp32; a subclass brings the optimizer."""
 
     dtype = torch.bfloat16
 
@@ -79,7 +79,7 @@ class Fsdp2:
         return {}
 
     def make_optimizer(self) -> Any:
-        """fp32 parameters, state and step where the parameters are."""
+        """Returns torch's AdamW: fp32 parameters, with state and step on their device."""
         return torch.optim.AdamW(self.model.parameters(), **HYPER, fused=True)
 
     def step(self, tokens: Tensor, lr: float) -> Tensor:
@@ -101,7 +101,7 @@ class Fsdp2:
 
 
 class Ours(Fsdp2):
-    """superoffload.AdamW on bf16 parameters; clips by itself."""
+    """Trains with superoffload.AdamW on bf16 parameters; it clips by itself."""
 
     def make_optimizer(self) -> Any:
         from superoffload import AdamW
@@ -119,13 +119,13 @@ class Ours(Fsdp2):
 
 
 class OnDevice(Fsdp2):
-    """fp32 parameters, cast to bf16 for compute: masters and moments stay on the GPU (ZeRO stage 3 without offload)."""
+    """Keeps fp32 parameters, cast to bf16 for compute, and moments on the GPU (ZeRO stage 3 without offload)."""
 
     dtype = torch.float32
 
 
 class CpuOffload(OnDevice):
-    """FSDP2's own offload: parameters, gradients and state in host memory, stepped after backward."""
+    """Uses FSDP2's own offload: parameters, gradients and state in host memory, stepped after backward."""
 
     def options(self) -> dict[str, Any]:
         from torch.distributed.fsdp import CPUOffloadPolicy
@@ -134,7 +134,7 @@ class CpuOffload(OnDevice):
 
 
 class DeepSpeed:
-    """ZeRO-3 with optimizer offload; SuperOffload where asked for, which steps in backward only without clipping."""
+    """Uses ZeRO-3 with optimizer offload; SuperOffload if asked for, which steps in backward only without clipping."""
 
     def __init__(self, run: Run, device: torch.device, *, super_offload: bool) -> None:
         from benchmarks.gpu_suite.deepspeed_contestants import prepare_environment
@@ -162,7 +162,7 @@ class DeepSpeed:
 
 
 class _WithLoss(nn.Module):
-    """DeepSpeed's engine calls forward, so forward has to be the loss."""
+    """Makes forward the loss, since DeepSpeed's engine calls forward."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ def engines_for(names: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def local_device(device: str) -> torch.device:
-    """This rank's own."""
+    """Returns this rank's own device."""
     if device == "cuda":
         found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(found)

@@ -1,4 +1,4 @@
-"""Throughput, memory and loss of the published setting in one picture."""
+"""Draws throughput, memory and loss of the published setting in one picture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GIB = 2**30
 
 
 def plot_published(results: Sequence[tuple[Result, Result]], path: Path) -> None:
-    """From (settings, result) pairs of the runs that have times."""
+    """Draws (settings, result) pairs of the runs that have times."""
     engines = list(dict.fromkeys(settings["engine"] for settings, _ in results))
     colours = dict(zip(engines, _COLOURS, strict=False))
     with style.drawing(path, 13, 8) as figure:
@@ -41,7 +41,7 @@ def _draw_lines(
     unit: float,
     average: str | None = None,
 ) -> None:
-    """Over the hidden size, one line per engine and number of ranks."""
+    """Draws values over the hidden size, one line per engine and number of ranks."""
     for (engine, ranks), points in _grouped(results).items():
         known = [(hidden, result) for hidden, result in points if result.get(name) is not None]
         if not known:
@@ -69,7 +69,7 @@ def _grouped(results: Sequence[tuple[Result, Result]]) -> dict[tuple[str, int], 
 
 
 def _draw_losses(axes: Any, results: Sequence[tuple[Result, Result]], colours: Mapping[str, str]) -> None:
-    """Of the smallest model, which all can train."""
+    """Draws losses of the smallest model, which all can train."""
     smallest = min(settings["model"]["hidden"] for settings, _ in results)
     for settings, result in results:
         if settings["model"]["hidden"] == smallest:

@@ -1,4 +1,4 @@
-"""One run of the published setting; torchrun starts it on every rank: ... -m benchmarks.gh200.published RUN RESULT."""
+"""Runs the published setting; torchrun starts it on every rank: ... -m benchmarks.gh200.published RUN RESULT."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Before torch is loaded: spinning threads would take the processors that others step on.
+# Before torch is loaded: spinning threads would take the processors of worker threads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -29,7 +29,7 @@ _TEXT_BYTES = 32 << 20
 
 
 def train(run: Run) -> dict[str, Any]:
-    """On every rank of the process group; the same result on each."""
+    """Trains on every rank of the process group; each returns the same result."""
     device = local_device(run.device)
     memory = Memory(device)
     batches = Batches(run, device)
@@ -73,7 +73,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 class Batches:
-    """Windows of text, two bytes a token, each rank its own."""
+    """Yields windows of text, two bytes a token, each rank its own."""
 
     def __init__(self, run: Run, device: torch.device) -> None:
         corpus = load_corpus(None, 2 * run.model.sequence, _TEXT_BYTES).train.long()
@@ -89,7 +89,7 @@ class Batches:
 
 
 class Memory:
-    """Peak and average of what the device has given away, and of what the machine has lost, from samples."""
+    """Samples peak and average of the device's allocated and the machine's used memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -106,7 +106,7 @@ class Memory:
             self._host.append(max(0, self._available - now))
 
     def facts(self) -> dict[str, Any]:
-        """Host memory is that of all ranks on this machine."""
+        """Returns the memory facts; host memory is that of all ranks on this machine."""
         found = {**_peak_and_average("gpu", self._gpu), **_peak_and_average("host", self._host)}
         if self._device.type == "cuda":
             found["gpu_peak_active_bytes"] = peak_active_bytes(self._device)

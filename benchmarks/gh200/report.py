@@ -1,4 +1,4 @@
-"""The table that is printed, and the page."""
+"""Writes the printed table, and the page."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _GIB = 2**30
 
 
 def measured(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """(settings, result) of the training runs that have times."""
+    """Returns (settings, result) of the training runs that have times."""
     runs = [row for row in rows if row["settings"].get("what") == "published" and row["status"] == DONE]
     return [(row["settings"]["run"], row["result"]) for row in runs if "tokens_per_second" in row["result"]]
 
 
 def cells(row: Row) -> list[str]:
-    """Of a training run: ranks, hidden, engine, tokens/s, seconds per step, GPU peak and average, host peak, loss."""
+    """Returns a run's ranks, hidden, engine, tokens/s, seconds per step, GPU peak and average, host peak, loss."""
     run = row["settings"]["run"]
     names = [str(run["ranks"]), str(run["model"]["hidden"]), run["engine"]]
     result = row.get("result") or {}

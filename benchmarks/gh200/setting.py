@@ -1,4 +1,4 @@
-"""The setting of the published evaluation (superoffload/tools/plan/published.py has its source), and a toy of it."""
+"""Defines the setting of the published evaluation (source: benchmarks/planned_and_published.py), and a toy of it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from superoffload.tools.train.training_config import ModelConfig
 
 LR, BETAS, WEIGHT_DECAY, MAX_GRAD_NORM = 5e-5, (0.9, 0.95), 0.1, 1.0
 SETTLED_FROM = 6  # throughput counts from this step on
-SAMPLES = 100  # looks at memory, evenly spread over the run
+SAMPLES = 100  # memory samples, evenly spread over the run
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run on some ranks; travels as JSON to the processes that do it."""
+    """Describes one training run on some ranks; travels as JSON to the processes that do it."""
 
     engine: str
     device: str
@@ -40,7 +40,7 @@ class Run:
         return self.ranks * self.batch * self.model.sequence
 
     def learning_rate(self, step: int) -> float:
-        """Linear over the warm-up, then constant; ``step`` from 0."""
+        """Returns a linear warm-up, then a constant rate; ``step`` from 0."""
         return LR * min(1.0, (step + 1) / self.warm_up)
 
 

@@ -1,4 +1,4 @@
-"""python -m benchmarks.gpu_suite: runs what has no result yet, keeps every result as it comes, prints one table."""
+"""Runs what has no result yet, keeps every result as it comes, prints one table: python -m benchmarks.gpu_suite."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _plan(args: argparse.Namespace) -> Any:
 
 
 def _gpu(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Name, memory, CUDA version and packages, from the smoke row; None on a CPU."""
+    """Returns name, memory, CUDA version and packages, from the smoke row; None on a CPU."""
     smoke: dict[str, Any] = next((row["result"] for row in rows if row["key"] == "smoke" and row.get("result")), {})
     names = ("device", "gpu_memory_bytes", "cuda", "versions")
     return {name: smoke[name] for name in names} if "gpu_memory_bytes" in smoke else None

@@ -1,6 +1,6 @@
-"""One measurement in a process of its own: python -m benchmarks.gpu_suite.child WHAT ARGUMENTS-AS-JSON RESULT-PATH.
+"""Measures in a process of its own: python -m benchmarks.gpu_suite.child WHAT ARGUMENTS-AS-JSON RESULT-PATH.
 
-Exits with 1, its result written all the same, where the result says that something is wrong.
+Exits with 1 if the result says that something is wrong, and writes the result nevertheless.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Before torch is loaded: spinning threads would take the processors that others step on.
+# Before torch is loaded: spinning threads would take the processors of worker threads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
@@ -47,7 +47,7 @@ def main() -> int:
     Path(path).write_text(json.dumps(found), encoding="utf-8")
     for wrong in found.get("wrong", []):
         print(f"wrong: {wrong}")
-    # Threads and processes of the packages that took part must not keep this one from ending.
+    # Threads and processes of the measured packages must not keep this one from ending.
     sys.stdout.flush()
     os._exit(1 if found.get("wrong") else 0)
 

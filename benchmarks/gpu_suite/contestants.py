@@ -1,6 +1,6 @@
-"""Who takes part: each trains the same model on the same batches its own way.
+"""Defines the contestants: each trains the same model on the same batches its own way.
 
-A contestant is made from a model on the device and the row; ``step(micro_batches)`` is one whole training step and
+A contestant is made from a model on the device and the row; ``step(micro_batches)`` runs one whole training step and
 returns its mean loss as a tensor on the device, without waiting for it.
 """
 
@@ -22,22 +22,22 @@ from torch import Tensor
 from benchmarks.gpu_suite.settings import ALWAYS_CLIPS, BETAS, EPS, LR, NEVER_CLIPS, WEIGHT_DECAY, TrainRow
 from superoffload.tools.train.model import Transformer
 
-FILES_VARIABLE = "GPU_SUITE_FILES"  # in the environment: where files go that belong to the results
+FILES_VARIABLE = "GPU_SUITE_FILES"  # in the environment: folder for files that belong to the results
 HYPER: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
 
 
 class Contestant(Protocol):
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        """Forward and backward of every micro-batch, the optimizer's step; the mean loss."""
+        """Runs forward and backward of every micro-batch and the optimizer's step; returns the mean loss."""
 
     def settle(self) -> None:
         """Returns once nothing runs on the CPU either."""
 
     def counters(self) -> dict[str, float]:
-        """Totals so far: what a row reports is what was added while it was timed."""
+        """Returns totals so far; a row reports what the timed steps added."""
 
     def facts(self) -> dict[str, Any]:
-        """What it can tell of itself after the run."""
+        """Returns facts about the contestant after the run."""
 
     def close(self) -> None: ...
 
@@ -47,7 +47,7 @@ Make = Callable[[Transformer, TrainRow], Contestant]
 
 @dataclass(frozen=True)
 class Entry:
-    """``kind``: bound (a bound of what is possible), ours or peer. ``make`` may be "module:function"."""
+    """Names a contestant. ``kind``: bound (of what is possible), ours or peer. ``make`` may be "module:function"."""
 
     kind: str
     text: str
@@ -56,7 +56,7 @@ class Entry:
     needs_gpu: bool = False
 
     def absent(self, device: str) -> str | None:
-        """Why it need not be tried here; loads nothing."""
+        """Returns why the contestant need not be tried here; loads nothing."""
         if self.needs_gpu and not device.startswith("cuda"):
             return "needs a GPU"
         if self.package is not None and find_spec(self.package) is None:
@@ -64,11 +64,11 @@ class Entry:
         return None
 
     def import_error(self) -> str | None:
-        """Loads its package, and says what went wrong."""
+        """Loads its package, and returns what went wrong."""
         try:
             if self.package is not None:
                 import_module(self.package)
-        except Exception as error:  # whatever goes wrong in a package that is not ours
+        except Exception as error:  # any error of a package that is not ours
             return f"{self.package} cannot be imported: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return None
 
@@ -81,7 +81,7 @@ class Entry:
 
 
 class Plain:
-    """Forward and backward, and nothing else: what an optimizer's exposed time is measured from."""
+    """Runs forward and backward only, from which an optimizer's exposed time is measured."""
 
     def __init__(self, model: Any, row: TrainRow) -> None:
         self.model = model
@@ -116,7 +116,7 @@ class Plain:
 
 
 class AllOnDevice(Plain):
-    """fp32 masters and moments beside the bf16 parameters, stepped by torch: the same job, nothing moved."""
+    """Steps fp32 masters and moments beside the bf16 parameters by torch: the same job, nothing moved."""
 
     def __init__(self, model: Transformer, row: TrainRow) -> None:
         super().__init__(model, row)
@@ -139,7 +139,7 @@ class AllOnDevice(Plain):
 
 @dataclass(frozen=True)
 class Setting:
-    """What our rows differ in. ``clipped``: the part of the steps whose gradients are clipped, evenly spread."""
+    """Holds how our rows differ. ``clipped``: the part of the steps whose gradients are clipped, evenly spread."""
 
     clipped: float = 0.0
     speculation: str = "adaptive"
@@ -149,12 +149,12 @@ class Setting:
     traced: bool = False
 
     def threshold(self, step: int) -> float:
-        """``step`` counts from 0."""
+        """Returns the threshold of ``step``, which counts from 0."""
         return ALWAYS_CLIPS if int((step + 1) * self.clipped) > int(step * self.clipped) else NEVER_CLIPS
 
 
 class Ours(Plain):
-    """superoffload.AdamW."""
+    """Trains with superoffload.AdamW."""
 
     def __init__(self, model: Any, row: TrainRow, setting: Setting) -> None:
         super().__init__(model, row)
@@ -195,9 +195,9 @@ class Ours(Plain):
         return dict(self.optimizer.stats())
 
     def facts(self) -> dict[str, Any]:
-        """A wrong clip rate would make the row a measurement of something else.
+        """Returns the statistics, which show the clip rate that was reached, the link's facts, and perhaps digests.
 
-        Digests where gradients are the same in every run: on a GPU attention's backward adds in any order, and the
+        Digests need gradients that are the same in every run: on a GPU attention's backward adds in any order, and the
         races compare bits instead, with deterministic kernels.
         """
         digests = {"digests": self.optimizer.state_digests()} if self.compares else {}
@@ -212,25 +212,25 @@ class Ours(Plain):
 
 
 def timeline_path() -> str:
-    """In the folder that the suite's caller gets back, or in the current one."""
+    """Returns a path in the folder that the suite's caller gets back, or in the current one."""
     return str(Path(os.environ.get(FILES_VARIABLE, "."), "timeline.json"))
 
 
 def compress(path: str) -> None:
-    """PATH.gz instead of it, which Perfetto opens as it is."""
+    """Replaces the file by PATH.gz, which Perfetto opens as it is."""
     with open(path, "rb") as source, gzip.open(f"{path}.gz", "wb") as target:
         shutil.copyfileobj(source, target)
     os.unlink(path)
 
 
 class TorchAo(Plain):
-    """torchao's CPUOffloadOptimizer: steps after backward, cannot clip; its state has the parameters' dtype (bf16)."""
+    """Runs torchao's CPUOffloadOptimizer, which steps after backward without clips; its state has the dtype bf16."""
 
     def __init__(self, model: Transformer, row: TrainRow) -> None:
         from torchao.optim import CPUOffloadOptimizer
 
         super().__init__(model, row)
-        # Gradients can be freed early only where no micro-batches are added up.
+        # Gradients can be freed early only without accumulation.
         frees = row.micro_batches == 1
         self.optimizer: Any = CPUOffloadOptimizer(
             list(model.parameters()), torch.optim.AdamW, offload_gradients=frees, fused=True, **HYPER

@@ -1,4 +1,4 @@
-"""DeepSpeed's own CPU offload: ZeRO-Offload (stage 2 and 3) and SuperOffload, as its documentation configures them."""
+"""Runs DeepSpeed's own CPU offload, as its documentation configures it: ZeRO-Offload (stages 2, 3) and SuperOffload."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OFF = 0.0  # DeepSpeed's "no clipping"
 
 
 class DeepSpeed:
-    """One rank, bf16, AdamW on the CPU."""
+    """Trains on one rank in bf16, with AdamW on the CPU."""
 
     def __init__(self, model: Transformer, row: TrainRow, config: dict[str, Any]) -> None:
         prepare_environment(row.device)
@@ -55,7 +55,7 @@ class DeepSpeed:
 
 
 def _with_loss(model: Transformer) -> torch.nn.Module:
-    """Its engine calls forward, so forward has to be the loss."""
+    """Makes forward the loss, since DeepSpeed's engine calls forward."""
 
     class Loss(torch.nn.Module):
         def __init__(self) -> None:
@@ -69,7 +69,7 @@ def _with_loss(model: Transformer) -> torch.nn.Module:
 
 
 def prepare_environment(device: str) -> None:
-    """A rank alone where no launcher has said otherwise; compilers of its kernels next to this Python."""
+    """Sets up a single rank unless a launcher did, and finds the kernels' compilers next to this Python."""
     be_a_rank()
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if device.startswith("cuda") else "cpu")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
@@ -77,7 +77,7 @@ def prepare_environment(device: str) -> None:
 
 
 def config_for(row: TrainRow, stage: int, clipping: float, *, super_offload: bool = False) -> dict[str, Any]:
-    """``super_offload`` needs stage 3."""
+    """Returns DeepSpeed's configuration; ``super_offload`` needs stage 3."""
     offload: dict[str, Any] = {"device": "cpu", "pin_memory": row.device.startswith("cuda")}
     if super_offload:
         offload["super_offload"] = True
@@ -91,7 +91,7 @@ def config_for(row: TrainRow, stage: int, clipping: float, *, super_offload: boo
             "offload_optimizer": offload,
             "overlap_comm": False if super_offload else stage == 3,
             "contiguous_gradients": True,
-            # Several sub-groups, or nothing could be stepped before backward has ended.
+            # Several sub-groups: with one, nothing could be stepped before backward has ended.
             **({"sub_group_size": 100_000_000} if stage == 3 else {}),
         },
         "optimizer": {

@@ -1,4 +1,4 @@
-"""What a measurement asks of the device: links to it, waiting for it, its memory, delays. A CPU answers too."""
+"""Gives measurements a device: links to it, waiting for it, its memory, delays. A CPU is one too."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CYCLES_PER_SECOND = 1.5e9  # about; what counts is that delays differ
 
 
 class Device:
-    """The CPU: nothing runs behind the caller's back, and there is no memory of its own."""
+    """Represents the CPU: nothing runs asynchronously, and it has no memory of its own."""
 
     kind = "cpu"
 
@@ -38,35 +38,35 @@ class Device:
 
     @contextmanager
     def links(self, **options: Any) -> Iterator[None]:
-        """AdamW made inside gets a link with these fields of CudaOptions, where the device has such links."""
+        """Gives each AdamW made inside a link with these fields of CudaOptions, if the device has such links."""
         yield
 
     def prepare(self, model: nn.Module) -> None:
-        """Once the optimizer is made: the model's modules read what streams have delivered."""
+        """Makes the model's modules read what streams have delivered; called after the optimizer is made."""
 
     def catch_up(self) -> None:
-        """Before the host reads parameters, which on a GPU is ordered behind their stream."""
+        """Waits before the host reads parameters, as a GPU's reads are ordered by streams only."""
 
     def synchronize(self) -> None: ...
 
     def streams_of(self, link: Any) -> list[Any]:
-        """The link's own streams; a host link has none."""
+        """Returns the link's own streams; a host link has none."""
         return []
 
     def cap(self, gib: float) -> None:
         raise ArgumentError(f"capped_gib={gib:g}: only a GPU's memory can be capped; leave it out on the CPU")
 
     def start_of_peaks(self) -> None:
-        """What follows counts; building the model does not."""
+        """Starts counting peaks, after the model is built."""
 
     def sample(self) -> None:
-        """Looks at what is taken now: called between steps."""
+        """Samples the memory in use, outside of timed steps."""
         now = usable_bytes(System())
         if now is not None and self._least_available is not None:
             self._least_available = min(self._least_available, now)
 
     def memory(self) -> dict[str, int | None]:
-        """Peaks in bytes. Pinned memory may be missing from the resident size, so the machine's loss is told too."""
+        """Returns peaks in bytes; the machine's loss too, since the resident size may lack pinned memory."""
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
         taken = None
@@ -82,12 +82,12 @@ class Device:
         return {"device": "cpu"}
 
     def delay(self, generator: random.Random, stream: Any = None) -> None:
-        """Keeps ``stream`` (the current one where it is None) busy for a random while."""
+        """Keeps ``stream`` (None: the current one) busy for a random while."""
         time.sleep(generator.random() * LONGEST_DELAY)
 
 
 class Cuda(Device):
-    """One GPU through torch. Peaks of torch's own allocator, and of all processes on the device."""
+    """Represents one GPU through torch, with peaks of torch's own allocator, and of all processes on the device."""
 
     kind = "cuda"
 
@@ -156,7 +156,7 @@ class Cuda(Device):
 
 
 def open_device(name: str) -> Device:
-    """cpu, cuda, cuda:N, or stand-in."""
+    """Opens cpu, cuda, cuda:N, or stand-in."""
     if name == "cpu":
         return Device()
     if name == "stand-in":
@@ -171,7 +171,7 @@ def open_device(name: str) -> Device:
 
 
 def be_a_rank() -> None:
-    """The only one, where no launcher has said otherwise."""
+    """Makes this process the only rank, unless a launcher set its rank."""
     if "RANK" in os.environ:
         return
     with socket.socket() as probe:

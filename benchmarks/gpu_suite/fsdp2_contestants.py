@@ -1,4 +1,4 @@
-"""FSDP2 on one rank: ours on its sharded parameters, and its own offload."""
+"""Runs FSDP2 on one rank: ours on its sharded parameters, and its own offload."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from superoffload.tools.train.model import Transformer
 
 
 def shard(model: Transformer, row: TrainRow, **options: Any) -> Any:
-    """fully_shard on every block and on the model; bf16 parameters, gradients reduced in fp32."""
+    """Applies fully_shard to every block and to the model; bf16 parameters, gradients reduced in fp32."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -44,7 +44,7 @@ class OursSharded(Ours):
 
 
 class Offload(Plain):
-    """CPUOffloadPolicy: parameters, gradients and state in host memory, stepped after backward; fp32 parameters."""
+    """Uses CPUOffloadPolicy: fp32 parameters, gradients and state in host memory, stepped after backward."""
 
     def __init__(self, model: Transformer, row: TrainRow) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy

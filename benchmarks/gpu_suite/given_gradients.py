@@ -1,4 +1,4 @@
-"""Training with gradients that are given, bit for bit, so that runs on any device can be compared."""
+"""Trains with given gradients, bit for bit, so that runs on any device can be compared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LINK_FACTS = ("uses_flag", "pinned", "pinned_bytes", "residency")
 
 
 class Weighted(nn.Module):
-    """One parameter whose gradient is the weight it is given: the loss is their product, summed."""
+    """Has one parameter whose gradient is the given weight: the loss is their product, summed."""
 
     def __init__(self, numel: int, seed: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Weighted(nn.Module):
 
 
 class Model(nn.Module):
-    """Several of them, read in order."""
+    """Reads several of them in order."""
 
     def __init__(self, dtype: torch.dtype, device: str) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Model(nn.Module):
 
 
 def gradients_of(step: int, dtype: torch.dtype, device: str, *, poisoned: bool = False) -> list[Tensor]:
-    """Those of a step: representable in ``dtype``, so that they arrive as they are."""
+    """Returns the gradients of a step, representable in ``dtype``, so that they arrive as they are."""
     generator = torch.Generator().manual_seed(1000 + step)
     found = [(0.01 * torch.randn(numel, generator=generator)).to(dtype) for numel in NUMELS]
     if poisoned:
@@ -55,7 +55,7 @@ def gradients_of(step: int, dtype: torch.dtype, device: str, *, poisoned: bool =
 
 @dataclass
 class Run:
-    """What a run left behind, step by step; ``losses`` show what forward read and are compared on one device only."""
+    """Records a run, step by step; ``losses`` show what forward read and are compared on one device only."""
 
     digests: list[dict[str, str]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Run:
 
 
 def make(device: str, dtype: torch.dtype, **options: Any) -> tuple[Model, Any]:
-    """A model and its optimizer: several buckets, two worker threads."""
+    """Returns a model and its optimizer, with several buckets and two worker threads."""
     model = Model(dtype, device)
     if options.get("delivery") == "on_demand":
         options["module"] = model
@@ -95,9 +95,9 @@ def train(
     link: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Run:
-    """Clips at every second step, a NaN, two micro-batches, another learning rate.
+    """Trains with clips at every second step, a NaN, two micro-batches and another learning rate.
 
-    ``waits``: for the state after every step, to digest it; else only after the last. ``link``: fields of CudaOptions.
+    ``waits``: digests the state after every step; else only after the last. ``link``: fields of CudaOptions.
     """
     device = open_device(device_name)
     run = Run()

@@ -1,6 +1,6 @@
-"""tests/gpu with pytest, so that no test costs the others: python -m benchmarks.gpu_suite.gpu_tests [PYTEST OPTIONS].
+"""Runs tests/gpu so that no test costs the others: python -m benchmarks.gpu_suite.gpu_tests [PYTEST OPTIONS].
 
-That folder only: collecting all tests takes most of a minute, and one that cannot be collected would end them all.
+Runs that folder only: collecting all tests takes most of a minute, and one that cannot be collected would end them all.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _SECONDS_PER_TEST = 60
 
 
 def command(options: list[str]) -> list[str]:
-    """pytest's command line with the plugins that are here."""
+    """Returns pytest's command line with the installed plugins."""
     words = [sys.executable, "-m", "pytest", "tests/gpu", "-v", "--no-header", "-p", "no:cacheprovider"]
-    if find_spec("xdist") is not None:  # a worker that hangs or dies is replaced, and the tests after that one go on
+    if find_spec("xdist") is not None:  # replaces a worker that hangs or dies and goes on with the next tests
         words += ["-n", "1", "--max-worker-restart", "8"]
     if find_spec("pytest_timeout") is not None:
         words += ["--timeout", str(_SECONDS_PER_TEST), "--timeout-method", "thread"]
-    # Where every thread is goes to the screen before that: what a worker prints as it dies is lost.
+    # Before that, prints the stacks of all threads: what a worker prints as it dies is lost.
     words += ["-o", f"faulthandler_timeout={0.8 * _SECONDS_PER_TEST:g}", "-o", "faulthandler_exit_on_timeout=true"]
     return [*words, "--durations=0", *options]
 

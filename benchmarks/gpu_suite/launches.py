@@ -1,4 +1,4 @@
-"""How the pipeline launches a kernel, for who launches one without it (csrc/cuda/device_bucket.h, streams.cpp)."""
+"""Describes how the pipeline launches kernels, for callers without it (csrc/cuda/device_bucket.h, streams.cpp)."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import numpy as np
 from superoffload.links.cuda.geometry import Pieces, numbered
 
 THREADS = 128  # per CUDA block, for every kernel
-# 1024-element blocks that a CUDA block takes at a time; of sums of bits, blocks of 2048 bytes
+# 1024-element blocks that a CUDA block takes at a time; for sums of bits, blocks of 2048 bytes
 BLOCKS_PER_CUDA_BLOCK = {"pack": 8, "unpack": 4, "step": 1, "sum": 4, "compare": 4}
 
-# struct CopyPiece of csrc/cuda/pieces.cuh. `address`: of the piece's gradient or parameter; `offset`: elements into the
-# packed gradient or the staged parameters.
+# Matches struct CopyPiece of csrc/cuda/pieces.cuh. `address`: of the piece's gradient or parameter; `offset`: elements
+# into the packed gradient or the staged parameters.
 COPY_PIECE = np.dtype([("address", "<u8"), ("offset", "<u8"), ("numel", "<u8"), ("first_block", "<u8")])
 
 
 def copy_pieces(pieces: Iterable[tuple[int, int, int]]) -> Pieces:
-    """From (address, offset, numel) of each piece, in the order of their block sums."""
+    """Builds pieces from (address, offset, numel), in the order of their block sums."""
     return numbered(list(pieces), COPY_PIECE, ("address", "offset", "numel"))
 
 
-# struct SumPiece of csrc/cuda/bit_sums.cuh. `numel`: elements of 16 bits, of which 1024 are a block; `sums`: its own.
+# Matches struct SumPiece of csrc/cuda/bit_sums.cuh. `numel`: 16-bit elements, 1024 to a block; `sums`: its own.
 SUM_PIECE = np.dtype([("address", "<u8"), ("sums", "<u8"), ("numel", "<u8"), ("first_block", "<u8")])
 
 
 def sum_pieces(pieces: Iterable[tuple[int, int, int]]) -> Pieces:
-    """From (address, address of its sums, elements of 16 bits) of each piece."""
+    """Builds pieces from (address, address of its sums, elements of 16 bits)."""
     return numbered(list(pieces), SUM_PIECE, ("address", "sums", "numel"))
 
 
 def grid_for(kernel: str, blocks: int) -> int:
-    """CUDA blocks for so many 1024-element blocks; kernels stride, so any other grid does the same work."""
+    """Returns the number of CUDA blocks for ``blocks`` of 1024 elements; kernels stride, so any grid does the work."""
     return max(1, -(-blocks // BLOCKS_PER_CUDA_BLOCK[kernel.partition("_")[0]]))

@@ -1,4 +1,4 @@
-"""What the machine itself can do: the link both ways and together, packing against copying, a CPU step."""
+"""Measures what the machine itself can do: the link both ways and together, packing against copying, a CPU step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROUNDS = Rounds(5, 50, 3.0)
 
 
 def measure_link(device_name: str, numbytes: int) -> dict[str, Any]:
-    """GB/s of copies between pinned memory and the device: down, up, and both at once (each way)."""
+    """Returns GB/s of copies between pinned memory and the device: down, up, and both at once (each way)."""
     device = open_device(device_name)
     pinned = device.kind == "cuda"
     host = [torch.empty(numbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
@@ -54,7 +54,7 @@ def _copy(target: Tensor, source: Tensor, stream: Any) -> None:
 
 
 def _seconds(calls: dict[str, Callable[[], None]], device: Device) -> dict[str, float]:
-    """Median seconds of one call, in turn, the device waited for after the repeats of a sample."""
+    """Returns median seconds per call, with calls in turn and one wait for the device per sample."""
 
     def contestant(name: str, call: Callable[[], None]) -> Contestant:
         def seconds(repeats: int) -> float:
@@ -72,7 +72,7 @@ def _seconds(calls: dict[str, Callable[[], None]], device: Device) -> dict[str, 
 
 
 def measure_pack(device_name: str, numbytes: int) -> dict[str, Any]:
-    """Packing bf16 gradients (a copy, sums of squares) against a plain copy of the same bytes."""
+    """Compares packing bf16 gradients (a copy, sums of squares) with a plain copy of the same bytes."""
     device = open_device(device_name)
     numel = numbytes // 2
     gradient = torch.randn(numel, device=device.torch).bfloat16()
@@ -89,7 +89,7 @@ def measure_pack(device_name: str, numbytes: int) -> dict[str, Any]:
 def _pack_ways(
     device: Device, gradient: Tensor, packed: Tensor
 ) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
-    """The way that a link has here, and why another one is missing."""
+    """Returns the way that a link has here, and why another one is missing."""
     if device.kind != "cuda":
         return {"cpu kernel": _cpu_pack(gradient, packed)}, {"CUDA kernel": "needs a GPU"}
     try:
@@ -118,7 +118,7 @@ def _cpu_pack(gradient: Tensor, packed: Tensor) -> Callable[[], None]:
 
 
 def measure_adam(numel: int, seconds: float, with_deepspeed: bool, threads: list[int] | None = None) -> dict[str, Any]:
-    """`superoffload bench adam` with the best instruction set and the threads that the optimizer would use.
+    """Runs `superoffload bench adam` with the best instruction set and the optimizer's number of threads.
 
     ``threads``: these numbers instead, as far as there are processors.
     """
@@ -133,7 +133,7 @@ def measure_adam(numel: int, seconds: float, with_deepspeed: bool, threads: list
 
 
 def compile_deepspeed_kernel() -> dict[str, Any]:
-    """DeepSpeed compiles its CPU kernel at first use: here, so that no row's time goes to it."""
+    """Compiles DeepSpeed's CPU kernel, which it does at first use, so that no row's time includes it."""
     from benchmarks.gpu_suite.deepspeed_contestants import prepare_environment
 
     prepare_environment("cuda" if torch.cuda.is_available() else "cpu")

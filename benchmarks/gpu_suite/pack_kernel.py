@@ -1,4 +1,4 @@
-"""Our pack kernel alone, launched through the driver: what the link enqueues per bucket, without the rest."""
+"""Launches our pack kernel alone through the driver: what the link enqueues per bucket, without the rest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Launch = Callable[[str, int, Sequence[Any]], None]
 
 
 class DriverKernels:
-    """The compiled kernels in the context that torch uses."""
+    """Loads the compiled kernels into the context that torch uses."""
 
     def __init__(self, device: torch.device) -> None:
         major, minor = torch.cuda.get_device_capability(device)
@@ -58,7 +58,7 @@ class PackKernel:
         self._pieces = torch.from_numpy(pieces.view(np.uint8)).to(device)
         self._kept = gradient, packed
         self._launch, self._grid = launch, grid_for(self.name, blocks)
-        addresses = (packed.data_ptr(), self.sums.data_ptr(), 0)  # no sums of bits, as where gradients are freed
+        addresses = (packed.data_ptr(), self.sums.data_ptr(), 0)  # no sums of bits, as if gradients were freed
         self._arguments = [
             ctypes.c_void_p(self._pieces.data_ptr()),
             ctypes.c_uint(len(pieces)),

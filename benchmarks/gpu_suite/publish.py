@@ -1,4 +1,4 @@
-"""From what came back to benchmarks/results/: rows made with this checkout's sources, under its commit."""
+"""Publishes results to benchmarks/results/: rows made with this checkout's sources, under its commit."""
 
 from __future__ import annotations
 

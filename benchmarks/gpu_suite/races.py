@@ -1,8 +1,8 @@
-"""Seeded random delays on every stream must not change one bit: of the losses, the state, the parameters.
+"""Checks that seeded random delays on every stream change no bit of the losses, the state, the parameters.
 
-The reference is a synchronous run without delays. A delay keeps a stream busy before and after each of its uses by
-the link, and the model's own stream before each module's forward and after its backward; so copies, steps and reads
-happen in orders that an undisturbed run never shows. On a CPU the thread sleeps in the same places.
+The reference is a synchronous run without delays. A delay keeps a stream busy before and after each of its uses by the
+link, and the model's own stream before each module's forward and after its backward; so copies, steps and reads happen
+in orders that an undisturbed run never shows. On a CPU the thread sleeps in the same places.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Variant:
 def run_races(
     device: str, speculation: str, delivery: str, seeds: Sequence[int], ranks: int = 1, steps: int = _STEPS
 ) -> dict[str, Any]:
-    """Which seeds gave other bits than the reference; ``fingerprints`` of all runs, to compare over rows."""
+    """Returns which seeds gave other bits than the reference, and all runs' ``fingerprints``, to compare over rows."""
     variant = Variant(speculation, delivery)
     if ranks > 1:
         fingerprints = _on_ranks(device, variant, seeds, ranks, steps)
@@ -58,7 +58,7 @@ def run_races(
 
 
 def _runs(device_name: str, variant: Variant, seeds: Sequence[int], steps: int) -> list[str]:
-    """The reference first, then one run per seed."""
+    """Runs the reference, then one run per seed."""
     device = open_device(device_name)
     with deterministic(), device.links():
         return [_train(device, Variant(), None, steps), *(_train(device, variant, seed, steps) for seed in seeds)]
@@ -66,7 +66,7 @@ def _runs(device_name: str, variant: Variant, seeds: Sequence[int], steps: int) 
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """The gradients must not depend on the order in which the device happens to work."""
+    """Makes gradients independent of the order in which the device happens to work."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     try:
@@ -77,7 +77,7 @@ def deterministic() -> Iterator[None]:
 
 
 def _train(device: Device, variant: Variant, seed: int | None, steps: int) -> str:
-    """SHA-256 over the losses, gradient norms, state and parameters of a run with clips, a NaN and accumulation."""
+    """Returns the SHA-256 of losses, norms, state and parameters of a run with clips, a NaN and accumulation."""
     torch.manual_seed(0)
     with device.torch:
         model = Transformer(_MODEL, torch.bfloat16 if device.kind == "cuda" else torch.float32)
@@ -112,9 +112,9 @@ def _train(device: Device, variant: Variant, seed: int | None, steps: int) -> st
 
 
 def _step(model: Transformer, reduced: Any, optimizer: Any, device: Device, step: int) -> list[float]:
-    """Its loss and norm. Step 3 has a NaN, step 5 two micro-batches, every second one clips.
+    """Returns the step's loss and norm. Step 3 has a NaN, step 5 two micro-batches, every second one clips.
 
-    ``reduced``: the DistributedDataParallel that averages gradients over the ranks, where there are several.
+    ``reduced``: the DistributedDataParallel that averages gradients over several ranks.
     """
     rank = dist.get_rank() if reduced is not None else 0
     generator = torch.Generator().manual_seed(100 * step + rank)
@@ -144,7 +144,7 @@ def _ranks() -> int:
 class Delays:
     """Keeps streams busy at random, seeded, wherever the link or a module does something.
 
-    Without a seed nothing is delayed, but the hooks are there: with them autograd adds gradients in another order.
+    Without a seed it delays nothing but has its hooks, with which autograd adds gradients in another order.
     """
 
     def __init__(self, device: Device, seed: int | None, model: Transformer, optimizer: Any) -> None:
@@ -189,7 +189,7 @@ class Delays:
 
 
 def _on_ranks(device: str, variant: Variant, seeds: Sequence[int], ranks: int, steps: int) -> list[str]:
-    """Ranks that share the device over gloo, gradients averaged by DistributedDataParallel; fingerprints joined."""
+    """Runs ranks that share the device over gloo, with DistributedDataParallel; returns their fingerprints joined."""
     from superoffload.distributed.launch import LocalRanks
 
     with LocalRanks(ranks) as group:

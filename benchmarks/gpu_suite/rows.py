@@ -1,6 +1,6 @@
-"""The list of all measurements, the most telling first; each is one process.
+"""Lists all measurements, the most telling first; each is one process.
 
-What must hold comes before what is fast: smoke, then the GPU tests, then the machine's own limits, ours, races, peers.
+Checks come before timings: smoke, then the GPU tests, then the machine's own limits, ours, races, peers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _suite_files(*names: str) -> tuple[str, ...]:
     return tuple(f"benchmarks/gpu_suite/{name}.py" for name in names)
 
 
-# What a row is made from decides when it is measured again. A peer's stays when our optimizer changes.
+# A row's sources decide when it is measured again. A peer's stays when our optimizer changes.
 _PEER_SOURCES = (
     *_suite_files(
         "child", "contestants", "deepspeed_contestants", "devices", "fsdp2_contestants", "settings", "training"
@@ -69,7 +69,7 @@ _TEST_SOURCES = (
     ),
 )
 # Two processes for torch's other allocators, a compiled model and four exits take the most; the rest is about a second
-# each. The job is not begun where a call has too little time left for most of it.
+# each. The job does not begin if a call has too little time left for most of it.
 _TESTS_SECONDS, _TESTS_NEED = 400.0, 200.0
 _TESTS_WITHOUT_A_GPU = "gets_the_gradients or kept_gradients"  # two of those that `make test` runs
 _DEVICE_SECONDS = 45.0  # after which our link gives a device up: before any job's own time is over
@@ -77,7 +77,7 @@ _DEVICE_SECONDS = 45.0  # after which our link gives a device up: before any job
 
 @dataclass(frozen=True)
 class Plan:
-    """What was asked for on the command line."""
+    """Holds what the command line asks for."""
 
     device: str
     size: Size
@@ -112,7 +112,7 @@ _OURS = tuple(name for name, entry in CONTESTANTS.items() if entry.kind == "ours
 
 
 def _first(plan: Plan) -> list[Job]:
-    """Trust and the headline."""
+    """Returns checks and the headline."""
     tokens = plan.size.tokens
     return [
         *_machine_jobs(plan),
@@ -123,7 +123,7 @@ def _first(plan: Plan) -> list[Job]:
 
 
 def _second(plan: Plan) -> list[Job]:
-    """What ours depends on, and the other peers at the headline's tokens."""
+    """Returns what ours depends on, and the other peers at the headline's tokens."""
     tokens = plan.size.tokens
     return [
         *_train_jobs(plan, _FIVE[:3], tokens[:1]),
@@ -135,7 +135,7 @@ def _second(plan: Plan) -> list[Job]:
 
 
 def _third(plan: Plan) -> list[Job]:
-    """The sweep over tokens, capped memory, all races, every contestant."""
+    """Returns the sweep over tokens, capped memory, all races, every contestant."""
     size = plan.size
     return [
         *_train_jobs(plan, _FIVE, size.capped_tokens, capped=True),
@@ -171,7 +171,7 @@ def _trust(plan: Plan) -> list[Job]:
 
 
 def smoke_jobs(device: str, *, sanitized: bool = True) -> Iterator[Job]:
-    """Where one of them fails, nothing that comes after it is begun."""
+    """Yields the smoke jobs; if one fails, no job after it begins."""
     values: dict[str, Any] = {"device_name": device}
     common: dict[str, Any] = {"environment": _environment(), "sources": _OUR_SOURCES, "prepares": True}
     settings = {"what": "smoke", **values}
@@ -195,7 +195,7 @@ def _environment() -> dict[str, str]:
 
 
 def _tests(plan: Plan) -> Job:
-    """In a worker process of their own where pytest-xdist is there: one that hangs or dies costs no other."""
+    """Returns the tests' job; with pytest-xdist they have a worker process: one that hangs or dies costs no other."""
     options = ("-m", "gpu") if plan.cuda else ("-m", "not gpu", "-k", _TESTS_WITHOUT_A_GPU)
     command = tests_command(*options)
     settings = {"what": "tests", "device": plan.device, "options": options}
@@ -270,7 +270,7 @@ def _train_job(plan: Plan, name: str, tokens: int, *, capped: bool) -> Job:
 def _race(
     plan: Plan, speculation: str, delivery: str, *, more: bool = False, ranks: int = 1, sanitizer: bool = False
 ) -> Job:
-    """Alone, as ranks that share the device, or under torch's own sanitizer of streams."""
+    """Returns a race: alone, as ranks that share the device, or under torch's own sanitizer of streams."""
     seeds = list(_TOY_SEEDS if plan.toy or sanitizer else _MORE_SEEDS if more else _SEEDS)
     values: dict[str, Any] = {"device": plan.device, "speculation": speculation, "delivery": delivery}
     values |= {"seeds": seeds, "ranks": ranks}

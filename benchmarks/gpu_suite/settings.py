@@ -1,4 +1,4 @@
-"""What is measured: the sizes of the model, how many tokens a step has, and everything else a row depends on."""
+"""Defines what is measured: the sizes of the model, the tokens of a step, and everything else a row depends on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from superoffload.tools.train.training_config import ModelConfig
 
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.1
 
-# Thresholds of the gradient norm that every step stays below, or exceeds: what a run really did is in its row.
+# Thresholds of the gradient norm that every step stays below, or exceeds; a row tells what its run really did.
 NEVER_CLIPS, ALWAYS_CLIPS = 1e6, 1e-3
 
 GIB = 1 << 30
@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Size:
-    """``tokens``: per step, the headline's first. ``capped_gib``: GPU memory of the capped rows."""
+    """Describes a size. ``tokens``: per step, the headline's first. ``capped_gib``: GPU memory of the capped rows."""
 
     model: ModelConfig
     tokens: tuple[int, ...]
@@ -71,7 +71,7 @@ TOY = Size(
 
 @dataclass(frozen=True)
 class TrainRow:
-    """One contestant at one setting; travels as JSON to the process that measures it."""
+    """Describes one contestant at one setting; travels as JSON to the process that measures it."""
 
     contestant: str
     device: str
@@ -98,7 +98,7 @@ class TrainRow:
 
 
 def train_row(contestant: str, device: str, size: Size, tokens: int, capped: bool) -> TrainRow:
-    """``tokens`` per step as sequences of the model's length (shorter where they are fewer) and micro-batches."""
+    """Splits ``tokens`` per step into micro-batches of the model's sequences, or shorter ones if they are fewer."""
     sequence = min(size.model.sequence, tokens)
     largest = size.capped_micro_batch_tokens if capped else size.micro_batch_tokens
     batch = max(1, min(largest, tokens) // sequence)
@@ -112,7 +112,7 @@ def train_row(contestant: str, device: str, size: Size, tokens: int, capped: boo
 
 
 def parameters_of(model: ModelConfig) -> int:
-    """Without building it: the same for every row of a size, since sequences have no parameters."""
+    """Counts without building; the same for every row of a size, since sequences have no parameters."""
     attention = model.hidden * (model.heads + 2 * model.kv_heads) * model.head_width + model.hidden**2
     layer = attention + 3 * model.hidden * model.mlp + 2 * model.hidden
     embeddings = model.vocabulary * model.hidden * (1 if model.tied else 2)

@@ -1,6 +1,6 @@
-"""The first thing that runs on a GPU: buckets down, stepped, up, and the bits of a synchronous run on the CPU.
+"""Runs first on a GPU: steps buckets down and up and compares the bits with a synchronous run on the CPU.
 
-Seconds, not minutes; says what it is doing before it does it, so that a hang shows where.
+It takes seconds, and says what it is doing before it does it, so that a hang shows where.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from superoffload.errors import ArgumentError
 
 WAYS = {"flag": True, "event": False}  # how the host notices an arrival: CudaOptions.arrival_flag
 _SANITIZER = "compute-sanitizer"
-_FOUND = 99  # its exit status where it has found an error
+_FOUND = 99  # its exit status after it found an error
 _ERRORS = re.compile(r"ERROR SUMMARY: (\d+) errors?")
 _OWN_TROUBLE = re.compile(r"Device not supported|Internal Sanitizer Error")
 _REPORT = re.compile(r"Invalid|Misaligned|Uninitialized|Leaked|Program hit")
 
 
 def run_smoke(device_name: str) -> dict[str, Any]:
-    """``wrong``: what differs from the CPU, or a way that was not taken; empty where all is well."""
+    """Returns ``wrong``: what differs from the CPU, or a way that was not taken; empty if all is well."""
     began = time.monotonic()
 
     def say(text: str) -> None:
@@ -60,13 +60,13 @@ def run_smoke(device_name: str) -> dict[str, Any]:
 
 
 def missing(facts: dict[str, Any]) -> list[str]:
-    """What the link gave up with no more than a warning."""
+    """Returns what the link gave up with no more than a warning."""
     found = [] if facts["kernels"] else ["kernels could not be compiled or loaded"]
     return found if facts["pinned"] else [*found, "host memory could not be pinned"]
 
 
 def differences(run: Run, expected: Run) -> list[str]:
-    """In words: step by step, then the parameters."""
+    """Describes differences: step by step, then the parameters."""
     found = []
     for step, (one, other) in enumerate(zip(run.digests, expected.digests, strict=True)):
         parts = sorted(name for name in other if one[name] != other[name])
@@ -90,13 +90,13 @@ def _versions() -> dict[str, str]:
 
 
 def sanitizer() -> str | None:
-    """The program, from PATH or a CUDA toolkit; None where there is none."""
+    """Returns the program's path, from PATH or a CUDA toolkit; None without one."""
     places = [shutil.which(_SANITIZER), *map(str, sorted(Path("/usr/local").glob(f"cuda*/bin/{_SANITIZER}")))]
     return next((place for place in places if place is not None), None)
 
 
 def run_sanitized(device_name: str, seconds: float) -> dict[str, Any]:
-    """The same under compute-sanitizer: ``wrong`` has what it found; ``unchecked`` why it could not look."""
+    """Runs the same under compute-sanitizer: ``wrong`` has what it found; ``unchecked`` why it could not look."""
     program = sanitizer()
     if program is None:
         raise ArgumentError(f"{_SANITIZER} is not installed: it is part of the CUDA toolkit")
@@ -118,7 +118,7 @@ def run_sanitized(device_name: str, seconds: float) -> dict[str, Any]:
 
 
 def judged(status: int | None, said: str, seconds: float) -> dict[str, Any]:
-    """What the exit status (None: not ended) and the words of compute-sanitizer come to."""
+    """Judges the exit status (None: not ended) and the output of compute-sanitizer."""
     if status is None:
         return {"unchecked": f"not ended within {seconds:g} s", "wrong": []}
     summary = _ERRORS.findall(said)
@@ -129,6 +129,6 @@ def judged(status: int | None, said: str, seconds: float) -> dict[str, Any]:
     if trouble and not _REPORT.search(said):
         return {"unchecked": f"{trouble[0]}; the log has all of it", "wrong": []}
     errors = int(summary[-1])
-    if errors == 0 and status != 0:  # without it the same program has just run well: the tool's own trouble
+    if errors == 0 and status != 0:  # without the tool the same program has just run well: its own trouble
         return {"unchecked": f"what it ran ended with {status}; the log has why", "wrong": []}
     return {"errors": errors, "wrong": [f"{errors} errors; the log has them"] if errors else []}

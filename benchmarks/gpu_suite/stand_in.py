@@ -1,4 +1,4 @@
-"""A device that stands in for a GPU: CPU tensors over a driver without a device (tests/support/fake_cuda.py).
+"""Stands in for a GPU: CPU tensors over a driver without a device (tests/support/fake_cuda.py).
 
 With it the whole suite can be rehearsed: links, kernels and streams are those of a GPU, times are not.
 """
@@ -22,7 +22,7 @@ from tests.support.fake_cuda import Fake, on_fake_device
 
 
 class StandIn(Device):
-    """Gradients appear late, and parameters are read late, on a stream of the stand-in."""
+    """Makes gradients appear late, and parameters be read late, on a stream of the stand-in."""
 
     kind = "stand-in"
 

@@ -1,4 +1,4 @@
-"""What is printed at the end: one line per contestant and setting, then the targets."""
+"""Prints the final table: one line per contestant and setting, then the targets."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from benchmarks.gpu_suite.targets import Found, Target, exposed_seconds
 from benchmarks.jobs import DONE
 
 _GIB = 1 << 30
-_SHORT = 3900  # bytes: what is sure to be seen where only the end of the output is
+_SHORT = 3900  # bytes that are sure to be seen if only the end of the output is
 _WHY = 60  # characters of an error in the short table
 _CUT = "... the rest: python -m benchmarks.gpu_suite --report gpu_suite.json"
 
 
 def table(rows: Sequence[Mapping[str, Any]], targets: Sequence[Target]) -> str:
-    """All of it."""
+    """Returns the whole table."""
     return "\n".join([*_trust(rows), *_machine(Found(rows)), *_training(rows), *_targets(targets)])
 
 
 def short_table(rows: Sequence[Mapping[str, Any]], targets: Sequence[Target]) -> str:
-    """At most 4 KB: no targets that were not measured, and the end cut off where it is still too long."""
+    """Returns at most 4 KB: without unmeasured targets, and cut off at the end if it is still too long."""
     measured = [target for target in targets if target.value is not None or target.verdict == "missed"]
     lines = [*_trust(rows, _WHY), *_machine(Found(rows)), *_training(rows, _WHY), *_targets(measured)]
     found: list[str] = []
@@ -33,7 +33,7 @@ def short_table(rows: Sequence[Mapping[str, Any]], targets: Sequence[Target]) ->
 
 
 def _trust(rows: Sequence[Mapping[str, Any]], width: int | None = None) -> Iterator[str]:
-    """Smoke, tests, races and everything else besides training: what they said, or why they said nothing."""
+    """Yields smoke, tests, races and everything else besides training: their results, or why there are none."""
     for row in rows:
         what = row["settings"].get("what")
         if what == "train" or (row["status"] == DONE and what not in ("smoke", "tests", "races")):
@@ -113,7 +113,7 @@ def _gib(size: int | None) -> str:
 
 
 def _fates(timed: Mapping[str, Any]) -> str:
-    """What became of the buckets of the timed steps, where any was clipped."""
+    """Returns the fates of the timed steps' buckets, if any was clipped."""
     if not timed.get("clipped_steps"):
         return ""
     buckets = {name: timed[f"buckets_{name}"] for name in ("committed", "replayed", "stepped", "two_phase")}

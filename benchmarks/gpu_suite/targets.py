@@ -1,4 +1,4 @@
-"""What we had set ourselves, computed from the rows: met, missed, or not measured and why.
+"""Computes our targets from the rows: met, missed, or not measured and why.
 
 * An iteration takes at most 1.15 times max(everything on the device, one plain CPU pass, one transfer each way).
   Both directions run at once, so a transfer each way counts as long as the slower of the two.
@@ -27,7 +27,7 @@ _BF16 = 2  # bytes per parameter and direction
 
 @dataclass(frozen=True)
 class Target:
-    """``value`` over ``bound`` is what was aimed at; ``why``: what is missing for it."""
+    """Compares ``value`` over ``bound`` with the aim; ``why``: what is missing for it."""
 
     name: str
     verdict: str
@@ -40,7 +40,7 @@ class Target:
 
 
 class Found:
-    """The rows by what they measured."""
+    """Holds the rows by what they measured."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = rows = with_numbers(list(rows))
@@ -50,11 +50,11 @@ class Found:
         return self._results.get(what)
 
     def settings(self) -> list[tuple[int, bool]]:
-        """(tokens, capped) of all training rows, in their order."""
+        """Returns (tokens, capped) of all training rows, in their order."""
         return list(dict.fromkeys(_setting(row) for row in self.rows if row["settings"].get("what") == "train"))
 
     def train(self, setting: tuple[int, bool]) -> dict[str, Row]:
-        """Results by contestant; those that have times."""
+        """Returns results by contestant, without those that have no times."""
         return {
             row["settings"]["contestant"]: row["result"]
             for row in self.rows
@@ -70,7 +70,7 @@ def _setting(row: Row) -> tuple[int, bool]:
 
 
 def exposed_seconds(found: Found, setting: tuple[int, bool]) -> dict[str, float]:
-    """By contestant: what an iteration takes longer than forward and backward alone, both timed in one process."""
+    """Returns by contestant how much longer an iteration takes than forward and backward alone, in one process."""
     return {
         name: max(0.0, row["seconds_median"] - row["bare_seconds"])
         for name, row in found.train(setting).items()
@@ -79,7 +79,7 @@ def exposed_seconds(found: Found, setting: tuple[int, bool]) -> dict[str, float]
 
 
 def bounds(found: Found, tokens: int) -> tuple[dict[str, float], list[str]]:
-    """The three bounds of an iteration in seconds, and what is missing. Everything on the device is never capped."""
+    """Returns the three bounds of an iteration in seconds, and what is missing; all-on-device rows are never capped."""
     known: dict[str, float] = {}
     missing = []
     device = found.train((tokens, False)).get(ALL_ON_DEVICE)
@@ -113,7 +113,7 @@ def _name(setting: tuple[int, bool]) -> str:
 
 
 def _judged(name: str, value: float, bound: float, device: str = "") -> Target:
-    """``device``: where the value is a time, which says nothing on a CPU."""
+    """Returns a judged target. ``device``: of a time, which says nothing on a CPU."""
     if device in ("cpu", "stand-in"):
         return Target(name, NOT_MEASURED, value, bound, "on a CPU, where nothing overlaps")
     return Target(name, MET if value <= bound else MISSED, value, bound)
@@ -156,7 +156,7 @@ def _memory(found: Found, setting: tuple[int, bool]) -> Target:
 
 
 def _same_bits(found: Found, setting: tuple[int, bool]) -> Target:
-    """Of masters, moments and parameters."""
+    """Compares the bits of masters, moments and parameters."""
     title = f"{_name(setting)}: {OURS} and {OURS_SYNCHRONOUS}, parts of the state that differ"
     results = found.train(setting)
     if OURS not in results or OURS_SYNCHRONOUS not in results:
@@ -186,7 +186,7 @@ def _races(rows: Sequence[Row]) -> Iterator[Target]:
 
 
 def is_wrong(row: Row) -> bool:
-    """Whether what should work did not. A peer that fails is listed and says nothing of ours."""
+    """Returns whether something that should work did not; a peer's failure is listed and says nothing of ours."""
     settings, result = row["settings"], row.get("result") or {}
     kind = CONTESTANTS[settings["contestant"]].kind if settings.get("what") == "train" else ""
     if row["status"] in (FAILED, TIMED_OUT):

@@ -1,4 +1,4 @@
-"""Times one contestant at one setting: whole steps in blocks, the device waited for at the end of each block only."""
+"""Times one contestant at one setting: whole steps in blocks, with one wait for the device at the end of each block."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from superoffload.tools.train.corpus import BatchSource, load_corpus
 from superoffload.tools.train.model import Transformer
 from superoffload.tools.train.training_config import ModelConfig
 
-# Of superoffload.AdamW.stats(): what is reported for the timed steps alone.
+# Of superoffload.AdamW.stats(), reported for the timed steps alone.
 _COUNTED = frozenset(
     [
         "steps",
@@ -46,12 +46,12 @@ _LEAST_BLOCKS, _ENDING_SECONDS = 2, 10.0
 
 
 def _seconds_left() -> float:
-    """Until this process is ended from outside."""
+    """Returns the seconds until this process is ended from outside."""
     return float(os.environ.get(ENDS_VARIABLE, "inf")) - time.monotonic()
 
 
 def measure(row: TrainRow) -> dict[str, Any]:
-    """The row's result; ``missing`` or ``out_of_memory`` where it cannot be had."""
+    """Returns the row's result; ``missing`` or ``out_of_memory`` if there is none."""
     entry = CONTESTANTS[row.contestant]
     missing = entry.import_error()
     if missing is not None:
@@ -69,7 +69,7 @@ def measure(row: TrainRow) -> dict[str, Any]:
             try:
                 found.update(_timed(contestant, row, device))
             except BaseException:
-                with suppress(Exception):  # what went wrong first is what the row tells
+                with suppress(Exception):  # the row reports the first error
                     contestant.close()
                 raise
             contestant.close()
@@ -81,9 +81,9 @@ def measure(row: TrainRow) -> dict[str, Any]:
 
 
 def build(config: ModelConfig, device: Device, seed: int) -> Transformer:
-    """bf16 parameters, drawn on the device: the same for all contestants there."""
+    """Returns a model with bf16 parameters, drawn on the device: the same for all contestants there."""
     torch.manual_seed(seed)
-    # Where bf16 arithmetic is emulated, activations are fp32, as in training on CPUs everywhere else.
+    # Where bf16 arithmetic is emulated, activations are fp32, as in training on CPUs elsewhere.
     compute = torch.bfloat16 if device.kind == "cuda" else torch.float32
     with device.torch:
         model = Transformer(config, compute)
@@ -93,7 +93,7 @@ def build(config: ModelConfig, device: Device, seed: int) -> Transformer:
 
 
 class Batches:
-    """Micro-batches of real text, put on the device before they are needed."""
+    """Holds micro-batches of real text, put on the device before they are needed."""
 
     def __init__(self, row: TrainRow, device: Device) -> None:
         corpus = load_corpus(None, row.model.sequence)
@@ -105,7 +105,7 @@ class Batches:
 
 
 def _bare_seconds(model: Transformer, row: TrainRow, device: Device) -> float:
-    """Of a step without an optimizer, in this process: what the contestant takes longer is exposed."""
+    """Times a step without an optimizer in this process; what the contestant takes longer is exposed."""
     bare, batches = Plain(model, row), Batches(row, device)
     for _ in range(min(2, row.warm_up)):
         bare.step(batches.next())
@@ -113,7 +113,7 @@ def _bare_seconds(model: Transformer, row: TrainRow, device: Device) -> float:
 
 
 def _block(contestant: Contestant, steps: list[list[Tensor]], device: Device, losses: list[Tensor]) -> float:
-    """Seconds per step; the losses go to the end of ``losses``."""
+    """Returns seconds per step; appends the losses to ``losses``."""
     device.synchronize()
     began = time.perf_counter()
     for micro_batches in steps:
@@ -128,13 +128,13 @@ def _timed(contestant: Contestant, row: TrainRow, device: Device) -> dict[str, A
     for _ in range(row.warm_up):
         losses.append(contestant.step(batches.next()))
         device.sample()
-    before = contestant.counters()  # what the processors still do for the last step belongs to the first block
+    before = contestant.counters()  # the processors' remaining work for the last step belongs to the first block
     seconds: list[float] = []
     for _ in range(row.blocks):
         seconds.append(_block(contestant, [batches.next() for _ in range(row.steps)], device, losses))
         device.sample()  # not between steps: it costs time
         if len(seconds) >= _LEAST_BLOCKS and _seconds_left() < 2 * max(seconds) * row.steps + _ENDING_SECONDS:
-            break  # fewer blocks are a result, and a row that is ended is none
+            break  # fewer blocks are a result; a row that is ended from outside has none
     contestant.settle()
     device.catch_up()
     return {

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Grace on paper: how many cycles one parameter costs a Neoverse V2 core, by static analysis.
+"""Computes how many cycles one parameter costs a Neoverse V2 core, by static analysis, for Grace.
 
 One pass of the optimizer is bound by memory if the cores compute faster than memory delivers. Grace has 72 cores at
 3.1 GHz and about 450 GB/s, a step moves 28 bytes per parameter: that leaves each core about 14 cycles per parameter.
@@ -45,12 +45,12 @@ MISSING = 77  # the customary status of a check that could not be made
 
 
 class ToolsMissing(Exception):
-    """The analysis cannot be done here; the text says what to install."""
+    """Says what to install if the analysis cannot be done here."""
 
 
 @dataclass(frozen=True)
 class Tools:
-    """The commands used, and what they call themselves."""
+    """Holds the commands used, and their versions."""
 
     compiler: list[str]
     mca: str
@@ -59,7 +59,7 @@ class Tools:
 
 @dataclass(frozen=True)
 class Block:
-    """A basic block: its instructions, and the blocks that may follow."""
+    """Represents a basic block: its instructions, and the blocks that may follow."""
 
     instructions: list[str]
     successors: list[int]
@@ -67,7 +67,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Row:
-    """One loop on one instruction set. A vector holds four parameters; a loop may be unrolled over several."""
+    """Describes a loop on an instruction set. A vector holds four parameters; a loop may be unrolled over several."""
 
     name: str
     isa: str
@@ -79,12 +79,12 @@ class Row:
 
 
 def budget() -> float:
-    """Cycles per parameter and core while memory delivers the bytes of one parameter to every core."""
+    """Returns cycles per parameter and core while memory delivers the bytes of one parameter to every core."""
     return MACHINE["cores"] * MACHINE["ghz"] * MACHINE["bytes_per_param"] / MACHINE["memory_gb_per_s"]
 
 
 def find_tool(name: str, package: str) -> str:
-    """The newest of the versioned names that is installed, or the plain one."""
+    """Returns the newest installed one of the versioned names, or the plain one."""
     for candidate in (*(f"{name}-{version}" for version in range(24, 16, -1)), name):
         found = shutil.which(candidate)
         if found:
@@ -93,7 +93,7 @@ def find_tool(name: str, package: str) -> str:
 
 
 def run(command: list[str], text: str | None = None) -> str:
-    """The standard output of a command that must succeed."""
+    """Returns the standard output of a command that must succeed."""
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{shlex.join(command)} failed with status {done.returncode}:\n{done.stderr.strip()}")
@@ -101,7 +101,7 @@ def run(command: list[str], text: str | None = None) -> str:
 
 
 def find_tools(compiler: str | None) -> Tools:
-    """The compiler and llvm-mca, both tried out: an old one may not know the processor."""
+    """Returns the compiler and llvm-mca, after trying both: an old one may not know the processor."""
     default = ["--target=aarch64-linux-gnu", f"-mtune={CPU}"]
     command = shlex.split(compiler) if compiler else [find_tool("clang++", "clang-19"), *default]
     mca = find_tool("llvm-mca", "llvm-19")
@@ -122,7 +122,7 @@ def find_tools(compiler: str | None) -> Tools:
 
 
 def isa_flags(isa: str) -> list[str]:
-    """The flags that csrc/flags.txt gives the kernels of an instruction set."""
+    """Returns the flags that csrc/flags.txt gives the kernels of an instruction set."""
     flags: list[str] = []
     for line in (ROOT / "csrc" / "flags.txt").read_text().splitlines():
         words = line.split("#", 1)[0].split()
@@ -134,7 +134,7 @@ def isa_flags(isa: str) -> list[str]:
 
 
 def compile_loops(tools: Tools, isa: str) -> str:
-    """The assembly of loops.cpp for the lanes of `isa`."""
+    """Returns the assembly of loops.cpp for the lanes of `isa`."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "loops.s")
         lanes = f"-DGRACE_LANES={isa.capitalize()}Lanes"
@@ -144,7 +144,7 @@ def compile_loops(tools: Tools, isa: str) -> str:
 
 
 def function_lines(assembly: str, name: str) -> list[str]:
-    """Labels and instructions of one function, without comments and directives."""
+    """Returns labels and instructions of one function, without comments and directives."""
     found = re.search(rf"^{name}:(.*?)^\s*\.size\s+{name},", assembly, re.MULTILINE | re.DOTALL)
     if not found:
         raise RuntimeError(f"the assembly has no function {name}")
@@ -153,7 +153,7 @@ def function_lines(assembly: str, name: str) -> list[str]:
 
 
 def basic_blocks(lines: list[str]) -> list[Block]:
-    """The function as a graph: a block ends before a label and after a branch."""
+    """Returns the function as a graph: a block ends before a label and after a branch."""
     texts: list[list[str]] = [[]]
     labels: dict[str, int] = {}
     for line in lines:
@@ -176,7 +176,7 @@ def basic_blocks(lines: list[str]) -> list[Block]:
 
 
 def ways_around(blocks: list[Block], start: int) -> list[list[str]]:
-    """The instructions of every way that leads from a block back to it without passing any block twice."""
+    """Returns the instructions of every way from a block back to it that passes no block twice."""
     ways: list[list[str]] = []
 
     def follow(at: int, passed: list[int]) -> None:
@@ -191,12 +191,12 @@ def ways_around(blocks: list[Block], start: int) -> list[list[str]]:
 
 
 def count_square_roots(instructions: list[str]) -> int:
-    """Of whole vectors."""
+    """Counts square roots of whole vectors."""
     return sum(line.split()[0] == "fsqrt" for line in instructions)
 
 
 def loop_bodies(assembly: str, name: str) -> tuple[list[str], list[str]]:
-    """The hot loop's shortest and longest iteration: nothing escapes, everything escapes."""
+    """Returns the hot loop's shortest and longest iteration: nothing escapes, everything escapes."""
     blocks = basic_blocks(function_lines(assembly, f"grace_{name}"))
     loops: dict[tuple[str, ...], tuple[list[str], list[str]]] = {}
     for index, block in enumerate(blocks):
@@ -209,10 +209,10 @@ def loop_bodies(assembly: str, name: str) -> tuple[list[str], list[str]]:
 
 
 def split_addressing(instructions: list[str]) -> list[str]:
-    """Accesses that also move their pointer, as an access and an addition.
+    """Splits accesses that also move their pointer into an access and an addition, as the processor does.
 
-    So does the processor. llvm-mca takes them for one operation: the next iteration's addresses would wait for the
-    data that this one stores, and a loop bound by throughput would seem to be bound by latency.
+    llvm-mca takes them for one operation: the next iteration's addresses would wait for the data that this one stores,
+    and a loop bound by throughput would seem to be bound by latency.
     """
     split: list[str] = []
     for line in instructions:
@@ -227,7 +227,7 @@ def split_addressing(instructions: list[str]) -> list[str]:
 
 
 def count_cycles(mca: str, instructions: list[str]) -> float:
-    """Cycles per iteration of a loop with this body, by llvm-mca."""
+    """Returns cycles per iteration of a loop with this body, by llvm-mca."""
     options = ["-mtriple=aarch64", f"-mcpu={CPU}", f"-iterations={ITERATIONS}", "-json"]
     text = "\n".join(split_addressing(instructions)) + "\n"
     report: dict[str, Any] = json.loads(run([mca, *options, "-"], text))
@@ -236,13 +236,13 @@ def count_cycles(mca: str, instructions: list[str]) -> float:
 
 
 def row_of(name: str, isa: str, instructions: float, cycles: float, all_escape: float) -> Row:
-    """A table row from per-parameter counts."""
+    """Returns a table row from per-parameter counts."""
     rate = MACHINE["ghz"] * MACHINE["bytes_per_param"] / cycles
     return Row(name, isa, instructions, cycles, all_escape, cycles / budget(), rate)
 
 
 def analyse(tools: Tools, isa: str, bodies: Path | None) -> list[Row]:
-    """The rows of one instruction set; the loop bodies also go to a folder if one is named."""
+    """Returns the rows of one instruction set; also writes the loop bodies to a folder if one is named."""
     assembly = compile_loops(tools, isa)
     rows = []
     for name in LOOPS:
@@ -257,7 +257,7 @@ def analyse(tools: Tools, isa: str, bodies: Path | None) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """The report as text."""
+    """Returns the report as text."""
     lines = [f"{'isa':5} {'loop':15} {'instr/param':>11} {'cycles/param':>12} {'of budget':>9} {'GB/s/core':>9} "
              f"{'all escape':>10}"]  # fmt: skip
     for row in rows:
@@ -270,7 +270,7 @@ def table(rows: list[Row]) -> str:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the report as JSON")
     parser.add_argument("--bodies", type=Path, metavar="FOLDER", help="also write the loop bodies that were analysed")

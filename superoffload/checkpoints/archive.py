@@ -1,4 +1,4 @@
-"""``state.pt``: what ``torch.save`` writes, looked at before ``torch.load`` makes more of it than its size allows."""
+"""Reads ``state.pt`` safely: checks the archive before ``torch.load`` takes more memory than its size allows."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from superoffload.checkpoints.manifest import LARGEST_STATE
 from superoffload.errors import ArgumentError
 
 _MOST_ENTRIES = 1 << 17  # one per tensor, and a few
-_LARGEST_PICKLE = 64 << 20  # bytes: an empty list takes one there, and 64 in memory
-_ENTRY = b"PK\x01\x02"  # what every entry of the archive's table begins with
+_LARGEST_PICKLE = 64 << 20  # bytes; an empty list takes one byte in the pickle and 64 bytes in memory
+_ENTRY = b"PK\x01\x02"  # every entry of the archive's table begins with these bytes
 
 
 def read_archive(data: bytes) -> Any:
-    """Its content. ArgumentError: beyond the limits; errors of any kind: not what ``torch.save`` writes.
+    """Returns the archive's content. Raises ArgumentError beyond the limits, other errors for other data.
 
-    Tensors take no more memory than ``data``; all else up to some 100 times the 64 MiB that it may have.
+    Tensors take no more memory than ``data``; other values take up to about 100 times their 64 MiB.
     """
     check_archive(data)
     return torch.load(io.BytesIO(data), weights_only=True)  # the buffer shares its bytes
 
 
 def check_archive(data: bytes) -> None:
-    """Also before it is saved, so that nothing is written that cannot be read back."""
+    """Raises ArgumentError for an archive beyond the limits; ``save`` calls it too and writes nothing unreadable."""
     if len(data) > LARGEST_STATE:
         raise ArgumentError(f"{len(data)} bytes, expected at most {LARGEST_STATE}")
     count = data.count(_ENTRY)

@@ -1,4 +1,4 @@
-"""What a checkpoint of a model and its optimizer consists of, by the parameters' names; the same for every engine."""
+"""Names all parts of a checkpoint of a model and its optimizer by the parameters' names, alike for every engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL, MASTER, EXP_AVG, EXP_AVG_SQ = "model.", "master.", "exp_avg.", "exp_avg_s
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor of ``shape``: ``length`` indices of dimension ``dim``, of the flat tensor if ``flat``."""
+    """Locates a part of a tensor of ``shape``: ``length`` indices of dimension ``dim``, or of a flat one."""
 
     shape: tuple[int, ...]
     dim: int
@@ -48,16 +48,16 @@ def piece_of(tensor: Tensor, holding: Holding) -> Piece:
 
 
 def holding_of(name: str, tensor: Tensor) -> Holding:
-    """Of a tensor without state: a DTensor's own layout, or all of it."""
+    """Returns how this rank holds a tensor without optimizer state: a DTensor's own layout, or the whole tensor."""
     return dtensor_holding(name, tensor) if is_dtensor(tensor) else whole_holding(tensor)
 
 
 @dataclass(frozen=True)
 class Named:
-    """The model's tensors and the optimizer's parameters by plain names.
+    """Holds the model's tensors and the optimizer's parameters by plain names.
 
-    ``aliases``: names of tensors that another name has already (tied weights). ``other``: entries of the model's
-    state_dict that are no tensors, and what ``get_extra_state`` gave, a tensor or not: ``modules`` take it back.
+    ``aliases`` maps further names of a tied tensor to its first name. ``other`` holds the entries of the model's
+    state_dict that are not tensors, and what ``get_extra_state`` returned, tensors included; ``modules`` take it back.
     """
 
     tensors: dict[str, Tensor]
@@ -73,7 +73,7 @@ class Named:
         return self.session.group.rank if self.session is not None else 0
 
     def writes(self, holding: Holding) -> bool:
-        """Of ranks that hold the same elements, the first writes them."""
+        """Returns whether this rank writes the elements; the first of the ranks that hold the same ones does."""
         return self.session is None or holding.replicas[0] == self.rank
 
     @property
@@ -88,14 +88,14 @@ class Named:
 def check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, (AdamW, torch.optim.AdamW)):
         deepspeed = "Stage3" in type(optimizer).__name__
-        remedy = "use engine.save_checkpoint()" if deepspeed else "of a wrapper, such as Accelerate's, its .optimizer"
+        remedy = "use engine.save_checkpoint()" if deepspeed else "pass a wrapper's .optimizer (Accelerate's has one)"
         raise ArgumentError(
             f"optimizer: {type(optimizer).__name__}, expected superoffload.AdamW or torch.optim.AdamW; {remedy}"
         )
 
 
 def name_everything(model: nn.Module, optimizer: Optimizer | None) -> Named:
-    """ArgumentError: a parameter of the optimizer is none of the model's. ``optimizer`` None: the model alone."""
+    """Names all tensors, without ``optimizer`` the model's alone; raises for a parameter that is not the model's."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     other: dict[str, Any] = {}
@@ -126,12 +126,12 @@ def name_everything(model: nn.Module, optimizer: Optimizer | None) -> Named:
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a module's ``get_extra_state`` made this entry of a state_dict."""
+    """Returns whether a module's ``get_extra_state`` made this entry of a state_dict."""
     return name.rpartition(".")[2] == _EXTRA_STATE
 
 
 def stepped(optimizer: Optimizer, named: Named) -> Iterator[tuple[str, Tensor, Tracked]]:
-    """The parameters whose state is ours."""
+    """Yields the parameters whose state AdamW holds."""
     assert isinstance(optimizer, AdamW)
     for name, param in named.params.items():
         tracked = optimizer.tracked(param)
@@ -144,7 +144,7 @@ def group_values(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def on_all_ranks(session: RankSession | None, what: str, work: Callable[[], Any]) -> Any:
-    """``work``, which changes nothing and may refuse; where one rank refuses, all of them raise."""
+    """Runs ``work``, which changes nothing; if it raises on one rank, all ranks raise."""
     try:
         result = work()
     except Exception as error:

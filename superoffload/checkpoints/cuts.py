@@ -1,4 +1,4 @@
-"""Where the elements of a part are in the whole tensor, and which of them another part has too: by runs, no copies."""
+"""Computes where the elements of a part lie in the whole tensor and which another part shares, without copies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cut:
-    """A run of ``length`` elements from ``first`` on in each of ``rows`` rows of ``period`` elements of a tensor."""
+    """Selects a run of ``length`` elements from ``first`` on in each of ``rows`` rows of ``period`` elements."""
 
     rows: int
     period: int
@@ -21,7 +21,7 @@ class Cut:
         return self.rows * self.length
 
     def runs(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Elements ``begin`` to ``end`` of the part: (where in the part, where in the whole, how many)."""
+        """Yields elements ``begin`` to ``end`` of the part as (position in the part, position in the whole, count)."""
         while begin < end:
             row, within = divmod(begin, self.length)
             count = min(self.length - within, end - begin)
@@ -29,7 +29,7 @@ class Cut:
             begin += count
 
     def among(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Elements of the part that are ``begin`` to ``end`` of the whole: as ``runs``."""
+        """Yields the part's elements among ``begin`` to ``end`` of the whole, in the form of ``runs``."""
         if begin >= end:
             return
         for row in range(begin // self.period, -(-end // self.period)):
@@ -39,14 +39,14 @@ class Cut:
                 yield row * self.length + low - start, low, high - low
 
     def may_share(self, other: Cut) -> bool:
-        """Whether any element can be in both."""
+        """Returns whether the two parts may share an element."""
         if (self.rows, self.period) != (other.rows, other.period):
             return True
         return self.first < other.first + other.length and other.first < self.first + self.length
 
 
 def cut_of(shape: Sequence[int], dim: int, start: int, length: int, flat: bool) -> Cut:
-    """``length`` indices from ``start`` of dimension ``dim``, or of the flat tensor if ``flat``."""
+    """Returns the cut of ``length`` indices from ``start`` of dimension ``dim``, or of the flat tensor if ``flat``."""
     if flat or not shape:
         return Cut(1, math.prod(shape), start, length)
     inner = math.prod(shape[dim + 1 :])
@@ -54,7 +54,7 @@ def cut_of(shape: Sequence[int], dim: int, start: int, length: int, flat: bool) 
 
 
 def shared(part: Cut, other: Cut, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Of elements ``begin`` to ``end`` of ``part``, those in ``other``: (where in part, where in other, how many)."""
+    """Yields what ``part`` shares with ``other`` from ``begin`` to ``end``: (place in part, in other, count)."""
     if part == other:
         yield begin, begin, end - begin
         return

@@ -1,4 +1,4 @@
-"""The model alone, as others read it: one safetensors file under the names of its state_dict."""
+"""Exports the model alone for other programs: one safetensors file under the names of its state_dict."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ WEIGHTS = "model.safetensors"
 def export_weights(
     folder: str | os.PathLike[str], model: nn.Module, optimizer: AdamW | None = None, *, masters: bool = False
 ) -> Path:
-    """Writes ``model.safetensors``, and ``config.json`` for a model of transformers; ``from_pretrained`` loads it.
+    """Writes ``model.safetensors``, and ``config.json`` for a transformers model; ``from_pretrained`` loads it.
 
-    ``masters``: the optimizer's fp32 masters instead of the published parameters. Sharded parameters are gathered, one
-    after the other: then all ranks call this, and the first one writes.
+    ``masters``: writes the optimizer's fp32 masters instead of the published parameters. With sharded parameters all
+    ranks call this; they gather one parameter after the other, and the first rank writes.
     """
     if masters and not isinstance(optimizer, AdamW):
         raise ArgumentError("masters=True needs optimizer, a superoffload.AdamW")
@@ -63,7 +63,7 @@ def _weights(path: Path, entries: Sequence[Entry]) -> Iterator[TensorFile]:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A file of this process alone, which gets its name when it is whole and on the disk."""
+    """Yields the path of a temporary file, which gets its name once it is whole and on the disk."""
     part = leftovers.claim(path.parent)
     try:
         yield part

@@ -1,4 +1,4 @@
-"""Reading of a checkpoint's folder: its manifest, which says what belongs into it, and which folders are whole."""
+"""Reads a checkpoint's folder: its manifest, the files that the manifest lists, and which folders are whole."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Raises ArgumentError, with the file's name, for anything but a whole manifest of ours."""
+    """Returns the manifest. Raises ArgumentError with the file's name unless it is whole and ours."""
     path = folder / MANIFEST
     try:
         content: Any = read_json(path, LARGEST_MANIFEST, links=False)
@@ -51,7 +51,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 _FILES_OF_OTHERS = (
     "; what torch.save wrote loads with torch.load and load_state_dict() of model and optimizer, a folder of "
-    "from_pretrained with that"
+    "save_pretrained with from_pretrained"
 )
 
 
@@ -67,7 +67,7 @@ def _instead_of_a_manifest(folder: Path) -> str:
 
 
 def check_file(folder: Path, name: str, expected: Mapping[str, Any]) -> bytes | None:
-    """Size of a file of the manifest and, where that has one, the checksum of all of it; then also its bytes."""
+    """Checks a file's size; if the manifest has a SHA-256 of the whole file, checks it too and returns the bytes."""
     path = folder / name
     try:
         size = regular_size(path)
@@ -88,25 +88,25 @@ def _order(path: Path) -> tuple[list[int], str]:
 
 
 def finished(root: str | os.PathLike[str]) -> list[Path]:
-    """Checkpoints below ``root`` whose files have the sizes of their manifests, by the numbers in their names.
+    """Returns the checkpoints below ``root`` whose files have their manifests' sizes, by the numbers in their names.
 
-    OSError where ``root`` cannot be listed.
+    Raises OSError if ``root`` cannot be listed.
     """
     return list(_finished(root))[::-1]
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
-    """The newest whole checkpoint below ``root`` (by the number in its name, as in ``step-100``), or None.
+    """Returns the newest whole checkpoint below ``root`` (by the number in its name, as in ``step-100``), or None.
 
-    What cannot be read there, whatever it is, is passed over.
+    It passes over what it cannot read.
     """
-    with contextlib.suppress(OSError, ValueError):  # not there, no folder, or no path that can exist
+    with contextlib.suppress(OSError, ValueError):  # root is absent, not a folder, or not a possible path
         return next(_finished(root), None)
     return None
 
 
 def _finished(root: str | os.PathLike[str]) -> Iterator[Path]:
-    """The newest first. What a manifest does not list, such as the lock of a save that was killed, does not count."""
+    """Yields the newest first; ignores files that a manifest does not list, such as the lock of a killed save."""
     inside = [path for path in Path(root).iterdir() if not path.name.startswith(".")]
     inside = [path for path in inside if os.path.isfile(path / MANIFEST)]
     for path in sorted(inside, key=_order, reverse=True):

@@ -1,4 +1,4 @@
-"""How the parts of all ranks become one checkpoint: the ranks tell each other by files in its folder."""
+"""Joins the parts of all ranks into one checkpoint; the ranks tell each other by files in its folder."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from superoffload.checkpoints.contents import Named
 from superoffload.checkpoints.part_files import Written, file_name
 from superoffload.errors import DiskError, RankError
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two looks; hundreds of ranks look at one folder
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two looks; hundreds of ranks may watch one folder
 
 
 def hand_in(written: Written, named: Named, writing: Path) -> None:
-    """Tells the first rank that this one's part is on the disk."""
+    """Tells the first rank that this rank's part is on the disk."""
     name = file_name(named.rank)
     folders.write_durably(writing / f".{name}.part", json.dumps(written.report).encode())
     os.rename(writing / f".{name}.part", writing / f".{name}.json")
 
 
 def tell_failure(writing: Path, rank: int) -> None:
-    """To the first rank, which would wait for this one's part. An empty file often fits on a full disk."""
+    """Tells the first rank not to wait for this rank's part, by an empty file, which often fits on a full disk."""
     with suppress(OSError):
         (writing / f".{file_name(rank)}.failed").touch()
 
 
 def complete(named: Named, writing: Path, final: Path, timeout: float) -> None:
-    """The first rank: once all others have written their part, the folder gets its name."""
+    """Waits on the first rank until all others have written their part, then gives the folder its name."""
     files: dict[str, Any] = {}
     tensors: dict[str, list[Any]] = {}
     deadline = time.monotonic() + timeout
@@ -45,7 +45,7 @@ def complete(named: Named, writing: Path, final: Path, timeout: float) -> None:
             if time.monotonic() > deadline:
                 raise RankError(f"save(): rank {rank} has not written its part of {final} within {timeout:g} s")
             with suppress(OSError):
-                os.utime(writing)  # a sign of life for those that have handed in theirs
+                os.utime(writing)  # tells the ranks that wait for the name that this one is alive
             next(pauses)
         report = json.loads(path.read_bytes())
         path.unlink()
@@ -56,10 +56,10 @@ def complete(named: Named, writing: Path, final: Path, timeout: float) -> None:
 
 
 def wait_until_named(written: Written, named: Named, writing: Path, final: Path, timeout: float) -> None:
-    """The other ranks: until their part is there under its name, and on the disk.
+    """Waits on the other ranks until the folder with their part has its name and is on the disk.
 
-    They wait as long as the first rank gives signs of life, however long it writes. Their part is handed in, so that an
-    error here says nothing about the checkpoint, which is the first rank's business.
+    They wait as long as the first rank gives signs of life. Their part is already handed in, so an error here does not
+    mean that the checkpoint fails; the first rank decides that.
     """
     leads, name = writing / file_name(named.ranks[0]), file_name(named.rank)
     signs: list[int] | None = None
@@ -71,7 +71,7 @@ def wait_until_named(written: Written, named: Named, writing: Path, final: Path,
         elif final.name in there and _begins_with(final, name, written.header):
             break
         else:
-            absent += 1  # it may be renamed just now: look twice
+            absent += 1  # a rename may be under way: look twice
         if absent > 1:
             why = "another save has taken this name" if final.name in there else "the first rank gave up"
             raise RankError(f"save(): {final}: {why}; see the first rank's output")
@@ -96,17 +96,17 @@ def _pauses() -> Iterator[None]:
 
 
 def _there(writing: Path, final: Path) -> set[str]:
-    """Which of the two names are. Listed, since NFS remembers for a while that a name was not there."""
+    """Returns which of the two names exist, from a listing: NFS may remember for a while that a name was absent."""
     try:
         return {writing.name, final.name} & set(os.listdir(final.parent))
-    except PermissionError:  # it can be written but not read
+    except PermissionError:  # the folder can be written but not read
         return {path.name for path in (writing, final) if path.exists()}
     except OSError:
-        return {writing.name}  # not known: until the deadline
+        return {writing.name}  # unknown: go on until the deadline
 
 
 def _begins_with(final: Path, name: str, header: bytes) -> bool:
-    """Whether it is this save's file; the manifest would tell too, but may have hundreds of MB."""
+    """Returns whether the file is this save's; the manifest would tell too, but may have hundreds of MB."""
     try:
         with open(final / name, "rb") as file:
             return file.read(len(header)) == header
@@ -114,7 +114,7 @@ def _begins_with(final: Path, name: str, header: bytes) -> bool:
         return False
     except OSError as error:
         raise DiskError(
-            error.errno, f"{final}: written, but {name} could not be looked at ({error.strerror}); look after the disk"
+            error.errno, f"{final}: written, but {name} could not be read ({error.strerror}); check the disk"
         ) from error
 
 

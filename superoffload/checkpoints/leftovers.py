@@ -1,10 +1,10 @@
-"""Tells hidden folders that a save is still writing from those that its process has left behind for ever.
+"""Tells hidden folders that a save is still writing from those that an ended process left behind.
 
 A hidden folder's name says which process made it: host (for people), process id, start time, process id namespace and
-boot. So it has an owner from the moment in which it exists. Where the name alone proves nothing (another container on
-this machine), a lock that the owner holds does. Another boot may be an earlier one of this system, or another system
-that runs now: an NFS client, a virtual machine, a container with a boot id of its own. What is not provably left behind
-stays: docs/checkpoints.md says how to remove it by hand.
+boot. So it has an owner from the moment it exists. Where the name proves nothing (another container on this machine), a
+lock that the owner holds does. A different boot id may be an earlier boot of this system, or another running system: an
+NFS client, a virtual machine, a container with a boot id of its own. A folder that is not provably left behind stays:
+docs/checkpoints.md says how to remove it by hand.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _NAME = re.compile(
     r"-(?P<boot>[0-9a-f]{32})-[0-9a-f]{12}",
     re.ASCII,
 )
-_LONG_AGO = 3600.0  # seconds: more than clocks of hosts that share a disk differ, and than a save writes nothing
+_LONG_AGO = 3600.0  # seconds; exceeds clock differences of hosts that share a disk, and pauses of a save
 _UNKNOWN = "0" * 32
-_being_written: dict[str, int | None] = {}  # by this process: names, and the locks that it holds
+_being_written: dict[str, int | None] = {}  # by this process: names, and the locks held for them
 
 
 class _Owner(NamedTuple):
@@ -38,36 +38,35 @@ class _Owner(NamedTuple):
 
 
 def claim(parent: Path) -> Path:
-    """A name in ``parent`` for what this process is going to write; ``lock`` may follow, ``release`` must."""
+    """Returns a new name in ``parent`` for this process to write to; ``lock`` may follow, ``release`` must."""
     path = parent / _new_name("writing")
-    _being_written[path.name] = None  # before it exists: another thread of this process may sweep
+    _being_written[path.name] = None  # before the folder exists: another thread of this process may sweep
     return path
 
 
 def doomed(path: Path) -> Path:
-    """The name under which ``path`` is removed. Whichever process comes first completes the removal."""
+    """Returns the name under which ``path`` is removed; any process may complete the removal."""
     return path.parent / _new_name("removing")
 
 
 def lock(folder: Path) -> None:
-    """Puts a lock into a claimed folder, where the file system has locks that work."""
+    """Puts a lock into a claimed folder if the file system's locks work."""
     part = folder / f"{LOCK}.part"
-    with suppress(OSError):  # without one, only the name tells
+    with suppress(OSError):  # without a lock, only the name tells
         handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         _being_written[folder.name] = handle
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_held(part):  # otherwise a second one was granted: locks mean nothing here
-                os.rename(part, folder / LOCK)  # it is held before it can be seen
+            if _is_held(part):  # otherwise a second lock was granted: locks mean nothing here
+                os.rename(part, folder / LOCK)  # the lock is held before other processes see it
         finally:
             part.unlink(missing_ok=True)
 
 
 def release(path: Path, named: Path | None = None) -> None:
-    """After it was removed, or got the name ``named``: the lock stays in it until then.
+    """Ends a claim after ``path`` was removed or renamed to ``named``, where the lock stays until then.
 
-    A lock that is left in a finished checkpoint, by a process that was killed here, does no harm: its manifest does not
-    list it.
+    A lock that a killed process leaves in a finished checkpoint does no harm: its manifest does not list it.
     """
     handle = _being_written.pop(path.name, None)
     if handle is not None:
@@ -87,7 +86,7 @@ def sweep(parent: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """As far as that is possible; the next sweep goes on with what is left."""
+    """Removes as much of ``path`` as it can; the next sweep goes on with the rest."""
     with suppress(OSError):
         path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
 
@@ -129,28 +128,28 @@ def _this_process() -> _Owner:
 
 
 def _runs(owner: _Owner) -> bool:
-    """In this namespace. A process of which one thread still runs does."""
+    """Returns whether the owner, in this process id namespace, runs; it does while one of its threads runs."""
     try:
-        os.kill(owner.pid, 0)  # also sees what /proc hides from other users
+        os.kill(owner.pid, 0)  # also sees processes that /proc hides from other users
     except OSError as error:
         return not isinstance(error, ProcessLookupError)
     try:
         state, start, threads = _stat(owner.pid)
     except (OSError, ValueError, IndexError):
-        return True  # it may have ended just now: the next sweep
+        return True  # it may just have ended: leave it to the next sweep
     return start == owner.start and not (state in "ZX" and threads <= 1)
 
 
 def _stat(pid: int) -> tuple[str, int, int]:
-    """State, start time and number of threads; proc(5)."""
+    """Returns state, start time and number of threads, as in proc(5)."""
     fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return fields[0], int(fields[19]), int(fields[17])
 
 
 def _is_held(path: Path) -> bool | None:
-    """Whether another open file holds the lock; None where that cannot be told.
+    """Returns whether another open file holds the lock; None if that cannot be told.
 
-    Asked for in both ways: flock() of an NFS client is a lock of lockf() on its server.
+    Tries both kinds of lock: flock() of an NFS client is a lock of lockf() on its server.
     """
     try:
         handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -158,7 +157,7 @@ def _is_held(path: Path) -> bool | None:
         return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.flock(handle, fcntl.LOCK_UN)  # on an NFS client the two are in each other's way
+        fcntl.flock(handle, fcntl.LOCK_UN)  # on an NFS client the two locks exclude each other
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return False
     except BlockingIOError:
@@ -170,7 +169,7 @@ def _is_held(path: Path) -> bool | None:
 
 
 def _was_over_before_boot(path: Path) -> bool:
-    """Nothing in it was written since this system was started, and long ago, whichever clock has dated it."""
+    """Returns whether all in it was written before this boot and long ago, by whichever clock dated it."""
     try:
         booted = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
         entries = [*path.iterdir()] if path.is_dir() else []

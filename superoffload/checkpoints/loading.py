@@ -1,4 +1,4 @@
-"""Loading: all is compared and verified before anything changes, on any rank; then it streams into place."""
+"""Loads a checkpoint: all ranks compare and verify everything before any of them changes anything."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from superoffload.optimizer.state_dict import Values, blocks_of, check_saved_gro
 
 
 def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
-    """Loads what ``save`` wrote, by any number of ranks, into ``model`` and ``optimizer``; returns its ``extra``.
+    """Loads what ``save`` wrote, on any number of ranks, into ``model`` and ``optimizer``; returns its ``extra``.
 
-    Only tensors in the safetensors format and what ``torch.load(weights_only=True)`` takes is read, and all of it is
-    compared with the manifest's checksums. ArgumentError names the file or the parameter that does not fit; then
-    nothing was changed, on any rank. ``optimizer`` None: the weights alone.
+    It reads only tensors in the safetensors format and what ``torch.load(weights_only=True)`` takes, and compares all
+    of it with the manifest's checksums. ArgumentError names the file or the parameter that does not fit; nothing has
+    changed then, on any rank. ``optimizer`` None: the weights alone.
 
-    The files are read twice, to verify and to load them, in blocks of a few MiB: no memory is needed beside the state.
-    StateError: a file that was whole at first could not be read a second time, or had changed. Then model and optimizer
+    It reads the files twice, to verify and to load them, in blocks of a few MiB, so it needs no memory beside the
+    state. It raises StateError if a verified file cannot be read a second time or has changed. Then model and optimizer
     are loaded in part, and ``superoffload.AdamW`` refuses everything but another load.
     """
     path = _folder(folder)
@@ -78,7 +78,7 @@ def _prepared(
     state: dict[str, Any] | None,
     load_model: Callable[[], None],
 ) -> Callable[[], None]:
-    """What is left to do once all ranks have verified what they need."""
+    """Returns the work that remains once all ranks have verified what they need."""
     if optimizer is None or state is None:
         return lambda: _told_apart(load_model)
     if isinstance(optimizer, AdamW):
@@ -102,7 +102,7 @@ def _verify(values: Values) -> None:
 
 
 def _told_apart(work: Callable[[], None]) -> None:
-    """``work``, which changes something: what fails now did not fail when it was verified."""
+    """Runs ``work``, which changes something; its failure, after it was verified, means a state loaded in part."""
     try:
         with held_signals():
             work()
@@ -121,12 +121,12 @@ def _refuse_differing(stored: Stored, what: str, saved: set[str], ours: set[str]
 
 
 def _other_values(stored: Stored, named: Named) -> dict[str, Any]:
-    """What modules' ``set_extra_state`` will get. Other entries that are no tensors cannot be put back: they agree."""
+    """Returns what modules' ``set_extra_state`` will get; other entries that are not tensors must equal the model's."""
     other = dict(stored.state.other)
     tensors = [key for key in stored.tensors if key.startswith(MODEL) and is_extra_state(key)]
-    names = {key.removeprefix(MODEL) for key in tensors}  # extra state that is a tensor was saved as such once
+    names = {key.removeprefix(MODEL) for key in tensors}  # extra state that was a tensor when it was saved
     _refuse_differing(stored, "the extra state ", set(other) | names, set(named.other))
-    for key in tensors:  # not before: all of each is read
+    for key in tensors:  # only after the check: each is read whole
         other[key.removeprefix(MODEL)] = stored.whole(key)
     found = {}
     for name, value in other.items():
@@ -139,8 +139,8 @@ def _other_values(stored: Stored, named: Named) -> dict[str, Any]:
             )
         elif not _equal(value, named.other[name]):
             raise ArgumentError(
-                f"{stored.folder}: {name} is {shown(value)}, the model's is {shown(named.other[name])}, no tensor, and "
-                "cannot be changed from here; make the model as the one that was saved"
+                f"{stored.folder}: {name} is {shown(value)}, the model's is {shown(named.other[name])}; it is not a "
+                "tensor and cannot be loaded; build the model as it was when it was saved"
             )
     return found
 
@@ -148,12 +148,12 @@ def _other_values(stored: Stored, named: Named) -> dict[str, Any]:
 def _equal(one: Any, other: Any) -> bool:
     try:
         return bool(one == other)
-    except (RuntimeError, ValueError, TypeError):  # tensors inside
+    except (RuntimeError, ValueError, TypeError):  # the values hold tensors
         return False
 
 
 def _model_values(stored: Stored, named: Named) -> dict[str, Values]:
-    """This rank's part of the model's own tensors."""
+    """Returns this rank's part of the model's own tensors."""
     aliases = stored.state.aliases
     saved = {key.removeprefix(MODEL) for key in stored.tensors if key.startswith(MODEL) and not is_extra_state(key)}
     _refuse_differing(stored, "", saved | set(aliases), set(named.tensors) | set(named.aliases))
@@ -161,7 +161,7 @@ def _model_values(stored: Stored, named: Named) -> dict[str, Values]:
         one, other = (stored.tensors[MODEL + aliases.get(either, either)] for either in (tied, name))
         if [piece["sha256"] for piece in one] != [piece["sha256"] for piece in other]:
             raise ArgumentError(
-                f"{stored.folder}: {tied} differs from {name}, and is one with it in the model; untie them"
+                f"{stored.folder}: {tied} differs from {name}, and is tied to it in the model; untie them"
             )
     values = {}
     for name, tensor in named.tensors.items():
@@ -173,7 +173,7 @@ def _model_values(stored: Stored, named: Named) -> dict[str, Values]:
 
 
 def _optimizer_state(stored: Stored, optimizer: Optimizer, named: Named) -> dict[str, Any]:
-    """In the layout of ``torch.optim.Optimizer.load_state_dict``, with ``Values`` in the place of tensors."""
+    """Returns the layout of ``torch.optim.Optimizer.load_state_dict``, with ``Values`` in place of tensors."""
     groups, theirs = stored.state.groups, [group["params"] for group in stored.state.groups]
     if theirs != named.groups:
         _refuse_groups(stored, theirs, named.groups)
@@ -203,7 +203,7 @@ def _optimizer_state(stored: Stored, optimizer: Optimizer, named: Named) -> dict
 
 
 def _refuse_amsgrad(stored: Stored, index: int, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Torch would miss max_exp_avg_sq, or drop it, at the next step."""
+    """Raises for amsgrad: torch would lack or drop max_exp_avg_sq at the next step."""
     for whose, group in (("the checkpoint's", saved), ("the optimizer's", ours)):
         if is_on(group.get("amsgrad")):
             raise ArgumentError(
@@ -217,7 +217,7 @@ def _state_holding(optimizer: Optimizer, name: str, param: Tensor) -> Holding:
 
 
 def _as_in_memory(values: Values, holding: Holding) -> Values:
-    """As the elements of the parameter follow each other; where that is another order, through a copy of one tensor."""
+    """Returns values in the parameter's order in memory; another order on disk needs a copy of one tensor."""
     if holding.order is None:
         return values
 
@@ -257,7 +257,7 @@ def _load_model(named: Named, values: Mapping[str, Values], other: Mapping[str, 
 
 @torch.no_grad()
 def _load_torch(optimizer: Optimizer, named: Named, state: dict[str, Any]) -> None:
-    """Into new tensors; those there were go first."""
+    """Loads into new tensors, after the old ones are freed."""
     optimizer.state.clear()
     for (name, param), entry in zip(named.params.items(), _in_order(named, state), strict=True):
         for key, value in entry.items():

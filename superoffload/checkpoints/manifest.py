@@ -1,4 +1,4 @@
-"""What a manifest may say: names, types, ranges and coverage are checked here and nowhere else."""
+"""Checks the names, types, ranges and coverage in a manifest; no other module does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from superoffload.errors import ArgumentError
 from superoffload.host.untrusted import is_count, is_shape, printable, shortened, shown
 
 STATE = "state.pt"
-LARGEST_STATE = 1 << 30  # bytes; all of it is held in memory
+LARGEST_STATE = 1 << 30  # bytes; all of them are held in memory
 LONGEST_KEY = 4096  # characters of a tensor's name with its prefix
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _TENSORS = re.compile(r"rank-[0-9]{5,9}\.safetensors")
@@ -30,14 +30,14 @@ def check_content(where: str, content: Mapping[str, Any]) -> None:
             _expect(len(key) <= LONGEST_KEY, f"a name of at most {LONGEST_KEY} characters", key)
             try:
                 _check_pieces(pieces, files)
-            except _Unexpected as error:  # the name goes into what is said, not into every check
+            except _Unexpected as error:  # formats the name only on failure
                 raise _Unexpected(f"{printable(shortened(key))}: {error}") from None
     except _Unexpected as error:
         raise ArgumentError(f"{where}: {error}; the manifest is damaged, or not of superoffload") from None
 
 
 class _Unexpected(Exception):
-    """What was expected, and what was found."""
+    """Says what was expected and what was found."""
 
 
 def _expect(holds: bool, what: str, found: Any) -> None:
@@ -81,14 +81,14 @@ def _check_piece(piece: Any, files: Mapping[str, Any]) -> None:
 
 
 def extent_of(piece: Mapping[str, Any]) -> int:
-    """Indices of the dimension that a piece is a run of."""
+    """Returns the number of indices along the dimension that the pieces divide."""
     if piece["flat"]:
         return math.prod(piece["shape"])
     return int(piece["shape"][piece["dim"]]) if piece["shape"] else 1
 
 
 def _check_coverage(pieces: Sequence[Mapping[str, Any]]) -> None:
-    """Every element once, in pieces that are cut in one way, each in a file of its own: none can be read many times."""
+    """Checks that pieces, cut alike and each in its own file, cover every element once, so none is read many times."""
     kinds = {(tuple(piece["shape"]), piece["flat"], piece["dim"]) for piece in pieces}
     _expect(len(kinds) == 1, "pieces of one shape, cut in one way", kinds)
     _expect(len({piece["file"] for piece in pieces}) == len(pieces), "pieces in different files", pieces)

@@ -1,4 +1,4 @@
-"""A rank's part of a checkpoint: what it writes."""
+"""Plans and writes one rank's part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from superoffload.host.tensors import is_dtensor, local_of
 
 @dataclass
 class Part:
-    """What this rank writes: entries with their place in the whole, and who produces their bytes."""
+    """Holds what this rank writes: entries, their place in the whole, and the sources of their bytes."""
 
     entries: list[Entry] = field(default_factory=list)
     pieces: dict[str, Piece] = field(default_factory=dict)
-    plain: list[tuple[str, Tensor, int | None]] = field(default_factory=list)  # with version, if not copied
+    plain: list[tuple[str, Tensor, int | None]] = field(default_factory=list)  # with version, unless copied
     shards: dict[int, tuple[str, Tensor, Holding]] = field(default_factory=dict)  # by index: name, published
 
-    state: bytes = b""  # what is no tensor of the model's size; the first rank writes it
+    state: bytes = b""  # all but the large tensors; the first rank writes it
 
     @property
     def nbytes(self) -> int:
@@ -57,14 +57,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank has written: the first bytes of its file, and what belongs into the manifest about it."""
+    """Holds what a rank has written: the first bytes of its file, and its report for the manifest."""
 
     header: bytes
     report: dict[str, Any]
 
 
 def plan_part(optimizer: Optimizer, named: Named, *, copy: bool) -> Part:
-    """``copy``: buffers may change before they are written."""
+    """Plans this rank's part. ``copy``: copies buffers, which may change before they are written."""
     part = Part()
     own = {}
     if isinstance(optimizer, AdamW):
@@ -112,7 +112,7 @@ def file_name(rank: int) -> str:
 
 
 def write_part(part: Part, named: Named, writing: Path, snapshot: Snapshot | None) -> Written:
-    """This rank's tensors; the first rank also what is no tensor."""
+    """Writes this rank's tensors; the first rank also writes ``state.pt``."""
     name = file_name(named.rank)
     file: TensorFile | None = None
     files: dict[str, Any] = {}
@@ -126,7 +126,7 @@ def write_part(part: Part, named: Named, writing: Path, snapshot: Snapshot | Non
         file.write(EXP_AVG_SQ + shard, flat_runs(holding.in_own_order(values.exp_avg_sq, param.shape)))
         file.write(MODEL + shard, (run.to(param.dtype) for run in flat_runs(master)))
 
-    # Among ranks each save has a mark of its own, by which they know their file again.
+    # With several ranks each save has its own mark, by which a rank recognizes its file.
     mark = {"save": writing.name.rpartition("-")[2]} if len(named.ranks) > 1 else {}
     try:
         file = TensorFile(writing / name, part.entries, {"format": "pt", **mark})
@@ -135,7 +135,7 @@ def write_part(part: Part, named: Named, writing: Path, snapshot: Snapshot | Non
         _write_plain(part, file)
         file.finish()
     finally:
-        if snapshot is not None:  # also where the file could not be made: steps must not wait for it
+        if snapshot is not None:  # also if the file could not be made: steps must not wait for it
             snapshot.end()
         if file is not None:
             file.close()

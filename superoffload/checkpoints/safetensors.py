@@ -1,4 +1,4 @@
-"""The safetensors format: eight bytes of length, a JSON header, and the bytes of tensors. Written in any order."""
+"""Reads and writes the safetensors format: eight bytes of length, a JSON header, the bytes of tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _RUN = 4 << 20  # bytes hashed and written at a time
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to come: its place in the file follows from the order of entries."""
+    """Describes a tensor; the order of entries determines its place in the file."""
 
     name: str
     dtype: torch.dtype
@@ -51,7 +51,7 @@ class Entry:
 
 
 class TensorFile:
-    """Writes a file whose entries are known beforehand; each once, in any order, from any one thread."""
+    """Writes a file with entries known in advance: each once, in any order, by one thread at a time."""
 
     def __init__(self, path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> None:
         self.path = path
@@ -78,7 +78,7 @@ class TensorFile:
             raise
 
     def write(self, name: str, runs: Iterable[Tensor]) -> None:
-        """The elements of one entry, as flat tensors on the CPU, one after the other."""
+        """Writes the elements of one entry, given as consecutive flat tensors."""
         entry, start = self._places[name]
         at, digest = start + len(self.header), hashlib.sha256()
         for run in runs:
@@ -94,7 +94,7 @@ class TensorFile:
         self.digests[name] = digest.hexdigest()
 
     def finish(self) -> None:
-        """On the disk when it returns."""
+        """Checks that every entry was written and syncs the file to the disk."""
         missing = self._places.keys() - self.digests.keys()
         if missing:
             raise ArgumentError(f"{self.path}: {sorted(missing)[:3]} were not written")
@@ -103,7 +103,7 @@ class TensorFile:
         self._file.close()
 
     def close(self) -> None:
-        """Without ``finish()``: of a file that is given up."""
+        """Closes a file that is given up; ``finish()`` closes a complete one."""
         self._file.close()
 
 
@@ -115,14 +115,14 @@ def _write_at(handle: int, data: bytes | memoryview, at: int) -> None:
 
 
 def flat_runs(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor as flat runs, so that conversions need little memory."""
+    """Yields a tensor as flat runs, so that conversions need little memory."""
     flat = tensor.detach().reshape(-1)
     for first in range(0, flat.numel(), _RUN // 4):
         yield flat[first : first + _RUN // 4]
 
 
 class TensorReader:
-    """A file's header, checked. Tensors are read in blocks through one small buffer; every error names the file.
+    """Checks a file's header and reads tensors in blocks through one small buffer; every error names the file.
 
     ``digest``: SHA-256 that the header must have.
     """
@@ -184,9 +184,9 @@ class TensorReader:
         return self.entries[name][0]
 
     def blocks(self, name: str, digest: str | None = None) -> Iterator[tuple[int, Tensor]]:
-        """The elements of an entry as flat blocks with where they begin; each is overwritten by the next one.
+        """Yields an entry's elements as flat blocks with their positions; each block overwrites the one before.
 
-        ``digest``: SHA-256 that its bytes must have; ArgumentError after the last block where they do not.
+        ``digest``: SHA-256 that the bytes must have; otherwise raises ArgumentError after the last block.
         """
         entry, at = self.entry(name), self.entries[name][1]
         summed, done = hashlib.sha256(), 0
@@ -207,7 +207,7 @@ class TensorReader:
             raise ArgumentError(f"{self.path}: {what} differs from its checksum in the manifest; the file is damaged")
 
     def tensor(self, name: str, digest: str | None = None) -> Tensor:
-        """All of an entry. ``digest``: see ``blocks``."""
+        """Returns a whole entry. ``digest``: see ``blocks``."""
         entry = self.entry(name)
         whole = torch.empty(entry.shape, dtype=entry.dtype)
         for at, block in self.blocks(name, digest):
@@ -222,7 +222,7 @@ def _read_exactly(file: FileIO, count: int) -> bytes:
 
 
 def _fill(file: FileIO, view: memoryview) -> None:
-    """EOFError where the file has less; a read may give less than was asked for, though there is more."""
+    """Fills ``view``, as one read may return less than asked for; raises EOFError at the end of the file."""
     while len(view):
         count = file.readinto(view)
         if not count:

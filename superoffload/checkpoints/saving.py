@@ -1,4 +1,4 @@
-"""Saving: every rank writes what it holds, the first one gives the folder its name when all are done."""
+"""Saves a checkpoint: every rank writes what it holds, and the first one names the folder when all are done."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from superoffload.host.untrusted import nested_deeply, shortened
 from superoffload.optimizer.state_dict import is_on
 
 LOGGER = logging.getLogger("superoffload")
-_ends: WeakKeyDictionary[Optimizer, threading.Event] = WeakKeyDictionary()  # of each optimizer's last save
+_ends: WeakKeyDictionary[Optimizer, threading.Event] = WeakKeyDictionary()  # end of each optimizer's last save
 
 
 class _Outcome:
-    """Runs the work of one checkpoint, here or in the background, and knows when and how it ended."""
+    """Runs the work of one checkpoint, here or in the background, and records its end and its error."""
 
     def __init__(self, folder: Path) -> None:
         self.ended = threading.Event()
@@ -59,7 +59,7 @@ class _Outcome:
                 work()
             except BaseException as error:
                 self.error = error
-                if in_background:  # also where nothing waits
+                if in_background:  # logged because wait() may never be called
                     LOGGER.error("saving %s in the background failed: %s", self._folder, error)
             finally:
                 self.ended.set()
@@ -71,7 +71,7 @@ class _Outcome:
 
 
 class Saving:
-    """A checkpoint on its way. ``wait()`` before the process ends, or to learn of errors."""
+    """Tracks a save in progress. Call ``wait()`` before the process ends, or to learn of errors."""
 
     def __init__(self, final: Path, snapshot: Snapshot | None, outcome: _Outcome) -> None:
         self.folder = final
@@ -84,11 +84,11 @@ class Saving:
 
     @property
     def largest_extra_bytes(self) -> int:
-        """Copies that were made of state which changed before it was written, at any time."""
+        """Returns the most bytes ever used for copies of state that changed before it was written."""
         return self._snapshot.largest_extra if self._snapshot is not None else 0
 
     def wait(self, timeout: float | None = None) -> Path:
-        """The finished folder; raises what went wrong. The checkpoints before it are untouched in any case."""
+        """Waits and returns the finished folder, or raises the error; earlier checkpoints are untouched either way."""
         if not self._outcome.ended.wait(timeout):
             raise StateError(f"{self.folder}: not written after {timeout:g} s; wait longer")
         if self._outcome.error is not None:
@@ -107,18 +107,18 @@ def save(
 ) -> Path:
     """Writes ``model``, ``optimizer`` and ``extra`` as of the last finished step into the new ``folder``.
 
-    The folder appears under its name when everything in it is on the disk. On several ranks all of them call this,
+    The folder appears under its name when everything in it is on the disk. With several ranks all of them call this,
     with a folder that all of them see; every rank writes what it holds.
 
     Arguments:
         extra: values that ``torch.load(weights_only=True)`` reads: state_dicts of schedulers, counters, RNG states.
-        keep: afterwards remove the oldest checkpoints of this series (names that are alike up to their last number)
-            until so many are left; never this one, newer ones or links.
-        timeout: seconds for which the first rank, once it has written its part, waits for those of the others, and
-            these for a sign that it goes on.
+        keep: then remove the oldest checkpoints of this series (names alike up to their last number) until this many
+            are left; never this one, newer ones or links.
+        timeout: seconds for which the first rank, once it has written its part, waits for the parts of the others, and
+            for which these wait for a sign of life from the first.
 
-    Raises ArgumentError for a folder that cannot be made, or is there; DiskError, also an OSError, where the disk is
-    full or fails; RankError for lost ranks. What was saved before is untouched then.
+    Raises ArgumentError if the folder exists or cannot be made; DiskError, also an OSError, if the disk is full or
+    fails; RankError for lost ranks. Earlier checkpoints are untouched then.
     """
     saving = _begin(folder, model, optimizer, extra, keep, timeout, memory=None)
     return saving.wait()
@@ -134,10 +134,10 @@ def save_in_background(
     timeout: float = 600.0,
     memory: int = 1 << 30,
 ) -> Saving:
-    """``save`` while training goes on: what a later step is about to change is copied, or written first.
+    """Saves while training goes on: state that a later step is about to change is copied, or written first.
 
-    ``memory``: bytes that copies may take; where they are used up, the step waits until its part is written.
-    Buffers are copied at once. Parameters that do not train are read as they are and must not be written meanwhile.
+    ``memory``: bytes that copies may take; when they are used up, the step waits until its part is written. Buffers are
+    copied at once. Parameters that do not train are read in place and must not be written meanwhile.
     """
     if not isinstance(optimizer, AdamW):
         raise ArgumentError(f"optimizer: {type(optimizer).__name__}, expected superoffload.AdamW; use save()")
@@ -155,7 +155,7 @@ def _begin(
     timeout: float,
     memory: int | None,
 ) -> Saving:
-    """``memory`` None: in this thread."""
+    """Plans and starts a save, in this thread if ``memory`` is None."""
     check_optimizer(optimizer)
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ArgumentError(f"keep={keep!r}: expected a whole number of at least 1, or None")
@@ -181,9 +181,9 @@ def _begin(
         outcome = _Outcome(final)
         saving = Saving(final, snapshot, outcome)
         work = partial(_write, part, named, writing, final, snapshot, keep, timeout, _ends.get(optimizer))
-        with nullcontext() if memory is None else held_signals():  # a thread that reads, or none and no snapshot
+        with nullcontext() if memory is None else held_signals():  # no snapshot without its thread
             if isinstance(optimizer, AdamW) and snapshot is not None:
-                optimizer.begin_snapshot(snapshot)  # also for save(): another thread may run backward
+                optimizer.begin_snapshot(snapshot)  # save() needs it too: another thread may run backward
             outcome.run(work, in_background=memory is not None)
         _ends[optimizer] = outcome.ended
     except BaseException:  # Ctrl-C, no memory, or no thread could be started: steps must not wait
@@ -192,7 +192,7 @@ def _begin(
         _give_up(named, writing)
         raise
     finally:
-        if snapshot is not None and memory is None:  # again, where a second Ctrl-C has cut off the writing's own end
+        if snapshot is not None and memory is None:  # again, in case a second Ctrl-C cut off the end in _write
             snapshot.end()
     return saving
 
@@ -214,11 +214,11 @@ def _write(
     timeout: float,
     previous: threading.Event | None,
 ) -> None:
-    """In the thread that writes. ``previous``: the end of the save before it."""
+    """Runs in the thread that writes. ``previous``: the end of the save before it."""
     try:
         with folders.naming(final, part.nbytes):
             written = write_part(part, named, writing, snapshot)
-            if previous is not None:  # otherwise keep could remove what this rank has not yet seen under its name
+            if previous is not None:  # else keep could remove a checkpoint before this rank has seen its name
                 previous.wait()
             hand_in(written, named, writing)
             if named.is_first:
@@ -233,7 +233,7 @@ def _write(
 
 
 def _state_bytes(optimizer: Optimizer, named: Named, extra: dict[str, Any]) -> bytes:
-    """What is no tensor of the model's size; read back at once, so that nothing unreadable is saved."""
+    """Returns the contents of ``state.pt``, after reading them back, so that nothing unreadable is saved."""
     steps = {}
     for name, param in named.params.items():
         if param in optimizer.state and "step" in optimizer.state[param]:
@@ -246,7 +246,7 @@ def _state_bytes(optimizer: Optimizer, named: Named, extra: dict[str, Any]) -> b
     except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
         raise ArgumentError(
             f"{_unreadable(extra) or 'a value of a param group or of get_extra_state()'}: not saved, since only what "
-            "torch.load(weights_only=True) reads back is: tensors, numbers, strings, lists, tuples, dicts of these"
+            "torch.load(weights_only=True) reads can be: tensors, numbers, strings, lists, tuples, dicts of these"
         ) from error
     try:
         check_archive(data)
@@ -258,7 +258,7 @@ def _state_bytes(optimizer: Optimizer, named: Named, extra: dict[str, Any]) -> b
 
 
 def _check_loadable(optimizer: Optimizer, named: Named) -> None:
-    """By ``load``, which bounds what it reads and knows the state of AdamW alone."""
+    """Raises for what ``load`` would refuse; it bounds what it reads and knows only AdamW's state."""
     longest = max(named.tensors, key=len, default="")
     if len(EXP_AVG_SQ + longest) > LONGEST_KEY:
         raise ArgumentError(f"model: a name of {len(longest)} characters, {shortened(longest)}; expected at most 4000")
@@ -291,7 +291,7 @@ def _unreadable(extra: Mapping[str, Any]) -> str | None:
 
 
 def _agree_on_folder(named: Named, final: Path) -> Path:
-    """The first rank makes it; all of them know its name."""
+    """Makes the folder on the first rank and tells all ranks its name."""
     name = ""
     error: Exception | None = None
     if named.is_first:

@@ -1,4 +1,4 @@
-"""A checkpoint as it lies on disk: its manifest, its state and its tensors, checked as far as they are read."""
+"""Reads a checkpoint on disk: its manifest, its state and its tensors, each checked as it is read."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from superoffload.errors import ArgumentError
 from superoffload.host.untrusted import nested_deeply, printable, shortened, shown
 from superoffload.optimizer.state_dict import Values
 
-_MOST_STEPS = 1 << 53  # what a float64 counts
+_MOST_STEPS = 1 << 53  # the largest count that float64 holds exactly
 
 
 @dataclass(frozen=True)
 class StoredState:
-    """What is no tensor of the model's size. ``groups`` hold parameters by name."""
+    """Holds the contents of ``state.pt``. ``groups`` list parameters by name."""
 
     groups: list[dict[str, Any]]
     steps: dict[str, int]
@@ -39,7 +39,7 @@ class StoredState:
 
 @dataclass
 class Stored:
-    """``tensors``: per entry the pieces that it consists of."""
+    """Opens a checkpoint's folder and reads its tensors. ``tensors``: the pieces of each entry."""
 
     folder: Path
     tensors: Mapping[str, Sequence[Mapping[str, Any]]] = field(init=False)
@@ -59,7 +59,7 @@ class Stored:
         path = self.folder / STATE
         try:
             content = read_archive(data)
-        except Exception as error:  # of any kind: the unpickler trusts what it reads to be whole
+        except Exception as error:  # of any kind: the unpickler assumes intact input
             first = next(iter(str(error).splitlines()), type(error).__name__)
             raise ArgumentError(f"{path}: cannot be read safely ({printable(shortened(first))})") from error
         problem = self._problem_of(content)
@@ -82,9 +82,9 @@ class Stored:
             numbers = [group.get(name) for name in ("lr", "eps", "weight_decay")]
             numbers += betas if isinstance(betas, (list, tuple)) else [betas]
             if not all(one is None or isinstance(one, (int, float, str, Tensor)) for one in numbers):
-                return "expected numbers for lr, betas, eps and weight_decay"  # a list may hold itself, many times
+                return "expected numbers for lr, betas, eps and weight_decay"  # a list may contain itself
             if nested_deeply(group):
-                return "expected param groups with values that are hardly nested"
+                return "expected param groups without deeply nested values"
         steps = content["steps"].values()
         if not all(type(count) is int and 0 <= count <= _MOST_STEPS for count in steps):
             return "expected numbers of steps"
@@ -94,14 +94,14 @@ class Stored:
         if not all(isinstance(name, str) for part in ("other", "aliases") for name in content[part]):
             return "expected names of what is in the model's state_dict"
         if not all(isinstance(name, str) and MODEL + name in self.tensors for name in content["aliases"].values()):
-            return "expected tied names of tensors that are there"
+            return "expected tied names of tensors in the checkpoint"
         return None
 
     def _named(self, prefix: str) -> set[str]:
         return {key.removeprefix(prefix) for key in self.tensors if key.startswith(prefix)}
 
     def values(self, key: str, tensor: Tensor, holding: Holding) -> Values:
-        """Of an entry, the elements that ``holding`` says; their bytes are compared with their checksums as read."""
+        """Returns the part of an entry that ``holding`` names; reading it verifies the checksums."""
         shape = tuple(self.tensors[key][0]["shape"])
         if shape != tuple(tensor.shape):
             raise ArgumentError(
@@ -133,7 +133,7 @@ class Stored:
             piece = Piece(tuple(one["shape"]), one["dim"], one["start"], one["length"], one["flat"])
             cut = cut_of(piece.shape, piece.dim, piece.start, piece.length, piece.flat)
             wanted = cut.may_share(own)
-            if index and not wanted:  # the first one tells the dtype
+            if index and not wanted:  # the first piece tells the dtype
                 continue
             reader = self._reader(one["file"])
             entry = reader.entry(key)

@@ -1,4 +1,4 @@
-"""Writing of a checkpoint's folder, which exists wholly or not at all."""
+"""Writes a checkpoint's folder, which exists whole or not at all."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from superoffload.checkpoints.manifest import check_content
 from superoffload.errors import ArgumentError, DiskError, StateError
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF)  # some FUSE, CIFS and 9p
+_NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF)  # on some FUSE, CIFS and 9p
 
 
 def path_of(folder: str | os.PathLike[str]) -> Path:
-    """Absolute. Raises ArgumentError for what can name no folder; asks no disk, so that all ranks agree."""
+    """Returns the absolute path, or raises ArgumentError; does not touch the disk, so that all ranks agree."""
     try:
         final = Path(os.path.abspath(os.fspath(folder)))
         if b"\0" in os.fsencode(final):
@@ -31,9 +31,9 @@ def path_of(folder: str | os.PathLike[str]) -> Path:
 
 
 def begin(final: Path) -> Path:
-    """A hidden folder beside ``final`` to write into. What has provably been left behind there is removed."""
+    """Makes a hidden folder beside ``final`` to write into, and removes what earlier saves provably left behind."""
     try:
-        if os.path.lexists(final):  # also a link that leads nowhere is in the way
+        if os.path.lexists(final):  # a dangling link is in the way too
             raise _exists(final)
         make_parents(final)
         leftovers.sweep(final.parent)
@@ -50,12 +50,12 @@ def begin(final: Path) -> Path:
 
 
 def make_parents(final: Path) -> None:
-    """As ``mkdir -p``, on the disk when it returns: a checkpoint is lost with the folder that it is in."""
+    """Makes missing parents and syncs them to the disk: losing a folder loses the checkpoints in it."""
     ancestors = list(final.parents)
     missing = ancestors[: next((i for i, path in enumerate(ancestors) if path.is_dir()), 0)]
     for path in (final, *missing):
         with suppress(FileNotFoundError, NotADirectoryError):
-            os.lstat(ancestors[len(missing)] / path.name)  # refuses a name that is too long, before any is made
+            os.lstat(ancestors[len(missing)] / path.name)  # refuses too long a name before any folder is made
     for path in reversed(missing):
         path.mkdir(exist_ok=True)  # another process may have been faster
         sync_folder(path.parent)
@@ -73,8 +73,8 @@ def _exists(final: Path) -> ArgumentError:
 
 
 def not_written(final: Path, error: OSError, nbytes: int | None = None) -> DiskError:
-    """``nbytes``: what was to be written."""
-    about, advice = "", "look after the disk, or save to another place"
+    """Returns the error for a failed write of ``nbytes``."""
+    about, advice = "", "check the disk, or save to another place"
     if error.errno in _NO_SPACE:
         advice = "free some space (a quota counts too), or save to another place"
         with suppress(OSError):
@@ -97,7 +97,7 @@ def naming(final: Path, nbytes: int) -> Iterator[None]:
 
 
 def finish(folder: Path, final: Path, content: Mapping[str, Any]) -> None:
-    """Adds the manifest and gives the folder its name; from here on it is a checkpoint, and known to be whole."""
+    """Adds the manifest, gives the folder its name, and reads the finished checkpoint back."""
     text = manifest_text(content)
     _check_readable(final, text, content)
     write_durably(folder / MANIFEST, text)
@@ -106,7 +106,7 @@ def finish(folder: Path, final: Path, content: Mapping[str, Any]) -> None:
         os.rename(folder, final)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
-            raise _exists(final) from error  # by now: another save was faster
+            raise _exists(final) from error  # another save was faster
         raise
     leftovers.release(folder, named=final)
     confirm(final)
@@ -114,7 +114,7 @@ def finish(folder: Path, final: Path, content: Mapping[str, Any]) -> None:
 
 
 def confirm(final: Path) -> None:
-    """That the disk keeps the name which ``final`` has by now."""
+    """Makes sure that the disk keeps the new name of ``final``."""
     try:
         sync_folder(final.parent)
     except OSError as error:
@@ -123,7 +123,7 @@ def confirm(final: Path) -> None:
 
 
 def _check_readable(final: Path, manifest: bytes, content: Mapping[str, Any]) -> None:
-    """Refuses what ``load`` would refuse, while the checkpoints before it are all there."""
+    """Refuses what ``load`` would refuse, while the earlier checkpoints still exist."""
     try:
         check_content(MANIFEST, content)
         if len(manifest) > LARGEST_MANIFEST:
@@ -165,7 +165,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """As far as the file system can: where it cannot, or we may not read there, a power cut is its own business."""
+    """Syncs a folder if the file system can and the process may read it."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except PermissionError:
@@ -180,20 +180,20 @@ def sync_folder(folder: Path) -> None:
 
 
 def keep_only(final: Path, count: int) -> None:
-    """Removes the oldest of ``final``'s series, so that ``count`` are left: never itself, nor newer ones.
+    """Removes the oldest of ``final``'s series until ``count`` are left; never ``final``, newer ones or links.
 
-    A series has names that are alike up to their last number. Links are none of it.
+    A series has names that are alike up to their last number.
     """
     going = final.parent
     try:
         series = [path for path in finished(going) if _series(path) == _series(final) and not path.is_symlink()]
-        if final not in series:  # what counts as newer or older, then?
+        if final not in series:  # without it, newer and older have no meaning
             raise _not_whole(final, f"keep={count} does not find it among the finished ones, and removed nothing")
         older = series[: series.index(final)]
         for going in older[: max(0, len(series) - count)]:
             doomed = leftovers.doomed(going)
             with suppress(FileNotFoundError):  # another process has removed it
-                os.rename(going, doomed)  # at once: a half removed folder must not look like a checkpoint
+                os.rename(going, doomed)  # first: a half removed folder must not look like a checkpoint
                 sync_folder(final.parent)  # nor after a power cut
                 leftovers.remove(doomed)
     except OSError as error:

@@ -98,7 +98,7 @@ def test_values_nested_deeply_are_refused(name: str, saved: Path, run: Run, tmp_
         for entry in ours.infolist():
             new = pickled_deeply(20_000, name) if entry.filename.endswith("data.pkl") else ours.read(entry)
             other.writestr(entry.filename, new)
-    refused(with_state(saved, tmp_path / "step-2", data.getvalue()), run, "hardly nested|numbers for lr|two betas")
+    refused(with_state(saved, tmp_path / "step-2", data.getvalue()), run, "deeply nested|numbers for lr|two betas")
 
 
 def test_errors_about_large_values_are_short(saved: Path, run: Run, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_values_that_hold_each_other_many_times(name: str, saved: Path, run: Run
         value = [value, value]
     content["groups"][0][name] = value
     torch.save(content, data)
-    words = "hardly nested" if name == "tag" else "expected numbers for lr, betas"
+    words = "deeply nested" if name == "tag" else "expected numbers for lr, betas"
     refused(with_state(saved, tmp_path / "step-2", data.getvalue()), run, words)
 
 

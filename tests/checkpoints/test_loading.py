@@ -204,7 +204,7 @@ def test_tied_in_the_model_and_two_in_the_checkpoint(tmp_path: Path) -> None:
     with AdamW(model.parameters(), threads=1) as optimizer:
         checkpoints.save(tmp_path / "a", model, optimizer)
         before = tied.one.clone()
-        with pytest.raises(ArgumentError, match="other differs from one, and is one with it"):
+        with pytest.raises(ArgumentError, match="other differs from one, and is tied to it"):
             checkpoints.load(tmp_path / "a", tied)
         assert torch.equal(tied.one, before)
         with torch.no_grad():

@@ -288,7 +288,7 @@ def test_two_calls_at_a_time_in_one_folder_are_refused(bench: Bench) -> None:
 
 
 def test_two_jobs_of_one_name_are_refused(bench: Bench) -> None:
-    with pytest.raises(ArgumentError, match="one is there twice"):
+    with pytest.raises(ArgumentError, match="one occurs twice"):
         bench.run(bench.job("one"), bench.job("one"))
 
 

@@ -252,7 +252,7 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
         with pytest.raises(ArgumentError, match=r"model.pt: a file, expected the folder .* loads with torch.load and"):
             checkpoints.load(tmp_path / "model.pt", model, optimizer)
         (tmp_path / "pretrained").mkdir()
-        with pytest.raises(ArgumentError, match=r"pretrained: no manifest.json, .* a folder of from_pretrained with"):
+        with pytest.raises(ArgumentError, match=r"pretrained: no manifest.json, .* a folder of save_pretrained with"):
             checkpoints.load(tmp_path / "pretrained", model, optimizer)
         (tmp_path / "file").touch()
         with pytest.raises(ArgumentError, match=r"folder='.*file/step-1': cannot be made \(.*\); name one where you"):

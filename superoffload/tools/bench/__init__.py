@@ -1,1 +1,1 @@
-"""What `superoffload bench` measures of a user's machine, and how; benchmarks/ of a checkout has the rest."""
+"""Measures a user's machine for `superoffload bench`; benchmarks/ of a checkout has the rest."""

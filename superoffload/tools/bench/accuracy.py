@@ -1,6 +1,6 @@
-"""The error of one step against the same step in double precision, ours and others', in units in the last place.
+"""Measures the error of one step, ours and others', against double precision, in units in the last place.
 
-The unit is that of the largest term of a sum: where terms cancel, the last place of what remains says nothing about the
+The unit is that of the largest term of a sum: if terms cancel, the last place of the remainder says nothing about the
 arithmetic.
 """
 
@@ -26,7 +26,7 @@ PARTS = ("master", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class StepInputs:
-    """State before the step, and a gradient that bf16 can hold; `hyper.step` is the number of the step."""
+    """Holds state before the step, and a gradient that bf16 can hold; `hyper.step` is the number of the step."""
 
     master: Float32
     exp_avg: Float32
@@ -40,14 +40,14 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class ErrorFigures:
-    """Of one array, in units in the last place of its largest term."""
+    """Holds errors of one array, in units in the last place of its largest term."""
 
     largest: float
     mean: float
 
 
 def training_like_inputs(numel: int, seed: int, step: int = 100, lr: float = 1e-3) -> StepInputs:
-    """Weights, moments and gradients with the spread of magnitudes that training has."""
+    """Draws weights, moments and gradients with the spread of magnitudes that training has."""
     random = np.random.default_rng(seed)
     scale = np.exp(random.normal(-7.0, 2.0, numel))
     gradient = (scale * random.standard_normal(numel)).astype(np.float32)
@@ -62,7 +62,7 @@ def training_like_inputs(numel: int, seed: int, step: int = 100, lr: float = 1e-
 
 
 def exact_step(inputs: StepInputs) -> dict[str, Float64]:
-    """AdamW's step on the same fp32 inputs, all of it in double precision."""
+    """Computes AdamW's step on the same fp32 inputs in double precision."""
     h = inputs.hyper
     g = inputs.gradient.astype(np.float64) * h.gradient_factor
     exp_avg = h.beta1 * inputs.exp_avg.astype(np.float64) + (1 - h.beta1) * g
@@ -74,7 +74,7 @@ def exact_step(inputs: StepInputs) -> dict[str, Float64]:
 
 
 def units(inputs: StepInputs, exact: Mapping[str, Float64]) -> dict[str, Float64]:
-    """The last place of the larger of the exact result and the old value, which is a term of it."""
+    """Returns the last place of the larger of the exact result and the old value, which is a term of it."""
     result = {}
     for part in PARTS:
         largest = np.maximum(np.abs(exact[part]), np.abs(getattr(inputs, part)))
@@ -83,7 +83,7 @@ def units(inputs: StepInputs, exact: Mapping[str, Float64]) -> dict[str, Float64
 
 
 def errors(inputs: StepInputs, got: Mapping[str, Float32]) -> dict[str, ErrorFigures]:
-    """Largest and mean error of each array that the step `got` left."""
+    """Returns largest and mean error of each array that the step `got` left."""
     exact = exact_step(inputs)
     unit_of = units(inputs, exact)
     result = {}
@@ -95,7 +95,7 @@ def errors(inputs: StepInputs, got: Mapping[str, Float32]) -> dict[str, ErrorFig
 
 
 def our_step(inputs: StepInputs) -> dict[str, Float32]:
-    """With the kernels of the current instruction set; all of them give the same bits."""
+    """Steps with the kernels of the current instruction set; all of them give the same bits."""
     master, exp_avg, exp_avg_sq = inputs.copies()
     shadow = np.empty_like(master)
     kernels.Span(master, exp_avg, exp_avg_sq, inputs.gradient, shadow).step(inputs.hyper)
@@ -103,14 +103,14 @@ def our_step(inputs: StepInputs) -> dict[str, Float32]:
 
 
 def torch_step(inputs: StepInputs) -> dict[str, Float32]:
-    """With `torch.optim.AdamW(fused=True)`."""
+    """Steps with `torch.optim.AdamW(fused=True)`."""
     return _optimizer_step(
         inputs, lambda params, options: torch.optim.AdamW(params, fused=True, **options), as_tensor=True
     )
 
 
 def deepspeed_step(inputs: StepInputs, deepspeed_class: Any) -> dict[str, Float32]:
-    """With `DeepSpeedCPUAdam`."""
+    """Steps with `DeepSpeedCPUAdam`."""
     return _optimizer_step(
         inputs, lambda params, options: deepspeed_class(params, adamw_mode=True, **options), as_tensor=False
     )
@@ -143,8 +143,8 @@ StepFunction = Callable[[StepInputs], Mapping[str, Float32]]
 
 @dataclass(frozen=True)
 class ErrorSummary:
-    """Of one array over several draws of inputs. The largest error of masters is a matter of luck: it is that of the
-    one element whose exp_avg cancelled best. So the largest of each draw is known too, by its median."""
+    """Summarizes one array over several draws. The largest error of masters is a matter of luck: it is that of the one
+    element whose exp_avg cancelled best. So this has the median of the draws' largest errors too."""
 
     mean: float
     median_of_largest: float
@@ -152,7 +152,7 @@ class ErrorSummary:
 
 
 def summaries(numel: int, contestants: Mapping[str, StepFunction]) -> dict[str, dict[str, ErrorSummary]]:
-    """By contestant and array: errors over one draw of `numel` elements per step number and learning rate."""
+    """Returns errors by contestant and array, over one draw of `numel` elements per step number and learning rate."""
     figures: dict[str, list[dict[str, ErrorFigures]]] = {name: [] for name in contestants}
     cases = [(step, lr) for step in STEPS for lr in LEARNING_RATES]
     for seed, (step, lr) in enumerate(cases):
@@ -172,7 +172,7 @@ def _summary(draws: list[ErrorFigures]) -> ErrorSummary:
 
 
 def accuracy_table(numel: int, deepspeed_class: Any | None = None) -> list[dict[str, Any]]:
-    """One row per contestant and array."""
+    """Returns one row per contestant and array."""
     contestants: dict[str, StepFunction] = {"superoffload": our_step, "torch.optim.AdamW(fused=True)": torch_step}
     if deepspeed_class is not None:
         contestants["DeepSpeedCPUAdam"] = lambda inputs: deepspeed_step(inputs, deepspeed_class)
@@ -190,7 +190,7 @@ def accuracy_table(numel: int, deepspeed_class: Any | None = None) -> list[dict[
 
 
 def accuracy_text(table: list[dict[str, Any]]) -> str:
-    """One line per contestant and array, for a terminal."""
+    """Returns one line per contestant and array, for a terminal."""
     head = f"error of a step, units in the last place, {len(STEPS) * len(LEARNING_RATES)} draws"
     lines = [f"{head:56} {'mean':>8} {'median largest':>14} {'largest':>9}"]
     for row in table:

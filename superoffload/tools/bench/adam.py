@@ -1,4 +1,4 @@
-"""What `superoffload bench adam` measures: every operation of every instruction set against the machine's own limit.
+"""Measures for `superoffload bench adam` every operation of every instruction set against the machine's own limit.
 
 Three parts: all operations on arrays far larger than the caches, with all threads and with one; how time grows with
 size and threads; and the same job done by peers. Everything in one table is interleaved (timing.py).
@@ -33,7 +33,7 @@ _ACCURACY_NUMEL = 1 << 18
 
 @dataclass(frozen=True)
 class AdamBenchmark:
-    """What to measure. `numel`: elements of the large arrays; `sizes`: of the growth curves; `seconds`: per table."""
+    """Holds settings. `numel`: elements of the large arrays; `sizes`: of the growth curves; `seconds`: per table."""
 
     numel: int
     sizes: Sequence[int]
@@ -44,7 +44,7 @@ class AdamBenchmark:
 
 
 def check_memory(name: str, numel: int, available: int | None) -> None:
-    """Raises ArgumentError, with the option's name, where arrays of `numel` elements would not fit into memory."""
+    """Raises ArgumentError, with the option's name, if arrays of `numel` elements would not fit into memory."""
     needed = int(numel * (BYTES_PER_PARAM + PEER_BYTES_PER_PARAM))
     if available is not None and needed > 0.8 * available:
         raise ArgumentError(
@@ -54,7 +54,7 @@ def check_memory(name: str, numel: int, available: int | None) -> None:
 
 
 def run_adam(settings: AdamBenchmark, progress: Progress) -> dict[str, Any]:
-    """All parts; returns `limit`, `rows`, `journal`, `accuracy`, `peers` as the report has them."""
+    """Runs all parts; returns `limit`, `rows`, `journal`, `accuracy`, `peers` for the report."""
     rows: list[Row] = []
     limit: Row = {}
     journal: Row = {}
@@ -83,7 +83,7 @@ def run_adam(settings: AdamBenchmark, progress: Progress) -> dict[str, Any]:
 
 
 def _grid(settings: AdamBenchmark) -> list[tuple[int, int]]:
-    """Sizes with all threads, thread counts with the large arrays; the corners were measured already."""
+    """Returns sizes with all threads and thread counts with the large arrays, without the corners measured already."""
     most = max(settings.threads)
     sizes = [(numel, most) for numel in settings.sizes if numel != settings.numel]
     return sizes + [(settings.numel, threads) for threads in settings.threads if threads not in (1, most)]
@@ -103,7 +103,7 @@ def _find_deepspeed(wanted: bool) -> tuple[Any | None, dict[str, str]]:
 
 
 class _Table:
-    """One size and thread count: limits, our operations, peers."""
+    """Times one size and thread count: limits, our operations, peers."""
 
     def __init__(
         self, numel: int, threads: int, isas: Sequence[str], deepspeed: Any | None, only: Sequence[str] | None = None
@@ -147,7 +147,7 @@ class _Table:
     def _row(self, one: Samples, samples: dict[tuple[str, str], Samples]) -> Row:
         contestant = one.contestant
         limit = samples.get((who.limit_name(contestant.name), ""))
-        # A peer's time as a multiple of our step with the best instruction set; ours of the same set's plain step.
+        # A peer's ratio is to our step with the best instruction set; ours to the same set's plain step.
         base = samples[("step", contestant.isa or self._isas[-1])]
         bytes_moved = contestant.bytes_per_param * self._numel
         return {
@@ -166,7 +166,7 @@ class _Table:
         }
 
     def limit_facts(self, rows: Sequence[Row]) -> Row:
-        """What the limit of a plain step is here, and how it is reached."""
+        """Returns the limit of a plain step, and the way that reaches it."""
         name = who.limit_name("step")
         row = next(row for row in rows if row["name"] == name)
         return {"name": name, "gb_per_s": row["gb_per_s"], "seconds_median": row["seconds_median"]} | {
@@ -174,7 +174,7 @@ class _Table:
         }
 
     def journal_facts(self) -> Row:
-        """Of the arrays' last journaled step with one-byte codes."""
+        """Returns figures of the arrays' last journaled step with one-byte codes."""
         work = self._workload.next_work()
         if not work.run_all(_native.Operation.step_journaled, 1):
             return {}

@@ -1,4 +1,4 @@
-"""The readable table, the targets and the plot of `superoffload bench adam`."""
+"""Writes the readable table, the targets and the plot of `superoffload bench adam`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Target:
-    """A ratio that was aimed at; `at_most` 0: `at_least` counts. `note`: what puts the value into perspective."""
+    """Compares a ratio with its aim; `at_most` 0: `at_least` counts. `note` puts the value into perspective."""
 
     text: str
     value: float
@@ -36,17 +36,17 @@ _RATIOS = {
 
 
 def all_of(rows: Sequence[Row], **wanted: Any) -> Iterator[Row]:
-    """The rows with these values."""
+    """Yields the rows with these values."""
     return (row for row in rows if all(row[key] == value for key, value in wanted.items()))
 
 
 def find(rows: Sequence[Row], **wanted: Any) -> Row | None:
-    """The first of them."""
+    """Returns the first of them, or None."""
     return next(all_of(rows, **wanted), None)
 
 
 def targets(report: dict[str, Any]) -> list[Target]:
-    """Every target that this machine's rows can be compared with."""
+    """Returns every target that this machine's rows can be compared with."""
     rows = report["rows"]
     most = max(row["threads"] for row in rows)
     numel = report["settings"]["numel"]
@@ -67,8 +67,8 @@ def _own_targets(rows: Sequence[Row], most: int, numel: int) -> Iterator[Target]
 
 
 def _bare_walk(rows: Sequence[Row], name: str, isa: str, most: int, numel: int) -> str:
-    """What memory alone makes of the operation, whatever it computes: its walk as a multiple of the same plain step.
-    Rows without an instruction set are multiples of the best one's step, so only that one has a note."""
+    """Says what memory alone would make of the operation: its walk as a multiple of the same plain step. Rows without
+    an instruction set are multiples of the best one's step, so only that one has a note."""
     row = find(rows, name=who.limit_name(who.READING if name == "publish" else name), threads=most, numel=numel)
     if row is None or row["ratio_to"] != f"step {isa}":
         return ""
@@ -88,7 +88,7 @@ def _peer_targets(rows: Sequence[Row], most: int, numel: int) -> Iterator[Target
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One line per row, for a terminal."""
+    """Returns one line per row, for a terminal."""
     lines = [
         f"{'':36} {'isa':7} {'threads':>7} {'elements':>12} {'median ms':>10} {'min ms':>9} {'GB/s':>6} "
         f"{'of limit':>8} {'x step':>7}"
@@ -104,7 +104,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def targets_table(report: dict[str, Any]) -> str:
-    """One line per target."""
+    """Returns one line per target."""
     lines = []
     for target in targets(report):
         bound = f"<= {target.at_most:.2f}" if target.at_most else f">= {target.at_least:.2f}"
@@ -114,7 +114,7 @@ def targets_table(report: dict[str, Any]) -> str:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Operations against their limits, and how the time of a step grows with size and threads."""
+    """Draws operations against their limits, and how the time of a step grows with size and threads."""
     with style.drawing(path, 9.5, 7.6) as figure:
         grid = figure.add_gridspec(2, 2)
         bars, sizes, threads = (figure.add_subplot(place) for place in (grid[0, :], grid[1, 0], grid[1, 1]))
@@ -142,7 +142,7 @@ def _draw_operations(axes: Any, report: dict[str, Any]) -> None:
         for index, (row, colour) in enumerate(bars):
             if row is not None:
                 axes.bar(place + index * width, row["seconds_median"] * 1e3, width, color=colour)
-    labels = [name.replace(", ", ",\n").replace("CPUAdam", "") for name in names]  # short: they stand side by side
+    labels = [name.replace(", ", ",\n").replace("CPUAdam", "") for name in names]  # short, as they stand side by side
     axes.set_xticks([place + width for place in range(len(names))], labels)
     axes.set_title(f"Milliseconds for {numel / 1e6:.0f} M parameters, {most} threads")
     legend = [("memory limit", style.GRID), *colours.items(), ("peer", style.ORANGE)]
@@ -169,7 +169,7 @@ def _draw_threads(axes: Any, report: dict[str, Any]) -> None:
 
 
 def _draw_lines(axes: Any, report: dict[str, Any], x: str, y: Callable[[Row], float], **fixed: int) -> None:
-    """The steps of the best instruction set and their limit, among rows with the values ``fixed``."""
+    """Draws the steps of the best instruction set and their limit, among rows with the values ``fixed``."""
     best = report["settings"]["isas"][-1]
     for name, isa, colour in (
         ("limit of step", "", style.MUTED),

@@ -1,4 +1,4 @@
-"""Who is timed: our kernels on every instruction set, torch's fused AdamW, DeepSpeed's CPU Adam, and the limit."""
+"""Times our kernels on every instruction set, torch's fused AdamW, DeepSpeed's CPU Adam, and the limit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def limit_name(row: str) -> str:
 
 
 def limits(workload: Workload, cpus: Sequence[int]) -> tuple[list[Contestant], dict[str, MemoryLimit]]:
-    """One contestant per row of ours: a walk over the same bytes; and one that only reads what publish reads."""
+    """Returns a contestant per row of ours, a walk over the same bytes, and one that only reads what publish reads."""
     arrays = Arrays(
         workload.master, workload.exp_avg, workload.exp_avg_sq, workload.gradient, workload.shadow, workload.codes
     )
@@ -50,7 +50,7 @@ def limits(workload: Workload, cpus: Sequence[int]) -> tuple[list[Contestant], d
 
 
 class OurKernels:
-    """The kernels of one instruction set, driven through the worker pool as the optimizer drives them."""
+    """Drives the kernels of one instruction set through the worker pool as the optimizer does."""
 
     def __init__(self, workload: Workload, pool: _native.WorkerPool, isa: str) -> None:
         self._workload = workload
@@ -102,14 +102,14 @@ class OurKernels:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another library's fused CPU step on the workload's own master and moments, with an fp32 gradient."""
+    """Runs another library's fused CPU step on the workload's own master and moments, with an fp32 gradient."""
 
     name: str
     step: Callable[[], None]
     gradient: Tensor  # fp32, what its step reads
 
     def same_job(self, workload: Workload) -> None:
-        """What our step does: from a bf16 gradient to a bf16 parameter."""
+        """Does what our step does: from a bf16 gradient to a bf16 parameter."""
         self.gradient.copy_(workload.gradient)
         self.step()
         workload.shadow.copy_(workload.master)
@@ -122,7 +122,7 @@ class Peer:
 
 
 def _laid_over(name: str, optimizer_class: Any, workload: Workload, step: Any, **options: Any) -> Peer:
-    """Another library's optimizer whose state is the workload's memory; ``step``: its step count, as it keeps that."""
+    """Lays another library's optimizer over the workload's memory; ``step``: its step count, in its own form."""
     parameter = torch.nn.Parameter(workload.master)
     parameter.grad = workload.gradient.float()
     optimizer = optimizer_class(
@@ -138,17 +138,17 @@ def _laid_over(name: str, optimizer_class: Any, workload: Workload, step: Any, *
 
 
 def torch_peer(workload: Workload) -> Peer:
-    """`torch.optim.AdamW(fused=True)` with its state laid over the workload's."""
+    """Returns `torch.optim.AdamW(fused=True)` with its state laid over the workload's."""
     step = torch.tensor(float(workload.step))
     return _laid_over("torch.optim.AdamW(fused=True)", torch.optim.AdamW, workload, step, fused=True)
 
 
 class PeerMissing(Exception):
-    """A peer that cannot take part; the message says why."""
+    """Says why a peer cannot take part."""
 
 
 def load_deepspeed() -> Any:
-    """DeepSpeed's class with its kernel built (it compiles at first use), or PeerMissing."""
+    """Returns DeepSpeed's class with its kernel built (it compiles at first use); raises PeerMissing."""
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
     except ImportError:
@@ -161,5 +161,5 @@ def load_deepspeed() -> Any:
 
 
 def deepspeed_peer(deepspeed_class: Any, workload: Workload) -> Peer:
-    """`DeepSpeedCPUAdam` with its state laid over the workload's."""
+    """Returns `DeepSpeedCPUAdam` with its state laid over the workload's."""
     return _laid_over("DeepSpeedCPUAdam", deepspeed_class, workload, workload.step, adamw_mode=True)

@@ -1,6 +1,6 @@
-"""What a link costs beside its copies: workers that wait for arrivals, waking them, and a step's way through Python.
+"""Measures what a link costs beside its copies: waiting workers, waking them, and a step's way through Python.
 
-Waiting needs no device. Steps are taken on the device of a ``Rig``: a GPU, or in a checkout the stand-in for its driver
+Waiting needs no device. Steps run on the device of a ``Rig``: a GPU, or in a checkout the stand-in for its driver
 (benchmarks/link.py).
 """
 
@@ -27,15 +27,15 @@ WAITING, ARRIVAL, STEP, PER_TENSOR, PER_BUCKET, NOTICING = (
     "waiting", "arrival to first chunk", "step", "per tensor", "per bucket", "noticing, per tensor",
 )  # fmt: skip
 
-_NUMEL = 1024  # of every bucket and tensor here: what is measured is everything but the arithmetic
-_ASLEEP_SECONDS = 1e-3  # for workers to fall asleep again
+_NUMEL = 1024  # of every bucket and tensor here: all but the arithmetic is measured
+_ASLEEP_SECONDS = 1e-3  # time for workers to fall asleep again
 _WARM_UP = 3  # steps; the first ones lay out buckets
 _FEW, _MANY = (256, 8), (1024, 64)  # tensors, buckets
 
 
 @dataclass(frozen=True)
 class Rig:
-    """A device to take steps on. ``calls``: of its driver so far, by name, where they are counted."""
+    """Names the device that takes the steps. ``calls``: driver calls so far, by name, if they are counted."""
 
     device: torch.device
     synchronize: Callable[[], None]
@@ -46,7 +46,7 @@ class Rig:
 
 
 class _Work:
-    """Something small to step."""
+    """Supplies something small to step."""
 
     def __init__(self) -> None:
         self._arrays = [np.zeros(_NUMEL, np.float32) for _ in range(5)]
@@ -61,7 +61,7 @@ class _Work:
 
 @contextmanager
 def _waiting_pool(threads: int) -> Iterator[_native.WorkerPool]:
-    """Workers with a task each, none of whose gradients has arrived."""
+    """Yields workers with a task each, none of whose gradients has arrived."""
     pool = _native.WorkerPool([-1] * threads)
     works = [_Work() for _ in range(threads)]
     arrivals = [_native.Completion() for _ in works]
@@ -77,7 +77,7 @@ def _waiting_pool(threads: int) -> Iterator[_native.WorkerPool]:
 
 
 def measure_waiting(threads: int, seconds: float) -> Row:
-    """Processor seconds per second that a worker takes while it waits."""
+    """Measures the processor seconds per second that a waiting worker takes."""
     with _waiting_pool(threads):
         began, used = time.perf_counter(), time.process_time() - time.thread_time()
         time.sleep(seconds)
@@ -86,7 +86,7 @@ def measure_waiting(threads: int, seconds: float) -> Row:
 
 
 def measure_arrivals(threads: int, count: int) -> Row:
-    """How long after an arrival the first chunk of its bucket is begun, while other buckets wait for theirs."""
+    """Measures the time from an arrival to the first chunk of its bucket, while other buckets wait for theirs."""
     work, seconds = _Work(), []
     with _waiting_pool(threads) as pool:
         for _ in range(count):
@@ -111,8 +111,8 @@ def measure_arrivals(threads: int, count: int) -> Row:
 
 
 def measure_steps(rig: Rig, rounds: int) -> list[Row]:
-    """Steps with few and with many tensors and buckets, what one more of each costs, and what it costs to compare the
-    bits of each parameter with those that were delivered."""
+    """Times steps with few and with many tensors and buckets; returns the cost of one more of each, and of comparing
+    each parameter's bits with the delivered ones."""
     (tensors, buckets), (more_tensors, more_buckets) = _FEW, _MANY
     few = _measure_step(rig, tensors, buckets, rounds)
     wide = _measure_step(rig, more_tensors, buckets, rounds)
@@ -127,9 +127,9 @@ def measure_steps(rig: Rig, rounds: int) -> list[Row]:
 
 
 def _measure_step(rig: Rig, tensors: int, buckets: int, rounds: int, *, compared: bool = False) -> Row:
-    """``compared``: the bits of parameters are, in each of these steps; else in one of 16. ``seconds_*``: of backward
-    and step, less those of backward alone; ``caller_seconds_median``: likewise, of the calling thread's processor.
-    Backward runs on another one where the device is a GPU."""
+    """Times steps. ``compared``: each compares the parameters' bits, else one in 16. ``seconds_*``: of backward and
+    step, less those of backward alone; ``caller_seconds_median``: likewise, of the calling thread's processor, which
+    does not run backward if the device is a GPU."""
     params = [torch.zeros(_NUMEL, dtype=torch.bfloat16, device=rig.device, requires_grad=True) for _ in range(tensors)]
     gradients = [torch.ones_like(param) for param in params]
     _timed_steps(rig, params, gradients, None, 1)
@@ -190,7 +190,7 @@ def _per_one_more(name: str, few: Row, many: Row, count: int) -> Row:
 
 
 def line(row: Row) -> str:
-    """One row in words."""
+    """Returns one row in words."""
     if row["name"] == WAITING:
         used = row["processors_per_worker"]
         return f"waiting, {row['threads']:>3} workers: {used:.5f} processor seconds per second, each"

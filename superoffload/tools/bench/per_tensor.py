@@ -1,4 +1,4 @@
-"""What `superoffload bench tensors` measures: what one more parameter tensor costs per step, beyond autograd.
+"""Measures for `superoffload bench tensors` what one more parameter tensor costs per step, beyond autograd.
 
 Every contestant trains the same model: one module per parameter, each of which computes a scalar product. So autograd
 costs little per parameter, and its graph is the same for all. Contestants take turns of a few steps, round by round; a
@@ -39,13 +39,13 @@ _LR, _NEVER_CLIPS = 1e-4, 1e30
 # Of all contestants together: values, gradients and states per element; modules, graph and book-keeping per tensor.
 _BYTES_PER_ELEMENT, _BYTES_PER_TENSOR = 112, 50_000
 _UNWANTED = ("skipped_steps", "clipped_steps", "buckets_replayed")
-# A bucket that no worker has begun by step() is taken back and stepped then: it happens on one busy processor.
+# On one busy processor a bucket that no worker has begun by step() is undone and stepped then.
 _FATES = ("buckets_speculated", "buckets_committed", "buckets_undone", "buckets_stepped", "journal_overflows")
 
 
 @dataclass(frozen=True)
 class TensorsBenchmark:
-    """What to measure. ``numel``: elements per tensor; ``cpus``: the processors that everything runs on."""
+    """Configures the benchmark. ``numel``: elements per tensor; ``cpus``: the processors that everything runs on."""
 
     counts: Sequence[int]
     numel: int
@@ -55,7 +55,7 @@ class TensorsBenchmark:
 
 
 def check_memory(counts: Sequence[int], numel: int, available: int | None) -> None:
-    """Raises ArgumentError where the contestants would not fit into memory."""
+    """Raises ArgumentError if the contestants would not fit into memory."""
     needed = max(counts) * (numel * _BYTES_PER_ELEMENT + _BYTES_PER_TENSOR)
     if available is not None and needed > 0.8 * available:
         raise ArgumentError(
@@ -65,7 +65,7 @@ def check_memory(counts: Sequence[int], numel: int, available: int | None) -> No
 
 
 def run_tensors(settings: TensorsBenchmark, tell: Tell) -> list[Row]:
-    """All rows: one per number of tensors and contestant."""
+    """Returns one row per number of tensors and contestant."""
     rows: list[Row] = []
     with _bound_to(settings.cpus):
         for count in settings.counts:
@@ -75,8 +75,7 @@ def run_tensors(settings: TensorsBenchmark, tell: Tell) -> list[Row]:
 
 @contextmanager
 def _bound_to(cpus: Sequence[int]) -> Iterator[None]:
-    """Binds this thread to these processors and gives torch as many threads. Worker threads that begin inside follow:
-    they are bound to what their optimizer finds allowed."""
+    """Binds this thread to these processors and gives torch as many threads; new worker threads follow."""
     allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
     os.sched_setaffinity(0, cpus)
     torch.set_num_threads(len(cpus))
@@ -92,7 +91,7 @@ def _bound_to(cpus: Sequence[int]) -> Iterator[None]:
 
 
 class _ScalarProduct(nn.Module):
-    """One parameter; its gradient is ``x``."""
+    """Holds one parameter; its gradient is ``x``."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()
@@ -103,7 +102,7 @@ class _ScalarProduct(nn.Module):
 
 
 class _Model(nn.Module):
-    """The sum of as many scalar products as there are parameters."""
+    """Sums one scalar product per parameter."""
 
     def __init__(self, count: int, numel: int) -> None:
         super().__init__()
@@ -120,7 +119,7 @@ class _Optimizer(Protocol):
 
 
 class _NoOptimizer:
-    """Lets gradients go, which autograd needs so that it does not add to them, and changes nothing."""
+    """Drops gradients, so that autograd does not add to them, and changes nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         self._params = list(model.parameters())
@@ -146,12 +145,12 @@ def _optimizer(name: str, model: nn.Module, threads: int) -> _Optimizer:
 
 
 def _now() -> tuple[float, float]:
-    """Two clocks. That of the processors which this process has used stands still while other programs run."""
+    """Returns elapsed time and this process's processor time, which stands still while other programs run."""
     return time.perf_counter(), time.process_time()
 
 
 class _Contestant:
-    """A model with its optimizer, and the seconds of each phase, one per round: elapsed, and of the processor."""
+    """Owns a model with its optimizer, and the seconds of each phase, one per round: elapsed, and of the processor."""
 
     def __init__(self, name: str, count: int, numel: int, threads: int) -> None:
         self.name = name
@@ -167,7 +166,7 @@ class _Contestant:
         self._before = self._totals()
 
     def turn(self, steps: int) -> None:
-        """Takes one step more than are counted: the first one after another contestant's finds cold caches."""
+        """Takes one step more than it counts: the first one after another contestant's finds cold caches."""
         samples = [self._step() for _ in range(steps + 1)][1:]
         for phase, of_phase in zip(PHASES, zip(*samples, strict=True), strict=True):
             elapsed, used = zip(*of_phase, strict=True)
@@ -176,7 +175,7 @@ class _Contestant:
         self._rest()
 
     def _step(self) -> list[tuple[float, float]]:
-        """The two durations of each phase."""
+        """Returns the two durations of each phase."""
         times = [_now()]
         loss = self._model(self._x)
         times.append(_now())
@@ -189,7 +188,7 @@ class _Contestant:
         return [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(times)]
 
     def _rest(self) -> None:
-        """Worker threads have nothing left to do while others are timed."""
+        """Waits until worker threads have nothing to do while others are timed."""
         if isinstance(self._optimizer, AdamW):
             self._optimizer.synchronize()
 
@@ -197,7 +196,7 @@ class _Contestant:
         return dict(self._optimizer.stats()) if isinstance(self._optimizer, AdamW) else {}
 
     def fates(self) -> dict[str, float]:
-        """What became of buckets since the first steps; raises if these were not the steps that were to be measured."""
+        """Returns the fates of buckets since the first steps; raises if these were not the steps to be measured."""
         since = {name: total - self._before[name] for name, total in self._totals().items()}
         unwanted = [f"{name} {since[name]:g}" for name in _UNWANTED if since.get(name)]
         if unwanted:
@@ -233,7 +232,7 @@ def _measure(settings: TensorsBenchmark, count: int, tell: Tell) -> list[Row]:
 
 
 class Measured(Protocol):
-    """What is known of a contestant in the end."""
+    """Describes the results of a contestant."""
 
     name: str
     seconds: Seconds
@@ -243,10 +242,10 @@ class Measured(Protocol):
 
 
 def rows_of(found: Mapping[str, Measured], settings: TensorsBenchmark, count: int) -> list[Row]:
-    """A row per contestant. ``seconds_per_tensor``: of backward and step() beyond autograd; ``ratio``: that, over what
-    torch's fused AdamW adds, unless noise hides this. ``processor_*``: the same in processor time of the process,
-    which other programs hardly change. ``seconds_per_module``: of the whole step with on-demand
-    delivery, beyond the same with eager delivery."""
+    """Returns a row per contestant. ``seconds_per_tensor``: of backward and step() beyond autograd; ``ratio``: that,
+    over what torch's fused AdamW adds, unless noise hides this. ``processor_*``: the same in processor time of the
+    process, which other programs hardly change. ``seconds_per_module``: what on-demand delivery adds to the whole step,
+    compared with eager delivery."""
     alone = found[AUTOGRAD]
     added = {name: _beyond(one.seconds, alone.seconds, count, "backward", "step") for name, one in found.items()}
     used = {
@@ -295,7 +294,7 @@ def _ratio(name: str, added: Mapping[str, Sequence[float]]) -> float | None:
 
 
 def _beyond(mine: Seconds, theirs: Seconds, count: int, *phases: str) -> list[float]:
-    """Seconds per tensor that one contestant takes more than another in these phases, one per round."""
+    """Returns how many more seconds per tensor one contestant takes than another in these phases, one per round."""
     differences: list[float] = []
     for number in range(len(mine[phases[0]])):
         more = (mine[phase][number] - theirs[phase][number] for phase in phases)

@@ -1,4 +1,4 @@
-"""The readable table, the aims and the plot of `superoffload bench tensors`."""
+"""Writes the readable table, the aims and the plot of `superoffload bench tensors`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PHASE_COLOURS = {
 
 @dataclass(frozen=True)
 class Aim:
-    """A figure of one contestant that is to be at most so much. ``unit``: what its JSON value is divided by."""
+    """Limits a figure of one contestant. ``unit``: what its JSON value is divided by."""
 
     text: str
     contestant: str
@@ -30,7 +30,7 @@ class Aim:
     unit: float = 1.0
 
     def value(self, row: Row, clock: str = "") -> float | None:
-        """``clock``: "" for elapsed time, else the beginning of the other one's key."""
+        """Returns the figure. ``clock``: "" for elapsed time, else the beginning of the other one's key."""
         found = row[clock + self.key]
         return None if found is None else float(found) / self.unit
 
@@ -48,7 +48,7 @@ def counts_of(rows: Sequence[Row]) -> list[int]:
 
 
 def aimed_at(rows: Sequence[Row]) -> int:
-    """The number of tensors that the aims are about; the largest where that was not measured."""
+    """Returns the number of tensors that the aims are about; the largest if that was not measured."""
     counts = counts_of(rows)
     return _AIMED_AT if _AIMED_AT in counts else counts[-1]
 
@@ -58,7 +58,7 @@ def find(rows: Sequence[Row], name: str, count: int) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One line per row, for a terminal."""
+    """Returns one line per row, for a terminal."""
     header = (
         f"{'':24}{'milliseconds of':^44}{'us per tensor beyond autograd, of':^42}\n"
         f"{'tensors':>7} {'':16}"
@@ -81,8 +81,8 @@ def _line(row: Row) -> str:
 
 
 def aims_table(rows: Sequence[Row]) -> str:
-    """Two lines per aim, with its figure for each number of tensors; and how the cost per tensor grows with that. An
-    aim is met or missed by elapsed time."""
+    """Returns two lines per aim, with its figure for each number of tensors, and how the cost per tensor grows with
+    that. Elapsed time decides whether an aim is met."""
     lines = []
     for aim in AIMS:
         value = aim.value(find(rows, aim.contestant, aimed_at(rows)))
@@ -98,7 +98,7 @@ def _by_count(aim: Aim, rows: Sequence[Row], clock: str) -> str:
 
 
 def _growth(rows: Sequence[Row]) -> list[str]:
-    """A line about the cost per tensor with the most tensors, which is that with fewer where it is linear."""
+    """Returns a line about the cost per tensor with the most tensors; if it is linear, it equals that with fewer."""
     counts = counts_of(rows)
     first, last = aimed_at(rows), counts[-1]
     if first == last:
@@ -116,7 +116,7 @@ def _growth(rows: Sequence[Row]) -> list[str]:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """The cost per tensor by the number of tensors; what it consists of."""
+    """Draws the cost per tensor by the number of tensors, and its parts."""
     with style.drawing(path, 11, 4.2) as figure:
         growth, parts = figure.subplots(1, 2)
         _draw_growth(growth, report["rows"])
@@ -144,7 +144,7 @@ def _draw_growth(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _draw_parts(axes: Any, rows: Sequence[Row]) -> None:
-    """Bars of what each phase takes beyond autograd; what takes no more is not drawn."""
+    """Draws what each phase takes beyond autograd as bars, without those that take no more."""
     count = aimed_at(rows)
     names = [ON_DEMAND, OURS, KERNELS, FUSED]  # from below
     ends = [0.0] * len(names)

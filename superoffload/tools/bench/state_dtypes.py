@@ -1,4 +1,4 @@
-"""What bf16 moments cost in accuracy: the demo's training with fp32 and with bf16 moments, over several seeds."""
+"""Measures what bf16 moments cost in accuracy: the demo's training with fp32 and bf16 moments, over several seeds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Row = dict[str, Any]
 def run_state(
     config: TrainingConfig, corpus: Corpus, seeds: Sequence[int], on_step: Callable[[str, int], None]
 ) -> dict[str, Any]:
-    """Losses of every run, and the difference that the moments' dtype makes beside the difference that a seed makes."""
+    """Returns losses of every run, and the difference that the moments' dtype makes beside that of a seed."""
     rows = [
         _run(config.replace(state_dtype=dtype, seed=seed), corpus, on_step) for seed in seeds for dtype in STATE_DTYPES
     ]
@@ -56,7 +56,7 @@ def _run(config: TrainingConfig, corpus: Corpus, on_step: Callable[[str, int], N
 
 @contextmanager
 def axes_over_steps(path: Path) -> Iterator[Any]:
-    """Axes with steps along them and their legend outside; saved to ``path`` when the block ends."""
+    """Yields axes over steps with their legend outside; saves them to ``path`` when the block ends."""
     with style.drawing(path, 11, 3.8) as figure:
         axes = figure.subplots()
         yield axes
@@ -65,7 +65,7 @@ def axes_over_steps(path: Path) -> Iterator[Any]:
 
 
 def plot_state(report: dict[str, Any], path: Path) -> None:
-    """Training loss of every run, smoothed."""
+    """Plots the smoothed training loss of every run."""
     with axes_over_steps(path) as axes:
         for row in report["rows"]:
             colour = style.BLUE if row["state_dtype"] == "fp32" else style.ORANGE

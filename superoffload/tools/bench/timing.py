@@ -1,7 +1,7 @@
-"""Interleaved timing: A B C A B C ..., so that whatever else the machine does hits all contestants alike.
+"""Times contestants interleaved (A B C A B C ...), so that other load on the machine hits all of them alike.
 
-A ratio is taken pair by pair within a round and its median reported: two contestants of one round ran within
-milliseconds of each other. Minima are reported too: on a busy machine they are what comes closest to a quiet one.
+A ratio is taken pair by pair within a round, and its median reported: two contestants of one round ran within
+milliseconds of each other. Minima are reported too: on a busy machine they come closest to a quiet one.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ T = TypeVar("T")
 _SHORTEST_SAMPLE = 1e-3  # seconds; shorter work is repeated within one sample
 _MOST_REPEATS = 200
 
-# OpenMP threads keep spinning for a while after their work and would slow down what comes next on the same cores.
+# OpenMP threads spin for a while after their work and would slow down the next work on the same cores.
 _SETTLING_SECONDS = 5e-3
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """Something to time. `seconds(repeats)` does the work so many times and returns the mean time of one."""
+    """Describes something to time; `seconds(repeats)` does the work that often and returns the mean time of one."""
 
     name: str
     isa: str
@@ -39,7 +39,7 @@ class Contestant:
 
 
 def timed(run: Callable[[], object], prepare: Callable[[], object] | None = None) -> Callable[[int], float]:
-    """`Contestant.seconds` for a call; `prepare` runs before each call and is not counted."""
+    """Returns `Contestant.seconds` for a call; `prepare` runs before each call and is not counted."""
 
     def seconds(repeats: int) -> float:
         total = 0.0
@@ -56,7 +56,7 @@ def timed(run: Callable[[], object], prepare: Callable[[], object] | None = None
 
 @dataclass(frozen=True)
 class Samples:
-    """The times of one contestant, one per round."""
+    """Holds the times of one contestant, one per round."""
 
     contestant: Contestant
     seconds: list[float] = field(default_factory=list)
@@ -70,13 +70,13 @@ class Samples:
         return min(self.seconds)
 
     def ratio_to(self, other: Samples) -> float:
-        """How many times as long as `other`: the median over the rounds of the ratio within each."""
+        """Returns the median over the rounds of the ratio to `other` within each."""
         return median(mine / theirs for mine, theirs in zip(self.seconds, other.seconds, strict=True))
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """How long to measure: at least `least` rounds, then until `seconds` have passed or `most` rounds are done."""
+    """Sets how long to measure: at least `least` rounds, then until `seconds` have passed or `most` rounds are done."""
 
     least: int
     most: int
@@ -100,13 +100,13 @@ def interleave(contestants: Sequence[Contestant], rounds: Rounds) -> dict[tuple[
 
 
 def in_turn(entrants: Sequence[T], number: int) -> list[T]:
-    """The order of a round: each begins with another one, so that none always follows the same one."""
+    """Returns the order of a round: each begins with another one, so that none always follows the same one."""
     first = number % len(entrants)
     return [*entrants[first:], *entrants[:first]]
 
 
 def _repeats_for(contestant: Contestant) -> int:
-    """From a second run: the first one warms up caches, threads and allocators."""
+    """Returns the repeats from a second run's time: the first run warms up caches, threads and allocators."""
     _sample(contestant, 1)
     seconds = _sample(contestant, 1)
     return max(1, min(_MOST_REPEATS, round(_SHORTEST_SAMPLE / max(seconds, 1e-9))))

@@ -1,4 +1,4 @@
-"""Arrays as a training run leaves them: weights, moments and gradients whose journal escapes are realistic."""
+"""Holds arrays as a training run leaves them: weights, moments and gradients with realistic journal escapes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from superoffload.host.memory import exceeds_caches, host_empty, host_zeros
 
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 1e-2
 
-_TILE = 1 << 20  # random numbers are drawn once for so many elements and repeated
+_TILE = 1 << 20  # random numbers are drawn for so many elements and repeated
 _GRADIENTS = 2  # packed gradients that steps use in turn
 _FIRST_STEP = 1
 _WARM_UP_STEPS = 12
@@ -26,7 +26,7 @@ PEER_BYTES_PER_PARAM = 4
 
 
 class Workload:
-    """One bucket's worth of state with two gradients, stepped on `pool` until it looks like training."""
+    """Owns one bucket's worth of state with two gradients, stepped on `pool` until it looks like training."""
 
     def __init__(self, numel: int, pool: _native.WorkerPool) -> None:
         random = torch.Generator().manual_seed(0)
@@ -40,7 +40,7 @@ class Workload:
         self.master = _repeated(0.02 * normal(), numel)
         self.exp_avg = host_zeros(numel, torch.float32)
         self.exp_avg_sq = host_zeros(numel, torch.float32)
-        # Every element has a scale and a direction of its own, as the rows of real matrices do, under more noise.
+        # Every element has its own scale and direction, as the rows of real matrices do, under more noise.
         scale = 1e-3 * torch.exp(normal())
         direction = 0.3 * normal()
         self.gradients = [
@@ -70,18 +70,18 @@ class Workload:
 
     @property
     def gradient(self) -> Tensor:
-        """The one whose turn it is."""
+        """Returns the gradient whose turn it is."""
         return self.gradients[self._turn]
 
     def next_work(self) -> _native.BucketWork:
-        """With the next gradient, frozen for the next step."""
+        """Returns the work with the next gradient, frozen for the next step."""
         self._turn = (self._turn + 1) % len(self._works)
         self.step += 1
         self.freeze()
         return self.current_work
 
     def take_back(self) -> None:
-        """The step before is the last one again."""
+        """Takes back the number of the last step."""
         self.step -= 1
 
     @property
@@ -89,7 +89,7 @@ class Workload:
         return self._works[self._turn]
 
     def freeze(self, gradient_factor: float = 1.0) -> None:
-        """What the next step, replay or publish of the current work uses."""
+        """Freezes what the next step, replay or publish of the current work uses."""
         self.current_work.freeze(
             lr=LR,
             beta1=BETAS[0],
@@ -103,7 +103,7 @@ class Workload:
 
 
 def _repeated(tile: Tensor, numel: int) -> Tensor:
-    """`tile` over and over, `numel` elements."""
+    """Returns `numel` elements of repeated `tile`."""
     result = host_empty(numel, tile.dtype)
     whole = numel // tile.numel()
     result[: whole * tile.numel()].view(whole, tile.numel()).copy_(tile)
@@ -112,7 +112,7 @@ def _repeated(tile: Tensor, numel: int) -> Tensor:
 
 
 def journal_figures(work: _native.BucketWork, numel: int) -> dict[str, float]:
-    """Bytes per parameter and the share of words that escaped, of the last journaled step."""
+    """Returns bytes per parameter and the share of words that escaped, of the last journaled step."""
     use = work.journal_use()
     names = ("exp_avg", "exp_avg_sq", "master")
     return {
@@ -122,5 +122,5 @@ def journal_figures(work: _native.BucketWork, numel: int) -> dict[str, float]:
 
 
 def cpus_for(threads: int, allowed: Sequence[int]) -> list[int]:
-    """The processors that `threads` threads are bound to: the first ones this process may use."""
+    """Returns the processors for `threads` threads: the first ones this process may use."""
     return list(allowed[:threads])

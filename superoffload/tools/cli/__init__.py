@@ -1,4 +1,4 @@
-"""The `superoffload` command: one module per subcommand, each with `add_parser(subparsers)` and `run(args) -> int`.
+"""Defines the `superoffload` command: one module per subcommand, with `add_parser(subparsers)` and `run(args) -> int`.
 
 Command modules import torch only when they run, so that help, `--version` and argument errors are immediate.
 """
@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status is 0 only if everything the command says it checked holds."""
+    """Runs the command line; the exit status is 0 only if everything the command says it checked holds."""
     _let_waiting_threads_sleep()
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(arguments, argparse.Namespace(command_line=["superoffload", *arguments]))
@@ -64,11 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _let_waiting_threads_sleep() -> None:
-    """Unless the user chose otherwise, OpenMP threads of torch sleep while they wait.
+    """Lets waiting OpenMP threads of torch sleep, unless the user chose otherwise.
 
-    By default they spin, on the very processors that the optimizer's worker threads step on during backward; where
-    other programs share the processors as well, a step then takes up to ten times as long. OpenMP reads the variable
-    when torch is loaded.
+    By default they spin, on the processors that the optimizer's worker threads use during backward; if other programs
+    share the processors, a step then takes up to ten times as long. OpenMP reads the variable when torch is loaded.
     """
     if "torch" not in sys.modules:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,7 +1,7 @@
-"""`superoffload bench`: measurements that give ratios within one run, as JSON, a table and a plot.
+"""Runs `superoffload bench`: measurements that give ratios within one run, as JSON, a table and a plot.
 
-Those about a user's own machine are part of the package. The others are about the project: benchmarks/ of a checkout
-has them, and the same command runs them there.
+The package has those about a user's own machine. Those about the project are in benchmarks/ of a checkout, and the same
+command runs them there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _add_stand_in(subparsers: Any, name: str) -> None:
-    """It hands all arguments on. None of them begins with a NUL, so argparse takes none for an option."""
+    """Adds a parser that hands on all arguments: none begins with a NUL, so argparse takes none for an option."""
     parser = subparsers.add_parser(name, help=f"{IN_CHECKOUT[name]} (in a checkout)", add_help=False, prefix_chars="\0")
     parser.add_argument("arguments", nargs="*")
     parser.set_defaults(benchmark=_run_of_checkout, name=name)
@@ -56,7 +56,7 @@ def _run_of_checkout(args: argparse.Namespace) -> int:
 
 
 def parser_of_checkout(name: str) -> argparse.ArgumentParser:
-    """What parses the options of a benchmark of the checkout; an error that says what to do where there is none."""
+    """Returns the parser of a benchmark in the checkout; without a checkout raises an error that says what to do."""
     subparsers = argparse.ArgumentParser(prog="superoffload bench").add_subparsers()
     parser: argparse.ArgumentParser = _of_checkout(name).add_parser(subparsers)
     return parser

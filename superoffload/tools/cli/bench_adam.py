@@ -1,4 +1,4 @@
-"""`superoffload bench adam`: the kernels against the memory's limit and against other libraries."""
+"""Runs `superoffload bench adam`: the kernels against the memory's limit and against other libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`superoffload bench link`: what waiting workers cost, how fast they wake, and on a GPU what a step costs."""
+"""Runs `superoffload bench link`: what waiting workers cost, how fast they wake, and on a GPU what a step costs."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def add_link_options(parser: argparse.ArgumentParser) -> None:
-    """Those that `python -m benchmarks.link` has too."""
+    """Adds the options that `python -m benchmarks.link` has too."""
     threads = " ".join(map(str, THREADS))
     parser.add_argument(
         "--threads", nargs="+", type=int, default=THREADS, metavar="N", help=f"waiting workers (default: {threads})"
     )
     add_option(parser, "--seconds", type=float, default=3.0, help="to wait, with each number of workers")
-    add_option(parser, "--arrivals", type=int, default=1000, help="to wake workers by")
+    add_option(parser, "--arrivals", type=int, default=1000, help="that wake workers")
     add_option(parser, "--rounds", type=int, default=40, help="steps that are timed")
-    parser.add_argument("--quick", action="store_true", help="a few of all: shows that it works")
+    parser.add_argument("--quick", action="store_true", help="few of everything, to see that it works")
     parser.add_argument("--json", metavar="PATH", help="write machine, versions and rows to this file")
 
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_link(args: argparse.Namespace, rig: Any | None) -> int:
-    """``rig``: superoffload.tools.bench.link_bandwidth.Rig to take steps on; None: only waiting is measured."""
+    """Measures the link. ``rig``: superoffload.tools.bench.link_bandwidth.Rig for steps; None measures waiting only."""
     if any(threads < 1 for threads in args.threads):
         raise ArgumentError(f"threads={args.threads}: expected numbers of at least 1")
     for name in ("seconds", "arrivals", "rounds"):

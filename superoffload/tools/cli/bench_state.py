@@ -1,4 +1,4 @@
-"""`superoffload bench state`: what moments in bf16 cost in accuracy, by training with and without."""
+"""Runs `superoffload bench state`: what moments in bf16 cost in accuracy, by training with and without."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, runs: int, work: Measure, plot: Plot) -> dict[str, Any]:
-    """Runs `work` and writes what was asked for; `runs` trainings of `args.steps` steps for the progress bar."""
+    """Runs `work` and writes the requested output; `runs` trainings of `args.steps` steps make the progress bar."""
     config = TrainingConfig(steps=args.steps, seed=args.seed)
     if config.steps < 20:
         raise ArgumentError(f"steps={config.steps}: expected at least 20, since the first 10 do not count")

@@ -1,4 +1,4 @@
-"""`superoffload bench tensors`: what one more parameter tensor costs per step."""
+"""Runs `superoffload bench tensors`: what one more parameter tensor costs per step."""
 
 from __future__ import annotations
 

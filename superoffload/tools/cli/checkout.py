@@ -1,4 +1,4 @@
-"""What only a checkout of the repository has: its folder benchmarks/, which no installed package brings."""
+"""Finds the folder benchmarks/, which only a checkout of the repository has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ROOT = Path(__file__).resolve().parents[3]
 
 
 def of_checkout(module: str, what: str, command: str) -> ModuleType:
-    """A module of benchmarks/. Where there is none, an error that names ``what`` and where ``command`` works."""
+    """Imports a module of benchmarks/; without one raises an error that names ``what`` and where ``command`` works."""
     if not (_ROOT / "benchmarks" / f"{module}.py").is_file():
         raise SuperOffloadError(
             f"{what}: the installed package does not have it; clone the repository, build it there (make build), and "

@@ -1,4 +1,4 @@
-"""`superoffload doctor`: what this machine can do and what is in the way; exit 0 unless something is a problem."""
+"""Runs `superoffload doctor`: what this machine can do and what is in the way; exits with 1 if there is a problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What measurements share as commands: what stands above their figures, progress, and where results go."""
+"""Provides what measuring commands share: facts above the figures, progress, and output files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from superoffload.errors import ArgumentError
 
 
 def add_output_options(parser: argparse.ArgumentParser, *, facts: str = "machine, versions and rows") -> None:
-    """``facts``: what the JSON has."""
+    """Adds the options for output. ``facts``: the contents of the JSON."""
     parser.add_argument("--json", metavar="PATH", help=f"write {facts} to this file")
     parser.add_argument("--plot", metavar="PATH", help="draw a PNG")
     parser.add_argument("--quiet", action="store_true", help="no progress, only the result")
@@ -26,7 +26,7 @@ def check_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
 
 
 def begin(args: argparse.Namespace) -> dict[str, Any]:
-    """Before anything is measured: results can be written; what a reader needs beside them."""
+    """Checks that results can be written and returns the facts that a reader needs beside them."""
     from superoffload.tools.report.machine_facts import benchmark_machine_facts, commit, version_facts
     from superoffload.tools.report.run_folder import check_writable
 
@@ -41,7 +41,7 @@ def begin(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def progress(args: argparse.Namespace) -> Callable[[str], None]:
-    """Shows a line, unless --quiet was given."""
+    """Returns a function that shows a line, unless --quiet was given."""
 
     def show(text: str) -> None:
         if not args.quiet:
@@ -51,7 +51,7 @@ def progress(args: argparse.Namespace) -> Callable[[str], None]:
 
 
 def write(args: argparse.Namespace, report: dict[str, Any], plot: Callable[[Path], None] | None = None) -> None:
-    """The JSON and the plot that were asked for."""
+    """Writes the requested JSON and plot."""
     from superoffload.tools.report.plots import PLOT_HINT, matplotlib_installed
     from superoffload.tools.report.run_folder import write_json
 
@@ -67,6 +67,6 @@ def write(args: argparse.Namespace, report: dict[str, Any], plot: Callable[[Path
 
 
 def _plot_path(args: argparse.Namespace) -> str | None:
-    """Some have nothing to draw, and no such option."""
+    """Returns the requested plot's path; some commands have no such option."""
     path: str | None = getattr(args, "plot", None)
     return path

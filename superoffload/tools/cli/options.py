@@ -1,4 +1,4 @@
-"""The options that `train` and `verify` share, and the configuration they make."""
+"""Defines the options that `train` and `verify` share, and the configuration they make."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ MEBIBYTE = 1 << 20
 
 
 def add_option(group: argparse._ActionsContainer, flag: str, *, help: str, **settings: Any) -> None:
-    """`add_argument` that tells the default in the help, where there is one."""
+    """Adds an argument whose help tells its default, if it has one."""
     default = settings.get("default")
     group.add_argument(flag, help=help if default is None else f"{help} (default: {default})", **settings)
 
 
 def add_shared_options(parser: argparse.ArgumentParser, defaults: TrainingConfig, out: str) -> None:
-    """Everything but `--speculation` and evaluation, with `defaults` shown in the help."""
+    """Adds everything but `--speculation` and evaluation, with `defaults` shown in the help."""
     _add_model_options(parser, defaults)
     _add_data_options(parser)
     _add_training_options(parser, defaults)
@@ -86,19 +86,19 @@ def _add_training_options(parser: argparse.ArgumentParser, defaults: TrainingCon
 
 def _add_machine_options(parser: argparse.ArgumentParser, defaults: TrainingConfig) -> None:
     group = parser.add_argument_group("machine")
-    add_option(group, "--device", default="cpu", help="cpu: the one that this command trains on")
+    add_option(group, "--device", default="cpu", help="cpu is the only one for this command")
     add_option(group, "--bucket-numel", type=int, default=defaults.bucket_numel, help="parameters per bucket")
     group.add_argument("--threads", type=int, help="worker threads of the optimizer (default: its own choice)")
     group.add_argument("--torch-threads", type=int, help="threads of torch itself (default: torch's choice)")
 
 
 def threshold(text: str) -> float | None:
-    """Reads --clip. argparse names this function in its error message."""
+    """Reads --max-grad-norm; argparse names this function in its error message."""
     return None if text == "none" else float(text)
 
 
 def config_from(args: argparse.Namespace, defaults: TrainingConfig) -> TrainingConfig:
-    """The checked configuration; raises ArgumentError for what cannot be."""
+    """Returns the checked configuration; raises ArgumentError for impossible values."""
     if args.device != "cpu":
         raise ArgumentError(
             f"device={args.device}: expected cpu, the one device that this command trains on; superoffload.AdamW takes "

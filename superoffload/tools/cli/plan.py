@@ -1,4 +1,4 @@
-"""`superoffload plan`: memory, step time and settings for a model on a machine; exit 0 only if it fits."""
+"""Runs `superoffload plan`: memory, step time and settings for a model on a machine; exits with 0 only if it fits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     run.add_argument(
         "--sharding",
         choices=SHARDINGS,
-        help="(default: none for one rank, fsdp2 for several; zero3 for the engines that are DeepSpeed's)",
+        help="(default: none for one rank, fsdp2 for several; zero3 for DeepSpeed's engines)",
     )
     add_option(run, "--sequence", type=int, default=2048, help="tokens per sequence")
     add_option(run, "--micro-batch", type=int, default=1, help="sequences per rank at once")

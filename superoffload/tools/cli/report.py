@@ -1,4 +1,4 @@
-"""`superoffload report`: several runs of `superoffload train` in one page; exit 0 if all of them could be read."""
+"""Runs `superoffload report`: several runs of `superoffload train` in one page; exits with 0 if it could read all."""
 
 from __future__ import annotations
 

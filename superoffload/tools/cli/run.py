@@ -1,4 +1,4 @@
-"""`superoffload run -- COMMAND`: a DeepSpeed script with superoffload enabled and nothing edited."""
+"""Runs `superoffload run -- COMMAND`: a DeepSpeed script with superoffload enabled and nothing edited."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def replace_process(command: list[str]) -> NoReturn:
         raise ArgumentError(f"run: {command[0]}: not found or not executable; expected a program on PATH or its path")
     try:
         os.execvpe(command[0], command, environment(os.environ))
-    except (OSError, ValueError) as error:  # no #! line, another processor's, its interpreter not there, too long
+    except (OSError, ValueError) as error:  # no #! line, for another processor, interpreter missing, arguments too long
         why = getattr(error, "strerror", None) or str(error)
         raise ArgumentError(
             f"run: {command[0]}: cannot be started ({why}); expected a program: give a script its #! line, or name its "
@@ -54,7 +54,7 @@ def replace_process(command: list[str]) -> NoReturn:
 
 
 def environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    """PYTHONPATH begins with our ``sitecustomize``, which finds superoffload, and nothing else beside it."""
+    """Puts our ``sitecustomize`` first in PYTHONPATH; it finds superoffload, and nothing else beside it."""
     path = [str(_INJECT)]
     if inherited.get("PYTHONPATH"):
         path.append(inherited["PYTHONPATH"])

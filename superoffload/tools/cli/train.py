@@ -1,4 +1,4 @@
-"""`superoffload train`: train a small language model on real text; exit 0 only if it learnt and stayed finite."""
+"""Runs `superoffload train`: trains a small model on real text; exits with 0 only if it learnt and stayed finite."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def status_line(record: StepRecord, clip_rate: float) -> str:
 
 
 def check_training(trainer: Trainer, records: list[StepRecord], before: float) -> list[str]:
-    """What is wrong with the run; empty if the loss fell and everything is finite."""
+    """Returns what is wrong with the run; empty if the loss fell and everything is finite."""
     import torch
 
     problems = []

@@ -1,4 +1,4 @@
-"""`superoffload verify`: the same training speculative and synchronous, compared bit for bit after every step."""
+"""Runs `superoffload verify`: the same training speculative and synchronous, compared bit for bit after every step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from superoffload.tools.train.training_config import ModelConfig, TrainingConfig
 
 DEFAULTS = TrainingConfig(model=ModelConfig(sequence=64), steps=24, batch=8, accumulation=2, max_grad_norm=8.0)
 
-# One of everything that can become of a speculated bucket, most of it more than once. The late clips find every bucket
-# speculated, so there is something to replay; the others stop speculation as soon as the partial norm proves the clip.
+# Causes every fate of a speculated bucket, most of them more than once. The late clips find every bucket speculated, so
+# there is something to replay; the others stop speculation once the partial norm proves the clip.
 DEFAULT_INJECTION = (
     "nan@4,inf@6:late,clip@8-9:0.5x:late,clip@10:0.01,again@12,drop@14,lr@16:0.5,raise@18,"
     "nan@19:late,clip@20:0.5x,again@20,lr@21:2,clip@21:0.5x:late,drop@22,inf@22,clip@23:0.5x:late"

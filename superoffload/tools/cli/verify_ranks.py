@@ -1,4 +1,4 @@
-"""`superoffload verify --ranks N --engine E`: several ranks on this machine converge as one process does."""
+"""Runs `superoffload verify --ranks N --engine E`: several ranks on this machine converge as one process does."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def is_wanted(args: argparse.Namespace) -> bool:
 
 
 def _refuse_fixed(args: argparse.Namespace) -> None:
-    """An option that would have no effect."""
+    """Raises for an option that would have no effect."""
     for name, (flag, default) in args.fixed_for_ranks.items():
         if getattr(args, name) != default:
             raise ArgumentError(

@@ -1,1 +1,1 @@
-"""Do several ranks converge as one process does? What `superoffload verify --ranks` and the convergence tests run."""
+"""Tests whether several ranks converge as one process does, for `superoffload verify --ranks` and the tests."""

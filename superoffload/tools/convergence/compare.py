@@ -1,4 +1,4 @@
-"""Two questions to curves: are they bit-equal, and is one within what the order of summation does to the other?"""
+"""Compares curves: are they bit-equal, and does one stay within what another order of summation changes?"""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 from superoffload.tools.convergence.distributed_run import Curve
 
 FEWEST_RUNS = 5
-# The spread of a handful of runs underestimates how far another one strays: three times the largest seen, and a floor
-# for the first steps, in which all runs agree to the last bits.
+# A few runs underestimate how far another one strays: allow three times the largest spread seen, and a floor for the
+# first steps, in which all runs agree to the last bits.
 SAFETY = 3.0
 FLOOR = 1e-4
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What runs that differ only in the order of summation have in common, and how far they stray from it."""
+    """Holds the mean of runs that differ only in the order of summation, and how far they stray from it."""
 
     losses: list[float]
     loss_spread: list[float]
@@ -29,7 +29,7 @@ class Tolerance:
     weight_spread: dict[str, float]
 
     def allowed_losses(self) -> list[float]:
-        """Per step, how far a loss may be from ``losses``."""
+        """Returns per step how far a loss may be from ``losses``."""
         return [_allowed(centre, spread) for centre, spread in zip(self.losses, self.loss_spread, strict=True)]
 
     def describe(self) -> dict[str, float]:
@@ -52,7 +52,7 @@ def tolerance_of(runs: Sequence[Curve]) -> Tolerance:
 
 
 def _centre_and_spread(curves: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
-    """Per step the mean, and the largest distance from it in any step so far."""
+    """Returns per step the mean, and the largest distance from it in any step so far."""
     centres, spreads, largest = [], [], 0.0
     for values in zip(*curves, strict=True):
         finite = [value for value in values if math.isfinite(value)]
@@ -73,7 +73,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def stray(curve: Curve, tolerance: Tolerance) -> list[str]:
-    """Where ``curve`` leaves the tolerance; empty if it stays within."""
+    """Returns where ``curve`` leaves the tolerance; empty if it stays within."""
     problems = []
     for what, values, centres, spreads in (
         ("loss", curve.losses, tolerance.losses, tolerance.loss_spread),
@@ -85,7 +85,7 @@ def stray(curve: Curve, tolerance: Tolerance) -> list[str]:
                 math.isfinite(centre) and abs(value - centre) > allowed
             ):
                 problems.append(
-                    f"step {step}: {what} is {value:.5f}, of one process {centre:.5f}, tolerance {allowed:.5f}"
+                    f"step {step}: {what} is {value:.5f}, in one process {centre:.5f}, tolerance {allowed:.5f}"
                 )
                 break
     if curve.error:
@@ -99,7 +99,7 @@ def stray(curve: Curve, tolerance: Tolerance) -> list[str]:
 
 
 def unequal(one: Sequence[Curve], other: Sequence[Curve]) -> list[str]:
-    """Differences between two runs on the same ranks that must be bit-equal on each."""
+    """Returns differences between two runs that must be bit-equal on each rank."""
     problems = []
     for rank, (a, b) in enumerate(zip(one, other, strict=True)):
         for curve in (a, b):

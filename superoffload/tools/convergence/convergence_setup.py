@@ -1,4 +1,4 @@
-"""What all runs of one comparison have in common."""
+"""Defines what all runs of one comparison share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SMALL = ModelConfig(layers=2, hidden=48, heads=4, kv_heads=2, mlp=128, sequence
 
 @dataclass(frozen=True)
 class Setup:
-    """The model, the data and the trouble of a run; everything else is the engine's.
+    """Defines the model, the data and the faults of a run; everything else is the engine's.
 
     ``batch`` windows make the global batch of a step, whatever the number of ranks, in ``micro_batches`` backward
     passes per rank. At ``nan_step`` one shard of the last rank gets a NaN, at ``inf_step`` the loss of the first rank
@@ -40,7 +40,7 @@ class Setup:
     delivery: str = "eager"
 
     def rows(self, rank: int, world: int) -> slice:
-        """Of the global batch, those of one rank."""
+        """Returns one rank's rows of the global batch."""
         if self.batch % (world * self.micro_batches):
             raise ArgumentError(
                 f"batch={self.batch}: not divisible by {world} ranks x {self.micro_batches} micro-batches; expected a "

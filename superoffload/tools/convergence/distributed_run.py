@@ -1,4 +1,4 @@
-"""One training run on this rank, with clips, a NaN and an infinity on the way; what it leaves to be compared."""
+"""Trains once on this rank, with clips, a NaN and an infinity on the way, and returns what to compare."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Around = Callable[[Engine], AbstractContextManager[Any]]
 
 @dataclass
 class Curve:
-    """``losses`` are means over all ranks, ``norms`` what the optimizer saw; ``digests`` are of this rank."""
+    """Records a run: ``losses`` are means over all ranks, ``norms`` the optimizer's, ``digests`` this rank's."""
 
     engine: str
     speculation: str
@@ -45,9 +45,9 @@ def _unchanged(engine: Engine) -> AbstractContextManager[None]:
 
 
 def run(setup: Setup, name: str, speculation: str, *, order: int = 0, around: Around = _unchanged) -> Curve:
-    """``order`` above 0: a single process adds up the same gradients in another order, drawn from it.
+    """Trains one run. ``order`` above 0: a single process sums the same gradients in another order, drawn from it.
 
-    ``around`` is entered for the whole training; an error ends it and is part of the result.
+    ``around`` is entered for the whole training. An error ends the training and is part of the result.
     """
     curve = Curve(name, speculation)
     rank, count = world() if name != "single" else (0, 1)
@@ -70,12 +70,12 @@ def run(setup: Setup, name: str, speculation: str, *, order: int = 0, around: Ar
 
 
 def _share(tokens: Tensor, setup: Setup, rank: int, count: int, order: int) -> Sequence[Tensor]:
-    """This rank's micro-batches of the global batch."""
+    """Returns this rank's micro-batches of the global batch."""
     if not order:
         return tokens[setup.rows(rank, count)].chunk(setup.micro_batches)
     generator = torch.Generator().manual_seed(order)
     shuffled = tokens[torch.randperm(len(tokens), generator=generator)]
-    # As many backward passes as several ranks would make, so that as many rounded gradients are added up.
+    # As many backward passes as several ranks would make, to sum as many rounded gradients.
     return shuffled.chunk(setup.micro_batches * (1, 2, 4)[order % 3])
 
 

@@ -1,4 +1,4 @@
-"""Engines that can be compared: each trains the same model its own way. A new one is one entry in ``ENGINES``."""
+"""Defines the engines to compare: each trains the same model its own way. A new one is one entry in ``ENGINES``."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from superoffload.tools.train.model import DTYPES, Transformer, build_model
 
 
 class Engine(Protocol):
-    """One model in training on this rank. ``optimizer`` has step(), zero_grad(), max_grad_norm and grad_norm."""
+    """Trains one model on this rank. ``optimizer`` has step(), zero_grad(), max_grad_norm and grad_norm."""
 
     model: nn.Module
     optimizer: Any
 
     def backward(self, micro_batches: Sequence[Tensor], scale: float) -> float:
-        """Gradients of the mean loss over micro-batches and ranks, times ``scale``; this rank's mean loss."""
+        """Runs backward of the mean loss over micro-batches and ranks, times ``scale``; returns this rank's mean."""
 
     def poison(self, last_rank: bool) -> None:
-        """A NaN into one element of a gradient that the last rank owns."""
+        """Puts a NaN into one element of a gradient that the last rank owns."""
 
     def weights(self) -> dict[str, Tensor]:
-        """The whole model in float32, by name; masters where there are any. Collective."""
+        """Returns the whole model in float32, by name; masters if there are any. Collective."""
 
     def digests(self) -> dict[str, str]:
-        """Of this rank's state."""
+        """Returns digests of this rank's state."""
 
     def stats(self) -> dict[str, Any]:
-        """Of a superoffload optimizer."""
+        """Returns the statistics of a superoffload optimizer."""
 
     def close(self) -> None: ...
 
 
 class _Base:
-    """What the engines of this file share."""
+    """Implements what the engines of this file share."""
 
     model: nn.Module
     optimizer: Any
@@ -54,7 +54,7 @@ class _Base:
         self.setup = setup
         self.inner = self.build(setup)
         self.model = self.wrap(self.inner)
-        # Switched by tests to plant a reduction that comes before the last micro-batch.
+        # Tests replace it to plant a reduction before the last micro-batch.
         self.reduces: Callable[[int, int], bool] = lambda micro, count: micro + 1 == count
         self.optimizer = self.make_optimizer(setup, speculation)
 
@@ -125,7 +125,7 @@ class _Base:
 
 
 def accumulating(optimizer: Any) -> AbstractContextManager[None]:
-    """Backward in here is not the last one of the step."""
+    """Marks a backward that is not the last one of the step."""
     context: AbstractContextManager[None] = (
         optimizer.accumulate() if hasattr(optimizer, "accumulate") else nullcontext()
     )
@@ -138,11 +138,11 @@ def _whole(tensor: Any) -> Tensor:
 
 
 class Single(_Base):
-    """One process."""
+    """Trains in one process."""
 
 
 def _sharded(model: Transformer, dtype: str) -> nn.Module:
-    """``model`` with fully_shard on every block: parameters in ``dtype``, gradients reduced in fp32."""
+    """Applies fully_shard to every block of ``model``: parameters in ``dtype``, gradients reduced in fp32."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -153,13 +153,13 @@ def _sharded(model: Transformer, dtype: str) -> nn.Module:
 
 
 def _reducing(model: Any, reduces: bool) -> AbstractContextManager[None]:
-    """``model`` of fully_shard reduces the gradients of the next backward, or keeps them."""
+    """Makes ``model`` of fully_shard reduce the gradients of the next backward, or keep them."""
     model.set_requires_gradient_sync(reduces)
     return nullcontext()
 
 
 class Fsdp2(_Base):
-    """FSDP2 with superoffload.AdamW on bf16 parameters."""
+    """Trains under FSDP2 with superoffload.AdamW on bf16 parameters."""
 
     def wrap(self, model: Transformer) -> nn.Module:
         return _sharded(model, self.setup.dtype)
@@ -169,7 +169,7 @@ class Fsdp2(_Base):
 
 
 class PlainFsdp2(_Base):
-    """FSDP2 with torch's own AdamW on fp32 parameters that are cast to bf16 for compute, as is common on GPUs."""
+    """Trains under FSDP2 with torch's own AdamW on fp32 parameters, cast to bf16 for compute, as is common on GPUs."""
 
     def build(self, setup: Setup) -> Transformer:
         return super().build(setup).float()
@@ -185,7 +185,7 @@ class PlainFsdp2(_Base):
 
 
 class Ddp(_Base):
-    """DistributedDataParallel with our communication hook."""
+    """Trains under DistributedDataParallel with our communication hook."""
 
     def wrap(self, model: Transformer) -> nn.Module:
         from torch.nn.parallel import DistributedDataParallel
@@ -197,11 +197,11 @@ class Ddp(_Base):
         return nullcontext() if reduces else model.no_sync()
 
     def poison(self, last_rank: bool) -> None:
-        super().poison(True)  # all ranks have the same gradients, so a NaN that came from one is on all
+        super().poison(True)  # all ranks have the same gradients, so one rank's NaN is on all
 
 
 class ClippingAdamW(torch.optim.AdamW):
-    """torch's, with clipping and skipping as its users do them."""
+    """Adds clipping and skipping to torch's AdamW as its users do."""
 
     def __init__(self, params: Iterable[Tensor], setup: Setup) -> None:
         super().__init__(params, lr=setup.lr, betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
@@ -217,7 +217,7 @@ class ClippingAdamW(torch.optim.AdamW):
             super().step()
 
 
-# Name -> class, or "module:class" of one that is loaded when it is asked for.
+# Name -> class, or "module:class" of one that is loaded on demand.
 ENGINES: dict[str, type[Any] | str] = {
     "single": Single,
     "fsdp2": Fsdp2,
@@ -229,7 +229,7 @@ _NEEDS = {"deepspeed": "deepspeed==0.19.8"}
 
 
 def check_engine(name: str) -> None:
-    """ArgumentError if there is no such engine, or what it needs is not installed."""
+    """Raises ArgumentError if there is no such engine, or what it needs is not installed."""
     if name not in ENGINES:
         raise ArgumentError(f"engine={name}: expected one of {', '.join(ENGINES)}")
     if name in _NEEDS and find_spec(name) is None:
@@ -248,7 +248,7 @@ def make_engine(name: str, setup: Setup, speculation: str) -> Engine:
 
 
 def world() -> tuple[int, int]:
-    """This rank and how many there are."""
+    """Returns this rank and the number of ranks."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1

@@ -1,4 +1,4 @@
-"""The whole comparison for one engine: speculative against synchronous, and both against one process."""
+"""Runs the whole comparison for one engine: speculative against synchronous, and both against one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ON_DEMAND_STEPS = 48
 
 @dataclass
 class Result:
-    """``curves`` by name, as rank 0 has them. ``inconclusive``: no problem, but something to compare was missing."""
+    """Holds rank 0's ``curves`` by name. ``inconclusive``: no problem, but something was not compared."""
 
     curves: dict[str, Curve] = field(default_factory=dict)
     tolerance: Tolerance | None = None
@@ -30,7 +30,7 @@ class Result:
         self.compared_digests = sum(len(parts) for curve in curves for parts in curve.digests.values())
 
     def leave_open(self, why: str) -> None:
-        """Nothing differs, but ``why`` says what was not compared."""
+        """Records ``why`` the comparison has a gap although nothing differs."""
         self.inconclusive = why
 
     @property
@@ -39,7 +39,7 @@ class Result:
 
 
 def single_runs(setup: Setup, ranks: LocalRanks, say: Say) -> list[Curve]:
-    """One-process runs that add up in different orders, spread over the ranks at hand."""
+    """Runs single processes that sum in different orders, spread over the available ranks."""
     curves: list[Curve] = []
     for first in range(0, FEWEST_RUNS + 1, ranks.count):
         orders = list(range(first, min(first + ranks.count, FEWEST_RUNS + 1)))
@@ -49,7 +49,7 @@ def single_runs(setup: Setup, ranks: LocalRanks, say: Say) -> list[Curve]:
 
 
 def single_run(setup: Setup, orders: Sequence[int]) -> Curve | None:
-    """In a rank, alone: the other ranks train in other orders at the same time."""
+    """Trains alone in a rank, while the other ranks train in other orders."""
     import os
 
     rank = int(os.environ["RANK"])
@@ -61,14 +61,14 @@ def distributed_run(setup: Setup, engine: str, speculation: str) -> Curve:
 
 
 def delivered_unlike(setup: Setup, engine: str, ranks: LocalRanks) -> list[str]:
-    """Differences between speculation with delivery on demand and synchronous steps with eager delivery."""
+    """Returns differences between speculation with delivery on demand and synchronous steps with eager delivery."""
     short = replace(setup, steps=min(setup.steps, _ON_DEMAND_STEPS))
     eager = ranks.run(distributed_run, short, engine, "never")
     return unequal(ranks.run(distributed_run, replace(short, delivery="on_demand"), engine, "always"), eager)
 
 
 def verify_ranks(setup: Setup, engine: str, count: int, say: Say = print) -> Result:
-    """Starts ``count`` ranks on this machine and compares."""
+    """Starts ``count`` ranks on this machine and compares them."""
     setup.rows(0, count)
     with LocalRanks(max(count, 2), init=False) as alone:
         singles = single_runs(setup, alone, say)
@@ -96,13 +96,13 @@ def verify_ranks(setup: Setup, engine: str, count: int, say: Say = print) -> Res
 
 
 def judge_fates(result: Result, setup: Setup) -> None:
-    """Whether speculated buckets went the ways that had to be compared."""
+    """Records a problem, or a gap, if speculated buckets lacked a fate that had to be compared."""
     stats = result.curves["speculative"].stats
     if not stats:
         return
     for fate in ("speculated", "replayed"):
         if not stats[f"buckets_{fate}"]:
-            result.problems.append(f"no bucket was {fate}, so nothing was compared in that; take more steps")
+            result.problems.append(f"no bucket was {fate}, so that fate was not compared; take more steps")
     if stats["buckets_committed"]:
         return
     if unclipped := unclipped_steps(stats):

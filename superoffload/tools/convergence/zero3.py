@@ -1,4 +1,4 @@
-"""The engine "deepspeed": ZeRO-3 with superoffload behind ``offload_optimizer``, in the terms of the other engines."""
+"""Adapts ZeRO-3 with superoffload behind ``offload_optimizer`` to the other engines' terms, as engine ``deepspeed``."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from superoffload.tools.train.model import DTYPES, build_model
 
 
 class Zero3:
-    """Parameters in bf16 (or fp32), gradients reduced and accumulated in fp32, DeepSpeed's accumulation."""
+    """Trains parameters in bf16 (or fp32); DeepSpeed reduces and accumulates gradients in fp32."""
 
     def __init__(self, setup: Setup, speculation: str) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
-        os.environ.setdefault("LOCAL_SIZE", "1")  # or numactl is run in every reduction, to count what is one device
+        os.environ.setdefault("LOCAL_SIZE", "1")  # otherwise every reduction runs numactl, to count one device
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # at every gather
         import deepspeed
 
         import superoffload.integrations.deepspeed as ours
 
         ours.enable()
-        # Gloo's collectives: DeepSpeed's own are compiled first, for a minute, and ranks that wait in them spin.
+        # Gloo's collectives: DeepSpeed's own take a minute to compile, and ranks that wait in them spin.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
         model = build_model(setup.model, DTYPES[setup.dtype], torch.float32, setup.seed)
@@ -76,7 +76,7 @@ class Zero3:
 
 
 class _Optimizer:
-    """What a training loop sees of DeepSpeed's engine."""
+    """Presents DeepSpeed's engine to a training loop as an optimizer."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -105,7 +105,7 @@ class _Optimizer:
 
 
 def configuration(setup: Setup, speculation: str) -> dict[str, Any]:
-    """DeepSpeed's JSON. Small buckets, so that several reductions happen in a backward."""
+    """Returns DeepSpeed's JSON, with small buckets, so that a backward has several reductions."""
     world = torch.distributed.get_world_size()
     return {
         "train_micro_batch_size_per_gpu": setup.batch // (world * setup.micro_batches),

@@ -1,4 +1,4 @@
-"""Memory bandwidth in about a second, over the arrays of one optimizer step: loads and stores alone, then the step."""
+"""Measures memory bandwidth in about a second, over the arrays of one step: loads and stores alone, then the step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _LEAST_BYTES, _MOST_BYTES = 256 << 20, 4 * GIB
 _SECONDS = 1.0
 _STEPS = 8
 _STEP_BYTES = 28.0  # master and moments both ways, gradient, shadow
-# A tenth of what one channel of DDR4 gives: below it something is wrong with the machine, not with the measurement.
+# A tenth of one DDR4 channel: less points at the machine, not at the measurement.
 _SUSPICIOUS = 2e9
 
 
 class _Vector:
-    """A NumPy array as `streams_of` takes it."""
+    """Wraps a NumPy array for `streams_of`."""
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         self._array = array
@@ -43,7 +43,7 @@ class _Vector:
 
 
 def examine_bandwidth(system: System, cpus: Sequence[int], usable_bytes: int | None, superchip: bool) -> Examination:
-    """`cpus`: the real ones of this process, one thread is bound to each."""
+    """Measures with one thread bound to each of `cpus`, the real processors of this process."""
     found = Examination("memory bandwidth")
     numel = _choose_numel(system, usable_bytes)
     began = time.perf_counter()
@@ -77,7 +77,7 @@ def examine_bandwidth(system: System, cpus: Sequence[int], usable_bytes: int | N
 
 
 def _choose_numel(system: System, usable_bytes: int | None) -> int:
-    """Four times the largest cache, as far as an eighth of the usable memory allows."""
+    """Returns four times the largest cache, as far as an eighth of the usable memory allows."""
     wanted = min(max(4 * largest_cache_bytes(system), _LEAST_BYTES), _MOST_BYTES)
     if usable_bytes is not None:
         wanted = min(wanted, max(usable_bytes // 8, 1 << 20))
@@ -85,7 +85,7 @@ def _choose_numel(system: System, usable_bytes: int | None) -> int:
 
 
 def measure(numel: int, cpus: Sequence[int], seconds: float = _SECONDS) -> tuple[float, Way, int]:
-    """(bytes per second, the fastest way to walk, walks made): every way at least once, then again for `seconds`."""
+    """Returns (bytes per second, fastest way, walks made): walks every way once, then again for `seconds`."""
     arrays = _arrays(numel)
     everything = [arrays.master, arrays.exp_avg, arrays.exp_avg_sq, arrays.gradient, arrays.shadow]
     touch = [_native.Stream(array.data_ptr(), array.element_size(), _native.Access.write) for array in everything]
@@ -105,7 +105,7 @@ def measure(numel: int, cpus: Sequence[int], seconds: float = _SECONDS) -> tuple
 
 
 def measure_step(numel: int, cpus: Sequence[int], steps: int = _STEPS) -> float:
-    """Bytes per second of the kernel's plain step, bf16 gradient and shadow, by one worker thread per processor."""
+    """Returns bytes per second of the plain step, bf16 gradient and shadow, with one worker thread per processor."""
     vectors = _vectors(numel)
     for vector in vectors:
         vector.fill(0)
@@ -119,7 +119,7 @@ def measure_step(numel: int, cpus: Sequence[int], steps: int = _STEPS) -> float:
         numel=numel,
         gradient_type=_native.ElementType.bf16,
         shadow_type=_native.ElementType.bf16,
-        past_cache=True,  # as for any model that needs this project
+        past_cache=True,  # as is any model that needs this project
     )
     work = _native.BucketWork([run], 0)
     work.freeze(1e-3, 0.9, 0.999, 1e-8, 0.01, 1.0, False, [1])
@@ -136,7 +136,7 @@ def measure_step(numel: int, cpus: Sequence[int], steps: int = _STEPS) -> float:
 
 
 def _vectors(numel: int) -> list[_Vector]:
-    """Master, exp_avg, exp_avg_sq, gradient, shadow."""
+    """Returns master, exp_avg, exp_avg_sq, gradient, shadow."""
     kinds = (np.float32, np.float32, np.float32, np.uint16, np.uint16)
     return [_Vector(np.empty(numel, kind)) for kind in kinds]
 

@@ -1,4 +1,4 @@
-"""Processors: how many this process may use, where they are, and which instruction sets the kernels have for them."""
+"""Examines processors: how many this process may use, where they are, and which instruction sets the kernels have."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def examine_cpu(system: System) -> Examination:
 
 
 def examine_instruction_sets() -> Examination:
-    """What the extension was built with and this processor can run; independent of /proc."""
+    """Examines what the extension was built with and this processor can run; independent of /proc."""
     found = Examination("instruction sets")
     available, current = kernels.available_isas(), kernels.current_isa()
     found.facts.update(available=available, current=current, override=os.environ.get(kernels.ISA_VARIABLE) or None)
@@ -63,7 +63,7 @@ def examine_instruction_sets() -> Examination:
 
 
 def allowed_cpus(system: System) -> list[int]:
-    """The processors this process may run on: its affinity mask, which also obeys the cpuset of its control group."""
+    """Returns the processors in this process's affinity mask, which also obeys the cpuset of its control group."""
     cpus = parse_cpu_list(system.fields("/proc/self/status").get("Cpus_allowed_list"))
     return cpus or list(range(os.cpu_count() or 1))
 
@@ -79,7 +79,7 @@ def cpu_name(system: System) -> str:
 
 
 def count_cores(system: System, cpus: list[int]) -> int:
-    """Processors that share a core count once; where the system does not tell, each is one."""
+    """Counts processors that share a core once; if the system does not tell, counts each."""
     siblings = {
         system.text(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus
     }

@@ -1,4 +1,4 @@
-"""All examinations in the order in which they are read, and what comes of them as text and as JSON."""
+"""Runs all examinations in reading order and presents them as text and as JSON."""
 
 from __future__ import annotations
 

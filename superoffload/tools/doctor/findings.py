@@ -1,4 +1,4 @@
-"""What the doctor says: a level, a sentence, and what to do."""
+"""Holds what the doctor says: a level, a sentence, and what to do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
 @dataclass(frozen=True)
 class Finding:
-    """`remedy` is empty only where nothing needs to be done."""
+    """Holds one remark of the doctor; `remedy` is empty only if nothing needs to be done."""
 
     level: str
     topic: str
@@ -23,7 +23,7 @@ class Finding:
 
 @dataclass
 class Examination:
-    """One part of the machine: facts by name, and findings in the order in which they are read."""
+    """Collects facts by name, and findings in reading order, about one part of the machine."""
 
     topic: str
     facts: dict[str, Any] = field(default_factory=dict)

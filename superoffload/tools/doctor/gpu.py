@@ -1,4 +1,4 @@
-"""GPUs as torch sees them, how they are linked to the host, and how fast the link is."""
+"""Examines GPUs as torch sees them, their links to the host, and the links' speed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REPEATS = 5
 
 @dataclass(frozen=True)
 class Device:
-    """`address` is the PCI address, such as 0000:17:00.0."""
+    """Describes a GPU; `address` is its PCI address, such as 0000:17:00.0."""
 
     name: str
     memory_bytes: int
@@ -26,19 +26,19 @@ class Device:
 
 
 class Accelerators(Protocol):
-    """What the examination asks of the machine; tests bring their own."""
+    """Answers the examination's questions about GPUs; tests bring their own."""
 
     def missing(self) -> str | None:
-        """Why there is no GPU; None where there is one."""
+        """Returns why there is no GPU; None if there is one."""
 
     def devices(self) -> list[Device]: ...
 
     def compiler(self) -> tuple[str, str]:
-        """The NVRTC that compiles our kernels for the devices here; where one has none: nothing, and what was tried."""
+        """Returns the NVRTC that compiles for all devices here, or an empty name; and in that case, what was tried."""
 
 
 class TorchAccelerators:
-    """CUDA through torch, which is imported here only."""
+    """Asks torch, imported here only, about CUDA devices."""
 
     def missing(self) -> str | None:
         try:
@@ -74,14 +74,14 @@ class TorchAccelerators:
             address = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
         try:
             up, down = _measure_copies(torch, index)
-        except RuntimeError as error:  # out of memory, or another program has it for itself
+        except RuntimeError as error:  # out of memory, or another program uses the device exclusively
             text = str(error).splitlines()[0]
             return Device(properties.name, properties.total_memory, address, error=text)
         return Device(properties.name, properties.total_memory, address, up, down)
 
 
 def _compiler_for(arch: str, tried: list[str]) -> str:
-    """The first NVRTC that compiles for ``arch``; empty where none does."""
+    """Returns the first NVRTC that compiles for ``arch``, or an empty string."""
     from superoffload.links.cuda import nvrtc
     from superoffload.links.cuda.compile import closest
 
@@ -95,7 +95,7 @@ def _compiler_for(arch: str, tried: list[str]) -> str:
 
 
 def _measure_copies(torch: Any, index: int) -> tuple[float, float]:
-    """Bytes per second (up, down) of large copies between pinned memory and the device, one direction at a time."""
+    """Returns bytes per second (up, down) of large copies between pinned memory and device, one direction at a time."""
     host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=f"cuda:{index}")
     rates = []
@@ -114,7 +114,7 @@ def _measure_copies(torch: Any, index: int) -> tuple[float, float]:
 
 
 def pcie_link(system: System, address: str | None) -> str | None:
-    """Such as `32.0 GT/s x16`, as the kernel negotiated it; None where it does not tell."""
+    """Returns the link that the kernel negotiated, such as `32.0 GT/s x16`; None if it does not tell."""
     if address is None:
         return None
     folder = f"/sys/bus/pci/devices/{address}"

@@ -1,4 +1,4 @@
-"""Host memory: how much there is, how it is paged, what limits it, and how fast it is."""
+"""Examines host memory: its size, its pages and NUMA nodes, and what limits it."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ def examine_memory(system: System) -> Examination:
 
 
 def usable_bytes(system: System) -> int | None:
-    """What can be allocated without swapping: the system's own estimate, within the control group's limit."""
+    """Returns what can be allocated without swapping: the system's own estimate, within the control group's limit."""
     available, limit = _kibibytes(system.fields("/proc/meminfo").get("MemAvailable")), memory_limit(system)
     rooms = [room for room in (available, limit[0] - limit[1] if limit else None) if room is not None]
     return max(0, min(rooms)) if rooms else None
 
 
 def huge_page_mode(system: System) -> str | None:
-    """always, madvise or never, of transparent huge pages; None where the system does not tell."""
+    """Returns the mode of transparent huge pages: always, madvise or never; None if the system does not tell."""
     mode = system.text("/sys/kernel/mm/transparent_hugepage/enabled") or ""
     return next((word.strip("[]") for word in mode.split() if word.startswith("[")), None)
 
 
 def examine_numa(system: System) -> Examination:
-    """Nodes with processors, nodes with memory only (a GPU's, on Superchips), and balancing between them."""
+    """Examines nodes with processors, nodes with memory only (a GPU's, on Superchips), and balancing between them."""
     found = Examination("NUMA")
     nodes = numa_nodes(system)
     balancing = system.number("/proc/sys/kernel/numa_balancing")
     found.facts.update(nodes=nodes, balancing=balancing)
     if not nodes:
-        found.ok("the system shows no NUMA nodes; taken for one")
+        found.ok("the system shows no NUMA nodes; treated as one node")
         return found
     with_cpus = [node for node in nodes if node["cpus"]]
     mine = set(allowed_cpus(system))

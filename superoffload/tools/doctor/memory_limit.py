@@ -1,7 +1,7 @@
-"""The machine's own limit: the fastest walk over the same arrays that only loads and stores, as a kernel has to.
+"""Measures the machine's own limit: the fastest walk that only loads and stores the same arrays as a kernel.
 
-How to walk fastest (vector width, how long to stay with one array before the next, stores past the cache) differs
-between machines and array sizes, so a few ways are tried and the best one is the limit.
+The fastest way (vector width, how long to stay with one array before the next, stores past the cache) differs between
+machines and array sizes, so this tries a few and takes the best as the limit.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _BLOCKS = (64, 256, 1024)
 _LARGEST_TRIAL = 1 << 24  # elements: beyond every cache, so larger arrays prefer the same way
 _TRIALS = 3
 
-# What each operation does to master and moments, to the packed gradient, to the shadow and to the journal's codes.
+# How each operation accesses master and moments, the packed gradient, the shadow and the journal's codes.
 _TRAFFIC: Mapping[str, tuple[_native.Access, _native.Access, _native.Access | None, _native.Access | None]] = {
     "step": (UPDATE, READ, WRITE, None),
     "journaled": (UPDATE, READ, WRITE, WRITE),
     "undo": (UPDATE, READ, None, READ),
     "replay": (UPDATE, READ, WRITE, READ),
     "publish": (READ, READ, WRITE, None),
-    "reading": (READ, READ, None, None),  # what publish has to read, and nothing written
+    "reading": (READ, READ, None, None),  # what publish reads, without writes
 }
 
 
 class Buffer(Protocol):
-    """A torch tensor, as far as its memory goes."""
+    """Describes the memory of a torch tensor."""
 
     def data_ptr(self) -> int: ...
     def element_size(self) -> int: ...
@@ -39,7 +39,7 @@ class Buffer(Protocol):
 
 @dataclass(frozen=True)
 class Arrays:
-    """What the operations walk over; `codes` has two bytes per element."""
+    """Holds the arrays that the operations walk over; `codes` has two bytes per element."""
 
     master: Buffer
     exp_avg: Buffer
@@ -51,7 +51,7 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Way:
-    """How to walk; see csrc/memory_limit/traversal.h."""
+    """Describes how to walk; see csrc/memory_limit/traversal.h."""
 
     loops: str
     block: int
@@ -72,7 +72,7 @@ def all_ways() -> list[Way]:
 
 
 def streams_of(operation: str, width: int, arrays: Arrays) -> tuple[list[_native.Stream], float]:
-    """The arrays an operation touches, and the bytes it moves per parameter; `width` in bytes per code."""
+    """Returns the arrays an operation touches, and the bytes it moves per parameter; `width` in bytes per code."""
     state, gradient, shadow, codes = _TRAFFIC[operation]
     parts = [(arrays.master, state), (arrays.exp_avg, state), (arrays.exp_avg_sq, state), (arrays.gradient, gradient)]
     if shadow is not None:
@@ -85,7 +85,7 @@ def streams_of(operation: str, width: int, arrays: Arrays) -> tuple[list[_native
 
 
 class MemoryLimit:
-    """The limit of one operation on given arrays and processors. Leaves state and gradient as they are."""
+    """Measures the limit of one operation on given arrays and processors; leaves state and gradient unchanged."""
 
     def __init__(self, operation: str, width: int, arrays: Arrays, cpus: Sequence[int]) -> None:
         self._streams, self.bytes_per_param = streams_of(operation, width, arrays)
@@ -110,5 +110,5 @@ class MemoryLimit:
         return seconds / repeats
 
     def seconds(self, repeats: int = 1) -> float:
-        """Mean seconds of one walk over everything."""
+        """Returns mean seconds of one walk over everything."""
         return self._walk(self.way, self._numel, repeats)

@@ -1,4 +1,4 @@
-"""One step, speculated and undone, on every instruction set of this machine: the bits must be the old ones."""
+"""Checks one step, speculated and undone, on every instruction set of this machine: the bits must be the old ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ State = tuple[bytes, bytes, bytes]
 
 
 def examine_undo() -> Examination:
-    """Undo, replay, and the same bits on every set."""
+    """Checks undo and replay, and that every set gives the same bits."""
     found = Examination("self-test")
     results: dict[str, State | None] = {}
     for isa in kernels.available_isas():
@@ -40,7 +40,7 @@ def examine_undo() -> Examination:
 
 
 def try_undo() -> tuple[State, list[str]]:
-    """(the state after a replay, what went wrong) on the set that is in use."""
+    """Returns (the state after a replay, the failures) on the current set."""
     arrays = _arrays()
     span = kernels.Span(*arrays)
     for step in (1, 2, 3):
@@ -73,7 +73,7 @@ def _hyper(step: int, factor: float = 1.0) -> kernels.Hyper:
 
 
 def _arrays() -> tuple[Any, ...]:
-    """Ordinary values, with the awkward ones in front: zeros, denormals, an infinity, a NaN."""
+    """Returns ordinary values, with the awkward ones in front: zeros, denormals, an infinity, a NaN."""
     draw = np.random.default_rng(20)
     master = draw.standard_normal(_NUMEL).astype(np.float32)
     gradient = (0.01 * draw.standard_normal(_NUMEL)).astype(np.float32)

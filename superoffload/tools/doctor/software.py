@@ -1,4 +1,4 @@
-"""Versions of what superoffload works with, and which adapters can be used with them."""
+"""Examines versions of the packages that superoffload works with, and which adapters work with them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _OLDEST_TORCH = (2, 6)
 
 @dataclass(frozen=True)
 class Adapter:
-    """`needs` maps packages to the oldest version that has what the adapter uses.
+    """Describes an adapter; `needs` maps packages to the oldest version that has what the adapter uses.
 
-    `newest` maps those whose private names the adapter knows to the last version that it accepts.
+    `newest` maps those whose private names it knows to the last version that it accepts.
     """
 
     name: str
@@ -69,7 +69,7 @@ def _judge_torch(found: Examination, torch: str | None) -> None:
 
 
 def adapter_state(adapter: Adapter, lookup: Lookup) -> str:
-    """`works`, or what keeps it from working."""
+    """Returns `works`, or what keeps the adapter from working."""
     for package, oldest in adapter.needs.items():
         have = lookup(package)
         if have is None:
@@ -83,7 +83,7 @@ def adapter_state(adapter: Adapter, lookup: Lookup) -> str:
 
 
 def release(text: str) -> tuple[int, ...]:
-    """The numbers of a version, without what follows them: `2.13.0+cpu` is (2, 13, 0)."""
+    """Returns the numbers of a version, without what follows them: `2.13.0+cpu` is (2, 13, 0)."""
     numbers = []
     for part in text.split("+")[0].split("."):
         digits = part[: len(part) - len(part.lstrip("0123456789"))]

@@ -1,17 +1,17 @@
-"""Superchips: a Grace processor, its coherent link to the GPU (NVLink-C2C), and what to set up on such a machine."""
+"""Examines Superchips: a Grace processor, its coherent link to the GPU (NVLink-C2C), and what to set up there."""
 
 from __future__ import annotations
 
 from superoffload.host.system import System, as_number
 from superoffload.tools.doctor.findings import Examination
 
-_NEOVERSE_V2 = ("0x41", "0xd4f")  # Grace, but also the processors of two clouds
-_GRACE_SOC = "jep106:036b:0241"  # NVIDIA's identification in the SMC calling convention's terms
+_NEOVERSE_V2 = ("0x41", "0xd4f")  # Grace, and also the processors of two clouds
+_GRACE_SOC = "jep106:036b:0241"  # NVIDIA's identification in the terms of the SMC calling convention
 _NAMES = ("gh200", "gb200", "gb300", "gb10", "grace")
 
 
 def is_grace(system: System) -> bool:
-    """By the SoC's identification, else by the processor's part number together with the maker's product name."""
+    """Recognizes Grace by the SoC's identification, else by the processor's part number and the product's name."""
     socs = "/sys/devices"
     for name in system.names(socs):
         if name.startswith("soc") and (system.text(f"{socs}/{name}/soc_id") or "").lower() == _GRACE_SOC:
@@ -32,14 +32,14 @@ def _is_neoverse_v2(system: System) -> bool:
 
 
 def gpu_models(system: System) -> list[str]:
-    """Names of NVIDIA's driver for the GPUs, known without CUDA."""
+    """Returns the GPUs' names from NVIDIA's driver, without CUDA."""
     folder = "/proc/driver/nvidia/gpus"
     models = [system.fields(f"{folder}/{name}/information").get("Model", "") for name in system.names(folder)]
     return [model for model in models if model]
 
 
 def has_c2c(system: System) -> bool:
-    """A coherent link: the GPU's name says it, and only with a Grace processor beside it."""
+    """Returns whether the link is coherent: the GPU's name says so, with a Grace processor beside it."""
     return is_grace(system) and any(name in model.lower() for model in gpu_models(system) for name in _NAMES)
 
 
@@ -58,7 +58,7 @@ def examine_superchip(system: System) -> Examination:
 
 
 def _examine_partitioning(found: Examination, system: System) -> None:
-    """MPAM shares out memory bandwidth, so that the link's copies are not starved by 72 streaming cores."""
+    """Examines MPAM, which shares out memory bandwidth so that 72 streaming cores do not starve the link's copies."""
     supported = system.exists("/sys/firmware/acpi/tables/MPAM")
     mounted = system.exists("/sys/fs/resctrl/info/MB")
     groups = [name for name in system.names("/sys/fs/resctrl") if system.exists(f"/sys/fs/resctrl/{name}/schemata")]

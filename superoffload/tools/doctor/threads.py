@@ -1,4 +1,4 @@
-"""Worker threads: on which processors an optimizer would put its own, and what limits them."""
+"""Examines worker threads: where an optimizer would put them, and what limits them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DRIVER = "/proc/driver/nvidia/gpus"
 
 
 def examine_threads(system: System, environment: Mapping[str, str] = os.environ) -> Examination:
-    """In a rank of a launcher that says how many ranks are on this node (torchrun), the rank's share of it."""
+    """Examines the process, or a rank's share if a launcher says how many ranks are on this node (torchrun)."""
     found = Examination("worker threads")
     allowed = allowed_cpus(system)
     rank, ranks = (_number(environment.get(name)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
@@ -66,7 +66,7 @@ def examine_threads(system: System, environment: Mapping[str, str] = os.environ)
 
 
 def _gpus(system: System) -> list[str]:
-    """PCI addresses of NVIDIA GPUs, as their driver lists them, with known neighbours."""
+    """Returns PCI addresses of NVIDIA GPUs that their driver lists and that have known neighbours."""
     names = system.names(_DRIVER)
     return [name for name in names if cpus_near_gpu(name, system)]
 

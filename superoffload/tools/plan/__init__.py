@@ -1,1 +1,1 @@
-"""`superoffload plan`: whether a model fits, what binds, how fast a step will be, and which settings to use."""
+"""Plans for `superoffload plan` whether a model fits, what binds, how long a step takes, and which settings to use."""

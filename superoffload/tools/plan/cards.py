@@ -1,4 +1,4 @@
-"""GPUs on PCI Express without NVLink: GeForce, workstation and server cards, by their vendor's data sheets.
+"""Lists GPUs on PCI Express without NVLink: GeForce, workstation and server cards, by their vendor's data sheets.
 
 `bf16` is NVIDIA's dense figure with fp32 accumulation, half of what the sheets print "with sparsity". The machines
 around them are assumptions.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from superoffload.tools.plan.machines import GB, Hardware
 
-IN_USE = 0.85  # of a nominal memory bandwidth or link, where nothing was measured
+IN_USE = 0.85  # of a nominal memory bandwidth or link that was not measured
 PCIE = {4: 27e9, 5: 54e9}  # x16: 31.5 and 63 GB/s per direction, times IN_USE
 LINK = "PCIe {} x16 nominal per direction, times 0.85 for packet overhead (assumption; doctor measures it)"
 SHARED_LINK = "half of the link: between GPUs everything goes through host memory (assumption)"
@@ -18,7 +18,7 @@ SHARED_LINK = "half of the link: between GPUs everything goes through host memor
 
 @dataclass(frozen=True)
 class Host:
-    """A GPU's part of the machine around it, in bytes and bytes per second."""
+    """Describes a GPU's part of the machine around it, in bytes and bytes per second."""
 
     memory: float
     bandwidth: float

@@ -1,4 +1,4 @@
-"""What to paste for settings: a DeepSpeed JSON, or Python from the model to the end of a step."""
+"""Writes the configuration to paste for settings: a DeepSpeed JSON, or Python from the model to the end of a step."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _CHECKPOINTING = "model.gradient_checkpointing_enable()"
 
 
 def configuration(settings: Settings) -> str:
-    """JSON for the ZeRO stages; else Python that expects `model`, on its device, and `batch` or a list `micro_batches`.
+    """Returns JSON for ZeRO; else Python that expects `model` on its device, and `batch` or a list `micro_batches`.
 
-    `model.layers` are its blocks, and `model(batch).loss` is the mean loss, as of Hugging Face's models.
+    As in Hugging Face's models, `model.layers` are the blocks, and `model(batch).loss` is the mean loss.
     """
     return _deepspeed(settings) if settings.sharding.startswith("zero") else "\n".join(_python(settings))
 
 
 def configuration_notes(settings: Settings) -> list[str]:
-    """What the script needs beside a DeepSpeed JSON."""
+    """Returns what the script needs beside a DeepSpeed JSON."""
     if not settings.sharding.startswith("zero"):
         return []
     notes = ["the DeepSpeed configuration; deepspeed.initialize(model=model, config=...) takes it"]
@@ -49,7 +49,7 @@ def _deepspeed(settings: Settings) -> str:
         zero["offload_optimizer"] = _OFFLOAD[settings.engine]
     parameters: dict[str, Any] = {"lr": float(_LEARNING_RATE)}
     if settings.engine == "torch":
-        parameters.update(torch_adam=True, fused=True)  # torch's own: DeepSpeed's would have to be compiled
+        parameters.update(torch_adam=True, fused=True)  # torch's own, since DeepSpeed's would have to be compiled
     values = {
         "bf16": {"enabled": True},
         "train_micro_batch_size_per_gpu": settings.micro_batch,
@@ -109,7 +109,7 @@ def _optimizer(settings: Settings) -> str:
 
 
 def _one_step(settings: Settings) -> list[str]:
-    """Clipping is the optimizer's own with ours, by hand with torch's."""
+    """Returns the lines of one step; torch's AdamW needs its own line to clip, superoffload's clips itself."""
     ours, several = settings.engine == "superoffload", settings.accumulation > 1
     title = f"# one step of each rank, {settings.accumulation} x {settings.micro_batch} sequences"
     lines = [title, "optimizer.zero_grad()"]

@@ -1,4 +1,4 @@
-"""What a plan's numbers for superoffload mean: the journal's reservation, and what placement="auto" would do."""
+"""Explains a plan's numbers for superoffload: the journal's reservation, and what placement="auto" would do."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from superoffload.tools.plan.memory_estimate import BUCKET_ELEMENTS, JOURNAL, Fi
 from superoffload.tools.plan.models import ModelShape
 from superoffload.tools.plan.step_time import StepTime, plain_pass_seconds
 
-# Mean of a run: where nothing is clipped, and where speculated gradients are 3 times the clipped (docs/benchmarks.md).
+# Means of a run without clips, and of one whose speculated gradients are 3 times the clipped (docs/benchmarks.md).
 JOURNAL_USED_BYTES = (1.1, 1.25)
-_BUCKETS, _SMALLEST_BUCKET = 32, 1 << 16  # an optimizer's own choice of buckets
+_BUCKETS, _SMALLEST_BUCKET = 32, 1 << 16  # an optimizer's default choice of buckets
 
 
 @dataclass(frozen=True)
 class AutoPlacement:
-    """What placement="auto" would choose if it measured what the plan expects."""
+    """Predicts what placement="auto" would choose if it measured what the plan expects."""
 
     fraction: float
     why: str
@@ -29,14 +29,14 @@ class AutoPlacement:
 
 
 def own_parameters(model: ModelShape, settings: Settings) -> float:
-    """Whose state this rank keeps."""
+    """Returns how many parameters' state this rank keeps."""
     return model.parameters / settings.ranks
 
 
 def auto_placement(
     model: ModelShape, settings: Settings, fit: Fit, step: StepTime, host_bandwidth: float
 ) -> AutoPlacement | None:
-    """None where there is no such choice: another engine, DeepSpeed's partitions, or a fraction that is given."""
+    """Returns None without such a choice: another engine, DeepSpeed's partitions, or a given fraction."""
     if not settings.can_place or settings.gpu_fraction > 0:
         return None
     own = own_parameters(model, settings)
@@ -60,7 +60,7 @@ def placement_lines(auto: AutoPlacement | None) -> list[str]:
         return []
     share = f"{auto.fraction:.1%} of the" if auto.fraction else "no"
     return [
-        f'placement="auto" would keep {share} state on the GPU ({auto.gpu_bytes / GB:.1f} GB); above, none is:',
+        f'placement="auto" would keep {share} state on the GPU ({auto.gpu_bytes / GB:.1f} GB); the plan keeps none:',
         f"  {auto.why}.",
         f"  It chooses once, after {1 + STEPS_MEASURED} steps, by what it measured in them;",
         '  placement={"gpu_fraction": f} sets it, None (default) keeps all state in host memory.',

@@ -1,4 +1,4 @@
-"""The machine that a plan is for: a built-in profile, or what `superoffload doctor --json` measured."""
+"""Finds the machine that a plan is for: a built-in profile, or what `superoffload doctor --json` measured."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from superoffload.tools.plan.cards import SHARED_LINK
 from superoffload.tools.plan.machines import GB, NUMBERS, Hardware
 from superoffload.tools.plan.profiles import PROFILES, resembling
 
-_SLOWEST, _LARGEST = 1e3, 1e18  # bytes, or bytes per second, of anything that is measured
+_SLOWEST, _LARGEST = 1e3, 1e18  # bytes, or bytes per second, of any measured value
 
 
 def find_hardware(name: str, gpu: str | None = None, host_bandwidth: float | None = None) -> Hardware:
-    """A built-in profile, or the machine in a file of `superoffload doctor`; `gpu`: profile of what is not measured.
+    """Returns a built-in profile, or the machine in a doctor's file; `gpu` names the profile for what was not measured.
 
-    `host_bandwidth`: bytes per second and GPU, in the place of the one that is known.
+    `host_bandwidth`: bytes per second and GPU, which replace the known ones.
     """
     if host_bandwidth is not None and not 0 < host_bandwidth < math.inf:
         raise ArgumentError(f"host_bandwidth={host_bandwidth / GB:g}: expected GB/s, a number above 0")
@@ -58,9 +58,9 @@ def _given(hardware: Hardware, host_bandwidth: float | None) -> Hardware:
 def from_doctor(
     machine: Mapping[str, Any], gpu: str | None, source: str, host_bandwidth: float | None = None
 ) -> Hardware:
-    """Whatever was measured, as measured; what doctor cannot know (the GPU's arithmetic) from profile `gpu`.
+    """Takes measured values as measured; profile `gpu` supplies what doctor cannot know (the GPU's arithmetic).
 
-    Without `gpu`, from the profile that the device resembles by its name.
+    Without `gpu`, the device's name selects the profile.
     """
     devices = machine["GPU"]["devices"]
     base = _profile_for(devices, gpu, source, machine["memory"]["usable_bytes"])

@@ -1,4 +1,4 @@
-"""A machine as the planner sees it: sizes and bandwidths per GPU, each with where the number comes from."""
+"""Describes a machine to the planner: sizes and bandwidths per GPU, each with its source."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NUMBERS = (
 
 @dataclass(frozen=True)
 class Hardware:
-    """Everything per GPU; bytes, bytes per second and bf16 operations per second.
+    """Describes a machine, all per GPU, in bytes, bytes per second and bf16 operations per second.
 
     `link_down` is GPU to host. `collectives` is what one GPU sends and receives at once within a node, in use.
-    `measured`: the names of those numbers that were measured on the machine itself; the others are from a profile.
+    `measured` names the numbers that were measured on the machine itself; the others are from a profile.
     """
 
     name: str

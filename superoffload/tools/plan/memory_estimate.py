@@ -1,4 +1,4 @@
-"""Memory per GPU and per rank's share of the host, by component; what a run with these settings needs at its peak."""
+"""Estimates the peak memory of a run, by component, per GPU and per rank's share of the host."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ SHARDINGS = ("none", "zero1", "zero2", "zero3", "fsdp2")
 CHECKPOINTING = ("none", "full")
 
 CONTEXT_BYTES = 1.5e9  # CUDA context, cuBLAS and NCCL
-FRAGMENTATION = 0.15  # of a GPU's memory, for what the caching allocator cannot reuse; docs/plan.md says why so much
+FRAGMENTATION = 0.15  # of a GPU's memory, which the caching allocator cannot reuse; docs/plan.md has the reasons
 HOST_RESERVE = 16e9  # operating system, Python, data loading
-HOST_RESERVE_SHARE = 0.25  # of a host's memory, that the reserve takes at most
+HOST_RESERVE_SHARE = 0.25  # the largest part of a host's memory that the reserve takes
 GATHERED_ELEMENTS = 1e9  # DeepSpeed's stage3_max_live_parameters, and its sub_group_size
-REDUCE_ELEMENTS = 2 * 5e8  # two reduce buckets, one in use while the other is filled
-BUCKET_ELEMENTS = 32 << 20  # this project's largest bucket; four are on their way at once
+REDUCE_ELEMENTS = 2 * 5e8  # two reduce buckets: one is in use while the other is filled
+BUCKET_ELEMENTS = 32 << 20  # this project's largest bucket; four are in flight at once
 JOURNAL = "journal, reserved"
 GPU_SHARE = 0.10  # of the optimizer, which DeepSpeed SuperOffload's examples keep on the GPU
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`clip_rate`: share of the steps that clip. `micro_batch` sequences per rank, `accumulation` of them per step.
+    """Holds a run's settings: `micro_batch` sequences per rank, `accumulation` of them per step.
 
-    `gpu_fraction`: of the optimizer's state, what superoffload's ``placement`` keeps on the GPU.
+    `clip_rate`: share of the steps that clip. `gpu_fraction`: of the optimizer's state, on the GPU (``placement``).
     """
 
     engine: str = "superoffload"
@@ -76,18 +76,18 @@ class Settings:
 
     @property
     def can_place(self) -> bool:
-        """Whether ``placement=`` exists: DeepSpeed's partitions have a key of its own."""
+        """Returns whether ``placement=`` exists; DeepSpeed's partitions have their own key for it."""
         return self.engine == "superoffload" and self.sharding != "zero3"
 
     @property
     def gradient_bytes(self) -> int:
-        """Of one element of superoffload's gradients. DistributedDataParallel and ZeRO-3 have those of their own."""
+        """Returns the bytes of a gradient element; DistributedDataParallel and ZeRO-3 keep gradients of their own."""
         wide = self.gradient_dtype == "fp32" and self.can_place and not self.is_replicated
         return 4 if wide else 2
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank has all parameters, under ``DistributedDataParallel``."""
+        """Returns whether every rank has all parameters, under ``DistributedDataParallel``."""
         return self.ranks > 1 and self.sharding == "none"
 
     @property
@@ -100,13 +100,13 @@ class Settings:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of one rank."""
+        """Returns the tokens of one rank."""
         return self.tokens_per_micro_batch * self.accumulation
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes by component; `gpu_moments` are the times within a step of which the worst one counts."""
+    """Holds bytes by component; `gpu_moments` are the times within a step, of which the worst one counts."""
 
     gpu: dict[str, float]
     host: dict[str, float]
@@ -114,7 +114,7 @@ class Needs:
 
     @property
     def gpu_peak(self) -> float:
-        """The most that is in use at a time: what torch reports as the peak of active bytes."""
+        """Returns the most bytes in use at a time, which torch reports as the peak of active bytes."""
         return sum(self.gpu.values()) + max(self.gpu_moments.values(), default=0.0)
 
     @property
@@ -127,12 +127,12 @@ class Needs:
 
 
 def activation_bytes(model: ModelShape, settings: Settings) -> tuple[float, float]:
-    """(of all layers, of the output head) that forward leaves for backward, for one micro-batch, in bf16.
+    """Returns what forward leaves for backward (of all layers, of the output head), for one micro-batch, in bf16.
 
-    Per token and layer without checkpointing: 16 x hidden for two RMSNorms (their fp32 input, the normalized value,
-    the output), 10 x attention width for query, key and value as the attention kernel saw them and its output, and
-    8 x width of the feed-forward layer. No score matrix: the attention kernel is taken to be a fused one. The head
-    keeps bf16 logits, fp32 logits, their log-softmax and its gradient.
+    Per token and layer without checkpointing: 16 x hidden for two RMSNorms (their fp32 input, the normalized value, the
+    output), 10 x attention width for query, key and value as the attention kernel saw them and its output, and 8 x
+    width of the feed-forward layer. It assumes a fused attention kernel, so no score matrix. The head keeps bf16
+    logits, fp32 logits, their log-softmax and its gradient.
     """
     tokens = settings.tokens_per_micro_batch
     ffn = model.ffn * model.experts_used
@@ -144,7 +144,7 @@ def activation_bytes(model: ModelShape, settings: Settings) -> tuple[float, floa
 
 
 def estimate_memory(model: ModelShape, settings: Settings) -> Needs:
-    """All components at their peak."""
+    """Returns all components at their peak."""
     count, shard = float(model.parameters), model.parameters / settings.ranks
     gpu: dict[str, float] = {"parameters": 2 * (shard if settings.shards_parameters else count)}
     host: dict[str, float] = {}
@@ -166,16 +166,16 @@ def _add_optimizer_on_gpu(gpu: dict[str, float], settings: Settings, count: floa
     if settings.sharding in ("zero3", "fsdp2"):
         gpu["gradients"] = 2 * shard  # allocated once
     if settings.sharding == "none":
-        gpu["gradients"] = 4 * own  # kept in fp32 where nothing is sharded
+        gpu["gradients"] = 4 * own  # unsharded gradients stay in fp32
 
 
 def _add_offloaded(
     gpu: dict[str, float], host: dict[str, float], settings: Settings, count: float, shard: float
 ) -> None:
-    """Gradients leave the GPU bucket by bucket; the host keeps state and staging, ours the journal as well."""
+    """Adds the host's state and staging, and ours the journal; gradients leave the GPU bucket by bucket."""
     own = shard if settings.ranks > 1 else count
     if settings.engine == "superoffload":
-        # Two slots down, one up. Parameters that go up before the verdict take what is free, and need nothing.
+        # Two slots down, one up. Parameters that go up before the verdict use free memory only.
         gpu["staging"] = (2 * settings.gradient_bytes + 2) * min(BUCKET_ELEMENTS, own)
         moments = 8 if settings.state_dtype == "fp32" else 4
         if settings.gpu_fraction > 0:
@@ -209,7 +209,7 @@ def _add_communication(gpu: dict[str, float], model: ModelShape, settings: Setti
 def _add_gradient_moments(
     moments: dict[str, float], gpu: dict[str, float], settings: Settings, count: float, shard: float
 ) -> None:
-    """What lives on the GPU late in a step and not at the start of backward."""
+    """Adds what the GPU holds late in a step and not at the start of backward."""
     if settings.engine != "torch":
         if settings.accumulation > 1 and not settings.is_replicated:  # partial sums wait on the GPU for the boundary
             size = settings.gradient_bytes
@@ -229,7 +229,7 @@ def _add_gradient_moments(
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether it fits, and what binds first."""
+    """Tells whether a run fits, and what binds first."""
 
     gpu_need: float
     gpu_room: float
@@ -242,7 +242,7 @@ class Fit:
 
     @property
     def binds(self) -> str:
-        """Of GPU and host memory the one that is fuller."""
+        """Returns which of GPU and host memory is fuller."""
         gpu, host = (
             need / room if room > 0 else math.inf
             for need, room in ((self.gpu_need, self.gpu_room), (self.host_need, self.host_room))
@@ -251,7 +251,7 @@ class Fit:
 
     @property
     def lacking(self) -> list[str]:
-        """What is missing, such as `18.9 GB of GPU memory`; empty where it fits."""
+        """Lists what is missing, such as `18.9 GB of GPU memory`; empty if the run fits."""
         kinds = (
             ("GPU memory", self.gpu_need - self.gpu_room),
             ("host memory", self.host_need - self.host_room),

@@ -1,4 +1,4 @@
-"""Decoder-only transformers by their sizes: how many parameters they have, and how much arithmetic a token needs."""
+"""Describes decoder-only transformers by their sizes: number of parameters, and arithmetic per token."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from superoffload.errors import ArgumentError
 from superoffload.host.untrusted import read_json, shown
 
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_LARGEST_SIZE = 1 << 40  # of anything in a model; their products stay far from what a float cannot hold
-# The first name of each row that a config.json has; the older ones are GPT-2's.
+_LARGEST_SIZE = 1 << 40  # of any size of a model; their products stay far below the largest float
+# The first name that a config.json has counts; the older ones are GPT-2's.
 _CONFIG_NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -24,7 +24,7 @@ _CONFIG_NAMES = {
 
 @dataclass(frozen=True)
 class ModelShape:
-    """`ffn` is the inner width of one feed-forward layer; `gated` ones (SwiGLU) have three matrices, others two.
+    """Holds a model's sizes; `ffn` is a feed-forward layer's inner width; `gated` ones (SwiGLU) have three matrices.
 
     With experts, every layer has `experts` feed-forward layers, of which a token uses `experts_used`.
     """
@@ -62,7 +62,7 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Input embedding and output head; one matrix where they are tied."""
+        """Counts input embedding and output head; if they are tied, one matrix."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
@@ -71,28 +71,28 @@ class ModelShape:
 
     @property
     def multiplied_parameters(self) -> int:
-        """What a token is multiplied with: not the input embedding, and only the experts it uses."""
+        """Counts the parameters that a token is multiplied with: no input embedding, and only the experts it uses."""
         return self.layers * self.layer_parameters(self.experts_used) + self.vocabulary * self.hidden
 
     def layer_parameters(self, experts: int) -> int:
-        """Parameters of one layer with so many experts."""
+        """Counts the parameters of one layer with this many experts."""
         attention = 2 * self.hidden * (self.attention_width + self.kv_width)
         router = self.hidden * self.experts if self.experts > 1 else 0
         return attention + experts * (3 if self.gated else 2) * self.hidden * self.ffn + router + 2 * self.hidden
 
     def flops_per_token(self, sequence: int) -> float:
-        """Forward and backward: 6 per parameter, and causal attention over half the sequence on average."""
+        """Counts forward and backward: 6 per parameter, and causal attention over half the sequence on average."""
         return 6.0 * self.multiplied_parameters + 6.0 * self.layers * self.attention_width * sequence
 
 
 def swiglu_width(hidden: int, multiplier: float, multiple_of: int = 1024) -> int:
-    """The inner width by Llama's rule: two thirds of 4 x hidden, times the multiplier, rounded up."""
+    """Returns the inner width by Llama's rule: two thirds of 4 x hidden, times the multiplier, rounded up."""
     width = int(multiplier * int(2 * 4 * hidden / 3))
     return multiple_of * math.ceil(width / multiple_of)
 
 
 def parse_parameter_count(text: str) -> float:
-    """`7B`, `350M` or a plain number."""
+    """Parses `7B`, `350M` or a plain number."""
     unit = _UNITS.get(text[-1:].upper(), 1)
     digits = text[:-1] if unit != 1 else text
     try:
@@ -107,9 +107,9 @@ def parse_parameter_count(text: str) -> float:
 
 
 def typical_shape(parameters: float) -> ModelShape:
-    """A decoder of about that many parameters, as they are usually built: 128 hidden per layer, heads of 128.
+    """Returns a decoder of about that many parameters in usual proportions: 128 hidden per layer, heads of 128.
 
-    Small models get a smaller vocabulary, or it would be most of them.
+    A small model gets a small vocabulary, which would otherwise be most of it.
     """
     vocabulary = max(256, min(128_000, int(parameters * 0.25 / 512)))
     best: ModelShape | None = None
@@ -129,7 +129,7 @@ def typical_shape(parameters: float) -> ModelShape:
 
 
 def read_config(path: str | Path) -> ModelShape:
-    """A Hugging Face `config.json` of a decoder-only transformer."""
+    """Reads a Hugging Face `config.json` of a decoder-only transformer."""
     try:
         values = read_json(path)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Two plots: predicted throughput over tokens per step, and memory over model size."""
+"""Draws two plots: predicted throughput over tokens per step, and memory over model size."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _figure(path: Path) -> AbstractContextManager[Any]:
 
 
 def plot_throughput(model: ModelShape, hardware: Hardware, settings: Settings, path: Path) -> None:
-    """Tokens per second of one rank; a circle where the model would fit with micro-batches of one sequence."""
+    """Plots tokens per second of one rank, with circles if the model would fit with micro-batches of one sequence."""
     with _figure(path) as figure:
         axes = figure.subplots()
         for name, contestant in _contestants(replace(settings, clip_rate=0.0)).items():
@@ -66,7 +66,7 @@ def plot_throughput(model: ModelShape, hardware: Hardware, settings: Settings, p
 
 
 def plot_memory(hardware: Hardware, settings: Settings, path: Path) -> None:
-    """Peak GPU and host memory per rank for models of usual proportions."""
+    """Plots peak GPU and host memory per rank for models of usual proportions."""
     with _figure(path) as figure:
         gpu, host = figure.subplots(1, 2)
         shapes = [typical_shape(size * 1e9) for size in _BILLIONS]

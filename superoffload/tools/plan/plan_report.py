@@ -1,4 +1,4 @@
-"""What `superoffload plan` says, as text and as JSON."""
+"""Presents a plan as text and as JSON."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _step_lines(choice: Choice) -> list[str]:
 
 
 def comparison_table(choices: Sequence[Choice]) -> list[str]:
-    """All combinations, the fastest first."""
+    """Returns a row for each combination, the fastest first."""
     width = max(len(name_of(choice.settings)) for choice in choices)
     lines = [f"{'engine':<{width}} {'fits':<6} {'GPU, GB':>8} {'host, GB':>9} {'step, s':>9} {'tokens/s':>10}"]
     for choice in choices:

@@ -1,4 +1,4 @@
-"""Built-in machines: vendors' data sheets and what others have published; nothing was measured by this project."""
+"""Lists built-in machines by vendors' data sheets and others' publications; this project measured none of them."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ PROFILES = {
     )
 }
 
-# What a device calls itself: the first row all of whose words it has.
+# Words of the names that devices report; the first row with all of its words in the name counts.
 _WORDS = (
     ("gb200", "gb200"), ("gh200 144g", "gh200-144"), ("gh200", "gh200-96"), ("b200", "b200-pcie5"),
     ("h200 nvl", "h200-nvl"), ("h200", "h200-pcie5"),
@@ -178,11 +178,11 @@ _WORDS = (
     ("rtx 5090", "rtx-5090"), ("rtx 5080", "rtx-5080"), ("rtx 4090", "rtx-4090"), ("rtx 4080", "rtx-4080"),
     ("rtx 3090", "rtx-3090"),
 )  # fmt: skip
-_OTHER_CHIPS = {"laptop", "max", "mig"}  # of the same name, with less of everything; max as in Max-Q
+_OTHER_CHIPS = {"laptop", "max", "mig"}  # slower chips of the same name; max as in Max-Q
 
 
 def resembling(device: str) -> Hardware | None:
-    """The profile of the GPU that calls itself `device`, such as "NVIDIA GeForce RTX 4090"; None if there is none."""
+    """Returns the profile of a device by its name, such as "NVIDIA GeForce RTX 4090"; None without one."""
     words = set(re.findall(r"[a-z0-9]+", device.lower()))
     if words & _OTHER_CHIPS:
         return None

@@ -1,4 +1,4 @@
-"""What a plan recommends, as text and as JSON: with the batch as asked, with a larger one, where nothing fits."""
+"""Presents a plan's advice as text and as JSON: for the batch as asked, a larger one, and what would fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from superoffload.tools.plan.settings import (
 
 @dataclass(frozen=True)
 class Advice:
-    """`batches`: None where nothing fits; `would_fit` is of interest only then."""
+    """Holds a plan's advice; `batches` is None if nothing fits, and only then `would_fit` matters."""
 
     asked: Choice
     batches: Batches | None
@@ -43,11 +43,11 @@ class Advice:
 
     @property
     def larger_batch(self) -> Choice | None:
-        """None where more tokens per step are not worth it, or do not fit."""
+        """Returns None if more tokens per step are not worth it, or do not fit."""
         return self.batches.sizes[self.batches.chosen] if self.batches and self.batches.chosen else None
 
     def gain(self, choice: Choice) -> float | None:
-        """Against what was asked; None where that does not fit."""
+        """Returns the gain over what was asked; None if that does not fit."""
         return choice.tokens_per_second / self.asked.tokens_per_second if self.asked.fit.fits else None
 
     def as_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What to recommend: the fastest settings that fit, what a larger batch would gain, the largest model that fits."""
+"""Chooses what to recommend: the fastest settings that fit, a larger batch, the largest model that fits."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from superoffload.tools.plan.models import ModelShape, typical_shape
 from superoffload.tools.plan.step_time import StepTime, estimate_step
 
 EXACT = ("torch", "superoffload")  # engines that apply every gradient once, with clipping
-SIMPLER = 0.95  # of the best rate, at which the simpler settings are recommended: the model is not more exact
+SIMPLER = 0.95  # share of the best rate at which simpler settings are recommended: the model is not more exact
 WORTH_DOUBLING = 1.2  # times the rate, for which a batch twice as large is recommended
 MOST_DOUBLINGS = 6
-MOST_TOKENS = 4_000_000  # per step over all ranks that are recommended
-# As docs/engines.md prefers them.
+MOST_TOKENS = 4_000_000  # the most that is recommended, per step over all ranks
+# In the order that docs/engines.md prefers.
 SHARDING_ORDER = ("fsdp2", "none", "zero3", "zero2", "zero1")
-_FRACTIONS = 8  # of the room for state on the GPU that are tried
-_PLACED_BYTES = {"fp32": 12, "bf16": 8}  # of state, per parameter; the packed gradient is there too
+_FRACTIONS = 8  # tried parts of the room for state on the GPU
+_PLACED_BYTES = {"fp32": 12, "bf16": 8}  # of state, per parameter, without the packed gradient
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Choice:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Counts the tokens of all ranks."""
         return self.settings.tokens_per_step * self.settings.ranks / self.step.total
 
     def as_json(self) -> dict[str, Any]:
@@ -50,9 +50,9 @@ def evaluate(model: ModelShape, hardware: Hardware, settings: Settings) -> Choic
 
 
 def all_choices(model: ModelShape, hardware: Hardware, base: Settings) -> list[Choice]:
-    """Every engine, sharding and checkpointing for the ranks and batch of `base`, the fastest first.
+    """Returns every engine, sharding and checkpointing for the ranks and batch of `base`, the fastest first.
 
-    Twice where state could stay on the GPU: without, and with what is fastest.
+    If state could stay on the GPU, there are two of each: without, and with the fastest placement.
     """
     choices = []
     for variant in _variants(base):
@@ -74,7 +74,7 @@ def _variants(base: Settings, engines: tuple[str, ...] = ENGINES) -> Iterator[Se
 
 
 def _splits(base: Settings, times: int) -> Iterator[Settings]:
-    """Micro-batches and accumulation that give `times` the tokens of a step; those of `base` first."""
+    """Yields micro-batches and accumulation with `times` the tokens of a step; those of `base` first."""
     total = base.micro_batch * base.accumulation * times
     yield replace(base, accumulation=base.accumulation * times)
     for power in range(-10, 11):
@@ -84,7 +84,7 @@ def _splits(base: Settings, times: int) -> Iterator[Settings]:
 
 
 def _placements(model: ModelShape, hardware: Hardware, settings: Settings) -> Iterator[Settings]:
-    """None first, then growing parts of what the GPU's free memory holds."""
+    """Yields settings without placement first, then with growing parts of what the GPU's free memory holds."""
     yield settings
     if not settings.can_place:
         return
@@ -99,9 +99,9 @@ def _placements(model: ModelShape, hardware: Hardware, settings: Settings) -> It
 
 
 def recommend(model: ModelShape, hardware: Hardware, base: Settings, times: int = 1) -> Choice | None:
-    """The fastest that fits with `times` the tokens per step of `base`; within 5 % of it the simplest.
+    """Returns the fastest choice that fits with `times` the tokens per step of `base`; within 5 % of it the simplest.
 
-    Chosen are engine (of those that step exactly), sharding, checkpointing, placement and the split in micro-batches.
+    It chooses engine (of those that step exactly), sharding, checkpointing, placement and the split in micro-batches.
     """
     fitting = [
         choice
@@ -116,14 +116,14 @@ def recommend(model: ModelShape, hardware: Hardware, base: Settings, times: int 
 
 @dataclass(frozen=True)
 class Batches:
-    """The best settings by size of a step, from the asked one on, each twice the one before; `chosen` of them."""
+    """Holds the best settings per size of a step, from the asked one on, each twice the one before; `chosen` is one."""
 
     sizes: list[Choice]
     chosen: int
 
 
 def larger_batches(model: ModelShape, hardware: Hardware, base: Settings) -> Batches | None:
-    """The size from which on a doubling is worth it no more; None where nothing fits."""
+    """Finds the size from which on a doubling is no longer worth it; None if nothing fits."""
     found: list[Choice] = []
     for doubling in range(MOST_DOUBLINGS + 1):
         if found and base.tokens_per_step * base.ranks << doubling > MOST_TOKENS:
@@ -140,7 +140,7 @@ def larger_batches(model: ModelShape, hardware: Hardware, base: Settings) -> Bat
 
 
 def what_would_fit(model: ModelShape, hardware: Hardware, base: Settings) -> list[Choice]:
-    """Where nothing fits as asked: the least ranks, the longest sequence and bf16 moments, each alone, that would."""
+    """Returns the fewest ranks, the longest sequence and bf16 moments that make the model fit, each changed alone."""
     ranks = (replace(base, ranks=base.ranks << power) for power in range(1, 11))
     shorter = (replace(base, sequence=base.sequence >> power) for power in range(1, 5) if base.sequence >> power >= 128)
     dtypes = (replace(base, state_dtype="bf16"),) if base.state_dtype == "fp32" else ()
@@ -152,7 +152,7 @@ def what_would_fit(model: ModelShape, hardware: Hardware, base: Settings) -> lis
 
 
 def largest_model(hardware: Hardware, settings: Settings) -> ModelShape | None:
-    """The largest decoder of usual proportions that fits with these settings; None if not even one of 10 M does."""
+    """Returns the largest decoder of usual proportions that fits; None if not even one of 10 M parameters does."""
     low, high = 1e7, 4e12
     if not _fits(low, hardware, settings):
         return None

@@ -1,7 +1,7 @@
-"""Expected seconds of one step: arithmetic, collectives, and of the optimizer what is hidden and what is exposed.
+"""Estimates the seconds of one step: arithmetic, collectives, and the optimizer's hidden and exposed parts.
 
-A model of 64 equal buckets that become ready evenly over backward, go down the link one after the other, are stepped
-by the processor one after the other, and go up again. It knows bandwidths and no latencies.
+It models 64 equal buckets that become ready evenly over backward, go down the link one after the other, are stepped by
+the processor one after the other, and go up again. It knows bandwidths and no latencies.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ BUCKETS = 64
 PLAIN_BYTES, JOURNALED_BYTES, REPLAY_BYTES = 28.0, 29.2, 30.4
 COPY_ON_GPU_BYTES = 4.0  # staged parameters are read, and written to where the model reads them
 UNSTAGED = 2  # buckets, the last ones of backward, whose parameters travel after the verdict
-BF16_STATE_SAVING = 8.0  # bytes that moments in bf16 do not move
+BF16_STATE_SAVING = 8.0  # bytes less, since moments are in bf16
 # DeepSpeed's path: fp32 gradient in, master and moments both ways, then a cast of the master to bf16.
 ZERO_OFFLOAD_BYTES = 4.0 + 24.0 + 6.0
 DEEPSPEED_OF_LIMIT = 1 / 1.3  # its kernel against a faster one on Grace, as SuperOffload's authors measured
-# Unhidden per layer by stage 3's gathers and hooks; from the published stage 3 row (docs/plan.md), hence not a
-# prediction of it.
+# Exposed per layer by stage 3's gathers and hooks; fitted to the published stage 3 row (docs/plan.md), which it
+# therefore cannot predict.
 ZERO3_SECONDS_PER_LAYER = 1.7e-3
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step of one rank; `total` is the step, `optimizer_hidden` runs beside other work."""
+    """Holds seconds of one step of one rank; `total` is the step, `optimizer_hidden` runs beside other work."""
 
     forward: float
     backward: float
@@ -73,7 +73,7 @@ def estimate_step(model: ModelShape, hardware: Hardware, settings: Settings) -> 
 
 
 def _exposed_collectives(model: ModelShape, hardware: Hardware, settings: Settings, compute: float) -> float:
-    """ZeRO's are taken as not hidden; FSDP2 prefetches, so only what compute cannot cover shows."""
+    """Returns what compute does not hide: FSDP2 prefetches; for ZeRO nothing is taken as hidden."""
     if settings.ranks == 1:
         return ZERO3_SECONDS_PER_LAYER * model.layers if settings.sharding == "zero3" else 0.0
     share = (settings.ranks - 1) / settings.ranks
@@ -87,14 +87,14 @@ def _exposed_collectives(model: ModelShape, hardware: Hardware, settings: Settin
 
 
 def _zero_offload(own: float, hardware: Hardware, window: float) -> tuple[float, float]:
-    """Gradients go down during backward; the step and the way up come after it."""
+    """Models gradients that go down during backward; the step and the way up come after it."""
     pass_seconds = ZERO_OFFLOAD_BYTES * own / (hardware.host_bandwidth * DEEPSPEED_OF_LIMIT)
     down, up = 2 * own / hardware.link_down, 2 * own / hardware.link_up
     return down + pass_seconds + up, max(0.0, down - window) + pass_seconds + up
 
 
 def _deepspeed_superoffload(own: float, hardware: Hardware, settings: Settings, window: float) -> tuple[float, float]:
-    """Steps during backward where clipping is off (it never does with clipping), moves fp32 both ways."""
+    """Models steps during backward without clipping, and after it with clipping; fp32 moves both ways."""
     on_host = (1 - GPU_SHARE) * own
     pass_seconds = PLAIN_BYTES * on_host / hardware.host_bandwidth
     down, up = 4 * on_host / hardware.link_down, 4 * on_host / hardware.link_up
@@ -106,8 +106,8 @@ def _deepspeed_superoffload(own: float, hardware: Hardware, settings: Settings, 
 
 
 def _stages(model: ModelShape, hardware: Hardware, settings: Settings, own: float) -> bool:
-    """Whether new parameters travel before the verdict: gradients leave the GPU as they are packed, and half of what is
-    free at its peak is as much (docs/pipeline.md)."""
+    """Returns whether new parameters travel before the verdict: half of the GPU's memory free at its peak must hold the
+    gradients, which leave as they are packed (docs/pipeline.md)."""
     if settings.is_replicated or settings.sharding == "zero3":
         return False
     fit = check_fit(model, hardware, settings)
@@ -117,9 +117,9 @@ def _stages(model: ModelShape, hardware: Hardware, settings: Settings, own: floa
 def _superoffload(
     own: float, hardware: Hardware, settings: Settings, window: float, *, stages: bool
 ) -> tuple[float, float]:
-    """Speculation commits, or is replayed; where clips are frequent, adaptive waits for the verdict instead.
+    """Models speculation that commits or is replayed; with frequent clips, adaptive waits for the verdict instead.
 
-    What is placed on the GPU becomes ready last, and is stepped there after the verdict.
+    State on the GPU (placement) becomes ready last, and is stepped there after the verdict.
     """
     wider = settings.gradient_bytes - 2
     on_gpu = (PLAIN_BYTES + wider) * settings.gpu_fraction * own / hardware.gpu_bandwidth
@@ -147,13 +147,13 @@ def _superoffload(
 
 
 def plain_pass_seconds(own: float, host_bandwidth: float, settings: Settings) -> float:
-    """Of superoffload's plain step over ``own`` parameters, by the processors alone."""
+    """Returns the time of superoffload's plain step over ``own`` parameters, by the processors alone."""
     saving = BF16_STATE_SAVING if settings.state_dtype == "bf16" else 0.0
     return (PLAIN_BYTES + settings.gradient_bytes - 2 - saving) * own / host_bandwidth
 
 
 def _pipeline(window: float, stages: Sequence[float]) -> float:
-    """When the last bucket leaves the last stage, counted from the start of backward; one bucket at a time each."""
+    """Returns when the last bucket leaves the last stage, counted from backward's start; stages take one at a time."""
     free = [0.0] * len(stages)
     done = 0.0
     for bucket in range(1, BUCKETS + 1):

@@ -1,1 +1,1 @@
-"""What a run leaves behind: metrics, a summary, plots, one page to read."""
+"""Writes what a run leaves behind: metrics, a summary, plots, one page to read."""

@@ -1,4 +1,4 @@
-"""Runs next to each other: what their folders say, where their settings differ, whether they ended on the same bits."""
+"""Compares runs: what their folders say, where their settings differ, whether they ended on the same bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from superoffload.tools.train.run_digests import STATE_PARTS
 
 
 def figures(run: Run) -> dict[str, Any]:
-    """What the table and the JSON show of a run; None where it is not known."""
+    """Returns what the table and the JSON show of a run, with None for unknown values."""
     summary, seconds = run.summary, run.column("seconds")
     exposed = math.fsum(run.column("optimizer_seconds_exposed"))
     busy = math.fsum(run.column("optimizer_seconds"))
@@ -42,7 +42,7 @@ def figures(run: Run) -> dict[str, Any]:
 
 
 def different_settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Settings that are not the same in all runs that ended, by name."""
+    """Returns settings, by name, that are not the same in all runs that ended."""
     known = [run.settings for run in runs]
     names = dict.fromkeys(name for settings in known for name in settings)
     columns = {name: [settings.get(name) for settings in known] for name in names}
@@ -129,7 +129,7 @@ def _add_settings(page: Page, runs: Sequence[Run]) -> None:
 
 
 def _add_digests(page: Page, runs: Sequence[Run]) -> None:
-    """Equal digests mean equal bits, so runs that should agree can be seen to."""
+    """Adds the final digests: equal digests mean equal bits."""
     ended = [run for run in runs if run.summary is not None]
     if len(ended) < 2:
         return

@@ -1,4 +1,4 @@
-"""Loss, throughput, exposed optimizer time and memory of several runs in one picture."""
+"""Draws loss, throughput, exposed optimizer time and memory of several runs in one picture."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def plot_comparison(runs: Sequence[Run], path: Path) -> None:
 
 
 def _label(run: Run) -> str:
-    """Not as a formula, which a dollar sign would begin."""
+    """Returns the name with dollar signs escaped, which would begin a formula."""
     return run.name.replace("$", r"\$")
 
 

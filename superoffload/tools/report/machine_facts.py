@@ -1,4 +1,4 @@
-"""Facts about the machine and the software that a reader needs to judge or repeat a result."""
+"""Gathers facts about the machine and the software that a reader needs to judge or repeat a result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def benchmark_machine_facts() -> dict[str, Any]:
-    """The machine, and how busy it was when the measurement began."""
+    """Returns facts about the machine and its load when the measurement began."""
     return {
         **machine_facts(),
         "largest_cache_mib": round(largest_cache_bytes(System()) / 2**20, 1),
@@ -55,7 +55,7 @@ def memory_gib() -> float | None:
 
 
 def commit() -> str:
-    """The commit of the checkout this package runs from, with "+changes" if files differ; "unknown" elsewhere."""
+    """Returns the commit of the checkout this package runs from, plus "+changes" if files differ; else "unknown"."""
     if not (_ROOT / ".git").exists():
         return "unknown"
     head = _git("rev-parse", "HEAD")

@@ -1,4 +1,4 @@
-"""One self-contained HTML page: no script, no network, plots inlined, readable from disk and on paper."""
+"""Builds one self-contained HTML page: no script, no network, plots inlined, readable from disk and on paper."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ footer {{ margin-top: 40px; color: {style.MUTED}; font-size: 13px; }}
 
 
 def escape(text: str) -> str:
-    """Also of what is no valid text, or no text at all, in a name that another program gave."""
+    """Escapes text, including invalid characters in a name that another program gave."""
     return as_markup("\n".join(map(printable, text.split("\n"))))
 
 
 @dataclass(frozen=True)
 class Markup:
-    """Text that is HTML already; every other text is escaped."""
+    """Wraps text that is HTML already; every other text is escaped."""
 
     html: str
 
@@ -73,7 +73,7 @@ def mark(good: bool, yes: str = "equal", no: str = "different") -> Markup:
 
 @dataclass
 class Page:
-    """Collects sections in order; `html()` is the page."""
+    """Collects sections in order; `html()` returns the page."""
 
     title: str
     lead: str
@@ -85,7 +85,7 @@ class Page:
         self._parts.append(f'<div class="verdict {"good" if good else "bad"}">{escape(text)}{details}</div>')
 
     def cards(self, cards: Sequence[tuple[str, str]]) -> None:
-        """(value, what it is) pairs, large."""
+        """Adds (value, meaning) pairs in large type."""
         items = "".join(
             f'<div class="card"><b>{escape(value)}</b><span>{escape(what)}</span></div>' for value, what in cards
         )
@@ -110,7 +110,7 @@ class Page:
         self._parts.append(f'<div class="panel"><pre>{escape(text)}</pre></div>')
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[Cell]], numeric_from: int | None = None) -> None:
-        """Columns from `numeric_from` on are right-aligned."""
+        """Adds a table; columns from `numeric_from` on are right-aligned."""
 
         def attribute(column: int) -> str:
             return ' class="number"' if numeric_from is not None and column >= numeric_from else ""

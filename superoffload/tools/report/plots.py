@@ -1,4 +1,4 @@
-"""The plots of a run folder, drawn with matplotlib where it is installed."""
+"""Draws the plots of a run folder if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def matplotlib_installed() -> bool:
 def plot_training(
     records: Sequence[StepRecord], held_out_before: float | None, max_grad_norm: float | None, path: Path
 ) -> None:
-    """Loss, gradient norm with clips, and the optimizer's time: hidden behind backward, and exposed."""
+    """Draws loss, gradient norm with clips, and the optimizer's time: hidden behind backward, and exposed."""
     with _figure(path, (3.2, 2.4, 2.4)) as (loss, norm, overlap):
         _draw_loss(loss, records, held_out_before)
         _draw_norm(norm, records, max_grad_norm)
@@ -38,7 +38,7 @@ def plot_training(
 
 
 def plot_verification(steps: Sequence[ComparedStep], path: Path) -> None:
-    """Loss and events, what became of the speculated buckets, and which digests were equal, step by step."""
+    """Draws loss and events, the fates of the speculated buckets, and which digests were equal, step by step."""
     records = [step.speculative for step in steps]
     with _figure(path, (2.6, 2.8, 2.0)) as (loss, fates, digests):
         _draw_event_loss(loss, records)
@@ -48,7 +48,7 @@ def plot_verification(steps: Sequence[ComparedStep], path: Path) -> None:
 
 @contextmanager
 def _figure(path: Path, heights: Sequence[float]) -> Iterator[Any]:
-    """Axes above each other over the same steps; saved to `path` when the block ends."""
+    """Yields axes above each other over the same steps; saves them to `path` when the block ends."""
     with style.drawing(path, 9.5, sum(heights) + 0.6) as figure:
         axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=list(heights))
         yield axes
@@ -152,13 +152,13 @@ def _draw_digests(axes: Any, steps: Sequence[ComparedStep]) -> None:
 
 
 def event_label(text: str) -> str:
-    """An event without its steps: `clip@8-9:0.5x:late` is `clip 0.5x late`."""
+    """Returns an event without its steps: `clip@8-9:0.5x:late` becomes `clip 0.5x late`."""
     kind, _, rest = text.partition("@")
     return " ".join([kind, *rest.split(":")[1:]])
 
 
 def smooth(values: Sequence[float], width: int = 21) -> list[float]:
-    """Median of the values around each; the window shrinks towards the ends, so that nothing lags or is invented."""
+    """Returns the median around each value; the window shrinks towards the ends, so nothing lags or is invented."""
     result = []
     for index in range(len(values)):
         reach = min(width // 2, index, len(values) - 1 - index)

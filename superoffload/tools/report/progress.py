@@ -1,4 +1,4 @@
-"""Progress: a tqdm bar on a terminal, plain lines where the output goes to a file."""
+"""Shows progress: a tqdm bar on a terminal, plain lines if the output goes to a file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Progress:
             print(f"{self._title} {self._done}/{self._steps}  {text}", flush=True)
 
     def note(self, text: str) -> None:
-        """A line that stays, above the bar."""
+        """Prints a line that stays, above the bar."""
         if self._bar is not None:
             self._bar.write(text)
         elif self._enabled:
@@ -55,7 +55,7 @@ class Progress:
 
 
 def _bar(steps: int, narrow: bool) -> Any:
-    """A tqdm bar, or None (and a hint) where tqdm is not installed: then plain lines have to do."""
+    """Returns a tqdm bar; without tqdm prints a hint and returns None, and plain lines replace the bar."""
     try:
         from tqdm import tqdm
     except ImportError:

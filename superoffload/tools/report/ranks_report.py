@@ -1,4 +1,4 @@
-"""Summary, plot and text of `superoffload verify --ranks`."""
+"""Writes summary, plot and text of `superoffload verify --ranks`."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def finish_ranks(folder: RunFolder, summary: dict[str, Any], result: Result) -> 
 
 
 def plot_curves(curves: Mapping[str, Sequence[float]], tolerance: Tolerance, path: Path, title: str = "") -> None:
-    """Loss over steps, smoothed, and each curve's distance from one-process runs with what is allowed of it.
+    """Plots smoothed losses, and each curve's distance from one-process runs with the allowed distance.
 
-    Names are "one process" or end in speculative, synchronous or "plain ..."; what stands before is the group.
+    Names are "one process" or end in speculative, synchronous or "plain ..."; the part before is the group.
     """
     with style.drawing(path, 9.5, 6.6) as figure:
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
@@ -91,7 +91,7 @@ def plot_curves(curves: Mapping[str, Sequence[float]], tolerance: Tolerance, pat
 
 
 def _looks(name: str, groups: dict[str, str]) -> dict[str, Any]:
-    """A colour per group; a wide pale line for the synchronous run, which the speculative one covers if it is equal."""
+    """Returns a colour per group; the synchronous line is wide and pale, as an equal speculative run covers it."""
     if name == "one process":
         return {"color": style.INK, "linewidth": 1.2, "linestyle": (0, (1, 1.5)), "zorder": 4}
     group, _, kind = name.rpartition("ranks, ")

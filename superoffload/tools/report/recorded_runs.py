@@ -1,4 +1,4 @@
-"""Runs of `superoffload train` as their folders tell them: read with every field checked, since any may be damaged."""
+"""Reads runs of `superoffload train` from their folders and checks every field, since any may be damaged."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from superoffload.errors import ArgumentError, SuperOffloadError
 from superoffload.host.untrusted import cannot_be_read, parse_json, printable, read_bounded, read_json
 from superoffload.tools.train.run_digests import STATE_PARTS
 
-_LARGEST_METRICS = 1 << 30  # bytes: some 600 per step
-_LARGEST = 1e18  # of any figure
+_LARGEST_METRICS = 1 << 30  # bytes: about 600 per step
+_LARGEST = 1e18  # for any figure
 STATS = ("clip_rate", "skipped_steps", "journal_bytes_per_param", "pinned_bytes")
 
 
 @dataclass(frozen=True)
 class Run:
-    """`summary` is None where the run did not end; then only its finished steps are known."""
+    """Holds one run; `summary` is None if the run did not end, and then only its finished steps are known."""
 
     name: str
     path: Path
@@ -28,7 +28,7 @@ class Run:
     summary: Mapping[str, Any] | None
 
     def column(self, name: str) -> list[float]:
-        """One value per step; NaN where there is none."""
+        """Returns one value per step, NaN for a missing one."""
         return [math.nan if step.get(name) is None else float(step[name]) for step in self.steps]
 
     @property
@@ -48,13 +48,13 @@ class Run:
 
 
 def load_runs(paths: Sequence[str]) -> list[Run]:
-    """ArgumentError: one is no run folder. SuperOffloadError: it is one, and damaged."""
+    """Loads runs. Raises ArgumentError for a folder that is not a run's, SuperOffloadError for a damaged one."""
     names = _short_names([Path(path) for path in paths])
     return [_load(Path(path), name) for path, name in zip(paths, names, strict=True)]
 
 
 def _short_names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as it takes to tell them apart."""
+    """Returns the last parts of the paths, as many as it takes to tell them apart."""
     parts = [_absolute(path).parts for path in paths]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts]
@@ -66,7 +66,7 @@ def _short_names(paths: Sequence[Path]) -> list[str]:
 def _absolute(path: Path) -> Path:
     try:
         return path.resolve()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, with a NUL, links in a circle
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL inside, or a circle of links
         raise cannot_be_read(path, error) from error
 
 
@@ -87,7 +87,7 @@ def _load(path: Path, name: str) -> Run:
         raise SuperOffloadError(f"run {path}: damaged ({error}); run it again") from error
     foreign = summary is not None and (not isinstance(summary, dict) or summary.get("command") != "train")
     if foreign or steps is None:
-        raise ArgumentError(f"run {path}: not written by superoffload train, whose runs are what can be compared")
+        raise ArgumentError(f"run {path}: not written by superoffload train; only its runs can be compared")
     if not steps:
         raise ArgumentError(f"run {path}: has no finished step yet")
     problem = _problem_of_summary(summary) if summary is not None else None
@@ -97,7 +97,7 @@ def _load(path: Path, name: str) -> Run:
 
 
 def _read_steps(lines: bytes) -> list[dict[str, Any]] | None:
-    """None: not of superoffload train. Each is checked before the next: other content may need far more memory."""
+    """Returns None for other programs' metrics; checks each step before the next, as other data may fill the memory."""
     steps = []
     for line in io.BytesIO(lines):
         if not line.strip():
@@ -113,7 +113,7 @@ def _read_steps(lines: bytes) -> list[dict[str, Any]] | None:
 
 
 def _read_summary(path: Path) -> Any:
-    """None where the run did not end."""
+    """Returns the summary, or None if the run did not end."""
     try:
         return read_json(path)
     except FileNotFoundError:

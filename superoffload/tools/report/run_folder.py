@@ -1,4 +1,4 @@
-"""The folder a run leaves behind: metrics.jsonl, summary.json, plot.png, report.html."""
+"""Writes the folder a run leaves behind: metrics.jsonl, summary.json, plot.png, report.html."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        # Closing writes what could not be written before, and fails again; the first error is the one to tell.
+        # Closing retries the failed write and fails again; the first error is the one to report.
         with suppress(OSError):
             self._metrics.close()
 
@@ -58,7 +58,7 @@ class RunFolder:
         return self.path / "report.html"
 
     def add_metrics(self, values: Mapping[str, Any]) -> None:
-        """Append one line, and flush it: the lines up to a crash or a kill are there to read."""
+        """Appends one line and flushes it, so that the lines up to a crash or a kill can be read."""
         with naming_write_errors(self.metrics_path):
             self._metrics.write(json.dumps(values, allow_nan=False) + "\n")
             self._metrics.flush()
@@ -72,7 +72,7 @@ class RunFolder:
 
 
 def check_writable(path: str | None, argument: str) -> None:
-    """Fail now if a file that will be written at the end cannot be; leaves no file that was not there."""
+    """Fails now if a file that is written at the end cannot be; leaves no new file."""
     if path is None:
         return
     is_new = not os.path.lexists(path)
@@ -94,7 +94,7 @@ def write_json(path: str | os.PathLike[str], values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def naming_write_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns a full disk and the like into an error that names the file."""
+    """Turns OSError, such as a full disk, into an error that names the file."""
     try:
         yield
     except OSError as error:

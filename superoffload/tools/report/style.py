@@ -1,4 +1,4 @@
-"""Colours and figure settings shared by the plots and the page, so that a bucket fate looks the same in both."""
+"""Defines colours and figure settings shared by plots and page, so that a bucket fate looks the same in both."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def drawing(path: Path, width: float, height: float, **saved_with: Any) -> Itera
     from matplotlib.figure import Figure
 
     with rc_context(MATPLOTLIB):
-        # Without pyplot: no global state, and no display is ever looked for.
+        # Without pyplot there is no global state and no search for a display.
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)
         yield figure

@@ -1,4 +1,4 @@
-"""What the summaries and reports of all commands have in common."""
+"""Builds the parts that the summaries and reports of all commands share."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def common_summary(
 
 
 def json_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer's statistics without what JSON cannot hold."""
+    """Returns the optimizer's statistics without values that JSON cannot hold."""
     return {name: finite_or_none(value) for name, value in stats.items() if isinstance(value, (int, float, str))}
 
 
 def fate_lines(stats: Mapping[str, Any]) -> list[str]:
-    """The bucket counts as aligned text lines."""
+    """Returns the bucket counts as aligned text lines."""
     lines = [f"  speculated {stats['buckets_speculated']:>8}"]
     lines += [f"  {fate:<10} {stats[f'buckets_{fate}']:>8}   {FATES_IN_WORDS[fate]}" for fate in BUCKET_FATES]
     return lines
@@ -62,7 +62,7 @@ def add_plot(page: Page, folder: RunFolder, alternative: str, hint: str) -> None
 
 
 def add_reproduction(page: Page, summary: Mapping[str, Any]) -> None:
-    """Command line, settings, text, machine and versions: all that is needed to run it again."""
+    """Adds command line, settings, text, machine and versions: all that is needed to run it again."""
     page.heading("Run it again")
     page.pre(shlex.join(summary["command_line"]))
     corpus = summary["corpus"]

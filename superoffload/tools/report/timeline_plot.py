@@ -1,4 +1,4 @@
-"""A picture of a few steps of a trace: lanes above each other, buckets coloured by fate."""
+"""Draws a few steps of a trace: lanes above each other, buckets coloured by fate."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Event = dict[str, Any]
 
 _STEPS = 3
 _COMPUTE_COLOURS = {"forward": style.PALE_BLUE, "backward": "#7d95b0", "step()": style.INK}
-_LABELLED = 0.012  # of the width shown: narrower boxes have no room for a number
+_LABELLED = 0.012  # of the shown width: narrower boxes have no room for a number
 
 
 def plot_timeline(trace: str | PathLike[str], path: Path) -> None:
-    """The steps of `trace` in which most happened."""
+    """Draws the steps of `trace` with the most different fates."""
     events = [event for event in read_trace(trace) if event.get("ph") == "X"]
     shown = choose_steps(events)
     events = [event for event in events if event["args"]["step"] in shown]
@@ -35,7 +35,7 @@ def plot_timeline(trace: str | PathLike[str], path: Path) -> None:
 
 
 def choose_steps(events: Iterable[Event]) -> list[int]:
-    """Consecutive steps with as many different fates as there are; of equals the later ones, which are warmed up."""
+    """Returns the consecutive steps with the most different fates; of equals the latest, which are warmed up."""
     fates: dict[int, set[str]] = {}
     for event in events:
         known = fates.setdefault(event["args"]["step"], set())
@@ -55,7 +55,7 @@ def _title(steps: Sequence[int]) -> str:
 def _draw(axes: Any, events: Sequence[Event], tids: Sequence[int]) -> None:
     first = min(event["ts"] for event in events)
     width = max(event["ts"] + event["dur"] for event in events) - first
-    least = width / 700  # thinner ones would not be seen
+    least = width / 700  # thinner bars would be invisible
     for event in events:
         begin, duration = (event["ts"] - first) / 1e3, max(event["dur"], least) / 1e3
         row, fate = tids.index(event["tid"]), event["args"].get("fate")

@@ -1,4 +1,4 @@
-"""Summary, plot and page of `superoffload train`."""
+"""Writes summary, plot and page of `superoffload train`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def training_summary(
 def finish_training(
     folder: RunFolder, summary: dict[str, Any], records: Sequence[StepRecord], trace: str | None = None
 ) -> str:
-    """Write summary, plot and page; returns the result as text for the terminal."""
+    """Writes summary, plot and page; returns the result as text for the terminal."""
     folder.write_summary(summary)
     if matplotlib_installed():
         before, threshold = summary["loss"]["held_out_before"], summary["config"]["max_grad_norm"]

@@ -1,4 +1,4 @@
-"""Summary, plot and page of `superoffload verify`."""
+"""Writes summary, plot and page of `superoffload verify`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def verification_summary(
 
 
 def finish_verification(folder: RunFolder, summary: dict[str, Any], result: Verification) -> str:
-    """Write summary, plot and page; returns the result as text for the terminal."""
+    """Writes summary, plot and page; returns the result as text for the terminal."""
     folder.write_summary(summary)
     if matplotlib_installed() and result.steps:
         with naming_write_errors(folder.plot_path):
@@ -118,7 +118,7 @@ def _add_checks(page: Page, default_events: bool) -> None:
             "Every speculated bucket has exactly one fate, and the synchronous run speculated none.",
             "Every fate occurred."
             if default_events
-            else "Not, since these are not the default events: every fate occurred.",
+            else "Not checked, since these are not the default events: every fate occurred.",
         ]
     )
     page.paragraph("Torch ran with deterministic algorithms and a fixed number of threads.")

@@ -1,1 +1,1 @@
-"""A small, real training program on top of `superoffload.AdamW`: what `superoffload train` and `verify` run."""
+"""Trains a small model with `superoffload.AdamW`, for `superoffload train` and `verify`."""

@@ -1,6 +1,6 @@
-"""Text to train on, and batches of it: the Python standard library's own sources, or the user's files and folders.
+"""Reads text to train on, and cuts batches from it: the Python standard library's sources, or the user's files.
 
-One token is one byte, so any text works without a vocabulary, and everybody who has Python has the default corpus.
+One token is one byte, so any text works without a vocabulary. Every Python installation has the default corpus.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from superoffload.errors import ArgumentError
 
 DEFAULT_LIMIT = 8 << 20  # bytes; a default run reads each at most once, so more would only cost memory
 
-# Folders of the standard library that hold no library text: tests are mostly tables, the rest is not part of it.
+# Skipped folders of the standard library: tests are mostly tables, the rest does not belong to the library.
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
-# The text is cut into this many equal pieces and every PIECE_STRIDE-th is held out, so that the held-out text is
-# spread over all of the corpus instead of being its last files.
+# The text is cut into this many equal pieces and every PIECE_STRIDE-th is held out, so that the held-out text is spread
+# over all of the corpus.
 _PIECES = 100
 _PIECE_STRIDE = 20
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and held-out bytes (uint8), and where they came from."""
+    """Holds training and held-out bytes (uint8), and their source."""
 
     train: Tensor
     held_out: Tensor
@@ -41,7 +41,7 @@ class Corpus:
     sha256: str
 
     def describe(self) -> dict[str, str | int | bool]:
-        """What a summary needs to name the same text again."""
+        """Returns what a summary needs to identify the same text."""
         return {
             "source": self.source,
             "files": self.files,
@@ -53,7 +53,7 @@ class Corpus:
 
 
 def load_corpus(paths: Sequence[str] | None, sequence: int, limit: int = DEFAULT_LIMIT) -> Corpus:
-    """Read at most `limit` bytes of text and split them; `sequence` sets how much is needed at least."""
+    """Reads at most `limit` bytes of text and splits them; `sequence` sets the least size."""
     if limit < 1:
         raise ArgumentError(f"max_corpus_bytes={limit}: expected a positive number of bytes")
     if paths:
@@ -91,7 +91,7 @@ def _user_files(paths: Iterable[str]) -> list[Path]:
             raise ArgumentError(
                 f"data={name}: no such file or folder; give --data existing text files or folders"
             ) from None
-        except (OSError, ValueError) as error:  # a name that is too long, or in a folder that we may not enter
+        except (OSError, ValueError) as error:  # the name is too long, or permission is missing
             reason = getattr(error, "strerror", None) or error
             raise ArgumentError(f"data={name}: cannot be read ({reason}); give --data text files or folders") from None
         if path.is_dir():
@@ -107,7 +107,7 @@ def _user_files(paths: Iterable[str]) -> list[Path]:
 
 
 def _is_text_of_folder(path: Path, root: Path) -> bool:
-    """A visible regular file without NUL bytes near its start; symbolic links are not followed out of the folder."""
+    """Returns whether `path` is a visible regular file without NUL bytes near its start; skips symbolic links."""
     if any(part.startswith(".") for part in path.relative_to(root).parts) or path.is_symlink() or not path.is_file():
         return False
     try:
@@ -118,7 +118,7 @@ def _is_text_of_folder(path: Path, root: Path) -> bool:
 
 
 def _read(files: Iterable[Path], limit: int) -> tuple[bytes, int, bool]:
-    """The files' bytes up to `limit`, how many files they came from, and whether anything was left out."""
+    """Returns the files' bytes up to `limit`, the number of files they came from, and whether anything was left out."""
     pieces: list[bytes] = []
     room = limit
     used = 0
@@ -161,7 +161,7 @@ def _split(text: bytes, sequence: int, source: str) -> tuple[Tensor, Tensor]:
 
 
 class BatchSource:
-    """Random windows of `sequence + 1` bytes from one text, as int64 tokens [batch, sequence + 1]."""
+    """Draws random windows of `sequence + 1` bytes from one text, as int64 tokens [batch, sequence + 1]."""
 
     def __init__(self, text: Tensor, batch: int, sequence: int, seed: int) -> None:
         self._text = text
@@ -176,7 +176,7 @@ class BatchSource:
 
 
 def held_out_batches(text: Tensor, batch: int, sequence: int, count: int) -> list[Tensor]:
-    """The same `count` evenly spread batches of windows for every evaluation of every run."""
+    """Returns `count` evenly spread batches of windows, the same for every evaluation of every run."""
     windows = batch * count
     last_start = text.numel() - (sequence + 1)
     starts = torch.linspace(0, last_start, windows, dtype=torch.float64).long().unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Trouble on purpose at known steps, as `--inject` describes it.
+"""Injects the faults that `--inject` describes, at known steps.
 
 Every kind of event is something that real training code does or meets, and each takes another way through the
 optimizer. This file loads no torch, so that help and errors are immediate.
@@ -37,15 +37,15 @@ _HELP = "expected kind@step[-last][:argument] with kind one of " + ", ".join(KIN
 
 
 class InjectedError(Exception):
-    """What `raise@N` throws between backward and step(), standing for any exception of the user's own code."""
+    """Stands for any exception of the user's own code; `raise@N` throws it between backward and step()."""
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """A `max_grad_norm` for one step: an absolute value, or a fraction of the last finite gradient norm.
+    """Holds a `max_grad_norm` for one step: an absolute value, or a fraction of the last finite gradient norm.
 
-    A tight threshold that is known during backward stops speculation early, so there is little to replay. One that is
-    set late, between backward and step(), finds every bucket speculated.
+    A tight threshold known during backward stops speculation early, so there is little to replay. A late one, set
+    between backward and step(), finds every bucket speculated.
     """
 
     value: float
@@ -57,15 +57,15 @@ class Threshold:
             return self.value
         if last_norm is None:
             raise ArgumentError(
-                f"inject=clip:{self.value:g}x: no earlier step has a finite gradient norm to take {self.value:g} "
-                f"times of; inject the clip at a later step, or give an absolute threshold"
+                f"inject=clip:{self.value:g}x: no earlier step has a finite gradient norm to "
+                f"multiply by {self.value:g}; inject the clip at a later step, or give an absolute threshold"
             )
         return self.value * last_norm
 
 
 @dataclass(frozen=True)
 class StepEvents:
-    """What happens in one step. `texts` are the events as they were written, for tables and logs."""
+    """Describes what happens in one step. `texts` are the events as written, for tables and logs."""
 
     texts: tuple[str, ...] = ()
     poison: tuple[tuple[float, str], ...] = ()  # (value, "early" | "late")
@@ -77,7 +77,7 @@ class StepEvents:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether the step must end with every bit of the state as it was."""
+        """Returns whether the step must leave every bit of the state unchanged."""
         return bool(self.poison) or self.raises
 
 
@@ -93,7 +93,7 @@ class _Event:
 
 
 class Injection:
-    """The parsed events of a run, looked up by step."""
+    """Holds the parsed events of a run, looked up by step."""
 
     def __init__(self, events: Sequence[_Event]) -> None:
         by_step: dict[int, list[_Event]] = {}
@@ -106,7 +106,7 @@ class Injection:
 
 
 def parse_injection(text: str, steps: int) -> Injection:
-    """Parse an `--inject` argument for a run of `steps`; an event that could never happen is an error."""
+    """Parses an `--inject` argument for a run of `steps`; raises for an event that could never happen."""
     events = [event for item in text.split(",") if item.strip() for event in _parse_event(item.strip())]
     for event in events:
         if not 1 <= event.step <= steps:
@@ -184,9 +184,9 @@ def _combine(events: Sequence[_Event]) -> StepEvents:
 
 @contextmanager
 def poisoned(events: StepEvents, earliest: Tensor, latest: Tensor) -> Iterator[None]:
-    """Within it, backward puts the step's NaN or Inf into one element of a gradient, as it comes out of autograd.
+    """Makes backward put the step's NaN or Inf into one element of a gradient as it comes out of autograd.
 
-    A tensor hook runs before the gradient is accumulated, so this is what the optimizer's own hook sees; changing
+    A tensor hook runs before the gradient is accumulated, so the optimizer's own hook sees the change; changing
     `p.grad` afterwards would come too late for a bucket that was already speculated.
     """
     handles = [

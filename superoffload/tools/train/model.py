@@ -1,11 +1,11 @@
-"""A small decoder-only transformer: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
+"""Implements a small decoder-only transformer: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
 
-It is the shape of today's language models at a size that two CPU cores can train in a minute. It is plain PyTorch on
-purpose: nothing in it knows of the optimizer, so that whatever `superoffload.AdamW` does is done to an ordinary model.
+It has the shape of today's language models at a size that two CPU cores can train in a minute. It is plain PyTorch:
+nothing in it knows the optimizer, so `superoffload.AdamW` works on an ordinary model.
 
 Parameters and their gradients have one dtype, activations may have another: a layer reads its weight in the dtype of
-its input. With bf16 parameters a CPU without bf16 arithmetic then computes in fp32, several times faster than it
-would emulate bf16, and the optimizer sees the same bf16 parameters and bf16 gradients as anywhere else.
+its input. With bf16 parameters a CPU without bf16 arithmetic computes in fp32, several times faster than it would
+emulate bf16, and the optimizer sees the same bf16 parameters and gradients as elsewhere.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def native_bf16() -> bool:
-    """Whether this CPU multiplies bf16 in hardware; a torch that cannot tell counts as no."""
+    """Returns whether this CPU multiplies bf16 in hardware; a torch that cannot tell counts as no."""
     report: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(report.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def compute_dtype(parameters: torch.dtype, choice: str) -> torch.dtype:
-    """The dtype of activations for `--compute` auto|bf16|fp32. Auto depends on the CPU's features, never on timing."""
+    """Returns the dtype of activations for `--compute` auto|bf16|fp32; auto depends on CPU features, never on time."""
     if choice != "auto":
         return DTYPES[choice]
     return parameters if parameters != torch.bfloat16 or native_bf16() else torch.float32
 
 
 class Linear(nn.Module):
-    """A matrix without bias, read in the dtype of its input."""
+    """Multiplies by a matrix without bias, read in the dtype of its input."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Scale to unit root mean square."""
+    """Scales to unit root mean square."""
 
     def __init__(self, width: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -61,20 +61,20 @@ class RMSNorm(nn.Module):
 
 
 def rotary_tables(sequence: int, width: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every (position, pair) angle, each [sequence, width // 2], in fp32."""
+    """Returns cosine and sine of every (position, pair) angle, each [sequence, width // 2], in fp32."""
     frequency = _ROTARY_BASE ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
     angle = torch.outer(torch.arange(sequence, dtype=torch.float32), frequency)
     return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x[i], x[i + width/2]) of [batch, heads, sequence, width] by their position's angle."""
+    """Rotates the pairs (x[i], x[i + width/2]) of [batch, heads, sequence, width] by their position's angle."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 class Attention(nn.Module):
-    """Causal attention in which groups of query heads share one key/value head."""
+    """Computes causal attention in which groups of query heads share one key/value head."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """Gated feed-forward layer: down(silu(gate(x)) * up(x)), gate and up in one matrix."""
+    """Computes the gated feed-forward layer down(silu(gate(x)) * up(x)), with gate and up in one matrix."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer: attention and feed-forward, each behind a norm and around a residual."""
+    """Computes one transformer layer: attention and feed-forward, each behind a norm and around a residual."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens (bytes, unless the vocabulary is larger) in, logits of the next ones out."""
+    """Maps tokens (bytes, unless the vocabulary is larger) to logits of the next ones."""
 
     cos: Tensor
     sin: Tensor
@@ -148,7 +148,7 @@ class Transformer(nn.Module):
         self.cos, self.sin = cos, sin
 
     def _initialize(self) -> None:
-        """Normal(0, 0.02); the two matrices that write to the residual stream are scaled down by its depth."""
+        """Draws from Normal(0, 0.02); scales down the two matrices that write to the residual stream by its depth."""
         residual_scale = (2 * self.config.layers) ** -0.5
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
@@ -166,7 +166,7 @@ class Transformer(nn.Module):
         return logits
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """Mean cross-entropy of the next token in nats over [batch, sequence + 1] tokens, taken in fp32."""
+        """Returns mean cross-entropy of the next token in nats over [batch, sequence + 1] tokens, computed in fp32."""
         logits = self(tokens[:, :-1])
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -175,7 +175,7 @@ class Transformer(nn.Module):
 
 
 def build_model(config: ModelConfig, dtype: torch.dtype, compute: torch.dtype, seed: int) -> Transformer:
-    """The model with weights drawn from `seed` alone in fp32, its parameters then rounded to `dtype`."""
+    """Returns the model with weights drawn from `seed` alone in fp32 and parameters rounded to `dtype`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Transformer(config, compute)

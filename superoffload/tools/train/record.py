@@ -1,4 +1,4 @@
-"""What one training step left behind: a line of `metrics.jsonl`."""
+"""Records one training step as a line of `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BUCKET_FATES = ("committed", "undone", "replayed", "skipped", "abandoned")
 
 @dataclass(frozen=True)
 class StepRecord:
-    """`grad_norm` and `clip_coefficient` are None where step() was not reached; `counters` are this step's share."""
+    """Records a step; `grad_norm` and `clip_coefficient` are None if step() was not reached; `counters` are its own."""
 
     COUNTERS: ClassVar[tuple[str, ...]] = (
         "buckets_speculated",
@@ -47,14 +47,14 @@ class StepRecord:
 
     @property
     def hidden_seconds(self) -> float:
-        """Optimizer work behind backward. Work that waited exposed for a busy CPU can exceed the work itself."""
+        """Returns optimizer time behind backward; exposed waiting on a busy CPU can exceed the work itself."""
         return max(0.0, self.counters.get("optimizer_seconds", 0.0) - self.exposed_seconds)
 
     def with_held_out_loss(self, loss: float) -> StepRecord:
         return dataclasses.replace(self, held_out_loss=loss)
 
     def as_json(self) -> dict[str, Any]:
-        """A flat JSON object without NaN and Infinity, which JSON does not have."""
+        """Returns a flat JSON object, with null for NaN and Infinity, which JSON does not have."""
         values = dataclasses.asdict(self)
         values.update(values.pop("counters"))
         values["events"] = list(self.events)
@@ -63,7 +63,7 @@ class StepRecord:
 
 
 def unclipped_steps(stats: Mapping[str, Any]) -> int:
-    """Of an optimizer's steps, those in which buckets that were speculated are kept."""
+    """Counts the steps that keep their speculated buckets."""
     return int(stats["steps"] - stats["clipped_steps"])
 
 

@@ -1,4 +1,4 @@
-"""SHA-256 digests of what goes into a step and of what comes out, and torch set up so that they can be compared."""
+"""Computes SHA-256 digests of a step's input and result, with torch set up so that they can be compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STATE_PARTS = ("master", "exp_avg", "exp_avg_sq", "published")
 
 @dataclass(frozen=True)
 class StepDigests:
-    """Digests of one step: the gradients as they were just before step(), the state after it."""
+    """Holds digests of one step: of the gradients just before step(), and of the state after it."""
 
     gradients: str
     master: str
@@ -24,12 +24,12 @@ class StepDigests:
     published: str
 
     def differing_state(self, other: StepDigests) -> list[str]:
-        """Which parts of the state differ."""
+        """Returns which parts of the state differ."""
         return [part for part in STATE_PARTS if getattr(self, part) != getattr(other, part)]
 
 
 def gradient_digest(model: nn.Module) -> str:
-    """One digest over the names and gradient bits of all parameters, a missing gradient included as such."""
+    """Returns one digest over the names and gradient bits of all parameters, with a mark for a missing gradient."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(name.encode())
@@ -42,7 +42,7 @@ def gradient_digest(model: nn.Module) -> str:
 
 @contextmanager
 def deterministic_torch(threads: int | None) -> Iterator[int]:
-    """Deterministic algorithms and a fixed thread count, so that equal steps give equal gradients; yields the count."""
+    """Sets deterministic algorithms and a thread count, so that equal steps give equal gradients; yields the count."""
     algorithms = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     with torch_threads(threads) as count:
@@ -55,7 +55,7 @@ def deterministic_torch(threads: int | None) -> Iterator[int]:
 
 @contextmanager
 def torch_threads(threads: int | None) -> Iterator[int]:
-    """Torch's own thread count, fixed for a while (None: as it is); yields the count."""
+    """Sets torch's own thread count for a while (None: unchanged); yields the count."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:

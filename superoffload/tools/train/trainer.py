@@ -1,7 +1,7 @@
-"""The training loop: micro-batches, backward, step, one record per step, and injected trouble where asked for.
+"""Runs the training loop: micro-batches, backward, step, one record per step, and injected faults.
 
 It uses `superoffload.AdamW` as any training script would: accumulate() around all but the last backward, step(),
-zero_grad(), a torch scheduler. Gradient clipping is the optimizer's (`max_grad_norm`).
+zero_grad(), a torch scheduler. The optimizer clips gradients itself (`max_grad_norm`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FINAL_FRACTION = 0.1  # of the learning rate, at the end of a run
 
 
 def learning_rate_factor(step: int, warmup: int, steps: int) -> float:
-    """Of the base learning rate, in the zero-based `step`: linear warm-up, then a cosine down to a tenth."""
+    """Returns the share of the base learning rate at zero-based `step`: linear warm-up, then a cosine to a tenth."""
     if step < warmup:
         return (step + 1) / warmup
     progress = min(1.0, (step - warmup) / max(1, steps - warmup))
@@ -38,12 +38,12 @@ def learning_rate_factor(step: int, warmup: int, steps: int) -> float:
 
 
 def warmup_cosine(optimizer: Optimizer, warmup: int, steps: int) -> LambdaLR:
-    """The schedule as an ordinary torch scheduler, since that is what users attach to the optimizer."""
+    """Returns the schedule as an ordinary torch scheduler, which users attach to the optimizer."""
     return LambdaLR(optimizer, lambda step: learning_rate_factor(step, warmup, steps))
 
 
 def build_optimizer(model: Transformer, config: TrainingConfig, trace: str | None = None) -> AdamW:
-    """AdamW with weight decay on matrices and none on norm weights, as two param groups."""
+    """Returns AdamW with weight decay on matrices and none on norm weights, as two param groups."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     norms = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [
@@ -65,7 +65,7 @@ def build_optimizer(model: Transformer, config: TrainingConfig, trace: str | Non
 
 
 class Trainer:
-    """One training run, a step at a time. Close it (or use `with`) to end the optimizer's worker threads."""
+    """Runs one training, a step at a time. Close it (or use `with`) to end the optimizer's worker threads."""
 
     def __init__(self, config: TrainingConfig, corpus: Corpus, injection: Injection, trace: str | None = None) -> None:
         self.config = config
@@ -90,11 +90,11 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss on the held-out text, in nats per byte."""
+        """Returns the mean loss on the held-out text, in nats per byte."""
         return math.fsum(self.model.loss(tokens).item() for tokens in self._held_out) / len(self._held_out)
 
     def train_step(self, step: int, before_step: Callable[[], None] | None = None) -> StepRecord:
-        """Run step number `step` (from 1). `before_step` is called between backward and step()."""
+        """Runs step number `step` (from 1). Calls `before_step` between backward and step()."""
         events = self._injection.at(step)
         optimizer = self.optimizer
         stats_before = optimizer.stats()
@@ -115,13 +115,13 @@ class Trainer:
         seconds = time.perf_counter() - started
         optimizer.max_grad_norm = self.config.max_grad_norm
         with warnings.catch_warnings():
-            # torch warns when the scheduler steps first; with an exception injected at step 1 that is what happens.
+            # torch warns when the scheduler steps first, as it does with an exception injected at step 1.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
             self.scheduler.step()
         return self._record(step, loss, lr, seconds, stepped, events, stats_before)
 
     def _step(self, events: StepEvents) -> bool:
-        """step(), unless injected user code raises first; then, as such code would, give this step up."""
+        """Calls step(), or, if injected user code raises first, gives the step up as such code would."""
         try:
             if events.raises:
                 raise InjectedError("injected between backward and step()")
@@ -136,13 +136,13 @@ class Trainer:
         return True
 
     def _window(self, events: StepEvents) -> float:
-        """All micro-batches of one step, the boundary last; the mean loss."""
+        """Runs all micro-batches of one step, the boundary last; returns the mean loss."""
         losses = []
         for _ in range(self.config.accumulation - 1):
             with self.optimizer.accumulate():
                 losses.append(self._backward())
-        # The head's gradient is the first that backward finishes, the embedding's the last. Tied, they are one
-        # tensor, finished last, and the final norm's comes first.
+        # Backward finishes the head's gradient first, the embedding's last. Tied, they are one tensor, finished last,
+        # and the final norm's comes first.
         head, embedding = self.model.head.weight, self.model.embedding.weight
         earliest = self.model.norm.weight if head is embedding else head
         with poisoned(events, earliest, embedding):

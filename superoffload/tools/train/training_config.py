@@ -1,4 +1,4 @@
-"""Everything that decides what a training run computes, checked before anything starts. Loads no torch."""
+"""Defines what decides a training run's results, and checks it before the run starts. Loads no torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from superoffload.errors import ArgumentError
 DTYPE_NAMES = ("bf16", "fp32")
 SPECULATION = ("adaptive", "always", "never")
 STATE_DTYPES = ("fp32", "bf16")
-MOST_THREADS = 1024  # no machine has use for more, and starting them may fail
+MOST_THREADS = 1024  # more is of no use, and starting them may fail
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the transformer. `mlp` is the inner width of SwiGLU; `sequence` bounds the rotary tables.
+    """Holds the sizes of the transformer. `mlp` is the inner width of SwiGLU; `sequence` bounds the rotary tables.
 
-    `vocabulary`: one token per byte value, unless a benchmark brings tokens of its own.
+    `vocabulary`: one token per byte value, unless a benchmark brings its own tokens.
     """
 
     layers: int = 3
@@ -57,7 +57,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """One run. `warmup=None` means a tenth of the steps, 20 at most; `threads=None` leaves the choice to AdamW."""
+    """Configures a run. `warmup=None`: a tenth of the steps, 20 at most; `threads=None` leaves the choice to AdamW."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     dtype: str = "bf16"
@@ -116,7 +116,7 @@ class TrainingConfig:
         return dataclasses.replace(self, **changes)
 
     def describe(self) -> dict[str, Any]:
-        """All values as they apply, for a summary."""
+        """Returns all values as they apply, for a summary."""
         return {**dataclasses.asdict(self), "warmup": self.warmup_steps, "tokens_per_step": self.tokens_per_step}
 
 
@@ -126,7 +126,7 @@ def _check_at_least(name: str, value: int, least: int) -> None:
 
 
 def check_seed(seed: int) -> None:
-    """What every generator and the optimizer take."""
+    """Raises for a seed that some generator or the optimizer does not take."""
     if not 0 <= seed < 2**32:
         raise ArgumentError(f"seed={seed}: expected a whole number from 0 to {2**32 - 1}")
 

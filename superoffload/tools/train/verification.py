@@ -1,8 +1,7 @@
-"""The same training twice, speculative and synchronous, side by side, compared bit for bit after every step.
+"""Trains the same twice, speculative and synchronous, side by side, and compares bit for bit after every step.
 
-Side by side rather than one after the other, so that the first difference can be described in full: which parameters,
-how many of their elements. The two runs share nothing but the corpus: each has its own model, optimizer, worker
-threads and batches.
+Side by side, so that the first difference can be described in full: which parameters, how many of their elements. The
+two runs share nothing but the corpus: each has its own model, optimizer, worker threads and batches.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ OnStep = Callable[["ComparedStep"], None]
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """One step of both runs. `difference` says in words what differs; empty means every digest is equal."""
+    """Holds one step of both runs. `difference` says what differs; it is empty if every digest is equal."""
 
     speculative: StepRecord
     synchronous: StepRecord
@@ -53,9 +52,9 @@ class ComparedStep:
 
 @dataclass
 class Verification:
-    """The outcome: compared steps, totals of both runs, and every problem found.
+    """Holds the outcome: compared steps, totals of both runs, and every problem found.
 
-    ``inconclusive``: no problem, but a way that speculated buckets can go was not taken, and so not compared.
+    ``inconclusive``: no problem, but some fate of speculated buckets did not occur, and so was not compared.
     """
 
     steps: list[ComparedStep] = field(default_factory=list)
@@ -68,7 +67,7 @@ class Verification:
         self.speculative_stats, self.synchronous_stats = speculative, synchronous
 
     def leave_open(self, why: str) -> None:
-        """Nothing differs, but ``why`` says what was not compared; empty: all was."""
+        """Records ``why`` the comparison has a gap although nothing differs; empty: all was compared."""
         self.inconclusive = why
 
     @property
@@ -81,7 +80,7 @@ class Verification:
 
 
 class _Run:
-    """One of the two runs, with the state it started from."""
+    """Holds one of the two runs, with the state it started from."""
 
     def __init__(self, config: TrainingConfig, corpus: Corpus, injection: Injection, speculation: str) -> None:
         self.trainer = Trainer(config.replace(speculation=speculation), corpus, injection)
@@ -104,7 +103,7 @@ def verify(
     must_exercise_all: bool,
     on_step: OnStep | None = None,
 ) -> Verification:
-    """Train twice in lock-step and compare; stops at the first difference, since all later steps differ with it."""
+    """Trains twice in lock-step and compares; stops at the first difference, since all later steps differ with it."""
     result = Verification()
     speculative = _Run(config, corpus, injection, "always")
     with speculative.trainer:
@@ -148,7 +147,7 @@ def _compare_step(speculative: _Run, synchronous: _Run, step: int) -> ComparedSt
 
 
 def _differing_parameters(speculative: Trainer, synchronous: Trainer) -> str:
-    """Name the parameters whose state differs, with counts of differing elements."""
+    """Names the parameters whose state differs, with counts of differing elements."""
     found = []
     pairs = zip(speculative.model.named_parameters(), synchronous.model.parameters(), strict=True)
     for (name, one), other in pairs:
@@ -169,7 +168,7 @@ def _step_problems(compared: ComparedStep, before: StepDigests, injection: Injec
     where = f"step {compared.step} ({events})" if events else f"step {compared.step}"
     if compared.difference:
         return [f"{where}: {compared.difference}"]
-    # Equal runs could still both be wrong about a step that must not happen: its state must be that of the step before.
+    # Equal runs could both be wrong about a step that must not happen: its state must be that of the step before.
     changed = compared.speculative_digests.differing_state(before)
     if changed and injection.at(compared.step).keeps_state:
         return [f"{where}: the step had to leave everything as it was, but {', '.join(changed)} changed"]
@@ -199,7 +198,7 @@ def _count_problems(result: Verification, must_exercise_all: bool) -> list[str]:
 
 
 def _not_exercised(stats: Mapping[str, Any]) -> str:
-    """Which ways no bucket went, though the default events must see to it that all are taken; empty if none."""
+    """Returns which fates did not occur, though the default events must cause all of them; empty if none."""
     unused = [fate for fate in ("speculated", *BUCKET_FATES) if not stats[f"buckets_{fate}"]]
     if not unused:
         return ""
