@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.bucket import GroupHyper, Shard
+from superoffload.bucket import GroupHyper, JournalWidth, Shard
 from superoffload.engine.engine import Engine
-from superoffload.engine.journal_width import JournalWidth
 from superoffload.engine.options import EngineOptions
 from superoffload.engine.recorder import Recorder
 from superoffload.link import HostLink

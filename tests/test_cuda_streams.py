@@ -19,8 +19,8 @@ from superoffload.cuda.link import CudaLink, CudaOptions
 from superoffload.errors import StateError
 from superoffload.integrations import ddp, fsdp2
 from superoffload.integrations.ddp import ReducedGradients
+from superoffload.interrupts import Alone
 from superoffload.optimizer import module_hooks
-from superoffload.optimizer.lifetime import Alone
 from superoffload.optimizer.watched import Tracked
 from tests.adamw_tools import batch
 from tests.fake_cuda import IMAGE, Fake, FakeDevice, LateLink, garbage_like, on_fake_device

@@ -21,7 +21,7 @@ from superoffload.emulation.machine import Machine, Workload
 from superoffload.emulation.paced import PacedTraining
 from superoffload.engine.executor import Executor
 from superoffload.engine.finisher import Finisher
-from superoffload.engine.packer import Packer
+from superoffload.engine.inbox import Packer
 from superoffload.engine.snapshots import Snapshots
 from superoffload.engine.speculator import Speculator
 from superoffload.engine.tail import Tail

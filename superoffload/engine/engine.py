@@ -69,15 +69,15 @@ class Engine(EngineParts):
 
     def arrive_together(self, arrivals: Sequence[tuple[Shard, Tensor]], *, in_backward: bool) -> None:
         """Several final gradients, in the order in which they came."""
-        self.link.check_stream()
-        self.layout.attach_waiting()
-        if self.tail.is_under_way:
+        if self.link.in_streams:
+            self.link.check_stream()
+        if self.layout.lacks_buckets:
+            self.layout.attach_waiting()
+        if self.tail.undelivered or self.tail.unsettled:
             for shard, _ in arrivals:
                 self.tail.finish(shard)
         for bucket in self.inbox.take(arrivals, in_backward=in_backward):
-            self._pack(bucket)
-            if in_backward:
-                self._speculate(bucket)
+            self._pack(bucket, in_backward=in_backward)
 
     def add(self, shard: Shard, addend: Tensor, *, more_to_come: bool) -> None:
         """``addend`` (as for ``arrive()``) belongs to a gradient of this step that was packed and let go.
@@ -100,25 +100,25 @@ class Engine(EngineParts):
             for bucket, _ in places:
                 self._await_earlier_part(bucket)
             self.packer.add(places, ours)
+            self.speculator.is_added_to([bucket for bucket, _ in places])
         if more_to_come:
             self.inbox.expect_more([shard.index])
             return
         self.inbox.expect_no_more(shard)
         for bucket, _ in places:
             if bucket.state is BucketState.READY and bucket.missing == 0:
-                self._speculate(bucket)
+                self.speculator.consider(bucket)
 
-    def _pack(self, bucket: Bucket) -> None:
+    def _pack(self, bucket: Bucket, *, in_backward: bool) -> None:
         self._await_earlier_part(bucket)
         self.packer.pack(bucket)
-
-    def _speculate(self, bucket: Bucket) -> None:
-        if self.inbox.is_whole(bucket) and self.speculator.is_worthwhile():
-            self.speculator.speculate(bucket)
+        self.speculator.is_packed(bucket, in_backward=in_backward)
 
     def _await_earlier_part(self, bucket: Bucket) -> None:
+        if bucket.arrival is None:
+            return
         try:
-            self.packer.await_earlier_part(bucket)
+            self.packer.await_earlier_part(bucket, bucket.arrival)
         except DeviceError:
             self.tail.finish()  # what the step before has left is not of this one, and fails by itself
             self._abandon_step()
@@ -136,7 +136,7 @@ class Engine(EngineParts):
             self.speculator.undo(bucket)
             self.inbox.unpack(bucket)
             bucket.take_out(place)
-            self.packer.norm.forget(bucket)
+            self.speculator.norm.forget(bucket)
         if not self.inbox:
             self.link.step_ended(whole=False)  # no other call will end it, unless gradients come again
         self._abandon_what_is_lost()
@@ -181,7 +181,7 @@ class Engine(EngineParts):
         self._recorder.deciding()
         for bucket in self.buckets:
             if bucket.state is BucketState.FILLING and any(bucket.present):
-                self._pack(bucket)
+                self._pack(bucket, in_backward=False)
         with self.executor.caller_at_work():
             self.packer.await_arrivals()
             if self.executor.failure is not None:
@@ -312,7 +312,6 @@ class Engine(EngineParts):
                 bucket.renew()
         self.executor.stopwatch.step_ended()
         self.executor.forget_hypers()
-        self.packer.end_step()
         order = self.inbox.end_step()
         self.speculator.end_step()
         self.link.step_ended(whole=whole)

@@ -49,8 +49,6 @@ class Tracked:
     sums: Sums | None = None  # of its bits, where they are compared
     shown_steps: int = 0
     has_stepped: bool = False  # by this optimizer, so that the dtype of its gradients is known
-    _arrivals: int = 0  # backward passes that reached it since the last step
-    _expected: int = 1  # as many as in the step before
 
     def __post_init__(self) -> None:
         local = local_of(self.param)
@@ -62,23 +60,9 @@ class Tracked:
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
-    def arrives(self) -> bool:
-        """One backward more has reached it: whether it is the last one, going by the step before."""
-        self._arrivals += 1
-        return self._arrivals >= self._expected
-
-    def arrives_last(self) -> bool:
-        """``arrives()``, where it is the last one; else nothing is counted."""
-        if self._arrivals + 1 < self._expected:
-            return False
-        self._arrivals += 1
-        return True
-
     def end_step(self) -> bool:
         """Whether this step has moved it."""
         self.gradient.end_step()
-        self._expected = max(1, self._arrivals)
-        self._arrivals = 0
         moved = self.shown_steps != self.shard.steps
         if moved:
             self.shown_steps = self.shard.steps
@@ -88,7 +72,6 @@ class Tracked:
     def abandon(self) -> None:
         """The step ends with nothing changed."""
         self.gradient.end_step()
-        self._arrivals = 0
 
     # ---- the value ------------------------------------------------------------------------------------------------
 
