@@ -167,7 +167,7 @@ class Whole:
 
     def out_of_use(self) -> bool:
         """Asked at every gradient that completes a bucket."""
-        return self.is_over or self.cut_off is not None or self.pid != os.getpid()
+        return self.is_over or self.cut_off is not None or self.forked
 
     def if_in_use(self, work: Callable[P, object], *args: P.args, **named: P.kwargs) -> None:
         """Calls ``work``, alone, unless it is out of use."""

@@ -38,7 +38,7 @@ class Executor:
         self._link = link
         self._schedule = schedule
         self._clock = clock
-        self._failure: SuperOffloadError | None = None
+        self.failure: SuperOffloadError | None = None  # the first one that was not raised yet
 
     # ---- what buckets are stepped with ------------------------------------------------------------------------
 
@@ -88,22 +88,17 @@ class Executor:
 
     # ---- failures ---------------------------------------------------------------------------------------------
 
-    @property
-    def failure(self) -> SuperOffloadError | None:
-        """The first one that was not raised yet."""
-        return self._failure
-
     def fail(self, error: SuperOffloadError) -> None:
         """Keeps ``error`` unless there is an earlier one."""
-        self._failure = self._failure or error
+        self.failure = self.failure or error
 
     def fail_first(self, error: SuperOffloadError) -> None:
         """Keeps ``error``; an earlier one becomes its cause."""
-        error.__cause__, self._failure = self._failure, error
+        error.__cause__, self.failure = self.failure, error
 
     def take_failure(self) -> SuperOffloadError | None:
         """The failure, which is the caller's to raise."""
-        failure, self._failure = self._failure, None
+        failure, self.failure = self.failure, None
         return failure
 
     def raise_failure(self) -> None:

@@ -32,14 +32,6 @@ class Inbox:
         self.numel_packed = 0
         self._order: list[int] = []  # arrivals in backward, until the order is observed
 
-    def __contains__(self, shard: Shard) -> bool:
-        """Whether a gradient of ``shard`` has arrived in this step."""
-        return shard.index in self.arrived
-
-    def __bool__(self) -> bool:
-        """Whether any has."""
-        return bool(self.arrived)
-
     def shards(self) -> list[Shard]:
         """Those with a gradient, in registration order."""
         return [shard for shard in self._layout.shards if shard.index in self.arrived]

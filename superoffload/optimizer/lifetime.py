@@ -51,15 +51,6 @@ class Lifetime:
     def closed(self) -> bool:
         return self.work.is_over
 
-    @property
-    def forked(self) -> bool:
-        """Whether this process is a copy of the owner's, where none of its threads run."""
-        return self.work.forked
-
-    @property
-    def interrupted(self) -> bool:
-        return self.work.cut_off is not None
-
     def ends_with(self, owner: object) -> bool:
         """Whether ``owner`` is to be closed when it is freed.
 
@@ -82,7 +73,7 @@ class Lifetime:
 
     def check_usable(self, *, closed_too: bool = False, to_load: bool = False) -> None:
         """``closed_too``: also once it is closed. ``to_load``: also where a load before has failed half-way."""
-        if self.interrupted:
+        if self.work.cut_off is not None:
             raise StateError(
                 "the optimizer was interrupted in the middle of its work (see the error before this one) and its state "
                 "cannot be trusted; make a new one and load the last checkpoint"
@@ -97,7 +88,7 @@ class Lifetime:
             raise StateError("the optimizer is closed; make a new one and load the state_dict() of this one")
 
     def _check_process(self) -> None:
-        if self.forked:  # where the lock may be one that another thread had when the process was forked
+        if self.work.forked:  # where the lock may be one that another thread had when the process was forked
             raise StateError(
                 f"the optimizer was made in process {self.work.pid} and its worker threads do not survive fork(); "
                 "make the optimizer in the process that trains"
@@ -125,10 +116,10 @@ class Lifetime:
                     is_closed(owner)
 
     def _close(self, threads: Threads) -> None:
-        if self.forked:
+        if self.work.forked:
             return
         with self.work:
-            if self.interrupted:
+            if self.work.cut_off is not None:
                 threads.end_threads()
             elif not self.work.is_over:
                 self.work.end()  # for threads that wait for the lock

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from superoffload.bucket import Shard
 from superoffload.checkpoint import ParamState
 from superoffload.errors import DeviceError, StateError
 from superoffload.masters import follow
-from superoffload.optimizer.watched_gradient import UNKNOWN, PackedSums, WatchedGradient
+from superoffload.optimizer.watched_gradient import UNKNOWN, PackedSums, WatchedGradient, end_all
 from superoffload.ranks.layout import Holding, is_dtensor, local_of, memory_order, version_of
 
 
@@ -60,18 +60,13 @@ class Tracked:
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
-    def end_step(self) -> bool:
-        """Whether this step has moved it."""
-        self.gradient.end_step()
+    def has_moved(self) -> bool:
+        """Whether the step that ends has moved it."""
         moved = self.shown_steps != self.shard.steps
         if moved:
             self.shown_steps = self.shard.steps
             self.has_stepped = True
         return moved
-
-    def abandon(self) -> None:
-        """The step ends with nothing changed."""
-        self.gradient.end_step()
 
     # ---- the value ------------------------------------------------------------------------------------------------
 
@@ -160,6 +155,18 @@ class Tracked:
             else:
                 values.master.copy_to(shard.master)
         self.forget_value()  # compare with the parameter at the next opportunity
+
+
+def end_step(several: Sequence[Tracked]) -> set[Tracked]:
+    """The engine has none of their gradients any more. Returns those that the step has moved."""
+    end_all(tracked.gradient for tracked in several)
+    return {tracked for tracked in several if tracked.has_moved()}
+
+
+def remember_plain(several: Iterable[tuple[Tracked, int, Sums]]) -> None:
+    """``Tracked.remember_plain()`` for each, with its address and sums."""
+    for tracked, address, sums in several:
+        tracked.remember_plain(address, sums)
 
 
 def remember_values(several: Iterable[Tracked], *, on_device: bool = True) -> None:

@@ -40,10 +40,10 @@ def _submits(change: Callable[[Operation], Operation | None]) -> Mutant:
     """Worker threads are given another operation; None: none."""
 
     def make(submit: Callable[..., Any]) -> Callable[..., Any]:
-        def submitted(executor: Executor, bucket: Bucket, operation: Operation, width: int = 1) -> None:
+        def submitted(executor: Executor, bucket: Bucket, operation: Operation) -> None:
             instead = change(operation)
             if instead is not None:
-                submit(executor, bucket, instead, width)
+                submit(executor, bucket, instead)
 
         return submitted
 
