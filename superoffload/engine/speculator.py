@@ -91,10 +91,10 @@ class Speculator:
         executor = self._executor
         if not bucket.speculate(executor.hyper, self._unscale, executor.pool.submit):
             return
-        self.speculated += 1
         if self._link.asynchronous:
             assert bucket.running is not None
             self._link.stage(bucket, bucket.running)
+        self.speculated += 1
 
     # ---- taking back ------------------------------------------------------------------------------------------
 
