@@ -169,7 +169,7 @@ class AdamW(Optimizer):
     def state(self) -> defaultdict[Tensor, Any]:
         """As in torch. The tensors are those that are stepped: after a two-phase step they follow a little later, so
         read them anew from here, which waits for that, or after ``synchronize()``."""
-        if not self._lifetime.out_of_use():
+        if not self._lifetime.work.out_of_use():
             with self._lifetime.whole():
                 self._core.tail.settle()
         return self._lasting.views.mapping
@@ -243,12 +243,12 @@ class AdamW(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. Without a ``step()`` since backward, the step is abandoned: nothing has changed."""
-        self._lifetime.if_in_use(self._parts.boundary.abandon)
+        self._lifetime.work.if_in_use(self._parts.boundary.abandon)
         super().zero_grad(set_to_none)
         for group in self.param_groups:
             for param in group["params"]:
                 clear_main_grad(param)
-        self._lifetime.if_in_use(self._core.layout.make_way)
+        self._lifetime.work.if_in_use(self._core.layout.make_way)
 
     def accumulate(self) -> Accumulating:
         """Backward inside this context is not the boundary: gradients add up and nothing is stepped yet."""

@@ -30,12 +30,12 @@ class Engine(EngineParts):
 
     def has_gradient(self, shard: Shard) -> bool:
         """Whether a gradient of ``shard`` has arrived in this step."""
-        return shard in self.inbox
+        return shard.index in self.inbox.arrived
 
     @property
     def is_filling(self) -> bool:
         """Whether any gradient has arrived in this step."""
-        return bool(self.inbox)
+        return bool(self.inbox.arrived)
 
     def widen(self, shards: Iterable[Shard]) -> None:
         """Lays buckets out anew, with the gradients of these shards in fp32; not where some of this step are packed."""
@@ -43,7 +43,7 @@ class Engine(EngineParts):
         if not narrow:
             return
         self.tail.finish()
-        if any(bucket.state is not BucketState.FILLING for bucket in self.buckets) or self.inbox.has_let_go:
+        if any(bucket.state is not BucketState.FILLING for bucket in self.layout.buckets) or self.inbox.has_let_go:
             return
         for shard in narrow:
             shard.widen()
@@ -61,7 +61,7 @@ class Engine(EngineParts):
 
         ``more_to_come``: it is not, and the rest will be given to ``add()``; what it is part of is not speculated.
         """
-        if more_to_come and shard not in self.inbox:
+        if more_to_come and shard.index not in self.inbox.arrived:
             self.inbox.expect_more([shard.index])
         elif in_backward:
             self.executor.stopwatch.gradient()
@@ -69,22 +69,23 @@ class Engine(EngineParts):
 
     def arrive_together(self, arrivals: Sequence[tuple[Shard, Tensor]], *, in_backward: bool) -> None:
         """Several final gradients, in the order in which they came."""
-        self.link.check_stream()
-        self.layout.attach_waiting()
-        if self.tail.is_under_way:
+        if self.link.in_streams:
+            self.link.check_stream()
+        if self.layout.lacks_buckets:
+            self.layout.attach_waiting()
+        if self.tail.undelivered or self.tail.unsettled:
             for shard, _ in arrivals:
                 self.tail.finish(shard)
         for bucket in self.inbox.take(arrivals, in_backward=in_backward):
-            self._pack(bucket)
-            if in_backward:
-                self._speculate(bucket)
+            self._pack(bucket, in_backward=in_backward)
 
     def add(self, shard: Shard, addend: Tensor, *, more_to_come: bool) -> None:
         """``addend`` (as for ``arrive()``) belongs to a gradient of this step that was packed and let go.
 
         It is added where that is, in host memory. Where this raises, nothing was added.
         """
-        self.link.check_stream()
+        if self.link.in_streams:
+            self.link.check_stream()
         if not more_to_come:
             self.executor.stopwatch.gradient()
         places = self.layout.places_of(shard)
@@ -100,25 +101,25 @@ class Engine(EngineParts):
             for bucket, _ in places:
                 self._await_earlier_part(bucket)
             self.packer.add(places, ours)
+            self.speculator.is_added_to([bucket for bucket, _ in places])
         if more_to_come:
             self.inbox.expect_more([shard.index])
             return
         self.inbox.expect_no_more(shard)
         for bucket, _ in places:
             if bucket.state is BucketState.READY and bucket.missing == 0:
-                self._speculate(bucket)
+                self.speculator.consider(bucket)
 
-    def _pack(self, bucket: Bucket) -> None:
+    def _pack(self, bucket: Bucket, *, in_backward: bool) -> None:
         self._await_earlier_part(bucket)
         self.packer.pack(bucket)
-
-    def _speculate(self, bucket: Bucket) -> None:
-        if self.inbox.is_whole(bucket) and self.speculator.is_worthwhile():
-            self.speculator.speculate(bucket)
+        self.speculator.is_packed(bucket, in_backward=in_backward)
 
     def _await_earlier_part(self, bucket: Bucket) -> None:
+        if bucket.arrival is None:
+            return
         try:
-            self.packer.await_earlier_part(bucket)
+            self.packer.await_earlier_part(bucket, bucket.arrival)
         except DeviceError:
             self.tail.finish()  # what the step before has left is not of this one, and fails by itself
             self._abandon_step()
@@ -127,17 +128,17 @@ class Engine(EngineParts):
 
     def retract(self, shard: Shard) -> None:
         """The gradient of ``shard`` was not final after all, or is gone: undo what was done with it."""
-        if shard not in self.inbox:
+        if shard.index not in self.inbox.arrived:
             return
         self.inbox.remove(shard)
-        if not self.inbox:
+        if not self.inbox.arrived:
             self.executor.forget_hypers()
         for bucket, place in self.layout.places_of(shard):
             self.speculator.undo(bucket)
             self.inbox.unpack(bucket)
             bucket.take_out(place)
-            self.packer.norm.forget(bucket)
-        if not self.inbox:
+            self.speculator.norm.forget(bucket)
+        if not self.inbox.arrived:
             self.link.step_ended(whole=False)  # no other call will end it, unless gradients come again
         self._abandon_what_is_lost()
         self.executor.raise_failure()
@@ -153,7 +154,7 @@ class Engine(EngineParts):
     def quiesce(self) -> None:
         """Masters and moments as after the last finished step; gradients that were packed stay packed."""
         self.tail.finish()
-        for bucket in self.buckets:
+        for bucket in self.layout.buckets:
             self.speculator.undo(bucket)
         self._abandon_what_is_lost()
         self._raise_failure()
@@ -175,13 +176,14 @@ class Engine(EngineParts):
 
         With ``exchange``: from those of all ranks; None if no rank has any.
         """
-        self.link.check_stream()
+        if self.link.in_streams:
+            self.link.check_stream()
         deciding, held_up = self._clock(), self.executor.stopwatch.held_up_so_far
         self.tail.finish()
         self._recorder.deciding()
-        for bucket in self.buckets:
+        for bucket in self.layout.buckets:
             if bucket.state is BucketState.FILLING and any(bucket.present):
-                self._pack(bucket)
+                self._pack(bucket, in_backward=False)
         with self.executor.caller_at_work():
             self.packer.await_arrivals()
             if self.executor.failure is not None:
@@ -196,7 +198,7 @@ class Engine(EngineParts):
             return decide(sums.values(), unscale=unscale, max_grad_norm=max_grad_norm)
         with self.executor.caller_at_work():
             exchange.start(sums)
-            for bucket in self.buckets:  # the tail of the pipeline runs while the sums travel
+            for bucket in self.layout.buckets:  # the tail of the pipeline runs while the sums travel
                 if bucket.state is BucketState.SPECULATED and not self.link.asynchronous:
                     self.speculator.end(bucket)
             of_all_ranks = exchange.finish()
@@ -222,7 +224,7 @@ class Engine(EngineParts):
         WorkerError: a worker failed. During speculation: the step was abandoned, nothing has changed. After the
         verdict, or where other ranks share it: the step was completed all the same, then the error is raised.
         """
-        if any(bucket.state is BucketState.FILLING and any(bucket.present) for bucket in self.buckets):
+        if any(bucket.state is BucketState.FILLING and any(bucket.present) for bucket in self.layout.buckets):
             raise StateError("apply(): gradients arrived since decide(); the verdict does not know them")
         with self.executor.caller_at_work():
             self.executor.forget_hypers()  # they may have changed since they were speculated with
@@ -239,7 +241,7 @@ class Engine(EngineParts):
 
     def _move_on(self, verdict: Verdict, *, later: bool) -> None:
         """Every bucket that has gradients gets its fate, and parameters their new values, now or later."""
-        moving = [bucket for bucket in reversed(self.buckets) if bucket.state is not BucketState.FILLING]
+        moving = [bucket for bucket in reversed(self.layout.buckets) if bucket.state is not BucketState.FILLING]
         on_host = [bucket for bucket in moving if not bucket.resident]
         self.finisher.choose_two_phases(on_host, on_demand=later)
         resident = [bucket for bucket in moving if bucket.resident]
@@ -273,7 +275,7 @@ class Engine(EngineParts):
 
     def abandon(self) -> None:
         """Ends the step with nothing changed: the user never called ``step()``."""
-        if not self.inbox:
+        if not self.inbox.arrived:
             return
         self.tail.finish()
         with self.executor.caller_at_work():
@@ -298,7 +300,7 @@ class Engine(EngineParts):
     def _take_back(self, state: BucketState) -> int:
         """Undoes every speculated bucket and ends the step of all with ``state``; returns how many were undone."""
         undone = self.speculator.undo_all()
-        for bucket in self.buckets:
+        for bucket in self.layout.buckets:
             if bucket.state is not BucketState.FILLING:
                 self.executor.wait(bucket)
                 bucket.move(state)
@@ -306,13 +308,12 @@ class Engine(EngineParts):
 
     def _end_step(self, *, whole: bool) -> None:
         """Every part forgets this step. ``whole``: backward ended, so that the order of its gradients is known."""
-        self._recorder.end_step(self.buckets)
-        for bucket in self.buckets:
+        self._recorder.end_step(self.layout.buckets)
+        for bucket in self.layout.buckets:
             if not self.tail.holds(bucket):
                 bucket.renew()
         self.executor.stopwatch.step_ended()
         self.executor.forget_hypers()
-        self.packer.end_step()
         order = self.inbox.end_step()
         self.speculator.end_step()
         self.link.step_ended(whole=whole)

@@ -20,7 +20,10 @@ _LARGE = 64 << 10  # bytes of a piece that torch copies with several threads
 
 @dataclass(frozen=True)
 class PackTicket:
-    """A packed gradient on its way; the shards' block sums are valid once ``completion`` is done.
+    """A packed gradient on its way.
+
+    ``completion`` is done once it is in host memory and the shards' block sums are valid; worker threads wait on it
+    without the GIL.
 
     ``bit_sums``: of the bits that were packed, for the pieces whose shard asks for them and whose link has a kernel for
     it; such pieces' gradients are still there.
@@ -37,6 +40,7 @@ class Link(Protocol):
     bytes_down: int
     bytes_up: int
     frees_gradients: bool  # nobody reads a gradient again once pack() has returned, so its owner may let it go
+    in_streams: bool  # gradients come in the order of streams, which check_stream() and received() look at
     asynchronous: bool  # deliver() returns before ``after`` is done, and reads the shadow by itself once it is
     bit_sums: BitSums
     sums_what_it_packs: bool  # a PackTicket has the ``bit_sums`` of what was packed
@@ -74,9 +78,6 @@ class Link(Protocol):
     def came_down(self, nbytes: int) -> None:
         """Gradients that were brought to host memory in another way than by ``pack()``."""
 
-    def arrived(self, ticket: PackTicket) -> _native.Completion:
-        """Done once the packed gradient is in host memory; worker threads wait on it without the GIL."""
-
     def stage(self, bucket: Bucket, after: _native.Completion) -> None:
         """Copies the shadow to the device once ``after``, a speculated step, is done: no reader sees it there, and
         ``deliver()`` need not copy it again. Links do so where they can and there is memory for it."""
@@ -109,6 +110,7 @@ class Link(Protocol):
 class SynchronousLink:
     """What links have in common that are done with a copy when the call returns; the shadow is in host memory."""
 
+    in_streams = False
     asynchronous = False
     frees_gradients = False
     sums_what_it_packs = False
@@ -152,7 +154,8 @@ class SynchronousLink:
             for piece, grad in zip(bucket.pieces, grads, strict=True)
         ]
         self._pieces_of(bucket).pack(addresses)
-        self.bytes_down += size * sum(piece.numel for piece in bucket.stepped_pieces())
+        here = zip(bucket.pieces, bucket.present, strict=True)
+        self.bytes_down += size * sum([piece.numel for piece, present in here if present])
         return PackTicket(bucket, _native.Completion.already_done())
 
     def check_stream(self) -> None:
@@ -166,9 +169,6 @@ class SynchronousLink:
 
     def came_down(self, nbytes: int) -> None:
         self.bytes_down += nbytes
-
-    def arrived(self, ticket: PackTicket) -> _native.Completion:
-        return ticket.completion
 
     def stage(self, bucket: Bucket, after: _native.Completion) -> None:
         """The copy is made when the caller waits for it."""
