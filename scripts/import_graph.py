@@ -21,7 +21,7 @@ from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent.parent / "superoffload"
 
-VOCABULARY = ("engine.bucket", "engine.journal_width")  # what folders beside the engine may import from it
+VOCABULARY = ("engine.bucket", "engine.resident_work")  # what folders beside the engine may import from it
 
 Graph = Mapping[str, AbstractSet[str]]
 

@@ -167,9 +167,9 @@ class AdamW(Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """Returns the state, as in torch, in the tensors that are stepped. After a two-phase step they follow a little
-        later: read this property again, which waits for them, or call ``synchronize()``."""
-        if not self._lifetime.out_of_use():
+        """As in torch. The tensors are those that are stepped: after a two-phase step they follow a little later, so
+        read them anew from here, which waits for that, or after ``synchronize()``."""
+        if not self._lifetime.work.out_of_use():
             with self._lifetime.whole():
                 self._core.tail.settle()
         return self._lasting.views.mapping
@@ -243,12 +243,12 @@ class AdamW(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, as in torch. Without a ``step()`` since backward it abandons the step: nothing changes."""
-        self._lifetime.if_in_use(self._parts.boundary.abandon)
+        self._lifetime.work.if_in_use(self._parts.boundary.abandon)
         super().zero_grad(set_to_none)
         for group in self.param_groups:
             for param in group["params"]:
                 clear_main_grad(param)
-        self._lifetime.if_in_use(self._core.layout.make_way)
+        self._lifetime.work.if_in_use(self._core.layout.make_way)
 
     def accumulate(self) -> Accumulating:
         """Returns a context in which backward is not the boundary: gradients add up and nothing is stepped yet."""

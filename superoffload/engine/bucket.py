@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.engine.journal_width import JournalWidth
+from superoffload.engine.resident_work import ResidentWork
 from superoffload.errors import StateError
 from superoffload.host.memory import refused
 
@@ -20,6 +21,14 @@ BLOCK: int = _native.BLOCK
 # beta ** step is 0 in double precision from here on, so that 1 - beta ** step, the bias correction, is 1.
 _CORRECTED_BY_ONE = 1 << 60
 ALIGN = 64  # elements: runs start at whole cache lines in every buffer
+_ESCAPE_BYTES = 6  # of a journal: an old word and its index
+_WIDE_STEP = 2  # exp_avg_sq changes by its own size: a quarter of the one-byte codes would not fit
+_LONGEST_HOLD = 16
+
+# Hands an operation on a bucket to worker threads, with the width of its codes, behind a completion if there is one.
+Submit: TypeAlias = Callable[
+    [_native.BucketWork, _native.Operation, int, _native.Completion | None], _native.Completion
+]
 
 ELEMENT_TYPES = {
     torch.float32: _native.ElementType.f32,
@@ -44,36 +53,15 @@ class BucketState(Enum):
     ABANDONED = "abandoned"
 
 
-_ENDED = frozenset(
-    {
-        BucketState.COMMITTED,
-        BucketState.REPLAYED,
-        BucketState.STEPPED,
-        BucketState.SETTLED,
-        BucketState.SKIPPED,
-        BucketState.ABANDONED,
-    }
-)
+_S = BucketState
+_ENDED = frozenset({_S.COMMITTED, _S.REPLAYED, _S.STEPPED, _S.SETTLED, _S.SKIPPED, _S.ABANDONED})
 _NEXT = {
-    BucketState.FILLING: {BucketState.READY, BucketState.ABANDONED},
-    BucketState.READY: {
-        BucketState.SPECULATED,
-        BucketState.STEPPED,
-        BucketState.PUBLISHED,
-        BucketState.SKIPPED,
-        BucketState.ABANDONED,
-        BucketState.FILLING,
-    },
-    BucketState.SPECULATED: {
-        BucketState.COMMITTED,
-        BucketState.REPLAYED,
-        BucketState.SKIPPED,
-        BucketState.ABANDONED,
-        BucketState.UNDONE,
-    },
-    BucketState.UNDONE: {BucketState.FILLING},
-    BucketState.PUBLISHED: {BucketState.SETTLED},
-    **{state: {BucketState.FILLING} for state in _ENDED},
+    _S.FILLING: {_S.READY, _S.ABANDONED},
+    _S.READY: {_S.SPECULATED, _S.STEPPED, _S.PUBLISHED, _S.SKIPPED, _S.ABANDONED, _S.FILLING},
+    _S.SPECULATED: {_S.COMMITTED, _S.REPLAYED, _S.SKIPPED, _S.ABANDONED, _S.UNDONE},
+    _S.UNDONE: {_S.FILLING},
+    _S.PUBLISHED: {_S.SETTLED},
+    **{state: {_S.FILLING} for state in _ENDED},
 }
 
 
@@ -168,37 +156,51 @@ class Piece:
     start: int
     numel: int
     offset: int
-    sums_address: int = field(init=False)  # of its gradient's block sums, 8 bytes each
+    sums_address: int = field(init=False)  # of the block sums of its gradient, which are fp64
+    sums: tuple[int, int] = field(init=False)  # their address, and how many they are
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sums_address", self.shard.sums_address + 8 * (self.start // BLOCK))
+        object.__setattr__(self, "sums", (self.sums_address, -(-self.numel // BLOCK)))
 
 
-class ResidentWork:
-    """Holds the kernels' scalars that a step freezes for a resident bucket: per piece, None without a gradient."""
+class JournalWidth:
+    """Chooses how wide the codes of a bucket's journal are, each time by the last speculation. No result changes."""
 
-    def __init__(self, bucket: Bucket) -> None:
-        self._streams = [piece.shard.noise_stream for piece in bucket.pieces]
-        self.scalars: list[bytes | None] = [None] * len(bucket.pieces)
+    def __init__(self) -> None:
+        self.width = 1
+        self._wide_until = 0
+        self._hold = 0
+        self._overflows = 0
 
-    def freeze(
-        self,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        gradient_factor: float,
-        l2: bool,
-        steps: list[int],
-    ) -> None:
-        """Freezes scalars as ``BucketWork.freeze`` does: ``steps`` is 0 for a piece that is left as it is."""
-        self.scalars = [
-            _native.freeze_scalars(lr, beta1, beta2, eps, weight_decay, gradient_factor, l2, step, stream)
-            if step
-            else None
-            for step, stream in zip(steps, self._streams, strict=True)
-        ]
+    def choose(self, work: _native.BucketWork, next_step: int) -> int | None:
+        """Returns the bytes per code of the next speculation; None: leave it out, the journal overflowed lately."""
+        if self._hold > 0:
+            self._hold -= 1
+            return None
+        width = self.width
+        if next_step == _WIDE_STEP or self._wide_until >= next_step:
+            width = 2
+        self.width = width if work.width_fits(width) else 1
+        return self.width
+
+    def learn_from_overflow(self, work: _native.BucketWork, next_step: int) -> None:
+        """Goes from one-byte to two-byte codes, or, where two bytes overflowed, leaves the bucket out for a while."""
+        if self.width == 1 and work.width_fits(2):
+            self.width = 2
+            self._wide_until = next_step + 1
+            return
+        self._overflows += 1
+        self._hold = min(2**self._overflows, _LONGEST_HOLD)
+
+    def learn_from_use(self, use: _native.JournalUse, numel: int, capacity: int) -> None:
+        """Chooses, after a journal that fitted, the cheaper width that leaves room to spare in the arena."""
+        self._overflows = 0
+        narrow_escapes = _ESCAPE_BYTES * use.narrow_escapes
+        narrow = numel + narrow_escapes
+        wide = 2 * numel + _ESCAPE_BYTES * sum(use.escapes) if self.width == 2 else 2 * numel
+        fits = numel + 1.5 * narrow_escapes < capacity
+        self.width = 1 if fits and narrow <= wide else 2
 
 
 class Bucket:
@@ -207,6 +209,7 @@ class Bucket:
     def __init__(self, pieces: Sequence[Piece]) -> None:
         first = pieces[0].shard
         self.pieces = list(pieces)
+        self.indices = frozenset(piece.shard.index for piece in pieces)  # of its shards
         self.group = first.group
         self.resident = first.resident
         self.gradient_dtype = first.gradient_dtype
@@ -295,9 +298,19 @@ class Bucket:
 
     # ---- work on it -------------------------------------------------------------------------------------------
 
-    def runs(self, operation: _native.Operation, completion: _native.Completion) -> None:
-        """Notes that worker threads run ``operation``, which ends with ``completion``."""
-        self.running, self.doing = completion, operation
+    def run(self, operation: _native.Operation, submit: Submit, width: int = 1) -> None:
+        """Worker threads get ``operation``, behind what runs on the bucket, if that is its gradient on the way."""
+        self.running, self.doing = submit(self.work, operation, width, self.running), operation
+
+    def speculate(self, hyper_of: Callable[[int], GroupHyper], factor: float, submit: Submit) -> bool:
+        """Worker threads step it with a journal. False: they do not, its journal overflowed lately."""
+        width = self.journal_width.choose(self.work, self.next_step())
+        if width is None:
+            return False
+        self.freeze(hyper_of(self.group), factor)
+        self.run(_native.Operation.step_journaled, submit, width)
+        self.move(BucketState.SPECULATED)
+        return True
 
     def rests(self) -> None:
         """Notes that nothing runs on the bucket."""
@@ -328,7 +341,7 @@ class Bucket:
 
     def next_step(self) -> int:
         """Returns the number of the next step of the piece with a gradient that has made the fewest steps."""
-        return 1 + min(piece.shard.steps for piece in self.stepped_pieces())
+        return 1 + min([piece.shard.steps for piece in self.stepped_pieces()])
 
     # ---- its memory -------------------------------------------------------------------------------------------
 
@@ -346,7 +359,7 @@ class Bucket:
     def make_resident_work(self) -> None:
         """Makes the work of a bucket whose state is on the accelerator: none for worker threads."""
         self.work = _native.BucketWork([], 0)
-        self.resident_work = ResidentWork(self)
+        self.resident_work = ResidentWork([piece.shard.noise_stream for piece in self.pieces])
 
     def make_work(self, journal_bytes: int, *, past_cache: bool = False) -> None:
         """Makes the native work; ``gradient`` and ``shadow`` must be allocated (``padded`` elements each).

@@ -30,12 +30,12 @@ class Engine(EngineParts):
 
     def has_gradient(self, shard: Shard) -> bool:
         """Returns whether a gradient of ``shard`` has arrived in this step."""
-        return shard in self.inbox
+        return shard.index in self.inbox.arrived
 
     @property
     def is_filling(self) -> bool:
         """Returns whether any gradient has arrived in this step."""
-        return bool(self.inbox)
+        return bool(self.inbox.arrived)
 
     def widen(self, shards: Iterable[Shard]) -> None:
         """Lays buckets out anew with fp32 gradients for these shards, unless a bucket was packed in this step."""
@@ -43,7 +43,7 @@ class Engine(EngineParts):
         if not narrow:
             return
         self.tail.finish()
-        if any(bucket.state is not BucketState.FILLING for bucket in self.buckets) or self.inbox.has_let_go:
+        if any(bucket.state is not BucketState.FILLING for bucket in self.layout.buckets) or self.inbox.has_let_go:
             return
         for shard in narrow:
             shard.widen()
@@ -61,7 +61,7 @@ class Engine(EngineParts):
 
         ``more_to_come``: it is not final; ``add()`` gets the rest, and until then its buckets are not speculated.
         """
-        if more_to_come and shard not in self.inbox:
+        if more_to_come and shard.index not in self.inbox.arrived:
             self.inbox.expect_more([shard.index])
         elif in_backward:
             self.executor.stopwatch.gradient()
@@ -69,22 +69,23 @@ class Engine(EngineParts):
 
     def arrive_together(self, arrivals: Sequence[tuple[Shard, Tensor]], *, in_backward: bool) -> None:
         """Takes several final gradients in the order in which they arrived."""
-        self.link.check_stream()
-        self.layout.attach_waiting()
-        if self.tail.is_under_way:
+        if self.link.in_streams:
+            self.link.check_stream()
+        if self.layout.lacks_buckets:
+            self.layout.attach_waiting()
+        if self.tail.undelivered or self.tail.unsettled:
             for shard, _ in arrivals:
                 self.tail.finish(shard)
         for bucket in self.inbox.take(arrivals, in_backward=in_backward):
-            self._pack(bucket)
-            if in_backward:
-                self._speculate(bucket)
+            self._pack(bucket, in_backward=in_backward)
 
     def add(self, shard: Shard, addend: Tensor, *, more_to_come: bool) -> None:
         """Adds ``addend`` (as for ``arrive()``), in host memory, to a gradient of this step that was packed and freed.
 
         Where this raises, nothing was added.
         """
-        self.link.check_stream()
+        if self.link.in_streams:
+            self.link.check_stream()
         if not more_to_come:
             self.executor.stopwatch.gradient()
         places = self.layout.places_of(shard)
@@ -100,25 +101,25 @@ class Engine(EngineParts):
             for bucket, _ in places:
                 self._await_earlier_part(bucket)
             self.packer.add(places, ours)
+            self.speculator.is_added_to([bucket for bucket, _ in places])
         if more_to_come:
             self.inbox.expect_more([shard.index])
             return
         self.inbox.expect_no_more(shard)
         for bucket, _ in places:
             if bucket.state is BucketState.READY and bucket.missing == 0:
-                self._speculate(bucket)
+                self.speculator.consider(bucket)
 
-    def _pack(self, bucket: Bucket) -> None:
+    def _pack(self, bucket: Bucket, *, in_backward: bool) -> None:
         self._await_earlier_part(bucket)
         self.packer.pack(bucket)
-
-    def _speculate(self, bucket: Bucket) -> None:
-        if self.inbox.is_whole(bucket) and self.speculator.is_worthwhile():
-            self.speculator.speculate(bucket)
+        self.speculator.is_packed(bucket, in_backward=in_backward)
 
     def _await_earlier_part(self, bucket: Bucket) -> None:
+        if bucket.arrival is None:
+            return
         try:
-            self.packer.await_earlier_part(bucket)
+            self.packer.await_earlier_part(bucket, bucket.arrival)
         except DeviceError:
             self.tail.finish()  # the step before reports its failures itself
             self._abandon_step()
@@ -127,18 +128,18 @@ class Engine(EngineParts):
 
     def retract(self, shard: Shard) -> None:
         """Takes the gradient of ``shard`` back, because it was not final or is gone, and undoes its speculation."""
-        if shard not in self.inbox:
+        if shard.index not in self.inbox.arrived:
             return
         self.inbox.remove(shard)
-        if not self.inbox:
+        if not self.inbox.arrived:
             self.executor.forget_hypers()
         for bucket, place in self.layout.places_of(shard):
             self.speculator.undo(bucket)
             self.inbox.unpack(bucket)
             bucket.take_out(place)
-            self.packer.norm.forget(bucket)
-        if not self.inbox:
-            self.link.step_ended(whole=False)  # unless gradients arrive again, no other call ends the step
+            self.speculator.norm.forget(bucket)
+        if not self.inbox.arrived:
+            self.link.step_ended(whole=False)  # no other call will end it, unless gradients come again
         self._abandon_what_is_lost()
         self.executor.raise_failure()
 
@@ -153,7 +154,7 @@ class Engine(EngineParts):
     def quiesce(self) -> None:
         """Brings masters and moments to the end of the last finished step; packed gradients stay packed."""
         self.tail.finish()
-        for bucket in self.buckets:
+        for bucket in self.layout.buckets:
             self.speculator.undo(bucket)
         self._abandon_what_is_lost()
         self._raise_failure()
@@ -175,13 +176,14 @@ class Engine(EngineParts):
 
         With ``exchange`` it folds those of all ranks, and returns None if no rank has any.
         """
-        self.link.check_stream()
+        if self.link.in_streams:
+            self.link.check_stream()
         deciding, held_up = self._clock(), self.executor.stopwatch.held_up_so_far
         self.tail.finish()
         self._recorder.deciding()
-        for bucket in self.buckets:
+        for bucket in self.layout.buckets:
             if bucket.state is BucketState.FILLING and any(bucket.present):
-                self._pack(bucket)
+                self._pack(bucket, in_backward=False)
         with self.executor.caller_at_work():
             self.packer.await_arrivals()
             if self.executor.failure is not None:
@@ -196,7 +198,7 @@ class Engine(EngineParts):
             return decide(sums.values(), unscale=unscale, max_grad_norm=max_grad_norm)
         with self.executor.caller_at_work():
             exchange.start(sums)
-            for bucket in self.buckets:  # the last buckets are stepped while the sums travel
+            for bucket in self.layout.buckets:  # the tail of the pipeline runs while the sums travel
                 if bucket.state is BucketState.SPECULATED and not self.link.asynchronous:
                     self.speculator.end(bucket)
             of_all_ranks = exchange.finish()
@@ -222,7 +224,7 @@ class Engine(EngineParts):
         Raises WorkerError if a worker failed. If it failed during speculation, the step was abandoned and nothing has
         changed. If it failed after the verdict, or other ranks share the verdict, the step was completed.
         """
-        if any(bucket.state is BucketState.FILLING and any(bucket.present) for bucket in self.buckets):
+        if any(bucket.state is BucketState.FILLING and any(bucket.present) for bucket in self.layout.buckets):
             raise StateError("apply(): gradients arrived since decide(); the verdict does not know them")
         with self.executor.caller_at_work():
             self.executor.forget_hypers()  # they may have changed since speculation
@@ -239,7 +241,7 @@ class Engine(EngineParts):
 
     def _move_on(self, verdict: Verdict, *, later: bool) -> None:
         """Gives every bucket with gradients its fate, and delivers parameters now or later."""
-        moving = [bucket for bucket in reversed(self.buckets) if bucket.state is not BucketState.FILLING]
+        moving = [bucket for bucket in reversed(self.layout.buckets) if bucket.state is not BucketState.FILLING]
         on_host = [bucket for bucket in moving if not bucket.resident]
         self.finisher.choose_two_phases(on_host, on_demand=later)
         resident = [bucket for bucket in moving if bucket.resident]
@@ -273,7 +275,7 @@ class Engine(EngineParts):
 
     def abandon(self) -> None:
         """Ends the step with nothing changed, because the user never called ``step()``."""
-        if not self.inbox:
+        if not self.inbox.arrived:
             return
         self.tail.finish()
         with self.executor.caller_at_work():
@@ -298,7 +300,7 @@ class Engine(EngineParts):
     def _take_back(self, state: BucketState) -> int:
         """Undoes every speculated bucket and ends all buckets with ``state``; returns how many were undone."""
         undone = self.speculator.undo_all()
-        for bucket in self.buckets:
+        for bucket in self.layout.buckets:
             if bucket.state is not BucketState.FILLING:
                 self.executor.wait(bucket)
                 bucket.move(state)
@@ -306,13 +308,12 @@ class Engine(EngineParts):
 
     def _end_step(self, *, whole: bool) -> None:
         """Has every part forget this step. ``whole``: backward ended, so the order of its gradients is known."""
-        self._recorder.end_step(self.buckets)
-        for bucket in self.buckets:
+        self._recorder.end_step(self.layout.buckets)
+        for bucket in self.layout.buckets:
             if not self.tail.holds(bucket):
                 bucket.renew()
         self.executor.stopwatch.step_ended()
         self.executor.forget_hypers()
-        self.packer.end_step()
         order = self.inbox.end_step()
         self.speculator.end_step()
         self.link.step_ended(whole=whole)

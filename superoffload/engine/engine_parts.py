@@ -8,10 +8,9 @@ from superoffload.engine.bucket import Bucket, GroupHyper, Shard
 from superoffload.engine.engine_options import EngineOptions, Pool
 from superoffload.engine.executor import Executor
 from superoffload.engine.finisher import Finisher
-from superoffload.engine.inbox import Inbox
+from superoffload.engine.inbox import Inbox, Packer
 from superoffload.engine.layout import Layout
 from superoffload.engine.listener import Listener
-from superoffload.engine.packer import Packer
 from superoffload.engine.placement import Placer
 from superoffload.engine.recorder import Recorder
 from superoffload.engine.snapshot import Snapshots
@@ -47,14 +46,12 @@ class EngineParts:
         self._clock = options.clock
         self._stats = stats = Stats()
         pool = recorder.wrap_pool(options.make_pool())
-        self.executor = Executor(pool, schedule, hyper_of, stats, options.clock)
+        self.executor = Executor(link, pool, schedule, hyper_of, options.clock)
         self.layout = Layout(link, options, schedule, listener, placer)
         self.tail = Tail(link, self.layout, self.executor, schedule, listener, recorder)
         self.inbox = Inbox(link, self.layout)
         self.packer = Packer(link, self.layout, self.inbox, self.executor, listener)
-        self.speculator = Speculator(
-            link, self.layout, self.inbox, self.packer, self.executor, schedule, self.snapshots, stats
-        )
+        self.speculator = Speculator(link, self.layout, self.inbox, self.executor, schedule, self.snapshots, stats)
         self.finisher = Finisher(
             link,
             self.layout,
@@ -89,7 +86,9 @@ class EngineParts:
     def stats(self) -> dict[str, float | int]:
         """Returns totals since construction (superoffload/engine/stats.py)."""
         self._stats.set(
+            buckets_speculated=self.speculator.speculated,
             optimizer_seconds=self.executor.pool.busy_seconds,
+            optimizer_seconds_exposed=self.executor.exposed_seconds,
             bytes_down=self.link.bytes_down,
             bytes_up=self.link.bytes_up,
             bytes_up_early=self.link.bytes_up_early,

@@ -1,60 +1,49 @@
-"""The inbox knows which gradients of this step have arrived, which are packed, and which are not final yet."""
+"""This step's gradients: which have arrived, what of each is still to come, and how they become packed gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
-from superoffload.engine.bucket import Bucket, BucketState, Shard
+from superoffload import _native
+from superoffload.engine.bucket import ELEMENT_TYPES, Bucket, BucketState, Piece, Shard
+from superoffload.engine.executor import Executor
 from superoffload.engine.layout import Layout
-from superoffload.errors import StateError
-from superoffload.links.base import Link
+from superoffload.engine.listener import Listener
+from superoffload.errors import DeviceError, StateError
+from superoffload.host.bits import Sums, same_bits
+from superoffload.links.base import Link, wait_until_ended
 
 
 class Inbox:
-    """Holds gradients from their arrival until the end of the step."""
+    """Holds gradients from their arrival until the step ends.
+
+    ``arrived``: by the shard's index; None where all of it was packed and let go. ``unfinished``: shards, by index,
+    that more is to be added to, as far as that is known. ``numel_packed``: of buckets that are packed in this step.
+    """
 
     def __init__(self, link: Link, layout: Layout) -> None:
         self._link = link
         self._layout = layout
-        self._arrived: dict[int, Tensor | None] = {}  # None: packed and let go
-        self._unfinished: set[int] = set()  # shards whose gradients are not final
-        self._packed = 0  # elements of packed buckets
+        self.arrived: dict[int, Tensor | None] = {}
+        self.unfinished: set[int] = set()
+        self.numel_packed = 0
         self._order: list[int] = []  # arrivals in backward, until the order is observed
-
-    def __contains__(self, shard: Shard) -> bool:
-        """Returns whether a gradient of ``shard`` has arrived in this step."""
-        return shard.index in self._arrived
-
-    def __bool__(self) -> bool:
-        """Returns whether any gradient has arrived in this step."""
-        return bool(self._arrived)
-
-    def indices(self) -> Set[int]:
-        """Returns the indices of the shards with a gradient."""
-        return self._arrived.keys()
 
     def shards(self) -> list[Shard]:
         """Returns the shards with a gradient, in registration order."""
-        return [shard for shard in self._layout.shards if shard.index in self._arrived]
+        return [shard for shard in self._layout.shards if shard.index in self.arrived]
 
     def gradient_of(self, shard: Shard) -> Tensor | None:
         """Returns the gradient that arrived; None where all of it was packed and let go."""
-        return self._arrived.get(shard.index)
+        return self.arrived.get(shard.index)
 
     @property
     def has_let_go(self) -> bool:
         """Returns whether any gradient was packed and let go."""
-        return any(gradient is None for gradient in self._arrived.values())
-
-    def gradients_of(self, bucket: Bucket) -> list[Tensor | None]:
-        """Returns the gradient of each piece's shard; None where none has arrived."""
-        arrived = self._arrived
-        return [
-            arrived[piece.shard.index] if present else None
-            for piece, present in zip(bucket.pieces, bucket.present, strict=True)
-        ]
+        return any(gradient is None for gradient in self.arrived.values())
 
     # ---- arriving ---------------------------------------------------------------------------------------------
 
@@ -64,7 +53,7 @@ class Inbox:
         It keeps the gradients of other buckets by its own tensors, since users may replace ``p.grad.data``.
         """
         found: dict[Bucket, list[int]] = {}
-        arrived, places = self._arrived, self._layout.places
+        arrived, places = self.arrived, self._layout.places
         for shard, _ in arrivals:  # before anything changes
             if shard.index in arrived:
                 raise StateError(f"{shard.name}: a second gradient arrived without retract() in between")
@@ -78,7 +67,8 @@ class Inbox:
             self._order.extend(shard.index for shard, _ in arrivals)
         for bucket, here in found.items():
             bucket.receive(here)
-            self._link.received(bucket)
+            if self._link.in_streams:
+                self._link.received(bucket)
             if bucket.missing:
                 for index in {bucket.pieces[place].shard.index for place in here}:
                     arrived[index] = _own(arrived[index])
@@ -88,68 +78,63 @@ class Inbox:
 
     def is_packed(self, bucket: Bucket) -> None:
         """Notes that ``bucket`` was packed."""
-        self._packed += bucket.numel
+        self.numel_packed += bucket.numel
 
     def unpack(self, bucket: Bucket) -> None:
         """Has a packed bucket take gradients again."""
         if bucket.state is BucketState.READY:
             bucket.move(BucketState.FILLING)
-            self._packed -= bucket.numel
+            self.numel_packed -= bucket.numel
 
-    def share_packed(self) -> float:
-        """Returns the share of all elements that are in packed buckets with whole gradients."""
-        numel = self._packed
-        if self._unfinished:
-            packed = (bucket for bucket in self._layout.buckets if bucket.state is not BucketState.FILLING)
-            numel = sum(bucket.numel for bucket in packed if self.is_whole(bucket))
-        return numel / self._layout.numel
+    def numel_whole(self) -> int:
+        """Of buckets that are packed, and that no more is expected to be added to."""
+        packed = [bucket for bucket in self._layout.buckets if bucket.state is not BucketState.FILLING]
+        return sum(bucket.numel for bucket in packed if self.unfinished.isdisjoint(bucket.indices))
 
     def remove(self, shard: Shard) -> None:
         """Forgets the gradient of ``shard``. The caller tells its buckets."""
-        del self._arrived[shard.index]
-        self._unfinished.discard(shard.index)
+        del self.arrived[shard.index]
+        self.unfinished.discard(shard.index)
         if shard.index in self._order:
             self._order.remove(shard.index)
 
     def let_go(self, shard: Shard) -> None:
         """Drops a gradient that was packed wholly: nothing reads it again."""
-        self._arrived[shard.index] = None
+        self.arrived[shard.index] = None
 
     def counts_on(self, bucket: Bucket) -> bool:
         """Returns whether the step needs the packed gradient of ``bucket``, as it may be the only copy."""
         if bucket.state is BucketState.READY:
             return True
         return bucket.state is BucketState.FILLING and any(
-            self._arrived[piece.shard.index] is None for piece in bucket.stepped_pieces()
+            self.arrived[piece.shard.index] is None for piece in bucket.stepped_pieces()
         )
 
     # ---- gradients that are not final -------------------------------------------------------------------------
 
     def expect_more(self, indices: Iterable[int]) -> None:
         """Notes that more will be added to the gradients of these shards before the step ends."""
-        self._unfinished.update(indices)
+        self.unfinished.update(indices)
 
     def expect_no_more(self, shard: Shard) -> None:
-        self._unfinished.discard(shard.index)
-
-    def is_whole(self, bucket: Bucket) -> bool:
-        """Returns whether no addition to the gradients of ``bucket`` is expected."""
-        return not self._unfinished or self._unfinished.isdisjoint(piece.shard.index for piece in bucket.pieces)
+        self.unfinished.discard(shard.index)
 
     # ---- other buckets, the end of the step -------------------------------------------------------------------
 
     def put_aside(self) -> dict[int, Tensor | None]:
         """Empties the inbox, so that buckets can be made anew, and returns its gradients."""
-        arrived, self._arrived = self._arrived, {}
+        arrived = dict(self.arrived)
+        self.arrived.clear()
         return arrived
 
     def put_back(self, arrived: dict[int, Tensor | None]) -> None:
         """Gives the gradients that ``put_aside()`` returned to the new buckets."""
-        self._arrived = arrived
+        self.arrived.update(arrived)
         for index in arrived:
             for bucket, place in self._layout.places_of(self._layout.shards[index]):
                 bucket.receive([place])
-                self._link.received(bucket)
+                if self._link.in_streams:
+                    self._link.received(bucket)
 
     def forget_order(self) -> None:
         """Forgets the order of arrivals, since the same gradients will arrive again."""
@@ -158,10 +143,146 @@ class Inbox:
     def end_step(self) -> list[int]:
         """Forgets this step; returns the order of its arrivals, empty once the layout has observed one."""
         order, self._order = self._order, []
-        self._arrived.clear()
-        self._unfinished.clear()
-        self._packed = 0
+        self.arrived.clear()
+        self.unfinished.clear()
+        self.numel_packed = 0
         return order
+
+
+class Packer:
+    """Packs the gradients of buckets and reads their packed gradients."""
+
+    def __init__(self, link: Link, layout: Layout, inbox: Inbox, executor: Executor, listener: Listener) -> None:
+        self._link = link
+        self._layout = layout
+        self._inbox = inbox
+        self._executor = executor
+        self._listener = listener
+
+    def pack(self, bucket: Bucket) -> None:
+        """Has the link pack the gradients of ``bucket`` that have arrived."""
+        arrived, whole = self._inbox.arrived, self._inbox.unfinished.isdisjoint(bucket.indices)
+        grads = [
+            arrived[piece.shard.index] if present else None
+            for piece, present in zip(bucket.pieces, bucket.present, strict=True)
+        ]
+        if bucket.final is not whole:
+            bucket.expects(more=not whole)
+        ticket = self._executor.pack(bucket, grads)
+        bucket.is_packed(ticket.completion, ticket.bit_sums)
+        self._inbox.is_packed(bucket)
+        if self._link.frees_gradients:
+            self._let_go_of(bucket)
+
+    def _let_go_of(self, bucket: Bucket) -> None:
+        """Drops the gradients of which every part was packed: nothing reads them again."""
+        for piece in bucket.stepped_pieces():
+            shard = piece.shard
+            filling = (other.state is BucketState.FILLING for other in self._layout.buckets_of(shard))
+            if self._inbox.gradient_of(shard) is not None and not any(filling):
+                self._inbox.let_go(shard)
+                self._listener.packed(shard)
+
+    # ---- on its way ------------------------------------------------------------------------------
+
+    def await_earlier_part(self, bucket: Bucket, arrival: _native.Completion) -> None:
+        """Before a bucket is packed again: where gradients were let go, their part of the packed one must have come.
+
+        ``arrival``: of what was packed before. DeviceError: it was lost, and cannot be had again.
+        """
+        if self._inbox.counts_on(bucket):
+            with self._executor.caller_at_work():
+                _await(arrival)
+
+    def await_arrivals(self) -> None:
+        """Waits for all packed gradients and their sums; the executor keeps a failure for one that is lost."""
+        for bucket in self._layout.buckets:
+            if bucket.state is BucketState.READY:
+                self._executor.wait(bucket)
+            elif bucket.state is BucketState.SPECULATED and bucket.arrival is not None:
+                try:
+                    _await(bucket.arrival)
+                except DeviceError as error:
+                    self._executor.fail(error)
+
+    def lost(self) -> str | None:
+        """Returns why a packed gradient that the step needs never reached host memory; None if none was lost."""
+        for bucket in self._layout.buckets:
+            if bucket.arrival is not None and bucket.arrival.error and self._inbox.counts_on(bucket):
+                return bucket.arrival.error
+        return None
+
+    # ---- what was packed --------------------------------------------------------------------------------------
+
+    def gradient_is(self, shard: Shard, gradient: Tensor) -> bool:
+        """Returns whether the gradient that arrived has the bits of ``gradient``."""
+        arrived = self._inbox.gradient_of(shard)
+        for bucket, place in self._layout.places_of(shard):
+            piece = bucket.pieces[place]
+            theirs = gradient[piece.start : piece.start + piece.numel]
+            if arrived is None or bucket.state is not BucketState.FILLING:
+                # What arrived may have been overwritten since it was packed, or is gone.
+                if bucket.arrival is not None:
+                    wait_until_ended(bucket.arrival)  # if it was lost, decide() says so
+                ours = _packed(bucket, piece)
+            else:
+                ours = arrived.detach().view(-1)[piece.start : piece.start + piece.numel]
+                if ours.data_ptr() == theirs.data_ptr() and ours.dtype == theirs.dtype:
+                    continue  # it is what will be packed
+            # Packed in host memory; in fp32, which holds every other type, where that of its bucket is.
+            if not same_bits(ours.to("cpu"), theirs.to("cpu", ours.dtype)):
+                return False
+        return True
+
+    def packed_sums(self, shard: Shard) -> list[tuple[Piece, Sums]] | None:
+        """Returns the sums of the packed bits, piece by piece; None if any piece has none or must be packed again."""
+        found = []
+        again = self._inbox.gradient_of(shard) is not None  # else only what was packed is left of it
+        for bucket, place in self._layout.places_of(shard):
+            sums = bucket.bit_sums.get(bucket.pieces[place])
+            if sums is None or (again and bucket.state is BucketState.FILLING):
+                return None
+            found.append((bucket.pieces[place], sums))
+        return found
+
+    def copy_packed(self, shard: Shard, into: Tensor) -> None:
+        """Copies the gradient of ``shard`` that was packed last into a flat tensor."""
+        with self._executor.caller_at_work():
+            for bucket, place in self._layout.places_of(shard):
+                piece = bucket.pieces[place]
+                assert bucket.packed is not None
+                _await(bucket.packed)
+                into[piece.start : piece.start + piece.numel].copy_(_packed(bucket, piece))
+            if into.is_cuda:  # before anything is packed over it
+                torch.cuda.current_stream(into.device).synchronize()
+
+    # ---- sums of several backward passes, without memory for them where gradients are made -----------------------
+
+    def add(self, places: Sequence[tuple[Bucket, int]], addend: Tensor) -> None:
+        """Adds a flat tensor in host memory to a shard's packed gradient at these places; nothing may run on them."""
+        for bucket, place in places:
+            piece = bucket.pieces[place]
+            packed = _packed(bucket, piece)
+            total = packed + addend[piece.start : piece.start + piece.numel]
+            _native.pack(
+                gradient=total.data_ptr(),
+                packed=packed.data_ptr(),
+                type=ELEMENT_TYPES[bucket.gradient_dtype],
+                numel=piece.numel,
+                block_sums=piece.sums_address,
+            )
+        self._link.came_down(addend.nbytes)
+
+
+def _packed(bucket: Bucket, piece: Piece) -> Tensor:
+    return bucket.gradient[piece.offset : piece.offset + piece.numel]
+
+
+def _await(arrival: _native.Completion) -> None:
+    try:
+        arrival.wait()
+    except RuntimeError as error:
+        raise DeviceError(str(error)) from error
 
 
 def _own(gradient: Tensor | None) -> Tensor | None:

@@ -32,6 +32,7 @@ class Layout:
         self.shards: list[Shard] = []
         self.buckets: list[Bucket] = []
         self.numel = 0  # of all buckets
+        self.lacks_buckets = False  # until ``attach_waiting()`` has made those that are missing, or all of them anew
         self.observed = False  # the order of backward is known
         self.placer = placer
         self._link = link
@@ -50,6 +51,7 @@ class Layout:
         """Adds shards, in registration order. Their buckets follow the existing ones, in reverse order."""
         self.shards.extend(shards)
         self._unattached.append(list(reversed(shards)))
+        self.lacks_buckets = True
         self.attach_waiting()
 
     def places_of(self, shard: Shard) -> Sequence[tuple[Bucket, int]]:
@@ -66,10 +68,11 @@ class Layout:
         while self._unattached:
             self._attach(lay_out(self._unattached[0], self._numel_per_bucket()))
             del self._unattached[0]
+        self.lacks_buckets = False
 
     def outdate(self) -> None:
         """Has the next ``attach_waiting()`` make all buckets anew."""
-        self._outdated = True
+        self._outdated = self.lacks_buckets = True
 
     def make_way(self) -> None:
         """Replaces outdated buckets, now that nothing of the step before is needed."""

@@ -143,26 +143,26 @@ class Snapshot:
 
 
 class Snapshots:
-    """Holds weak references to the snapshots that are still read, so that one of an interrupted save disappears."""
+    """Holds the snapshots that are still read, weakly, in ``open``: one whose save was cut off is gone by itself."""
 
     def __init__(self) -> None:
-        self._open: WeakSet[Snapshot] = WeakSet()
+        self.open: WeakSet[Snapshot] = WeakSet()
 
     def __iter__(self) -> Iterator[Snapshot]:
-        return iter(list(self._open))
+        return iter(list(self.open))
 
     def add(self, snapshot: Snapshot) -> None:
-        self._open.add(snapshot)
+        self.open.add(snapshot)
 
     def clear(self) -> None:
-        self._open.clear()
+        self.open.clear()
 
     def protect(self, shards: Iterable[Shard]) -> None:
         """Has every snapshot read or copied ``shards`` before their masters or moments change."""
-        if not self._open:
+        if not self.open:
             return
         changing = list(shards)
         for snapshot in self:
             snapshot.protect(changing)
             if snapshot.over:
-                self._open.discard(snapshot)
+                self.open.discard(snapshot)

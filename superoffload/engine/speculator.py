@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Set
 
 from superoffload import _native
 from superoffload.engine.bucket import Bucket, BucketState
 from superoffload.engine.executor import Executor
 from superoffload.engine.inbox import Inbox
 from superoffload.engine.layout import Layout
-from superoffload.engine.packer import Packer
 from superoffload.engine.schedule import Schedule
 from superoffload.engine.snapshot import Snapshots
 from superoffload.engine.stats import Stats
@@ -24,16 +24,16 @@ class Speculator:
         link: Link,
         layout: Layout,
         inbox: Inbox,
-        packer: Packer,
         executor: Executor,
         schedule: Schedule,
         snapshots: Snapshots,
         stats: Stats,
     ) -> None:
+        self.norm = PartialNorm(inbox.unfinished)
+        self.speculated = 0  # buckets, since construction
         self._link = link
         self._layout = layout
         self._inbox = inbox
-        self._packer = packer
         self._executor = executor
         self._schedule = schedule
         self._snapshots = snapshots
@@ -52,29 +52,49 @@ class Speculator:
             norm = max_grad_norm / abs(unscale)
             self._proves_clip = norm * norm * (1 + 1e-6)  # norm ** 2 would raise OverflowError instead of giving inf
 
-    def is_worthwhile(self) -> bool:
-        """Returns whether a bucket that is packed now should be speculated."""
+    def is_packed(self, bucket: Bucket, *, in_backward: bool) -> None:
+        """``bucket`` was packed: its squares count, and in backward it may be speculated."""
+        self.norm.expect(bucket)
+        if in_backward:
+            self.consider(bucket)
+
+    def is_added_to(self, buckets: Iterable[Bucket]) -> None:
+        """What is packed of these has changed: their squares count anew."""
+        for bucket in buckets:
+            self.norm.forget(bucket)
+            if bucket.state is BucketState.READY and bucket.arrival is not None:
+                self.norm.expect(bucket)
+
+    def consider(self, bucket: Bucket) -> None:
+        """Speculates a packed bucket where that is worthwhile and no more is expected to be added to it."""
+        if self._inbox.unfinished.isdisjoint(bucket.indices) and self._is_worthwhile():
+            self._speculate(bucket)
+
+    def _is_worthwhile(self) -> bool:
         if self._speculating:
-            # Stop early: a gradient is not finite, or the known part of the norm proves a clip.
-            self._speculating = self._packer.norm.look() < self._proves_clip
+            # Early stop: a non-finite gradient, or the part of the norm that is known already proves a clip.
+            self._speculating = self.norm.look() < self._proves_clip
             if not self._speculating:
                 self.withdraw()
-        return self._speculating and self._schedule.wants(self._inbox.share_packed())
+        if not self._speculating:
+            return False
+        inbox = self._inbox
+        numel = inbox.numel_whole() if inbox.unfinished else inbox.numel_packed
+        return self._schedule.wants(numel / self._layout.numel)
 
-    def speculate(self, bucket: Bucket) -> None:
-        """Steps a packed bucket with a journal, unless its journal overflowed lately."""
-        if bucket.resident:  # the accelerator steps it after the verdict
+    def _speculate(self, bucket: Bucket) -> None:
+        """Steps it with a journal, unless its journal overflowed lately."""
+        if bucket.resident:  # stepped on the accelerator, after the verdict
             return
-        width = bucket.journal_width.choose(bucket.work, bucket.next_step())
-        if width is None:
+        if self._snapshots.open:
+            self._snapshots.protect(piece.shard for piece in bucket.pieces)
+        executor = self._executor
+        if not bucket.speculate(executor.hyper, self._unscale, executor.pool.submit):
             return
-        self._snapshots.protect(piece.shard for piece in bucket.pieces)
-        self._executor.freeze(bucket, self._unscale)
-        self._executor.submit(bucket, _native.Operation.step_journaled, width)
-        bucket.move(BucketState.SPECULATED)
-        assert bucket.running is not None
-        self._link.stage(bucket, bucket.running)
-        self._stats.add(buckets_speculated=1)
+        if self._link.asynchronous:
+            assert bucket.running is not None
+            self._link.stage(bucket, bucket.running)
+        self.speculated += 1
 
     # ---- taking back ------------------------------------------------------------------------------------------
 
@@ -148,3 +168,49 @@ class Speculator:
 
     def end_step(self) -> None:
         self._speculating = True
+        self.norm.clear()
+
+
+class PartialNorm:
+    """Sums the squares of packed gradients as they reach host memory, for an early stop of speculation.
+
+    ``unfinished``: shards, by index, that more is expected to be added to.
+    """
+
+    def __init__(self, unfinished: Set[int]) -> None:
+        self.squares = 0.0  # of what was looked at
+        self._unfinished = unfinished
+        self._known: dict[Bucket, float] = {}
+        self._waiting: dict[Bucket, _native.Completion] = {}  # packed, and not looked at yet
+
+    def expect(self, bucket: Bucket) -> None:
+        """The sums of ``bucket``, which was packed, are there once its gradient has arrived."""
+        assert bucket.arrival is not None
+        self._waiting[bucket] = bucket.arrival
+
+    def forget(self, bucket: Bucket) -> None:
+        """Takes ``bucket`` out of the sum, since its packed gradient changes."""
+        self._waiting.pop(bucket, None)
+        if self._known.pop(bucket, None) is not None:
+            self.squares = sum(self._known.values())
+
+    def look(self) -> float:
+        """Returns the sum of squares of all buckets that have arrived by now."""
+        for bucket, arrival in list(self._waiting.items()):
+            if not arrival.done() or arrival.error or not self._unfinished.isdisjoint(bucket.indices):
+                continue
+            del self._waiting[bucket]
+            again = bucket in self._known
+            self._known[bucket] = _squares_of(bucket)
+            self.squares = sum(self._known.values()) if again else self.squares + self._known[bucket]
+        return self.squares
+
+    def clear(self) -> None:
+        self.squares = 0.0
+        self._known.clear()
+        self._waiting.clear()
+
+
+def _squares_of(bucket: Bucket) -> float:
+    here = zip(bucket.pieces, bucket.present, strict=True)
+    return sum(_native.fold_sums([piece.sums for piece, present in here if present]))

@@ -34,36 +34,31 @@ class Tail:
         self._schedule = schedule
         self._listener = listener
         self._recorder = recorder
-        self._undelivered: dict[Bucket, None] = {}  # in forward order
+        self.undelivered: dict[Bucket, None] = {}  # in forward order
         self._copies: dict[Bucket, _native.Completion] = {}  # deliveries under way
-        self._unsettled: dict[Bucket, _native.Completion] = {}  # in backward order
-        self._failed: SuperOffloadError | None = None  # of a completed step; the next call raises it
+        self.unsettled: dict[Bucket, _native.Completion] = {}  # in backward order
+        self._failed: SuperOffloadError | None = None  # of a step that was completed: told by the next call
 
     def holds(self, bucket: Bucket) -> bool:
         """Returns whether ``bucket`` is still to be delivered or settled."""
-        return bucket in self._undelivered or bucket in self._unsettled
-
-    @property
-    def is_under_way(self) -> bool:
-        """Returns whether anything is still to be delivered or settled."""
-        return bool(self._undelivered or self._unsettled)
+        return bucket in self.undelivered or bucket in self.unsettled
 
     def leave(self, buckets: Sequence[Bucket]) -> None:
         """Takes stepped buckets, in forward order, to deliver them, and to settle those that were only published."""
         self._settle_behind()
-        self._undelivered = dict.fromkeys(buckets)
+        self.undelivered = dict.fromkeys(buckets)
 
     def _settle_behind(self) -> None:
         """Submits the settles of published buckets, in backward order, as the next backward needs them."""
         for bucket in self._layout.buckets:
             if bucket.state is BucketState.PUBLISHED:
                 settle = self._executor.pool.submit(bucket.work, _native.Operation.settle, 1, bucket.running)
-                self._unsettled[bucket] = settle
+                self.unsettled[bucket] = settle
 
     def finish(self, shard: Shard | None = None) -> None:
         """Delivers and settles the step before, for ``shard`` or for all. Keeps a failure, which the caller raises
         after its own work."""
-        if not self.is_under_way:
+        if not (self.undelivered or self.unsettled):
             return
         try:
             self.land(shard)
@@ -84,21 +79,21 @@ class Tail:
     @property
     def is_landing(self) -> bool:
         """Returns whether any bucket is not delivered yet."""
-        return bool(self._undelivered)
+        return bool(self.undelivered)
 
     def is_landing_any(self, shards: Iterable[Shard]) -> bool:
         """Returns whether any of these shards is not delivered wholly yet."""
-        return any(bucket in self._undelivered for shard in shards for bucket, _ in self._layout.places_of(shard))
+        return any(bucket in self.undelivered for shard in shards for bucket, _ in self._layout.places_of(shard))
 
     def landing_shards(self) -> dict[int, Shard]:
         """Returns the shards that are not delivered wholly yet, by index, in forward order."""
-        return {piece.shard.index: piece.shard for bucket in self._undelivered for piece in bucket.stepped_pieces()}
+        return {piece.shard.index: piece.shard for bucket in self.undelivered for piece in bucket.stepped_pieces()}
 
     def land(self, shards: Shard | Iterable[Shard] | None = None) -> None:
         """Waits for and delivers the undelivered buckets: those of ``shards``, or all."""
-        if not self._undelivered:
+        if not self.undelivered:
             return
-        buckets = list(self._undelivered)
+        buckets = list(self.undelivered)
         if shards is not None:
             several = [shards] if isinstance(shards, Shard) else shards
             wanted = {bucket for shard in several for bucket in self._layout.buckets_of(shard)}
@@ -114,7 +109,7 @@ class Tail:
             self._listener.landing(buckets)
             self.deliver(buckets)
         finally:
-            landed = [bucket for bucket in buckets if bucket not in self._undelivered]
+            landed = [bucket for bucket in buckets if bucket not in self.undelivered]
             error = self._listener.landed(landed)
             if error is not None:
                 self._executor.fail_first(error)
@@ -129,7 +124,7 @@ class Tail:
         for bucket in buckets:
             self._executor.wait(bucket)
             self._end_delivery(bucket)
-            del self._undelivered[bucket]
+            del self.undelivered[bucket]
 
     def send_up(self, buckets: Sequence[Bucket]) -> None:
         """Starts deliveries in forward order, each as soon as its bucket is done. An asynchronous link waits itself."""
@@ -160,18 +155,18 @@ class Tail:
     @property
     def is_settling(self) -> bool:
         """Returns whether masters and moments of some bucket may still be those before the last step."""
-        return bool(self._unsettled)
+        return bool(self.unsettled)
 
     def settle(self, shard: Shard | None = None) -> None:
         """Waits until masters and moments of ``shard``, or of all, are those of the last step.
 
         A worker that failed has completed its bucket; the next call that ends or interrupts a step raises the failure.
         """
-        if not (self._unsettled or self._undelivered):
+        if not (self.unsettled or self.undelivered):
             return
         buckets = self._layout.buckets if shard is None else self._layout.buckets_of(shard)
-        unsettled = [bucket for bucket in buckets if bucket in self._unsettled]
-        stepped = [bucket for bucket in buckets if bucket in self._undelivered and bucket.running is not None]
+        unsettled = [bucket for bucket in buckets if bucket in self.unsettled]
+        stepped = [bucket for bucket in buckets if bucket in self.undelivered and bucket.running is not None]
         if not (unsettled or stepped):
             return
         with self._executor.caller_at_work():
@@ -179,13 +174,13 @@ class Tail:
                 self._executor.wait(bucket)
             for bucket in unsettled:
                 self._wait_for_settle(bucket)
-                del self._unsettled[bucket]
+                del self.unsettled[bucket]
                 bucket.move(BucketState.SETTLED)
-                if bucket not in self._undelivered:
+                if bucket not in self.undelivered:
                     bucket.renew()
 
     def _wait_for_settle(self, bucket: Bucket) -> None:
-        settled = self._unsettled[bucket]
+        settled = self.unsettled[bucket]
         try:
             settled.wait()
         except RuntimeError as error:

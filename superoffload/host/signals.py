@@ -1,4 +1,7 @@
-"""Signals wait while bookkeeping runs: Ctrl-C, pressed any number of times, leaves no step half-way."""
+"""Bookkeeping is done wholly or not at all: signals wait meanwhile, and other threads.
+
+So Ctrl-C, pressed any number of times, leaves no step half-way.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,11 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias
 
+from superoffload.errors import SuperOffloadError
+
+P = ParamSpec("P")
 _Handler: TypeAlias = Callable[[int, FrameType | None], object]
 
 # Users, launchers and schedulers send these to end or save a run, and handlers of the timers may raise. SIGINT is
@@ -102,6 +108,77 @@ _HELD = HeldSignals()
 def held_signals() -> HeldSignals:
     """Returns the context for work that must be done wholly or not at all."""
     return _HELD
+
+
+class Alone:
+    """Admits one thread at a time, with signals held back. Contexts nest.
+
+    Signals are held before the lock is taken and until it is released, so no handler runs in a thread that has it.
+    """
+
+    def __init__(self) -> None:
+        self._held = held_signals()
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._held.__enter__()
+        try:
+            self._lock.acquire()
+        except BaseException:
+            self._held.__exit__(None, None, None)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self._lock.release()
+        finally:
+            self._held.__exit__(kind, error, traceback)
+
+
+class Whole:
+    """Lets one thread at a time do what must be done wholly or not at all; remembers an error from the middle of it.
+
+    ``pid``: the process where that can be done. ``is_over``: it is not done any more.
+    """
+
+    def __init__(self) -> None:
+        self.alone = Alone()
+        self.pid = os.getpid()
+        self.is_over = False
+        self.cut_off: BaseException | None = None
+
+    def __enter__(self) -> None:
+        self.alone.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # One of ours is raised after everything was put in order.
+        if error is not None and not isinstance(error, SuperOffloadError):
+            self.cut_off = error
+        self.alone.__exit__(kind, error, traceback)
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a copy of that which ``pid`` names, and none of its threads run here."""
+        return self.pid != os.getpid()
+
+    def out_of_use(self) -> bool:
+        """Asked at every gradient that completes a bucket."""
+        return self.is_over or self.cut_off is not None or self.forked
+
+    def if_in_use(self, work: Callable[P, object], *args: P.args, **named: P.kwargs) -> None:
+        """Calls ``work``, alone, unless it is out of use."""
+        if not self.out_of_use():
+            with self:
+                if not self.out_of_use():  # since another thread had the lock
+                    work(*args, **named)
+
+    def end(self) -> None:
+        """It is over."""
+        self.is_over = True
 
 
 def _after_fork() -> None:

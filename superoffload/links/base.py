@@ -16,10 +16,11 @@ from superoffload.host.bits import BitSums, Sums
 
 @dataclass(frozen=True)
 class PackTicket:
-    """Describes a packed gradient on its way; the shards' block sums are valid once ``completion`` is done.
+    """Describes a packed gradient on its way.
 
-    ``bit_sums``: sums of the packed bits, for the pieces whose shard asks for them, if the link has a kernel for it;
-    the gradients of such pieces are kept.
+    ``completion`` is done once it is in host memory and the shards' block sums are valid; worker threads wait on it
+    without the GIL. ``bit_sums``: sums of the packed bits, for the pieces whose shard asks for them, if the link has a
+    kernel for it; the gradients of such pieces are kept.
     """
 
     bucket: Bucket
@@ -33,6 +34,7 @@ class Link(Protocol):
     bytes_down: int
     bytes_up: int
     frees_gradients: bool  # no gradient is read after pack() has returned, so its owner may free it
+    in_streams: bool  # gradients come in the order of streams, which check_stream() and received() look at
     asynchronous: bool  # deliver() returns before ``after`` is done, and the link reads the shadow later
     bit_sums: BitSums
     sums_what_it_packs: bool  # its PackTickets have the ``bit_sums`` of the packed gradients
@@ -69,9 +71,6 @@ class Link(Protocol):
 
     def came_down(self, nbytes: int) -> None:
         """Counts gradients that reached host memory in another way than by ``pack()``."""
-
-    def arrived(self, ticket: PackTicket) -> _native.Completion:
-        """Returns a completion: the packed gradient is in host memory. Worker threads wait on it without the GIL."""
 
     def stage(self, bucket: Bucket, after: _native.Completion) -> None:
         """Copies the shadow to the device once ``after``, a speculated step, is done, where no reader sees it.

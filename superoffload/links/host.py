@@ -13,12 +13,13 @@ from superoffload.host.bits import BitSums, SumsInMemory
 from superoffload.host.memory import host_empty
 from superoffload.links.base import PackTicket, wait_until_ended
 
-_LARGE = 64 << 10  # above this many bytes torch copies a piece with several threads
+_LARGE = 64 << 10  # bytes of a piece that torch copies with several threads
 
 
 class SynchronousLink:
     """Implements what links share whose copies are done when the call returns; the shadow is in host memory."""
 
+    in_streams = False
     asynchronous = False
     frees_gradients = False
     sums_what_it_packs = False
@@ -62,7 +63,8 @@ class SynchronousLink:
             for piece, grad in zip(bucket.pieces, grads, strict=True)
         ]
         self._pieces_of(bucket).pack(addresses)
-        self.bytes_down += size * sum(piece.numel for piece in bucket.stepped_pieces())
+        here = zip(bucket.pieces, bucket.present, strict=True)
+        self.bytes_down += size * sum([piece.numel for piece, present in here if present])
         return PackTicket(bucket, _native.Completion.already_done())
 
     def check_stream(self) -> None:
@@ -76,9 +78,6 @@ class SynchronousLink:
 
     def came_down(self, nbytes: int) -> None:
         self.bytes_down += nbytes
-
-    def arrived(self, ticket: PackTicket) -> _native.Completion:
-        return ticket.completion
 
     def stage(self, bucket: Bucket, after: _native.Completion) -> None:
         """Does nothing: ``deliver()`` makes the copy."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from superoffload import _native
 from superoffload.engine.bucket import Shard
 from superoffload.host.tensors import is_dtensor
-from superoffload.optimizer.watched import Tracked, remember_values
+from superoffload.optimizer.watched import Tracked, remember_plain, remember_values
 from superoffload.optimizer.watched_gradient import WatchedGradient, remember_all
 
 
@@ -131,7 +131,5 @@ def remember(several: Sequence[Tracked], *, on_device: bool) -> None:
         known = set(plain)
         remember_values([tracked for tracked in several if tracked not in known], on_device=on_device)
     runs = [(tracked.param.data_ptr(), tracked.param.nbytes) for tracked in plain]
-    for tracked, (address, _), sums in zip(
-        plain, runs, _native.bit_sums(runs, torch.get_num_threads()) if runs else (), strict=True
-    ):
-        tracked.remember_plain(address, sums)
+    sums = _native.bit_sums(runs, torch.get_num_threads()) if runs else ()
+    remember_plain(zip(plain, [address for address, _ in runs], sums, strict=True))

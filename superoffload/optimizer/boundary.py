@@ -20,7 +20,8 @@ from superoffload.optimizer.reductions import Reductions
 from superoffload.optimizer.untold_writes import UntoldWrites
 from superoffload.optimizer.untraced import untraced
 from superoffload.optimizer.verdicts import LossScale, Verdicts
-from superoffload.optimizer.watched import Tracked
+from superoffload.optimizer.watched import Tracked, end_step
+from superoffload.optimizer.watched_gradient import end_all
 
 
 class Boundary:
@@ -83,16 +84,17 @@ class Boundary:
         """Ends the step with nothing changed: the user never called ``step()``, or no verdict was reached."""
         self._intake.forget()
         self._reductions.forget()
-        for tracked in self._params:
-            tracked.abandon()
+        end_all(tracked.gradient for tracked in self._params)
         self._core.abandon()
 
     # ---- before the verdict -----------------------------------------------------------------------------------
 
     def take_stock(self, scale: LossScale) -> None:
         """Brings the core up to date with the user's gradients and parameters."""
-        self._core.link.check_stream()
-        self._core.tail.land()
+        core = self._core
+        if core.link.in_streams:
+            core.link.check_stream()
+        core.tail.land()
         self._ranks.look()
         self._intake.check_finished()
         self._intake.take_rest()
@@ -122,12 +124,13 @@ class Boundary:
     # ---- after the verdict ------------------------------------------------------------------------------------
 
     def _remember(self) -> None:
-        ours, outdated = list(self._params), list[Tracked]()
+        everything = list(self._params)
+        ours, outdated = everything, list[Tracked]()
         landing = self._core.tail.landing_shards()
         if landing:
-            outdated = [tracked for tracked in ours if tracked.shard.index in landing]
-            ours = [tracked for tracked in ours if tracked.shard.index not in landing]
-        moved = {tracked for tracked in self._params if tracked.end_step()}
+            outdated = [tracked for tracked in everything if tracked.shard.index in landing]
+            ours = [tracked for tracked in everything if tracked.shard.index not in landing]
+        moved = end_step(everything)
         self._intake.end_step()
         self._untold.step_ended()
         outdate(outdated)

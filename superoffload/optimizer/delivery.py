@@ -156,7 +156,7 @@ class OnDemand:
             shards = [tracked.shard for tracked in found if tracked is not None]
             if not self._core.tail.is_landing_any(shards):
                 return
-        if self._lifetime.forked:
+        if self._lifetime.work.forked:
             raise StateError(
                 "this process was forked while parameters of the last step were not delivered yet, and its copy of "
                 "them is old; call synchronize() before fork()"

@@ -55,7 +55,7 @@ class Edits:
         core, intake = self._core, self._intake
         self._accumulation.step_begins(self._advice)
         intake.hook()
-        alike, others = unedited(self._params, core.inbox.indices())
+        alike, others = unedited(self._params, core.inbox.arrived)
         others += unwritten(alike)[1]
         noticed = self._notice(others)
         self._untold.found(noticed.untold)

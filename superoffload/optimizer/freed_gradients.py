@@ -59,7 +59,7 @@ class FreedGradients:
         """Keeps ``addend``, from any thread, for the hook of its parameter to add in host memory."""
         with self._lifetime.alone:
             tracked = self._params.of_shard(packed.shard)
-            if tracked is None or self._lifetime.out_of_use() or not self.is_packed(tracked, packed):
+            if tracked is None or self._lifetime.work.out_of_use() or not self.is_packed(tracked, packed):
                 return
             if packed.addend is None and packed.in_memory is None and self._host_sums.serve(tracked):
                 packed.keep_addend(addend)
@@ -68,7 +68,7 @@ class FreedGradients:
         """Brings the gradient back, for any thread. Leaves ``packed`` as it is where the gradient is gone."""
         with self._lifetime.whole().alone:
             tracked = self._params.of_shard(packed.shard)
-            if tracked is None or tracked.gradient.placeholder is not packed or self._lifetime.out_of_use():
+            if tracked is None or tracked.gradient.placeholder is not packed or self._lifetime.work.out_of_use():
                 return
             if packed.in_memory is None:
                 self.bring_back(tracked, packed)

@@ -60,12 +60,14 @@ class Intake:
         self._writes = writes
         self._ranks = ranks
         self._verdicts = verdicts
-        self._apart = core.link.asynchronous
+        self._in_streams = core.link.in_streams
         self._hooks: dict[Tracked, RemovableHandle] = {}  # not of frozen parameters
         self._unhooked: list[Tracked] = []  # frozen ones, and those that are reduced over ranks later
         self._steady = False  # the core has the first gradient of this step, and its buckets stay as they are
         self._waiting: defaultdict[Bucket, dict[Tracked, None]] = defaultdict(dict)  # until all of a bucket are final
-        # Parameters whose hook raised in backward: the id of p.grad, the thread and the error.
+        self._arrivals: dict[Tracked, int] = {}  # backward passes that reached each since the last step
+        self._expected: dict[Tracked, int] = {}  # as many as in the step before; one where none is known
+        # Whose hook has ended a backward: with which p.grad, in which thread, and why.
         self._unfinished: dict[Tracked, tuple[int, str, Exception]] = {}
 
     # ---- hooks ------------------------------------------------------------------------------------------------
@@ -108,17 +110,30 @@ class Intake:
             or "main_grad" in tracked.param.__dict__
         ):
             self._in_backward(tracked, self._take)
-        elif tracked.arrives_last():
-            if self._apart:
+        elif self._arrives_last(tracked):
+            if self._in_streams:
                 self._core.link.received(bucket)
             waiting = self._waiting[bucket]
             waiting[tracked] = None
             if len(waiting) >= (bucket.missing or len(bucket.pieces)):  # 0: not renewed since the last step
                 self._in_backward(tracked, lambda _: self._take_waiting(bucket))
         elif self._host_sums.are_off:
-            tracked.arrives()
+            self._arrives(tracked)
         else:
             self._in_backward(tracked, self._take)
+
+    def _arrives(self, tracked: Tracked) -> bool:
+        """One backward more has reached it: whether it is the last one, going by the step before."""
+        self._arrivals[tracked] = arrivals = self._arrivals.get(tracked, 0) + 1
+        return arrivals >= self._expected.get(tracked, 1)
+
+    def _arrives_last(self, tracked: Tracked) -> bool:
+        """``_arrives()``, where it is the last one; else nothing is counted."""
+        arrivals = self._arrivals.get(tracked, 0) + 1
+        if arrivals < self._expected.get(tracked, 1):
+            return False
+        self._arrivals[tracked] = arrivals
+        return True
 
     def _take_waiting(self, bucket: Bucket) -> None:
         """Hands the waiting gradients of ``bucket`` to the core together."""
@@ -131,7 +146,7 @@ class Intake:
 
     def _pass_on(self, several: Sequence[Tracked], *, in_backward: bool) -> list[Tracked]:
         """Gives the core all gradients that can be packed as they are; returns the others."""
-        ready, others = ready_gradients(several, self._core.inbox.indices())
+        ready, others = ready_gradients(several, self._core.inbox.arrived)
         if not ready:
             return others
         try:
@@ -164,28 +179,29 @@ class Intake:
                     self._writes.follow(tracked)
 
     def end_step(self) -> None:
-        """Has the next gradient begin a step."""
+        """The next gradient begins a step, which is like this one was."""
+        self._expected, self._arrivals = self._arrivals, {}
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._steady = False
         self._waiting.clear()
 
     def _in_backward(self, tracked: Tracked, take: Callable[[Tracked], None]) -> None:
         """Calls ``take`` in one thread at a time. Its error may be lost with the thread that runs backward; ``step()``
         raises it again, since gradients are missing then."""
-        lifetime = self._lifetime
-        if lifetime.out_of_use():
-            return
-        with lifetime.work:
-            if lifetime.out_of_use():  # another thread may have had the lock
-                return
-            try:
-                take(tracked)
-            except Exception as error:
-                if not any(known is error for _, _, known in self._unfinished.values()):  # noted for another one
-                    grad = id(gradient_of(tracked.param))
-                    self._unfinished[tracked] = (grad, threading.current_thread().name, error)
-                raise
-            if self._unfinished:
-                self._unfinished.pop(tracked, None)
+        self._lifetime.work.if_in_use(self._take_by, take, tracked)
+
+    def _take_by(self, take: Callable[[Tracked], None], tracked: Tracked) -> None:
+        try:
+            take(tracked)
+        except Exception as error:
+            if not any(known is error for _, _, known in self._unfinished.values()):  # of one that waited
+                grad = id(gradient_of(tracked.param))
+                self._unfinished[tracked] = (grad, threading.current_thread().name, error)
+            raise
+        if self._unfinished:
+            self._unfinished.pop(tracked, None)
 
     def _take(self, tracked: Tracked) -> None:
         packed = packed_in(tracked.param.grad)
@@ -213,7 +229,7 @@ class Intake:
         accumulation = self._accumulation
         if accumulation.is_asked_for or not _is_final(tracked.param) or accumulation.is_of_a_window():
             return False
-        return tracked.arrives()
+        return self._arrives(tracked)
 
     def _add_to_packed(self, tracked: Tracked, packed: PackedGradient, *, more_to_come: bool) -> None:
         assert packed.addend is not None
@@ -330,7 +346,8 @@ class Intake:
         self._unfinished.clear()
         with suppress(SuperOffloadError):  # step() raises for a parameter that no longer fits
             self.follow_waiting()
-        self.end_step()
+        self._arrivals.clear()
+        self._begin_anew()
 
 
 def _hook_of(intake: Intake, tracked: Tracked) -> Callable[[Tensor], None]:

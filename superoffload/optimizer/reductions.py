@@ -8,7 +8,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from superoffload.optimizer.lifetime import Alone
+from superoffload.host.signals import Alone
 from superoffload.optimizer.weakly import weakly
 
 

@@ -50,41 +50,31 @@ class LossScale(NamedTuple):
 
 
 class Verdicts:
-    """Keeps the last verdict and the terms of the next one, which speculation uses."""
+    """Keeps the terms of the next verdict, which speculation goes by, and what the last one was.
+
+    ``unscale``: the factor that took the loss scale out in the last step; the next one is expected to have it again.
+    """
 
     def __init__(self, max_grad_norm: float | None) -> None:
-        self._max_grad_norm = check_max_grad_norm(max_grad_norm)
-        self._unscale = 1.0
-        self._last: Verdict | None = None
+        self.max_grad_norm = check_max_grad_norm(max_grad_norm)
+        self.unscale = 1.0
+        self.last: Verdict | None = None
         self._said_whose_norm = False
 
     @property
-    def max_grad_norm(self) -> float | None:
-        return self._max_grad_norm
-
-    @property
-    def unscale(self) -> float:
-        """Returns the factor that took the loss scale out in the last step, which the next step will likely reuse."""
-        return self._unscale
-
-    @property
-    def last(self) -> Verdict | None:
-        return self._last
-
-    @property
     def grad_norm(self) -> float:
-        if self._last is None:
+        if self.last is None:
             raise StateError("grad_norm: there was no step() with gradients yet")
-        return self._last.grad_norm
+        return self.last.grad_norm
 
     def clip_to(self, max_grad_norm: float | None) -> None:
-        self._max_grad_norm = check_max_grad_norm(max_grad_norm)
+        self.max_grad_norm = check_max_grad_norm(max_grad_norm)
 
     def unscale_by(self, factor: float) -> None:
-        self._unscale = factor
+        self.unscale = factor
 
     def decided(self, verdict: Verdict) -> None:
-        self._last = verdict
+        self.last = verdict
 
     def say_whose_norm(self, ranks: Sequence[int], world: int) -> None:
         """Warns the user once that ``max_grad_norm`` counts only ``ranks``, not all of ``world``.
@@ -93,11 +83,11 @@ class Verdicts:
         Where they train models of their own, that is right.
         """
         others = world - len(ranks)
-        if self._said_whose_norm or self._max_grad_norm is None or not others:
+        if self._said_whose_norm or self.max_grad_norm is None or not others:
             return
         names = ", ".join(map(str, ranks[:_NAMED])) + (", ..." if len(ranks) > _NAMED else "")
         warnings.warn(
-            f"superoffload: max_grad_norm={self._max_grad_norm:g} clips by the norm of the gradients on rank {names} "
+            f"superoffload: max_grad_norm={self.max_grad_norm:g} clips by the norm of the gradients on rank {names} "
             f"alone ({len(ranks)} of {world}), as process_group= or replicated='local' says; the other {others} are "
             "clipped by norms of their own. If all of them train the same parameters, leave process_group and "
             "replicated out. If they train parts of one model, such as pipeline stages, leave max_grad_norm out, add "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from superoffload.host.tensors import is_dtensor, local_of, memory_order, versio
 from superoffload.optimizer.arguments import check_parameter
 from superoffload.optimizer.masters import follow
 from superoffload.optimizer.state_dict import ParamState
-from superoffload.optimizer.watched_gradient import UNKNOWN, PackedSums, WatchedGradient
+from superoffload.optimizer.watched_gradient import UNKNOWN, PackedSums, WatchedGradient, end_all
 
 
 class Place:
@@ -50,8 +50,6 @@ class Tracked:
     sums: Sums | None = None  # of its bits, if they are compared
     shown_steps: int = 0
     has_stepped: bool = False  # by this optimizer, so that the dtype of its gradients is known
-    _arrivals: int = 0  # backward passes that reached it since the last step
-    _expected: int = 1  # arrivals in the step before
 
     def __post_init__(self) -> None:
         local = local_of(self.param)
@@ -63,33 +61,13 @@ class Tracked:
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
-    def arrives(self) -> bool:
-        """Counts a backward that reached it; returns whether that is the last one, as many as in the step before."""
-        self._arrivals += 1
-        return self._arrivals >= self._expected
-
-    def arrives_last(self) -> bool:
-        """Counts the backward only if it is the last one; returns whether it is."""
-        if self._arrivals + 1 < self._expected:
-            return False
-        self._arrivals += 1
-        return True
-
-    def end_step(self) -> bool:
-        """Ends the step; returns whether it has stepped this parameter."""
-        self.gradient.end_step()
-        self._expected = max(1, self._arrivals)
-        self._arrivals = 0
+    def has_moved(self) -> bool:
+        """Whether the step that ends has moved it."""
         moved = self.shown_steps != self.shard.steps
         if moved:
             self.shown_steps = self.shard.steps
             self.has_stepped = True
         return moved
-
-    def abandon(self) -> None:
-        """Ends the step with nothing changed."""
-        self.gradient.end_step()
-        self._arrivals = 0
 
     # ---- the value ------------------------------------------------------------------------------------------------
 
@@ -179,6 +157,18 @@ class Tracked:
             else:
                 values.master.copy_to(shard.master)
         self.forget_value()  # the next step compares the master with the parameter
+
+
+def end_step(several: Sequence[Tracked]) -> set[Tracked]:
+    """The engine has none of their gradients any more. Returns those that the step has moved."""
+    end_all(tracked.gradient for tracked in several)
+    return {tracked for tracked in several if tracked.has_moved()}
+
+
+def remember_plain(several: Iterable[tuple[Tracked, int, Sums]]) -> None:
+    """``Tracked.remember_plain()`` for each, with its address and sums."""
+    for tracked, address, sums in several:
+        tracked.remember_plain(address, sums)
 
 
 def remember_values(several: Iterable[Tracked], *, on_device: bool = True) -> None:

@@ -137,3 +137,9 @@ def remember_all(several: Iterable[tuple[WatchedGradient, Tensor]]) -> None:
     """Calls ``remember_plain()`` for each pair."""
     for gradient, grad in several:
         gradient.remember_plain(grad)
+
+
+def end_all(several: Iterable[WatchedGradient]) -> None:
+    """The step is over, for each."""
+    for gradient in several:
+        gradient.end_step()

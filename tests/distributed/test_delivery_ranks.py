@@ -191,7 +191,7 @@ def in_two_phases(delivery: str) -> bool:
 
     def behind(tail: Tail) -> None:
         published = (b for b in tail._layout.buckets if b.state is BucketState.PUBLISHED)
-        tail._unsettled.update((b, _native.Completion()) for b in published)
+        tail.unsettled.update((b, _native.Completion()) for b in published)
 
     def settled(tail: Tail, bucket: Bucket) -> None:
         tail._executor.pool.submit(bucket.work, _native.Operation.settle, 1, bucket.running).wait()

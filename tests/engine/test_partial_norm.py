@@ -6,27 +6,29 @@ import torch
 
 from superoffload import _native
 from superoffload.engine.bucket import Bucket, Piece, Shard
-from superoffload.engine.partial_norm import PartialNorm
+from superoffload.engine.speculator import PartialNorm
 from tests.support.engine_rig import Settings, rig
 
 
-def bucket_of(squares: float) -> Bucket:
-    """One shard of one block whose gradient arrived."""
+def bucket_of(squares: float, arrival: _native.Completion) -> Bucket:
+    """One shard of one block whose gradient was packed."""
     state = torch.zeros(4)
     shard = Shard(0, "w", 0, 4, torch.float32, torch.float32, state, state, state, lambda: state)
     shard.block_sums[0] = squares
     bucket = Bucket([Piece(shard, 0, 4, 0)])
     bucket.receive([0])
+    bucket.is_packed(arrival, {})
     return bucket
 
 
 def test_a_bucket_that_is_packed_again_counts_once() -> None:
-    norm, bucket, other = PartialNorm(lambda bucket: True), bucket_of(3.0), bucket_of(5.0)
+    done = _native.Completion.already_done()
+    norm, bucket, other = PartialNorm(set()), bucket_of(3.0, done), bucket_of(5.0, done)
     for each in (bucket, other):
-        norm.expect(each, _native.Completion.already_done())
+        norm.expect(each)
     assert norm.look() == 8.0
     bucket.pieces[0].shard.block_sums[0] = 4.0
-    norm.expect(bucket, _native.Completion.already_done())
+    norm.expect(bucket)
     assert norm.look() == 9.0
     norm.forget(bucket)
     assert norm.squares == norm.look() == 5.0
@@ -35,17 +37,21 @@ def test_a_bucket_that_is_packed_again_counts_once() -> None:
 
 
 def test_what_has_not_arrived_or_is_not_whole_is_left_out() -> None:
-    whole = {False}
-    norm, bucket = PartialNorm(lambda bucket: True in whole), bucket_of(3.0)
+    unfinished = {0}
     arrival = _native.Completion()
-    norm.expect(bucket, arrival)
-    assert norm.look() == 0.0
-    whole.add(True)
-    assert norm.look() == 0.0
-    lost, completion = bucket_of(7.0), _native.Completion()
-    norm.expect(lost, completion)
-    completion.fail("as told")
-    assert norm.look() == 0.0
+    norm, bucket = PartialNorm(unfinished), bucket_of(3.0, arrival)
+    norm.expect(bucket)
+    unfinished.clear()
+    assert norm.look() == 0.0, "it has not arrived"
+    unfinished.add(0)
+    arrival.finish()
+    assert norm.look() == 0.0, "more is to be added to it"
+    unfinished.clear()
+    assert norm.look() == 3.0
+    lost = _native.Completion()
+    norm.expect(bucket_of(7.0, lost))
+    lost.fail("as told")
+    assert norm.look() == 3.0
 
 
 def test_the_step_before_does_not_count_while_it_is_not_delivered() -> None:
@@ -67,4 +73,4 @@ def test_the_step_before_does_not_count_while_it_is_not_delivered() -> None:
         core.retract(second)
         core.arrive(second, gradients[second.index])
         assert core.stats()["buckets_speculated"] == before + 1
-        assert core.packer.norm.squares == 2048.0
+        assert core.speculator.norm.squares == 2048.0

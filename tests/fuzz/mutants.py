@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import superoffload.engine.finisher as finisher_module
-import superoffload.optimizer.lifetime as lifetime
+import superoffload.host.signals as interrupts
 from superoffload import _native
 from superoffload.engine.bucket import Bucket, BucketState, Shard
 from superoffload.engine.engine import Engine
@@ -40,10 +40,10 @@ def _submits(change: Callable[[Operation], Operation | None]) -> Mutant:
     """Worker threads are given another operation; None: none."""
 
     def make(submit: Callable[..., Any]) -> Callable[..., Any]:
-        def submitted(executor: Executor, bucket: Bucket, operation: Operation, width: int = 1) -> None:
+        def submitted(executor: Executor, bucket: Bucket, operation: Operation) -> None:
             instead = change(operation)
             if instead is not None:
-                submit(executor, bucket, instead, width)
+                submit(executor, bucket, instead)
 
         return submitted
 
@@ -85,7 +85,7 @@ def _ignores_overflow(end: Callable[..., Any]) -> Callable[..., Any]:
 def _forgets_one_piece(arrive: Callable[..., Any]) -> Callable[..., Any]:
     def arrived(core: Engine, shard: Shard, gradient: Any, *, in_backward: bool = True) -> None:
         if core.stats()["steps"] == 3 and shard.index == 1 and in_backward:
-            core.inbox._arrived[shard.index] = gradient  # known, but not to its buckets
+            core.inbox.arrived[shard.index] = gradient  # known, but not to its buckets
             return
         arrive(core, shard, gradient, in_backward=in_backward)
 
@@ -170,7 +170,7 @@ MUTANTS: dict[str, Mutant] = {
     "two phases: nothing is settled": lambda: mock.patch.object(
         Tail,
         "_settle_behind",
-        lambda tail: tail._unsettled.update(
+        lambda tail: tail.unsettled.update(
             {b: _native.Completion.already_done() for b in tail._layout.buckets if b.state is BucketState.PUBLISHED}
         ),
     ),
@@ -184,5 +184,7 @@ MUTANTS: dict[str, Mutant] = {
     "save: a step does not wait for it": lambda: mock.patch.object(Snapshot, "protect", _nothing),
     "load: one step too many": _replaced(Tracked, "load", _forgets_moments),
     "look: what is speculated shows": lambda: mock.patch.object(Engine, "quiesce", _nothing),
-    "signals: they come in the middle of bookkeeping": lambda: mock.patch.object(lifetime, "held_signals", nullcontext),
+    "signals: they come in the middle of bookkeeping": lambda: mock.patch.object(
+        interrupts, "held_signals", nullcontext
+    ),
 }

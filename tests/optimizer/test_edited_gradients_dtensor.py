@@ -61,7 +61,7 @@ def edits(edit: Callable[[Any, AdamW], None]) -> list[bool]:
     fake = Fake()
     expected = edited_run(edit, lambda: None)
     comparing = mock.patch(
-        "superoffload.engine.packer.same_bits", side_effect=AssertionError("a gradient was copied down again")
+        "superoffload.engine.inbox.same_bits", side_effect=AssertionError("a gradient was copied down again")
     )
     with on_fake_device(fake, keep_grads=True) as links, comparing:
         found = edited_run(edit, fake.synchronize)

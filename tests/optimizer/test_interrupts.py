@@ -76,7 +76,7 @@ def test_ctrl_c_in_step_comes_out_of_a_finished_step(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["Engine.arrive", "Engine._pack", "Executor.freeze", "Speculator.speculate", "Speculator.expect"]
+    "method", ["Engine.arrive", "Engine._pack", "Executor.pack", "Speculator._speculate", "Speculator.expect"]
 )
 def test_ctrl_c_in_backward_leaves_the_last_finished_step(method: str) -> None:
     with pair(bucket_numel=1024) as (model, optimizer, twin, plain):

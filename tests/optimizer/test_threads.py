@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW, checkpoints
+from superoffload.engine.bucket import Bucket
 from superoffload.engine.engine import Engine
-from superoffload.engine.executor import Executor
 from superoffload.engine.tail import Tail
 from superoffload.errors import ArgumentError, StateError
 from superoffload.links.cuda.link import CudaLink
-from superoffload.links.host import HostLink
 from tests.support.adamw_training import batch, check_counters, model_of, run_python
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
 
@@ -51,7 +50,7 @@ def switching(seed: int) -> Iterator[None]:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        with given_up(HostLink, "received"), given_up(CudaLink, "received"), given_up(Executor, "freeze"):
+        with given_up(Bucket, "receive"), given_up(CudaLink, "received"), given_up(Bucket, "freeze"):
             yield
     finally:
         sys.setswitchinterval(interval)

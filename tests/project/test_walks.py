@@ -9,6 +9,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -65,6 +66,12 @@ def walked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return import_module("walked.one")
 
 
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    walked: dict[str, list[Any]] = walks.gradient_walks()
+    return walked
+
+
 @pytest.mark.parametrize(
     ("name", "calls", "moves"),
     [
@@ -113,6 +120,13 @@ def test_gradients_and_steps_are_walked(tmp_path: Path, capsys: pytest.CaptureFi
     for name in rows:
         assert f"\n{name} " in printed
     assert re.search(rf"\n{re.escape(walks.STEP)}:\n\S+  \(\S+\.py\)\n  \S+  \(", printed), "a tree of calls"
+
+
+@pytest.mark.parametrize(("kind", "limit"), [(walks.OTHER, 3), (walks.COMPLETES, 15), (walks.LAST, 15)])
+def test_a_gradient_moves_between_few_files(kind: str, limit: int, found: dict[str, list[Any]]) -> None:
+    """Of each kind every walk: also that of a step's first bucket, which reads hyper-parameters."""
+    for walk in found[kind]:
+        assert walk.moves <= limit, walks.tree(walk)
 
 
 def test_steps_that_were_not_speculated_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

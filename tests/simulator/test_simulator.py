@@ -17,7 +17,7 @@ from superoffload import _native
 from superoffload.engine.bucket import BucketState
 from superoffload.engine.executor import Executor
 from superoffload.engine.finisher import Finisher
-from superoffload.engine.packer import Packer
+from superoffload.engine.inbox import Packer
 from superoffload.engine.snapshot import Snapshots
 from superoffload.engine.speculator import Speculator
 from superoffload.engine.tail import Tail

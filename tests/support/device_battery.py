@@ -237,7 +237,7 @@ def sums_packed_by_link(place: Place, form: str) -> list[tuple[bytes, list[int]]
     with _buckets(place, shards) as (link, buckets):
         for bucket in buckets:
             ticket = link.pack(bucket, [gradients[piece.shard.index].tensor for piece in bucket.pieces])
-            _await(link.arrived(ticket))
+            _await(ticket.completion)
             place.synchronize()
             for piece, sums in ticket.bit_sums.items():
                 raw = inputs[piece.shard.index][piece.start : piece.start + piece.numel].tobytes()
@@ -275,7 +275,7 @@ def _buckets(place: Place, shards: Sequence[Shard]) -> Iterator[tuple[Any, list[
 
 def pack(link: Any, bucket: Bucket, gradients: list[Tensor]) -> None:
     """Returns once they are packed and their sums are here."""
-    _await(link.arrived(link.pack(bucket, gradients)))
+    _await(link.pack(bucket, gradients).completion)
 
 
 def _step(link: Any, bucket: Bucket, setting: Setting) -> None:

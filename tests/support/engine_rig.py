@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.engine.bucket import GroupHyper, Shard
+from superoffload.engine.bucket import GroupHyper, JournalWidth, Shard
 from superoffload.engine.engine import Engine
 from superoffload.engine.engine_options import EngineOptions
-from superoffload.engine.journal_width import JournalWidth
 from superoffload.engine.recorder import Recorder
 from superoffload.engine.schedule import FixedSchedule, Schedule
 from superoffload.engine.verdict import Verdict

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from superoffload import _native
 from superoffload.engine.bucket import Bucket, Shard
 from superoffload.host.memory import host_empty
 from superoffload.links.base import Link, PackTicket
@@ -26,7 +25,8 @@ class PartitionLink(SynchronousLink):
         super().__init__()
         self._gradient_of = gradient_of
         self._pin = pin
-        self._accelerator: Link = accelerator or HostLink()  # a null link, without buckets
+        self._accelerator: Link = accelerator or HostLink()  # one without buckets
+        self.in_streams = self._accelerator.in_streams
 
     def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
         super().prepare(buckets, anew=anew)
@@ -40,11 +40,6 @@ class PartitionLink(SynchronousLink):
     def received(self, bucket: Bucket) -> None:
         if bucket.resident:
             self._accelerator.received(bucket)
-
-    def arrived(self, ticket: PackTicket) -> _native.Completion:
-        if ticket.bucket.resident:
-            return self._accelerator.arrived(ticket)
-        return ticket.completion
 
     def attach(self, bucket: Bucket) -> None:
         gradients = [self._gradient_of(piece.shard)[piece.start : piece.start + piece.numel] for piece in bucket.pieces]

@@ -45,6 +45,7 @@ class CudaOptions:
 class CudaLink:
     """Serves gradients and parameters on a device; everything else is in host memory."""
 
+    in_streams = True
     asynchronous = True
 
     def __init__(self, device: Device, options: CudaOptions) -> None:
@@ -278,9 +279,6 @@ class CudaLink:
 
     def came_down(self, nbytes: int) -> None:
         self.bytes_down += nbytes
-
-    def arrived(self, ticket: PackTicket) -> _native.Completion:
-        return ticket.completion
 
     def stage(self, bucket: Bucket, after: _native.Completion) -> None:
         with _translated(f"sending up {bucket.pieces[0].shard.name}"):

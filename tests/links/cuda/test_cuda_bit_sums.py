@@ -288,7 +288,7 @@ def edited_main_grads(
     for parameter in parameters:
         parameter.main_grad = torch.zeros(parameter.shape, dtype=dtype)
         parameter.register_post_accumulate_grad_hook(_into_main_grad)
-    reading = mock.patch("superoffload.engine.packer.same_bits", side_effect=AssertionError("it was read again"))
+    reading = mock.patch("superoffload.engine.inbox.same_bits", side_effect=AssertionError("it was read again"))
     with on_host() if host else on_fake_device(fake), taken_back() as again, reading:
         options: dict[str, Any] = {"speculation": "always", "threads": 2, "bucket_numel": 4096}
         with AdamW(model.parameters(), **options) as optimizer:

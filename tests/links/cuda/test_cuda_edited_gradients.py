@@ -110,7 +110,7 @@ def swapped(link: dict[str, Any], fake: Fake) -> None:
 
 def test_elements_that_are_swapped(fake: Fake) -> None:
     """Their sums show it, so nothing is compared a second time."""
-    copied_down = mock.patch("superoffload.engine.packer.same_bits", side_effect=AssertionError("read again"))
+    copied_down = mock.patch("superoffload.engine.inbox.same_bits", side_effect=AssertionError("read again"))
     with copied_down:
         swapped({}, fake)
 

@@ -249,9 +249,9 @@ def test_the_early_stop_knows_the_sum_and_not_its_parts(fake: Fake) -> None:
         for bucket in core.buckets:
             assert bucket.arrival is not None
             bucket.arrival.wait()
-        assert core.packer.norm.look() == pytest.approx(sum(shard.sum_of_squares() for shard in core.shards))
+        assert core.speculator.norm.look() == pytest.approx(sum(shard.sum_of_squares() for shard in core.shards))
         optimizer.step()
-        assert core.packer.norm.squares == 0.0
+        assert core.speculator.norm.squares == 0.0
 
     with free_bytes(0) as added:
         on_the_device(fake, opposite, BF16, **FP32)

@@ -19,9 +19,9 @@ from superoffload.distributed import data_parallel as ddp
 from superoffload.distributed import fully_shard
 from superoffload.distributed.data_parallel import ReducedGradients
 from superoffload.errors import StateError
+from superoffload.host.signals import Alone
 from superoffload.links.cuda.link import CudaLink, CudaOptions
 from superoffload.optimizer import module_hooks
-from superoffload.optimizer.lifetime import Alone
 from superoffload.optimizer.watched import Tracked
 from tests.support.adamw_training import batch
 from tests.support.fake_cuda import IMAGE, Fake, FakeDevice, LateLink, garbage_like, on_fake_device
