@@ -370,10 +370,8 @@ class Bucket:
         size = self.gradient_dtype.itemsize
         for i, piece in enumerate(self.pieces):
             shard = piece.shard
-            if self.gradients is None:
-                gradient = self.gradient.data_ptr() + size * piece.offset
-            else:
-                gradient = self.gradients[i].data_ptr()
+            packed = self.gradients
+            gradient = packed[i].data_ptr() if packed else self.gradient.data_ptr() + size * piece.offset
             runs.append(
                 _native.Run(
                     master=shard.master.data_ptr() + 4 * piece.start,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 import superoffload
+from tests.support.checkout import ROOT
 from tests.support.scripts import load_script
 
 PACKAGE = Path(superoffload.__file__).resolve().parent
@@ -72,3 +74,18 @@ def test_no_file_name_occurs_twice() -> None:
             places[path.stem].append(str(path.relative_to(PACKAGE)))
     twice = {name: found for name, found in places.items() if len(found) > 1}
     assert set(twice) == ROLES_PER_BACKEND, twice
+
+
+def test_the_picture_in_the_documents_shows_the_imports_as_they_are(tmp_path: Path) -> None:
+    """The places of boxes and arrows tell; the versions of the library that draws may differ in the rest."""
+    drawn = tmp_path / "imports.svg"
+    import_graph.draw(GRAPH, drawn, import_graph.notes_of(PACKAGE))
+    in_documents = ROOT / "docs" / "images" / "imports.svg"
+    assert paths_of(in_documents) == paths_of(drawn), "python scripts/import_graph.py --draw docs/images/imports.svg"
+
+
+def paths_of(picture: Path) -> list[tuple[str, str]]:
+    """Texts and outlines of a picture."""
+    text = picture.read_text(encoding="utf-8")
+    found: list[tuple[str, str]] = re.findall(r'<text[^>]*>([^<]*)</text>|<path d="([^"]*)"', text)
+    return found
