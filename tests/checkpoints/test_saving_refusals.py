@@ -107,7 +107,7 @@ class Evil:
 
 
 def test_code_in_a_checkpoint_does_not_run(saved: Path, tmp_path: Path) -> None:
-    """Even where somebody has made manifest and checksums fit."""
+    """Refuses it even if manifest and checksums were made to fit."""
     folder = copy_of(saved, tmp_path / "evil")
     data = pickle.dumps({"extra": Evil()})
     (folder / "state.pt").write_bytes(data)

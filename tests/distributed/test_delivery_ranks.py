@@ -36,7 +36,7 @@ class Demand:
     case: Case = field(default_factory=Case)
     prefetch: int = 0  # blocks that each block gathers ahead of time
     grouped: bool = False  # the ends are gathered together
-    unshards: bool = False  # somebody gathers by hand
+    unshards: bool = False  # the loop gathers by hand
     evaluates: bool = False
     rank_check: Any = "off"
 
@@ -134,7 +134,7 @@ def test_every_gather_of_fsdp2_waits(name: str) -> None:
 
 
 def blind(checked: bool) -> Any:
-    """As ``gathered ahead``, but nobody looks at what is gathered ahead."""
+    """As ``gathered ahead``, but nothing looks at what is gathered ahead."""
     demand = CASES["gathered ahead"][1]
     with mock.patch.object(module_hooks, "gathered_with", lambda module: [module]):
         if checked:

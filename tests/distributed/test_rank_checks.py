@@ -172,7 +172,7 @@ def alone(what: str) -> list[Any]:
 )
 def test_calls_that_only_one_rank_makes_are_named_by_all(what: str, text: str) -> None:
     first, second = on_ranks(2, alone, what)
-    assert first == second and first[1], "the same error, and nobody stepped"
+    assert first == second and first[1], "the same error, and no rank stepped"
     assert "RankError: the ranks do different things: " in first[0] and text in first[0]
 
 

@@ -53,7 +53,7 @@ def backward(model: Model, step: int, scale: float = 1.0) -> None:
 
 
 def train(model: Model, optimizer: superoffload.AdamW, steps: Sequence[int]) -> None:
-    """Clips in some steps, not in others; step 3 has an infinity and is skipped, before step 5 nobody calls step()."""
+    """Clips in some steps. Step 3 has an infinity and is skipped; one call of step() is left out before step 5."""
     for step in steps:
         backward(model, step, scale=(1.0, 0.01, 30.0)[step % 3])
         if step == 3:

@@ -53,7 +53,7 @@ class Plan:
     written: int | None  # a shard whose parameter the user writes to
     look: str | None  # quiesce or digests in between
     ends: str
-    unsettled: bool = False  # nobody looks at masters and moments after the step
+    unsettled: bool = False  # nothing reads masters and moments after the step
 
 
 NUMBERS = st.one_of(st.just(frozenset[int]()), st.frozensets(st.integers(0, 7), max_size=2))
@@ -196,7 +196,7 @@ class Step:
         parameter.published = to_numpy(self.rig.published[shard.index])
 
     def look(self) -> None:
-        """Somebody asks for the state of the last finished step."""
+        """Other code asks for the state of the last finished step."""
         if self.plan.look is None:
             return
         if self.plan.look == "quiesce":

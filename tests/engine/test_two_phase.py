@@ -170,7 +170,7 @@ def test_a_failed_settle_is_raised_by_the_next_reader() -> None:
 
 
 def test_a_snapshot_sees_neither_phase_halfway() -> None:
-    """Whoever protects a shard's state gets to do so before it is settled."""
+    """A snapshot protects a shard's state before it is settled."""
     with rig(TWO_PHASE) as made:
         step(made)
         before = [shard.master.clone() for shard in made.shards]

@@ -24,7 +24,7 @@ def optimizer_told(model: nn.Module, told: bool, **options: Any) -> AdamW:
 
 
 def without_comparing(view: bool, static: bool) -> list[Any]:
-    """Gradients that nobody edits are taken as they are: nothing is compared, so on a GPU nothing is copied down."""
+    """Unedited gradients are taken as they are: nothing is compared, so on a GPU nothing is copied down."""
     results: list[Any] = []
     for told in (True, False):
         inner = net(torch.float32)

@@ -1,7 +1,7 @@
 """The caller's floating-point settings change nothing in a kernel's result, and are the caller's again afterwards.
 
-Worker threads inherit these settings from whoever creates them, and torch may have changed them. They are changed here
-through the C library (glibc's layout of the saved environment), so that the tests need no torch; one more goes through
+Worker threads inherit these settings from the thread that creates them, and torch may have changed them. The tests
+change them through the C library (glibc's layout of the saved environment), so that the tests need no torch; one more goes through
 torch's own switch.
 """
 

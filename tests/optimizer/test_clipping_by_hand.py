@@ -21,7 +21,7 @@ Edit = Callable[[nn.Module, int], Any]
 
 
 def clip(model: nn.Module, step: int) -> None:
-    """As everybody does it: also in steps that are below the threshold, all gradients are multiplied (by 1)."""
+    """Clips as the usual loop does: also in steps that are below the threshold, all gradients are multiplied (by 1)."""
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9 if step % 2 else 0.1)
 
 

@@ -176,7 +176,7 @@ class Later:
 
 
 def test_gradients_that_are_not_contiguous_live_until_all_groups_are_stepped() -> None:
-    """Of each the kernels read a copy, which nobody else has."""
+    """The kernels read a copy of each, which no other code has."""
     mine, theirs = ([torch.nn.Parameter(torch.ones(64, 64)) for _ in range(4)] for _ in range(2))
     ours = superoffload.CPUAdamW([{"params": [param]} for param in mine], threads=1)
     peer = torch.optim.AdamW(theirs)

@@ -1,4 +1,4 @@
-"""Masters follow what somebody wrote to parameters: by bits, and only where these are not their rounding any more."""
+"""Masters follow writes to parameters: by bits, where a parameter is not the rounding of its master any more."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ def test_models_with_an_optimizer_can_be_copied_and_saved() -> None:
         optimizer.step()
         for other in (copied, loaded):
             before = weights(other)
-            batch(other, 1).backward()  # nobody's business
+            batch(other, 1).backward()  # an unrelated model
             assert torch.equal(weights(other), before)
         assert optimizer.stats()["buckets_speculated"] == 1
 

@@ -32,7 +32,7 @@ def toy(out: Path, *more: str) -> list[str]:
 
 
 def test_two_ranks_under_torchrun(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """And the same run by what everybody has: fp32 parameters and torch's AdamW give the same curve."""
+    """The same run by the common means, fp32 parameters and torch's AdamW give the same curve."""
     arguments = toy(tmp_path, "--only", "published", "--ranks", "2", "--hidden", "32")
     assert main([*arguments, "--engines", "ours", "SuperOffload"]) == 0
     report = json.loads((tmp_path / NAME).read_text())

@@ -189,3 +189,25 @@ def test_every_environment_variable_is_in_the_reference() -> None:
 def test_pages_named_by_the_navigation_are_about_what_they_say() -> None:
     for page in PAGES:
         assert page.read_text().startswith(("# ", "<!--")), f"{page.name} has no title"
+
+
+BYSTANDERS = re.compile(r"\b(?:somebody|nobody|whoever|everybody|someone)\b", re.IGNORECASE)
+PROSE = sorted(
+    path
+    for folder in ("superoffload", "csrc", "tests", "scripts", "benchmarks", "docs", "examples")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in {".py", ".pyi", ".md", ".cpp", ".h", ".inl", ".cu", ".cuh", ".sh"}
+)
+
+
+def test_no_sentence_is_about_a_bystander() -> None:
+    """docs/contributing.md says which words are meant, and so does this file."""
+    exempt = {ROOT / "docs" / "contributing.md", Path(__file__).resolve()}
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in PROSE
+        if path not in exempt
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if BYSTANDERS.search(line)
+    ]
+    assert not found

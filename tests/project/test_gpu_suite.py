@@ -311,7 +311,7 @@ def test_a_parameter_that_a_delay_keeps_back_is_found(monkeypatch: pytest.Monkey
     ("arguments", "said"),
     [
         (["--device", "cpu"], "add --toy"),
-        (["--device", "cpu", "--toy", "--contestants", "nobody"], "contestants=nobody: expected some of"),
+        (["--device", "cpu", "--toy", "--contestants", "no-such"], "contestants=no-such: expected some of"),
         (["--device", "stand-in"], "add --toy"),
         (["--device", "cpu", "--toy", "--resume", "no.json"], "resume=no.json: expected the JSON of an earlier call"),
         (["--device", "cpu", "--toy", "--row-limit", "-1"], "row_limit=-1.0: expected a positive number"),

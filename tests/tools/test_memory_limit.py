@@ -11,7 +11,7 @@ from superoffload import _native
 from superoffload.tools.doctor.memory_limit import Arrays, MemoryLimit, Way, all_ways, streams_of
 
 READ, WRITE, UPDATE = _native.Access.read, _native.Access.write, _native.Access.update
-GUARD = 64  # bytes around an array that nobody may touch
+GUARD = 64  # bytes around an array that no code may touch
 
 
 def filled(numel: int, itemsize: int, skew: int) -> tuple[np.ndarray, np.ndarray]:

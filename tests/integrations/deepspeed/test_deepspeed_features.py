@@ -214,7 +214,7 @@ def test_engines_leave_no_threads(two_ranks: Ranks) -> None:
 
 
 def kept_in_memory() -> list[str]:
-    """What of an engine's host memory somebody still holds after ``destroy()``, by name."""
+    """Returns by name the host memory of an engine that is still held after ``destroy()``."""
     import gc
     import weakref
 

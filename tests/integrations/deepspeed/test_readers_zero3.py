@@ -1,4 +1,4 @@
-"""Whoever reads or writes parameters, masters, moments or gradients meets the values of the last finished step."""
+"""Every reader and writer of parameters, masters, moments or gradients meets the values of the last finished step."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def write_in_the_window(what: str, options: dict[str, Any], dtype: str | None) -
 
 @pytest.fixture(scope="module")
 def untouched(two_ranks: Ranks) -> Callable[[str | None], list[Any]]:
-    """The run in which nobody writes, of each data type; trained once."""
+    """The run without writes, of each data type; trained once."""
     return cache(lambda dtype: two_ranks.run(write_in_the_window, "nothing", WAITING, dtype))
 
 

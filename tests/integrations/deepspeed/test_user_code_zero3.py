@@ -131,7 +131,7 @@ def test_schedulers(two_ranks: Ranks) -> None:
 
 
 def warnings_of_a_scheduler(way: str) -> tuple[list[str], list[float]]:
-    """One of torch's, called by DeepSpeed; it warns where nobody has called the optimizer's ``step()``."""
+    """One of torch's, called by DeepSpeed; it warns where no loop has called the optimizer's ``step()``."""
     torch.manual_seed(1)
     offload, options = WAYS[way]
     configuration, model = config(offload, options=options), Small()

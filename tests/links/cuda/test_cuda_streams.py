@@ -161,7 +161,7 @@ def test_a_gradient_on_its_way_to_host_memory_is_waited_for(
     assert waited == ["cuda"] * waits
 
 
-# ---- parameters that are read on a stream of somebody else ----------------------------------------------------------
+# ---- parameters that are read on a stream of other code -----------------------------------------------------------
 
 
 def gathered_elsewhere(fake: Fake, links: list[LateLink], told: bool, seed: int) -> dict[str, str]:

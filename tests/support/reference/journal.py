@@ -57,7 +57,7 @@ def escapes(
 ) -> dict[str, npt.NDArray[np.bool_]]:
     """For each component the lanes that escape; `old` is master, exp_avg, exp_avg_sq before the step.
 
-    A component's lane escapes if its code does not fit or its estimate is NaN, whose bits nobody promises. "any" holds
+    A component's lane escapes if its code does not fit or its estimate is NaN, whose bits are not defined. "any" holds
     the lanes of which some estimate is not finite: an implementation may let those escape too, all components together.
     """
     master, exp_avg, exp_avg_sq = old
