@@ -1,7 +1,7 @@
 """The caller's floating-point settings change nothing in a kernel's result, and are the caller's again afterwards.
 
 Worker threads inherit these settings from the thread that creates them, and torch may have changed them. The tests
-change them through the C library (glibc's layout of the saved environment), so that the tests need no torch; one more goes through
+change them through the C library (glibc's layout of the saved environment), so they need no torch; one more test uses
 torch's own switch.
 """
 
