@@ -24,7 +24,7 @@ class StateError(SuperOffloadError):
 
 
 class HostMemoryError(SuperOffloadError, MemoryError):
-    """The system refused host memory; the message says how much, for what, and what needs less. If ``step()`` raises
+    """The system refused host memory; the message names the size, the purpose and what needs less. If ``step()`` raises
     it, the step was completed, and the next gradient asks for the memory again."""
 
 

@@ -169,7 +169,7 @@ def _is_held(path: Path) -> bool | None:
 
 
 def _was_over_before_boot(path: Path) -> bool:
-    """Returns whether all in it was written before this boot and long ago, by whichever clock dated it."""
+    """Returns whether all was written before this boot and long ago, by this host's clock or the file server's."""
     try:
         booted = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
         entries = [*path.iterdir()] if path.is_dir() else []

@@ -38,9 +38,10 @@ class Part:
 
     entries: list[Entry] = field(default_factory=list)
     pieces: dict[str, Piece] = field(default_factory=dict)
-    plain: list[tuple[str, Tensor, int | None]] = field(default_factory=list)  # with version, unless copied
+    plain: list[tuple[str, Tensor, int | None]] = field(
+        default_factory=list
+    )  # with its version, which shows writes; None: a copy
     shards: dict[int, tuple[str, Tensor, Holding]] = field(default_factory=dict)  # by index: name, published
-
     state: bytes = b""  # all but the large tensors; the first rank writes it
 
     @property

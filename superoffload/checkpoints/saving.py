@@ -181,7 +181,9 @@ def _begin(
         outcome = _Outcome(final)
         saving = Saving(final, snapshot, outcome)
         work = partial(_write, part, named, writing, final, snapshot, keep, timeout, _ends.get(optimizer))
-        with nullcontext() if memory is None else held_signals():  # no snapshot without its thread
+        with (
+            nullcontext() if memory is None else held_signals()
+        ):  # no signal comes between the snapshot and the start of its thread
             if isinstance(optimizer, AdamW) and snapshot is not None:
                 optimizer.begin_snapshot(snapshot)  # save() needs it too: another thread may run backward
             outcome.run(work, in_background=memory is not None)

@@ -83,7 +83,7 @@ class ReducedGradients:
             if grad is None or grad.dtype != reduced.dtype:
                 continue
             before, version = self._shown.get(param, (grad, grad._version))
-            # DDP has copied it there, or it lies in DDP's own memory. Otherwise it is an older one that DDP left alone.
+            # DDP has copied it there, or it lies in DDP's own memory. Else it is from before this backward.
             if grad is not before or grad._version != version or grad.data_ptr() == reduced.data_ptr():
                 self._kept(param)
         self._rest()

@@ -51,7 +51,7 @@ def crc(tensor: Tensor, start: int = 0) -> int:
     """Computes the checksum of a flat tensor's bits, continuing ``start``."""
     if tensor.numel() == 0:
         return start
-    # Sums a copy: memory that NumPy has seen cannot be resized any more, as fully_shard does with gathered parameters.
+    # Sums a copy: fully_shard resizes gathered parameters, and memory shared with NumPy cannot be resized.
     copy = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
     return zlib.crc32(copy.view(torch.uint8).numpy().data, start)
 
@@ -73,7 +73,7 @@ class Probe:
 
 
 def units_of(held: Sequence[Held]) -> list[list[int]]:
-    """Cuts the parameters into about 32 runs of one kind, by their full sizes: the same runs on every rank."""
+    """Groups consecutive parameters of one kind of holding into about 32 units, the same on every rank."""
     total = sum(one.param.numel() for one in held)
     units: list[list[int]] = []
     filled = 0

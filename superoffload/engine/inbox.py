@@ -1,4 +1,4 @@
-"""This step's gradients: which have arrived, what of each is still to come, and how they become packed gradients."""
+"""Holds this step's gradients from their arrival on, and packs those of complete buckets."""
 
 from __future__ import annotations
 

@@ -181,4 +181,4 @@ def move_state(shard: Shard, device: torch.device | None) -> None:
         for one in old
     ]
     master, exp_avg, exp_avg_sq = (there.copy_(one) for there, one in zip(new, old, strict=True))
-    shard.move(master, exp_avg, exp_avg_sq, resident=device is not None)
+    shard.use_state(master, exp_avg, exp_avg_sq, resident=device is not None)

@@ -1,4 +1,4 @@
-"""What a step freezes of a bucket whose state is on the accelerator, where no worker thread has work."""
+"""Freezes the scalars of a bucket whose state is on the accelerator, where no worker thread has work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ResidentWork:
         l2: bool,
         steps: list[int],
     ) -> None:
-        """As ``BucketWork.freeze``: ``steps`` has 0 for a piece that is left as it is."""
+        """Does what ``BucketWork.freeze`` does; a step number of 0 means that the piece is not stepped."""
         self.scalars = [
             _native.freeze_scalars(lr, beta1, beta2, eps, weight_decay, gradient_factor, l2, step, stream)
             if step

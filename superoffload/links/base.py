@@ -60,8 +60,8 @@ class Link(Protocol):
         """Names a further stream that reads parameters; ``make_visible`` makes it wait like the current one."""
 
     def received(self, bucket: Bucket) -> None:
-        """Notes that a gradient for ``bucket`` is final behind what the calling thread has enqueued; its pack() may be
-        called from another stream."""
+        """Notes that a gradient for ``bucket`` is final once the calling thread's stream has run what was enqueued so
+        far; its pack() may be called from another stream."""
 
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
         """Packs one contiguous gradient per piece of the bucket (None: no gradient this step) with its block sums.
@@ -77,12 +77,12 @@ class Link(Protocol):
         ``deliver()`` then need not copy it again. Links do so if they can and have the memory."""
 
     def unstage(self, bucket: Bucket) -> None:
-        """Discards staged parameters, since the verdict wants other ones. When it returns, nothing reads the shadow for
-        them any more."""
+        """Discards staged parameters, because the verdict changed the values. Nothing reads the shadow for them when it
+        returns."""
 
     def step_ended(self, *, whole: bool) -> None:
-        """Ends a step after its last ``deliver()``. Not ``whole``: there was no verdict, or no gradient is left for
-        now."""
+        """Ends a step after its last ``deliver()``. ``whole=False``: the step was abandoned, or all its gradients
+        were retracted."""
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
         """Copies the shadow of the bucket's present pieces to the published parameters, once ``after`` is done.
@@ -92,7 +92,7 @@ class Link(Protocol):
         """
 
     def has_room(self, nbytes: int) -> bool:
-        """Tells whether so much memory stays unused throughout a step on the device that has the gradients."""
+        """Returns whether ``nbytes`` of memory stay free during a whole step on the device of the gradients."""
 
     def make_visible(self, bucket: Bucket) -> None:
         """Makes the training thread's stream wait for a delivery, so that its later work reads the new parameters."""
@@ -102,6 +102,6 @@ class Link(Protocol):
 
 
 def wait_until_ended(operation: _native.Completion) -> None:
-    """Whether it failed is the core's business, which waits for it too."""
+    """Waits for ``operation`` and ignores its failure: the engine waits for it too, and reports the failure."""
     with suppress(RuntimeError):
         operation.wait()

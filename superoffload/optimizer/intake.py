@@ -123,7 +123,7 @@ class Intake:
             self._in_backward(tracked, self._take)
 
     def _arrives(self, tracked: Tracked) -> bool:
-        """One backward more has reached it: whether it is the last one, going by the step before."""
+        """Counts one more backward; returns whether it is the last one, judging by the step before."""
         self._arrivals[tracked] = arrivals = self._arrivals.get(tracked, 0) + 1
         return arrivals >= self._expected.get(tracked, 1)
 

@@ -88,7 +88,7 @@ class Lifetime:
             raise StateError("the optimizer is closed; make a new one and load the state_dict() of this one")
 
     def _check_process(self) -> None:
-        if self.work.forked:  # where the lock may be one that another thread had when the process was forked
+        if self.work.forked:  # another thread may have held the lock at fork()
             raise StateError(
                 f"the optimizer was made in process {self.work.pid} and its worker threads do not survive fork(); "
                 "make the optimizer in the process that trains"

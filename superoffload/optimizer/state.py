@@ -87,14 +87,14 @@ class State:
         self._core.quiesce()
 
     def begin_snapshot(self, snapshot: Snapshot) -> None:
-        """Has every shard protected for ``snapshot`` before it changes."""
+        """Registers ``snapshot``: it reads or copies every shard before the shard changes."""
         with self._lifetime.whole():
             self._quiesce()  # backward in another thread may have speculated by now
             self._core.snapshots.add(snapshot)
 
     def await_snapshots(self) -> None:
-        """Waits until earlier snapshots were read; signals are not held, since a disk may be slow. It does not wait for
-        one that this thread reads: then a signal handler calls us, and reading continues after it."""
+        """Waits until earlier snapshots were read; signals are not held, since a disk may be slow. It skips one
+        that this thread reads: a signal handler calls us then, and would wait for itself."""
         for snapshot in list(self._core.snapshots):
             if not snapshot.is_read_here:
                 snapshot.wait()

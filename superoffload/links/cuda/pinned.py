@@ -98,7 +98,7 @@ class PinnedArena:
         self._used = 0
 
     def close(self, *, idle: bool) -> None:
-        """Ends the pinning. Not ``idle``: the device may still write to the memory, so it is never freed."""
+        """Ends the pinning. ``idle=False``: the device may still write, so the memory is never freed."""
         if idle:
             self._memory.unpin()
         else:

@@ -97,7 +97,7 @@ def _load(path: Path, name: str) -> Run:
 
 
 def _read_steps(lines: bytes) -> list[dict[str, Any]] | None:
-    """Returns None for other programs' metrics; checks each step before the next, as other data may fill the memory."""
+    """Returns None for other programs' metrics; checks each step before the next: a file may exceed memory."""
     steps = []
     for line in io.BytesIO(lines):
         if not line.strip():

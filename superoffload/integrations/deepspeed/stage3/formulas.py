@@ -1,4 +1,4 @@
-"""Computes a verdict's norm and loss scale: from our sums, or as stock DeepSpeed does (``"match_stock"``)."""
+"""Computes a verdict's norm, clip and loss scale; the norm from our sums, or as stock does (``"match_stock"``)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ from torch import Tensor
 
 from superoffload.integrations.deepspeed.driver import PartitionDriver, Window
 from superoffload.integrations.deepspeed.stage3.stock import StockStage3, trained
+
+
+def clip(norm: Tensor, scale: float, threshold: float) -> tuple[float, float]:
+    """Computes clip coefficient and gradient factor by DeepSpeed's formula, in the precision of ``norm``."""
+    if not threshold > 0.0:
+        return 1.0, 1.0 / scale
+    above = torch.clamp((norm / scale + 1e-6) / threshold, min=1.0)
+    return float(1.0 / above), float(1.0 / (above * scale))
 
 
 class Formulas(Protocol):

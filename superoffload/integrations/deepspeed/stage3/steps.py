@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from superoffload.engine.verdict import Verdict
 from superoffload.integrations.deepspeed.driver import PartitionDriver, Window
 from superoffload.integrations.deepspeed.stage3.agreement import Failures, Ranks
+from superoffload.integrations.deepspeed.stage3.formulas import clip
 from superoffload.integrations.deepspeed.stage3.inner_optimizer import InnerOptimizer
 from superoffload.integrations.deepspeed.stage3.stock import StockStage3
 
@@ -54,7 +54,7 @@ class Steps:
         self._later = False
         if window.sums:
             speculating = self._driver.core.schedule.wants()
-            coefficient, factor = self.clip(norm, scale)
+            coefficient, factor = clip(norm, scale, self._stock.clip_grad)
             # If backward has done the work, nothing is left to deliver later, and persistent parameters are gathered
             # together. This rank's own progress must not decide: all ranks must gather alike.
             self._later = self._may_wait and not (speculating and factor == 1.0 / expected)
@@ -63,11 +63,3 @@ class Steps:
             self._ranks.ended(applied=True, factor=factor)
         self._inner.show_steps(self._driver.steps)
         self._inner.stepped()
-
-    def clip(self, norm: Tensor, scale: float) -> tuple[float, float]:
-        """Computes clip coefficient and gradient factor by DeepSpeed's formula, in the precision of ``norm``."""
-        threshold = self._stock.clip_grad
-        if not threshold > 0.0:
-            return 1.0, 1.0 / scale
-        clip = torch.clamp((norm / scale + 1e-6) / threshold, min=1.0)
-        return float(1.0 / clip), float(1.0 / (clip * scale))
