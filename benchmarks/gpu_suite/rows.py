@@ -46,7 +46,7 @@ _PEER_SOURCES = (
     *_suite_files(
         "child", "contestants", "deepspeed_contestants", "devices", "fsdp2_contestants", "settings", "training"
     ),
-    "superoffload/training",
+    "superoffload/tools/train",
 )
 _OUR_SOURCES = (
     *PACKAGE,

@@ -93,8 +93,12 @@ def test_a_backward_that_records_a_graph() -> None:
         for param in model.parameters():
             param.grad = None
 
-    with pytest.warns(UserWarning, match="create_graph"):
-        check_scenario(scenario)
+    torch.set_warn_always(True)  # torch warns once per process, and another test may have had it
+    try:
+        with pytest.warns(UserWarning, match="create_graph"):
+            check_scenario(scenario)
+    finally:
+        torch.set_warn_always(False)
 
 
 # ---- several backward passes --------------------------------------------------------------------------------------
