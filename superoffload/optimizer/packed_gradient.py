@@ -41,8 +41,7 @@ class PackedGradient(Tensor):
         shard: int,
         param: Tensor,
         dtype: torch.dtype,
-        fetch: Callable[[PackedGradient], None],
-        offer: Callable[[PackedGradient, Tensor], None],
+        *_: Any,
     ) -> PackedGradient:
         made: PackedGradient = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=dtype, device=param.device, requires_grad=False

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 import pytest
 from torch import nn
 
 from superoffload import AdamW
 from superoffload.engine.bucket import Shard
+from superoffload.engine.snapshot import Snapshot
 from tests.support.adamw_training import batch
 
 
@@ -35,7 +37,7 @@ def test_a_snapshot_is_asked_in_backward_for_speculated_buckets_only(rests: bool
         optimizer.zero_grad()
         (bucket,) = optimizer._core.buckets
         asked = AskedSnapshot()
-        optimizer._core.snapshots.add(asked)  # type: ignore[arg-type]  # as far as it is asked here
+        optimizer._core.snapshots.add(cast(Snapshot, asked))
         while rests and not bucket.journal_width.rests_for:  # as after journals that overflowed
             bucket.journal_width.learn_from_overflow(bucket.work, 9)
         batch(model, 2).backward()

@@ -49,7 +49,7 @@ def test_reduced_gradients_are_not_read_twice(view: bool) -> None:
 
 
 def test_the_first_backward_of_a_static_graph_is_compared() -> None:
-    """DDP has put the gradients in place before anybody can look."""
+    """DDP has put the gradients in place before the optimizer can look."""
     for same, counts, speculated in on_ranks(2, without_comparing, False, True):
         assert same and speculated
         assert counts[0] > 0 and counts[1:] == [0, 0, 0]

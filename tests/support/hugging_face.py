@@ -41,7 +41,7 @@ def model_of(family: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
     return transformers.AutoModelForCausalLM.from_config(configs[family](), dtype=dtype)
 
 
-class Counting(torch.utils.data.Dataset):  # type: ignore[type-arg]
+class Counting(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Sequences that can be learned: each token is the one before plus the sequence's number."""
 
     def __len__(self) -> int:

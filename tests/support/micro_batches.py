@@ -67,8 +67,9 @@ def train_windows(window: Window, model: nn.Module, optimizer: Any) -> None:
         optimizer.param_groups[0]["lr"] = 1e-2 / (1 + number)
         window(optimizer, losses_of(model, number, count))
         if number == 5:
-            assert model[0].bias.grad is not None  # type: ignore[index]  # Sequential is indexed, a Module is not
-            model[0].bias.grad[0] = torch.inf  # type: ignore[index]  # Sequential is indexed, a Module is not
+            gradient = model.get_parameter("0.bias").grad
+            assert gradient is not None
+            gradient[0] = torch.inf
         optimizer.step()
 
 

@@ -97,7 +97,7 @@ EXAMPLE = ROOT / "examples" / "deepspeed"
 
 
 def untouched(folder: Path) -> Path:
-    """The example as it was before anybody had heard of superoffload: without its two lines."""
+    """The example without superoffload's two lines."""
     lines = (EXAMPLE / "train.py").read_text().splitlines()
     kept = [line for line in lines if "superoffload.integrations" not in line]
     assert len(lines) - len(kept) == 2
