@@ -170,13 +170,13 @@ class JournalWidth:
     def __init__(self) -> None:
         self.width = 1
         self._wide_until = 0
-        self.rests_for = 0  # speculations
+        self._hold = 0
         self._overflows = 0
 
     def choose(self, work: _native.BucketWork, next_step: int) -> int | None:
         """Returns the bytes per code of the next speculation; None: leave it out, the journal overflowed lately."""
-        if self.rests_for > 0:
-            self.rests_for -= 1
+        if self._hold > 0:
+            self._hold -= 1
             return None
         width = self.width
         if next_step == _WIDE_STEP or self._wide_until >= next_step:
@@ -191,7 +191,7 @@ class JournalWidth:
             self._wide_until = next_step + 1
             return
         self._overflows += 1
-        self.rests_for = min(2**self._overflows, _LONGEST_HOLD)
+        self._hold = min(2**self._overflows, _LONGEST_HOLD)
 
     def learn_from_use(self, use: _native.JournalUse, numel: int, capacity: int) -> None:
         """Chooses, after a journal that fitted, the cheaper width that leaves room to spare in the arena."""

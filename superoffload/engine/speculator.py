@@ -86,7 +86,7 @@ class Speculator:
         """Steps it with a journal, unless its journal overflowed lately."""
         if bucket.resident:  # stepped on the accelerator, after the verdict
             return
-        if self._snapshots.open and not bucket.journal_width.rests_for:
+        if self._snapshots.open:
             self._snapshots.protect(piece.shard for piece in bucket.pieces)
         executor = self._executor
         if not bucket.speculate(executor.hyper, self._unscale, executor.pool.submit):
