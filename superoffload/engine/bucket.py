@@ -29,6 +29,8 @@ _LONGEST_HOLD = 16
 Submit: TypeAlias = Callable[
     [_native.BucketWork, _native.Operation, int, _native.Completion | None], _native.Completion
 ]
+# Saves the state of shards, for snapshots that are still read, before it changes.
+Protect: TypeAlias = Callable[[Sequence["Shard"]], None]
 
 ELEMENT_TYPES = {
     torch.float32: _native.ElementType.f32,
@@ -54,7 +56,7 @@ class BucketState(Enum):
 
 
 _S = BucketState
-_ENDED = frozenset({_S.COMMITTED, _S.REPLAYED, _S.STEPPED, _S.SETTLED, _S.SKIPPED, _S.ABANDONED})
+_ENDED = (_S.COMMITTED, _S.REPLAYED, _S.STEPPED, _S.SETTLED, _S.SKIPPED, _S.ABANDONED)
 _NEXT = {
     _S.FILLING: {_S.READY, _S.ABANDONED},
     _S.READY: {_S.SPECULATED, _S.STEPPED, _S.PUBLISHED, _S.SKIPPED, _S.ABANDONED, _S.FILLING},
@@ -78,7 +80,7 @@ class GroupHyper:
     bias_correction: bool = True
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Shard:
     """Describes the part of a parameter that this rank owns, and holds its state.
 
@@ -148,7 +150,7 @@ def sums_of_squares(shards: Sequence[Shard]) -> list[float]:
     return _native.fold_sums([(shard.sums_address, len(shard.block_sums)) for shard in shards])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """Describes a run of one shard inside a bucket; ``start`` and ``offset`` count elements of shard and bucket."""
 
@@ -249,10 +251,6 @@ class Bucket:
         others = f" and {more} more" if more else ""
         return f"a bucket of {self.numel} parameters ({first}{others})"
 
-    @property
-    def ended(self) -> bool:
-        return self.state in _ENDED
-
     def stepped_pieces(self) -> list[Piece]:
         """Returns the pieces that have a gradient in this step."""
         return [piece for piece, present in zip(self.pieces, self.present, strict=True) if present]
@@ -302,11 +300,15 @@ class Bucket:
         """Worker threads get ``operation``, behind what runs on the bucket, if that is its gradient on the way."""
         self.running, self.doing = submit(self.work, operation, width, self.running), operation
 
-    def speculate(self, hyper_of: Callable[[int], GroupHyper], factor: float, submit: Submit) -> bool:
+    def speculate(
+        self, hyper_of: Callable[[int], GroupHyper], factor: float, submit: Submit, protect: Protect | None
+    ) -> bool:
         """Worker threads step it with a journal. False: they do not, its journal overflowed lately."""
         width = self.journal_width.choose(self.work, self.next_step())
         if width is None:
             return False
+        if protect is not None:
+            protect([piece.shard for piece in self.pieces])
         self.freeze(hyper_of(self.group), factor)
         self.run(_native.Operation.step_journaled, submit, width)
         self.move(BucketState.SPECULATED)
@@ -367,10 +369,9 @@ class Bucket:
         ``past_cache``: a step over all buckets exceeds the caches (superoffload/host/memory.py).
         """
         runs = []
-        size = self.gradient_dtype.itemsize
+        size, packed = self.gradient_dtype.itemsize, self.gradients
         for i, piece in enumerate(self.pieces):
             shard = piece.shard
-            packed = self.gradients
             gradient = packed[i].data_ptr() if packed else self.gradient.data_ptr() + size * piece.offset
             runs.append(
                 _native.Run(
@@ -383,7 +384,7 @@ class Bucket:
                     gradient_type=ELEMENT_TYPES[self.gradient_dtype],
                     shadow_type=ELEMENT_TYPES[self.published_dtype],
                     state_type=ELEMENT_TYPES[shard.exp_avg.dtype],
-                    first_index=piece.shard.offset + piece.start,
+                    first_index=shard.offset + piece.start,
                     noise_stream=shard.noise_stream,
                     past_cache=past_cache,
                 )

@@ -94,7 +94,8 @@ class Layout:
         self._listener.making_way()
         known = set(self._backward)
         order = self._backward + [shard.index for shard in reversed(self.shards) if shard.index not in known]
-        self.buckets, self.places, self.only_bucket = [], {}, {}
+        self.buckets, self.places = [], {}
+        self.only_bucket.clear()  # the intake keeps it
         self._unattached = [[self.shards[i] for i in order]]
         self._outdated = False
 

@@ -86,10 +86,9 @@ class Speculator:
         """Steps it with a journal, unless its journal overflowed lately."""
         if bucket.resident:  # stepped on the accelerator, after the verdict
             return
-        if self._snapshots.open:
-            self._snapshots.protect(piece.shard for piece in bucket.pieces)
-        executor = self._executor
-        if not bucket.speculate(executor.hyper, self._unscale, executor.pool.submit):
+        executor, snapshots = self._executor, self._snapshots
+        protect = snapshots.protect if snapshots.open else None
+        if not bucket.speculate(executor.hyper, self._unscale, executor.pool.submit, protect):
             return
         if self._link.asynchronous:
             assert bucket.running is not None

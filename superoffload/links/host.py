@@ -97,7 +97,6 @@ class SynchronousLink:
             if not present:
                 continue
             shard, nbytes = piece.shard, size * piece.numel
-            self.bytes_up += nbytes
             address = shard.address if nbytes < _LARGE else 0
             if address and shard.parameter is not None:  # for so little, torch takes longer to start than to copy
                 addresses[i] = address + size * piece.start
@@ -105,6 +104,7 @@ class SynchronousLink:
             else:
                 targets.append(shard.target()[piece.start : piece.start + piece.numel])
                 sources.append(bucket.shadow[piece.offset : piece.offset + piece.numel])
+        self.bytes_up += size * sum([piece.numel for piece in bucket.stepped_pieces()])
         if written:
             self._pieces_of(bucket).publish(addresses)
             torch.autograd.graph.increment_version(written)

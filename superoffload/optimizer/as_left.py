@@ -19,7 +19,7 @@ from superoffload.optimizer.watched_gradient import WatchedGradient, remember_al
 
 
 def ready_gradients(
-    several: Iterable[Tracked], arrived: Container[int]
+    several: Sequence[Tracked], arrived: Container[int]
 ) -> tuple[list[tuple[Shard, Tensor]], list[Tracked]]:
     """Finds and remembers gradients that can be packed as they are; returns them, and those that need a closer look.
 
@@ -28,6 +28,7 @@ def ready_gradients(
     ready: list[tuple[Shard, Tensor]] = []
     watched: list[tuple[WatchedGradient, Tensor]] = []
     others: list[Tracked] = []
+    bits_compared = bool(several) and several[0].bits.every_step
     for tracked in several:
         param, shard = tracked.param, tracked.shard
         grad = param.grad
@@ -44,7 +45,7 @@ def ready_gradients(
             and "main_grad" not in param.__dict__
             and param._version == tracked.version[0]
             and param.data_ptr() == tracked.address
-            and (tracked.bits.every_step or tracked.place.is_of(param))
+            and (bits_compared or tracked.place.is_of(param))
         ):
             ready.append((shard, grad))
             watched.append((tracked.gradient, grad))
@@ -54,7 +55,7 @@ def ready_gradients(
     return ready, others
 
 
-def unwritten(several: Iterable[Tracked]) -> tuple[list[Tracked], list[Tracked]]:
+def unwritten(several: Sequence[Tracked]) -> tuple[list[Tracked], list[Tracked]]:
     """Returns those whose parameters were not written, and those that need a closer look.
 
     It also compares bits in host memory, since versions do not show every write.
@@ -62,13 +63,14 @@ def unwritten(several: Iterable[Tracked]) -> tuple[list[Tracked], list[Tracked]]
     alike: list[Tracked] = []
     others: list[Tracked] = []
     runs: list[tuple[int, int]] = []
+    bits_compared = bool(several) and several[0].bits.every_step
     for tracked in several:
         param = tracked.param
         if (
             tracked.is_plain
             and param._version == tracked.version[0]
             and param.data_ptr() == tracked.address
-            and (tracked.sums is not None if tracked.bits.every_step else tracked.is_in_its_storage)
+            and (tracked.sums is not None if bits_compared else tracked.is_in_its_storage)
             and param.is_contiguous()
             and param.numel() == tracked.shard.numel
         ):
@@ -76,7 +78,7 @@ def unwritten(several: Iterable[Tracked]) -> tuple[list[Tracked], list[Tracked]]
             runs.append((tracked.address, param.nbytes))
         else:
             others.append(tracked)
-    if not (alike and alike[0].bits.every_step):
+    if not (alike and bits_compared):
         return alike, others
     now = _native.bit_sums(runs, torch.get_num_threads())
     others += [tracked for tracked, sums in zip(alike, now, strict=True) if sums != tracked.sums]

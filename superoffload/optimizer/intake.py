@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from weakref import ref
 
@@ -63,7 +63,8 @@ class Intake:
         self._in_streams = core.link.in_streams
         self._hooks: dict[Tracked, RemovableHandle] = {}  # not of frozen parameters
         self._unhooked: list[Tracked] = []  # frozen ones, and those that are reduced over ranks later
-        self._steady = False  # the core has the first gradient of this step, and its buckets stay as they are
+        # By the shard's index; empty unless the core has a gradient of this step and its buckets stay as they are.
+        self._only_bucket: Mapping[int, Bucket] = {}
         self._waiting: defaultdict[Bucket, dict[Tracked, None]] = defaultdict(dict)  # until all of a bucket are final
         self._arrivals: dict[Tracked, int] = {}  # backward passes that reached each since the last step
         self._expected: dict[Tracked, int] = {}  # as many as in the step before; one where none is known
@@ -100,8 +101,7 @@ class Intake:
         A gradient that does not complete its bucket waits for the others. These counts are only a hint: after an
         interrupt between any two lines, ``step()`` finds the gradient in ``p.grad``.
         """
-        bucket = self._core.layout.only_bucket.get(tracked.shard.index) if self._steady else None
-        gradient = tracked.gradient
+        bucket, gradient = self._only_bucket.get(tracked.shard.index), tracked.gradient
         if (
             bucket is None
             or gradient.handed is not None
@@ -167,7 +167,7 @@ class Intake:
 
     def take_rest(self) -> None:
         """Hands over, after backward, waiting gradients that can be packed as they are; ``take_late()`` gets others."""
-        self._steady = False
+        self._only_bucket = {}
         for bucket in list(self._waiting):
             self._pass_on(self._no_longer_waiting(bucket), in_backward=True)
 
@@ -184,7 +184,7 @@ class Intake:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._steady = False
+        self._only_bucket = {}
         self._waiting.clear()
 
     def _in_backward(self, tracked: Tracked, take: Callable[[Tracked], None]) -> None:
@@ -276,7 +276,7 @@ class Intake:
             return
         self._ranks.look()
         self._core.speculator.expect(unscale=self._verdicts.unscale, max_grad_norm=self._verdicts.max_grad_norm)
-        self._steady = in_backward and self._core.layout.observed
+        self._only_bucket = self._core.layout.only_bucket if in_backward and self._core.layout.observed else {}
 
     def _follow_dtype(self, tracked: Tracked, dtype: torch.dtype) -> None:
         """Widens buckets so that the gradient fits: fp32 holds every other dtype exactly.

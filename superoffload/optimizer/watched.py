@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -35,8 +36,14 @@ class Place:
         return same_storage and (tensor.data_ptr(), tensor.stride()) == self._rest
 
 
-@dataclass(eq=False)
-class Tracked:
+class _Referable:
+    """Lets hooks refer to an object with slots weakly."""
+
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(eq=False, slots=True)
+class Tracked(_Referable):
     """Knows a parameter, its shard, and the last known value and gradient."""
 
     param: Tensor
@@ -50,10 +57,15 @@ class Tracked:
     sums: Sums | None = None  # of its bits, if they are compared
     shown_steps: int = 0
     has_stepped: bool = False  # by this optimizer, so that the dtype of its gradients is known
+    device: torch.device = field(init=False)  # where it must stay
+    place: Place = field(init=False)
+    address: int = field(init=False)
+    is_plain: bool = field(init=False)  # an ordinary tensor, in the order of its dimensions, all of it here
+    gradient: WatchedGradient = field(init=False)
 
     def __post_init__(self) -> None:
         local = local_of(self.param)
-        self.device = local.device  # where it must stay
+        self.device = local.device
         self.place = Place(local)
         self.address = local.data_ptr()
         self.is_plain = self.readable and self.holding.is_memory_of(self.param)

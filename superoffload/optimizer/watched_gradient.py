@@ -23,6 +23,10 @@ PackedSums = Callable[[Shard], list[tuple[Piece, Sums]] | None]
 class WatchedGradient:
     """Remembers the gradient of one parameter that the core has, and notices edits of it."""
 
+    __slots__ = (  # there is one per parameter, and every step looks at all of them
+        "_bits", "_holding", "_param", "_placeholder", "_shard", "_version", "handed", "reduced", "sums", "version",
+    )  # fmt: skip
+
     def __init__(self, param: Tensor, shard: Shard, holding: Holding, bits: BitSums) -> None:
         self._param = param
         self._shard = shard

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from superoffload.engine.bucket import Bucket, BucketState, GroupHyper
+from superoffload.engine.bucket import Bucket, BucketState, GroupHyper, Shard
 from superoffload.errors import StateError
 from tests.support.engine_rig import COUNTERS, Rig, Settings, rig
 
@@ -219,6 +219,36 @@ def test_after_a_spike_wider_codes_are_tried_then_the_bucket_is_left_out_for_a_w
         stats = made.core.stats()
         assert 0 < stats["journal_overflows"] < 14
         assert stats["buckets_speculated"] < 14
+
+
+class Watching:
+    """A snapshot that is never read: it keeps the master of each shard that was about to change."""
+
+    over = False
+
+    def __init__(self) -> None:
+        self.seen: dict[int, torch.Tensor] = {}
+
+    def protect(self, shards: Sequence[Shard]) -> None:
+        self.seen.update({shard.index: shard.master.clone() for shard in shards})
+
+
+def test_a_snapshot_saves_state_before_a_speculation_and_not_where_the_bucket_is_left_out() -> None:
+    with rig(replace(TWO, sizes=[[4096]], bucket_numel=4096), arena=0.0) as made:
+        left_out = 0
+        for i in range(14):
+            snapshot: Any = Watching()
+            made.core.snapshots.add(snapshot)
+            before, speculated = made.shards[0].master.clone(), made.core.stats()["buckets_speculated"]
+            gradients = backward(made, scale=10.0 ** (i % 5))
+            speculates = made.core.stats()["buckets_speculated"] > speculated
+            assert bool(snapshot.seen) == speculates
+            left_out += not speculates
+            made.step_both(gradients)
+            assert torch.equal(snapshot.seen[0], before)
+            made.core.snapshots.clear()
+        made.check()
+        assert 0 < left_out < 14
 
 
 def test_adaptive_stops_speculating_while_every_step_clips_and_starts_again() -> None:

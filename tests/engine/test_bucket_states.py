@@ -62,10 +62,6 @@ def test_transitions(before: BucketState, after: BucketState) -> None:
     assert bucket.state is before
 
 
-def test_a_bucket_has_ended_once_the_step_is_over_for_it() -> None:
-    assert {state for state in BucketState if bucket_in(state).ended} == {C, P, T, SET, K, A}
-
-
 @pytest.mark.parametrize("state", [F, C, P, T, SET, K, A])
 def test_renew_forgets_the_step(state: BucketState) -> None:
     bucket = bucket_in(state)
