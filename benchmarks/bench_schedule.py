@@ -19,8 +19,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "schedule",
         help="speculating, one pass, two phases, adaptive",
-        description="Drives the real core and schedule with an emulated accelerator: in virtual time with the figures "
-        "of a Superchip, with new parameters that travel before or after the verdict, over named sequences of "
+        description="Drives the real engine and schedule with an emulated accelerator: in virtual time with the "
+        "figures of a Superchip, with new parameters that travel before or after the verdict, over named sequences of "
         "verdicts, and in wall-clock time beside real work of this machine's processors. Exits with 1 if adaptive is "
         "more than 3 % slower than the best fixed choice on any sequence.",
     )

@@ -116,9 +116,9 @@ class _Entrant:
         session = self.engine.optimizer._ranks.session
         for method, part in (("_compare", "check"), ("ended", "check"), ("start", "exchange"), ("_take", "exchange")):
             setattr(session, method, self._timed(getattr(session, method), part))
-        core = self.engine.optimizer._core
-        core.packer.gradient_is = self._timed(core.packer.gradient_is, "notice")
-        bits = core.link.bit_sums
+        engine = self.engine.optimizer._engine
+        engine.packer.gradient_is = self._timed(engine.packer.gradient_is, "notice")
+        bits = engine.link.bit_sums
         for method in ("of", "changed"):
             setattr(bits, method, self._timed(getattr(bits, method), "notice"))
 

@@ -84,7 +84,7 @@ def _machine_facts(machine: Machine) -> dict[str, Any]:
 
 
 def model_rows(settings: ScheduleBenchmark, tell: Tell) -> list[Row]:
-    """Returns seconds per step over the bound, for others by arithmetic, for us by the real core and schedule."""
+    """Returns seconds per step over the bound, for others by arithmetic, for us by the real engine and schedule."""
     rows = []
     for tokens in settings.tokens:
         tell(f"{tokens} tokens per step, in virtual time")
@@ -226,7 +226,7 @@ def _plain_pass(settings: ScheduleBenchmark, layers: int) -> float:
     try:
         for _ in range(2 + settings.steps):
             training.step(clips=True)
-        return training.core.schedule.times.seconds(Operation.step, settings.numel)
+        return training.engine.schedule.times.seconds(Operation.step, settings.numel)
     finally:
         training.close()
 

@@ -219,7 +219,7 @@ class _Entrant:
     def result(self) -> dict[str, Any]:
         from superoffload import kernels
 
-        stats = self.driver.core.stats() if self.driver is not None else {}
+        stats = self.driver.engine.stats() if self.driver is not None else {}
         return {
             "steps": self.step_times,
             "parts": self.part_times,
@@ -228,7 +228,7 @@ class _Entrant:
             "gpu_bytes": self.gpu_bytes if on_gpus() else None,
             "numel": sum(param.ds_numel for param in self.engine.module.parameters()),
             "isa": kernels.current_isa() if self.driver is not None else None,
-            "threads": self.driver.core.pool.threads if self.driver is not None else None,
+            "threads": self.driver.engine.pool.threads if self.driver is not None else None,
             "clip_rate": stats.get("clip_rate"),
         }
 

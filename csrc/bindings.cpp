@@ -1,4 +1,4 @@
-// Binds the C++ core to Python: raw addresses in, no torch and no NumPy types. The Python side checks dtype, device,
+// Binds the C++ extension to Python: raw addresses in, no torch and no NumPy types. The Python side checks dtype, device,
 // contiguity and lifetime before an address crosses (superoffload/kernels.py, superoffload/engine/bucket.py).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -272,7 +272,7 @@ void bind_memory_limit(py::module_& module) {
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
-    module.doc() = "superoffload's C++ core; use superoffload.kernels and superoffload.AdamW";
+    module.doc() = "superoffload's C++ extension; use superoffload.kernels and superoffload.AdamW";
     bind_kernels(module);
     bind_runtime(module);
     bind_memory_limit(module);

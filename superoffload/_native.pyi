@@ -1,4 +1,4 @@
-"""Types of the C++ core (csrc/bindings.cpp)."""
+"""Types of the C++ extension (csrc/bindings.cpp)."""
 
 BLOCK: int
 CHUNK: int

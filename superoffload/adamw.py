@@ -158,8 +158,8 @@ class AdamW(Optimizer):
         self._lifetime.open()
 
     @property
-    def _core(self) -> Engine:
-        return self._parts.core
+    def _engine(self) -> Engine:
+        return self._parts.engine
 
     @property
     def _ranks(self) -> Ranks:
@@ -171,7 +171,7 @@ class AdamW(Optimizer):
         read them anew from here, which waits for that, or after ``synchronize()``."""
         if not self._lifetime.work.out_of_use():
             with self._lifetime.whole():
-                self._core.tail.settle()
+                self._engine.tail.settle()
         return self._lasting.views.mapping
 
     @state.setter
@@ -248,7 +248,7 @@ class AdamW(Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 clear_main_grad(param)
-        self._lifetime.work.if_in_use(self._core.layout.make_way)
+        self._lifetime.work.if_in_use(self._engine.layout.make_way)
 
     def accumulate(self) -> Accumulating:
         """Returns a context in which backward is not the boundary: gradients add up and nothing is stepped yet."""
@@ -294,7 +294,7 @@ class AdamW(Optimizer):
 
     def stats(self) -> dict[str, float | int]:
         """Returns totals since construction; superoffload/engine/stats.py explains them."""
-        return self._core.stats()
+        return self._engine.stats()
 
     def state_digests(self) -> dict[str, str]:
         """Returns SHA-256 digests of masters, exp_avg, exp_avg_sq and published parameters, after the last step."""
@@ -378,7 +378,7 @@ class AdamW(Optimizer):
 
     def close(self) -> None:
         """Undoes speculation and ends the worker threads. The state stays readable."""
-        self._lifetime.close(self._core, lambda: self._parts.end(self._lasting))
+        self._lifetime.close(self._engine, lambda: self._parts.end(self._lasting))
 
     def __del__(self) -> None:
         if hasattr(self, "_parts") and self._lifetime.ends_with(self):

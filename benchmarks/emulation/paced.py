@@ -1,6 +1,6 @@
 """Emulates the accelerator in wall-clock time: layers and copies sleep, the processors do their real work.
 
-So it measures the real core with real worker threads, beside a model that takes none of their time.
+So it measures the real engine with real worker threads, beside a model that takes none of their time.
 """
 
 from __future__ import annotations
@@ -128,33 +128,33 @@ class PacedTraining:
         numel = int(workload.parameters) // workload.layers
         options = EngineOptions(schedule.mode, numel, cpus, two_phase=True, schedule=schedule)
         hyper = GroupHyper(1e-4, 0.9, 0.999, 1e-8, 0.01)
-        self.core = Engine(PacedLink(machine), options, lambda group: hyper)
+        self.engine = Engine(PacedLink(machine), options, lambda group: hyper)
         generator = torch.Generator().manual_seed(seed)
         self.published = [torch.randn(numel, generator=generator).bfloat16() for _ in range(workload.layers)]
-        self.core.layout.add_shards([layer_shard(layer, published) for layer, published in enumerate(self.published)])
+        self.engine.layout.add_shards([layer_shard(layer, published) for layer, published in enumerate(self.published)])
         self._gradients = [torch.randn(numel, generator=generator).bfloat16() for _ in range(workload.layers)]
         self._norm = float(sum(float(gradient.float().square().sum()) for gradient in self._gradients)) ** 0.5
         self._ended = time.perf_counter()
 
     def step(self, clips: bool) -> float:
         """Runs forward, backward and step; returns seconds since the end of the previous step."""
-        workload, core = self._workload, self.core
+        workload, engine = self._workload, self.engine
         max_grad_norm = self._norm * (0.25 if clips else 4.0)
-        for shard in core.shards:
-            core.tail.land(shard)
+        for shard in engine.shards:
+            engine.tail.land(shard)
             self._pacer.spend(workload.forward / workload.layers)
-        core.speculator.expect(unscale=1.0, max_grad_norm=max_grad_norm)
-        for shard in reversed(core.shards):
+        engine.speculator.expect(unscale=1.0, max_grad_norm=max_grad_norm)
+        for shard in reversed(engine.shards):
             self._pacer.spend(workload.backward / workload.layers)
-            core.arrive(shard, self._gradients[shard.index])
-        core.apply(core.decide(unscale=1.0, max_grad_norm=max_grad_norm), later=self._on_demand)
+            engine.arrive(shard, self._gradients[shard.index])
+        engine.apply(engine.decide(unscale=1.0, max_grad_norm=max_grad_norm), later=self._on_demand)
         began, self._ended = self._ended, time.perf_counter()
         return self._ended - began
 
     def rest(self) -> None:
         """Waits until nothing runs; the next step's time begins now."""
-        self.core.quiesce()
+        self.engine.quiesce()
         self._ended = time.perf_counter()
 
     def close(self) -> None:
-        self.core.close()
+        self.engine.close()

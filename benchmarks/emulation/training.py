@@ -1,4 +1,4 @@
-"""Trains a model of any size in virtual time, with the real core and a real schedule.
+"""Trains a model of any size in virtual time, with the real engine and a real schedule.
 
 Every layer is a shard of a thousand elements that stands for its share of the parameters: the kernels really step it,
 and the clock counts the bytes that the whole layer would move.
@@ -54,27 +54,27 @@ class EmulatedTraining:
             schedule.mode, BLOCK, [-1], two_phase=True, schedule=schedule, clock=self.clock.seconds, pool=pool
         )
         hyper = GroupHyper(1e-4, 0.9, 0.999, 1e-8, 0.01)
-        self.core = Engine(link, options, lambda group: hyper)
+        self.engine = Engine(link, options, lambda group: hyper)
         generator = torch.Generator().manual_seed(seed)
         self.published = [torch.randn(BLOCK, generator=generator).bfloat16() for _ in range(workload.layers)]
-        self.core.layout.add_shards([layer_shard(layer, published) for layer, published in enumerate(self.published)])
+        self.engine.layout.add_shards([layer_shard(layer, published) for layer, published in enumerate(self.published)])
         self._gradients = [_gradients(workload.layers, generator) for _ in range(_VARIETY)]
         self._steps = 0
         self._ended = 0.0
 
     def step(self, clips: bool) -> float:
         """Runs forward, backward and step; the norm is ``norm`` times the threshold if it ``clips``, else a quarter."""
-        workload, core, clock = self._workload, self.core, self.clock
+        workload, engine, clock = self._workload, self.engine, self.clock
         gradients, norm = self._gradients[self._steps % _VARIETY]
         max_grad_norm = norm / self._norm if clips else norm * _NORM
-        for shard in core.shards:
-            core.tail.land(shard)
+        for shard in engine.shards:
+            engine.tail.land(shard)
             clock.advance(workload.forward / workload.layers)
-        core.speculator.expect(unscale=1.0, max_grad_norm=max_grad_norm)
-        for shard in reversed(core.shards):
+        engine.speculator.expect(unscale=1.0, max_grad_norm=max_grad_norm)
+        for shard in reversed(engine.shards):
             clock.advance(workload.backward / workload.layers)
-            core.arrive(shard, gradients[shard.index])
-        core.apply(core.decide(unscale=1.0, max_grad_norm=max_grad_norm), later=self._on_demand)
+            engine.arrive(shard, gradients[shard.index])
+        engine.apply(engine.decide(unscale=1.0, max_grad_norm=max_grad_norm), later=self._on_demand)
         self._steps += 1
         began, self._ended = self._ended, clock.now
         return self._ended - began
@@ -82,7 +82,7 @@ class EmulatedTraining:
     def run(self, trace: Sequence[bool]) -> list[float]:
         """Returns the seconds of each step; ``trace``: which ones clip."""
         seconds = [self.step(clips) for clips in trace]
-        self.core.close()
+        self.engine.close()
         return seconds
 
 

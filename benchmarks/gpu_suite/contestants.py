@@ -201,7 +201,7 @@ class Ours(Plain):
         races compare bits instead, with deterministic kernels.
         """
         digests = {"digests": self.optimizer.state_digests()} if self.compares else {}
-        link = self.optimizer._core.link
+        link = self.optimizer._engine.link
         facts = {name: getattr(link, name, None) for name in ("pinned", "uses_flag")}
         return {"stats": self.optimizer.stats(), "link": facts, **digests}
 

@@ -127,7 +127,7 @@ def train(
                 run.digests.append(optimizer.state_digests())
             run.parameters = [param.detach().cpu().clone() for param in model.parameters()]
             run.stats = optimizer.stats()
-            run.link = {name: getattr(optimizer._core.link, name, None) for name in LINK_FACTS}
+            run.link = {name: getattr(optimizer._engine.link, name, None) for name in LINK_FACTS}
         finally:
             optimizer.close()
     return run

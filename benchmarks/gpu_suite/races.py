@@ -150,7 +150,7 @@ class Delays:
     def __init__(self, device: Device, seed: int | None, model: Transformer, optimizer: Any) -> None:
         self._device, self._random = device, random.Random(seed)
         self._chance = 1 / 3 if seed is not None else 0.0  # so that most orders can come about
-        self._link = optimizer._core.link
+        self._link = optimizer._engine.link
         self._streams = [None, *device.streams_of(self._link)]  # None: the current one
         self._undo: list[Callable[[], None]] = []
         for module in model.blocks:

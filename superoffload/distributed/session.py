@@ -213,7 +213,7 @@ class RankSession:
 
     def _packet(self, sums: Mapping[int, float]) -> Packet:
         totals = dict.fromkeys(dict.fromkeys(tuple(one.holding.replicas) for one in self.held), 0.0)
-        for index, value in sums.items():  # in registration order, as the core gives them
+        for index, value in sums.items():  # in registration order, as the engine gives them
             totals[tuple(self.held[index].holding.replicas)] += value
         return Packet(
             sums=tuple(totals.values()),

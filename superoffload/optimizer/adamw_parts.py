@@ -77,7 +77,7 @@ class Lasting:
 class Parts:
     """Holds the parts that are made for one set of parameters. A part knows only those before it."""
 
-    core: Engine
+    engine: Engine
     params: Params
     advice: Advice
     ranks: Ranks
@@ -99,10 +99,10 @@ class Parts:
 
     def placement(self) -> dict[str, Any] | None:
         """Returns the value of ``AdamW.placement``."""
-        placer = self.core.layout.placer
+        placer = self.engine.layout.placer
         if placer is None:
             return None
-        found = self.core.stats()["params_on_device"]
+        found = self.engine.stats()["params_on_device"]
         return {"gpu_fraction": placer.fraction, "params_on_device": found, "why": placer.why}
 
     # ---- replaced parameters ----------------------------------------------------------------------------------
@@ -118,14 +118,14 @@ class Parts:
     def anew(self, lasting: Lasting) -> Parts:
         """Ends these parts and returns new ones for the parameters that the groups have now."""
         self._remove_hooks(lasting)
-        self.core.close()
+        self.engine.close()
         self.params.forget_all()
         parts = assemble(lasting, lasting.groups.params())
         lasting.groups.accept()
         return parts
 
     def end(self, lasting: Lasting) -> None:
-        """Closes the recorder and removes all hooks, once the core is closed."""
+        """Closes the recorder and removes all hooks, once the engine is closed."""
         lasting.recorder.close()
         self._remove_hooks(lasting)
 
@@ -144,24 +144,24 @@ def assemble(lasting: Lasting, params: Sequence[Tensor]) -> Parts:
     except BaseException:
         lasting.recorder.close()
         raise
-    core, advice = connection.core, Advice()
+    engine, advice = connection.engine, Advice()
     owned = Params(connection, given, groups, lasting.views)
     untold = UntoldWrites(advice)
-    writes = Writes(core, untold)
-    ranks = other_ranks(connection.ranks, core, owned, verdicts, writes)
+    writes = Writes(engine, untold)
+    ranks = other_ranks(connection.ranks, engine, owned, verdicts, writes)
     delivery: Delivery = (
-        OnDemand(lifetime, core, owned, untold, given.model, params) if given.on_demand else Eager(lifetime, core)
+        OnDemand(lifetime, engine, owned, untold, given.model, params) if given.on_demand else Eager(lifetime, engine)
     )
-    host_sums = HostSums(core, wanted=given.fp32_sums)
-    freed = FreedGradients(lifetime, core, owned, host_sums, advice)
+    host_sums = HostSums(engine, wanted=given.fp32_sums)
+    freed = FreedGradients(lifetime, engine, owned, host_sums, advice)
     connection.listener.tell(gradients=freed, state=owned, delivery=delivery)
     intake = Intake(
-        lifetime, core, owned, lasting.accumulation, lasting.sums, host_sums, freed, writes, ranks, verdicts
+        lifetime, engine, owned, lasting.accumulation, lasting.sums, host_sums, freed, writes, ranks, verdicts
     )
     lasting.reductions.give_to(intake)
-    edits = Edits(core, owned, intake, writes, untold, lasting.accumulation, advice)
+    edits = Edits(engine, owned, intake, writes, untold, lasting.accumulation, advice)
     boundary = Boundary(
-        core,
+        engine,
         groups,
         owned,
         ranks,
@@ -174,5 +174,5 @@ def assemble(lasting: Lasting, params: Sequence[Tensor]) -> Parts:
         advice,
         fp32_sums=given.fp32_sums,
     )
-    state = State(lifetime, core, groups, owned, ranks, intake, boundary, writes)
-    return Parts(core, owned, advice, ranks, intake, delivery, boundary, state)
+    state = State(lifetime, engine, groups, owned, ranks, intake, boundary, writes)
+    return Parts(engine, owned, advice, ranks, intake, delivery, boundary, state)

@@ -1,4 +1,4 @@
-"""At the boundary gradients are collected and a verdict is decided; the core acts on it, and values are remembered."""
+"""At the boundary gradients are collected, a verdict is decided, the engine acts on it, and values are remembered."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Boundary:
 
     def __init__(
         self,
-        core: Engine,
+        engine: Engine,
         groups: ParamGroups,
         params: Params,
         ranks: Ranks,
@@ -43,7 +43,7 @@ class Boundary:
         *,
         fp32_sums: bool,
     ) -> None:
-        self._core = core
+        self._engine = engine
         self._groups = groups
         self._params = params
         self._ranks = ranks
@@ -58,7 +58,7 @@ class Boundary:
 
     @untraced
     def end_step(self, scale: LossScale) -> None:
-        """Decides a verdict, alone or with other ranks, has the core act on it, and gathers parts of other ranks."""
+        """Decides a verdict, alone or with other ranks, has the engine act on it, and gathers parts of other ranks."""
         verdict = self._ranks.decide(self, scale)
         if verdict is None:
             self._idle.without_gradients(len(self._groups.params()))
@@ -85,16 +85,16 @@ class Boundary:
         self._intake.forget()
         self._reductions.forget()
         end_all(tracked.gradient for tracked in self._params)
-        self._core.abandon()
+        self._engine.abandon()
 
     # ---- before the verdict -----------------------------------------------------------------------------------
 
     def take_stock(self, scale: LossScale) -> None:
-        """Brings the core up to date with the user's gradients and parameters."""
-        core = self._core
-        if core.link.in_streams:
-            core.link.check_stream()
-        core.tail.land()
+        """Brings the engine up to date with the user's gradients and parameters."""
+        engine = self._engine
+        if engine.link.in_streams:
+            engine.link.check_stream()
+        engine.tail.land()
         self._ranks.look()
         self._intake.check_finished()
         self._intake.take_rest()
@@ -126,7 +126,7 @@ class Boundary:
     def _remember(self) -> None:
         everything = list(self._params)
         ours, outdated = everything, list[Tracked]()
-        landing = self._core.tail.landing_shards()
+        landing = self._engine.tail.landing_shards()
         if landing:
             outdated = [tracked for tracked in everything if tracked.shard.index in landing]
             ours = [tracked for tracked in everything if tracked.shard.index not in landing]

@@ -1,4 +1,4 @@
-"""Before there is any state, an optimizer joins the other ranks and makes a core with a link to the parameters."""
+"""Before there is any state, an optimizer joins the other ranks and makes an engine with a link to the parameters."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from superoffload.optimizer.packed_gradient import PackedGradient
 
 @dataclass(frozen=True)
 class Connection:
-    """Holds the core and the ranks for one set of parameters, which have no state yet.
+    """Holds the engine and the ranks for one set of parameters, which have no state yet.
 
     ``names`` has the names of the model's parameters by id, ``resident`` the ids of those whose state begins on the
     device."""
 
-    core: Engine
+    engine: Engine
     listener: Following
     ranks: RankSetup
     names: dict[int, str]
@@ -38,7 +38,7 @@ class Connection:
 def connect(
     given: Given, params: Sequence[Tensor], hyper_of: Callable[[int], GroupHyper], recorder: Recorder
 ) -> Connection:
-    """Joins the other ranks, where there are any, and makes a core."""
+    """Joins the other ranks, where there are any, and makes an engine."""
     model = given.model()
     names = qualified_names(model)
     ranks = set_up_ranks(
@@ -62,8 +62,8 @@ def connect(
         raise
     resident = placer.choose_first(sizes) if placer is not None else set()
     listener = Following()
-    core = Engine(link, options, hyper_of, listener=listener, recorder=recorder, placer=placer)
-    return Connection(core, listener, ranks, names, resident)
+    engine = Engine(link, options, hyper_of, listener=listener, recorder=recorder, placer=placer)
+    return Connection(engine, listener, ranks, names, resident)
 
 
 def _in_memory(param: Tensor) -> Tensor | None:

@@ -33,7 +33,7 @@ class Delivery(Protocol):
     """Gives parameters their new values."""
 
     def apply(self, verdict: Verdict) -> None:
-        """Has the core act on the verdict."""
+        """Has the engine act on the verdict."""
 
     def check_new(self, params: Any) -> None:
         """Raises where new parameters could never be delivered."""
@@ -42,10 +42,10 @@ class Delivery(Protocol):
         """Returns a context in which reads and writes of undelivered parameters are errors."""
 
     def landing(self, buckets: Sequence[Bucket]) -> None:
-        """Learns that the core will deliver buckets that ``apply`` has left."""
+        """Learns that the engine will deliver buckets that ``apply`` has left."""
 
     def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None:
-        """Learns that they were delivered; the core raises the returned error once the delivery is complete."""
+        """Learns that they were delivered; the engine raises the returned error once the delivery is complete."""
 
     def remove_hooks(self) -> None: ...
 
@@ -53,9 +53,9 @@ class Delivery(Protocol):
 class Undelivered:
     """Knows which parameters must not be read yet; the thread that delivers them may."""
 
-    def __init__(self, lifetime: Lifetime, core: Engine) -> None:
+    def __init__(self, lifetime: Lifetime, engine: Engine) -> None:
         self._lifetime = lifetime
-        self._core = core
+        self._engine = engine
         self._delivering: int | None = None  # the delivering thread
 
     def begin(self) -> None:
@@ -75,7 +75,7 @@ class Undelivered:
 
     def must_wait(self) -> bool:
         """Returns whether this thread must wait before it reads a parameter."""
-        if not self._core.tail.is_landing or self._lifetime.closed:
+        if not self._engine.tail.is_landing or self._lifetime.closed:
             return False
         return self._delivering != threading.get_ident()
 
@@ -83,19 +83,19 @@ class Undelivered:
         """Returns names and values of the parameters that must not be read now."""
         if not self.must_wait():
             return []
-        return [(shard.name, shard.target()) for shard in self._core.tail.landing_shards().values()]
+        return [(shard.name, shard.target()) for shard in self._engine.tail.landing_shards().values()]
 
 
 class Eager:
     """Delivers all parameters by the end of ``step()``."""
 
-    def __init__(self, lifetime: Lifetime, core: Engine) -> None:
-        self._core = core
-        self._undelivered = Undelivered(lifetime, core)
+    def __init__(self, lifetime: Lifetime, engine: Engine) -> None:
+        self._engine = engine
+        self._undelivered = Undelivered(lifetime, engine)
 
     def apply(self, verdict: Verdict) -> None:
         with self._undelivered.delivering():
-            self._core.apply(verdict, later=False)
+            self._engine.apply(verdict, later=False)
 
     def check_new(self, params: Any) -> None: ...
 
@@ -116,17 +116,17 @@ class OnDemand:
     def __init__(
         self,
         lifetime: Lifetime,
-        core: Engine,
+        engine: Engine,
         params: Params,
         untold: UntoldWrites,
         module_of: Callable[[], nn.Module | None],
         given: Sequence[Tensor],
     ) -> None:
         self._lifetime = lifetime
-        self._core = core
+        self._engine = engine
         self._params = params
         self._untold = untold
-        self._undelivered = Undelivered(lifetime, core)
+        self._undelivered = Undelivered(lifetime, engine)
         self._overtaken: dict[int, Tracked] = {}
         self._module_of = module_of  # returns None once the module is freed
         self._hooks: list[ModuleHooks] = []
@@ -154,7 +154,7 @@ class OnDemand:
         if params is not None:
             found = map(self._params.get, params)
             shards = [tracked.shard for tracked in found if tracked is not None]
-            if not self._core.tail.is_landing_any(shards):
+            if not self._engine.tail.is_landing_any(shards):
                 return
         if self._lifetime.work.forked:
             raise StateError(
@@ -164,8 +164,8 @@ class OnDemand:
         with torch.inference_mode(False), torch.no_grad(), self._lifetime.whole():
             self._lifetime.check_usable(closed_too=True)
             for stream in streams:
-                self._core.link.read_on(stream)
-            self._core.tail.land(shards)
+                self._engine.link.read_on(stream)
+            self._engine.tail.land(shards)
 
     def check_reads(self) -> CheckReads:
         return CheckReads(self._undelivered.values)
@@ -174,14 +174,14 @@ class OnDemand:
 
     def apply(self, verdict: Verdict) -> None:
         with self._undelivered.delivering():
-            self._core.apply(verdict, later=True)
+            self._engine.apply(verdict, later=True)
 
     def landing(self, buckets: Sequence[Bucket]) -> None:
         """Finds parameters that the user wrote meanwhile; where possible their pieces are not delivered."""
         self._undelivered.begin()
         self._overtaken = {}
         # While new values travel, bits show nothing, and this stream must not read them.
-        under_way = self._core.link.asynchronous
+        under_way = self._engine.link.asynchronous
         landing = self._stepped_in(buckets)
         overtaken = (
             [one for one in landing if one.plainly_written] if under_way else notice(unwritten(landing)[1]).written
@@ -208,7 +208,7 @@ class OnDemand:
         except SuperOffloadError as misfit:
             return misfit
         fate = "is kept and counts from the next step on"
-        if self._core.link.asynchronous:
+        if self._engine.link.asynchronous:
             fate = "may have been overwritten by it"
         return StateError(
             f"{tracked.shard.name}: written after step(), before the value of that step was delivered. The written "

@@ -21,11 +21,11 @@ from superoffload.optimizer.writes import Writes
 
 
 class Edits:
-    """Has the core use the gradients and parameters that the user has at ``step()``."""
+    """Has the engine use the gradients and parameters that the user has at ``step()``."""
 
     def __init__(
         self,
-        core: Engine,
+        engine: Engine,
         params: Params,
         intake: Intake,
         writes: Writes,
@@ -33,7 +33,7 @@ class Edits:
         accumulation: Accumulation,
         advice: Advice,
     ) -> None:
-        self._core = core
+        self._engine = engine
         self._params = params
         self._intake = intake
         self._writes = writes
@@ -44,7 +44,7 @@ class Edits:
 
     def begin(self) -> None:
         """Notes which buckets were speculated, before the first gradient is retracted."""
-        self._edited.begin(self._core.buckets)
+        self._edited.begin(self._engine.buckets)
 
     def all_edited(self) -> None:
         """Retracts every gradient, since all were edited in a way that version counters do not show."""
@@ -52,10 +52,10 @@ class Edits:
             self._let_go(tracked)
 
     def collect(self) -> None:
-        core, intake = self._core, self._intake
+        engine, intake = self._engine, self._intake
         self._accumulation.step_begins(self._advice)
         intake.hook()
-        alike, others = unedited(self._params, core.inbox.arrived)
+        alike, others = unedited(self._params, engine.inbox.arrived)
         others += unwritten(alike)[1]
         noticed = self._notice(others)
         self._untold.found(noticed.untold)
@@ -63,18 +63,18 @@ class Edits:
         for tracked in others:
             if tracked.gradient.reduced is not None:
                 self._adopt_reduced(tracked)
-            if core.has_gradient(tracked.shard) and (tracked in noticed.edited or self.is_edited(tracked)):
+            if engine.has_gradient(tracked.shard) and (tracked in noticed.edited or self.is_edited(tracked)):
                 self._let_go(tracked)
             if tracked in noticed.written:
                 self._writes.follow(tracked)
             check_one_gradient(tracked.shard.name, tracked.param)
-            if gradient_of(tracked.param) is not None and not core.has_gradient(tracked.shard):
+            if gradient_of(tracked.param) is not None and not engine.has_gradient(tracked.shard):
                 late.append(tracked)
         intake.take_late(late)
         self._edited.end()
 
     def is_edited(self, tracked: Tracked) -> bool:
-        """Returns whether the gradient differs from the one that the core has.
+        """Returns whether the gradient differs from the one that the engine has.
 
         Operations on lists of DTensors (torch._foreach_mul_, and so clip_grad_norm_) raise no version. There the bits
         are compared, unless ``notice`` has done that.
@@ -85,18 +85,18 @@ class Edits:
         packed = packed_in(grad)
         if packed is None:
             unseen = is_dtensor(grad) and tracked.gradient.sums is None
-            unknown = self._core.packer.packed_sums(tracked.shard) is None if tracked.shard.sums_gradient else unseen
+            unknown = self._engine.packer.packed_sums(tracked.shard) is None if tracked.shard.sums_gradient else unseen
         else:  # brought back, then written with the same sums: by a clip that clips nothing, or a swap of elements
             unknown = packed.in_memory is not None and tracked.gradient.was_written(grad)
-        return unknown and not self._core.packer.gradient_is(tracked.shard, tracked.holding.part(grad))
+        return unknown and not self._engine.packer.gradient_is(tracked.shard, tracked.holding.part(grad))
 
     def _notice(self, several: Sequence[Tracked]) -> Noticed:
         """Finds what was written and edited. Where a device cannot tell, it brings masters to the last finished step;
         lost gradients raise an error of their own."""
         try:
-            return notice(several, self._core.packer.packed_sums)
+            return notice(several, self._engine.packer.packed_sums)
         except DeviceError:
-            self._core.quiesce()
+            self._engine.quiesce()
             raise
 
     def _let_go(self, tracked: Tracked) -> None:
@@ -108,8 +108,8 @@ class Edits:
         """Remembers ``p.grad`` in place of a reduced gradient, or retracts that if the bits differ: it was edited."""
         tracked.gradient.forget_reduced()
         grad = tracked.param.grad
-        if grad is not None and self._core.has_gradient(tracked.shard):
-            if self._core.packer.gradient_is(tracked.shard, tracked.holding.part(grad)):
+        if grad is not None and self._engine.has_gradient(tracked.shard):
+            if self._engine.packer.gradient_is(tracked.shard, tracked.holding.part(grad)):
                 tracked.gradient.remember(grad)
             else:
                 self._let_go(tracked)

@@ -1,4 +1,4 @@
-"""A core tells the parts of an optimizer of its events and does not keep them alive."""
+"""An engine tells the parts of an optimizer of its events and does not keep them alive."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Following(Listener):
         self._delivery: Callable[[], HearsOfDelivery | None] = _nothing
 
     def tell(self, gradients: HearsOfGradients, state: HearsOfState, delivery: HearsOfDelivery) -> None:
-        """Passes events on to these parts from now on. The core is made before them."""
+        """Passes events on to these parts from now on. The engine is made before them."""
         self._gradients, self._state, self._delivery = _weak(gradients), _weak(state), _weak(delivery)
 
     def packed(self, shard: Shard) -> None:

@@ -21,19 +21,19 @@ from superoffload.optimizer.weakly import weakly
 class FreedGradients:
     """Puts a placeholder in the place of a packed gradient, and brings the gradient back when it is needed."""
 
-    def __init__(self, lifetime: Lifetime, core: Engine, params: Params, host_sums: HostSums, advice: Advice) -> None:
+    def __init__(self, lifetime: Lifetime, engine: Engine, params: Params, host_sums: HostSums, advice: Advice) -> None:
         self._lifetime = lifetime
-        self._core = core
+        self._engine = engine
         self._params = params
         self._host_sums = host_sums
         self._advice = advice
         self._said = False
         self._fetch, self._offer = weakly(self._bring_back), weakly(self._take_addend)
 
-    # ---- events of the core -----------------------------------------------------------------------------------
+    # ---- events of the engine -----------------------------------------------------------------------------------
 
     def packed(self, shard: Shard) -> None:
-        """Frees the gradient, since the core does not need it again, and puts a placeholder in its place."""
+        """Frees the gradient, since the engine does not need it again, and puts a placeholder in its place."""
         tracked = self._params.of_shard(shard.index)
         assert tracked is not None
         if tracked.gradient.handed is None or shard.keeps_gradient:  # it belongs to a reduction, or is p.main_grad
@@ -52,8 +52,8 @@ class FreedGradients:
     # ---- calls of placeholders --------------------------------------------------------------------------------
 
     def is_packed(self, tracked: Tracked, packed: PackedGradient) -> bool:
-        """Returns whether ``packed`` stands for the gradient that the core has of this step."""
-        return tracked.gradient.is_placeholder(packed) and self._core.has_gradient(tracked.shard)
+        """Returns whether ``packed`` stands for the gradient that the engine has of this step."""
+        return tracked.gradient.is_placeholder(packed) and self._engine.has_gradient(tracked.shard)
 
     def _take_addend(self, packed: PackedGradient, addend: Tensor) -> None:
         """Keeps ``addend``, from any thread, for the hook of its parameter to add in host memory."""
@@ -81,7 +81,7 @@ class FreedGradients:
             raise gradient_is_gone(packed.of, "this rank has packed a part of it (replicated='shard')")
         with torch.inference_mode(False), room_on_device(f"{packed.of}: bringing its gradient back", _LESS):
             flat = torch.empty(tracked.shard.numel, dtype=packed.dtype, device=packed.device)
-            self._core.packer.copy_packed(tracked.shard, flat)
+            self._engine.packer.copy_packed(tracked.shard, flat)
             gradient = out_of_order(flat, local.shape, holding.order)
             packed.fill(gradient)
             try:

@@ -34,7 +34,7 @@ class ParamGroups:
     @property
     def now(self) -> list[dict[str, Any]]:
         alive = self._optimizer()
-        assert alive is not None, "the core is used by its optimizer only"
+        assert alive is not None, "the engine is used by its optimizer only"
         return alive.param_groups
 
     def params(self) -> list[Tensor]:

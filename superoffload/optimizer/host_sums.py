@@ -14,9 +14,9 @@ class HostSums:
     """Decides once per optimizer, at the first gradient that is part of a sum. The device has seen a forward by then,
     so its peak of memory is known."""
 
-    def __init__(self, core: Engine, *, wanted: bool) -> None:
-        self._core = core
-        self._chosen = None if wanted and core.link.frees_gradients else False
+    def __init__(self, engine: Engine, *, wanted: bool) -> None:
+        self._engine = engine
+        self._chosen = None if wanted and engine.link.frees_gradients else False
 
     @property
     def are_off(self) -> bool:
@@ -30,6 +30,6 @@ class HostSums:
         if is_dtensor(tracked.param) or tracked.shard.resident:  # a resident one's packed gradient is on the device
             return False
         if self._chosen is None:
-            numel = sum(shard.numel for shard in self._core.shards if not shard.resident)
-            self._chosen = not self._core.link.has_room(_BYTES * numel)
+            numel = sum(shard.numel for shard in self._engine.shards if not shard.resident)
+            self._chosen = not self._engine.link.has_room(_BYTES * numel)
         return self._chosen

@@ -1,4 +1,4 @@
-"""Gradients go from backward to the core as soon as they are final."""
+"""Gradients go from backward to the engine as soon as they are final."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from superoffload.optimizer.writes import Writes
 
 
 class Intake:
-    """Hands each gradient to the core in a hook of the last backward before ``step()``, or at the boundary."""
+    """Hands each gradient to the engine in a hook of the last backward before ``step()``, or at the boundary."""
 
     def __init__(
         self,
         lifetime: Lifetime,
-        core: Engine,
+        engine: Engine,
         params: Params,
         accumulation: Accumulation,
         sums: Fp32Sums,
@@ -51,7 +51,7 @@ class Intake:
         verdicts: Verdicts,
     ) -> None:
         self._lifetime = lifetime
-        self._core = core
+        self._engine = engine
         self._params = params
         self._accumulation = accumulation
         self._sums = sums
@@ -60,10 +60,10 @@ class Intake:
         self._writes = writes
         self._ranks = ranks
         self._verdicts = verdicts
-        self._in_streams = core.link.in_streams
+        self._in_streams = engine.link.in_streams
         self._hooks: dict[Tracked, RemovableHandle] = {}  # not of frozen parameters
         self._unhooked: list[Tracked] = []  # frozen ones, and those that are reduced over ranks later
-        # By the shard's index; empty unless the core has a gradient of this step and its buckets stay as they are.
+        # By the shard's index; empty unless the engine has a gradient of this step and its buckets stay as they are.
         self._only_bucket: Mapping[int, Bucket] = {}
         self._waiting: defaultdict[Bucket, dict[Tracked, None]] = defaultdict(dict)  # until all of a bucket are final
         self._arrivals: dict[Tracked, int] = {}  # backward passes that reached each since the last step
@@ -112,7 +112,7 @@ class Intake:
             self._in_backward(tracked, self._take)
         elif self._arrives_last(tracked):
             if self._in_streams:
-                self._core.link.received(bucket)
+                self._engine.link.received(bucket)
             waiting = self._waiting[bucket]
             waiting[tracked] = None
             if len(waiting) >= (bucket.missing or len(bucket.pieces)):  # 0: not renewed since the last step
@@ -136,7 +136,7 @@ class Intake:
         return True
 
     def _take_waiting(self, bucket: Bucket) -> None:
-        """Hands the waiting gradients of ``bucket`` to the core together."""
+        """Hands the waiting gradients of ``bucket`` to the engine together."""
         for tracked in self._pass_on(self._no_longer_waiting(bucket), in_backward=True):
             self._in_backward(tracked, self._take_last)
 
@@ -145,21 +145,21 @@ class Intake:
         return list(self._waiting.pop(bucket, ()))
 
     def _pass_on(self, several: Sequence[Tracked], *, in_backward: bool) -> list[Tracked]:
-        """Gives the core all gradients that can be packed as they are; returns the others."""
-        ready, others = ready_gradients(several, self._core.inbox.arrived)
+        """Gives the engine all gradients that can be packed as they are; returns the others."""
+        ready, others = ready_gradients(several, self._engine.inbox.arrived)
         if not ready:
             return others
         try:
-            self._core.arrive_together(ready, in_backward=in_backward)
+            self._engine.arrive_together(ready, in_backward=in_backward)
         except BaseException:
             for tracked in several:  # they will be compared anew
-                if not self._core.has_gradient(tracked.shard):
+                if not self._engine.has_gradient(tracked.shard):
                     tracked.gradient.forget()
             raise
         return others
 
     def take_late(self, several: Sequence[Tracked]) -> None:
-        """Hands over, at the boundary, the gradients that the core does not have."""
+        """Hands over, at the boundary, the gradients that the engine does not have."""
         for tracked in several[:1]:  # begins the step, if no gradient has arrived before
             self.hand_over(tracked, in_backward=False)
         for tracked in self._pass_on(several[1:], in_backward=False):
@@ -207,7 +207,7 @@ class Intake:
         packed = packed_in(tracked.param.grad)
         if packed is not None and (packed.addend is None or not self._freed.is_packed(tracked, packed)):
             packed = None
-        if packed is None and self._core.has_gradient(tracked.shard):
+        if packed is None and self._engine.has_gradient(tracked.shard):
             self.let_go(tracked)  # a second backward before step(): the sum is the gradient
         more_to_come = not self._is_last(tracked)
         if packed is not None:
@@ -219,7 +219,7 @@ class Intake:
     def _take_last(self, tracked: Tracked) -> None:
         """Takes a gradient that was counted as the last one, unless it was removed since."""
         if tracked.param.grad is not None and main_grad_of(tracked.param) is None:
-            if self._core.has_gradient(tracked.shard):
+            if self._engine.has_gradient(tracked.shard):
                 self.let_go(tracked)
             await_offload(tracked.param)
             self.hand_over(tracked, in_backward=True)
@@ -237,18 +237,18 @@ class Intake:
             self._writes.follow(tracked)
         with room_on_device(tracked.shard.name):
             part = tracked.holding.part(packed.addend).contiguous()
-        self._core.add(tracked.shard, part, more_to_come=more_to_come)
+        self._engine.add(tracked.shard, part, more_to_come=more_to_come)
         packed.take_addend()  # only now: if the addition fails, the addend stays part of the gradient
 
-    # ---- to the core ------------------------------------------------------------------------------------------
+    # ---- to the engine ------------------------------------------------------------------------------------------
 
     def let_go(self, tracked: Tracked) -> None:
-        """Has the core retract the gradient."""
+        """Has the engine retract the gradient."""
         tracked.gradient.forget()
-        self._core.retract(tracked.shard)
+        self._engine.retract(tracked.shard)
 
     def hand_over(self, tracked: Tracked, *, in_backward: bool, more_to_come: bool = False) -> None:
-        """Gives the core the gradient that the user sees."""
+        """Gives the engine the gradient that the user sees."""
         main = main_grad_of(tracked.param)
         grad = unpacked(tracked.param) if main is None else main
         assert grad is not None
@@ -258,25 +258,25 @@ class Intake:
             self._writes.follow(tracked)
         self._follow_dtype(tracked, grad.dtype)
         self._begin_filling(in_backward=in_backward)
-        shard, core = tracked.shard, self._core
+        shard, engine = tracked.shard, self._engine
         kept = main is not None
         tracked.gradient.forget_placeholder()
         # Fused kernels raise no version when they add. Comparing a DTensor that stays on a device with the packed
         # gradient in host memory would copy it down again. In both cases sums of bits are compared.
-        kept_there = is_dtensor(grad) and core.link.asynchronous and not core.link.frees_gradients
+        kept_there = is_dtensor(grad) and engine.link.asynchronous and not engine.link.frees_gradients
         summed = kept or kept_there
-        shard.gradient_stays(kept=kept, summed=summed and core.link.sums_what_it_packs)
+        shard.gradient_stays(kept=kept, summed=summed and engine.link.sums_what_it_packs)
         tracked.gradient.remember(grad, summed=summed and not shard.sums_gradient)
         with room_on_device(shard.name):
             part = tracked.holding.part(grad).contiguous().to(shard.gradient_dtype)
-        core.arrive(shard, part, in_backward=in_backward, more_to_come=more_to_come)
+        engine.arrive(shard, part, in_backward=in_backward, more_to_come=more_to_come)
 
     def _begin_filling(self, *, in_backward: bool) -> None:
-        if self._core.is_filling:
+        if self._engine.is_filling:
             return
         self._ranks.look()
-        self._core.speculator.expect(unscale=self._verdicts.unscale, max_grad_norm=self._verdicts.max_grad_norm)
-        self._only_bucket = self._core.layout.only_bucket if in_backward and self._core.layout.observed else {}
+        self._engine.speculator.expect(unscale=self._verdicts.unscale, max_grad_norm=self._verdicts.max_grad_norm)
+        self._only_bucket = self._engine.layout.only_bucket if in_backward and self._engine.layout.observed else {}
 
     def _follow_dtype(self, tracked: Tracked, dtype: torch.dtype) -> None:
         """Widens buckets so that the gradient fits: fp32 holds every other dtype exactly.
@@ -284,13 +284,13 @@ class Intake:
         Public dtypes are read again at the first gradient of a step. If a gradient is in fp32 against them, the others
         of its group are expected in fp32 too.
         """
-        shard, core = tracked.shard, self._core
+        shard, engine = tracked.shard, self._engine
         fits = shard.gradient_dtype in (dtype, torch.float32)
-        if fits and core.is_filling:
+        if fits and engine.is_filling:
             return
-        unseen = [one for one in self._params if not (one.has_stepped or core.has_gradient(one.shard))]
+        unseen = [one for one in self._params if not (one.has_stepped or engine.has_gradient(one.shard))]
         wide = [one.shard for one in unseen if _comes_in_fp32(one) or (not fits and one.shard.group == shard.group)]
-        core.widen(wide)
+        engine.widen(wide)
         if shard.gradient_dtype not in (dtype, torch.float32):
             before = "as in the steps before" if tracked.has_stepped else "and other gradients of this step are packed"
             raise ArgumentError(
@@ -314,7 +314,7 @@ class Intake:
             self._in_backward(tracked, _keep_reduced)
 
     def _take_reduced(self, tracked: Tracked, gradient: Tensor) -> None:
-        if self._core.has_gradient(tracked.shard):
+        if self._engine.has_gradient(tracked.shard):
             self.let_go(tracked)
         if main_grad_of(tracked.param) is not None:  # the user adds the reduced gradient to it
             return
@@ -326,7 +326,7 @@ class Intake:
         tracked.gradient.remember_reduced(gradient)
         with room_on_device(tracked.shard.name):
             part = tracked.holding.part_of_memory(gradient.view(-1)).to(tracked.shard.gradient_dtype)
-        self._core.arrive(tracked.shard, part)
+        self._engine.arrive(tracked.shard, part)
 
     # ---- at the boundary --------------------------------------------------------------------------------------
 

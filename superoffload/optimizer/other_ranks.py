@@ -52,9 +52,9 @@ class NoOtherRanks:
 
     session: RankSession | None = None
 
-    def __init__(self, setup: RankSetup, core: Engine, params: Params, verdicts: Verdicts) -> None:
+    def __init__(self, setup: RankSetup, engine: Engine, params: Params, verdicts: Verdicts) -> None:
         self.setup = setup
-        self._core = core
+        self._engine = engine
         self._params = params
         self._verdicts = verdicts
 
@@ -70,10 +70,10 @@ class NoOtherRanks:
     def decide(self, step: Prepares, scale: LossScale) -> Verdict | None:
         """Decides the verdict; returns None without any gradient."""
         step.take_stock(scale)
-        if not self._core.is_filling:
+        if not self._engine.is_filling:
             return None
         verdicts = self._verdicts
-        verdict = self._core.decide(unscale=verdicts.unscale, max_grad_norm=verdicts.max_grad_norm)
+        verdict = self._engine.decide(unscale=verdicts.unscale, max_grad_norm=verdicts.max_grad_norm)
         return verdict._replace(found_inf=True) if scale.saw_inf else verdict
 
     def gather(self, what: str, spreads: Sequence[Spread]) -> None: ...
@@ -87,11 +87,11 @@ class OtherRanks:
     """Decides with the ranks of a session, which compare their steps."""
 
     def __init__(
-        self, session: RankSession, setup: RankSetup, core: Engine, params: Params, verdicts: Verdicts, writes: Writes
+        self, session: RankSession, setup: RankSetup, engine: Engine, params: Params, verdicts: Verdicts, writes: Writes
     ) -> None:
         self.session = session
         self.setup = setup
-        self._core = core
+        self._engine = engine
         self._params = params
         self._verdicts = verdicts
         self._writes = writes
@@ -113,13 +113,13 @@ class OtherRanks:
 
     def decide(self, step: Prepares, scale: LossScale) -> Verdict | None:
         """Decides the same verdict as all ranks; or the step is abandoned and all ranks raise RankError."""
-        self._core.tail.settle()  # each rank sends samples of masters
+        self._engine.tail.settle()  # each rank sends samples of masters
         self.session.begin()
         try:
             step.take_stock(scale)
             self.session.agree_on(step.settings(), found_inf=scale.saw_inf)
             verdicts = self._verdicts
-            return self._core.decide(
+            return self._engine.decide(
                 unscale=verdicts.unscale, max_grad_norm=verdicts.max_grad_norm, exchange=self.session
             )
         except BaseException as error:
@@ -145,14 +145,14 @@ class OtherRanks:
     def conclude(self, verdict: Verdict) -> None:
         """Has the session compare the step with those of other ranks, now or, if it is still under way, later."""
         applied, factor = not verdict.found_inf, verdict.gradient_factor
-        if not (self._core.tail.is_landing or self._core.tail.is_settling):
+        if not (self._engine.tail.is_landing or self._engine.tail.is_settling):
             self.session.ended(applied=applied, factor=factor)
             return
         self.session.count(applied=applied, factor=factor)
         self._look_is_due = True
         if self.session.full_check_is_due:
-            self._core.tail.land()
-            self._core.tail.settle()
+            self._engine.tail.land()
+            self._engine.tail.settle()
             self.look()
             self.session.check_everything()
 
@@ -161,16 +161,16 @@ class OtherRanks:
         if not self._look_is_due:
             return
         self._look_is_due = False
-        self._core.tail.land()
+        self._engine.tail.land()
         seen = self.session.seen_next()
         for held in seen:
-            self._core.tail.settle(held.shard)
+            self._engine.tail.settle(held.shard)
         self._writes.follow_all(notice(self._params[held.param] for held in seen))
         self.session.look()
 
 
-def other_ranks(setup: RankSetup, core: Engine, params: Params, verdicts: Verdicts, writes: Writes) -> Ranks:
+def other_ranks(setup: RankSetup, engine: Engine, params: Params, verdicts: Verdicts, writes: Writes) -> Ranks:
     """Chooses whether this process decides alone or with the ranks of a session."""
     if setup.session is None:
-        return NoOtherRanks(setup, core, params, verdicts)
-    return OtherRanks(setup.session, setup, core, params, verdicts, writes)
+        return NoOtherRanks(setup, engine, params, verdicts)
+    return OtherRanks(setup.session, setup, engine, params, verdicts, writes)

@@ -1,4 +1,4 @@
-"""Parameters become shards of the core and get their state when they are adopted."""
+"""Parameters become shards of the engine and get their state when they are adopted."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class StateViews:
 
 
 class Params:
-    """Owns a ``Tracked`` for each parameter that trains: its shard in the core, its name, this rank's part."""
+    """Owns a ``Tracked`` for each parameter that trains: its shard in the engine, its name, this rank's part."""
 
     def __init__(self, connection: Connection, given: Given, groups: ParamGroups, views: StateViews) -> None:
-        self._core = connection.core
+        self._engine = connection.engine
         self._setup = connection.ranks
         self._names = connection.names
         self._resident = connection.resident
@@ -120,12 +120,12 @@ class Params:
         sizes = [holding.part(param).numel() for param, holding in holdings.items()]
         resident = [id(param) in self._resident for param in fresh]
         dtypes = (torch.float32, self._state_dtype, self._state_dtype)
-        states = make_state(sizes, dtypes, resident, self._core.layout.placer)
+        states = make_state(sizes, dtypes, resident, self._engine.layout.placer)
         found: list[Tracked] = []
         counts = torch.zeros(len(fresh), dtype=torch.float32)
         for i, (param, name) in enumerate(fresh.items()):
             master, exp_avg, exp_avg_sq = states[i]
-            index = len(self._core.shards) + len(found)
+            index = len(self._engine.shards) + len(found)
             shard = Shard(
                 index=index,
                 name=name,
@@ -146,12 +146,12 @@ class Params:
             found.append(self._track(param, shard, holdings[param], counts[i]))
         if found:
             self._counts.append((counts, found))
-            self._core.layout.add_shards([tracked.shard for tracked in found])
+            self._engine.layout.add_shards([tracked.shard for tracked in found])
         remember_values(found)
         return found
 
     def _track(self, param: Tensor, shard: Shard, holding: Holding, step: Tensor) -> Tracked:
-        link = self._core.link
+        link = self._engine.link
         # Where a link writes parameters on the CPU later, their bits before that mean nothing.
         readable = param.is_cuda or link.bit_sums.in_stream_order or not link.asynchronous
         early = self._setup.is_early(param)
@@ -171,7 +171,7 @@ class Params:
                 counts[torch.tensor(places, dtype=torch.int64)] += 1.0
 
     def moved(self, shard: Shard) -> None:
-        """Shows the state of a shard in its new tensors, since the core has moved it."""
+        """Shows the state of a shard in its new tensors, since the engine has moved it."""
         self._views.show(self._of_shard[shard.index])
 
     # ---- replaced parameters ----------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class State:
     def __init__(
         self,
         lifetime: Lifetime,
-        core: Engine,
+        engine: Engine,
         groups: ParamGroups,
         params: Params,
         ranks: Ranks,
@@ -63,7 +63,7 @@ class State:
         writes: Writes,
     ) -> None:
         self._lifetime = lifetime
-        self._core = core
+        self._engine = engine
         self._groups = groups
         self._params = params
         self._ranks = ranks
@@ -76,7 +76,7 @@ class State:
     def digests(self) -> dict[str, str]:
         with self._lifetime.whole():
             self._intake.follow_waiting()
-            return self._core.digests()
+            return self._engine.digests()
 
     def quiesce(self) -> None:
         with self._lifetime.whole():
@@ -84,18 +84,18 @@ class State:
 
     def _quiesce(self) -> None:
         self._intake.follow_waiting()
-        self._core.quiesce()
+        self._engine.quiesce()
 
     def begin_snapshot(self, snapshot: Snapshot) -> None:
         """Registers ``snapshot``: it reads or copies every shard before the shard changes."""
         with self._lifetime.whole():
             self._quiesce()  # backward in another thread may have speculated by now
-            self._core.snapshots.add(snapshot)
+            self._engine.snapshots.add(snapshot)
 
     def await_snapshots(self) -> None:
         """Waits until earlier snapshots were read; signals are not held, since a disk may be slow. It skips one
         that this thread reads: a signal handler calls us then, and would wait for itself."""
-        for snapshot in list(self._core.snapshots):
+        for snapshot in list(self._engine.snapshots):
             if not snapshot.is_read_here:
                 snapshot.wait()
 
@@ -123,11 +123,11 @@ class State:
         self.await_snapshots()
         with self._lifetime.whole():
             self._boundary.abandon()
-            self._core.quiesce()
+            self._engine.quiesce()
             self._params.keep_masters()
             for param, value in values:
                 tracked = self._params[param]
-                self._core.snapshots.protect([tracked.shard])
+                self._engine.snapshots.protect([tracked.shard])
                 tracked.shard.master.copy_(value)
                 tracked.remember_value()
 
@@ -188,10 +188,10 @@ class State:
     def _stream(self, read: ReadState) -> None:
         with self._lifetime.whole():
             self._boundary.abandon()
-            self._core.quiesce()
+            self._engine.quiesce()
             found = self.adopt_loaded(read)
         for tracked, values in found:
-            self._core.snapshots.protect([tracked.shard])
+            self._engine.snapshots.protect([tracked.shard])
             tracked.load(values)
 
     def adopt_loaded(self, read: ReadState) -> list[tuple[Tracked, ParamState | None]]:

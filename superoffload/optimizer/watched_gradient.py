@@ -21,7 +21,7 @@ PackedSums = Callable[[Shard], list[tuple[Piece, Sums]] | None]
 
 
 class WatchedGradient:
-    """Remembers the gradient of one parameter that the core has, and notices edits of it."""
+    """Remembers the gradient of one parameter that the engine has, and notices edits of it."""
 
     __slots__ = (  # there is one per parameter, and every step looks at all of them
         "_bits", "_holding", "_param", "_placeholder", "_shard", "_version", "handed", "reduced", "sums", "version",
@@ -35,9 +35,9 @@ class WatchedGradient:
         self._version = UNKNOWN
         self.version = UNKNOWN[0]  # of an ordinary tensor, when it was handed over
         self._placeholder: ReferenceType[PackedGradient] | None = None  # of the gradient that was packed last
-        self.handed: Tensor | None = None  # to the core, in this step
+        self.handed: Tensor | None = None  # to the engine, in this step
         self.sums: Sums | None = None  # of its bits, if versions do not show every edit and packing makes no sums
-        self.reduced: Tensor | None = None  # a reduction's result that the core has; p.grad must get the same bits
+        self.reduced: Tensor | None = None  # a reduction's result that the engine has; p.grad must get the same bits
 
     # ---- handed over ----------------------------------------------------------------------------------------------
 
@@ -58,7 +58,7 @@ class WatchedGradient:
         return isinstance(self.handed, PackedGradient) and self.handed.is_untouched
 
     def forget(self) -> None:
-        """Notes that the core has no gradient any more."""
+        """Notes that the engine has no gradient any more."""
         self.handed = None
 
     def end_step(self) -> None:

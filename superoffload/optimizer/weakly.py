@@ -1,4 +1,4 @@
-"""Hooks must not keep the optimizer alive: parameters, modules and the core, which have the hooks, often outlive it."""
+"""Hooks must not keep the optimizer alive: parameters, modules and the engine have them, and often outlive it."""
 
 from __future__ import annotations
 

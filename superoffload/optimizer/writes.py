@@ -10,14 +10,14 @@ from superoffload.optimizer.watched import Noticed, Tracked
 class Writes:
     """Has masters follow parameters that were written."""
 
-    def __init__(self, core: Engine, untold: UntoldWrites) -> None:
-        self._core = core
+    def __init__(self, engine: Engine, untold: UntoldWrites) -> None:
+        self._engine = engine
         self._untold = untold
 
     def follow(self, tracked: Tracked) -> None:
         tracked.check_still_fits()
-        self._core.restore(tracked.shard)  # or an undo would put back the old master
-        self._core.snapshots.protect([tracked.shard])
+        self._engine.restore(tracked.shard)  # or an undo would put back the old master
+        self._engine.snapshots.protect([tracked.shard])
         tracked.refresh_master()
 
     def follow_all(self, noticed: Noticed) -> None:

@@ -85,7 +85,7 @@ def trained(demand: Demand, delivery: str, mode: str, *, checked: bool = False, 
                     optimizer.max_grad_norm = 0.05
                 optimizer.step()
                 if delivery == "on_demand" and step not in (0, POISONED) and demand.rank_check == "off":
-                    assert optimizer._core.tail.is_landing
+                    assert optimizer._engine.tail.is_landing
                 if demand.evaluates:
                     with torch.no_grad():
                         losses.append(model.loss(tokens_of(100 + step, rank)).item())

@@ -31,7 +31,7 @@ def sharded(case: Case, keep: bool) -> dict[str, Any]:
             found[mode] = (optimizer.state_digests(), losses)
             found[f"{mode} stats"] = optimizer.stats()
             found["dtypes"] = {param.grad.dtype for param in model.parameters() if param.grad is not None}
-            found["packed"] = {one.gradient_dtype for one in optimizer._core.shards}
+            found["packed"] = {one.gradient_dtype for one in optimizer._engine.shards}
     return found
 
 

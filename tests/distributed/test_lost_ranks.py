@@ -78,7 +78,7 @@ def plant(how: str, model: Net, optimizer: Any) -> Any:
         model.layers[0].register_forward_hook(hook)
         return mock.patch.object(optimizer, "nothing", None, create=True)
     if how == "killed in step":
-        return mock.patch.object(optimizer._core, "apply", lambda verdict, **named: die())
+        return mock.patch.object(optimizer._engine, "apply", lambda verdict, **named: die())
     if how == "killed in the exchange":
         # Right before its message goes out: the other rank waits for it.
         return mock.patch.object(RankSession, "start", lambda session, sums: die())

@@ -83,7 +83,7 @@ def outcome(run: Run, placement: Any) -> tuple[Any, dict[str, Any]]:
         seen = {
             "placed": stats["params_on_device"],
             "stepped": len(link.residency.stepped),
-            "all": sum(shard.numel for shard in optimizer._core.shards),
+            "all": sum(shard.numel for shard in optimizer._engine.shards),
             "why": optimizer.placement and optimizer.placement["why"],
             "clipped": stats["clipped_steps"],
         }
@@ -188,7 +188,7 @@ def test_checkpoints_fit_any_placement(kind: str, tmp_path: Path) -> None:
 def of_this_ranks_part() -> list[float]:
     """The part of the state that is to be placed is meant of what a rank has, from the first step on."""
     with training(Run("spread"), HALF) as (model, optimizer, _):
-        shards = optimizer._core.shards
+        shards = optimizer._engine.shards
         shares = [optimizer.stats()["params_on_device"] / sum(shard.numel for shard in shards)]
         train(Run("spread"), model, optimizer, range(1))
         shares.append(optimizer.stats()["params_on_device"] / sum(shard.numel for shard in shards))

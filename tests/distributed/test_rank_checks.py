@@ -229,7 +229,7 @@ def early_stop() -> list[Any]:
         model = shard(net(torch.float32), flat_mesh())
         with optimizer_of(model, speculation="always", max_grad_norm=2.0) as optimizer:
             if lonely and dist.get_rank() == 1:
-                optimizer._core.schedule.mode = "never"
+                optimizer._engine.schedule.mode = "never"
             for step in range(4):
                 optimizer.zero_grad()
                 model.loss(tokens_of(step, dist.get_rank())).backward()
@@ -252,7 +252,7 @@ def worker_fault() -> list[Any]:
             for step in range(3):
                 optimizer.zero_grad()
                 if fails and step == 1 and dist.get_rank() == 1:
-                    optimizer._core.pool.inject_fault(1, "a bit fell over")
+                    optimizer._engine.pool.inject_fault(1, "a bit fell over")
                 model.loss(tokens_of(step, dist.get_rank())).backward()
                 try:
                     optimizer.step()

@@ -68,8 +68,8 @@ def run(kind: str, replicated: str, dtype: torch.dtype, view: bool) -> dict[str,
                 "weights": [p.detach().clone() for p in inner.parameters()],
                 "state": [value.clone() for value in state],
                 "stats": optimizer.stats(),
-                "elements": sum(shard.numel for shard in optimizer._core.shards),
-                "names": [shard.name for shard in optimizer._core.shards],
+                "elements": sum(shard.numel for shard in optimizer._engine.shards),
+                "names": [shard.name for shard in optimizer._engine.shards],
             }
     return found
 

@@ -31,7 +31,7 @@ def backward(made: Rig, scale: float = 1.0, poison_first: float | None = None) -
 
 def counts(made: Rig) -> dict[str, float]:
     names = ("buckets_speculated", *COUNTERS, "buckets_stepped", "journal_overflows", "clipped_steps")
-    stats = made.core.stats()
+    stats = made.engine.stats()
     return {name.removeprefix("buckets_"): stats[name] for name in names if stats[name]}
 
 
@@ -49,7 +49,7 @@ class Counted(list[Bucket]):
 def test_a_gradient_that_arrives_goes_through_no_list_of_all_buckets(mode: str) -> None:
     with rig(Settings([[1024] * 40], bucket_numel=1024, mode=mode)) as made:
         for _ in range(3):
-            made.core.layout.buckets = buckets = Counted(made.core.buckets)
+            made.engine.layout.buckets = buckets = Counted(made.engine.buckets)
             gradients = backward(made)
             assert len(buckets) == 40 and buckets.passes == 0
             made.step_both(gradients)
@@ -63,19 +63,19 @@ def test_what_is_packed_is_known_after_every_change(monkeypatch: pytest.MonkeyPa
 
         def wants(packed: float) -> bool:
             in_this_step = (BucketState.READY, BucketState.SPECULATED)
-            counted = sum(bucket.numel for bucket in made.core.buckets if bucket.state in in_this_step)
+            counted = sum(bucket.numel for bucket in made.engine.buckets if bucket.state in in_this_step)
             assert packed == counted / 3224
             asked.append(packed)
             return len(asked) % 2 == 1
 
-        monkeypatch.setattr(made.core.schedule, "wants", wants)
+        monkeypatch.setattr(made.engine.schedule, "wants", wants)
         for _ in range(3):
             gradients = backward(made)
             for shard in made.shards[:2]:  # two of them come anew
-                made.core.retract(shard)
+                made.engine.retract(shard)
                 made.arrive(shard, gradients[shard.index])
-            made.core.decide(unscale=1.0, max_grad_norm=None)
-            made.core.retract(made.shards[2])
+            made.engine.decide(unscale=1.0, max_grad_norm=None)
+            made.engine.retract(made.shards[2])
             made.arrive(made.shards[2], gradients[2])
             made.step_both(gradients)
             made.check()
@@ -117,7 +117,7 @@ def test_replay() -> None:
 def test_an_expected_unscale_is_committed_and_another_one_replayed() -> None:
     with rig(TWO) as made:
         for expected in (0.25, 0.5):
-            made.core.speculator.expect(unscale=expected, max_grad_norm=None)
+            made.engine.speculator.expect(unscale=expected, max_grad_norm=None)
             made.step_both(backward(made), unscale=0.25)
             made.check()
         assert counts(made) == {"speculated": 4, "committed": 2, "replayed": 2}
@@ -126,7 +126,7 @@ def test_an_expected_unscale_is_committed_and_another_one_replayed() -> None:
 def test_the_two_zeros_are_different_factors() -> None:
     """exp_avg keeps the sign of a zero."""
     with rig(TWO) as made:
-        made.core.speculator.expect(unscale=0.0, max_grad_norm=None)
+        made.engine.speculator.expect(unscale=0.0, max_grad_norm=None)
         made.step_both(backward(made), unscale=-0.0)
         made.check()
         assert counts(made) == {"speculated": 2, "replayed": 2}
@@ -135,7 +135,7 @@ def test_the_two_zeros_are_different_factors() -> None:
 def test_skip() -> None:
     with rig(TWO) as made:
         gradients = backward(made)
-        made.core.retract(made.shards[0])
+        made.engine.retract(made.shards[0])
         gradients[0][5] = math.inf
         made.arrive(made.shards[0], gradients[0])
         made.step_both(gradients)
@@ -152,7 +152,7 @@ def test_a_non_finite_gradient_stops_speculation() -> None:
 
 def test_a_partial_norm_that_proves_a_clip_stops_speculation() -> None:
     with rig(Settings([[1024] * 4], bucket_numel=1024)) as made:
-        made.core.speculator.expect(unscale=1.0, max_grad_norm=55.0)  # the norm of three gradients of four
+        made.engine.speculator.expect(unscale=1.0, max_grad_norm=55.0)  # the norm of three gradients of four
         made.step_both(backward(made), max_grad_norm=55.0)
         made.check()
         assert counts(made) == {"speculated": 2, "replayed": 2, "stepped": 2, "clipped_steps": 1}
@@ -160,10 +160,10 @@ def test_a_partial_norm_that_proves_a_clip_stops_speculation() -> None:
 
 def test_a_gradient_that_was_taken_back_proves_nothing() -> None:
     with rig(Settings([[1024] * 4], bucket_numel=1024)) as made:
-        made.core.speculator.expect(unscale=1.0, max_grad_norm=80.0)  # not even the norm of all four
+        made.engine.speculator.expect(unscale=1.0, max_grad_norm=80.0)  # not even the norm of all four
         gradients = backward(made)
         for _ in range(4):
-            made.core.retract(made.shards[0])
+            made.engine.retract(made.shards[0])
             made.arrive(made.shards[0], gradients[0])
         made.step_both(gradients, max_grad_norm=80.0)
         made.check()
@@ -173,7 +173,7 @@ def test_a_gradient_that_was_taken_back_proves_nothing() -> None:
 @pytest.mark.parametrize("max_grad_norm", [1e200, 1e308])
 def test_a_threshold_beyond_everything(max_grad_norm: float) -> None:
     with rig(TWO) as made:
-        made.core.speculator.expect(unscale=1e-3, max_grad_norm=max_grad_norm)
+        made.engine.speculator.expect(unscale=1e-3, max_grad_norm=max_grad_norm)
         made.step_both(backward(made), unscale=1e-3, max_grad_norm=max_grad_norm)
         made.check()
         assert counts(made) == {"speculated": 2, "committed": 2}
@@ -182,10 +182,10 @@ def test_a_threshold_beyond_everything(max_grad_norm: float) -> None:
 def test_abandon() -> None:
     with rig(TWO) as made:
         backward(made)
-        made.core.abandon()
+        made.engine.abandon()
         made.check()
         assert counts(made) == {"speculated": 2, "abandoned": 2}
-        made.core.abandon()
+        made.engine.abandon()
         assert counts(made) == {"speculated": 2, "abandoned": 2}
 
 
@@ -216,7 +216,7 @@ def test_after_a_spike_wider_codes_are_tried_then_the_bucket_is_left_out_for_a_w
         for i in range(14):
             made.step_both(backward(made, scale=10.0 ** (i % 5)))
             made.check()
-        stats = made.core.stats()
+        stats = made.engine.stats()
         assert 0 < stats["journal_overflows"] < 14
         assert stats["buckets_speculated"] < 14
 
@@ -238,15 +238,15 @@ def test_a_snapshot_saves_state_before_a_speculation_and_not_where_the_bucket_is
         left_out = 0
         for i in range(14):
             snapshot: Any = Watching()
-            made.core.snapshots.add(snapshot)
-            before, speculated = made.shards[0].master.clone(), made.core.stats()["buckets_speculated"]
+            made.engine.snapshots.add(snapshot)
+            before, speculated = made.shards[0].master.clone(), made.engine.stats()["buckets_speculated"]
             gradients = backward(made, scale=10.0 ** (i % 5))
-            speculates = made.core.stats()["buckets_speculated"] > speculated
+            speculates = made.engine.stats()["buckets_speculated"] > speculated
             assert bool(snapshot.seen) == speculates
             left_out += not speculates
             made.step_both(gradients)
             assert torch.equal(snapshot.seen[0], before)
-            made.core.snapshots.clear()
+            made.engine.snapshots.clear()
         made.check()
         assert 0 < left_out < 14
 
@@ -255,10 +255,10 @@ def test_adaptive_stops_speculating_while_every_step_clips_and_starts_again() ->
     with rig(replace(TWO, mode="adaptive")) as made:
         seen = []
         for max_grad_norm in [1.0] * 12 + [None] * 6:
-            before = made.core.stats()["buckets_speculated"]
+            before = made.engine.stats()["buckets_speculated"]
             made.step_both(backward(made), max_grad_norm=max_grad_norm)
             made.check()
-            seen.append(made.core.stats()["buckets_speculated"] - before)
+            seen.append(made.engine.stats()["buckets_speculated"] - before)
         assert seen[0] == 2
         assert seen[11] == 0
         assert seen[-1] == 2
@@ -269,7 +269,7 @@ def test_never_speculates_nothing_and_keeps_no_journal() -> None:
         made.step_both(backward(made))
         made.check()
         assert counts(made) == {"stepped": 2}
-        assert all(bucket.work.journal_capacity == 0 for bucket in made.core.buckets)
+        assert all(bucket.work.journal_capacity == 0 for bucket in made.engine.buckets)
 
 
 def test_gradients_that_come_after_backward_are_stepped() -> None:
@@ -304,21 +304,21 @@ def test_buckets_follow_the_order_of_the_first_backward() -> None:
                 made.arrive(made.shards[index], gradient)
             made.step_both(gradients)
             made.check()
-            assert [bucket.pieces[0].shard.index for bucket in made.core.buckets] == [2, 0, 3, 1]
+            assert [bucket.pieces[0].shard.index for bucket in made.engine.buckets] == [2, 0, 3, 1]
             order = [3, 2, 1, 0]  # observed once
 
 
 def test_a_backward_that_was_abandoned_is_not_the_order_to_follow() -> None:
     with rig(Settings([[1024] * 3], bucket_numel=1024)) as made:
         made.arrive(made.shards[1], made.gradient(made.shards[1]))
-        made.core.abandon()
-        assert [bucket.pieces[0].shard.index for bucket in made.core.buckets] == [2, 1, 0]
+        made.engine.abandon()
+        assert [bucket.pieces[0].shard.index for bucket in made.engine.buckets] == [2, 1, 0]
         gradients = {index: made.gradient(made.shards[index]) for index in (0, 2, 1)}
         for index, gradient in gradients.items():
             made.arrive(made.shards[index], gradient)
         made.step_both(gradients)
         made.check()
-        assert [bucket.pieces[0].shard.index for bucket in made.core.buckets] == [0, 2, 1]
+        assert [bucket.pieces[0].shard.index for bucket in made.engine.buckets] == [0, 2, 1]
 
 
 def test_a_gradient_twice_is_refused() -> None:
@@ -334,16 +334,16 @@ def test_a_gradient_between_decide_and_apply_is_refused() -> None:
     with rig(replace(TWO, sizes=[[500, 300]])) as made:
         gradients = {1: made.gradient(made.shards[1])}
         made.arrive(made.shards[1], gradients[1])
-        verdict = made.core.decide(unscale=1.0, max_grad_norm=None)
+        verdict = made.engine.decide(unscale=1.0, max_grad_norm=None)
         gradients[0] = made.gradient(made.shards[0])
         made.arrive(made.shards[0], gradients[0], in_backward=False)
-        made.core.decide(unscale=1.0, max_grad_norm=None)
-        made.core.retract(made.shards[0])
+        made.engine.decide(unscale=1.0, max_grad_norm=None)
+        made.engine.retract(made.shards[0])
         made.arrive(made.shards[0], gradients[0], in_backward=False)
-        bucket = made.core.buckets[0]
+        bucket = made.engine.buckets[0]
         if bucket.state is BucketState.FILLING:
             with pytest.raises(StateError, match="since decide"):
-                made.core.apply(verdict)
+                made.engine.apply(verdict)
         made.step_both(gradients)
         made.check()
 
@@ -352,10 +352,10 @@ def test_shards_added_in_the_middle_of_a_step() -> None:
     with rig(TWO) as made:
         gradients = backward(made)
         twin = Rig(replace(TWO, sizes=[[700]], seed=9))
-        twin.core.close()
+        twin.engine.close()
         parameter = twin.reference.parameters[0]
         made.reference.groups[0].parameters = [*made.reference.groups[0].parameters, parameter]
-        made.core.layout.add_shards([made._shard(2, 0, parameter)])
+        made.engine.layout.add_shards([made._shard(2, 0, parameter)])
         gradients[2] = made.gradient(made.shards[2])
         made.arrive(made.shards[2], gradients[2])
         made.step_both(gradients)
@@ -369,7 +369,7 @@ def test_stats_of_bytes_and_time() -> None:
     with rig(described) as made:
         for _ in range(4):
             made.step_both(backward(made))
-        stats = made.core.stats()
+        stats = made.engine.stats()
         assert stats["bytes_down"] == 4 * 2 * 4000
         assert stats["bytes_up"] == 4 * 4 * 4000
         assert 0 < stats["optimizer_seconds_exposed"] <= stats["optimizer_seconds"]
@@ -377,4 +377,4 @@ def test_stats_of_bytes_and_time() -> None:
         assert 4000 <= stats["journal_bytes"] <= 4 * 4000 * 2.6
         assert stats["clip_rate"] == 0.0
         made.step_both(backward(made), max_grad_norm=1.0)
-        assert made.core.stats()["clip_rate"] == 1 / 5
+        assert made.engine.stats()["clip_rate"] == 1 / 5

@@ -20,7 +20,7 @@ HYPER = GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1)
 
 
 class Flat:
-    """A core over unaligned slices of flat tensors, as ZeRO-3 has them."""
+    """An engine over unaligned slices of flat tensors, as ZeRO-3 has them."""
 
     def __init__(self, mode: str, *, in_place: bool, hyper: GroupHyper = HYPER) -> None:
         torch.manual_seed(0)
@@ -32,8 +32,8 @@ class Flat:
         link: Link = HostLink()
         if in_place:
             link = PartitionLink(lambda shard: self.slices(self.gradients)[shard.index], pin=False)
-        self.core = Engine(link, EngineOptions(mode, 1024, [-1]), lambda group: hyper)
-        self.core.layout.add_shards([self._shard(i) for i in range(len(SIZES))])
+        self.engine = Engine(link, EngineOptions(mode, 1024, [-1]), lambda group: hyper)
+        self.engine.layout.add_shards([self._shard(i) for i in range(len(SIZES))])
 
     def slices(self, flat: Tensor) -> list[Tensor]:
         return list(flat.split(list(SIZES)))
@@ -56,23 +56,23 @@ class Flat:
         )
 
     def step(self, number: int, *, later: bool, clip: float | None = None) -> None:
-        self.core.speculator.expect(unscale=1.0, max_grad_norm=clip)
+        self.engine.speculator.expect(unscale=1.0, max_grad_norm=clip)
         generator = torch.Generator().manual_seed(number)
         values = torch.randn(sum(SIZES), generator=generator).bfloat16()
-        for shard in reversed(self.core.shards):
-            self.core.tail.land(shard)
-            self.core.retract(shard)
+        for shard in reversed(self.engine.shards):
+            self.engine.tail.land(shard)
+            self.engine.retract(shard)
             self.slices(self.gradients)[shard.index].copy_(self.slices(values)[shard.index])
-            self.core.arrive(shard, self.slices(self.gradients)[shard.index])
-        self.core.apply(self.core.decide(unscale=1.0, max_grad_norm=clip), later=later)
+            self.engine.arrive(shard, self.slices(self.gradients)[shard.index])
+        self.engine.apply(self.engine.decide(unscale=1.0, max_grad_norm=clip), later=later)
 
 
 def digests(mode: str, *, in_place: bool, later: bool, clip: float | None) -> dict[str, str]:
     flat = Flat(mode, in_place=in_place)
     for number in range(5):
         flat.step(number, later=later, clip=clip)
-    found = flat.core.digests()
-    flat.core.close()
+    found = flat.engine.digests()
+    flat.engine.close()
     return found
 
 
@@ -92,13 +92,13 @@ def test_a_shard_lands_alone() -> None:
     before = flat.published.clone()
     flat.step(1, later=True)
     assert torch.equal(flat.published, before), "nothing is delivered by itself"
-    flat.core.tail.land(flat.core.shards[1])
+    flat.engine.tail.land(flat.engine.shards[1])
     now, then = flat.slices(flat.published), flat.slices(before)
     assert torch.equal(now[1], flat.slices(flat.master)[1].bfloat16())
     assert torch.equal(now[3], then[3])
-    flat.core.tail.land()
+    flat.engine.tail.land()
     assert torch.equal(flat.published, flat.master.bfloat16())
-    flat.core.close()
+    flat.engine.close()
 
 
 def test_readers_and_the_end_land_everything() -> None:
@@ -106,9 +106,9 @@ def test_readers_and_the_end_land_everything() -> None:
         flat = Flat("always", in_place=True)
         flat.step(0, later=True)
         flat.step(1, later=True)
-        getattr(flat.core, finish)()
+        getattr(flat.engine, finish)()
         assert torch.equal(flat.published, flat.master.bfloat16()), finish
-        flat.core.close()
+        flat.engine.close()
 
 
 def test_a_worker_that_fails_after_the_verdict_is_reported_when_it_lands() -> None:
@@ -116,28 +116,28 @@ def test_a_worker_that_fails_after_the_verdict_is_reported_when_it_lands() -> No
     expected = digests("never", in_place=True, later=False, clip=None)
     for number in range(4):
         flat.step(number, later=True)
-    flat.core.tail.land()
-    flat.core.pool.inject_fault(1, "planted")
+    flat.engine.tail.land()
+    flat.engine.pool.inject_fault(1, "planted")
     flat.step(4, later=True)
     with pytest.raises(WorkerError, match="planted"):
-        flat.core.tail.land()
-    assert flat.core.digests() == expected, "the step was completed all the same"
-    flat.core.close()
+        flat.engine.tail.land()
+    assert flat.engine.digests() == expected, "the step was completed all the same"
+    flat.engine.close()
 
 
 def test_settle_reports_a_failed_speculation_before_the_verdict() -> None:
     flat = Flat("always", in_place=True)
     flat.step(0, later=False)
-    before = flat.core.digests()
-    flat.core.pool.inject_fault(1, "planted")
-    for shard in flat.core.shards:
-        flat.core.arrive(shard, flat.slices(flat.gradients)[shard.index])
+    before = flat.engine.digests()
+    flat.engine.pool.inject_fault(1, "planted")
+    for shard in flat.engine.shards:
+        flat.engine.arrive(shard, flat.slices(flat.gradients)[shard.index])
     with pytest.raises(WorkerError, match="planted"):
-        flat.core.settle_speculation()
-    assert not flat.core.is_filling
-    assert all(bucket.state is BucketState.FILLING for bucket in flat.core.buckets)
-    assert flat.core.digests() == before
-    flat.core.close()
+        flat.engine.settle_speculation()
+    assert not flat.engine.is_filling
+    assert all(bucket.state is BucketState.FILLING for bucket in flat.engine.buckets)
+    assert flat.engine.digests() == before
+    flat.engine.close()
 
 
 def test_without_bias_correction() -> None:
@@ -149,4 +149,4 @@ def test_without_bias_correction() -> None:
         first, second = 0.9 * first + 0.1 * grad, 0.99 * second + 0.01 * grad * grad
         master = master * (1 - 1e-3) - 1e-2 * first / (np.sqrt(second) + 1e-8)
     np.testing.assert_allclose(flat.master.double().numpy(), master, rtol=2e-5, atol=2e-6)
-    flat.core.close()
+    flat.engine.close()

@@ -57,20 +57,20 @@ def test_what_has_not_arrived_or_is_not_whole_is_left_out() -> None:
 def test_the_step_before_does_not_count_while_it_is_not_delivered() -> None:
     """A gradient that comes twice has the sum made anew: of this step's gradients, whatever waits to be delivered."""
     with rig(Settings([[1024] * 4], bucket_numel=1024)) as made:
-        core, shards = made.core, list(reversed(made.shards))
+        engine, shards = made.engine, list(reversed(made.shards))
         gradients = {shard.index: torch.ones(shard.numel) for shard in shards}
         for later in (False, True):
             for shard in shards:
-                core.arrive(shard, gradients[shard.index])
-            core.apply(core.decide(unscale=1.0, max_grad_norm=None), later=later)
-        core.speculator.expect(
+                engine.arrive(shard, gradients[shard.index])
+            engine.apply(engine.decide(unscale=1.0, max_grad_norm=None), later=later)
+        engine.speculator.expect(
             unscale=1.0, max_grad_norm=(3.5 * 1024) ** 0.5
         )  # four gradients of ones would prove a clip
         first, second = shards[:2]
         for shard in (first, second):
-            core.arrive(shard, gradients[shard.index])
-        before = core.stats()["buckets_speculated"]
-        core.retract(second)
-        core.arrive(second, gradients[second.index])
-        assert core.stats()["buckets_speculated"] == before + 1
-        assert core.speculator.norm.squares == 2048.0
+            engine.arrive(shard, gradients[shard.index])
+        before = engine.stats()["buckets_speculated"]
+        engine.retract(second)
+        engine.arrive(second, gradients[second.index])
+        assert engine.stats()["buckets_speculated"] == before + 1
+        assert engine.speculator.norm.squares == 2048.0

@@ -112,7 +112,7 @@ def test_noisy_moments_are_the_same_there(dtype: torch.dtype) -> None:
 
 
 def shards_of(optimizer: superoffload.AdamW) -> list[Shard]:
-    return optimizer._core.shards
+    return optimizer._engine.shards
 
 
 def test_the_end_of_backward_is_placed() -> None:
@@ -128,7 +128,9 @@ def test_the_end_of_backward_is_placed() -> None:
     # By the observed order: the first layer's gradients come last, then the second layer's.
     assert {"param_groups[0]['params'][0]", "param_groups[1]['params'][0]"} <= resident
     assert set(links[0].residency.stepped) >= resident
-    assert all(bucket.resident == piece.shard.resident for bucket in optimizer._core.buckets for piece in bucket.pieces)
+    assert all(
+        bucket.resident == piece.shard.resident for bucket in optimizer._engine.buckets for piece in bucket.pieces
+    )
 
 
 def test_resident_buckets_are_never_speculated() -> None:

@@ -127,7 +127,7 @@ class Step:
     """Runs one plan on a rig."""
 
     def __init__(self, rig: Rig, plan: Plan) -> None:
-        self.rig, self.plan, self.core = rig, plan, rig.core
+        self.rig, self.plan, self.engine = rig, plan, rig.engine
         self.gradients: dict[int, npt.NDArray[Any]] = {}
 
     def chosen(self, numbers: frozenset[int]) -> set[int]:
@@ -141,8 +141,8 @@ class Step:
         self.rig.arrive(shard, gradient, in_backward=in_backward)
 
     def run(self) -> None:
-        rig, plan, core = self.rig, self.plan, self.core
-        core.speculator.expect(unscale=plan.expected[0], max_grad_norm=plan.expected[1])
+        rig, plan, engine = self.rig, self.plan, self.engine
+        engine.speculator.expect(unscale=plan.expected[0], max_grad_norm=plan.expected[1])
         self.backward()
         rig.check_published_unchanged()
         if plan.hyper is not None:
@@ -150,11 +150,11 @@ class Step:
         if plan.written is not None:
             self.write(rig.shards[plan.written % len(rig.shards)])
         for index in self.chosen(plan.gone):
-            core.retract(rig.shards[index])
+            engine.retract(rig.shards[index])
             self.gradients.pop(index, None)
         self.look()
         if plan.ends == "abandon":
-            core.abandon()
+            engine.abandon()
         elif self.gradients:
             unscale, max_grad_norm = plan.decided
             rig.step_both(self.gradients, unscale=unscale, max_grad_norm=max_grad_norm)
@@ -181,13 +181,13 @@ class Step:
             self.replace(shards[poisoned])
 
     def replace(self, shard: Shard) -> None:
-        if self.core.has_gradient(shard):
-            self.core.retract(shard)
+        if self.engine.has_gradient(shard):
+            self.engine.retract(shard)
             self.arrive(shard, self.new_gradient(shard))
 
     def write(self, shard: Shard) -> None:
         """What the optimizer does when a user has written to a parameter."""
-        self.core.restore(shard)
+        self.engine.restore(shard)
         value = self.rig.random.standard_normal(shard.numel).astype(np.float32)
         shard.master.copy_(torch.from_numpy(value))
         self.rig.published[shard.index].copy_(shard.master)
@@ -200,10 +200,10 @@ class Step:
         if self.plan.look is None:
             return
         if self.plan.look == "quiesce":
-            self.core.quiesce()
+            self.engine.quiesce()
         else:
-            assert self.core.digests() == self.rig.reference.digests()
-        assert not any(bucket.state is BucketState.SPECULATED for bucket in self.core.buckets)
+            assert self.engine.digests() == self.rig.reference.digests()
+        assert not any(bucket.state is BucketState.SPECULATED for bucket in self.engine.buckets)
         for shard, parameter in zip(self.rig.shards, self.rig.reference.parameters, strict=True):
             assert_same_bits("master of the last finished step", to_numpy(shard.master), parameter.master)
 
@@ -215,7 +215,7 @@ def run_schedule(made: Rig, plans: list[Plan]) -> None:
 
 def note_what_happened(made: Rig) -> None:
     """For ``--hypothesis-show-statistics``: whether the schedules reach everything."""
-    stats = made.core.stats()
+    stats = made.engine.stats()
     for name in (*COUNTERS, "buckets_stepped", "buckets_two_phase", "journal_overflows"):
         event(f"{name}: {'some' if stats[name] else 'none'}")
 
@@ -257,7 +257,7 @@ def test_several_chunks_on_several_threads(mode: str, gradient_dtype: torch.dtyp
     plans = [replace(plan, unsettled=True) for plan in plans] + plans
     with rig(described) as made:
         run_schedule(made, plans)
-        stats = made.core.stats()
+        stats = made.engine.stats()
         assert (stats["buckets_two_phase"] > 0) == (published is not None)
         assert stats["skipped_steps"] == 2
         assert (stats["buckets_speculated"] > 0) == (mode != "never")

@@ -131,12 +131,12 @@ def test_always_and_never_publish_nothing_in_two_phases() -> None:
     for mode in ("always", "never"):
         training = EmulatedTraining(workload, GRACE, Schedule(mode))
         training.run([True] * 6)
-        assert training.core.stats()["buckets_two_phase"] == 0
+        assert training.engine.stats()["buckets_two_phase"] == 0
 
 
 @pytest.mark.parametrize("tokens", [2048, 4096, 6144, 8192, 12288])
 def test_the_model_of_a_superchip_is_reached(tokens: int) -> None:
-    """Iteration time over the bound, real core and schedule: at most the figures of the design's model."""
+    """Iteration time over the bound, real engine and schedule: at most the figures of the design's model."""
     speculate = {2048: 1.07, 4096: 1.23, 6144: 1.06, 8192: 1.01, 12288: 1.01}
     clipping = {2048: 1.31, 4096: 1.50, 6144: 1.09, 8192: 1.01, 12288: 1.00}
     workload = Workload.of_tokens(PARAMETERS, tokens, FLOPS)
@@ -188,6 +188,6 @@ def test_every_schedule_has_the_same_bits() -> None:
         training = EmulatedTraining(workload, GRACE, schedule)
         for clips in TRACES["random 50 %"](12):
             training.step(clips)
-        digests.append(training.core.digests())
-        training.core.close()
+        digests.append(training.engine.digests())
+        training.engine.close()
     assert all(digest == digests[0] for digest in digests)

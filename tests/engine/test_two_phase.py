@@ -39,30 +39,30 @@ def step(made: Rig, clip: float | None = 1.0) -> None:
 
 
 def states(made: Rig) -> set[BucketState]:
-    return {bucket.state for bucket in made.core.buckets}
+    return {bucket.state for bucket in made.engine.buckets}
 
 
 def test_a_step_is_published_and_settles_before_anybody_looks() -> None:
     with rig(TWO_PHASE) as made:
         step(made)  # the first one settles the order of buckets, in one pass
-        assert made.core.stats()["buckets_two_phase"] == 0
+        assert made.engine.stats()["buckets_two_phase"] == 0
         for number in range(1, 4):
             step(made)
             assert states(made) == {BucketState.PUBLISHED}
-            assert made.core.tail.is_settling
+            assert made.engine.tail.is_settling
             assert [shard.steps for shard in made.shards] == [number + 1] * 4, "counted at the verdict"
             made.check_published_unchanged()
         made.check()
         assert states(made) == {BucketState.FILLING}
-        assert made.core.stats()["buckets_two_phase"] == 12
-        assert made.core.stats()["buckets_stepped"] == 4
+        assert made.engine.stats()["buckets_two_phase"] == 12
+        assert made.engine.stats()["buckets_stepped"] == 4
 
 
 def test_the_first_buckets_of_forward_are_the_ones_in_two_phases() -> None:
     with rig(HALF) as made:
         step(made)
         step(made)
-        assert [bucket.state for bucket in reversed(made.core.buckets)] == [
+        assert [bucket.state for bucket in reversed(made.engine.buckets)] == [
             BucketState.PUBLISHED,
             BucketState.PUBLISHED,
             BucketState.FILLING,
@@ -78,17 +78,17 @@ def test_whoever_looks_finds_the_state_settled(reader: str) -> None:
         step(made)
         if reader == "restore":
             for shard in made.shards:
-                made.core.restore(shard)
+                made.engine.restore(shard)
         elif reader == "digests":
-            assert made.core.digests() == made.reference.digests()
+            assert made.engine.digests() == made.reference.digests()
         elif reader == "settle":
-            made.core.tail.settle()
+            made.engine.tail.settle()
         else:
-            getattr(made.core, reader)()
+            getattr(made.engine, reader)()
         for shard, parameter in zip(made.shards, made.reference.parameters, strict=True):
             assert_same_bits("master", to_numpy(shard.master), parameter.master)
             assert_same_bits("exp_avg_sq", to_numpy(shard.exp_avg_sq), parameter.exp_avg_sq)
-        assert not made.core.tail.is_settling
+        assert not made.engine.tail.is_settling
 
 
 def test_a_gradient_settles_its_own_bucket_only() -> None:
@@ -97,8 +97,8 @@ def test_a_gradient_settles_its_own_bucket_only() -> None:
         step(made)
         last = made.shards[-1]
         made.arrive(last, made.gradient(last))
-        assert [bucket.state for bucket in made.core.buckets] == [BucketState.READY] + [BucketState.PUBLISHED] * 3
-        made.core.abandon()
+        assert [bucket.state for bucket in made.engine.buckets] == [BucketState.READY] + [BucketState.PUBLISHED] * 3
+        made.engine.abandon()
         made.check()
 
 
@@ -108,8 +108,8 @@ def test_abandoning_retracting_and_new_hyper_parameters_do_not_touch_the_step_be
         step(made)
         made.set_hyper(0, type(made.hypers[0])(0.5, 0.5, 0.5, 1e-3, 0.0))
         backward(made)
-        made.core.retract(made.shards[1])
-        made.core.abandon()
+        made.engine.retract(made.shards[1])
+        made.engine.abandon()
         made.check()
         step(made)
         made.check()
@@ -118,12 +118,12 @@ def test_abandoning_retracting_and_new_hyper_parameters_do_not_touch_the_step_be
 def test_speculation_and_two_phases_mix() -> None:
     with rig(SPECULATING) as made:
         step(made, None)
-        made.core.speculator.expect(unscale=1.0, max_grad_norm=55.0)  # proven by two of the four gradients
+        made.engine.speculator.expect(unscale=1.0, max_grad_norm=55.0)  # proven by two of the four gradients
         made.step_both(backward(made), max_grad_norm=55.0)
         made.check_published_unchanged()
-        stats = made.core.stats()
+        stats = made.engine.stats()
         assert (stats["buckets_replayed"], stats["buckets_two_phase"]) == (2, 2)
-        made.core.speculator.expect(unscale=1.0, max_grad_norm=None)
+        made.engine.speculator.expect(unscale=1.0, max_grad_norm=None)
         step(made, None)
         made.check()
 
@@ -141,7 +141,7 @@ def test_a_worker_failure_is_raised_once_with_the_step_complete(chunk: int) -> N
     """Chunks 0 to 3 publish, 4 to 7 settle, 8 and 9 are the next step's."""
     with rig(TWO_PHASE) as made:
         step(made)
-        made.core.pool.inject_fault(chunk, "planted")
+        made.engine.pool.inject_fault(chunk, "planted")
         errors = []
         for _ in range(3):
             gradients = backward(made)
@@ -151,7 +151,7 @@ def test_a_worker_failure_is_raised_once_with_the_step_complete(chunk: int) -> N
                 errors.append(str(error))
             made.check_published_unchanged()
         try:
-            made.core.quiesce()
+            made.engine.quiesce()
         except WorkerError as error:
             errors.append(str(error))
         made.check()
@@ -162,10 +162,10 @@ def test_a_worker_failure_is_raised_once_with_the_step_complete(chunk: int) -> N
 def test_a_failed_settle_is_raised_by_the_next_reader() -> None:
     with rig(TWO_PHASE) as made:
         step(made)
-        made.core.pool.inject_fault(6, "planted")
+        made.engine.pool.inject_fault(6, "planted")
         step(made)
         with pytest.raises(WorkerError, match=r"planted.*the step before was completed"):
-            made.core.quiesce()
+            made.engine.quiesce()
         made.check()
 
 
@@ -186,9 +186,9 @@ def test_a_snapshot_sees_neither_phase_halfway() -> None:
                     self.seen.setdefault(shard.index, shard.master.clone())
 
         reader: Any = Reader()
-        made.core.snapshots.add(reader)
+        made.engine.snapshots.add(reader)
         step(made)
-        made.core.tail.settle()
+        made.engine.tail.settle()
         assert all(torch.equal(reader.seen[i], before[i]) for i in range(4))
         made.check()
 
@@ -200,7 +200,7 @@ def test_gradients_may_be_freed_once_the_step_has_returned() -> None:
             gradients = {shard.index: made.gradient(shard) for shard in made.shards}
             held = {index: torch.from_numpy(gradient.copy()) for index, gradient in gradients.items()}
             for shard in reversed(made.shards):
-                made.core.arrive(shard, held[shard.index])
+                made.engine.arrive(shard, held[shard.index])
             made.step_both(gradients, max_grad_norm=1.0)
             for tensor in held.values():
                 tensor.fill_(math.nan)
@@ -213,7 +213,7 @@ def test_the_timeline_shows_both_phases(tmp_path: Path) -> None:
     with rig(TWO_PHASE, recorder=timeline) as made:
         for _ in range(3):
             step(made)
-        made.core.close()
+        made.engine.close()
         timeline.close()
     events = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
     for verb in ("publish", "settle"):

@@ -121,7 +121,7 @@ def test_a_step_whose_gradients_came_late_leaves_nothing_to_the_next() -> None:
     assert optimizer.stats()["buckets_speculated"] == before["buckets_speculated"]
     with mock.patch.object(Window, "more_to_come", lambda window: True):
         backward(params)
-        assert not optimizer._core.is_filling
+        assert not optimizer._engine.is_filling
     optimizer.close()
 
 
@@ -139,7 +139,7 @@ def test_a_parameter_that_never_waits_keeps_no_bucket_from_being_speculated(odd:
         optimizer.step()
         without_zero_grad(params)
         speculated = optimizer.stats()["buckets_speculated"] - before["buckets_speculated"]
-        assert speculated == len(optimizer._core.buckets)
+        assert speculated == len(optimizer._engine.buckets)
     optimizer.close()
 
 
@@ -204,10 +204,10 @@ def test_the_engine_keeps_memory_of_a_gradient_whose_bucket_is_not_complete() ->
         gradients = {shard.index: torch.randn(64) for shard in (first, second)}
         for shard in (second, first):
             given = gradients[shard.index].clone()
-            made.core.arrive(shard, given)
+            made.engine.arrive(shard, given)
             if shard is second:
                 given.data = torch.zeros(0)  # of the tensor that was given, which is its user's
         squares = sum(float(gradient.double().square().sum()) for gradient in gradients.values())
-        verdict = made.core.decide(unscale=1.0, max_grad_norm=None)
+        verdict = made.engine.decide(unscale=1.0, max_grad_norm=None)
         assert verdict.grad_norm == pytest.approx(squares**0.5, rel=1e-6)
-        made.core.abandon()
+        made.engine.abandon()

@@ -37,7 +37,7 @@ def backward(made: Rig, gradients: Gradients | None = None) -> Gradients:
 
 
 def wait_for_workers(made: Rig) -> None:
-    for bucket in made.core.buckets:
+    for bucket in made.engine.buckets:
         if bucket.running is not None:
             bucket.running.wait()
 
@@ -60,7 +60,7 @@ def check_state(made: Rig) -> None:
         assert_same_bits("exp_avg_sq", to_numpy(shard.exp_avg_sq), parameter.exp_avg_sq)
         assert_same_bits("published", to_numpy(published), parameter.published)
         assert shard.steps == parameter.step
-    stats = made.core.stats()
+    stats = made.engine.stats()
     assert stats["buckets_speculated"] == sum(stats[name] for name in COUNTERS)
 
 
@@ -74,13 +74,13 @@ def check_it_goes_on(made: Rig) -> None:
 @pytest.mark.parametrize("chunk", [0, 1, 2])
 def test_while_speculating_abandons_the_step(settings: Settings, chunk: int) -> None:
     with rig_after_two_steps(settings) as made:
-        made.core.pool.inject_fault(chunk, "a bit fell over")
+        made.engine.pool.inject_fault(chunk, "a bit fell over")
         gradients = backward(made)
-        verdict = made.core.decide(unscale=1.0, max_grad_norm=None)
+        verdict = made.engine.decide(unscale=1.0, max_grad_norm=None)
         with pytest.raises(WorkerError, match="a bit fell over"):
-            made.core.apply(verdict)
+            made.engine.apply(verdict)
         check_state(made)
-        assert not made.core.is_filling
+        assert not made.engine.is_filling
         backward(made, gradients)  # the same gradients once more: applied once
         made.step_both(gradients)
         check_state(made)
@@ -89,15 +89,15 @@ def test_while_speculating_abandons_the_step(settings: Settings, chunk: int) -> 
 
 def test_while_speculating_in_a_step_that_is_skipped() -> None:
     with rig_after_two_steps(BUCKETS) as made:
-        made.core.pool.inject_fault(1, "a bit fell over")
+        made.engine.pool.inject_fault(1, "a bit fell over")
         gradients = backward(made)
-        made.core.retract(made.shards[0])
+        made.engine.retract(made.shards[0])
         gradients[0][3] = np.nan
         made.arrive(made.shards[0], gradients[0])
         with pytest.raises(WorkerError, match="a bit fell over"):
             made.step_both(gradients)
         check_state(made)
-        assert made.core.stats()["skipped_steps"] == 1
+        assert made.engine.stats()["skipped_steps"] == 1
         check_it_goes_on(made)
 
 
@@ -124,7 +124,7 @@ def test_after_the_verdict_the_step_is_completed(
         gradients = backward(made)
         wait_for_workers(made)
         before(made)
-        made.core.pool.inject_fault(0, "a bit fell over")
+        made.engine.pool.inject_fault(0, "a bit fell over")
         with pytest.raises(WorkerError, match="a bit fell over"):
             made.step_both(gradients, max_grad_norm=max_grad_norm)
         made.check()
@@ -135,22 +135,22 @@ def test_after_the_verdict_the_step_is_completed(
 @pytest.mark.parametrize(
     "operation",
     [
-        pytest.param(lambda made: made.core.abandon(), id="abandon"),
-        pytest.param(lambda made: made.core.quiesce(), id="quiesce"),
-        pytest.param(lambda made: made.core.digests(), id="digests"),
-        pytest.param(lambda made: made.core.retract(made.shards[0]), id="retract"),
-        pytest.param(lambda made: made.core.restore(made.shards[0]), id="restore"),
+        pytest.param(lambda made: made.engine.abandon(), id="abandon"),
+        pytest.param(lambda made: made.engine.quiesce(), id="quiesce"),
+        pytest.param(lambda made: made.engine.digests(), id="digests"),
+        pytest.param(lambda made: made.engine.retract(made.shards[0]), id="retract"),
+        pytest.param(lambda made: made.engine.restore(made.shards[0]), id="restore"),
     ],
 )
 def test_while_undoing_the_undo_is_completed(settings: Settings, operation: Callable[[Rig], object]) -> None:
     with rig_after_two_steps(settings) as made:
         gradients = backward(made)
         wait_for_workers(made)
-        made.core.pool.inject_fault(0, "a bit fell over")
+        made.engine.pool.inject_fault(0, "a bit fell over")
         with pytest.raises(WorkerError, match="a bit fell over"):
             operation(made)
         for shard in made.shards:
-            if not made.core.has_gradient(shard):
+            if not made.engine.has_gradient(shard):
                 made.arrive(shard, gradients[shard.index])
         made.step_both(gradients)
         made.check()
@@ -164,7 +164,7 @@ def test_every_chunk_of_a_schedule_in_turn() -> None:
     for chunk in range(7):  # three speculated, three replayed
         with rig_after_two_steps(settings) as made:
             before = made.reference.digests()
-            made.core.pool.inject_fault(chunk, "a bit fell over")
+            made.engine.pool.inject_fault(chunk, "a bit fell over")
             gradients = backward(made)
             try:
                 made.step_both(gradients, max_grad_norm=1.0)
@@ -172,7 +172,7 @@ def test_every_chunk_of_a_schedule_in_turn() -> None:
                 made.check()
             except WorkerError:
                 after = made.reference.digests()
-                digests = made.core.digests()
+                digests = made.engine.digests()
                 assert digests in (before, after)
                 reached.add("before" if digests == before else "after")
     assert reached == {"before", "after", "no fault"}
@@ -187,7 +187,7 @@ def test_the_optimizer_reports_it_and_can_step_again() -> None:
             for parameter in (ours, theirs):
                 parameter.grad = None
             if fault:
-                optimizer._core.pool.inject_fault(0, "a bit fell over")
+                optimizer._engine.pool.inject_fault(0, "a bit fell over")
             ours.square().sum().backward()
             theirs.square().sum().backward()
             if fault:
@@ -209,7 +209,7 @@ def test_a_fault_that_a_second_backward_meets_comes_out_of_backward() -> None:
     parameter = torch.nn.Parameter(torch.ones(1000))
     twin = torch.nn.Parameter(torch.ones(1000))
     with AdamW([parameter], speculation="always") as optimizer, AdamW([twin], speculation="never") as plain:
-        optimizer._core.pool.inject_fault(0, "a bit fell over")
+        optimizer._engine.pool.inject_fault(0, "a bit fell over")
         parameter.square().sum().backward()
         with pytest.raises(WorkerError, match="a bit fell over"):
             parameter.square().sum().backward()

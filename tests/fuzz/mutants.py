@@ -83,11 +83,11 @@ def _ignores_overflow(end: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forgets_one_piece(arrive: Callable[..., Any]) -> Callable[..., Any]:
-    def arrived(core: Engine, shard: Shard, gradient: Any, *, in_backward: bool = True) -> None:
-        if core.stats()["steps"] == 3 and shard.index == 1 and in_backward:
-            core.inbox.arrived[shard.index] = gradient  # known, but not to its buckets
+    def arrived(engine: Engine, shard: Shard, gradient: Any, *, in_backward: bool = True) -> None:
+        if engine.stats()["steps"] == 3 and shard.index == 1 and in_backward:
+            engine.inbox.arrived[shard.index] = gradient  # known, but not to its buckets
             return
-        arrive(core, shard, gradient, in_backward=in_backward)
+        arrive(engine, shard, gradient, in_backward=in_backward)
 
     return arrived
 
@@ -123,9 +123,9 @@ def _settles_by_the_group_of_now(settle: Callable[..., Any]) -> Callable[..., An
 
 
 def _loses_counts(move_on: Callable[..., Any]) -> Callable[..., Any]:
-    def counted(core: Engine, verdict: Any, **named: Any) -> None:
-        move_on(core, verdict, **named)
-        for bucket in core.buckets:
+    def counted(engine: Engine, verdict: Any, **named: Any) -> None:
+        move_on(engine, verdict, **named)
+        for bucket in engine.buckets:
             if bucket.state is BucketState.REPLAYED:
                 bucket.pieces[0].shard.steps -= 1
 
@@ -133,12 +133,12 @@ def _loses_counts(move_on: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _takes_nothing_back(take: Callable[..., Any]) -> Callable[..., Any]:
-    def taken(core: Engine, state: BucketState) -> int:
-        kept = [bucket for bucket in core.buckets if bucket.state is BucketState.SPECULATED]
+    def taken(engine: Engine, state: BucketState) -> int:
+        kept = [bucket for bucket in engine.buckets if bucket.state is BucketState.SPECULATED]
         for bucket in kept:
-            core.executor.wait(bucket)
+            engine.executor.wait(bucket)
             bucket.move(state)
-        return len(kept) + int(take(core, state))
+        return len(kept) + int(take(engine, state))
 
     return taken
 

@@ -196,7 +196,7 @@ def test_out_of_memory_while_packing_leaves_the_last_step(device: str, at: int) 
     optimizer.step()
     optimizer.zero_grad()
     before = optimizer.state_digests()
-    planted = NoMemory(optimizer._core.link, at)
+    planted = NoMemory(optimizer._engine.link, at)
     with pytest.raises(WorkerError, match="planted"):
         backward(model, 1)
     planted.remove()

@@ -98,7 +98,7 @@ def test_the_peak_is_that_of_ordinary_training() -> None:
             backward(model)
             optimizer.step()
             optimizer.zero_grad()
-        assert len(early_buckets(optimizer._core.buckets)) == 46
+        assert len(early_buckets(optimizer._engine.buckets)) == 46
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = active_bytes()

@@ -91,7 +91,7 @@ def train(
             gradients = gradients_of(step, dtype, device)
             loss = model(gradients)
             if device == "cuda":
-                delay_packing(optimizer._core.link)
+                delay_packing(optimizer._engine.link)
             loss.backward()
             optimizer.step()
             norms.append(optimizer.grad_norm)

@@ -142,7 +142,7 @@ def test_an_optimizer_beside_a_device_leaves_two(
     monkeypatch.setattr("superoffload.host.processors.cpu_quota", lambda system: None)
     monkeypatch.setattr("superoffload.optimizer.connection.on_device", lambda params: device)
     with AdamW(net(torch.float32).parameters(), threads=threads) as optimizer:
-        assert optimizer._core.pool.threads == expected  # type: ignore[attr-defined]  # the protocol has no count
+        assert optimizer._engine.pool.threads == expected  # type: ignore[attr-defined]  # the protocol has no count
 
 
 def test_parameters_on_a_device_are_told_apart() -> None:

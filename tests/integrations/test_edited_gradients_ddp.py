@@ -34,8 +34,8 @@ def without_comparing(view: bool, static: bool) -> list[Any]:
             for step in range(4):
                 optimizer.zero_grad()
                 loss_of(model, step).backward()
-                core = optimizer._core
-                with mock.patch.object(core.packer, "gradient_is", side_effect=core.packer.gradient_is) as compared:
+                engine = optimizer._engine
+                with mock.patch.object(engine.packer, "gradient_is", side_effect=engine.packer.gradient_is) as compared:
                     optimizer.step()
                 counts.append(compared.call_count)
             results.append((optimizer.state_digests(), counts, optimizer.stats()["buckets_speculated"]))

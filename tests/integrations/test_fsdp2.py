@@ -50,8 +50,8 @@ def run_case(case: Case) -> dict[str, Any]:
             found[f"{mode} stats"] = optimizer.stats()
             shapes = {tuple(optimizer.state[p]["master"].shape) == tuple(p.shape) for p in optimizer.state}
             found["state like parameters"] = shapes == {True}
-            found["elements"] = sum(shard.numel for shard in optimizer._core.shards)
-            found["sizes"] = [shard.numel for shard in optimizer._core.shards]
+            found["elements"] = sum(shard.numel for shard in optimizer._engine.shards)
+            found["sizes"] = [shard.numel for shard in optimizer._engine.shards]
         weights = wholes(model)
     if rank == 0 and case.dtype is torch.float32 and case.policy is None:
         single = net(case.dtype, tied=case.tied, layers=case.layers, width=case.width)

@@ -195,7 +195,7 @@ def test_found_inf_leaves_everything_and_is_counted() -> None:
         train(model, optimizer, range(3))
         before, versions = optimizer.state_digests(), [p._version for p in model.parameters()]
         optimizer.zero_grad()
-        last = optimizer._core.buckets[-1].pieces[-1].shard.index  # to arrive: the others were speculated before
+        last = optimizer._engine.buckets[-1].pieces[-1].shard.index  # to arrive: the others were speculated before
         list(model.parameters())[last].register_hook(lambda g: g * math.inf)
         batch(model, 5).backward()
         optimizer.step()

@@ -23,7 +23,7 @@ def test_a_worker_that_fails_is_reported_where_it_lands() -> None:
         expected = eager.state_digests()
     with in_flight(speculation="never") as (model, optimizer):
         optimizer.synchronize()
-        optimizer._core.pool.inject_fault(1, "a bit fell over")
+        optimizer._engine.pool.inject_fault(1, "a bit fell over")
         plain_step(model, optimizer, 2)
         with pytest.raises(WorkerError, match="a bit fell over"), torch.no_grad():
             loss_of(model, 5)
@@ -75,7 +75,7 @@ def in_flight():
         optimizer.zero_grad()
         model(torch.ones(2, 500)).sum().backward()
         optimizer.step()
-    assert optimizer._core.tail.is_landing
+    assert optimizer._engine.tail.is_landing
 
 def forking():
     child = os.fork()

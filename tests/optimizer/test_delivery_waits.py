@@ -138,7 +138,7 @@ def test_waits_and_late_work_are_in_the_timeline(tmp_path: Path) -> None:
     with made(model, "on_demand", trace=path, speculation="never") as optimizer:
         for seed in range(4):
             plain_step(model, optimizer, seed)
-        buckets = len(optimizer._core.buckets)
+        buckets = len(optimizer._engine.buckets)
     events = [event for event in read_trace(path) if event["ph"] == "X"]
     for step in range(2, 5):  # the first one delivers at once
         mine = [event for event in events if event["args"]["step"] == step]

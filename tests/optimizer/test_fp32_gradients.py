@@ -163,7 +163,7 @@ def test_a_bucket_has_gradients_of_one_dtype_and_bytes_are_counted() -> None:
     wide, all_of_them = sum(p.numel() for p in weights), sum(p.numel() for p in model.parameters())
     with AdamW(model.parameters(), threads=2) as optimizer:
         steps(model, optimizer, range(3))
-        dtypes = [{piece.shard.gradient_dtype for piece in bucket.pieces} for bucket in optimizer._core.buckets]
+        dtypes = [{piece.shard.gradient_dtype for piece in bucket.pieces} for bucket in optimizer._engine.buckets]
         assert sorted(map(str, dtypes)) == ["{torch.bfloat16}", "{torch.float32}"]
         assert optimizer.stats()["bytes_down"] == 3 * (2 * all_of_them + 2 * wide)
 
@@ -185,7 +185,7 @@ def test_a_gradient_that_is_wider_than_was_said() -> None:
 
     for mode in MODES:
         found = trained(narrow_at_first, _plain, torch.bfloat16, speculation=mode, bucket_numel=1 << 20)
-        assert [len(bucket.pieces) for bucket in found._core.buckets] == [3, 3]
+        assert [len(bucket.pieces) for bucket in found._engine.buckets] == [3, 3]
         known = trained(_first_three_declared, _plain, torch.bfloat16, speculation=mode, bucket_numel=1 << 20)
         assert found.state_digests() == known.state_digests()
 
@@ -289,7 +289,7 @@ def test_memory_that_is_refused_while_buckets_are_made_anew(monkeypatch: pytest.
     model = model_of(torch.bfloat16)
     with AdamW(model.parameters(), lr=1e-2, threads=2, bucket_numel=1024, speculation="always") as optimizer:
         declared(model)
-        link = optimizer._core.link
+        link = optimizer._engine.link
 
         def refuse(bucket: Any) -> None:
             raise HostMemoryError("refused, as a test has asked for")
@@ -319,7 +319,7 @@ def test_memory_that_is_refused_with_gradients_in_hand() -> None:
         model = model_of(torch.bfloat16)
         _after_arrivals(2, model, partial(_first_three_declared, model))
         with AdamW(model.parameters(), lr=1e-2, threads=2, bucket_numel=1 << 20) as optimizer:
-            refused = mock.patch.object(optimizer._core.link, "attach", side_effect=HostMemoryError("refused"))
+            refused = mock.patch.object(optimizer._engine.link, "attach", side_effect=HostMemoryError("refused"))
             if refuses:
                 with refused, pytest.raises(HostMemoryError, match="refused"):
                     precise_loss(model, 0).backward()
@@ -327,7 +327,7 @@ def test_memory_that_is_refused_with_gradients_in_hand() -> None:
             for param, value in list(zip(model.parameters(), values, strict=True))[: 4 if refuses else None]:
                 param.grad = value.clone()
             optimizer.step()
-            assert [shard.steps for shard in optimizer._core.shards] == [1] * 6
+            assert [shard.steps for shard in optimizer._engine.shards] == [1] * 6
             digests.append(optimizer.state_digests())
     assert digests[0] == digests[1]
 
@@ -339,14 +339,14 @@ def test_memory_that_is_refused_once_and_a_new_backward() -> None:
         model = model_of(torch.bfloat16)
         _after_arrivals(2, model, partial(_first_three_declared, model))
         with AdamW(model.parameters(), lr=1e-2, threads=2, bucket_numel=4096, speculation="never") as optimizer:
-            refused = mock.patch.object(optimizer._core.link, "prepare", side_effect=HostMemoryError("refused"))
+            refused = mock.patch.object(optimizer._engine.link, "prepare", side_effect=HostMemoryError("refused"))
             if refuses:
                 with refused, pytest.raises(HostMemoryError, match="refused"):
                     precise_loss(model, 0).backward()
                 optimizer.zero_grad()
             steps(model, optimizer)
-            core = optimizer._core
-            assert sum(bucket.numel for bucket in core.buckets) == sum(shard.numel for shard in core.shards)
+            engine = optimizer._engine
+            assert sum(bucket.numel for bucket in engine.buckets) == sum(shard.numel for shard in engine.shards)
             digests.append(optimizer.state_digests())
     assert digests[0] == digests[1]
 

@@ -178,13 +178,13 @@ def test_garbage(in_flight: bool, in_a_cycle: bool) -> None:
         if in_flight:
             batch(model, 5).backward()
         masters = [optimizer.state[p]["master"] for p in model.parameters()]
-        gone, core = weakref.ref(optimizer), weakref.ref(optimizer._core)
+        gone, engine = weakref.ref(optimizer), weakref.ref(optimizer._engine)
         if in_a_cycle:
             optimizer.param_groups[0]["me"] = optimizer
         del optimizer
         gc.collect() if in_a_cycle else None
         assert gone() is None, "nothing else keeps it"
-        assert core() is None, "nor what it owns, and its parts do not keep each other"
+        assert engine() is None, "nor what it owns, and its parts do not keep each other"
         assert_worker_threads(threads)
         assert torch.equal(torch.cat([m.reshape(-1) for m in masters]), weights(model))
         if not in_a_cycle:  # there, handles do not know any more what they belong to

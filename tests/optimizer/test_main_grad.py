@@ -180,7 +180,7 @@ def test_a_main_grad_that_is_taken_away_or_comes_between(mode: str) -> None:
         optimizer.step()
 
     optimizer = trained(by_kernels, code, torch.bfloat16, speculation=mode)
-    assert [shard.steps for shard in optimizer._core.shards] == [1, 2, 2, 2, 2, 2]
+    assert [shard.steps for shard in optimizer._engine.shards] == [1, 2, 2, 2, 2, 2]
     assert optimizer.state_digests() == trained(by_kernels, code, torch.bfloat16, speculation="never").state_digests()
 
 

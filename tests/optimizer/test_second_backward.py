@@ -34,7 +34,7 @@ def test_nothing_shows_before_step(dtype: torch.dtype) -> None:
             with nothing_shows(model):
                 batch(model, seed).backward()
                 assert optimizer.stats()["buckets_speculated"] == seed + 1, "the workers are at it already"
-                for bucket in optimizer._core.buckets:
+                for bucket in optimizer._engine.buckets:
                     assert bucket.running is not None
                     bucket.running.wait()
             versions = [p._version for p in model.parameters()]
@@ -52,7 +52,7 @@ def test_a_second_forward_sees_the_old_parameters() -> None:
         with nothing_shows(model):
             first = batch(model, 5)
             first.backward()
-            for bucket in optimizer._core.buckets:
+            for bucket in optimizer._engine.buckets:
                 assert bucket.running is not None
                 bucket.running.wait()
             assert torch.equal(batch(model, 5), first)

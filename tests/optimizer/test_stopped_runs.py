@@ -288,7 +288,7 @@ def test_saved_while_a_two_phase_step_settles(tmp_path: Path, save: Callable[...
             train(model, optimizer, [step])
             with mock.patch.object(Schedule, "publishes", lambda *_: 0.0):
                 train(twin, plain, [step])
-            assert optimizer._core.tail.is_settling
+            assert optimizer._engine.tail.is_settling
             saving = save(tmp_path / str(step), model, optimizer)
             batch(model, 90).backward()  # beside the writing thread
             optimizer.zero_grad()

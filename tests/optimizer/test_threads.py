@@ -31,7 +31,7 @@ STEPS = 4
 
 @contextmanager
 def switching(seed: int) -> Iterator[None]:
-    """Threads take turns as often as Python can, and by chance wherever the core's bookkeeping is half done."""
+    """Threads take turns as often as Python can, and by chance wherever the engine's bookkeeping is half done."""
     rng = random.Random(seed)
 
     def given_up(owner: type, name: str) -> Any:
@@ -143,10 +143,10 @@ def test_an_error_that_was_lost_with_its_thread_is_raised_by_step() -> None:
         refused = optimizer.param_groups[0]["params"][10]
         original = Engine.arrive
 
-        def arrive(core: Engine, shard: Any, *args: Any, **kwargs: Any) -> None:
+        def arrive(engine: Engine, shard: Any, *args: Any, **kwargs: Any) -> None:
             if shard.target().data_ptr() == refused.data_ptr():
                 raise ArgumentError("as told")
-            original(core, shard, *args, **kwargs)
+            original(engine, shard, *args, **kwargs)
 
         def backward(i: int) -> None:
             batch(models[i], i).backward()

@@ -142,7 +142,7 @@ def test_tracing_changes_no_bit(tmp_path: Path) -> None:
 
 def test_without_a_trace_nothing_is_in_the_way() -> None:
     _, optimizer = make()
-    assert type(optimizer._core.link) is HostLink and type(optimizer._core.pool) is _native.WorkerPool
+    assert type(optimizer._engine.link) is HostLink and type(optimizer._engine.pool) is _native.WorkerPool
     assert optimizer.timeline is None
     optimizer.close()
 

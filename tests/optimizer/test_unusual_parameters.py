@@ -53,7 +53,7 @@ def test_a_parameter_frozen_from_the_start_takes_memory_only_when_it_trains() ->
         before = optimizer.stats()["buckets_committed"]
         train(models[1], optimizer, range(2))
         # Its hook is there by now: all four, the two new ones in buckets of their own.
-        assert optimizer.stats()["buckets_committed"] == before + 2 * len(optimizer._core.buckets)
+        assert optimizer.stats()["buckets_committed"] == before + 2 * len(optimizer._engine.buckets)
 
 
 def test_a_gradient_given_to_a_frozen_parameter_is_used_as_in_torch() -> None:

@@ -67,13 +67,13 @@ def test_in_wall_clock_time_every_schedule_has_the_same_bits(clips: bool) -> Non
             for _ in range(4):
                 assert training.step(clips) > 0.9 * (workload.forward + workload.backward)
             training.rest()
-            digests.append(training.core.digests())
+            digests.append(training.engine.digests())
         finally:
             training.close()
     assert all(digest == digests[0] for digest in digests)
 
 
-def test_an_emulated_link_ends_with_its_core() -> None:
+def test_an_emulated_link_ends_with_its_engine() -> None:
     before = threading.active_count()
     workload = Workload(1 << 13, forward=1e-3, backward=1e-3, layers=2)
     training = PacedTraining(workload, Machine(0.0, 1e9, 1e9), Schedule("never"), [-1], on_demand=True)

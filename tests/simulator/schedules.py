@@ -15,7 +15,7 @@ def simulate(seeds: range, steps: int, tell: Callable[[str], None]) -> dict[str,
     for number, seed in enumerate(seeds):
         simulation = Simulation(seed, steps)
         simulation.run()
-        stats = simulation.core.stats()
+        stats = simulation.engine.stats()
         for name in _REPORTED:
             totals[name] += int(stats[f"buckets_{name}"])
         totals["staged"] += simulation.link.delivered_staged

@@ -103,9 +103,9 @@ class Simulation:
             self.clock, lambda operation, numel: self._delay(), at_once=lambda: self.chance.random() < 0.5
         )
         self.link = VirtualLink(self.clock, self._delay, self._delay, stages=lambda bucket: self._happens(0.7))
-        self.core = Engine(self.link, self._options(), lambda group: self._hypers[group])
+        self.engine = Engine(self.link, self._options(), lambda group: self._hypers[group])
         self._add_shards()
-        self.plain = PlainModel(self.core.shards, lambda group: self._hypers[group])
+        self.plain = PlainModel(self.engine.shards, lambda group: self._hypers[group])
         self._gradients: dict[int, Tensor] = {}
         self._snapshot: _Snapshot | None = None
         self._undelivered: dict[int, Tensor] = {}  # what readers may still see of a parameter
@@ -149,7 +149,7 @@ class Simulation:
                     target=lambda published=published: published,  # type: ignore[misc]
                 )
             )
-        self.core.layout.add_shards(shards)
+        self.engine.layout.add_shards(shards)
 
     def _random(self, numel: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
         return torch.from_numpy(self._numbers.standard_normal(numel, np.float32)).mul_(scale).to(dtype)
@@ -158,7 +158,7 @@ class Simulation:
         return self.chance.random() < probability
 
     def _any_shard(self) -> Shard:
-        return self.chance.choice(self.core.shards)
+        return self.chance.choice(self.engine.shards)
 
     def _call(self, what: str, call: Callable[[], object]) -> bool:
         """False: a worker failure came out of it."""
@@ -168,7 +168,7 @@ class Simulation:
         except WorkerError as error:
             self.errors += 1
             self.log.append(f"{self.clock.now:8.3f}   {error}")
-            if self._gradients and not self.core.is_filling:
+            if self._gradients and not self.engine.is_filling:
                 self._gradients = {}  # the step was abandoned
             return False
         return True
@@ -190,11 +190,11 @@ class Simulation:
 
     def _forward(self) -> None:
         """Readers on demand, and whatever else happens between two steps."""
-        for shard in self.core.shards:
+        for shard in self.engine.shards:
             if self._happens(0.5):
                 self.clock.advance(self._delay())
             if self._happens(0.5):
-                self._call(f"land {shard.index}", partial(self.core.tail.land, shard))
+                self._call(f"land {shard.index}", partial(self.engine.tail.land, shard))
                 self._undelivered.pop(shard.index, None)
             self._check_published(shard)
         self._meanwhile(0.15)
@@ -202,24 +202,24 @@ class Simulation:
     def _step(self) -> None:
         self._gradients = {}
         self._expected = self.chance.choice(_UNSCALES), self.chance.choice(_CLIPS)
-        self.core.speculator.expect(unscale=self._expected[0], max_grad_norm=self._expected[1])
+        self.engine.speculator.expect(unscale=self._expected[0], max_grad_norm=self._expected[1])
         if self._happens(0.12):
             self.pool.inject_fault(self.chance.randint(0, 12), "planted")
         if self._happens(0.03):
             self.link.lose(self.chance.randint(0, 3), "the copy was lost")
         self._backward()
         self._meanwhile(0.15)
-        for shard in self.core.shards:
+        for shard in self.engine.shards:
             self._check_published(shard)
         if self._happens(0.08):
-            self._call("abandon", self.core.abandon)
+            self._call("abandon", self.engine.abandon)
             self._gradients = {}
         if self._gradients:
             self._boundary()
         self._check()
 
     def _backward(self) -> None:
-        order = list(reversed(self.core.shards))
+        order = list(reversed(self.engine.shards))
         if self._happens(0.3):
             self.chance.shuffle(order)
         poisoned = self.chance.choice(order) if self._happens(0.1) else None
@@ -234,9 +234,9 @@ class Simulation:
                 return  # what the caller of backward gets to see
             if self._happens(0.1):
                 again = self.chance.choice(sorted(self._gradients))
-                self._retract(self.core.shards[again])
+                self._retract(self.engine.shards[again])
                 if self._happens(0.7):
-                    self._arrive(self.core.shards[again], scale, False, in_backward=True)
+                    self._arrive(self.engine.shards[again], scale, False, in_backward=True)
             self._meanwhile(0.04)
 
     def _arrive(self, shard: Shard, scale: float, poisoned: bool, *, in_backward: bool) -> None:
@@ -246,16 +246,16 @@ class Simulation:
         theirs = gradient.clone()
 
         def arrive() -> None:
-            self.core.arrive(shard, theirs, in_backward=in_backward)
+            self.engine.arrive(shard, theirs, in_backward=in_backward)
 
         self._gradients[shard.index] = gradient
         if not self._call(f"arrive {shard.index}", arrive):
             if not self._gradients:
                 return
-            if not self.core.has_gradient(shard):  # it was refused for what had failed before
+            if not self.engine.has_gradient(shard):  # it was refused for what had failed before
                 self._call(f"arrive {shard.index} again", arrive)
         self._undelivered.pop(shard.index, None)
-        if all(bucket.missing == 0 for bucket in self.core.buckets if self._is_in(shard, bucket)):
+        if all(bucket.missing == 0 for bucket in self.engine.buckets if self._is_in(shard, bucket)):
             theirs.fill_(7.0)  # packed: what the memory holds from now on does not count
 
     @staticmethod
@@ -263,26 +263,26 @@ class Simulation:
         return any(piece.shard is shard for piece in bucket.pieces)  # type: ignore[attr-defined]
 
     def _retract(self, shard: Shard) -> None:
-        self._call(f"retract {shard.index}", lambda: self.core.retract(shard))
+        self._call(f"retract {shard.index}", lambda: self.engine.retract(shard))
         self._gradients.pop(shard.index, None)
 
     def _boundary(self) -> None:
-        core, plain, gradients = self.core, self.plain, dict(self._gradients)
+        engine, plain, gradients = self.engine, self.plain, dict(self._gradients)
         unscale, max_grad_norm = self._expected if self._happens(0.8) else (0.25, self.chance.choice(_CLIPS))
         expected = plain.decide(gradients, unscale, max_grad_norm)
         found: list[Verdict] = []
         if not self._call(
             f"decide, clipping at {max_grad_norm}",
-            lambda: found.append(core.decide(unscale=unscale, max_grad_norm=max_grad_norm)),
+            lambda: found.append(engine.decide(unscale=unscale, max_grad_norm=max_grad_norm)),
         ):
             return  # a gradient was lost: abandoned
         self._undelivered.clear()
         self._must(repr(found[0]) == repr(expected), f"verdict {found[0]}, expected {expected}")
-        before = core.stats()
-        old = {shard.index: shard.target().clone() for shard in core.shards}
+        before = engine.stats()
+        old = {shard.index: shard.target().clone() for shard in engine.shards}
         later = self._happens(0.5)
-        self._call(f"apply {expected} later={later}", lambda: core.apply(expected, later=later))
-        after = core.stats()
+        self._call(f"apply {expected} later={later}", lambda: engine.apply(expected, later=later))
+        after = engine.stats()
         if after["steps"] + after["skipped_steps"] == before["steps"] + before["skipped_steps"]:
             self._must(self.errors > 0, "a step went missing")
             return
@@ -300,24 +300,24 @@ class Simulation:
 
     def _look(self) -> None:
         """A reader wants the state of the last finished step."""
-        if self._call("quiesce", self.core.quiesce):
+        if self._call("quiesce", self.engine.quiesce):
             self._undelivered.clear()
-            for shard, plain in zip(self.core.shards, self.plain.shards, strict=True):
+            for shard, plain in zip(self.engine.shards, self.plain.shards, strict=True):
                 self._compare(shard, plain)
 
     def _settle(self) -> None:
         shard = self._any_shard()
-        self._call(f"settle {shard.index}", lambda: self.core.tail.settle(shard))
+        self._call(f"settle {shard.index}", lambda: self.engine.tail.settle(shard))
 
     def _write(self) -> None:
         """A user writes to a parameter: what is in flight for it is taken back first."""
         shard = self._any_shard()
-        self._call(f"write {shard.index}", lambda: self.core.restore(shard))
+        self._call(f"write {shard.index}", lambda: self.engine.restore(shard))
         self._undelivered.pop(shard.index, None)
         plain = self.plain.shards[shard.index]
         self._compare(shard, plain)
         value = self._random(shard.numel, shard.published_dtype)
-        self.core.snapshots.protect([shard])
+        self.engine.snapshots.protect([shard])
         shard.master.copy_(value)
         shard.target().copy_(value)
         plain.write(value)
@@ -328,15 +328,15 @@ class Simulation:
         self.log.append(f"{self.clock.now:8.3f} new hyper-parameters for group {group}")
 
     def _snap(self) -> None:
-        if not self._call("snapshot", self.core.quiesce):
+        if not self._call("snapshot", self.engine.quiesce):
             return
         self._undelivered.clear()
         if self._snapshot is not None:
-            self._snapshot.finish(self.core.shards)
-        stands_for: Any = _Snapshot(self.core.shards)
+            self._snapshot.finish(self.engine.shards)
+        stands_for: Any = _Snapshot(self.engine.shards)
         self._snapshot = stands_for
-        self.core.snapshots.clear()
-        self.core.snapshots.add(stands_for)
+        self.engine.snapshots.clear()
+        self.engine.snapshots.add(stands_for)
 
     # ---- the promises -----------------------------------------------------------------------------------------
 
@@ -346,16 +346,16 @@ class Simulation:
 
     def _check(self) -> None:
         """After a step: everything where waiting is allowed, else what can be seen without it."""
-        core = self.core
-        self._must(not core.is_filling, "a step left gradients behind")
+        engine = self.engine
+        self._must(not engine.is_filling, "a step left gradients behind")
         if self._happens(0.5):
-            self._call("settle", core.tail.settle)
-            for shard, plain in zip(core.shards, self.plain.shards, strict=True):
+            self._call("settle", engine.tail.settle)
+            for shard, plain in zip(engine.shards, self.plain.shards, strict=True):
                 self._compare(shard, plain, published=False)
-        for shard, plain in zip(core.shards, self.plain.shards, strict=True):
+        for shard, plain in zip(engine.shards, self.plain.shards, strict=True):
             self._must(shard.steps == plain.steps, f"{shard.name}: {shard.steps} steps, expected {plain.steps}")
             self._check_published(shard)
-        stats = core.stats()
+        stats = engine.stats()
         ended = sum(stats[f"buckets_{fate}"] for fate in _COUNTED)
         self._must(stats["buckets_speculated"] == ended, f"speculated buckets without an end: {stats}")
         self._must(
@@ -386,13 +386,13 @@ class Simulation:
     def _end(self) -> None:
         """At the end nothing runs, every failure was told once, and the state is that of the last step."""
         self.pool.cancel_fault()
-        while not self._call("quiesce", self.core.quiesce):
+        while not self._call("quiesce", self.engine.quiesce):
             self._must(self.errors < 100, "a failure is raised again and again")
-        self._call("close", self.core.close)
+        self._call("close", self.engine.close)
         self.clock.run_dry()
         if self._snapshot is not None:
-            self._snapshot.finish(self.core.shards)
-        for shard, plain in zip(self.core.shards, self.plain.shards, strict=True):
+            self._snapshot.finish(self.engine.shards)
+        for shard, plain in zip(self.engine.shards, self.plain.shards, strict=True):
             self._compare(shard, plain)
         # A lost copy of a gradient that was taken back is no failure; lost ones that were needed change the bits.
         least, most = self.pool.faults, self.pool.faults + self.link.losses

@@ -109,7 +109,7 @@ def plain_step(model: Any, optimizer: AdamW, seed: int) -> None:
 
 
 def pending(optimizer: AdamW) -> set[str]:
-    return {shard.name for shard in optimizer._core.tail.landing_shards().values()}
+    return {shard.name for shard in optimizer._engine.tail.landing_shards().values()}
 
 
 @contextmanager

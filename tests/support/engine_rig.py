@@ -1,4 +1,4 @@
-"""A core over plain tensors next to the NumPy reference, and comparisons of the two, bit for bit."""
+"""An engine over plain tensors next to the NumPy reference, and comparisons of the two, bit for bit."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Rig:
         self.settings = settings
         self.random = np.random.default_rng(settings.seed)
         self.hypers = [settings.hyper for _ in settings.sizes]
-        self.core = Engine(
+        self.engine = Engine(
             HostLink(),
             EngineOptions(
                 settings.mode,
@@ -102,7 +102,7 @@ class Rig:
         for group, of_group in enumerate(groups):
             for parameter in of_group.parameters:
                 shards.append(self._shard(len(shards), group, parameter))
-        self.core.layout.add_shards(shards)
+        self.engine.layout.add_shards(shards)
 
     def _initial(self, numel: int) -> npt.NDArray[np.float32]:
         return self.random.standard_normal(numel).astype(np.float32)
@@ -126,7 +126,7 @@ class Rig:
 
     @property
     def shards(self) -> list[Shard]:
-        return self.core.shards
+        return self.engine.shards
 
     def gradient(self, shard: Shard, scale: float = 1.0, poison: float | None = None) -> npt.NDArray[Any]:
         """Random, in the rig's format; ``poison`` (NaN or an infinity) goes to one element."""
@@ -136,7 +136,7 @@ class Rig:
         return narrow(values, FORMAT_OF[self.settings.gradient_dtype])
 
     def arrive(self, shard: Shard, gradient: npt.NDArray[Any], *, in_backward: bool = True) -> None:
-        self.core.arrive(shard, to_tensor(gradient), in_backward=in_backward)
+        self.engine.arrive(shard, to_tensor(gradient), in_backward=in_backward)
 
     def set_hyper(self, group: int, hyper: GroupHyper) -> None:
         self.hypers[group] = hyper
@@ -148,14 +148,14 @@ class Rig:
         unscale: float = 1.0,
         max_grad_norm: float | None = None,
     ) -> tuple[Verdict, ReferenceVerdict]:
-        """Verdict and apply in the core, the whole step in the reference. Compares the verdicts, not the state."""
+        """Verdict and apply in the engine, the whole step in the reference. Compares the verdicts, not the state."""
         for group, hyper in zip(self.reference.groups, self.hypers, strict=True):
             group.lr, group.betas, group.eps = hyper.lr, (hyper.beta1, hyper.beta2), hyper.eps
             group.weight_decay, group.l2 = hyper.weight_decay, hyper.l2
         self.reference.max_grad_norm = max_grad_norm
         expected = self.reference.step([gradients.get(shard.index) for shard in self.shards], unscale)
         before = [to_numpy(published) for published in self.published]
-        verdict = self.core.decide(unscale=unscale, max_grad_norm=max_grad_norm)
+        verdict = self.engine.decide(unscale=unscale, max_grad_norm=max_grad_norm)
         for published, old in zip(self.published, before, strict=True):
             assert_same_bits("published parameter before apply()", to_numpy(published), old)
         assert verdict.found_inf == expected.found_inf
@@ -163,23 +163,23 @@ class Rig:
             assert verdict.grad_norm == expected.grad_norm
             assert verdict.clip_coefficient == expected.clip_coefficient
             assert np.float32(verdict.gradient_factor) == np.float32(expected.gradient_factor)
-        self.core.apply(verdict)
+        self.engine.apply(verdict)
         return verdict, expected
 
     def check(self) -> None:
         """State, published parameters and step counts are those of the reference."""
-        self.core.tail.settle()
+        self.engine.tail.settle()
         for shard, published, parameter in zip(self.shards, self.published, self.reference.parameters, strict=True):
             assert_same_bits(f"{shard.name}: master", to_numpy(shard.master), parameter.master)
             assert_same_bits(f"{shard.name}: exp_avg", to_numpy(shard.exp_avg), parameter.exp_avg)
             assert_same_bits(f"{shard.name}: exp_avg_sq", to_numpy(shard.exp_avg_sq), parameter.exp_avg_sq)
             assert_same_bits(f"{shard.name}: published", to_numpy(published), parameter.published)
             assert shard.steps == parameter.step
-        stats = self.core.stats()
+        stats = self.engine.stats()
         assert stats["buckets_speculated"] == sum(stats[name] for name in COUNTERS)
         assert stats["steps"] == self.reference.steps
         assert stats["skipped_steps"] == self.reference.skipped_steps
-        assert not self.core.is_filling
+        assert not self.engine.is_filling
 
     def check_published_unchanged(self) -> None:
         """Whatever was speculated or is not settled, readers see the parameters of the last finished step."""
@@ -211,5 +211,5 @@ def rig(
                 mock.patch("superoffload.engine.layout._journal_bytes", lambda bucket: int(per_param * bucket.padded))
             )
         made = Rig(settings, recorder)
-        stack.callback(made.core.close)
+        stack.callback(made.engine.close)
         yield made

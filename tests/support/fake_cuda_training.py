@@ -77,7 +77,7 @@ def out_of_memory(of_allocator: bool) -> RuntimeError:
 
 def blocks_of(optimizer: AdamW) -> int:
     """Bytes of memory for early parameters, now (superoffload/links/cuda/blocks.py)."""
-    link: Any = optimizer._core.link
+    link: Any = optimizer._engine.link
     return int(link._blocks._used)
 
 

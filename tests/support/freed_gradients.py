@@ -92,9 +92,9 @@ def taken_back() -> Iterator[list[str]]:
     names: list[str] = []
     retract = Engine.retract
 
-    def counted(core: Engine, shard: Shard) -> None:
+    def counted(engine: Engine, shard: Shard) -> None:
         names.append(shard.name)
-        retract(core, shard)
+        retract(engine, shard)
 
     with mock.patch.object(Engine, "retract", counted):
         yield names

@@ -27,10 +27,10 @@ def free_bytes(nbytes: int) -> Iterator[list[str]]:
     names: list[str] = []
     add = Engine.add
 
-    def counted(core: Engine, shard: Shard, addend: Tensor, **options: Any) -> None:
+    def counted(engine: Engine, shard: Shard, addend: Tensor, **options: Any) -> None:
         assert not shard.resident, "its packed gradient is on the device"
         names.append(shard.name)
-        add(core, shard, addend, **options)
+        add(engine, shard, addend, **options)
 
     with mock.patch.object(FakeDevice, "free_bytes", lambda _: nbytes), mock.patch.object(Engine, "add", counted):
         yield names

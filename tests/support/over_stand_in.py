@@ -88,7 +88,7 @@ def _await_workers(optimizer: Any, *_: Any) -> None:
     from superoffload import AdamW
 
     if isinstance(optimizer, AdamW):
-        for bucket in optimizer._core.buckets:
+        for bucket in optimizer._engine.buckets:
             if bucket.running is not None:
                 bucket.running.wait()
 

@@ -37,11 +37,11 @@ def step_of(optimizer: AdamW) -> int:
 @contextmanager
 def skip_publish(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
     """From that step on, the first bucket's shadow is not copied to the parameters of one rank."""
-    link = optimizer._core.link
+    link = optimizer._engine.link
     deliver = link.deliver
 
     def lossy(bucket: Bucket, after: _native.Completion) -> _native.Completion:
-        if dist.get_rank() == rank and step_of(optimizer) >= step and bucket is optimizer._core.buckets[0]:
+        if dist.get_rank() == rank and step_of(optimizer) >= step and bucket is optimizer._engine.buckets[0]:
             return after
         return deliver(bucket, after)
 
@@ -52,25 +52,25 @@ def skip_publish(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
 @contextmanager
 def apply_twice(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
     """In that step, one bucket of one rank is stepped a second time."""
-    core = optimizer._core
-    finish = core.finisher.finish
+    engine = optimizer._engine
+    finish = engine.finisher.finish
 
     def doubled(bucket: Bucket, factor: float) -> None:
         finish(bucket, factor)
-        if dist.get_rank() == rank and step_of(optimizer) == step and bucket is core.buckets[0]:
-            core.executor.wait(bucket)
-            core.executor.freeze(bucket, factor)
-            core.executor.submit(bucket, Operation.step)
+        if dist.get_rank() == rank and step_of(optimizer) == step and bucket is engine.buckets[0]:
+            engine.executor.wait(bucket)
+            engine.executor.freeze(bucket, factor)
+            engine.executor.submit(bucket, Operation.step)
 
-    with mock.patch.object(core.finisher, "finish", doubled):
+    with mock.patch.object(engine.finisher, "finish", doubled):
         yield
 
 
 @contextmanager
 def drop_clip(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
     """From that step on, one rank does not clip."""
-    core = optimizer._core
-    apply = core.apply
+    engine = optimizer._engine
+    apply = engine.apply
 
     def unclipped(verdict: Verdict, **options: bool) -> None:
         if dist.get_rank() == rank and step_of(optimizer) >= step:
@@ -86,21 +86,21 @@ def drop_clip(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
             factor = optimizer._lasting.verdicts.unscale
         count(applied=applied, factor=factor)
 
-    with mock.patch.object(core, "apply", unclipped), mock.patch.object(session, "count", told):
+    with mock.patch.object(engine, "apply", unclipped), mock.patch.object(session, "count", told):
         yield
 
 
 @contextmanager
 def swap_shards(optimizer: AdamW, step: int, rank: int, name: str = "layers.0.0.weight") -> Iterator[None]:
     """After that step, two ranks have each other's published shard of one parameter."""
-    core = optimizer._core
-    apply = core.apply
+    engine = optimizer._engine
+    apply = engine.apply
 
     def swapped(verdict: Verdict, **options: bool) -> None:
         apply(verdict, **options)
         me, other = dist.get_rank(), {rank: 0, 0: rank}.get(dist.get_rank())
         if step_of(optimizer) == step and other is not None:
-            mine = next(shard for shard in core.shards if shard.name == name).target()
+            mine = next(shard for shard in engine.shards if shard.name == name).target()
             sizes = [torch.tensor([mine.numel()]), torch.zeros(1, dtype=torch.int64)]
             exchange(sizes[0], sizes[1], other, me < other)
             length = int(min(sizes[0], sizes[1]))
@@ -108,7 +108,7 @@ def swap_shards(optimizer: AdamW, step: int, rank: int, name: str = "layers.0.0.
             exchange(mine[:length].float(), theirs, other, me < other)
             mine[:length] = theirs.to(mine.dtype)
 
-    with mock.patch.object(core, "apply", swapped):
+    with mock.patch.object(engine, "apply", swapped):
         yield
 
 

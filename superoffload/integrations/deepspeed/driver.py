@@ -98,8 +98,8 @@ class PartitionDriver:
         link = PartitionLink(lambda shard: gradients[shard.index], pin=pin, accelerator=accelerator)
         residency: Residency | None = getattr(accelerator, "residency", None)
         placer = GivenPlaces(residency) if residency is not None else None
-        self.core = Engine(link, options, hyper_of, placer=placer)
-        self.core.layout.add_shards([partition.shard for partition in partitions])
+        self.engine = Engine(link, options, hyper_of, placer=placer)
+        self.engine.layout.add_shards([partition.shard for partition in partitions])
 
     # ---- gradients ------------------------------------------------------------------------------------------------
 
@@ -112,16 +112,16 @@ class PartitionDriver:
 
     def let_go(self, partition: Partition) -> None:
         """Frees a gradient for writing: ends its readers and undoes what was speculated with it."""
-        self.core.tail.land(partition.shard)
-        self.core.retract(partition.shard)
+        self.engine.tail.land(partition.shard)
+        self.engine.retract(partition.shard)
 
     def final(self, partition: Partition, *, unscale: float, max_grad_norm: float | None) -> None:
         """Hands over a gradient in host memory that is most likely final: its bucket may be speculated."""
-        if self.core.has_gradient(partition.shard):
+        if self.engine.has_gradient(partition.shard):
             return
-        if not self.core.is_filling:
-            self.core.speculator.expect(unscale=unscale, max_grad_norm=max_grad_norm)
-        self.core.arrive(partition.shard, partition.gradient)
+        if not self.engine.is_filling:
+            self.engine.speculator.expect(unscale=unscale, max_grad_norm=max_grad_norm)
+        self.engine.arrive(partition.shard, partition.gradient)
 
     def close_window(self, trains: Callable[[int], bool]) -> Window:
         """Makes every gradient final. Unused parameters get zeros, as in ZeRO-1 and 2; frozen ones get no gradient."""
@@ -129,17 +129,17 @@ class PartitionDriver:
             return Window({})
         for partition in self.partitions.values():
             shard = partition.shard
-            if self.core.has_gradient(shard):
+            if self.engine.has_gradient(shard):
                 continue
             if partition.arrivals == 0:
                 if not trains(partition.key):
                     continue
                 self._clear(partition)
-            self.core.tail.land(shard)
-            self.core.arrive(shard, partition.gradient, in_backward=False)
-        self.core.decide(unscale=1.0, max_grad_norm=None)
-        self.core.settle_speculation()
-        present = filter(self.core.has_gradient, self.core.shards)
+            self.engine.tail.land(shard)
+            self.engine.arrive(shard, partition.gradient, in_backward=False)
+        self.engine.decide(unscale=1.0, max_grad_norm=None)
+        self.engine.settle_speculation()
+        present = filter(self.engine.has_gradient, self.engine.shards)
         return Window({shard.index: shard.sum_of_squares() for shard in present})
 
     def _clear(self, partition: Partition) -> None:
@@ -151,18 +151,18 @@ class PartitionDriver:
 
     def step(self, verdict: Verdict, *, later: bool) -> None:
         """Commits, replays, steps or skips. With ``later`` the parameters arrive by ``deliver()``."""
-        done = self.core.stats()["steps"]
+        done = self.engine.stats()["steps"]
         try:
-            self.core.apply(verdict, later=later)
+            self.engine.apply(verdict, later=later)
         finally:
-            if self.core.stats()["steps"] != done:
+            if self.engine.stats()["steps"] != done:
                 self.set_steps([steps + 1 for steps in self.steps])
             for partition in self.partitions.values():
                 partition.begin_window()
 
     def abandon(self) -> None:
         """Ends the window without a step: nothing has changed."""
-        self.core.abandon()
+        self.engine.abandon()
         for partition in self.partitions.values():
             partition.abandon()
 
@@ -177,16 +177,16 @@ class PartitionDriver:
     def deliver(self, keys: Sequence[int] | None = None) -> None:
         """Brings the last step's values into the parameters' partitions. None: all of them."""
         if keys is None:
-            self.core.tail.land()
+            self.engine.tail.land()
             return
         for key in keys:
             partition = self.partitions.get(key)
             if partition is not None:
-                self.core.tail.land(partition.shard)
+                self.engine.tail.land(partition.shard)
 
     def settle(self, key: int) -> None:
         """Brings master and moments of a parameter to the last step's values, so that they may be written."""
-        self.core.restore(self.partitions[key].shard)
+        self.engine.restore(self.partitions[key].shard)
 
     def take_over(self, key: int) -> None:
         """Makes the master follow a written partition, except where the master rounds to the written value."""
@@ -198,4 +198,4 @@ class PartitionDriver:
 
     def close(self) -> None:
         """Undoes what was speculated, delivers what was not delivered, ends the worker threads."""
-        self.core.close()
+        self.engine.close()

@@ -79,7 +79,7 @@ def cpu_name(system: System) -> str:
 
 
 def count_cores(system: System, cpus: list[int]) -> int:
-    """Counts processors that share a core once; if the system does not tell, counts each."""
+    """Counts processors that share an engine once; if the system does not tell, counts each."""
     siblings = {
         system.text(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus
     }

@@ -55,16 +55,16 @@ def first_partition(engine: Any) -> Any:
 
 def apply_twice(engine: Any) -> None:
     """The first bucket of this step is stepped, and stepped again."""
-    core = engine.optimizer.parts.driver.core
-    finish = core.finisher.finish
+    ours = engine.optimizer.parts.driver.engine
+    finish = ours.finisher.finish
 
     def twice(bucket: Any, factor: float) -> None:
-        del core.finisher.finish
-        core.speculator.undo(bucket)
+        del ours.finisher.finish
+        ours.speculator.undo(bucket)
         finish(bucket, factor)
-        core.executor.submit(bucket, _native.Operation.step)
+        ours.executor.submit(bucket, _native.Operation.step)
 
-    core.finisher.finish = twice
+    ours.finisher.finish = twice
 
 
 FAULTS: dict[str, Callable[[Any], None]] = {

@@ -173,7 +173,7 @@ def processors(threads: int | None) -> tuple[list[int], int, int]:
 
     engine = make_engine(config(options={} if threads is None else {"threads": threads}), _seeded(1))
     found, _ = cpus_of_this_rank(threads, [torch.zeros(1)], dist.group.WORLD, None)
-    running = engine.optimizer.parts.driver.core.pool.threads
+    running = engine.optimizer.parts.driver.engine.pool.threads
     end(engine)
     return found, running, len(os.sched_getaffinity(0))
 
@@ -226,7 +226,7 @@ def kept_in_memory() -> list[str]:
         "gradients": optimizer.grad_partitions_flat_buffer,
         "master": masters[0],
         **{name: optimizer.optimizer.state[masters[0]][name] for name in ("exp_avg", "exp_avg_sq")},
-        **{f"shadow {i}": bucket.shadow for i, bucket in enumerate(optimizer.parts.driver.core.buckets)},
+        **{f"shadow {i}": bucket.shadow for i, bucket in enumerate(optimizer.parts.driver.engine.buckets)},
     }
     held = {name: weakref.ref(tensor) for name, tensor in tensors.items()}
     assert len(held) > 5

@@ -126,7 +126,7 @@ def failing_worker(delivery: str) -> tuple[str, bool, bool]:
     SCENARIO.train(engine, range(3))
     before = engine.optimizer.state_digests()
     if engine.global_rank == 1:
-        engine.optimizer.parts.driver.core.pool.inject_fault(1, "planted")
+        engine.optimizer.parts.driver.engine.pool.inject_fault(1, "planted")
     said = ""
     engine.backward(SCENARIO.loss_of(engine, 3, 0))
     try:

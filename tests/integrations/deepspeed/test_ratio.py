@@ -63,7 +63,7 @@ def trained(name: str, way: str, sub_groups: frozenset[int], steps: int = 8) -> 
         "digests": engine.optimizer.state_digests(),
         "stepped": {shard for link in links for shard in link.residency.stepped},
         "resident": {
-            shard.name for shard in engine.optimizer.parts.driver.core.shards if shard.resident and shard.numel
+            shard.name for shard in engine.optimizer.parts.driver.engine.shards if shard.resident and shard.numel
         },
         "stats": engine.optimizer.stats(),
         "parts": len(engine.optimizer.fp16_groups),

@@ -108,7 +108,7 @@ def read_after_steps(reader: str, options: dict[str, Any], zero: dict[str, Any])
     outstanding = False
     for step in range(4):
         scenario.train(engine, range(step, step + 1))
-        outstanding |= bool(engine.optimizer.parts.driver.core.tail.is_landing)
+        outstanding |= bool(engine.optimizer.parts.driver.engine.tail.is_landing)
         seen += [value.clone() for value in READERS[reader](engine)]
     end(engine)
     return seen, outstanding
@@ -231,7 +231,9 @@ def write_in_the_window(what: str, options: dict[str, Any], dtype: str | None) -
         nonlocal speculated
         if step != 3:
             return
-        for bucket in engine.optimizer.parts.driver.core.buckets:  # what is speculated is in masters and moments by now
+        for (
+            bucket
+        ) in engine.optimizer.parts.driver.engine.buckets:  # what is speculated is in masters and moments by now
             assert bucket.running is None or bucket.running.wait(60.0)
         stats = engine.optimizer.stats()
         speculated = stats["buckets_speculated"] > stats["buckets_committed"] + stats["buckets_replayed"]

@@ -160,15 +160,15 @@ def test_gradients_that_come_again_show_no_peak(fake: Fake) -> None:
 def test_passes_whose_sums_are_made_on_the_host_have_none(fake: Fake) -> None:
     """The forwards behind them need the memory. What the last pass gives is added, and packed no more."""
     with training(fake, model=deep_model(torch.bfloat16), accumulate_dtype="fp32") as (model, optimizer):
-        link: Any = optimizer._core.link
+        link: Any = optimizer._engine.link
         for number in range(3):
             optimizer.zero_grad()
             with mock.patch.object(link, "has_room", return_value=False), optimizer.accumulate():
                 batch(model, number).backward()
-            assert optimizer._core.is_filling and blocks_of(optimizer) == 0
+            assert optimizer._engine.is_filling and blocks_of(optimizer) == 0
             batch(model, 7 + number).backward()
             optimizer.step()
-        assert early_buckets(optimizer._core.buckets)
+        assert early_buckets(optimizer._engine.buckets)
 
 
 @pytest.mark.parametrize("of_allocator", [True, False])
@@ -199,7 +199,7 @@ def test_memory_that_is_refused_is_done_without(fake: Fake, expected: dict[str, 
 
 def test_an_error_that_is_not_about_memory_is_told(fake: Fake) -> None:
     with training(fake, model=deep_model(torch.bfloat16)) as (model, optimizer):
-        link: Any = optimizer._core.link
+        link: Any = optimizer._engine.link
         optimizer.zero_grad()
         with (
             mock.patch.object(link.fake_device, "empty", side_effect=RuntimeError("CUDA error: launch failed")),

@@ -81,7 +81,7 @@ def test_blocks_and_gradients_never_exceed_all_gradients(
                 assert memory.peak - always <= all_gradients
                 if seed > 0:  # in the first step sums of bits go, too, which were taken at construction
                     assert memory.active == always, "everything goes with the step"
-            assert (most > 0) == bool(early_buckets(optimizer._core.buckets))
+            assert (most > 0) == bool(early_buckets(optimizer._engine.buckets))
             if bucket_numel == 1024 and make_model is deep_model:
                 assert most > all_gradients / 2, "most of the gradients' memory is used again"
 
@@ -105,18 +105,18 @@ def test_behind_accumulate_they_may_take_more(fake: Fake, make_model: MakeModel,
                 batch(model, 7 + seed).backward()
                 most = max(most, blocks_of(optimizer))
                 optimizer.step()
-                buckets = optimizer._core.buckets
+                buckets = optimizer._engine.buckets
                 bucket_more = max(allocated(2 * bucket.padded) for bucket in buckets)
                 spans = [p.shard.numel for bucket in buckets for p in bucket.pieces if p.numel < p.shard.numel]
                 assert memory.peak - always <= all_gradients + bucket_more + allocated(2 * max(spans, default=0))
-            assert (most > 0) == bool(early_buckets(optimizer._core.buckets))
+            assert (most > 0) == bool(early_buckets(optimizer._engine.buckets))
 
 
 def test_the_last_two_buckets_have_none(fake: Fake) -> None:
     """Those in front of them have, where buckets are alike."""
     model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(6)))
     with on_fake_device(fake), AdamW(model.parameters(), bucket_numel=1024) as optimizer:
-        buckets = optimizer._core.buckets
+        buckets = optimizer._engine.buckets
         assert len(buckets) == 6
         assert early_buckets(buckets) == set(buckets[:-2])
         for bucket in buckets[:4]:
@@ -127,7 +127,7 @@ def test_the_last_two_buckets_have_none(fake: Fake) -> None:
 def test_parameters_that_are_wider_than_gradients_have_none(fake: Fake) -> None:
     model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(6)))
     with on_fake_device(fake), AdamW(model.parameters(), bucket_numel=1024) as optimizer:
-        buckets = optimizer._core.buckets
+        buckets = optimizer._engine.buckets
         for bucket in buckets:
             bucket.gradient_dtype = torch.bfloat16
         assert early_buckets(buckets) == set()
@@ -287,7 +287,7 @@ def test_a_block_goes_behind_the_copy_down(fake: Fake, waits: bool) -> None:
     with training(fake, model=deep_model(torch.bfloat16), speculation="never") as (model, optimizer):
         gradients.load_state_dict(model.state_dict())
         batch(gradients, 2).backward()
-        link: Any = optimizer._core.link
+        link: Any = optimizer._engine.link
         optimizer.zero_grad()
         fake.sleep(300_000, link.roles["down"])  # longer than backward takes here
         if not waits:

@@ -36,7 +36,7 @@ def test_a_backward_in_a_graph_capture_is_refused(fake: Fake, on_demand: bool) -
         links[0].fake_device.capturing = True
         with pytest.raises(DeviceError, match=r"CUDA graph is captured.*make_graphed_callables\(\) before"):
             batch(model, 2).backward()
-        assert not optimizer._core.is_filling
+        assert not optimizer._engine.is_filling
         assert {name: fake.calls(name) for name in calls} == calls
         links[0].fake_device.capturing = False
         optimizer.zero_grad()
@@ -51,7 +51,7 @@ def test_a_step_in_a_graph_capture_is_refused(fake: Fake) -> None:
     with training(fake) as (model, optimizer):
         optimizer.zero_grad()
         batch(model, 2).backward()
-        link = optimizer._core.link
+        link = optimizer._engine.link
         assert isinstance(link, LateLink)
         device = link.fake_device
         device.capturing = True

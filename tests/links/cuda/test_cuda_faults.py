@@ -128,7 +128,7 @@ def test_a_delivery_that_fails_is_an_error_with_the_step_done(fake: Fake) -> Non
 def test_a_worker_that_throws(fake: Fake) -> None:
     with training(fake) as (model, optimizer):
         optimizer.zero_grad()
-        optimizer._core.pool.inject_fault(0, "as told")
+        optimizer._engine.pool.inject_fault(0, "as told")
         batch(model, 2).backward()
         with pytest.raises(WorkerError, match="as told"):
             optimizer.step()
@@ -163,7 +163,7 @@ def test_the_link_is_one_of_the_fake_device(fake: Fake) -> None:
     """Nothing above would show anything if it ran on the host link."""
     assert os.environ.get(LIBRARY_VARIABLE) is None
     with training(fake) as (_, optimizer):
-        assert isinstance(optimizer._core.link, LateLink)
+        assert isinstance(optimizer._engine.link, LateLink)
         assert fake.calls("cuLaunchKernel") > 0 and fake.calls("cuStreamWriteValue32_v2") > 0
 
 

@@ -111,7 +111,7 @@ def _train_branches(model: Any, synchronize: Callable[[], None]) -> dict[str, st
             sum(branch(values).square().mean() for branch in model).backward()
             optimizer.step()
             synchronize()
-        assert [len(bucket.pieces) for bucket in optimizer._core.buckets] == [2, 2]
+        assert [len(bucket.pieces) for bucket in optimizer._engine.buckets] == [2, 2]
         return optimizer.state_digests()
 
 

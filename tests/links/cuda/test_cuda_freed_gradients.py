@@ -104,7 +104,7 @@ def test_a_gradient_that_was_lost_on_its_way_is_an_error(fake: Fake) -> None:
         assert isinstance(grad, PackedGradient)
         lost = mock.Mock()
         lost.wait.side_effect = RuntimeError("the copy has failed")
-        for bucket in optimizer._core.buckets:
+        for bucket in optimizer._engine.buckets:
             bucket.packed = lost
         with pytest.raises(DeviceError, match="the copy has failed"):
             grad.norm()

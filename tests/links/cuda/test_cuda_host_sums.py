@@ -245,13 +245,13 @@ def test_the_early_stop_knows_the_sum_and_not_its_parts(fake: Fake) -> None:
 
     def partial_sum(model: nn.Module, optimizer: AdamW) -> None:
         loop(optimizer, losses_of(model, 0, 3))
-        core = optimizer._core
-        for bucket in core.buckets:
+        engine = optimizer._engine
+        for bucket in engine.buckets:
             assert bucket.arrival is not None
             bucket.arrival.wait()
-        assert core.speculator.norm.look() == pytest.approx(sum(shard.sum_of_squares() for shard in core.shards))
+        assert engine.speculator.norm.look() == pytest.approx(sum(shard.sum_of_squares() for shard in engine.shards))
         optimizer.step()
-        assert core.speculator.norm.squares == 0.0
+        assert engine.speculator.norm.squares == 0.0
 
     with free_bytes(0) as added:
         on_the_device(fake, opposite, BF16, **FP32)
@@ -263,7 +263,7 @@ def test_the_policy_is_told_of_whole_sums_only(fake: Fake) -> None:
     """From the first of them to all, in the last of three passes."""
 
     def shares(model: nn.Module, optimizer: AdamW) -> list[float]:
-        policy = optimizer._core.schedule
+        policy = optimizer._engine.schedule
         for number in range(3):
             optimizer.zero_grad()
             with mock.patch.object(policy, "wants", side_effect=policy.wants) as wants:

@@ -31,7 +31,7 @@ def early(fake: Fake, **link: Any) -> Iterator[tuple[nn.Module, AdamW, Any]]:
     """Two steps are done; the next one has blocks."""
     with training(fake, model=deep_model(torch.bfloat16), link=link) as (model, optimizer):
         optimizer.zero_grad()
-        yield model, optimizer, optimizer._core.link
+        yield model, optimizer, optimizer._engine.link
 
 
 def spoil(model: nn.Module) -> Any:
@@ -90,7 +90,7 @@ def test_sums_of_bits_that_a_failed_packing_writes(fake: Fake) -> None:
         param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]  # as Megatron adds it
         param.register_post_accumulate_grad_hook(into_main_grad)
     with training(fake, model=model) as (_, optimizer):
-        link: Any = optimizer._core.link
+        link: Any = optimizer._engine.link
         optimizer.zero_grad()
         made: list[tuple[weakref.ref[Tensor], int]] = []
         real = link._kernel_sums.room
@@ -142,7 +142,7 @@ def test_blocks_that_are_in_use_when_the_link_is_closed(fake: Fake, leaked: list
 def test_sums_that_are_taken_when_the_link_is_closed(fake: Fake, leaked: list[object]) -> None:
     """Their tables stay, and so do the kernels."""
     with training(fake) as (_, optimizer):
-        link: Any = optimizer._core.link
+        link: Any = optimizer._engine.link
         sums = link._kernel_sums
         fake.sleep(BEHIND)
         taken = sums.of([torch.ones(5000)])

@@ -83,7 +83,7 @@ def train(fake: Fake | None, resident: frozenset[int], speculation: str) -> tupl
         driver.step(decide(window.sums.values(), max_grad_norm=5.0), later=False)
         if fake is not None:
             fake.synchronize()
-    digests, on_device = driver.core.digests(), int(driver.core.stats()["params_on_device"])
+    digests, on_device = driver.engine.digests(), int(driver.engine.stats()["params_on_device"])
     driver.close()
     if fake is not None and link is not None:
         for stream in link.roles.values():

@@ -152,7 +152,7 @@ def test_host_memory_that_is_refused_is_a_device_error(fake: Fake, monkeypatch: 
         raise MemoryError
 
     with training(fake) as (_, optimizer):
-        link = optimizer._core.link
+        link = optimizer._engine.link
         monkeypatch.setattr("superoffload.links.cuda.link.PinnedArena", refuse)
         with pytest.raises(DeviceError, match="the host is out of memory; close other programs"):
-            link.prepare(optimizer._core.buckets, anew=False)
+            link.prepare(optimizer._engine.buckets, anew=False)

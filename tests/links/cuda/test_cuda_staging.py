@@ -182,7 +182,7 @@ def test_a_gradient_is_packed_where_nothing_is_copied_any_more(fake: Fake) -> No
             fake.synchronize(links[0].roles["up"])
             fake.sleep(60_000, links[0].roles["up"])
             backward("commit", model, 2)
-            for bucket in optimizer._core.buckets:
+            for bucket in optimizer._engine.buckets:
                 if bucket.running is not None:
                     bucket.running.wait()  # stepped, so that all copies are asked for
             for param in model.parameters():
@@ -200,12 +200,12 @@ def test_a_gradient_is_packed_where_nothing_is_copied_any_more(fake: Fake) -> No
 def all_sent_early(fake: Fake) -> Iterator[tuple[nn.Module, AdamW, list[Bucket]]]:
     """A backward has ended, and all that may go up early is there: the buckets that it is of."""
     with training(fake, model=deep_model(torch.bfloat16)) as (model, optimizer):
-        link: Any = optimizer._core.link
+        link: Any = optimizer._engine.link
         optimizer.zero_grad()
         before = link.bytes_up_early
         batch(model, 2).backward()
         blocks = list(link._blocks._held)
-        assert set(blocks) == early_buckets(optimizer._core.buckets)
+        assert set(blocks) == early_buckets(optimizer._engine.buckets)
         early = [bucket for bucket in blocks if bucket.state is BucketState.SPECULATED]
         until = time.monotonic() + 20
         while link.bytes_up_early - before < _bytes(early) and time.monotonic() < until:
@@ -225,7 +225,7 @@ def noticing_launches(fake: Fake) -> int:
 def test_a_commit_copies_nothing_over_the_link_but_tables(fake: Fake) -> None:
     with all_sent_early(fake) as (_, optimizer, early):
         copies, launches = fake.calls("cuMemcpyHtoDAsync_v2"), fake.calls("unpack_16")
-        before, buckets, noticing = optimizer.stats(), optimizer._core.buckets, noticing_launches(fake)
+        before, buckets, noticing = optimizer.stats(), optimizer._engine.buckets, noticing_launches(fake)
         optimizer.step()
         stats = optimizer.stats()
         assert stats["journal_overflows"] == before["journal_overflows"], "all of them are committed"
@@ -243,7 +243,7 @@ def test_what_was_discarded_has_travelled_too(fake: Fake, fate: str) -> None:
         end_step(fate, model, optimizer, 0)
         optimizer.zero_grad()
         stats = optimizer.stats()
-        delivered = 0 if fate == "abandon" else _bytes(optimizer._core.buckets)
+        delivered = 0 if fate == "abandon" else _bytes(optimizer._engine.buckets)
         assert stats["bytes_up"] - before["bytes_up"] == delivered + _bytes(early)
         assert stats["bytes_up_early"] == before["bytes_up_early"]
 
@@ -255,8 +255,8 @@ def test_a_worker_that_throws_while_copies_go_up(fake: Fake) -> None:
     with all_sent_early(fake) as (model, optimizer, _):
         before = optimizer.state_digests()  # takes back what was speculated
         optimizer.zero_grad()
-        fake.sleep(20_000, optimizer._core.link.roles["up"])  # type: ignore[attr-defined]  # a LateLink has roles
-        optimizer._core.pool.inject_fault(3, "as told")
+        fake.sleep(20_000, optimizer._engine.link.roles["up"])  # type: ignore[attr-defined]  # a LateLink has roles
+        optimizer._engine.pool.inject_fault(3, "as told")
         batch(model, 2).backward()
         with pytest.raises(WorkerError, match="as told"):
             optimizer.step()
@@ -269,7 +269,7 @@ def test_closed_with_copies_on_their_way(fake: Fake) -> None:
     with all_sent_early(fake) as (model, optimizer, _):
         before = [param.detach().clone() for param in model.parameters()]
         optimizer.zero_grad()
-        fake.sleep(50_000, optimizer._core.link.roles["up"])  # type: ignore[attr-defined]  # a LateLink has roles
+        fake.sleep(50_000, optimizer._engine.link.roles["up"])  # type: ignore[attr-defined]  # a LateLink has roles
         batch(model, 3).backward()
         optimizer.close()
         fake.synchronize()

@@ -114,12 +114,12 @@ def test_buckets_that_are_laid_out_anew(fake: Fake, cleared: bool) -> None:
             if cleared:
                 optimizer.zero_grad()
             batch(model, seed).backward()
-            before = optimizer._core.buckets
+            before = optimizer._engine.buckets
             optimizer.step()
             found.append([grad.clone() for grad in grads_of(model)])
             if seed == 0 and cleared:
                 optimizer.zero_grad()
-                assert optimizer._core.buckets is not before
+                assert optimizer._engine.buckets is not before
             elif seed == 1:
                 next(model.parameters()).grad = None
         return found

@@ -10,7 +10,7 @@ import torch
 
 def skip_publish(engine: Any) -> None:
     """One bucket of this step is not delivered."""
-    link = engine.optimizer.parts.driver.core.link
+    link = engine.optimizer.parts.driver.engine.link
     deliver = link.deliver
 
     def lost(bucket: Any, after: Any) -> Any:

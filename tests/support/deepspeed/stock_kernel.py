@@ -50,7 +50,7 @@ class _Clock:
 
 
 class StockWork:
-    """What a bucket's native work is to the core, over the whole of DeepSpeed's only sub-group."""
+    """What a bucket's native work is to the engine, over the whole of DeepSpeed's only sub-group."""
 
     overflowed = False
     journal_capacity = 1 << 40
@@ -124,8 +124,8 @@ def plugged_in() -> Iterator[None]:
 
 
 def use(zero_optimizer: Any) -> None:
-    core = zero_optimizer.parts.driver.core
-    core.executor.pool = StockPool(core.pool)
+    engine = zero_optimizer.parts.driver.engine
+    engine.executor.pool = StockPool(engine.pool)
     StockWork.current = zero_optimizer
     inner = zero_optimizer.optimizer
     StockWork.clocks = (_Clock(inner.ds_opt_adam, 7001, inner), _Clock(inner.ds_opt_adam, 7002, inner))

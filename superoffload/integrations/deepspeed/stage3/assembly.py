@@ -77,7 +77,7 @@ class Parts:
 
     def end_threads(self) -> None:
         """Ends the worker threads and leaves speculated state as it is."""
-        self.driver.core.pool.close()
+        self.driver.engine.pool.close()
 
     def unwrap_readers(self) -> None:
         """Restores the parameters' own gathering functions."""

@@ -203,7 +203,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def stats(self) -> dict[str, float | int]:
         """Returns totals of this rank since construction (superoffload/engine/stats.py)."""
-        return self.parts.driver.core.stats()
+        return self.parts.driver.engine.stats()
 
     def close(self) -> None:
         """Undoes what was speculated and ends the worker threads; parameters and state stay readable."""

@@ -24,7 +24,7 @@ class SavedState:
         """Returns once nothing runs: parameters, masters and moments are those of the last finished step."""
         self._gradients.wait()
         with held_signals():
-            self._driver.core.quiesce()
+            self._driver.engine.quiesce()
 
     def settle(self, param: Any) -> None:
         """Brings one parameter's master and moments to the last finished step, so that they may be written."""
@@ -46,4 +46,4 @@ class SavedState:
     def digests(self) -> dict[str, str]:
         """Returns SHA-256 of this rank's masters, moments and published partitions, as after the last finished step."""
         self.synchronize()
-        return self._driver.core.digests()
+        return self._driver.engine.digests()
