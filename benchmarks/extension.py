@@ -7,6 +7,7 @@ A file's name tells which Python and which sources it is for: _native-0123456789
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -114,7 +115,9 @@ def _end_of(log: Path, characters: int = 1500) -> str:
 
 
 def main() -> int:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else PREBUILT
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=PREBUILT, help="default: %(default)s")
+    folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     try:
         build(folder / "build.log")

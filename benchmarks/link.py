@@ -70,7 +70,7 @@ def measure(args: argparse.Namespace) -> int:
     def calls() -> dict[str, int]:
         return {name: sum(map(fake.calls, symbols)) for name, symbols in _COUNTED.items()}
 
-    with mock.patch("superoffload.optimizer.connection.link_for", link_for):
+    with mock.patch("superoffload.optimizer.engine_setup.link_for", link_for):
         return run_link(args, Rig(torch.device("cpu"), synchronize, calls))
 
 

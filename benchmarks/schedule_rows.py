@@ -13,7 +13,7 @@ from benchmarks.emulation.paced import PacedTraining
 from benchmarks.emulation.peers import in_backward, synchronous
 from benchmarks.emulation.traces import SETTLED_IN, TRACES, run_trace
 from benchmarks.emulation.training import EmulatedTraining
-from superoffload.engine.schedule import FixedSchedule, Schedule
+from superoffload.engine.speculation_schedule import FixedSchedule, Schedule
 
 PARTS = ("model", "delivery", "traces", "wall-clock")
 

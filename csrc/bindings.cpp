@@ -1,5 +1,5 @@
-// Binds the C++ extension to Python: raw addresses in, no torch and no NumPy types. The Python side checks dtype, device,
-// contiguity and lifetime before an address crosses (superoffload/kernels.py, superoffload/engine/bucket.py).
+// Binds the C++ extension to Python: raw addresses in, no torch and no NumPy types. The Python side checks dtype,
+// device, contiguity and lifetime before an address crosses (superoffload/kernels.py, superoffload/engine/bucket.py).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -23,17 +23,17 @@ from superoffload.host.environment import check_environment
 from superoffload.optimizer.accumulating import Accumulating
 from superoffload.optimizer.adamw_parts import Lasting, assemble
 from superoffload.optimizer.check_reads import CheckReads
-from superoffload.optimizer.given import check_given, params_of
+from superoffload.optimizer.constructor_arguments import check_given, params_of
 from superoffload.optimizer.gradient_source import clear_main_grad
 from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.other_ranks import Ranks
 from superoffload.optimizer.state import agreed
 from superoffload.optimizer.state_dict import ReadState, StateDict
+from superoffload.optimizer.tracked_param import TrackedParam
 from superoffload.optimizer.unknown_arguments import refuse_unknown
 from superoffload.optimizer.untraced import untraced
 from superoffload.optimizer.verdicts import LossScale, Verdicts
-from superoffload.optimizer.watched import Tracked
 from superoffload.timeline import Timeline, record
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class AdamW(Optimizer):
         """Returns the ranks that share the verdict; None: this process decides alone. For superoffload.checkpoints."""
         return self._ranks.session
 
-    def tracked(self, param: Tensor) -> Tracked | None:
+    def tracked(self, param: Tensor) -> TrackedParam | None:
         """Returns the record of a parameter with state; None if it has none. For superoffload.checkpoints."""
         return self._parts.params.get(param)
 
@@ -234,7 +234,7 @@ class AdamW(Optimizer):
                 loss = closure()
         with self._lifetime.whole():
             self._check_usable()  # the closure, or another thread, may have closed it
-            self._parts.boundary.end_step(LossScale.on(self))
+            self._parts.step_end.end_step(LossScale.on(self))
         self._parts.advice.tell()
         return loss
 
@@ -243,7 +243,7 @@ class AdamW(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, as in torch. Without a ``step()`` since backward it abandons the step: nothing changes."""
-        self._lifetime.work.if_in_use(self._parts.boundary.abandon)
+        self._lifetime.work.if_in_use(self._parts.step_end.abandon)
         super().zero_grad(set_to_none)
         for group in self.param_groups:
             for param in group["params"]:

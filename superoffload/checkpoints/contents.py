@@ -16,7 +16,7 @@ from superoffload.distributed.session import RankSession
 from superoffload.distributed.setup import plain_name
 from superoffload.errors import ArgumentError
 from superoffload.host.tensors import is_dtensor
-from superoffload.optimizer.watched import Tracked
+from superoffload.optimizer.tracked_param import TrackedParam
 
 _EXTRA_STATE = "_extra_state"
 MODEL, MASTER, EXP_AVG, EXP_AVG_SQ = "model.", "master.", "exp_avg.", "exp_avg_sq."
@@ -130,7 +130,7 @@ def is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == _EXTRA_STATE
 
 
-def stepped(optimizer: Optimizer, named: Named) -> Iterator[tuple[str, Tensor, Tracked]]:
+def stepped(optimizer: Optimizer, named: Named) -> Iterator[tuple[str, Tensor, TrackedParam]]:
     """Yields the parameters whose state AdamW holds."""
     assert isinstance(optimizer, AdamW)
     for name, param in named.params.items():

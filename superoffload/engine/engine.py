@@ -43,7 +43,7 @@ class Engine(EngineParts):
         if not narrow:
             return
         self.tail.finish()
-        if any(bucket.state is not BucketState.FILLING for bucket in self.layout.buckets) or self.inbox.has_let_go:
+        if any(bucket.state is not BucketState.FILLING for bucket in self.layout.buckets) or self.inbox.has_released:
             return
         for shard in narrow:
             shard.widen()

@@ -10,8 +10,8 @@ from superoffload import _native
 from superoffload.engine.bucket import Bucket, BucketState
 from superoffload.engine.executor import Executor
 from superoffload.engine.layout import Layout
-from superoffload.engine.schedule import Schedule, Situation
 from superoffload.engine.snapshot import Snapshots
+from superoffload.engine.speculation_schedule import Schedule, Situation
 from superoffload.engine.speculator import Speculator
 from superoffload.engine.stats import Stats
 from superoffload.errors import DeviceError, TornStep

@@ -41,7 +41,7 @@ class Inbox:
         return self.arrived.get(shard.index)
 
     @property
-    def has_let_go(self) -> bool:
+    def has_released(self) -> bool:
         """Returns whether any gradient was packed and let go."""
         return any(gradient is None for gradient in self.arrived.values())
 
@@ -98,7 +98,7 @@ class Inbox:
         if shard.index in self._order:
             self._order.remove(shard.index)
 
-    def let_go(self, shard: Shard) -> None:
+    def release(self, shard: Shard) -> None:
         """Drops a gradient that was packed wholly: nothing reads it again."""
         self.arrived[shard.index] = None
 
@@ -172,15 +172,15 @@ class Packer:
         bucket.is_packed(ticket.completion, ticket.bit_sums)
         self._inbox.is_packed(bucket)
         if self._link.frees_gradients:
-            self._let_go_of(bucket)
+            self._release(bucket)
 
-    def _let_go_of(self, bucket: Bucket) -> None:
+    def _release(self, bucket: Bucket) -> None:
         """Drops the gradients of which every part was packed: nothing reads them again."""
         for piece in bucket.stepped_pieces():
             shard = piece.shard
             filling = (other.state is BucketState.FILLING for other in self._layout.buckets_of(shard))
             if self._inbox.gradient_of(shard) is not None and not any(filling):
-                self._inbox.let_go(shard)
+                self._inbox.release(shard)
                 self._listener.packed(shard)
 
     # ---- on its way ------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from superoffload.engine.engine_options import EngineOptions
 from superoffload.engine.listener import Listener
 from superoffload.engine.placement import Placer, move_state
 from superoffload.engine.placement_choice import Measured
-from superoffload.engine.schedule import Schedule
+from superoffload.engine.speculation_schedule import Schedule
 from superoffload.host.memory import exceeds_caches, is_out_of_memory
 from superoffload.links.base import Link
 

@@ -10,8 +10,8 @@ from superoffload.engine.bucket import Bucket, BucketState
 from superoffload.engine.executor import Executor
 from superoffload.engine.inbox import Inbox
 from superoffload.engine.layout import Layout
-from superoffload.engine.schedule import Schedule
 from superoffload.engine.snapshot import Snapshots
+from superoffload.engine.speculation_schedule import Schedule
 from superoffload.engine.stats import Stats
 from superoffload.links.base import Link
 
@@ -80,7 +80,7 @@ class Speculator:
             return False
         inbox = self._inbox
         numel = inbox.numel_whole() if inbox.unfinished else inbox.numel_packed
-        return self._schedule.wants(numel / self._layout.numel)
+        return self._schedule.should_speculate(numel / self._layout.numel)
 
     def _speculate(self, bucket: Bucket) -> None:
         """Steps it with a journal, unless its journal overflowed lately."""

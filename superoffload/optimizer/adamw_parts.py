@@ -13,13 +13,13 @@ from superoffload.engine.recorder import Recorder
 from superoffload.optimizer.accumulating import Accumulation
 from superoffload.optimizer.advice import Advice
 from superoffload.optimizer.arguments import as_groups, check_groups, named_in
-from superoffload.optimizer.boundary import Boundary
-from superoffload.optimizer.connection import connect
+from superoffload.optimizer.bit_compare_interval import BitCompareInterval
+from superoffload.optimizer.constructor_arguments import ConstructorArguments
 from superoffload.optimizer.delivery import Delivery, Eager, OnDemand
 from superoffload.optimizer.edits import Edits
+from superoffload.optimizer.engine_setup import set_up_engine
 from superoffload.optimizer.fp32_sums import Fp32Sums
 from superoffload.optimizer.freed_gradients import FreedGradients
-from superoffload.optimizer.given import Given
 from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.host_sums import HostSums
 from superoffload.optimizer.intake import Intake
@@ -28,7 +28,7 @@ from superoffload.optimizer.other_ranks import Ranks, other_ranks
 from superoffload.optimizer.params import Params, StateViews
 from superoffload.optimizer.reductions import Reductions
 from superoffload.optimizer.state import State
-from superoffload.optimizer.untold_writes import UntoldWrites
+from superoffload.optimizer.step_end import StepEnd
 from superoffload.optimizer.verdicts import Verdicts
 from superoffload.optimizer.writes import Writes
 
@@ -37,7 +37,12 @@ class Lasting:
     """Holds the parts that stay when other parameters replace those that an optimizer was made for."""
 
     def __init__(
-        self, lifetime: Lifetime, groups: ParamGroups, verdicts: Verdicts, given: Given, recorder: Recorder
+        self,
+        lifetime: Lifetime,
+        groups: ParamGroups,
+        verdicts: Verdicts,
+        given: ConstructorArguments,
+        recorder: Recorder,
     ) -> None:
         self.lifetime = lifetime
         self.groups = groups
@@ -83,7 +88,7 @@ class Parts:
     ranks: Ranks
     intake: Intake
     delivery: Delivery
-    boundary: Boundary
+    step_end: StepEnd
     state: State
 
     def adopt(self, lasting: Lasting, group: int) -> None:
@@ -140,27 +145,29 @@ def assemble(lasting: Lasting, params: Sequence[Tensor]) -> Parts:
     """Makes the parts for ``params``, which are adopted later, group by group."""
     lifetime, groups, verdicts, given = lasting.lifetime, lasting.groups, lasting.verdicts, lasting.given
     try:
-        connection = connect(given, params, groups.hyper, lasting.recorder)
+        engine_setup = set_up_engine(given, params, groups.hyper, lasting.recorder)
     except BaseException:
         lasting.recorder.close()
         raise
-    engine, advice = connection.engine, Advice()
-    owned = Params(connection, given, groups, lasting.views)
-    untold = UntoldWrites(advice)
-    writes = Writes(engine, untold)
-    ranks = other_ranks(connection.ranks, engine, owned, verdicts, writes)
+    engine, advice = engine_setup.engine, Advice()
+    owned = Params(engine_setup, given, groups, lasting.views)
+    compare_interval = BitCompareInterval(advice)
+    writes = Writes(engine, compare_interval)
+    ranks = other_ranks(engine_setup.ranks, engine, owned, verdicts, writes)
     delivery: Delivery = (
-        OnDemand(lifetime, engine, owned, untold, given.model, params) if given.on_demand else Eager(lifetime, engine)
+        OnDemand(lifetime, engine, owned, compare_interval, given.model, params)
+        if given.on_demand
+        else Eager(lifetime, engine)
     )
     host_sums = HostSums(engine, wanted=given.fp32_sums)
     freed = FreedGradients(lifetime, engine, owned, host_sums, advice)
-    connection.listener.tell(gradients=freed, state=owned, delivery=delivery)
+    engine_setup.listener.tell(gradients=freed, state=owned, delivery=delivery)
     intake = Intake(
         lifetime, engine, owned, lasting.accumulation, lasting.sums, host_sums, freed, writes, ranks, verdicts
     )
     lasting.reductions.give_to(intake)
-    edits = Edits(engine, owned, intake, writes, untold, lasting.accumulation, advice)
-    boundary = Boundary(
+    edits = Edits(engine, owned, intake, writes, compare_interval, lasting.accumulation, advice)
+    step_end = StepEnd(
         engine,
         groups,
         owned,
@@ -169,10 +176,10 @@ def assemble(lasting: Lasting, params: Sequence[Tensor]) -> Parts:
         edits,
         delivery,
         lasting.reductions,
-        untold,
+        compare_interval,
         verdicts,
         advice,
         fp32_sums=given.fp32_sums,
     )
-    state = State(lifetime, engine, groups, owned, ranks, intake, boundary, writes)
-    return Parts(engine, owned, advice, ranks, intake, delivery, boundary, state)
+    state = State(lifetime, engine, groups, owned, ranks, intake, step_end, writes)
+    return Parts(engine, owned, advice, ranks, intake, delivery, step_end, state)

@@ -19,14 +19,14 @@ from superoffload.engine.engine import Engine
 from superoffload.engine.verdict import Verdict
 from superoffload.errors import StateError, SuperOffloadError
 from superoffload.optimizer.arguments import check_in_module
-from superoffload.optimizer.as_left import remember, unwritten
+from superoffload.optimizer.bit_compare_interval import BitCompareInterval
+from superoffload.optimizer.bulk_checks import remember, unwritten
 from superoffload.optimizer.check_reads import CheckReads
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.module_hooks import ModuleHooks
 from superoffload.optimizer.params import Params
-from superoffload.optimizer.untold_writes import UntoldWrites
-from superoffload.optimizer.watched import Tracked, notice
-from superoffload.optimizer.weakly import weakly
+from superoffload.optimizer.tracked_param import TrackedParam, find_edits
+from superoffload.optimizer.weak_hooks import weakly
 
 
 class Delivery(Protocol):
@@ -118,16 +118,16 @@ class OnDemand:
         lifetime: Lifetime,
         engine: Engine,
         params: Params,
-        untold: UntoldWrites,
+        compare_interval: BitCompareInterval,
         module_of: Callable[[], nn.Module | None],
         given: Sequence[Tensor],
     ) -> None:
         self._lifetime = lifetime
         self._engine = engine
         self._params = params
-        self._untold = untold
+        self._compare_interval = compare_interval
         self._undelivered = Undelivered(lifetime, engine)
-        self._overtaken: dict[int, Tracked] = {}
+        self._overtaken: dict[int, TrackedParam] = {}
         self._module_of = module_of  # returns None once the module is freed
         self._hooks: list[ModuleHooks] = []
         self.check_new(given)
@@ -184,7 +184,7 @@ class OnDemand:
         under_way = self._engine.link.asynchronous
         landing = self._stepped_in(buckets)
         overtaken = (
-            [one for one in landing if one.plainly_written] if under_way else notice(unwritten(landing)[1]).written
+            [one for one in landing if one.plainly_written] if under_way else find_edits(unwritten(landing)[1]).written
         )
         self._overtaken = {tracked.shard.index: tracked for tracked in overtaken}
         if self._overtaken and not under_way:  # else step() has sent them already
@@ -193,14 +193,14 @@ class OnDemand:
 
     def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None:
         self._undelivered.end()
-        remember(self._stepped_in(buckets), on_device=self._untold.on_device)
+        remember(self._stepped_in(buckets), on_device=self._compare_interval.on_device)
         errors = [self._overtaken_error(tracked) for tracked in self._overtaken.values()]
         return errors[0] if errors else None
 
-    def _stepped_in(self, buckets: Sequence[Bucket]) -> list[Tracked]:
+    def _stepped_in(self, buckets: Sequence[Bucket]) -> list[TrackedParam]:
         return self._params.of_shards({piece.shard.index for bucket in buckets for piece in bucket.stepped_pieces()})
 
-    def _overtaken_error(self, tracked: Tracked) -> SuperOffloadError:
+    def _overtaken_error(self, tracked: TrackedParam) -> SuperOffloadError:
         """Returns an error about a parameter, once: from now on its value counts as the user's."""
         tracked.forget_value()
         try:

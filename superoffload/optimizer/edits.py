@@ -9,14 +9,14 @@ from superoffload.errors import DeviceError
 from superoffload.host.tensors import is_dtensor
 from superoffload.optimizer.accumulating import Accumulation
 from superoffload.optimizer.advice import Advice
-from superoffload.optimizer.as_left import unedited, unwritten
-from superoffload.optimizer.edited_gradients import EditedGradients
+from superoffload.optimizer.bit_compare_interval import BitCompareInterval
+from superoffload.optimizer.bulk_checks import unedited, unwritten
+from superoffload.optimizer.edit_advice import EditAdvice
 from superoffload.optimizer.gradient_source import check_one_gradient, gradient_of
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.packed_gradient import packed_in
 from superoffload.optimizer.params import Params
-from superoffload.optimizer.untold_writes import UntoldWrites
-from superoffload.optimizer.watched import Noticed, Tracked, notice
+from superoffload.optimizer.tracked_param import FoundEdits, TrackedParam, find_edits
 from superoffload.optimizer.writes import Writes
 
 
@@ -29,7 +29,7 @@ class Edits:
         params: Params,
         intake: Intake,
         writes: Writes,
-        untold: UntoldWrites,
+        compare_interval: BitCompareInterval,
         accumulation: Accumulation,
         advice: Advice,
     ) -> None:
@@ -37,10 +37,10 @@ class Edits:
         self._params = params
         self._intake = intake
         self._writes = writes
-        self._untold = untold
+        self._compare_interval = compare_interval
         self._accumulation = accumulation
         self._advice = advice
-        self._edited = EditedGradients(advice)
+        self._edited = EditAdvice(advice)
 
     def begin(self) -> None:
         """Notes which buckets were speculated, before the first gradient is retracted."""
@@ -49,7 +49,7 @@ class Edits:
     def all_edited(self) -> None:
         """Retracts every gradient, since all were edited in a way that version counters do not show."""
         for tracked in self._params:
-            self._let_go(tracked)
+            self._retract(tracked)
 
     def collect(self) -> None:
         engine, intake = self._engine, self._intake
@@ -57,15 +57,15 @@ class Edits:
         intake.hook()
         alike, others = unedited(self._params, engine.inbox.arrived)
         others += unwritten(alike)[1]
-        noticed = self._notice(others)
-        self._untold.found(noticed.untold)
+        found = self._find(others)
+        self._compare_interval.found(found.unversioned)
         late = []
         for tracked in others:
             if tracked.gradient.reduced is not None:
                 self._adopt_reduced(tracked)
-            if engine.has_gradient(tracked.shard) and (tracked in noticed.edited or self.is_edited(tracked)):
-                self._let_go(tracked)
-            if tracked in noticed.written:
+            if engine.has_gradient(tracked.shard) and (tracked in found.edited or self.is_edited(tracked)):
+                self._retract(tracked)
+            if tracked in found.written:
                 self._writes.follow(tracked)
             check_one_gradient(tracked.shard.name, tracked.param)
             if gradient_of(tracked.param) is not None and not engine.has_gradient(tracked.shard):
@@ -73,11 +73,11 @@ class Edits:
         intake.take_late(late)
         self._edited.end()
 
-    def is_edited(self, tracked: Tracked) -> bool:
+    def is_edited(self, tracked: TrackedParam) -> bool:
         """Returns whether the gradient differs from the one that the engine has.
 
         Operations on lists of DTensors (torch._foreach_mul_, and so clip_grad_norm_) raise no version. There the bits
-        are compared, unless ``notice`` has done that.
+        are compared, unless ``find_edits`` has done that.
         """
         grad = gradient_of(tracked.param)
         if grad is None or tracked.gradient.plainly_changed:
@@ -90,21 +90,21 @@ class Edits:
             unknown = packed.in_memory is not None and tracked.gradient.was_written(grad)
         return unknown and not self._engine.packer.gradient_is(tracked.shard, tracked.holding.part(grad))
 
-    def _notice(self, several: Sequence[Tracked]) -> Noticed:
+    def _find(self, several: Sequence[TrackedParam]) -> FoundEdits:
         """Finds what was written and edited. Where a device cannot tell, it brings masters to the last finished step;
         lost gradients raise an error of their own."""
         try:
-            return notice(several, self._engine.packer.packed_sums)
+            return find_edits(several, self._engine.packer.packed_sums)
         except DeviceError:
             self._engine.quiesce()
             raise
 
-    def _let_go(self, tracked: Tracked) -> None:
+    def _retract(self, tracked: TrackedParam) -> None:
         if gradient_of(tracked.param) is not None:
             self._edited.edited(tracked.shard)
-        self._intake.let_go(tracked)
+        self._intake.retract(tracked)
 
-    def _adopt_reduced(self, tracked: Tracked) -> None:
+    def _adopt_reduced(self, tracked: TrackedParam) -> None:
         """Remembers ``p.grad`` in place of a reduced gradient, or retracts that if the bits differ: it was edited."""
         tracked.gradient.forget_reduced()
         grad = tracked.param.grad
@@ -112,4 +112,4 @@ class Edits:
             if self._engine.packer.gradient_is(tracked.shard, tracked.holding.part(grad)):
                 tracked.gradient.remember(grad)
             else:
-                self._let_go(tracked)
+                self._retract(tracked)

@@ -14,8 +14,8 @@ from superoffload.optimizer.host_sums import HostSums
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.packed_gradient import PackedGradient, gradient_is_gone, packed_in
 from superoffload.optimizer.params import Params
-from superoffload.optimizer.watched import Tracked
-from superoffload.optimizer.weakly import weakly
+from superoffload.optimizer.tracked_param import TrackedParam
+from superoffload.optimizer.weak_hooks import weakly
 
 
 class FreedGradients:
@@ -51,7 +51,7 @@ class FreedGradients:
 
     # ---- calls of placeholders --------------------------------------------------------------------------------
 
-    def is_packed(self, tracked: Tracked, packed: PackedGradient) -> bool:
+    def is_packed(self, tracked: TrackedParam, packed: PackedGradient) -> bool:
         """Returns whether ``packed`` stands for the gradient that the engine has of this step."""
         return tracked.gradient.is_placeholder(packed) and self._engine.has_gradient(tracked.shard)
 
@@ -74,7 +74,7 @@ class FreedGradients:
                 self.bring_back(tracked, packed)
 
     @torch.no_grad()
-    def bring_back(self, tracked: Tracked, packed: PackedGradient) -> None:
+    def bring_back(self, tracked: TrackedParam, packed: PackedGradient) -> None:
         """Fills ``packed`` with a copy of the packed gradient on the parameter's device, even in inference mode."""
         holding, local = tracked.holding, local_of(tracked.param)
         if holding.flat_chunks:

@@ -21,7 +21,7 @@ class _Widened:
     def hold(self) -> None:
         self.holders += 1
 
-    def let_go(self) -> bool:
+    def release(self) -> bool:
         """Removes a holder; returns whether it was the last one."""
         self.holders -= 1
         return self.holders <= 0
@@ -60,7 +60,7 @@ class GradDtypes:
         while self._held:
             param, _ = self._held.popitem()
             widened = _WIDENED[param]
-            if not widened.let_go():
+            if not widened.release():
                 continue
             del _WIDENED[param]
             dtype = param.dtype if widened.was_own else widened.before  # the model may have been converted since

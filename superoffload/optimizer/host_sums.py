@@ -5,7 +5,7 @@ from __future__ import annotations
 from superoffload.engine.engine import Engine
 from superoffload.host.tensors import is_dtensor
 from superoffload.optimizer.gradient_source import main_grad_of
-from superoffload.optimizer.watched import Tracked
+from superoffload.optimizer.tracked_param import TrackedParam
 
 _BYTES = 4  # of an element in fp32
 
@@ -23,7 +23,7 @@ class HostSums:
         """Returns whether no gradient is added up in host memory."""
         return self._chosen is False
 
-    def serve(self, tracked: Tracked) -> bool:
+    def serve(self, tracked: TrackedParam) -> bool:
         """Returns whether this gradient is packed before the last pass, and further passes add to the packed one."""
         if self._chosen is False or tracked.param.grad is None or main_grad_of(tracked.param) is not None:
             return False

@@ -20,7 +20,7 @@ from superoffload.host.memory import room_on_device
 from superoffload.host.tensors import is_dtensor
 from superoffload.optimizer.accumulating import Accumulation
 from superoffload.optimizer.arguments import check_gradient
-from superoffload.optimizer.as_left import ready_gradients
+from superoffload.optimizer.bulk_checks import ready_gradients
 from superoffload.optimizer.fp32_sums import Fp32Sums
 from superoffload.optimizer.freed_gradients import FreedGradients
 from superoffload.optimizer.gradient_source import dtype_to_come, gradient_of, is_added, main_grad_of
@@ -29,13 +29,13 @@ from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.other_ranks import Ranks
 from superoffload.optimizer.packed_gradient import PackedGradient, packed_in, unpacked
 from superoffload.optimizer.params import Params
+from superoffload.optimizer.tracked_param import TrackedParam
 from superoffload.optimizer.verdicts import Verdicts
-from superoffload.optimizer.watched import Tracked
 from superoffload.optimizer.writes import Writes
 
 
 class Intake:
-    """Hands each gradient to the engine in a hook of the last backward before ``step()``, or at the boundary."""
+    """Hands each gradient to the engine in a hook of the last backward before ``step()``, or in ``step()``."""
 
     def __init__(
         self,
@@ -61,15 +61,17 @@ class Intake:
         self._ranks = ranks
         self._verdicts = verdicts
         self._in_streams = engine.link.in_streams
-        self._hooks: dict[Tracked, RemovableHandle] = {}  # not of frozen parameters
-        self._unhooked: list[Tracked] = []  # frozen ones, and those that are reduced over ranks later
+        self._hooks: dict[TrackedParam, RemovableHandle] = {}  # not of frozen parameters
+        self._unhooked: list[TrackedParam] = []  # frozen ones, and those that are reduced over ranks later
         # By the shard's index; empty unless the engine has a gradient of this step and its buckets stay as they are.
         self._only_bucket: Mapping[int, Bucket] = {}
-        self._waiting: defaultdict[Bucket, dict[Tracked, None]] = defaultdict(dict)  # until all of a bucket are final
-        self._arrivals: dict[Tracked, int] = {}  # backward passes that reached each since the last step
-        self._expected: dict[Tracked, int] = {}  # as many as in the step before; one where none is known
+        self._waiting: defaultdict[Bucket, dict[TrackedParam, None]] = defaultdict(
+            dict
+        )  # until all of a bucket are final
+        self._arrivals: dict[TrackedParam, int] = {}  # backward passes that reached each since the last step
+        self._expected: dict[TrackedParam, int] = {}  # as many as in the step before; one where none is known
         # Whose hook has ended a backward: with which p.grad, in which thread, and why.
-        self._unfinished: dict[Tracked, tuple[int, str, Exception]] = {}
+        self._unfinished: dict[TrackedParam, tuple[int, str, Exception]] = {}
 
     # ---- hooks ------------------------------------------------------------------------------------------------
 
@@ -95,7 +97,7 @@ class Intake:
 
     # ---- during backward --------------------------------------------------------------------------------------
 
-    def take(self, tracked: Tracked) -> None:
+    def take(self, tracked: TrackedParam) -> None:
         """Takes a gradient in its hook, after backward has added to it.
 
         A gradient that does not complete its bucket waits for the others. These counts are only a hint: after an
@@ -122,12 +124,12 @@ class Intake:
         else:
             self._in_backward(tracked, self._take)
 
-    def _arrives(self, tracked: Tracked) -> bool:
+    def _arrives(self, tracked: TrackedParam) -> bool:
         """Counts one more backward; returns whether it is the last one, judging by the step before."""
         self._arrivals[tracked] = arrivals = self._arrivals.get(tracked, 0) + 1
         return arrivals >= self._expected.get(tracked, 1)
 
-    def _arrives_last(self, tracked: Tracked) -> bool:
+    def _arrives_last(self, tracked: TrackedParam) -> bool:
         """``_arrives()``, where it is the last one; else nothing is counted."""
         arrivals = self._arrivals.get(tracked, 0) + 1
         if arrivals < self._expected.get(tracked, 1):
@@ -140,11 +142,11 @@ class Intake:
         for tracked in self._pass_on(self._no_longer_waiting(bucket), in_backward=True):
             self._in_backward(tracked, self._take_last)
 
-    def _no_longer_waiting(self, bucket: Bucket) -> list[Tracked]:
+    def _no_longer_waiting(self, bucket: Bucket) -> list[TrackedParam]:
         """Removes the waiting gradients in one operation. If another thread adds one later, ``step()`` finds it."""
         return list(self._waiting.pop(bucket, ()))
 
-    def _pass_on(self, several: Sequence[Tracked], *, in_backward: bool) -> list[Tracked]:
+    def _pass_on(self, several: Sequence[TrackedParam], *, in_backward: bool) -> list[TrackedParam]:
         """Gives the engine all gradients that can be packed as they are; returns the others."""
         ready, others = ready_gradients(several, self._engine.inbox.arrived)
         if not ready:
@@ -158,8 +160,8 @@ class Intake:
             raise
         return others
 
-    def take_late(self, several: Sequence[Tracked]) -> None:
-        """Hands over, at the boundary, the gradients that the engine does not have."""
+    def take_late(self, several: Sequence[TrackedParam]) -> None:
+        """Hands over, in ``step()``, the gradients that the engine does not have."""
         for tracked in several[:1]:  # begins the step, if no gradient has arrived before
             self.hand_over(tracked, in_backward=False)
         for tracked in self._pass_on(several[1:], in_backward=False):
@@ -187,12 +189,12 @@ class Intake:
         self._only_bucket = {}
         self._waiting.clear()
 
-    def _in_backward(self, tracked: Tracked, take: Callable[[Tracked], None]) -> None:
+    def _in_backward(self, tracked: TrackedParam, take: Callable[[TrackedParam], None]) -> None:
         """Calls ``take`` in one thread at a time. Its error may be lost with the thread that runs backward; ``step()``
         raises it again, since gradients are missing then."""
         self._lifetime.work.if_in_use(self._take_by, take, tracked)
 
-    def _take_by(self, take: Callable[[Tracked], None], tracked: Tracked) -> None:
+    def _take_by(self, take: Callable[[TrackedParam], None], tracked: TrackedParam) -> None:
         try:
             take(tracked)
         except Exception as error:
@@ -203,12 +205,12 @@ class Intake:
         if self._unfinished:
             self._unfinished.pop(tracked, None)
 
-    def _take(self, tracked: Tracked) -> None:
+    def _take(self, tracked: TrackedParam) -> None:
         packed = packed_in(tracked.param.grad)
         if packed is not None and (packed.addend is None or not self._freed.is_packed(tracked, packed)):
             packed = None
         if packed is None and self._engine.has_gradient(tracked.shard):
-            self.let_go(tracked)  # a second backward before step(): the sum is the gradient
+            self.retract(tracked)  # a second backward before step(): the sum is the gradient
         more_to_come = not self._is_last(tracked)
         if packed is not None:
             self._add_to_packed(tracked, packed, more_to_come=more_to_come)
@@ -216,22 +218,22 @@ class Intake:
             await_offload(tracked.param)
             self.hand_over(tracked, in_backward=True, more_to_come=more_to_come)
 
-    def _take_last(self, tracked: Tracked) -> None:
+    def _take_last(self, tracked: TrackedParam) -> None:
         """Takes a gradient that was counted as the last one, unless it was removed since."""
         if tracked.param.grad is not None and main_grad_of(tracked.param) is None:
             if self._engine.has_gradient(tracked.shard):
-                self.let_go(tracked)
+                self.retract(tracked)
             await_offload(tracked.param)
             self.hand_over(tracked, in_backward=True)
 
-    def _is_last(self, tracked: Tracked) -> bool:
+    def _is_last(self, tracked: TrackedParam) -> bool:
         """Returns, in the hook, whether this backward is most likely the last one before ``step()``."""
         accumulation = self._accumulation
         if accumulation.is_asked_for or not _is_final(tracked.param) or accumulation.is_of_a_window():
             return False
         return self._arrives(tracked)
 
-    def _add_to_packed(self, tracked: Tracked, packed: PackedGradient, *, more_to_come: bool) -> None:
+    def _add_to_packed(self, tracked: TrackedParam, packed: PackedGradient, *, more_to_come: bool) -> None:
         assert packed.addend is not None
         if tracked.plainly_written:
             self._writes.follow(tracked)
@@ -242,12 +244,12 @@ class Intake:
 
     # ---- to the engine ------------------------------------------------------------------------------------------
 
-    def let_go(self, tracked: Tracked) -> None:
+    def retract(self, tracked: TrackedParam) -> None:
         """Has the engine retract the gradient."""
         tracked.gradient.forget()
         self._engine.retract(tracked.shard)
 
-    def hand_over(self, tracked: Tracked, *, in_backward: bool, more_to_come: bool = False) -> None:
+    def hand_over(self, tracked: TrackedParam, *, in_backward: bool, more_to_come: bool = False) -> None:
         """Gives the engine the gradient that the user sees."""
         main = main_grad_of(tracked.param)
         grad = unpacked(tracked.param) if main is None else main
@@ -278,7 +280,7 @@ class Intake:
         self._engine.speculator.expect(unscale=self._verdicts.unscale, max_grad_norm=self._verdicts.max_grad_norm)
         self._only_bucket = self._engine.layout.only_bucket if in_backward and self._engine.layout.observed else {}
 
-    def _follow_dtype(self, tracked: Tracked, dtype: torch.dtype) -> None:
+    def _follow_dtype(self, tracked: TrackedParam, dtype: torch.dtype) -> None:
         """Widens buckets so that the gradient fits: fp32 holds every other dtype exactly.
 
         Public dtypes are read again at the first gradient of a step. If a gradient is in fp32 against them, the others
@@ -313,9 +315,9 @@ class Intake:
         if tracked is not None:
             self._in_backward(tracked, _keep_reduced)
 
-    def _take_reduced(self, tracked: Tracked, gradient: Tensor) -> None:
+    def _take_reduced(self, tracked: TrackedParam, gradient: Tensor) -> None:
         if self._engine.has_gradient(tracked.shard):
-            self.let_go(tracked)
+            self.retract(tracked)
         if main_grad_of(tracked.param) is not None:  # the user adds the reduced gradient to it
             return
         if tracked.plainly_written:
@@ -328,7 +330,7 @@ class Intake:
             part = tracked.holding.part_of_memory(gradient.view(-1)).to(tracked.shard.gradient_dtype)
         self._engine.arrive(tracked.shard, part)
 
-    # ---- at the boundary --------------------------------------------------------------------------------------
+    # ---- in step() ------------------------------------------------------------------------------------------
 
     def check_finished(self) -> None:
         """Raises if a backward ended with an error, unless the user has removed or replaced its gradient since."""
@@ -350,7 +352,7 @@ class Intake:
         self._begin_anew()
 
 
-def _hook_of(intake: Intake, tracked: Tracked) -> Callable[[Tensor], None]:
+def _hook_of(intake: Intake, tracked: TrackedParam) -> Callable[[Tensor], None]:
     """Makes the hook of a parameter. It keeps neither object alive, since parameters often outlive the optimizer."""
     intake_of, tracked_of = ref(intake), ref(tracked)
 
@@ -362,7 +364,7 @@ def _hook_of(intake: Intake, tracked: Tracked) -> Callable[[Tensor], None]:
     return on_gradient
 
 
-def _comes_in_fp32(tracked: Tracked) -> bool:
+def _comes_in_fp32(tracked: TrackedParam) -> bool:
     return dtype_to_come(tracked.shard.name, tracked.param) is torch.float32
 
 
@@ -377,7 +379,7 @@ def _is_final(param: Tensor) -> bool:
     return final
 
 
-def _keep_reduced(tracked: Tracked) -> None:
+def _keep_reduced(tracked: TrackedParam) -> None:
     gradient = tracked.gradient
     if gradient.reduced is not None and tracked.param.grad is not None:
         gradient.forget_reduced()

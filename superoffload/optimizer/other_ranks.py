@@ -14,8 +14,8 @@ from superoffload.engine.verdict import Verdict
 from superoffload.errors import RankError
 from superoffload.optimizer.gradient_source import gradient_of
 from superoffload.optimizer.params import Params
+from superoffload.optimizer.tracked_param import find_edits
 from superoffload.optimizer.verdicts import LossScale, Verdicts
-from superoffload.optimizer.watched import notice
 from superoffload.optimizer.writes import Writes
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class OtherRanks:
         seen = self.session.seen_next()
         for held in seen:
             self._engine.tail.settle(held.shard)
-        self._writes.follow_all(notice(self._params[held.param] for held in seen))
+        self._writes.follow_all(find_edits(self._params[held.param] for held in seen))
         self.session.look()
 
 

@@ -15,11 +15,11 @@ from superoffload.engine.bucket import Shard
 from superoffload.engine.placement import make_state
 from superoffload.errors import StateError
 from superoffload.optimizer.arguments import check_finite, check_parameter
-from superoffload.optimizer.connection import Connection
-from superoffload.optimizer.given import Given
+from superoffload.optimizer.constructor_arguments import ConstructorArguments
+from superoffload.optimizer.engine_setup import EngineSetup
 from superoffload.optimizer.gradient_source import dtype_to_come
 from superoffload.optimizer.groups import ParamGroups
-from superoffload.optimizer.watched import Tracked, remember_values
+from superoffload.optimizer.tracked_param import TrackedParam, remember_values
 
 
 class StateViews:
@@ -32,7 +32,7 @@ class StateViews:
         """Replaces the mapping, as torch's own class does when it assigns ``optimizer.state``."""
         self.mapping = mapping
 
-    def show(self, tracked: Tracked) -> None:
+    def show(self, tracked: TrackedParam) -> None:
         param, holding, shard = tracked.param, tracked.holding, tracked.shard
         self.mapping[param] = {
             "step": tracked.step,
@@ -43,32 +43,36 @@ class StateViews:
 
 
 class Params:
-    """Owns a ``Tracked`` for each parameter that trains: its shard in the engine, its name, this rank's part."""
+    """Owns a ``TrackedParam`` for each parameter that trains: its shard in the engine, its name, this rank's part."""
 
-    def __init__(self, connection: Connection, given: Given, groups: ParamGroups, views: StateViews) -> None:
-        self._engine = connection.engine
-        self._setup = connection.ranks
-        self._names = connection.names
-        self._resident = connection.resident
+    def __init__(
+        self, engine_setup: EngineSetup, given: ConstructorArguments, groups: ParamGroups, views: StateViews
+    ) -> None:
+        self._engine = engine_setup.engine
+        self._setup = engine_setup.ranks
+        self._names = engine_setup.names
+        self._resident = engine_setup.resident
         self._state_dtype = given.state_dtype
         self._seed = given.seed
         self._groups = groups
         self._views = views
-        self._tracked: dict[Tensor, Tracked] = {}
-        self._of_shard: dict[int, Tracked] = {}
+        self._tracked: dict[Tensor, TrackedParam] = {}
+        self._of_shard: dict[int, TrackedParam] = {}
         self._fresh: list[Held] = []  # not announced to other ranks yet
-        self._counts: list[tuple[Tensor, list[Tracked]]] = []  # steps as state[p]["step"] shows them, and their owners
+        self._counts: list[
+            tuple[Tensor, list[TrackedParam]]
+        ] = []  # steps as state[p]["step"] shows them, and their owners
         self._has_masters = False  # masters have other values than the parameters
 
     # ---- known parameters -------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Tracked]:
+    def __iter__(self) -> Iterator[TrackedParam]:
         return iter(self._tracked.values())
 
     def __contains__(self, param: Tensor) -> bool:
         return param in self._tracked
 
-    def __getitem__(self, param: Tensor) -> Tracked:
+    def __getitem__(self, param: Tensor) -> TrackedParam:
         return self._tracked[param]
 
     def without_state(self, params: Sequence[Tensor]) -> list[Tensor]:
@@ -76,13 +80,13 @@ class Params:
         known = self._tracked
         return [param for param in params if param not in known]
 
-    def get(self, param: Tensor) -> Tracked | None:
+    def get(self, param: Tensor) -> TrackedParam | None:
         return self._tracked.get(param)
 
-    def of_shard(self, index: int) -> Tracked | None:
+    def of_shard(self, index: int) -> TrackedParam | None:
         return self._of_shard.get(index)
 
-    def of_shards(self, indices: set[int]) -> list[Tracked]:
+    def of_shards(self, indices: set[int]) -> list[TrackedParam]:
         """Returns those of these shards, in registration order."""
         return [self._of_shard[index] for index in sorted(indices)]
 
@@ -109,7 +113,7 @@ class Params:
         fresh, self._fresh = self._fresh, []
         return fresh
 
-    def adopt(self, group: int, params: Sequence[Tensor]) -> list[Tracked]:
+    def adopt(self, group: int, params: Sequence[Tensor]) -> list[TrackedParam]:
         """Makes state for those of a group's ``params`` that have none yet."""
         wanted = {id(param) for param in params if param not in self._tracked}
         fresh = {param: name for name, param in self.named(group) if id(param) in wanted}
@@ -121,7 +125,7 @@ class Params:
         resident = [id(param) in self._resident for param in fresh]
         dtypes = (torch.float32, self._state_dtype, self._state_dtype)
         states = make_state(sizes, dtypes, resident, self._engine.layout.placer)
-        found: list[Tracked] = []
+        found: list[TrackedParam] = []
         counts = torch.zeros(len(fresh), dtype=torch.float32)
         for i, (param, name) in enumerate(fresh.items()):
             master, exp_avg, exp_avg_sq = states[i]
@@ -150,18 +154,18 @@ class Params:
         remember_values(found)
         return found
 
-    def _track(self, param: Tensor, shard: Shard, holding: Holding, step: Tensor) -> Tracked:
+    def _track(self, param: Tensor, shard: Shard, holding: Holding, step: Tensor) -> TrackedParam:
         link = self._engine.link
         # Where a link writes parameters on the CPU later, their bits before that mean nothing.
         readable = param.is_cuda or link.bit_sums.in_stream_order or not link.asynchronous
         early = self._setup.is_early(param)
-        tracked = Tracked(param, shard, step, holding, link.bit_sums, early=early, readable=readable)
+        tracked = TrackedParam(param, shard, step, holding, link.bit_sums, early=early, readable=readable)
         self._tracked[param] = self._of_shard[shard.index] = tracked
         self._views.show(tracked)
         self._fresh.append(Held(shard.name, param, shard, holding))
         return tracked
 
-    def count_steps(self, moved: Collection[Tracked]) -> None:
+    def count_steps(self, moved: Collection[TrackedParam]) -> None:
         """Counts the step that has ended for those that it moved."""
         for counts, members in self._counts:
             if len(moved) == len(self._tracked):

@@ -9,7 +9,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from superoffload.host.signals import Alone
-from superoffload.optimizer.weakly import weakly
+from superoffload.optimizer.weak_hooks import weakly
 
 
 class TakesReduced(Protocol):

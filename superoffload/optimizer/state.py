@@ -12,7 +12,6 @@ from superoffload.distributed.gather import Spread
 from superoffload.engine.engine import Engine
 from superoffload.errors import ArgumentError, StateError
 from superoffload.host.tensors import is_dtensor
-from superoffload.optimizer.boundary import Boundary
 from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.lifetime import Lifetime
@@ -20,7 +19,8 @@ from superoffload.optimizer.masters import read_masters
 from superoffload.optimizer.other_ranks import Ranks
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.state_dict import ParamState, ReadState, StateDict, read_state, write_state
-from superoffload.optimizer.watched import Tracked, notice
+from superoffload.optimizer.step_end import StepEnd
+from superoffload.optimizer.tracked_param import TrackedParam, find_edits
 from superoffload.optimizer.writes import Writes
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class State:
         params: Params,
         ranks: Ranks,
         intake: Intake,
-        boundary: Boundary,
+        step_end: StepEnd,
         writes: Writes,
     ) -> None:
         self._lifetime = lifetime
@@ -68,7 +68,7 @@ class State:
         self._params = params
         self._ranks = ranks
         self._intake = intake
-        self._boundary = boundary
+        self._step_end = step_end
         self._writes = writes
 
     # ---- as of the last finished step -------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class State:
     def follow_written(self) -> None:
         """Has masters take over writes to parameters that are noticed, as every ``step()`` does."""
         with self._lifetime.whole():
-            self._writes.follow_all(notice(self._params))
+            self._writes.follow_all(find_edits(self._params))
 
     def follow_parameters(self) -> None:
         """Has all masters follow their parameters."""
@@ -122,7 +122,7 @@ class State:
         values = agreed(self._ranks, "load_masters()", lambda: read_masters(masters, params, self._part_of))
         self.await_snapshots()
         with self._lifetime.whole():
-            self._boundary.abandon()
+            self._step_end.abandon()
             self._engine.quiesce()
             self._params.keep_masters()
             for param, value in values:
@@ -187,17 +187,17 @@ class State:
 
     def _stream(self, read: ReadState) -> None:
         with self._lifetime.whole():
-            self._boundary.abandon()
+            self._step_end.abandon()
             self._engine.quiesce()
             found = self.adopt_loaded(read)
         for tracked, values in found:
             self._engine.snapshots.protect([tracked.shard])
             tracked.load(values)
 
-    def adopt_loaded(self, read: ReadState) -> list[tuple[Tracked, ParamState | None]]:
+    def adopt_loaded(self, read: ReadState) -> list[tuple[TrackedParam, ParamState | None]]:
         """Updates groups and makes missing state; returns the parameters with state and the values to load."""
         states = iter(read.states)
-        loaded: list[tuple[Tracked, ParamState | None]] = []
+        loaded: list[tuple[TrackedParam, ParamState | None]] = []
         for index, group in enumerate(self._groups.now):
             group.update(read.groups[index])
             found = {param: next(states) for param in group["params"]}

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import _native
 from superoffload.engine.bucket import Bucket, BucketState
-from superoffload.engine.schedule import Schedule
+from superoffload.engine.speculation_schedule import Schedule
 from superoffload.engine.tail import Tail
 from superoffload.optimizer import module_hooks
 from superoffload.tools.convergence.convergence_setup import Setup

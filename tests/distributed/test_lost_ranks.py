@@ -83,7 +83,7 @@ def plant(how: str, model: Net, optimizer: Any) -> Any:
         # Right before its message goes out: the other rank waits for it.
         return mock.patch.object(RankSession, "start", lambda session, sums: die())
     if how == "stalls":
-        return mock.patch.object(optimizer._parts.boundary, "take_stock", lambda scale: time.sleep(4 * TIMEOUT))
+        return mock.patch.object(optimizer._parts.step_end, "take_stock", lambda scale: time.sleep(4 * TIMEOUT))
     assert how == "raises"
 
     def user_code(tokens: Tensor) -> Tensor:

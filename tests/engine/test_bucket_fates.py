@@ -61,14 +61,14 @@ def test_what_is_packed_is_known_after_every_change(monkeypatch: pytest.MonkeyPa
     asked: list[float] = []
     with rig(Settings([[1024, 1500, 700]], bucket_numel=1024)) as made:
 
-        def wants(packed: float) -> bool:
+        def should_speculate(packed: float) -> bool:
             in_this_step = (BucketState.READY, BucketState.SPECULATED)
             counted = sum(bucket.numel for bucket in made.engine.buckets if bucket.state in in_this_step)
             assert packed == counted / 3224
             asked.append(packed)
             return len(asked) % 2 == 1
 
-        monkeypatch.setattr(made.engine.schedule, "wants", wants)
+        monkeypatch.setattr(made.engine.schedule, "should_speculate", should_speculate)
         for _ in range(3):
             gradients = backward(made)
             for shard in made.shards[:2]:  # two of them come anew

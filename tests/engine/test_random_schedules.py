@@ -14,7 +14,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from superoffload.engine.bucket import BucketState, GroupHyper, Shard
-from superoffload.engine.schedule import MODES
+from superoffload.engine.speculation_schedule import MODES
 from tests.support.engine_rig import COUNTERS, Rig, Settings, assert_same_bits, rig, to_numpy
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -16,7 +16,7 @@ import torch
 
 from superoffload import AdamW
 from superoffload.engine.bucket import BucketState
-from superoffload.engine.schedule import Schedule
+from superoffload.engine.speculation_schedule import Schedule
 from superoffload.errors import WorkerError
 from superoffload.timeline import record
 from tests.support.engine_rig import Rig, Settings, assert_same_bits, rig, to_numpy

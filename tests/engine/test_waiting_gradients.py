@@ -15,7 +15,7 @@ from superoffload import AdamW
 from superoffload.errors import ArgumentError
 from superoffload.optimizer import intake
 from superoffload.optimizer.accelerate_window import Window
-from superoffload.optimizer.as_left import ready_gradients
+from superoffload.optimizer.bulk_checks import ready_gradients
 from tests.support.engine_rig import Settings, rig
 
 SIZES = (100, 100, 100, 100)

@@ -13,8 +13,8 @@ from random import Random
 from unittest import mock
 
 from superoffload.engine.engine_options import EngineOptions
-from superoffload.engine.schedule import Schedule, Situation
 from superoffload.engine.snapshot import ShardState, Snapshot
+from superoffload.engine.speculation_schedule import Schedule, Situation
 from tests.fuzz.program import Settings
 from tests.support.engine_rig import journal_codes_of
 
@@ -30,7 +30,7 @@ class MixedSchedule(Schedule):
         self._random = Random(seed)
         self._speculates = 1.0  # the chance of a bucket of this step
 
-    def wants(self, packed: float = 0.0) -> bool:
+    def should_speculate(self, packed: float = 0.0) -> bool:
         return self._random.random() < self._speculates
 
     def publishes(self, situation: Situation) -> float:

@@ -23,8 +23,8 @@ from superoffload.engine.tail import Tail
 from superoffload.optimizer.delivery import OnDemand
 from superoffload.optimizer.edits import Edits
 from superoffload.optimizer.intake import Intake
+from superoffload.optimizer.tracked_param import TrackedParam
 from superoffload.optimizer.verdicts import LossScale
-from superoffload.optimizer.watched import Tracked
 from superoffload.optimizer.writes import Writes
 
 Mutant = Callable[[], AbstractContextManager[Any]]
@@ -93,7 +93,7 @@ def _forgets_one_piece(arrive: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keeps_the_first(take: Callable[..., Any]) -> Callable[..., Any]:
-    def taken(intake: Intake, tracked: Tracked) -> None:
+    def taken(intake: Intake, tracked: TrackedParam) -> None:
         if tracked.gradient.handed is not None and tracked.param.grad is not None:
             tracked.gradient.remember(tracked.param.grad)  # as if it had been packed
             return
@@ -103,7 +103,7 @@ def _keeps_the_first(take: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forgets_moments(load: Callable[..., Any]) -> Callable[..., Any]:
-    def loaded(tracked: Tracked, values: Any) -> None:
+    def loaded(tracked: TrackedParam, values: Any) -> None:
         load(tracked, values)
         tracked.shard.steps += 1
 
@@ -182,7 +182,7 @@ MUTANTS: dict[str, Mutant] = {
     "scaler: its scale is not taken out": lambda: mock.patch.object(LossScale, "inverse", 1.0),
     "skip: nothing is taken back": _replaced(Engine, "_take_back", _takes_nothing_back),
     "save: a step does not wait for it": lambda: mock.patch.object(Snapshot, "protect", _nothing),
-    "load: one step too many": _replaced(Tracked, "load", _forgets_moments),
+    "load: one step too many": _replaced(TrackedParam, "load", _forgets_moments),
     "look: what is speculated shows": lambda: mock.patch.object(Engine, "quiesce", _nothing),
     "signals: they come in the middle of bookkeeping": lambda: mock.patch.object(
         interrupts, "held_signals", nullcontext

@@ -128,7 +128,7 @@ def with_late_sums(copied_on: str) -> bool:
         return made[-1]
 
     with (
-        mock.patch("superoffload.optimizer.connection.link_for", link_for),
+        mock.patch("superoffload.optimizer.engine_setup.link_for", link_for),
         mock.patch.object(ddp, "allreduce_hook", gloo.hook),
         streams.installed(),
     ):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.engine.schedule import MODES
+from superoffload.engine.speculation_schedule import MODES
 from tests.support.adamw_training import batch, check_counters
 from tests.support.compatibility import compat
 from tests.support.fp32_gradients import (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW, CPUAdamW
-from superoffload.engine.schedule import MODES
+from superoffload.engine.speculation_schedule import MODES
 from superoffload.errors import ArgumentError, StateError, UnknownArgument
 from superoffload.optimizer import grad_dtypes
 from superoffload.optimizer.fp32_sums import check_fp32_sums

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.engine.schedule import MODES
+from superoffload.engine.speculation_schedule import MODES
 from superoffload.errors import StateError
 from tests.support.adamw_training import (
     DTYPES,

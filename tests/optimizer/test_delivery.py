@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from superoffload import AdamW
-from superoffload.engine.schedule import MODES
+from superoffload.engine.speculation_schedule import MODES
 from superoffload.errors import ArgumentError
 from tests.support.adamw_training import batch, model_of
 from tests.support.compatibility import compat

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from superoffload import AdamW, CPUAdamW
-from superoffload.engine.schedule import MODES
+from superoffload.engine.speculation_schedule import MODES
 from superoffload.errors import ArgumentError, HostMemoryError
 from tests.support.adamw_training import assert_close_to_torch, batch, check_counters, model_of
 from tests.support.fp32_gradients import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW, CPUAdamW
-from superoffload.engine.schedule import MODES
+from superoffload.engine.speculation_schedule import MODES
 from superoffload.errors import ArgumentError, StateError
 from superoffload.optimizer.gradient_source import dtype_to_come
 from tests.support.adamw_training import batch, model_of

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import AdamW, CPUAdamW, checkpoints
-from superoffload.engine.schedule import MODES
+from superoffload.engine.speculation_schedule import MODES
 from superoffload.errors import ArgumentError, RankError, StateError
 from superoffload.host.tensors import dims_in_memory, in_order, is_dense, out_of_order
 from tests.support.adamw_training import DTYPES

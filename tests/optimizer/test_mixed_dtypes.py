@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.engine.schedule import MODES
+from superoffload.engine.speculation_schedule import MODES
 from tests.support.adamw_training import batch, model_of
 from tests.support.compatibility import compat
 

@@ -17,8 +17,8 @@ from superoffload import AdamW
 from superoffload.errors import StateError
 from superoffload.host.bits import SumsByTorch
 from superoffload.optimizer.advice import Advice
-from superoffload.optimizer.untold_writes import EVERY, FIRST_STEPS, UntoldWrites
-from superoffload.optimizer.watched import Place
+from superoffload.optimizer.bit_compare_interval import EVERY, FIRST_STEPS, BitCompareInterval
+from superoffload.optimizer.tracked_param import Place
 from tests.support.adamw_training import DTYPES, Optimizer, batch, check_scenario, model_of, train
 from tests.support.rank_processes import flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
 
@@ -260,7 +260,7 @@ def test_every_rank_keeps_what_all_of_them_wrote() -> None:
 
 
 def test_when_bits_on_a_device_are_compared() -> None:
-    untold = UntoldWrites(Advice())
+    untold = BitCompareInterval(Advice())
     steps = []
     for step in range(1, 3 * EVERY):
         if untold.on_device:

@@ -20,7 +20,7 @@ import torch
 
 from superoffload import AdamW, checkpoints
 from superoffload.distributed.launch import PRELOAD
-from superoffload.engine.schedule import Schedule
+from superoffload.engine.speculation_schedule import Schedule
 from tests.support.adamw_training import batch, model_of, pair, run_python, train
 from tests.support.checkout import ROOT
 

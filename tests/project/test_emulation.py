@@ -10,7 +10,7 @@ from benchmarks.emulation.clock import StalledError, VirtualClock, VirtualComple
 from benchmarks.emulation.machine import Machine, Workload
 from benchmarks.emulation.paced import PacedTraining
 from superoffload import _native
-from superoffload.engine.schedule import FixedSchedule, Schedule
+from superoffload.engine.speculation_schedule import FixedSchedule, Schedule
 
 # ---- the clock ----------------------------------------------------------------------------------------------------
 

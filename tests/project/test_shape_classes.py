@@ -25,7 +25,7 @@ READ: dict[str, tuple[str, tuple[str, ...]]] = {
     "_ActionsContainer": ("argparse: what a parser and a group of its arguments have in common", ("tools/",)),
     "_C": ("torch: what calls a function without __torch_function__", ("optimizer/packed_gradient.py",)),
     "_actions": ("argparse: nothing public lists a parser's options", ("tools/cli/verify_ranks.py",)),
-    "_cdata": ("torch: the only identity of a storage that does not keep it alive", ("optimizer/watched.py",)),
+    "_cdata": ("torch: the only identity of a storage that does not keep it alive", ("optimizer/tracked_param.py",)),
     "_clip_grad_norm": ("transformers: no callback may clip in the Trainer's place", TRANSFORMERS),
     "_comm_ctx": ("torch: the streams of FSDP2", FSDP2),
     "_constant_buffered_norm2": ("DeepSpeed: with match_stock its own functions compute the norm", STAGE3_OPTIMIZER),

@@ -25,7 +25,7 @@ from benchmarks.emulation.virtual_pool import VirtualPool
 from superoffload.engine.bucket import GroupHyper, Shard
 from superoffload.engine.engine import Engine
 from superoffload.engine.engine_options import EngineOptions
-from superoffload.engine.schedule import Schedule, Situation
+from superoffload.engine.speculation_schedule import Schedule, Situation
 from superoffload.engine.verdict import Verdict
 from superoffload.errors import WorkerError
 from tests.simulator.plain import PlainModel, PlainShard, words
@@ -55,7 +55,7 @@ class _ByChance(Schedule):
         super().__init__("always")
         self._source = source
 
-    def wants(self, packed: float = 0.0) -> bool:
+    def should_speculate(self, packed: float = 0.0) -> bool:
         return self._source.random() < 0.8
 
     def publishes(self, situation: Situation) -> float:

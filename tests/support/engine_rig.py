@@ -18,7 +18,7 @@ from superoffload.engine.bucket import GroupHyper, JournalWidth, Shard
 from superoffload.engine.engine import Engine
 from superoffload.engine.engine_options import EngineOptions
 from superoffload.engine.recorder import Recorder
-from superoffload.engine.schedule import FixedSchedule, Schedule
+from superoffload.engine.speculation_schedule import FixedSchedule, Schedule
 from superoffload.engine.verdict import Verdict
 from superoffload.links.host import HostLink
 from tests.support.reference.adam import Verdict as ReferenceVerdict

@@ -337,7 +337,7 @@ class InOrderLink(LateLink):
 @contextmanager
 def on_host() -> Iterator[None]:
     """Likewise, the host link, also inside of ``on_fake_device``."""
-    with mock.patch("superoffload.optimizer.connection.link_for", lambda params, **_: HostLink()):
+    with mock.patch("superoffload.optimizer.engine_setup.link_for", lambda params, **_: HostLink()):
         yield
 
 
@@ -351,7 +351,7 @@ def on_fake_device(fake: Fake, kind: type[LateLink] = LateLink, **options: Any) 
         links.append(kind(FakeDevice(fake), replace(given, **options)))
         return links[-1]
 
-    with mock.patch("superoffload.optimizer.connection.link_for", link_for):
+    with mock.patch("superoffload.optimizer.engine_setup.link_for", link_for):
         try:
             yield links
         finally:

@@ -106,11 +106,11 @@ class PartitionDriver:
     def take(self, key: int, incoming: Tensor) -> Partition:
         """Adds a reduced gradient partition to the window; its copy may still run on the current stream."""
         partition = self.partitions[key]
-        self.let_go(partition)
+        self.retract(partition)
         partition.take(incoming)
         return partition
 
-    def let_go(self, partition: Partition) -> None:
+    def retract(self, partition: Partition) -> None:
         """Frees a gradient for writing: ends its readers and undoes what was speculated with it."""
         self.engine.tail.land(partition.shard)
         self.engine.retract(partition.shard)
@@ -144,7 +144,7 @@ class PartitionDriver:
 
     def _clear(self, partition: Partition) -> None:
         if partition.written:
-            self.let_go(partition)
+            self.retract(partition)
             partition.clear()
 
     # ---- the end of a window --------------------------------------------------------------------------------------

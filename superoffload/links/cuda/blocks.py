@@ -92,7 +92,7 @@ class Blocks:
         """Keeps gradients that were packed into a block until the next bucket is packed, or the step ends."""
         self._lingering = _Lingering(native, stream, gradients)
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         """Frees lingering gradients in the order of their stream, which waits for the pack kernel.
 
         By the time that the next bucket is packed the kernel has long ended, so backward hardly waits.
@@ -121,7 +121,7 @@ class Blocks:
 
     def step_ended(self, pending: Collection[Bucket], *, whole: bool) -> None:
         """Ends a step. ``pending``: buckets that are on their way from their blocks to the parameters."""
-        self.let_go()
+        self.free()
         for bucket in [bucket for bucket in self._held if bucket not in pending]:
             self.give_back(bucket)
         self._peak_is_known |= whole

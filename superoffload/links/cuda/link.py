@@ -242,7 +242,7 @@ class CudaLink:
         waits = kept or not self.frees_gradients or unasked
         released = [grad for grad in grads if grad is not None] if self.frees_gradients and not unasked else []
         others = sorted(self._written_on.get(bucket, set()) - {current})
-        self._blocks.let_go()  # frees memory that the next block may take
+        self._blocks.free()  # frees memory that the next block may take
         try:
             with _translated(f"packing {bucket.pieces[0].shard.name}"):
                 native = self._buckets[bucket]
@@ -330,7 +330,7 @@ class CudaLink:
                 f"the device did not finish its copies within {timeout_seconds:g} s; is it hung, or shared? A longer "
                 "time: SUPEROFFLOAD_DEVICE_TIMEOUT=seconds"
             )
-        self._blocks.let_go()
+        self._blocks.free()
 
     # ---- the end ----------------------------------------------------------------------------------------------
 

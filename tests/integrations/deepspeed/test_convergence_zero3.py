@@ -45,7 +45,7 @@ class CharacterModel(nn.Module):
 
 def lose_gradient(engine: Any) -> None:
     partition = first_partition(engine)
-    engine.optimizer.parts.driver.let_go(partition)
+    engine.optimizer.parts.driver.retract(partition)
     partition.gradient.zero_()
 
 

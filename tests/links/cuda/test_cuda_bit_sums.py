@@ -18,7 +18,7 @@ from superoffload.errors import DeviceError
 from superoffload.host.bits import Sums
 from superoffload.links.cuda.bit_sums import CudaBitSums, SumsThere
 from superoffload.links.cuda.link import CudaLink, CudaOptions
-from superoffload.optimizer.watched import Tracked
+from superoffload.optimizer.tracked_param import TrackedParam
 from tests.support.adamw_training import batch, model_of, train
 from tests.support.device_battery import sums_at
 from tests.support.fake_cuda import IMAGE, Fake, FakeDevice, on_fake_device, on_host
@@ -197,7 +197,7 @@ def test_a_failed_device_is_an_error(fake: Fake) -> None:
 def written(fake: Fake, *, waits: bool) -> set[str]:
     """Names of parameters that count as written by others in three steps without any such write."""
     found: set[str] = set()
-    refreshed = mock.patch.object(Tracked, "refresh_master", lambda tracked: found.add(tracked.shard.name))
+    refreshed = mock.patch.object(TrackedParam, "refresh_master", lambda tracked: found.add(tracked.shard.name))
     with on_fake_device(fake) as links, refreshed, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         model = model_of(torch.bfloat16)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.engine.schedule import MODES
+from superoffload.engine.speculation_schedule import MODES
 from superoffload.links.cuda.blocks import early_buckets
-from superoffload.optimizer.untold_writes import UntoldWrites
+from superoffload.optimizer.bit_compare_interval import BitCompareInterval
 from tests.support.adamw_training import batch
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
 from tests.support.fake_cuda_training import blocks_of, count_gradients, training
@@ -64,7 +64,7 @@ def test_blocks_and_gradients_never_exceed_all_gradients(
 
     What record_stream was called for counts until the end of the step.
     """
-    monkeypatch.setattr(UntoldWrites, "on_device", False)  # no more sums of bits
+    monkeypatch.setattr(BitCompareInterval, "on_device", False)  # no more sums of bits
     model = make_model(dtype)
     model.register_forward_pre_hook(lambda *_: fake.synchronize())
     with on_fake_device(fake) as links:

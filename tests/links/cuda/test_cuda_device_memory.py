@@ -103,7 +103,7 @@ def test_every_stream_that_gradients_came_from_waits(fake: Fake) -> None:
         made.append(Replaying(device, side))
         return made[-1]
 
-    with mock.patch("superoffload.optimizer.connection.link_for", link_for):
+    with mock.patch("superoffload.optimizer.engine_setup.link_for", link_for):
         try:
             assert train(two_branches(), fake.synchronize) == expected
         finally:

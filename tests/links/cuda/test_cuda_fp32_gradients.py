@@ -132,7 +132,7 @@ def test_gradients_of_other_streams_move_to_buckets_that_are_made_anew(fake: Fak
 
     model = _two_branches(written_late)
     link = CudaLink(device, CudaOptions(image=IMAGE, timeout_seconds=60.0, library=fake.library))
-    with mock.patch("superoffload.optimizer.connection.link_for", lambda *_, **__: link):
+    with mock.patch("superoffload.optimizer.engine_setup.link_for", lambda *_, **__: link):
         try:
             assert _train_branches(model, lambda: fake.synchronize(main)) == expected
         finally:

@@ -266,10 +266,10 @@ def test_the_policy_is_told_of_whole_sums_only(fake: Fake) -> None:
         policy = optimizer._engine.schedule
         for number in range(3):
             optimizer.zero_grad()
-            with mock.patch.object(policy, "wants", side_effect=policy.wants) as wants:
+            with mock.patch.object(policy, "should_speculate", side_effect=policy.should_speculate) as asked:
                 told(optimizer, losses_of(model, number, 3))
             optimizer.step()
-        found = [call.args[0] for call in wants.call_args_list]
+        found = [call.args[0] for call in asked.call_args_list]
         assert found[0] < 0.5 and found[-1] == 1.0
         assert found == sorted(found)
         return found

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.engine.schedule import MODES
+from superoffload.engine.speculation_schedule import MODES
 from tests.support.adamw_training import DTYPES, batch, model_of
 from tests.support.fake_cuda import Fake, LateLink, on_fake_device
 from tests.support.link_runs import LATE, deep_model, run_model, run_on_fake, run_on_host, steps, wide_model

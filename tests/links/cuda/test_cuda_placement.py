@@ -13,7 +13,7 @@ from torch import nn
 from superoffload import AdamW
 from superoffload.engine.bucket import Shard
 from superoffload.engine.placement import move_state
-from superoffload.engine.schedule import MODES
+from superoffload.engine.speculation_schedule import MODES
 from superoffload.errors import DeviceError, KernelsUnavailable, StateError, TornStep
 from tests.support.adamw_training import DTYPES, batch, model_of
 from tests.support.fake_cuda import Fake, on_fake_device

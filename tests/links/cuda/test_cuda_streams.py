@@ -22,7 +22,7 @@ from superoffload.errors import StateError
 from superoffload.host.signals import Alone
 from superoffload.links.cuda.link import CudaLink, CudaOptions
 from superoffload.optimizer import module_hooks
-from superoffload.optimizer.watched import Tracked
+from superoffload.optimizer.tracked_param import TrackedParam
 from tests.support.adamw_training import batch
 from tests.support.fake_cuda import IMAGE, Fake, FakeDevice, LateLink, garbage_like, on_fake_device
 from tests.support.link_runs import STEPS, deep_model, train, two_branches
@@ -61,7 +61,7 @@ def test_gradients_of_several_streams_are_all_waited_for(fake: Fake) -> None:
         made.append(CudaLink(device, CudaOptions(image=IMAGE, timeout_seconds=60.0, library=fake.library)))
         return made[-1]
 
-    with mock.patch("superoffload.optimizer.connection.link_for", link_for):
+    with mock.patch("superoffload.optimizer.engine_setup.link_for", link_for):
         try:
             assert train(model, lambda: fake.synchronize(main)) == expected
         finally:
@@ -73,7 +73,7 @@ def test_gradients_of_several_streams_are_all_waited_for(fake: Fake) -> None:
 
 def test_bits_that_a_delivery_has_changed_are_nobodys_write(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters whose writes are noticed by their bits, as those of DTensors; the copy is over before forward asks."""
-    monkeypatch.setattr(Tracked, "is_compared", lambda tracked, *, on_device: True)
+    monkeypatch.setattr(TrackedParam, "is_compared", lambda tracked, *, on_device: True)
 
     def run(model: nn.Module, links: list[LateLink]) -> dict[str, str]:
         with AdamW(model.parameters(), delivery="on_demand", module=model, threads=1) as optimizer:

@@ -42,7 +42,7 @@ class Gradients:
                 self._ranks.look()
             for param, incoming in zip(params, reduced, strict=True):
                 with self._failures.kept():
-                    driver.let_go(driver.partitions[param.ds_id])
+                    driver.retract(driver.partitions[param.ds_id])
                 taken.append(driver.take(param.ds_id, incoming))
                 self._copies.hold(param.grad)
                 param.grad = None
@@ -75,7 +75,7 @@ class Gradients:
         self.wait()
         partition = self._driver.partitions[param.ds_id]
         if write:
-            self._driver.let_go(partition)
+            self._driver.retract(partition)
             partition.written_from_outside()
         return partition.padded
 

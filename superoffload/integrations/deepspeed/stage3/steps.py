@@ -53,7 +53,7 @@ class Steps:
         """Divides gradients by ``scale``, clips and steps; ``expected``: the scale that speculation has used."""
         self._later = False
         if window.sums:
-            speculating = self._driver.engine.schedule.wants()
+            speculating = self._driver.engine.schedule.should_speculate()
             coefficient, factor = clip(norm, scale, self._stock.clip_grad)
             # If backward has done the work, nothing is left to deliver later, and persistent parameters are gathered
             # together. This rank's own progress must not decide: all ranks must gather alike.

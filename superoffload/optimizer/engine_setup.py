@@ -15,29 +15,29 @@ from superoffload.engine.placement import placer_for
 from superoffload.engine.recorder import Recorder
 from superoffload.host.processors import worker_cpus
 from superoffload.links.select import keeps_gradients, link_for, on_device
-from superoffload.optimizer.following import Following
-from superoffload.optimizer.given import Given
+from superoffload.optimizer.constructor_arguments import ConstructorArguments
+from superoffload.optimizer.engine_events import EngineEvents
 from superoffload.optimizer.gradient_source import gradient_of
 from superoffload.optimizer.packed_gradient import PackedGradient
 
 
 @dataclass(frozen=True)
-class Connection:
+class EngineSetup:
     """Holds the engine and the ranks for one set of parameters, which have no state yet.
 
     ``names`` has the names of the model's parameters by id, ``resident`` the ids of those whose state begins on the
     device."""
 
     engine: Engine
-    listener: Following
+    listener: EngineEvents
     ranks: RankSetup
     names: dict[int, str]
     resident: set[int]
 
 
-def connect(
-    given: Given, params: Sequence[Tensor], hyper_of: Callable[[int], GroupHyper], recorder: Recorder
-) -> Connection:
+def set_up_engine(
+    given: ConstructorArguments, params: Sequence[Tensor], hyper_of: Callable[[int], GroupHyper], recorder: Recorder
+) -> EngineSetup:
     """Joins the other ranks, where there are any, and makes an engine."""
     model = given.model()
     names = qualified_names(model)
@@ -61,9 +61,9 @@ def connect(
         link.close()
         raise
     resident = placer.choose_first(sizes) if placer is not None else set()
-    listener = Following()
+    listener = EngineEvents()
     engine = Engine(link, options, hyper_of, listener=listener, recorder=recorder, placer=placer)
-    return Connection(engine, listener, ranks, names, resident)
+    return EngineSetup(engine, listener, ranks, names, resident)
 
 
 def _in_memory(param: Tensor) -> Tensor | None:

@@ -55,7 +55,7 @@ class Schedule:
 
     # ---- questions of the engine ------------------------------------------------------------------------------
 
-    def wants(self, packed: float = 0.0) -> bool:
+    def should_speculate(self, packed: float = 0.0) -> bool:
         """Returns whether to speculate the next bucket of the step that is in backward.
 
         ``packed``: the share of the model whose gradients have been packed, that bucket included.

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.emulation.machine import GRACE, Machine, Workload
 from benchmarks.emulation.traces import SLOWEST, TRACES, run_trace
 from benchmarks.emulation.training import EmulatedTraining
-from superoffload.engine.schedule import FixedSchedule, Schedule
+from superoffload.engine.speculation_schedule import FixedSchedule, Schedule
 from superoffload.engine.spoil_prediction import SpoilPredictor
 from superoffload.engine.step_model import BYTES, Kind, MeasuredTimes, Operation, StepTimes, period
 from superoffload.errors import ArgumentError
@@ -61,7 +61,7 @@ def test_the_end_of_a_long_run_is_noticed_soon() -> None:
 
 def test_nothing_seen_is_no_reason_not_to_speculate() -> None:
     assert SpoilPredictor().chance == 0.0
-    assert Schedule("adaptive").wants()
+    assert Schedule("adaptive").should_speculate()
 
 
 # ---- the model of a step ------------------------------------------------------------------------------------------
@@ -122,8 +122,8 @@ def test_one_long_pause_between_steps_changes_nothing() -> None:
 def test_modes() -> None:
     with pytest.raises(ArgumentError, match="speculation='sometimes'"):
         Schedule("sometimes")
-    assert Schedule("always").wants()
-    assert not Schedule("never").wants()
+    assert Schedule("always").should_speculate()
+    assert not Schedule("never").should_speculate()
 
 
 def test_always_and_never_publish_nothing_in_two_phases() -> None:

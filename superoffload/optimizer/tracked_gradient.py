@@ -20,7 +20,7 @@ UNKNOWN = (-1, -1)
 PackedSums = Callable[[Shard], list[tuple[Piece, Sums]] | None]
 
 
-class WatchedGradient:
+class TrackedGradient:
     """Remembers the gradient of one parameter that the engine has, and notices edits of it."""
 
     __slots__ = (  # there is one per parameter, and every step looks at all of them
@@ -137,13 +137,13 @@ class WatchedGradient:
             self.sums = self._bits.of([self._holding.part(self.handed)])[0]
 
 
-def remember_all(several: Iterable[tuple[WatchedGradient, Tensor]]) -> None:
+def remember_all(several: Iterable[tuple[TrackedGradient, Tensor]]) -> None:
     """Calls ``remember_plain()`` for each pair."""
     for gradient, grad in several:
         gradient.remember_plain(grad)
 
 
-def end_all(several: Iterable[WatchedGradient]) -> None:
+def end_all(several: Iterable[TrackedGradient]) -> None:
     """The step is over, for each."""
     for gradient in several:
         gradient.end_step()

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from superoffload.optimizer.advice import Advice
-from superoffload.optimizer.watched import Tracked
+from superoffload.optimizer.tracked_param import TrackedParam
 
 FIRST_STEPS = 3
 EVERY = 16
 
 
-class UntoldWrites:
+class BitCompareInterval:
     """Chooses the steps that compare; ``step_ended()`` counts steps, ``found()`` takes writes that only bits show."""
 
     def __init__(self, advice: Advice) -> None:
@@ -31,7 +31,7 @@ class UntoldWrites:
         """Returns whether the next step also compares parameters on a device."""
         return self._found or self._steps < FIRST_STEPS or (self._steps + 1) % EVERY == 0
 
-    def found(self, written: Collection[Tracked]) -> None:
+    def found(self, written: Collection[TrackedParam]) -> None:
         """Keeps the warning about such a write, once."""
         if not written or self._found:
             return

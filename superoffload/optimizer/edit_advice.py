@@ -14,7 +14,7 @@ from superoffload.optimizer.advice import Advice
 STEPS_IN_A_ROW = 2
 
 
-class EditedGradients:
+class EditAdvice:
     """Counts undone buckets: ``begin()`` before gradients are compared, ``edited()`` per gradient, ``end()`` after."""
 
     def __init__(self, advice: Advice) -> None:

@@ -32,7 +32,7 @@ from superoffload.optimizer.fp32_sums import check_fp32_sums
 
 
 @dataclass(frozen=True)
-class Given:
+class ConstructorArguments:
     """Keeps the arguments that an optimizer needs again when it starts anew on other parameters."""
 
     speculation: str
@@ -51,7 +51,9 @@ class Given:
     seed: int
 
 
-def check_given(params: Any, defaults: dict[str, Any], given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Given]:
+def check_given(
+    params: Any, defaults: dict[str, Any], given: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], ConstructorArguments]:
     """Checks all arguments, ``given`` by name; returns the param groups and the other arguments."""
     placement = check_placement(given["placement"])
     check_keep_grads(given["keep_grads"])
@@ -73,7 +75,7 @@ def check_given(params: Any, defaults: dict[str, Any], given: Mapping[str, Any])
     fp32_sums = check_accumulate_dtype(given["accumulate_dtype"])
     if fp32_sums:
         check_fp32_sums(named_in(groups), model)
-    return groups, Given(
+    return groups, ConstructorArguments(
         speculation=given["speculation"],
         on_demand=delivery == "on_demand",
         bucket_numel=given["bucket_numel"],

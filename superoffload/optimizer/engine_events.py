@@ -28,7 +28,7 @@ class HearsOfDelivery(Protocol):
 _Part = TypeVar("_Part")
 
 
-class Following(Listener):
+class EngineEvents(Listener):
     """Passes events on to the parts of an optimizer, as long as each part lives."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from superoffload.host.tensors import is_dtensor, local_of, memory_order, versio
 from superoffload.optimizer.arguments import check_parameter
 from superoffload.optimizer.masters import follow
 from superoffload.optimizer.state_dict import ParamState
-from superoffload.optimizer.watched_gradient import UNKNOWN, PackedSums, WatchedGradient, end_all
+from superoffload.optimizer.tracked_gradient import UNKNOWN, PackedSums, TrackedGradient, end_all
 
 
 class Place:
@@ -43,7 +43,7 @@ class _Referable:
 
 
 @dataclass(eq=False, slots=True)
-class Tracked(_Referable):
+class TrackedParam(_Referable):
     """Knows a parameter, its shard, and the last known value and gradient."""
 
     param: Tensor
@@ -61,7 +61,7 @@ class Tracked(_Referable):
     place: Place = field(init=False)
     address: int = field(init=False)
     is_plain: bool = field(init=False)  # an ordinary tensor, in the order of its dimensions, all of it here
-    gradient: WatchedGradient = field(init=False)
+    gradient: TrackedGradient = field(init=False)
 
     def __post_init__(self) -> None:
         local = local_of(self.param)
@@ -69,7 +69,7 @@ class Tracked(_Referable):
         self.place = Place(local)
         self.address = local.data_ptr()
         self.is_plain = self.readable and self.holding.is_memory_of(self.param)
-        self.gradient = WatchedGradient(self.param, self.shard, self.holding, self.bits)
+        self.gradient = TrackedGradient(self.param, self.shard, self.holding, self.bits)
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
@@ -171,28 +171,28 @@ class Tracked(_Referable):
         self.forget_value()  # the next step compares the master with the parameter
 
 
-def end_step(several: Sequence[Tracked]) -> set[Tracked]:
+def end_step(several: Sequence[TrackedParam]) -> set[TrackedParam]:
     """The engine has none of their gradients any more. Returns those that the step has moved."""
     end_all(tracked.gradient for tracked in several)
     return {tracked for tracked in several if tracked.has_moved()}
 
 
-def remember_plain(several: Iterable[tuple[Tracked, int, Sums]]) -> None:
-    """``Tracked.remember_plain()`` for each, with its address and sums."""
+def remember_plain(several: Iterable[tuple[TrackedParam, int, Sums]]) -> None:
+    """``TrackedParam.remember_plain()`` for each, with its address and sums."""
     for tracked, address, sums in several:
         tracked.remember_plain(address, sums)
 
 
-def remember_values(several: Iterable[Tracked], *, on_device: bool = True) -> None:
-    """Remembers the values of these parameters, all of one optimizer, as ours; ``notice`` finds later writes.
+def remember_values(several: Iterable[TrackedParam], *, on_device: bool = True) -> None:
+    """Remembers the values of these parameters, all of one optimizer, as ours; ``find_edits`` finds later writes.
 
     ``on_device`` includes the bits of parameters outside of host memory. Where a device has no room for their sums,
     their values count as unknown, and the next step reads them all: that is right, and slower.
     """
     all_of_them = list(several)
     compared = [tracked for tracked in all_of_them if tracked.is_compared(on_device=on_device)]
-    sums: dict[Tracked, Sums] = {}
-    unknown: list[Tracked] = []
+    sums: dict[TrackedParam, Sums] = {}
+    unknown: list[TrackedParam] = []
     if compared:
         flats = [tracked.holding.part(tracked.param) for tracked in compared]
         try:
@@ -206,23 +206,25 @@ def remember_values(several: Iterable[Tracked], *, on_device: bool = True) -> No
 
 
 @dataclass(frozen=True)
-class Noticed:
+class FoundEdits:
     """Holds the parameters whose value, or whose kept gradient, was edited since it was remembered.
 
-    ``untold``: those of ``written`` whose version counter should have shown the write and did not.
+    ``unversioned``: those of ``written`` whose version counter should have shown the write and did not.
     """
 
-    written: frozenset[Tracked]
-    edited: frozenset[Tracked]
-    untold: frozenset[Tracked]
+    written: frozenset[TrackedParam]
+    edited: frozenset[TrackedParam]
+    unversioned: frozenset[TrackedParam]
 
 
-def notice(several: Iterable[Tracked], packed_sums: PackedSums = lambda shard: None) -> Noticed:
+def find_edits(several: Iterable[TrackedParam], packed_sums: PackedSums = lambda shard: None) -> FoundEdits:
     """Finds edits of parameters of one optimizer, by versions and storage; where those do not show every edit, by bits,
     which are compared all together."""
-    written: set[Tracked] = set()
-    edited: set[Tracked] = set()
-    compared: list[tuple[set[Tracked], Tracked]] = []  # each with the set to add it to if its bits have changed
+    written: set[TrackedParam] = set()
+    edited: set[TrackedParam] = set()
+    compared: list[
+        tuple[set[TrackedParam], TrackedParam]
+    ] = []  # each with the set to add it to if its bits have changed
     before: list[Sums] = []
     now: list[Tensor] = []
     for tracked in several:
@@ -243,5 +245,5 @@ def notice(several: Iterable[Tracked], packed_sums: PackedSums = lambda shard: N
         for (found, tracked), differs in zip(compared, changed, strict=True):
             if differs:
                 found.add(tracked)
-    untold = frozenset(tracked for tracked in written - plainly if not is_dtensor(tracked.param))
-    return Noticed(frozenset(written), frozenset(edited), untold)
+    unversioned = frozenset(tracked for tracked in written - plainly if not is_dtensor(tracked.param))
+    return FoundEdits(frozenset(written), frozenset(edited), unversioned)

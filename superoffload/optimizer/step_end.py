@@ -1,4 +1,4 @@
-"""At the boundary gradients are collected, a verdict is decided, the engine acts on it, and values are remembered."""
+"""``step()`` collects gradients, decides a verdict, has the engine act on it, and remembers the new values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 from superoffload.engine.engine import Engine
 from superoffload.errors import HostMemoryError, WorkerError
 from superoffload.optimizer.advice import Advice
-from superoffload.optimizer.as_left import outdate, remember
+from superoffload.optimizer.bit_compare_interval import BitCompareInterval
+from superoffload.optimizer.bulk_checks import outdate, remember
 from superoffload.optimizer.delivery import Delivery
 from superoffload.optimizer.edits import Edits
 from superoffload.optimizer.gradient_source import gradient_of
@@ -17,14 +18,13 @@ from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.other_ranks import Ranks
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.reductions import Reductions
-from superoffload.optimizer.untold_writes import UntoldWrites
+from superoffload.optimizer.tracked_gradient import end_all
+from superoffload.optimizer.tracked_param import TrackedParam, end_step
 from superoffload.optimizer.untraced import untraced
 from superoffload.optimizer.verdicts import LossScale, Verdicts
-from superoffload.optimizer.watched import Tracked, end_step
-from superoffload.optimizer.watched_gradient import end_all
 
 
-class Boundary:
+class StepEnd:
     """Ends steps by a verdict, or with nothing changed."""
 
     def __init__(
@@ -37,7 +37,7 @@ class Boundary:
         edits: Edits,
         delivery: Delivery,
         reductions: Reductions,
-        untold: UntoldWrites,
+        compare_interval: BitCompareInterval,
         verdicts: Verdicts,
         advice: Advice,
         *,
@@ -51,7 +51,7 @@ class Boundary:
         self._edits = edits
         self._delivery = delivery
         self._reductions = reductions
-        self._untold = untold
+        self._compare_interval = compare_interval
         self._verdicts = verdicts
         self._idle = IdleSteps(advice)
         self._fp32_sums = fp32_sums
@@ -125,14 +125,14 @@ class Boundary:
 
     def _remember(self) -> None:
         everything = list(self._params)
-        ours, outdated = everything, list[Tracked]()
+        ours, outdated = everything, list[TrackedParam]()
         landing = self._engine.tail.landing_shards()
         if landing:
             outdated = [tracked for tracked in everything if tracked.shard.index in landing]
             ours = [tracked for tracked in everything if tracked.shard.index not in landing]
         moved = end_step(everything)
         self._intake.end_step()
-        self._untold.step_ended()
+        self._compare_interval.step_ended()
         outdate(outdated)
-        remember(ours, on_device=self._untold.on_device)
+        remember(ours, on_device=self._compare_interval.on_device)
         self._params.count_steps(moved)

@@ -14,20 +14,20 @@ from torch import Tensor
 from superoffload import _native
 from superoffload.engine.bucket import Shard
 from superoffload.host.tensors import is_dtensor
-from superoffload.optimizer.watched import Tracked, remember_plain, remember_values
-from superoffload.optimizer.watched_gradient import WatchedGradient, remember_all
+from superoffload.optimizer.tracked_gradient import TrackedGradient, remember_all
+from superoffload.optimizer.tracked_param import TrackedParam, remember_plain, remember_values
 
 
 def ready_gradients(
-    several: Sequence[Tracked], arrived: Container[int]
-) -> tuple[list[tuple[Shard, Tensor]], list[Tracked]]:
+    several: Sequence[TrackedParam], arrived: Container[int]
+) -> tuple[list[tuple[Shard, Tensor]], list[TrackedParam]]:
     """Finds and remembers gradients that can be packed as they are; returns them, and those that need a closer look.
 
     ``arrived``: shards, by index, whose gradients the engine has.
     """
     ready: list[tuple[Shard, Tensor]] = []
-    watched: list[tuple[WatchedGradient, Tensor]] = []
-    others: list[Tracked] = []
+    watched: list[tuple[TrackedGradient, Tensor]] = []
+    others: list[TrackedParam] = []
     bits_compared = bool(several) and several[0].bits.every_step
     for tracked in several:
         param, shard = tracked.param, tracked.shard
@@ -55,13 +55,13 @@ def ready_gradients(
     return ready, others
 
 
-def unwritten(several: Sequence[Tracked]) -> tuple[list[Tracked], list[Tracked]]:
+def unwritten(several: Sequence[TrackedParam]) -> tuple[list[TrackedParam], list[TrackedParam]]:
     """Returns those whose parameters were not written, and those that need a closer look.
 
     It also compares bits in host memory, since versions do not show every write.
     """
-    alike: list[Tracked] = []
-    others: list[Tracked] = []
+    alike: list[TrackedParam] = []
+    others: list[TrackedParam] = []
     runs: list[tuple[int, int]] = []
     bits_compared = bool(several) and several[0].bits.every_step
     for tracked in several:
@@ -85,13 +85,13 @@ def unwritten(several: Sequence[Tracked]) -> tuple[list[Tracked], list[Tracked]]
     return [tracked for tracked, sums in zip(alike, now, strict=True) if sums == tracked.sums], others
 
 
-def unedited(several: Iterable[Tracked], arrived: Container[int]) -> tuple[list[Tracked], list[Tracked]]:
+def unedited(several: Iterable[TrackedParam], arrived: Container[int]) -> tuple[list[TrackedParam], list[TrackedParam]]:
     """Returns those whose gradients are still the ones handed over, and those that need a closer look.
 
     ``arrived``: shards, by index, whose gradients the engine has.
     """
-    alike: list[Tracked] = []
-    others: list[Tracked] = []
+    alike: list[TrackedParam] = []
+    others: list[TrackedParam] = []
     for tracked in several:
         param, gradient = tracked.param, tracked.gradient
         handed = gradient.handed
@@ -111,7 +111,7 @@ def unedited(several: Iterable[Tracked], arrived: Container[int]) -> tuple[list[
     return alike, others
 
 
-def outdate(several: Iterable[Tracked]) -> None:
+def outdate(several: Iterable[TrackedParam]) -> None:
     """Raises versions, since values will be delivered later: graphs that need the old values must not be used."""
     plain = [tracked for tracked in several if not is_dtensor(tracked.param)]  # graphs hold gathered copies of DTensors
     torch.autograd.graph.increment_version([tracked.param for tracked in plain])
@@ -119,7 +119,7 @@ def outdate(several: Iterable[Tracked]) -> None:
         tracked.is_outdated()
 
 
-def remember(several: Sequence[Tracked], *, on_device: bool) -> None:
+def remember(several: Sequence[TrackedParam], *, on_device: bool) -> None:
     """Remembers values as ``remember_values`` does, those of ordinary parameters in host memory all at once."""
     plain = [
         tracked
