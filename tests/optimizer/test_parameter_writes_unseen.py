@@ -104,13 +104,13 @@ def test_in_the_middle_of_backward() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_masters_of_what_was_not_written_are_kept(dtype: torch.dtype) -> None:
     digests = []
-    for untold in (True, False):
+    for hidden in (True, False):
         model = model_of(dtype)
         with AdamW(model.parameters(), speculation="always", lr=1e-2) as optimizer:
             for step in range(4):
                 train(model, optimizer, [step])
                 for param in model.parameters():
-                    if untold:
+                    if hidden:
                         param.data[::2] *= 0.5
                     else:
                         with torch.no_grad():
@@ -216,7 +216,7 @@ def test_memory_that_a_user_lets_go_of_is_free() -> None:
 # ---- ranks --------------------------------------------------------------------------------------------------------
 
 
-def clamped_run(replicated: str, untold: bool) -> dict[str, str]:
+def clamped_run(replicated: str, hidden: bool) -> dict[str, str]:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(16, 48), nn.Tanh(), nn.Linear(48, 4))
     with AdamW(model.parameters(), model=model, replicated=replicated, threads=1, rank_timeout=20.0) as optimizer:
@@ -225,7 +225,7 @@ def clamped_run(replicated: str, untold: bool) -> dict[str, str]:
             batch(model, step).backward()
             optimizer.step()
             for param in model.parameters():
-                (param.data if untold else param.detach()).clamp_(-0.1, 0.1)
+                (param.data if hidden else param.detach()).clamp_(-0.1, 0.1)
         optimizer.zero_grad()
         batch(model, 9).backward()
         optimizer.step()
@@ -237,7 +237,7 @@ def over_ranks() -> list[bool]:
     return [*kept, sharded_run(True) == sharded_run(False)]
 
 
-def sharded_run(untold: bool) -> dict[str, str]:
+def sharded_run(hidden: bool) -> dict[str, str]:
     model = shard(net(torch.bfloat16), flat_mesh())
     with optimizer_of(model) as optimizer:
         for step in range(4):
@@ -246,7 +246,7 @@ def sharded_run(untold: bool) -> dict[str, str]:
             optimizer.step()
             params: list[Any] = list(model.parameters())
             for param in params:
-                local: Tensor = param.to_local() if not untold else param.to_local().data
+                local: Tensor = param.to_local() if not hidden else param.to_local().data
                 with torch.no_grad():
                     local.clamp_(-0.02, 0.02)
         return optimizer.state_digests()
@@ -260,12 +260,12 @@ def test_every_rank_keeps_what_all_of_them_wrote() -> None:
 
 
 def test_when_bits_on_a_device_are_compared() -> None:
-    untold = BitCompareInterval(Advice())
+    interval = BitCompareInterval(Advice())
     steps = []
     for step in range(1, 3 * EVERY):
-        if untold.on_device:
+        if interval.on_device:
             steps.append(step)
-        untold.step_ended()
+        interval.step_ended()
     assert steps == [*range(1, FIRST_STEPS + 1), EVERY, 2 * EVERY]
 
 

@@ -38,7 +38,7 @@ class CudaResidency:
         self._pipeline = pipeline
         self._attach_native = attach_native
         self._memory: dict[Bucket, _Memory] = {}
-        self._untold = False  # a step is running, and no event tells when it ends
+        self._without_event = False  # a step is running, and no event tells when it ends
 
     @property
     def device(self) -> torch.device:
@@ -55,7 +55,7 @@ class CudaResidency:
     def drain(self, timeout_seconds: float) -> bool:
         """Tells whether no step is under way; if so, frees everything of the buckets so far."""
         until = time.monotonic() + timeout_seconds
-        if self._untold:
+        if self._without_event:
             return False
         while not all(self._pipeline.has_stepped(memory.bucket) for memory in self._memory.values()):
             if time.monotonic() > until:
@@ -82,7 +82,7 @@ class CudaResidency:
         except RuntimeError as error:
             raise DeviceError(f"{present[0].name}: its step on the device could not be launched: {error}") from error
         if behind:
-            self._untold = True
+            self._without_event = True
             raise TornStep(
                 f"{present[0].name}: its step on the device was launched, but the device failed behind it: {behind}. "
                 "Make a new optimizer and load the last checkpoint"
