@@ -33,7 +33,7 @@ from superoffload.optimizer.state_dict import ReadState, StateDict
 from superoffload.optimizer.tracked_param import TrackedParam
 from superoffload.optimizer.unknown_arguments import refuse_unknown
 from superoffload.optimizer.untraced import untraced
-from superoffload.optimizer.verdicts import LossScale, Verdicts
+from superoffload.optimizer.verdict_terms import LossScale, VerdictTerms
 from superoffload.timeline import Timeline, record
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class AdamW(Optimizer):
         arguments = dict(locals())
         refuse_unknown(AdamW, torchs)
         check_environment()
-        verdicts = Verdicts(max_grad_norm)
+        verdicts = VerdictTerms(max_grad_norm)
         defaults = {name: arguments[name] for name in ("lr", "betas", "eps", "weight_decay")}
         groups, given = check_given(params, defaults, arguments)
         self._lifetime = Lifetime(self)
@@ -234,7 +234,7 @@ class AdamW(Optimizer):
                 loss = closure()
         with self._lifetime.whole():
             self._check_usable()  # the closure, or another thread, may have closed it
-            self._parts.step_end.end_step(LossScale.on(self))
+            self._parts.step.run(LossScale.on(self))
         self._parts.advice.tell()
         return loss
 
@@ -243,7 +243,7 @@ class AdamW(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, as in torch. Without a ``step()`` since backward it abandons the step: nothing changes."""
-        self._lifetime.work.if_in_use(self._parts.step_end.abandon)
+        self._lifetime.work.if_in_use(self._parts.step.abandon)
         super().zero_grad(set_to_none)
         for group in self.param_groups:
             for param in group["params"]:

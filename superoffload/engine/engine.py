@@ -207,7 +207,7 @@ class Engine(EngineParts):
         self._shared = True
         return decide(of_all_ranks, unscale=unscale, max_grad_norm=max_grad_norm)
 
-    def settle_speculation(self) -> None:
+    def await_speculation(self) -> None:
         """Waits for speculated buckets; raises WorkerError if a worker failed: the step was abandoned, unchanged.
 
         A caller with other ranks tells them of the failure before any rank acts on the verdict.

@@ -55,7 +55,7 @@ class Finisher:
             return
         self._schedule.speculated(1.0 - waiting / numel)
         situation = Situation(numel, waiting, len(moving), apart=self._link.asynchronous, on_demand=on_demand)
-        left = self._schedule.publishes(situation) * waiting
+        left = self._schedule.share_to_publish(situation) * waiting
         for bucket in ready:
             if left < bucket.numel / 2:
                 break

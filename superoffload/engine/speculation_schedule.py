@@ -66,7 +66,7 @@ class Schedule:
             self._decided = self._share_to_speculate()
         return self._decided > 0 and packed <= self._decided
 
-    def publishes(self, situation: Situation) -> float:
+    def share_to_publish(self, situation: Situation) -> float:
         """Returns the share of the waiting elements to publish first and settle later."""
         self._situation = situation
         if self.mode != "adaptive" or not (situation.apart and self.times.known and situation.waiting):
@@ -173,5 +173,5 @@ class FixedSchedule(Schedule):
         super().__init__("always" if speculates else "never")
         self._share_published = published
 
-    def publishes(self, situation: Situation) -> float:
+    def share_to_publish(self, situation: Situation) -> float:
         return self._share_published

@@ -18,19 +18,19 @@ from superoffload.optimizer.constructor_arguments import ConstructorArguments
 from superoffload.optimizer.delivery import Delivery, Eager, OnDemand
 from superoffload.optimizer.edits import Edits
 from superoffload.optimizer.engine_setup import set_up_engine
-from superoffload.optimizer.fp32_sums import Fp32Sums
+from superoffload.optimizer.fp32_accumulation import Fp32Accumulation
 from superoffload.optimizer.freed_gradients import FreedGradients
 from superoffload.optimizer.groups import ParamGroups
-from superoffload.optimizer.host_sums import HostSums
+from superoffload.optimizer.host_accumulation import HostAccumulation
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.lifetime import Lifetime
+from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.other_ranks import Ranks, other_ranks
 from superoffload.optimizer.params import Params, StateViews
 from superoffload.optimizer.reductions import Reductions
 from superoffload.optimizer.state import State
-from superoffload.optimizer.step_end import StepEnd
-from superoffload.optimizer.verdicts import Verdicts
-from superoffload.optimizer.writes import Writes
+from superoffload.optimizer.step import Step
+from superoffload.optimizer.verdict_terms import VerdictTerms
 
 
 class Lasting:
@@ -40,7 +40,7 @@ class Lasting:
         self,
         lifetime: Lifetime,
         groups: ParamGroups,
-        verdicts: Verdicts,
+        verdicts: VerdictTerms,
         given: ConstructorArguments,
         recorder: Recorder,
     ) -> None:
@@ -49,7 +49,7 @@ class Lasting:
         self.verdicts = verdicts
         self.given = given
         self.recorder = recorder
-        self.sums = Fp32Sums(wanted=given.fp32_sums)
+        self.fp32_accumulation = Fp32Accumulation(wanted=given.fp32_sums)
         self.accumulation = Accumulation()
         self.reductions = Reductions()
         self.views = StateViews()
@@ -69,13 +69,15 @@ class Lasting:
         """Checks a group that will be added; returns it with its parameters in a list."""
         (group,) = as_groups([param_group])
         check_groups([group], defaults, taken=self.groups.params())
-        self.sums.check_params(named_in([group]), self.given.model())
+        self.fp32_accumulation.check_params(named_in([group]), self.given.model())
         return group
 
     def check_sums(self, params: Params) -> None:
         """Checks that gradients of all parameters in the groups can be accumulated in fp32, if that was asked for."""
         groups = range(len(self.groups.now))
-        self.sums.check_params([one for index in groups for one in params.named(index)], self.given.model())
+        self.fp32_accumulation.check_params(
+            [one for index in groups for one in params.named(index)], self.given.model()
+        )
 
 
 @dataclass(frozen=True)
@@ -88,12 +90,12 @@ class Parts:
     ranks: Ranks
     intake: Intake
     delivery: Delivery
-    step_end: StepEnd
+    step: Step
     state: State
 
     def adopt(self, lasting: Lasting, group: int) -> None:
         """Adopts the parameters of a group that train."""
-        lasting.sums.begin(self.params.named(group), lasting.given.model())
+        lasting.fp32_accumulation.begin(self.params.named(group), lasting.given.model())
         self.intake.adopt(group, [param for param in lasting.groups.now[group]["params"] if param.requires_grad])
 
     def adopt_all(self, lasting: Lasting) -> None:
@@ -136,7 +138,7 @@ class Parts:
 
     def _remove_hooks(self, lasting: Lasting) -> None:
         """Removes hooks from parameters and modules, which may outlive the optimizer."""
-        lasting.sums.end()
+        lasting.fp32_accumulation.end()
         self.intake.remove_hooks()
         self.delivery.remove_hooks()
 
@@ -152,22 +154,31 @@ def assemble(lasting: Lasting, params: Sequence[Tensor]) -> Parts:
     engine, advice = engine_setup.engine, Advice()
     owned = Params(engine_setup, given, groups, lasting.views)
     compare_interval = BitCompareInterval(advice)
-    writes = Writes(engine, compare_interval)
-    ranks = other_ranks(engine_setup.ranks, engine, owned, verdicts, writes)
+    master_updates = MasterUpdates(engine, compare_interval)
+    ranks = other_ranks(engine_setup.ranks, engine, owned, verdicts, master_updates)
     delivery: Delivery = (
         OnDemand(lifetime, engine, owned, compare_interval, given.model, params)
         if given.on_demand
         else Eager(lifetime, engine)
     )
-    host_sums = HostSums(engine, wanted=given.fp32_sums)
-    freed = FreedGradients(lifetime, engine, owned, host_sums, advice)
+    host_accumulation = HostAccumulation(engine, wanted=given.fp32_sums)
+    freed = FreedGradients(lifetime, engine, owned, host_accumulation, advice)
     engine_setup.listener.tell(gradients=freed, state=owned, delivery=delivery)
     intake = Intake(
-        lifetime, engine, owned, lasting.accumulation, lasting.sums, host_sums, freed, writes, ranks, verdicts
+        lifetime,
+        engine,
+        owned,
+        lasting.accumulation,
+        lasting.fp32_accumulation,
+        host_accumulation,
+        freed,
+        master_updates,
+        ranks,
+        verdicts,
     )
     lasting.reductions.give_to(intake)
-    edits = Edits(engine, owned, intake, writes, compare_interval, lasting.accumulation, advice)
-    step_end = StepEnd(
+    edits = Edits(engine, owned, intake, master_updates, compare_interval, lasting.accumulation, advice)
+    step = Step(
         engine,
         groups,
         owned,
@@ -181,5 +192,5 @@ def assemble(lasting: Lasting, params: Sequence[Tensor]) -> Parts:
         advice,
         fp32_sums=given.fp32_sums,
     )
-    state = State(lifetime, engine, groups, owned, ranks, intake, step_end, writes)
-    return Parts(engine, owned, advice, ranks, intake, delivery, step_end, state)
+    state = State(lifetime, engine, groups, owned, ranks, intake, step, master_updates)
+    return Parts(engine, owned, advice, ranks, intake, delivery, step, state)

@@ -28,7 +28,7 @@ from superoffload.optimizer.arguments import (
     check_state_dtype,
     named_in,
 )
-from superoffload.optimizer.fp32_sums import check_fp32_sums
+from superoffload.optimizer.fp32_accumulation import check_fp32_sums
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from superoffload.optimizer.bulk_checks import unedited, unwritten
 from superoffload.optimizer.edit_advice import EditAdvice
 from superoffload.optimizer.gradient_source import check_one_gradient, gradient_of
 from superoffload.optimizer.intake import Intake
+from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.packed_gradient import packed_in
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.tracked_param import FoundEdits, TrackedParam, find_edits
-from superoffload.optimizer.writes import Writes
 
 
 class Edits:
@@ -28,7 +28,7 @@ class Edits:
         engine: Engine,
         params: Params,
         intake: Intake,
-        writes: Writes,
+        master_updates: MasterUpdates,
         compare_interval: BitCompareInterval,
         accumulation: Accumulation,
         advice: Advice,
@@ -36,7 +36,7 @@ class Edits:
         self._engine = engine
         self._params = params
         self._intake = intake
-        self._writes = writes
+        self._master_updates = master_updates
         self._compare_interval = compare_interval
         self._accumulation = accumulation
         self._advice = advice
@@ -66,7 +66,7 @@ class Edits:
             if engine.has_gradient(tracked.shard) and (tracked in found.edited or self.is_edited(tracked)):
                 self._retract(tracked)
             if tracked in found.written:
-                self._writes.follow(tracked)
+                self._master_updates.follow(tracked)
             check_one_gradient(tracked.shard.name, tracked.param)
             if gradient_of(tracked.param) is not None and not engine.has_gradient(tracked.shard):
                 late.append(tracked)

@@ -10,7 +10,7 @@ from superoffload.engine.engine import Engine
 from superoffload.host.memory import room_on_device
 from superoffload.host.tensors import local_of, out_of_order
 from superoffload.optimizer.advice import Advice
-from superoffload.optimizer.host_sums import HostSums
+from superoffload.optimizer.host_accumulation import HostAccumulation
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.packed_gradient import PackedGradient, gradient_is_gone, packed_in
 from superoffload.optimizer.params import Params
@@ -21,11 +21,13 @@ from superoffload.optimizer.weak_hooks import weakly
 class FreedGradients:
     """Puts a placeholder in the place of a packed gradient, and brings the gradient back when it is needed."""
 
-    def __init__(self, lifetime: Lifetime, engine: Engine, params: Params, host_sums: HostSums, advice: Advice) -> None:
+    def __init__(
+        self, lifetime: Lifetime, engine: Engine, params: Params, host_accumulation: HostAccumulation, advice: Advice
+    ) -> None:
         self._lifetime = lifetime
         self._engine = engine
         self._params = params
-        self._host_sums = host_sums
+        self._host_accumulation = host_accumulation
         self._advice = advice
         self._said = False
         self._fetch, self._offer = weakly(self._bring_back), weakly(self._take_addend)
@@ -61,7 +63,7 @@ class FreedGradients:
             tracked = self._params.of_shard(packed.shard)
             if tracked is None or self._lifetime.work.out_of_use() or not self.is_packed(tracked, packed):
                 return
-            if packed.addend is None and packed.in_memory is None and self._host_sums.serve(tracked):
+            if packed.addend is None and packed.in_memory is None and self._host_accumulation.serve(tracked):
                 packed.keep_addend(addend)
 
     def _bring_back(self, packed: PackedGradient) -> None:

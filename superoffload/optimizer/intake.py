@@ -21,17 +21,17 @@ from superoffload.host.tensors import is_dtensor
 from superoffload.optimizer.accumulating import Accumulation
 from superoffload.optimizer.arguments import check_gradient
 from superoffload.optimizer.bulk_checks import ready_gradients
-from superoffload.optimizer.fp32_sums import Fp32Sums
+from superoffload.optimizer.fp32_accumulation import Fp32Accumulation
 from superoffload.optimizer.freed_gradients import FreedGradients
 from superoffload.optimizer.gradient_source import dtype_to_come, gradient_of, is_added, main_grad_of
-from superoffload.optimizer.host_sums import HostSums
+from superoffload.optimizer.host_accumulation import HostAccumulation
 from superoffload.optimizer.lifetime import Lifetime
+from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.other_ranks import Ranks
 from superoffload.optimizer.packed_gradient import PackedGradient, packed_in, unpacked
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.tracked_param import TrackedParam
-from superoffload.optimizer.verdicts import Verdicts
-from superoffload.optimizer.writes import Writes
+from superoffload.optimizer.verdict_terms import VerdictTerms
 
 
 class Intake:
@@ -43,21 +43,21 @@ class Intake:
         engine: Engine,
         params: Params,
         accumulation: Accumulation,
-        sums: Fp32Sums,
-        host_sums: HostSums,
+        fp32_accumulation: Fp32Accumulation,
+        host_accumulation: HostAccumulation,
         freed: FreedGradients,
-        writes: Writes,
+        master_updates: MasterUpdates,
         ranks: Ranks,
-        verdicts: Verdicts,
+        verdicts: VerdictTerms,
     ) -> None:
         self._lifetime = lifetime
         self._engine = engine
         self._params = params
         self._accumulation = accumulation
-        self._sums = sums
-        self._host_sums = host_sums
+        self._fp32_accumulation = fp32_accumulation
+        self._host_accumulation = host_accumulation
         self._freed = freed
-        self._writes = writes
+        self._master_updates = master_updates
         self._ranks = ranks
         self._verdicts = verdicts
         self._in_streams = engine.link.in_streams
@@ -119,7 +119,7 @@ class Intake:
             waiting[tracked] = None
             if len(waiting) >= (bucket.missing or len(bucket.pieces)):  # 0: not renewed since the last step
                 self._in_backward(tracked, lambda _: self._take_waiting(bucket))
-        elif self._host_sums.are_off:
+        elif self._host_accumulation.are_off:
             self._arrives(tracked)
         else:
             self._in_backward(tracked, self._take)
@@ -178,7 +178,7 @@ class Intake:
         for waiting in list(self._waiting.values()):
             for tracked in list(waiting):
                 if tracked.plainly_written:
-                    self._writes.follow(tracked)
+                    self._master_updates.follow(tracked)
 
     def end_step(self) -> None:
         """The next gradient begins a step, which is like this one was."""
@@ -214,7 +214,7 @@ class Intake:
         more_to_come = not self._is_last(tracked)
         if packed is not None:
             self._add_to_packed(tracked, packed, more_to_come=more_to_come)
-        elif not more_to_come or self._host_sums.serve(tracked):
+        elif not more_to_come or self._host_accumulation.serve(tracked):
             await_offload(tracked.param)
             self.hand_over(tracked, in_backward=True, more_to_come=more_to_come)
 
@@ -236,7 +236,7 @@ class Intake:
     def _add_to_packed(self, tracked: TrackedParam, packed: PackedGradient, *, more_to_come: bool) -> None:
         assert packed.addend is not None
         if tracked.plainly_written:
-            self._writes.follow(tracked)
+            self._master_updates.follow(tracked)
         with room_on_device(tracked.shard.name):
             part = tracked.holding.part(packed.addend).contiguous()
         self._engine.add(tracked.shard, part, more_to_come=more_to_come)
@@ -255,9 +255,9 @@ class Intake:
         grad = unpacked(tracked.param) if main is None else main
         assert grad is not None
         check_gradient(tracked.shard.name, tracked.param, grad)
-        self._sums.check(tracked.shard.name, tracked.param, grad)
+        self._fp32_accumulation.check(tracked.shard.name, tracked.param, grad)
         if tracked.plainly_written:  # for writes that versions do not show, step() undoes the speculation
-            self._writes.follow(tracked)
+            self._master_updates.follow(tracked)
         self._follow_dtype(tracked, grad.dtype)
         self._begin_filling(in_backward=in_backward)
         shard, engine = tracked.shard, self._engine
@@ -321,7 +321,7 @@ class Intake:
         if main_grad_of(tracked.param) is not None:  # the user adds the reduced gradient to it
             return
         if tracked.plainly_written:
-            self._writes.follow(tracked)
+            self._master_updates.follow(tracked)
         self._follow_dtype(tracked, gradient.dtype)
         self._begin_filling(in_backward=True)
         tracked.shard.gradient_stays(kept=False, summed=False)

@@ -13,10 +13,10 @@ from superoffload.engine.engine import Engine
 from superoffload.engine.verdict import Verdict
 from superoffload.errors import RankError
 from superoffload.optimizer.gradient_source import gradient_of
+from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.tracked_param import find_edits
-from superoffload.optimizer.verdicts import LossScale, Verdicts
-from superoffload.optimizer.writes import Writes
+from superoffload.optimizer.verdict_terms import LossScale, VerdictTerms
 
 if TYPE_CHECKING:
     from superoffload.distributed.session import RankSession
@@ -52,7 +52,7 @@ class NoOtherRanks:
 
     session: RankSession | None = None
 
-    def __init__(self, setup: RankSetup, engine: Engine, params: Params, verdicts: Verdicts) -> None:
+    def __init__(self, setup: RankSetup, engine: Engine, params: Params, verdicts: VerdictTerms) -> None:
         self.setup = setup
         self._engine = engine
         self._params = params
@@ -87,14 +87,20 @@ class OtherRanks:
     """Decides with the ranks of a session, which compare their steps."""
 
     def __init__(
-        self, session: RankSession, setup: RankSetup, engine: Engine, params: Params, verdicts: Verdicts, writes: Writes
+        self,
+        session: RankSession,
+        setup: RankSetup,
+        engine: Engine,
+        params: Params,
+        verdicts: VerdictTerms,
+        master_updates: MasterUpdates,
     ) -> None:
         self.session = session
         self.setup = setup
         self._engine = engine
         self._params = params
         self._verdicts = verdicts
-        self._writes = writes
+        self._master_updates = master_updates
         self._look_is_due = False
 
     def announce(self) -> None:
@@ -165,12 +171,14 @@ class OtherRanks:
         seen = self.session.seen_next()
         for held in seen:
             self._engine.tail.settle(held.shard)
-        self._writes.follow_all(find_edits(self._params[held.param] for held in seen))
+        self._master_updates.follow_all(find_edits(self._params[held.param] for held in seen))
         self.session.look()
 
 
-def other_ranks(setup: RankSetup, engine: Engine, params: Params, verdicts: Verdicts, writes: Writes) -> Ranks:
+def other_ranks(
+    setup: RankSetup, engine: Engine, params: Params, verdicts: VerdictTerms, master_updates: MasterUpdates
+) -> Ranks:
     """Chooses whether this process decides alone or with the ranks of a session."""
     if setup.session is None:
         return NoOtherRanks(setup, engine, params, verdicts)
-    return OtherRanks(setup.session, setup, engine, params, verdicts, writes)
+    return OtherRanks(setup.session, setup, engine, params, verdicts, master_updates)

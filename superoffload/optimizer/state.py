@@ -15,13 +15,13 @@ from superoffload.host.tensors import is_dtensor
 from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.lifetime import Lifetime
+from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.masters import read_masters
 from superoffload.optimizer.other_ranks import Ranks
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.state_dict import ParamState, ReadState, StateDict, read_state, write_state
-from superoffload.optimizer.step_end import StepEnd
+from superoffload.optimizer.step import Step
 from superoffload.optimizer.tracked_param import TrackedParam, find_edits
-from superoffload.optimizer.writes import Writes
 
 if TYPE_CHECKING:
     from superoffload.engine.snapshot import Snapshot
@@ -59,8 +59,8 @@ class State:
         params: Params,
         ranks: Ranks,
         intake: Intake,
-        step_end: StepEnd,
-        writes: Writes,
+        step: Step,
+        master_updates: MasterUpdates,
     ) -> None:
         self._lifetime = lifetime
         self._engine = engine
@@ -68,8 +68,8 @@ class State:
         self._params = params
         self._ranks = ranks
         self._intake = intake
-        self._step_end = step_end
-        self._writes = writes
+        self._step = step
+        self._master_updates = master_updates
 
     # ---- as of the last finished step -------------------------------------------------------------------------
 
@@ -104,13 +104,13 @@ class State:
     def follow_written(self) -> None:
         """Has masters take over writes to parameters that are noticed, as every ``step()`` does."""
         with self._lifetime.whole():
-            self._writes.follow_all(find_edits(self._params))
+            self._master_updates.follow_all(find_edits(self._params))
 
     def follow_parameters(self) -> None:
         """Has all masters follow their parameters."""
         with self._lifetime.whole():
             for tracked in self._params:
-                self._writes.follow(tracked)
+                self._master_updates.follow(tracked)
 
     def load_masters(self, masters: Mapping[str, Tensor] | Sequence[Tensor]) -> None:
         params = [
@@ -122,7 +122,7 @@ class State:
         values = agreed(self._ranks, "load_masters()", lambda: read_masters(masters, params, self._part_of))
         self.await_snapshots()
         with self._lifetime.whole():
-            self._step_end.abandon()
+            self._step.abandon()
             self._engine.quiesce()
             self._params.keep_masters()
             for param, value in values:
@@ -187,7 +187,7 @@ class State:
 
     def _stream(self, read: ReadState) -> None:
         with self._lifetime.whole():
-            self._step_end.abandon()
+            self._step.abandon()
             self._engine.quiesce()
             found = self.adopt_loaded(read)
         for tracked, values in found:

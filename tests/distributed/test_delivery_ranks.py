@@ -197,7 +197,7 @@ def in_two_phases(delivery: str) -> bool:
         tail._executor.pool.submit(bucket.work, _native.Operation.settle, 1, bucket.running).wait()
 
     with (
-        mock.patch.object(Schedule, "publishes", lambda schedule, situation: 1.0),
+        mock.patch.object(Schedule, "share_to_publish", lambda schedule, situation: 1.0),
         mock.patch.object(Tail, "_settle_behind", behind),
         mock.patch.object(Tail, "_wait_for_settle", settled),
     ):

@@ -133,7 +133,7 @@ def test_settle_reports_a_failed_speculation_before_the_verdict() -> None:
     for shard in flat.engine.shards:
         flat.engine.arrive(shard, flat.slices(flat.gradients)[shard.index])
     with pytest.raises(WorkerError, match="planted"):
-        flat.engine.settle_speculation()
+        flat.engine.await_speculation()
     assert not flat.engine.is_filling
     assert all(bucket.state is BucketState.FILLING for bucket in flat.engine.buckets)
     assert flat.engine.digests() == before

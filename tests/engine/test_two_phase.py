@@ -229,7 +229,7 @@ def test_the_timeline_shows_both_phases(tmp_path: Path) -> None:
 @pytest.fixture
 def always_two_phases() -> Iterator[None]:
     """On the host link the schedule never chooses two phases: there the model computes with the same processors."""
-    with mock.patch.object(Schedule, "publishes", lambda schedule, situation: 1.0):
+    with mock.patch.object(Schedule, "share_to_publish", lambda schedule, situation: 1.0):
         yield
 
 
@@ -257,7 +257,7 @@ def one_pass_digests(steps: int) -> dict[str, str]:
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_adamw_in_two_phases_has_the_bits_of_one_pass(speculation: str, threads: int) -> None:
     expected = one_pass_digests(6)
-    with mock.patch.object(Schedule, "publishes", lambda schedule, situation: 1.0):
+    with mock.patch.object(Schedule, "share_to_publish", lambda schedule, situation: 1.0):
         model = net()
         options: dict[str, Any] = {"speculation": speculation, "bucket_numel": 1024, "threads": threads}
         with AdamW(model.parameters(), max_grad_norm=0.1, **options) as optimizer:

@@ -33,7 +33,7 @@ class MixedSchedule(Schedule):
     def should_speculate(self, packed: float = 0.0) -> bool:
         return self._random.random() < self._speculates
 
-    def publishes(self, situation: Situation) -> float:
+    def share_to_publish(self, situation: Situation) -> float:
         self._speculates = self._random.choice(SHARES)  # of the step that comes
         return self._random.choice(SHARES)
 

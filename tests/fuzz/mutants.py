@@ -23,9 +23,9 @@ from superoffload.engine.tail import Tail
 from superoffload.optimizer.delivery import OnDemand
 from superoffload.optimizer.edits import Edits
 from superoffload.optimizer.intake import Intake
+from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.tracked_param import TrackedParam
-from superoffload.optimizer.verdicts import LossScale
-from superoffload.optimizer.writes import Writes
+from superoffload.optimizer.verdict_terms import LossScale
 
 Mutant = Callable[[], AbstractContextManager[Any]]
 Operation = _native.Operation
@@ -163,7 +163,7 @@ MUTANTS: dict[str, Mutant] = {
     "arrival: one gradient of the fourth step reaches no bucket": _replaced(Engine, "arrive", _forgets_one_piece),
     "arrival: a second backward is taken for the same gradient": _replaced(Intake, "take", _keeps_the_first),
     "edits: of gradients are not noticed": lambda: mock.patch.object(Edits, "is_edited", lambda *_: False),
-    "writes: masters do not follow written parameters": lambda: mock.patch.object(Writes, "follow", _nothing),
+    "writes: masters do not follow written parameters": lambda: mock.patch.object(MasterUpdates, "follow", _nothing),
     "writes: a master follows without undoing what is speculated": lambda: mock.patch.object(
         Engine, "restore", _nothing
     ),

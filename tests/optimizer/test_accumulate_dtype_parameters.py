@@ -15,7 +15,7 @@ from superoffload import AdamW, CPUAdamW
 from superoffload.engine.speculation_schedule import MODES
 from superoffload.errors import ArgumentError, StateError, UnknownArgument
 from superoffload.optimizer import grad_dtypes
-from superoffload.optimizer.fp32_sums import check_fp32_sums
+from superoffload.optimizer.fp32_accumulation import check_fp32_sums
 from tests.support.adamw_training import batch, model_of
 from tests.support.fp32_gradients import (
     as_it_is,
@@ -94,7 +94,7 @@ def test_the_error_says_whether_the_gradient_or_its_dtype_was_changed() -> None:
         gradient = parameters_of(model)[0].grad.bfloat16()
         for dtype, why in ((torch.float32, "was replaced or converted"), (torch.bfloat16, "was set to torch.bf")):
             with pytest.raises(StateError, match=why):
-                optimizer._lasting.sums.check("weight", SimpleNamespace(grad_dtype=dtype), gradient)
+                optimizer._lasting.fp32_accumulation.check("weight", SimpleNamespace(grad_dtype=dtype), gradient)
 
 
 @needs_grad_dtype
@@ -227,7 +227,7 @@ def test_a_group_that_is_refused_changes_nothing() -> None:
 def test_a_torch_that_cannot_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before 2.10, where parameters have no grad_dtype."""
     monkeypatch.setattr(torch, "__version__", "2.9.1")
-    monkeypatch.setattr("superoffload.optimizer.fp32_sums.Tensor", object)
+    monkeypatch.setattr("superoffload.optimizer.fp32_accumulation.Tensor", object)
     param = SimpleNamespace(dtype=torch.bfloat16)
     with pytest.raises(ArgumentError, match=r"w needs p.grad_dtype, which torch 2.9.1 does not have.*torch 2.10"):
         check_fp32_sums([("w", param)], None)

@@ -278,7 +278,7 @@ def test_saved_while_a_two_phase_step_settles(tmp_path: Path, save: Callable[...
     model, twin = model_of(), model_of()
     both: dict[str, Any] = {"bucket_numel": 512, "max_grad_norm": 1e-3, "threads": 1}
     with (
-        mock.patch.object(Schedule, "publishes", lambda *_: 1.0),
+        mock.patch.object(Schedule, "share_to_publish", lambda *_: 1.0),
         AdamW(model.parameters(), speculation="never", **both) as optimizer,
         AdamW(twin.parameters(), speculation="never", **both) as plain,
     ):
@@ -286,7 +286,7 @@ def test_saved_while_a_two_phase_step_settles(tmp_path: Path, save: Callable[...
         train(twin, plain, [0])
         for step in range(1, 5):
             train(model, optimizer, [step])
-            with mock.patch.object(Schedule, "publishes", lambda *_: 0.0):
+            with mock.patch.object(Schedule, "share_to_publish", lambda *_: 0.0):
                 train(twin, plain, [step])
             assert optimizer._engine.tail.is_settling
             saving = save(tmp_path / str(step), model, optimizer)

@@ -58,7 +58,7 @@ class _ByChance(Schedule):
     def should_speculate(self, packed: float = 0.0) -> bool:
         return self._source.random() < 0.8
 
-    def publishes(self, situation: Situation) -> float:
+    def share_to_publish(self, situation: Situation) -> float:
         return self._source.choice((0.0, 0.3, 0.5, 1.0, 1.0))
 
 

@@ -138,7 +138,7 @@ class PartitionDriver:
             self.engine.tail.land(shard)
             self.engine.arrive(shard, partition.gradient, in_backward=False)
         self.engine.decide(unscale=1.0, max_grad_norm=None)
-        self.engine.settle_speculation()
+        self.engine.await_speculation()
         present = filter(self.engine.has_gradient, self.engine.shards)
         return Window({shard.index: shard.sum_of_squares() for shard in present})
 

@@ -22,6 +22,7 @@ GATHERED_ELEMENTS = 1e9  # DeepSpeed's stage3_max_live_parameters, and its sub_g
 REDUCE_ELEMENTS = 2 * 5e8  # two reduce buckets: one is in use while the other is filled
 BUCKET_ELEMENTS = 32 << 20  # this project's largest bucket; four are in flight at once
 JOURNAL = "journal, reserved"
+JOURNAL_BYTES_PER_PARAM = 2.5  # as in superoffload/engine/layout.py, which needs torch; the planner does not
 GPU_SHARE = 0.10  # of the optimizer, which DeepSpeed SuperOffload's examples keep on the GPU
 
 
@@ -183,7 +184,7 @@ def _add_offloaded(
             own *= 1 - settings.gpu_fraction
         host["master"], host["moments"] = 4 * own, moments * own
         host["packed gradient"] = settings.gradient_bytes * own
-        host["shadow"], host[JOURNAL] = 2 * own, 2.5 * own
+        host["shadow"], host[JOURNAL] = 2 * own, JOURNAL_BYTES_PER_PARAM * own
         if settings.is_replicated:
             gpu["gradients"] = 2 * count  # DistributedDataParallel keeps them
     elif settings.engine == "zero-offload":

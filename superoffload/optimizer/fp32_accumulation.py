@@ -56,7 +56,7 @@ def check_fp32_sums(params: Named, model: nn.Module | None) -> None:
         sharded_in_16_bits(model, [param for _, param in ours])
 
 
-class Fp32Sums:
+class Fp32Accumulation:
     """Sets ``p.grad_dtype`` for one optimizer, and sets it back."""
 
     def __init__(self, *, wanted: bool) -> None:

@@ -49,7 +49,7 @@ class LossScale(NamedTuple):
         return as_float(self.found_inf) > 0
 
 
-class Verdicts:
+class VerdictTerms:
     """Keeps the terms of the next verdict, which speculation goes by, and what the last one was.
 
     ``unscale``: the factor that took the loss scale out in the last step; the next one is expected to have it again.

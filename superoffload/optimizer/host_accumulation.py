@@ -10,7 +10,7 @@ from superoffload.optimizer.tracked_param import TrackedParam
 _BYTES = 4  # of an element in fp32
 
 
-class HostSums:
+class HostAccumulation:
     """Decides once per optimizer, at the first gradient that is part of a sum. The device has seen a forward by then,
     so its peak of memory is known."""
 

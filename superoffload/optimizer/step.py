@@ -21,10 +21,10 @@ from superoffload.optimizer.reductions import Reductions
 from superoffload.optimizer.tracked_gradient import end_all
 from superoffload.optimizer.tracked_param import TrackedParam, end_step
 from superoffload.optimizer.untraced import untraced
-from superoffload.optimizer.verdicts import LossScale, Verdicts
+from superoffload.optimizer.verdict_terms import LossScale, VerdictTerms
 
 
-class StepEnd:
+class Step:
     """Ends steps by a verdict, or with nothing changed."""
 
     def __init__(
@@ -38,7 +38,7 @@ class StepEnd:
         delivery: Delivery,
         reductions: Reductions,
         compare_interval: BitCompareInterval,
-        verdicts: Verdicts,
+        verdicts: VerdictTerms,
         advice: Advice,
         *,
         fp32_sums: bool,
@@ -57,7 +57,7 @@ class StepEnd:
         self._fp32_sums = fp32_sums
 
     @untraced
-    def end_step(self, scale: LossScale) -> None:
+    def run(self, scale: LossScale) -> None:
         """Decides a verdict, alone or with other ranks, has the engine act on it, and gathers parts of other ranks."""
         verdict = self._ranks.decide(self, scale)
         if verdict is None:

@@ -7,7 +7,7 @@ from superoffload.optimizer.bit_compare_interval import BitCompareInterval
 from superoffload.optimizer.tracked_param import FoundEdits, TrackedParam
 
 
-class Writes:
+class MasterUpdates:
     """Has masters follow parameters that were written."""
 
     def __init__(self, engine: Engine, compare_interval: BitCompareInterval) -> None:
