@@ -53,10 +53,11 @@ def finish_ranks(folder: RunFolder, summary: dict[str, Any], result: Result) -> 
     folder.write_report(_page(folder, summary).html())
     lines = [f"  {name:<26} loss {loss:.4f}" for name, loss in summary["loss_at_the_end"].items() if loss is not None]
     if summary["passed"]:
+        tolerance = summary["tolerance"]["loss_at_the_end"]
         lines.append(
             f"verified: {summary['ranks']} ranks with {summary['engine']}, {summary['steps']} steps: speculative "
-            f"equals synchronous in {summary['digests_compared']} digests per run, and both stay within "
-            f"{summary['tolerance']['loss_at_the_end']:.4f} of one process, in {summary['seconds']:.1f} s"
+            f"equals synchronous in {summary['digests_compared']} digests per run, and the losses of both differ from "
+            f"one process by less than the tolerance, {tolerance:.4f}, in {summary['seconds']:.1f} s"
         )
     lines += [f"FAILED: {problem}" for problem in summary["problems"]]
     if summary["inconclusive"]:
