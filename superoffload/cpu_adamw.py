@@ -304,7 +304,7 @@ def _in_order_of(param: Tensor, value: Tensor) -> Tensor:
 
 def _grad_in_order(param: Tensor) -> Tensor:
     assert param.grad is not None
-    return _in_order_of(param, param.grad).contiguous()
+    return _in_order_of(param, param.grad).contiguous().resolve_neg()
 
 
 def _run(memory: tuple[Tensor, ...], own_master: bool, position: int, seed: int) -> _native.Run:

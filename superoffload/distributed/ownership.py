@@ -55,6 +55,11 @@ class Holding:
             return self.own.of(local.reshape(-1))
         return in_order(local, self.order)
 
+    def part_of_gradient(self, grad: Tensor) -> Tensor:
+        """Returns this rank's elements of a gradient, flat and contiguous, with their own signs in memory: a tensor
+        with torch's negative bit (``x.conj().imag``) has the opposite ones there."""
+        return self.part(grad).contiguous().resolve_neg()
+
     def is_memory_of(self, param: Tensor) -> bool:
         """Tells whether this rank has all of a plain parameter, in the order of its dimensions."""
         return not (self.flat_chunks or is_dtensor(param)) and self.order is None

@@ -68,6 +68,11 @@ def check_parameter(name: str, param: Any) -> None:
             "memory, each once, in any order of dimensions (a DTensor: contiguous); make it so with "
             "torch.nn.Parameter(param.detach().contiguous())"
         )
+    if param.is_neg():
+        raise ArgumentError(
+            f"{name}: a view with torch's negative bit, whose memory has the opposite signs; make it a tensor of "
+            "its own with torch.nn.Parameter(param.detach().resolve_neg())"
+        )
     if not whole.is_leaf:
         raise ArgumentError(f"{name}: not a leaf of autograd; pass the parameters themselves, not results of theirs")
 

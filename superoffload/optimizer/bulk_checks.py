@@ -39,6 +39,7 @@ def ready_gradients(
             and grad.dtype is shard.gradient_dtype
             and grad.layout is torch.strided
             and grad.is_contiguous()
+            and not grad.is_neg()
             and grad.numel() == shard.numel
             and grad.data_ptr()  # 0 for torch's zeros without memory
             and not (shard.keeps_gradient or shard.sums_gradient)

@@ -238,7 +238,7 @@ class Intake:
         if tracked.plainly_written:
             self._master_updates.follow(tracked)
         with room_on_device(tracked.shard.name):
-            part = tracked.holding.part(packed.addend).contiguous()
+            part = tracked.holding.part_of_gradient(packed.addend)
         self._engine.add(tracked.shard, part, more_to_come=more_to_come)
         packed.take_addend()  # only now: if the addition fails, the addend stays part of the gradient
 
@@ -270,7 +270,7 @@ class Intake:
         shard.gradient_stays(kept=kept, summed=summed and engine.link.sums_what_it_packs)
         tracked.gradient.remember(grad, summed=summed and not shard.sums_gradient)
         with room_on_device(shard.name):
-            part = tracked.holding.part(grad).contiguous().to(shard.gradient_dtype)
+            part = tracked.holding.part_of_gradient(grad).to(shard.gradient_dtype)
         engine.arrive(shard, part, in_backward=in_backward, more_to_come=more_to_come)
 
     def _begin_filling(self, *, in_backward: bool) -> None:

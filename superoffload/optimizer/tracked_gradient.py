@@ -44,7 +44,7 @@ class TrackedGradient:
     def remember(self, grad: Tensor, *, summed: bool = False) -> None:
         """Remembers the gradient, with the sums of its bits if ``summed``: versions do not show every edit of it."""
         self.handed, self._version, self.version = grad, version_of(grad), grad._version
-        self.sums = self._bits.of([self._holding.part(grad).contiguous()])[0] if summed else None
+        self.sums = self._bits.of([self._holding.part_of_gradient(grad)])[0] if summed else None
 
     def remember_plain(self, grad: Tensor) -> None:
         """Remembers an ordinary tensor, whose version shows every edit."""
@@ -97,7 +97,7 @@ class TrackedGradient:
         """Yields sums of the bits of the gradient that was handed over, each with the flat tensor to compare now."""
         if self.handed is None or (self.sums is None and not self._shard.sums_gradient):
             return
-        flat = self._holding.part(self.handed).contiguous()
+        flat = self._holding.part_of_gradient(self.handed)
         if self.sums is not None:
             yield self.sums, flat
             return
@@ -134,7 +134,7 @@ class TrackedGradient:
         through ``.data``."""
         if self.handed is not None and packed_in(self.handed) is self.placeholder:
             self._version = version_of(self.handed)
-            self.sums = self._bits.of([self._holding.part(self.handed)])[0]
+            self.sums = self._bits.of([self._holding.part_of_gradient(self.handed)])[0]
 
 
 def remember_all(several: Iterable[tuple[TrackedGradient, Tensor]]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from superoffload import AdamW
+from superoffload import AdamW, CPUAdamW
+from superoffload.errors import ArgumentError
 from tests.support.adamw_training import (
     Optimizer,
     TorchAdamW,
@@ -134,3 +137,37 @@ def test_a_tied_parameter_is_stepped_once() -> None:
             one.step()
         assert_close_to_torch(params[0], params[1], 1e-3)
         assert optimizer.stats()["buckets_committed"] == 1
+
+
+def _negated_in_memory(values: Tensor) -> Tensor:
+    """The same single value, with torch's negative bit set: its memory has the opposite sign."""
+    view = torch.complex(torch.zeros(1), -values).conj().imag
+    assert view.is_neg() and view.is_contiguous() and torch.equal(view, values)
+    return view
+
+
+@pytest.mark.parametrize("made_by", ["autograd", "user"])
+@pytest.mark.parametrize("made", [AdamW, CPUAdamW])
+def test_a_gradient_with_the_negative_bit_keeps_its_sign(made: Any, made_by: str) -> None:
+    params = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    with closing(made([params[0]], lr=0.1)) as optimizer:
+        for param, one in zip(params, (optimizer, TorchAdamW([params[1]], lr=0.1)), strict=True):
+            if made_by == "autograd":
+                param.register_hook(_negated_in_memory)
+            for value in (3.0, -1.0, 2.0):  # the first step shows the order; later ones pack whole buckets
+                one.zero_grad()
+                if made_by == "autograd":
+                    (value * param).sum().backward()
+                else:
+                    param.grad = _negated_in_memory(torch.tensor([value]))
+                one.step()
+        assert_close_to_torch(params[0], params[1], 1e-6)
+
+
+@pytest.mark.parametrize("made", [AdamW, CPUAdamW])
+def test_a_parameter_with_the_negative_bit_is_refused(made: Any) -> None:
+    param = nn.Parameter(_negated_in_memory(torch.ones(1)))
+    param.grad = torch.ones(1)
+    with pytest.raises(ArgumentError, match="resolve_neg"), closing(made([param])) as optimizer:
+        optimizer.step()
+    assert torch.equal(param, torch.ones(1))
