@@ -1,4 +1,4 @@
-"""Finds the ranks in the minority."""
+"""Finds the ranks whose value differs from that of most ranks that should have the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State is digested, so that equal digests mean equal bits."""
+"""Computes SHA-256 digests of masters, moments and parameters: equal digests mean equal bits."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import torch
 from superoffload import _native
 from superoffload.engine.bucket import BLOCK, Bucket, Piece, Shard, aligned
 from superoffload.engine.engine_options import EngineOptions
+from superoffload.engine.journal_reservation import reserved_bytes
 from superoffload.engine.listener import Listener
 from superoffload.engine.placement import Placer, move_state
 from superoffload.engine.placement_choice import Measured
@@ -16,10 +17,6 @@ from superoffload.engine.speculation_schedule import Schedule
 from superoffload.host.memory import exceeds_caches, is_out_of_memory
 from superoffload.links.base import Link
 
-# The journal's reservation. Per parameter, one-byte codes leave 1.5 bytes for escapes and two-byte codes 0.5. Per
-# bucket there is a little more, because escapes average out less over few parameters.
-JOURNAL_BYTES_PER_PARAM = 2.5
-_JOURNAL_BYTES_PER_BUCKET = 1024
 _SMALLEST_BUCKET, _LARGEST_BUCKET, _BUCKETS = 1 << 16, 1 << 25, 32
 
 
@@ -116,7 +113,7 @@ class Layout:
                 bucket.make_resident_work()
             else:
                 self._link.attach(bucket)
-                bucket.make_work(_journal_bytes(bucket) if speculates else 0, past_cache=past_cache)
+                bucket.make_work(reserved_bytes(bucket.padded) if speculates else 0, past_cache=past_cache)
         for bucket in buckets:
             for i, piece in enumerate(bucket.pieces):
                 self.places.setdefault(piece.shard.index, []).append((bucket, i))
@@ -181,10 +178,6 @@ class Layout:
             bytes_per_param=(state + gradients) / numel,
             buckets=len(self.buckets),
         )
-
-
-def _journal_bytes(bucket: Bucket) -> int:
-    return int(JOURNAL_BYTES_PER_PARAM * bucket.padded) + _JOURNAL_BYTES_PER_BUCKET
 
 
 def lay_out(shards: Sequence[Shard], bucket_numel: int) -> list[Bucket]:

@@ -1,4 +1,4 @@
-"""Freezes the scalars of a bucket whose state is on the accelerator, where no worker thread has work."""
+"""Holds the scalars with which the accelerator steps a resident bucket; worker threads have no work on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tail of a step delivers its parameters and settles its masters and moments.
+"""Delivers the parameters and settles the masters and moments that the last step has left.
 
 A delivery copies a shadow to the model's parameters, by the end of the step or later, shard by shard. A settle is the
 second phase of a two-phase step: masters and moments follow the published parameters, behind the next forward. A

@@ -42,5 +42,6 @@ def decide(shard_sums: Iterable[float], *, unscale: float = 1.0, max_grad_norm: 
     norm = math.sqrt(total) * abs(unscale) if math.isfinite(total) else math.inf
     if not math.isfinite(norm):
         return Verdict(norm, 1.0, True, unscale)
+    # Speculator.expect() stops speculating where this formula must clip: change both
     coefficient = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + 1e-6))
     return Verdict(norm, coefficient, False, unscale * coefficient)

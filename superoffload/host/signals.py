@@ -1,4 +1,4 @@
-"""Bookkeeping is done wholly or not at all: signals wait meanwhile, and other threads.
+"""Holds signals and other threads back while bookkeeping changes, so that it is done wholly or not at all.
 
 So Ctrl-C, pressed any number of times, leaves no step half-way.
 """

@@ -1,4 +1,6 @@
-"""Most parameters and gradients were not edited: these passes over many find the few that need a closer look.
+"""Compares versions, addresses and, in host memory, bits of many parameters and gradients in one pass each.
+
+Most were not edited, so a pass returns those that may have been: they need a closer look.
 
 The parameter must be an ordinary tensor, in the order of its dimensions, that this rank has in full; its gradient too.
 A pass costs about a microsecond each: it compares versions and addresses, and all bits in host memory at once.

@@ -1,4 +1,6 @@
-"""Users edit gradients and parameters between backward and ``step()``, which uses the edited values."""
+"""Finds, in ``step()``, gradients and parameters that the user has edited since backward, and uses their new values.
+
+A parameter that was written before its gradient arrived is found earlier, in intake.py."""
 
 from __future__ import annotations
 

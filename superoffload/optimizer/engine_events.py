@@ -1,4 +1,4 @@
-"""An engine tells the parts of an optimizer of its events and does not keep them alive."""
+"""Passes the engine's events on to the parts of an optimizer, which it does not keep alive."""
 
 from __future__ import annotations
 

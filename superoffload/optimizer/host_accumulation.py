@@ -1,4 +1,6 @@
-"""``accumulate_dtype="fp32"`` adds micro-batches up on the device, or in host memory if the device is too full."""
+"""``accumulate_dtype="fp32"`` adds micro-batches up on the device, or in host memory if the device is too full.
+
+This file decides which; ``Packer.add`` (superoffload/engine/inbox.py) adds in host memory."""
 
 from __future__ import annotations
 

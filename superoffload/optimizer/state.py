@@ -1,4 +1,4 @@
-"""Masters and moments are read, saved and loaded, by users and by checkpoints."""
+"""Reads, saves and loads masters and moments, for users and for checkpoints; state_dict.py has the saved form."""
 
 from __future__ import annotations
 

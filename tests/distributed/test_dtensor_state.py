@@ -1,4 +1,4 @@
-"""State in host memory of parameters that are not there."""
+"""State in host memory of DTensors that are on a device."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def forced(settings: Settings) -> Iterator[None]:
             stack.enter_context(journal_codes_of(width))
         if room is not None:
             share = (width or 2) + room
-            size = mock.patch("superoffload.engine.layout._journal_bytes", lambda bucket: int(share * bucket.padded))
+            size = mock.patch("superoffload.engine.layout.reserved_bytes", lambda numel: int(share * numel))
             stack.enter_context(size)
         stack.enter_context(mock.patch.object(Snapshot, "read_all", _slow_reader(Snapshot.read_all)))
         yield

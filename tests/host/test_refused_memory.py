@@ -24,7 +24,7 @@ JOURNAL = (
 
 def refuse_journals(monkeypatch: pytest.MonkeyPatch) -> None:
     """What no system gives, so that native code finds none."""
-    monkeypatch.setattr(layout, "_journal_bytes", lambda bucket: 1 << 60)
+    monkeypatch.setattr(layout, "reserved_bytes", lambda numel: 1 << 60)
 
 
 class Shuffled(nn.ModuleList):

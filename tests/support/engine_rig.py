@@ -208,7 +208,7 @@ def rig(
         if arena is not None:
             per_param = (width or 2) + arena
             stack.enter_context(
-                mock.patch("superoffload.engine.layout._journal_bytes", lambda bucket: int(per_param * bucket.padded))
+                mock.patch("superoffload.engine.layout.reserved_bytes", lambda numel: int(per_param * numel))
             )
         made = Rig(settings, recorder)
         stack.callback(made.engine.close)

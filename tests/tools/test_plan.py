@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from benchmarks import planned_and_published as published
-from superoffload.engine import layout
 from superoffload.errors import ArgumentError
 from superoffload.tools.cli import main
-from superoffload.tools.plan import memory_estimate
 from superoffload.tools.plan.explanations import AutoPlacement, auto_placement, placement_lines
 from superoffload.tools.plan.machines import GB
 from superoffload.tools.plan.memory_estimate import (
@@ -142,10 +140,6 @@ def test_parameter_counts(text: str, count: float) -> None:
 
 
 # ---- memory ----
-
-
-def test_the_journal_is_the_one_that_the_engine_reserves() -> None:
-    assert memory_estimate.JOURNAL_BYTES_PER_PARAM == layout.JOURNAL_BYTES_PER_PARAM
 
 
 def test_host_bytes_are_those_of_the_architecture() -> None:

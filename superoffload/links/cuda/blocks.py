@@ -1,4 +1,4 @@
-"""Blocks are device memory that freed gradients have left; new parameters wait there for the verdict.
+"""Keeps device memory that freed gradients have left, in blocks where new parameters wait for the verdict.
 
 A bucket has its block for one step. It is packed into the block. Once that gradient is in host memory, its new
 parameters may come up into the same block, and a commit is one kernel on the device. For gradients of such buckets the

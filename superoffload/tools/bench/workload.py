@@ -9,7 +9,7 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.engine.bucket import ELEMENT_TYPES
-from superoffload.engine.layout import JOURNAL_BYTES_PER_PARAM
+from superoffload.engine.journal_reservation import JOURNAL_BYTES_PER_PARAM
 from superoffload.host.memory import exceeds_caches, host_empty, host_zeros
 
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 1e-2
@@ -21,7 +21,7 @@ _WARM_UP_STEPS = 12
 _JOURNAL_BYTES = 1 << 16  # besides those per parameter, since few parameters average less
 
 # Bytes per parameter of everything here, with both journals' pages touched, and of what the contestants add.
-BYTES_PER_PARAM = 12 + 2 * _GRADIENTS + 2 + 2 + 2.5 * _GRADIENTS
+BYTES_PER_PARAM = 12 + 2 * _GRADIENTS + 2 + 2 + JOURNAL_BYTES_PER_PARAM * _GRADIENTS
 PEER_BYTES_PER_PARAM = 4
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from superoffload.engine.journal_reservation import JOURNAL_BYTES_PER_PARAM
 from superoffload.host.control_groups import memory_limit
 from superoffload.host.system import System, as_number, format_cpu_list, parse_cpu_list
 from superoffload.tools.doctor.cpu import allowed_cpus
@@ -9,7 +10,7 @@ from superoffload.tools.doctor.findings import Examination
 
 GIB = 1 << 30
 # docs/architecture.md, "Bytes per parameter": state, packed bf16 gradient, bf16 shadow, reserved journal.
-HOST_BYTES_PER_PARAM = 12 + 2 + 2 + 2.5
+HOST_BYTES_PER_PARAM = 12 + 2 + 2 + JOURNAL_BYTES_PER_PARAM
 _LITTLE_MEMORY = 2 * GIB
 _LITTLE_MEMLOCK = 1 * GIB
 

@@ -1,4 +1,4 @@
-"""Measures the machine's own limit: the fastest walk that only loads and stores the same arrays as a kernel.
+"""Measures how fast memory can be: the fastest walk that only loads and stores the same arrays as a kernel.
 
 The fastest way (vector width, how long to stay with one array before the next, stores past the cache) differs between
 machines and array sizes, so this tries a few and takes the best as the limit.

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from superoffload.engine.journal_reservation import JOURNAL_BYTES_PER_PARAM
 from superoffload.errors import ArgumentError
 from superoffload.tools.plan.machines import GB, Hardware
 from superoffload.tools.plan.models import ModelShape
@@ -22,7 +23,6 @@ GATHERED_ELEMENTS = 1e9  # DeepSpeed's stage3_max_live_parameters, and its sub_g
 REDUCE_ELEMENTS = 2 * 5e8  # two reduce buckets: one is in use while the other is filled
 BUCKET_ELEMENTS = 32 << 20  # this project's largest bucket; four are in flight at once
 JOURNAL = "journal, reserved"
-JOURNAL_BYTES_PER_PARAM = 2.5  # as in superoffload/engine/layout.py, which needs torch; the planner does not
 GPU_SHARE = 0.10  # of the optimizer, which DeepSpeed SuperOffload's examples keep on the GPU
 
 
