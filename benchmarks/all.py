@@ -18,7 +18,6 @@ from superoffload.errors import ArgumentError
 from superoffload.tools.cli import measurement
 from superoffload.tools.cli.bench import BENCHMARKS, INSTALLED, parser_of_checkout
 from superoffload.tools.report.plots import matplotlib_installed
-from superoffload.tools.report.run_folder import naming_write_errors
 
 _NEEDS_PACKAGE = {"deepspeed": "deepspeed"}
 # Small sizes for benchmarks without --quick.
@@ -36,7 +35,7 @@ _LEAST_OF_SUITE = 300.0  # it keeps what it has measured, so a call may cut it s
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.all",
-        description="Runs every benchmark in a process of its own and writes DIR/all.json, DIR/all.html and "
+        description="Runs every benchmark in a process of its own and writes DIR/all.json, DIR/plots and "
         "DIR/all.log, which has all that they print. What is there already, made with the same sources, is not "
         "measured again. Exits with 0 once all has been measured or cannot be measured here, 1 if something failed, "
         "3 if something is left for another call.",
@@ -68,13 +67,10 @@ def _run(args: argparse.Namespace) -> int:
     limit = float("inf") if args.time_limit is None else args.time_limit
     left = [job.key for job in run_jobs(jobs, results, limit, measurement.progress(args), retry=args.retry)]
     report = results.merge(jobs, {"command": args.command_line, "quick": args.quick, "left": left})
-    page = folder / "all.html"
-    with naming_write_errors(page):
-        page.write_text(all_report.page(report, folder, left), encoding="utf-8")
     print(all_report.summary(report["rows"]))
     if args.quick:
         print("small sizes: these figures show that it works, and nothing else")
-    print(f"{page}")
+    print(f"{folder / 'all.json'}")
     if left:
         print(f"left for another call: {', '.join(left)}")
         return LEFT

@@ -1,4 +1,4 @@
-"""Shows the results of `python -m benchmarks.all`: a line per benchmark, and one page of all of them."""
+"""Shows the results of `python -m benchmarks.all`, a line per benchmark."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.jobs import DONE, FAILED, NOT_HERE, TIMED_OUT, with_numbers
-from superoffload.tools.report.page import Cell, Page, code, mark
 
 Row = Mapping[str, Any]
 
@@ -90,41 +89,3 @@ _HEADLINES = {
     "tensors": _of_tensors,
     GPU_SUITE: _of_suite,
 }
-
-
-def page(report: Mapping[str, Any], folder: Path, left: Sequence[str]) -> str:
-    """Returns one page with all results, which loads nothing."""
-    machine = report["machine"]
-    lead = f"{machine['cpu']}, {machine['cpus_usable']} processors; {report['commit']}"
-    found = Page("superoffload benchmarks", lead)
-    rows = report["rows"]
-    failed = [f"{row['key']}: {row['error']}" for row in rows if is_wrong(row)]
-    absent = [row["key"] for row in rows if row["status"] == NOT_HERE]
-    text = f"{sum(row['status'] == DONE for row in rows)} of {len(rows) + len(left)} measured"
-    found.verdict(not failed and not left, text, [*failed, *(f"{name}: left for another call" for name in left)])
-    found.table(("benchmark", "outcome", "seconds", ""), [_cells(row) for row in rows])
-    if absent:
-        found.paragraph(f"Not measured here: {', '.join(absent)}. Nothing is said about them.")
-    for row in rows:
-        _section(found, row, folder)
-    found.heading("Machine and versions")
-    facts = {**machine, **report["versions"]}
-    found.table(("", ""), [(name, str(value)) for name, value in facts.items()])
-    return found.html()
-
-
-def _cells(row: Row) -> Sequence[Cell]:
-    outcome = mark(not is_wrong(row), row["status"], row["status"])
-    return code(row["key"]), outcome, f"{row['wall_seconds']:.0f}", headline(row)
-
-
-def _section(found: Page, row: Row, folder: Path) -> None:
-    if row["status"] == NOT_HERE:
-        return
-    found.heading(row["key"])
-    plot = plot_path(folder, row["key"])
-    if row["status"] == DONE and plot.exists():
-        found.image(plot, f"plot of {row['key']}")
-    output = row.get("output", "").strip()
-    if output:
-        found.pre(output)

@@ -44,7 +44,7 @@ RELATIVE_TO_STAGE_3 = {"stage 3 + ZeRO-Offload": -0.45, "stage 3 + SuperOffload"
 
 def evaluated_model(hidden: int) -> ModelShape:
     """Returns 32 layers, 32 heads, 8 KV heads, SwiGLU with multiplier 1.3; the tokenizer's vocabulary of 131072."""
-    return ModelShape(32, hidden, 32, 8, swiglu_width(hidden, 1.3), 131_072)
+    return ModelShape(32, hidden, 32, 8, swiglu_width(hidden), 131_072)
 
 
 def evaluated_machine(ranks: int) -> Hardware:

@@ -8,14 +8,13 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from benchmarks.emulation.fixed_schedule import FixedSchedule
 from benchmarks.emulation.machine import BEHIND_PCIE, GRACE, Machine, Operation, Workload
 from benchmarks.emulation.paced import PacedTraining
 from benchmarks.emulation.peers import in_backward, synchronous
 from benchmarks.emulation.traces import SETTLED_IN, TRACES, run_trace
 from benchmarks.emulation.training import EmulatedTraining
-from superoffload.engine.speculation_schedule import FixedSchedule, Schedule
-
-PARTS = ("model", "delivery", "traces", "wall-clock")
+from superoffload.engine.speculation_schedule import Schedule
 
 Row = dict[str, Any]
 Tell = Callable[[str], None]

@@ -149,7 +149,7 @@ class CPUAdamW(Optimizer):
         for index, group in enumerate(self.param_groups):
             check_group(group)
             for param in group["params"]:
-                check_no_main_grad("parameter", param)
+                check_no_main_grad(param)
             params = [param for param in group["params"] if param.grad is not None]
             for param in params:
                 check_parameter("parameter", param)

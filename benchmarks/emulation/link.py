@@ -75,7 +75,7 @@ class VirtualLink(HostLink):
             done.finish()
 
         self._clock.at(self._down_until, arrive)
-        return PackTicket(bucket, done)
+        return PackTicket(done)
 
     def _is_lost(self) -> str:
         if self._lost is None:

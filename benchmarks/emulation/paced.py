@@ -87,7 +87,7 @@ class PacedLink(HostLink):
         def copy() -> None:
             HostLink.pack(self, bucket, grads)
 
-        return PackTicket(bucket, self._down.copy(size, copy))
+        return PackTicket(self._down.copy(size, copy))
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
         size = bucket.numel * bucket.published_dtype.itemsize

@@ -69,7 +69,7 @@ def _run(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace, folder: Path, log: Path, began: float) -> int:
     import torch
 
-    from benchmarks.gh200.report import text, write_page
+    from benchmarks.gh200.report import draw, text
     from benchmarks.jobs import DONE, NOT_HERE, Results, run_jobs
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -81,10 +81,10 @@ def _measure(args: argparse.Namespace, folder: Path, log: Path, began: float) ->
     left = run_jobs(jobs, results, remaining, say, retry=args.retry)
     names = [job.key for job in left]
     report = results.merge(jobs, {"command": sys.argv, "left": names})
-    page = write_page(report, folder, names)
+    drawn = draw(report["rows"], folder / "published.png")
     show_failed_preparations(jobs, results)
     said, goes_on = describe_left(jobs, left, results)
-    print("\n".join([*text(report["rows"]), str(page), *said]))
+    print("\n".join([*text(report["rows"]), *drawn, *said]))
     failed = any(row["status"] not in (DONE, NOT_HERE) for row in report["rows"])
     return status_of(args, left, goes_on=goes_on, failed=failed)
 

@@ -1,4 +1,4 @@
-"""Writes the printed table, and the page."""
+"""Writes the printed table, and draws it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gh200.engines import ENGINES
-from benchmarks.jobs import DONE, NOT_HERE
-from superoffload.tools.report.page import Page
+from benchmarks.jobs import DONE
 from superoffload.tools.report.plots import PLOT_HINT, matplotlib_installed
 
 Row = Mapping[str, Any]
@@ -56,30 +54,14 @@ def text(rows: Sequence[Row]) -> Iterator[str]:
                 yield "{:>5} {:>6} {:<16}{:>12}{:>9}{:>9}{:>9}{:>9}{:>9}".format(*values)
 
 
-def write_page(report: Mapping[str, Any], folder: Path, left: Sequence[str]) -> Path:
-    rows = report["rows"]
-    machine = report["machine"]
-    page = Page(
-        "superoffload on this machine", f"{machine['cpu']}, {machine['cpus_usable']} processors; {report['commit']}"
-    )
-    wrong = [f"{row['key']}: {row['error']}" for row in rows if row["status"] not in (DONE, NOT_HERE)]
-    done = sum(row["status"] == DONE for row in rows)
-    page.verdict(not wrong and not left, f"{done} of {len(rows) + len(left)} measured", wrong)
-    page.heading("The published evaluation's setting")
-    page.table(HEADER, [cells(row) for row in rows if row["settings"].get("what") == "published"], numeric_from=3)
-    page.listing(f"{name}: {entry.text}" for name, entry in ENGINES.items())
-    plot = folder / "published.png"
-    if measured(rows) and matplotlib_installed():
-        from benchmarks.gh200.plots import plot_published
+def draw(rows: Sequence[Row], path: Path) -> list[str]:
+    """Draws throughput, memory and loss; returns the lines to print: the path, or why there is no picture."""
+    runs = measured(rows)
+    if not runs:
+        return []
+    if not matplotlib_installed():
+        return [PLOT_HINT]
+    from benchmarks.gh200.plots import plot_published
 
-        plot_published(measured(rows), plot)
-        page.image(plot, "throughput, memory and loss")
-    elif measured(rows):
-        page.paragraph(PLOT_HINT)
-    for row in rows:
-        if row["settings"].get("what") != "published":
-            page.heading(row["key"])
-            page.pre(row.get("output", "").strip() or row.get("error", row["status"]))
-    path = folder / "gh200.html"
-    path.write_text(page.html(), encoding="utf-8")
-    return path
+    plot_published(runs, path)
+    return [str(path)]

@@ -60,7 +60,7 @@ def published_run(engine: str, device: str, ranks: int, hidden: int) -> Run:
 
 def toy_run(engine: str, device: str, ranks: int, hidden: int) -> Run:
     model = ModelConfig(
-        layers=2, hidden=hidden, heads=4, kv_heads=2, mlp=swiglu_width(hidden, 1.3, 16), sequence=32, vocabulary=512
+        layers=2, hidden=hidden, heads=4, kv_heads=2, mlp=swiglu_width(hidden, 16), sequence=32, vocabulary=512
     )
     return Run(engine, device, ranks, model, steps=12, warm_up=3, batch=4)
 

@@ -138,7 +138,6 @@ class TensorReader:
             self.header = _read_exactly(file, 8 + length)
         if digest is not None and hashlib.sha256(self.header).hexdigest() != digest:
             raise ArgumentError(f"{path}: its header differs from its checksum; the file is damaged")
-        self.metadata: dict[str, str] = {}
         self.entries = self._read_header()
 
     @contextmanager
@@ -157,7 +156,7 @@ class TensorReader:
     def _read_header(self) -> dict[str, tuple[Entry, int]]:
         try:
             table = parse_json(self.header[8:])
-            self.metadata = table.pop("__metadata__", {})
+            table.pop("__metadata__", None)
             entries = {}
             for name, one in table.items():
                 shape, (begin, end) = one["shape"], one["data_offsets"]

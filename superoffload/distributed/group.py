@@ -102,10 +102,6 @@ class RankGroup:
         self._sessions += 1
         return self._sessions
 
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
     def _make_gloo(self) -> Any:
         whole_world = len(self.ranks) == dist.get_world_size()
 

@@ -154,9 +154,6 @@ class Snapshots:
     def add(self, snapshot: Snapshot) -> None:
         self.open.add(snapshot)
 
-    def clear(self) -> None:
-        self.open.clear()
-
     def protect(self, shards: Iterable[Shard]) -> None:
         """Has every snapshot read or copied ``shards`` before their masters or moments change."""
         if not self.open:

@@ -164,14 +164,3 @@ class Schedule:
         if self._times is None or not self._times.is_like(now, _LIKE):
             self._times = now
         return self._times
-
-
-class FixedSchedule(Schedule):
-    """Chooses the same in every step, for tests and benchmarks; ``published``: the share of the rest in two phases."""
-
-    def __init__(self, *, speculates: bool, published: float) -> None:
-        super().__init__("always" if speculates else "never")
-        self._share_published = published
-
-    def share_to_publish(self, situation: Situation) -> float:
-        return self._share_published

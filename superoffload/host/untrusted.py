@@ -155,8 +155,8 @@ def shown(value: Any) -> str:
     return printable(shortened(reprlib.repr(value)))
 
 
-def shortened(text: str, most: int = 200) -> str:
-    return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"
+def shortened(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:100]}...{text[-100:]}"
 
 
 def printable(text: str) -> str:

@@ -23,7 +23,6 @@ class PackTicket:
     kernel for it; the gradients of such pieces are kept.
     """
 
-    bucket: Bucket
     completion: _native.Completion
     bit_sums: Mapping[Piece, Sums] = field(default_factory=dict)
 

@@ -65,7 +65,7 @@ class SynchronousLink:
         self._pieces_of(bucket).pack(addresses)
         here = zip(bucket.pieces, bucket.present, strict=True)
         self.bytes_down += size * sum([piece.numel for piece, present in here if present])
-        return PackTicket(bucket, _native.Completion.already_done())
+        return PackTicket(_native.Completion.already_done())
 
     def check_stream(self) -> None:
         """Checks nothing: there are no streams."""

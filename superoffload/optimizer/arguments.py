@@ -82,7 +82,7 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     if isinstance(params, (Tensor, str, bytes, Mapping)) or not isinstance(params, Iterable):
         one = "; a single one goes into a list" if isinstance(params, (Tensor, Mapping)) else ""
         raise WrongType(f"params: {type(params).__name__}, expected an iterable such as model.parameters(){one}")
-    _refuse_set("params", params)
+    _refuse_set(params)
     items = list(params)
     if not items:
         raise ArgumentError("params: empty; expected parameters to train (did a generator run out?)")
@@ -97,7 +97,7 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
         members = group["params"]
         if isinstance(members, (str, bytes, Mapping)) or not isinstance(members, Iterable):
             raise WrongType(f"params: {type(members).__name__} in a param group, expected parameters")
-        _refuse_set("params", members)
+        _refuse_set(members)
         groups.append({**group, "params": [members] if isinstance(members, Tensor) else list(members)})
     return groups
 
@@ -112,9 +112,9 @@ def named_in(groups: Iterable[Mapping[str, Any]]) -> list[tuple[str, Tensor]]:
     return found
 
 
-def _refuse_set(name: str, params: Any) -> None:
+def _refuse_set(params: Any) -> None:
     if isinstance(params, Set) and not isinstance(params, Mapping):
-        raise WrongType(f"{name}: {type(params).__name__}, whose order changes between runs; expected a list")
+        raise WrongType(f"params: {type(params).__name__}, whose order changes between runs; expected a list")
 
 
 def check_groups(groups: Iterable[dict[str, Any]], defaults: dict[str, Any], taken: Iterable[Tensor] = ()) -> None:

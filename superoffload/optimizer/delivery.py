@@ -22,6 +22,7 @@ from superoffload.optimizer.arguments import check_in_module
 from superoffload.optimizer.bit_compare_interval import BitCompareInterval
 from superoffload.optimizer.bulk_checks import remember, unwritten
 from superoffload.optimizer.check_reads import CheckReads
+from superoffload.optimizer.engine_events import HearsOfDelivery
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.module_hooks import ModuleHooks
 from superoffload.optimizer.params import Params
@@ -29,7 +30,7 @@ from superoffload.optimizer.tracked_param import TrackedParam, find_edits
 from superoffload.optimizer.weak_hooks import weakly
 
 
-class Delivery(Protocol):
+class Delivery(HearsOfDelivery, Protocol):
     """Gives parameters their new values."""
 
     def apply(self, verdict: Verdict) -> None:
@@ -40,12 +41,6 @@ class Delivery(Protocol):
 
     def check_reads(self) -> CheckReads:
         """Returns a context in which reads and writes of undelivered parameters are errors."""
-
-    def landing(self, buckets: Sequence[Bucket]) -> None:
-        """Learns that the engine will deliver buckets that ``apply`` has left."""
-
-    def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None:
-        """Learns that they were delivered; the engine raises the returned error once the delivery is complete."""
 
     def remove_hooks(self) -> None: ...
 

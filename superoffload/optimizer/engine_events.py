@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
-from weakref import ReferenceType, ref
+from typing import Protocol
+from weakref import ref
 
 from superoffload.engine.bucket import Bucket, Shard
 from superoffload.engine.listener import Listener
@@ -25,9 +25,6 @@ class HearsOfDelivery(Protocol):
     def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None: ...
 
 
-_Part = TypeVar("_Part")
-
-
 class EngineEvents(Listener):
     """Passes events on to the parts of an optimizer, as long as each part lives."""
 
@@ -38,7 +35,7 @@ class EngineEvents(Listener):
 
     def tell(self, gradients: HearsOfGradients, state: HearsOfState, delivery: HearsOfDelivery) -> None:
         """Passes events on to these parts from now on. The engine is made before them."""
-        self._gradients, self._state, self._delivery = _weak(gradients), _weak(state), _weak(delivery)
+        self._gradients, self._state, self._delivery = ref(gradients), ref(state), ref(delivery)
 
     def packed(self, shard: Shard) -> None:
         alive = self._gradients()
@@ -63,10 +60,6 @@ class EngineEvents(Listener):
     def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None:
         alive = self._delivery()
         return None if alive is None else alive.landed(buckets)
-
-
-def _weak(part: _Part) -> ReferenceType[_Part]:
-    return ref(part)
 
 
 def _nothing() -> None:

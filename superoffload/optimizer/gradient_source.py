@@ -75,10 +75,10 @@ def _checked(name: str, param: Tensor, dtype: torch.dtype, what: str) -> torch.d
     return dtype
 
 
-def check_no_main_grad(name: str, param: Tensor) -> None:
+def check_no_main_grad(param: Tensor) -> None:
     """Refuses ``p.main_grad``, for an optimizer that reads only ``p.grad``."""
     if main_grad_of(param) is not None:
         raise StateError(
-            f"{name}: it has p.main_grad, and CPUAdamW reads p.grad only; use superoffload.AdamW, which steps with "
+            "parameter: it has p.main_grad, and CPUAdamW reads p.grad only; use superoffload.AdamW, which steps with "
             "main_grad, or delete p.main_grad"
         )

@@ -74,10 +74,6 @@ def write_state(state_dict: StateDict, *, l2: bool = False) -> StateDict:
     return {"state": states, "param_groups": groups}
 
 
-def _whole(param: Tensor, value: Tensor) -> Tensor:
-    return value.reshape(-1)
-
-
 def blocks_of(flat: Tensor) -> Iterator[tuple[int, Tensor]]:
     for at in range(0, flat.numel(), _BLOCK):
         yield at, flat[at : at + _BLOCK]
@@ -96,7 +92,7 @@ def read_state(
     groups: Sequence[Mapping[str, Any]],
     *,
     l2: bool = False,
-    part_of: PartOf = _whole,
+    part_of: PartOf,
 ) -> ReadState:
     """Checks ``state_dict`` against the optimizer's groups; raises ArgumentError, with nothing changed, if it misfits.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -15,8 +15,8 @@ from superoffload.errors import ArgumentError
 from superoffload.tools.convergence.compare import SAFETY, Tolerance, stray, tolerance_of, unequal
 from superoffload.tools.convergence.convergence_setup import Setup
 from superoffload.tools.convergence.distributed_run import Curve, run
-from superoffload.tools.convergence.engines import ENGINES, Engine
-from superoffload.tools.convergence.suite import distributed_run, single_runs
+from superoffload.tools.convergence.engines import ENGINES, Engine, make_engine
+from superoffload.tools.convergence.suite import single_runs
 from tests.support.rank_faults import FAULTS, IN_THE_LOOP
 from tests.support.rank_processes import pool, side_by_side
 
@@ -56,7 +56,7 @@ def sharp_tolerance() -> Tolerance:
 
 
 def train(count: int, setup: Setup, engine: str, speculation: str) -> list[Curve]:
-    curves: list[Curve] = pool(count).run(distributed_run, setup, engine, speculation)
+    curves: list[Curve] = pool(count).run(run, setup, engine, speculation)
     return curves
 
 
@@ -64,7 +64,7 @@ def train(count: int, setup: Setup, engine: str, speculation: str) -> list[Curve
 def test_ranks_converge_as_one_process(engine: str, count: int, tolerance: Tolerance) -> None:
     setup = FOUR if count == 4 else REAL
     calls = [(setup, engine, "always"), (setup, engine, "never")]
-    speculative, synchronous = side_by_side(count, distributed_run, *calls)
+    speculative, synchronous = side_by_side(count, run, *calls)
     assert unequal(speculative, synchronous) == []
     assert len(speculative[0].digests) == REAL.steps // REAL.digest_every
     assert stray(speculative[0], tolerance) == []
@@ -84,7 +84,15 @@ def test_plain_fsdp2_with_torchs_own_optimizer_is_as_close(tolerance: Tolerance)
 
 def mutated(setup: Setup, fault: str) -> Curve:
     """In a rank."""
-    return run(setup, "fsdp2", "always", around=partial(planted, fault))
+    with ExitStack() as stack:
+
+        def planting(*arguments: Any) -> Engine:
+            engine = make_engine(*arguments)
+            stack.enter_context(planted(fault, engine))
+            return engine
+
+        stack.enter_context(mock.patch(f"{run.__module__}.make_engine", planting))
+        return run(setup, "fsdp2", "always")
 
 
 def planted(fault: str, engine: Engine) -> AbstractContextManager[None]:

@@ -6,10 +6,11 @@ import random
 
 import pytest
 
+from benchmarks.emulation.fixed_schedule import FixedSchedule
 from benchmarks.emulation.machine import GRACE, Machine, Workload
 from benchmarks.emulation.traces import SLOWEST, TRACES, run_trace
 from benchmarks.emulation.training import EmulatedTraining
-from superoffload.engine.speculation_schedule import FixedSchedule, Schedule
+from superoffload.engine.speculation_schedule import Schedule
 from superoffload.engine.spoil_prediction import SpoilPredictor
 from superoffload.engine.step_model import BYTES, Kind, MeasuredTimes, Operation, StepTimes, period
 from superoffload.errors import ArgumentError

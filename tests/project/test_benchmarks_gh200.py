@@ -15,8 +15,7 @@ from torch import Tensor
 from benchmarks.gh200 import published
 from benchmarks.gh200.__main__ import NAME, all_jobs, main, parse
 from benchmarks.gh200.engines import ENGINES
-from benchmarks.gh200.plots import plot_published
-from benchmarks.gh200.report import measured, text, write_page
+from benchmarks.gh200.report import draw, measured, text
 from benchmarks.gh200.setting import LR, PUBLISHED_SIZES, Run, published_run, toy_run
 from benchmarks.gpu_suite.rows import SMOKE
 from benchmarks.gpu_suite.settings import parameters_of
@@ -47,8 +46,7 @@ def test_two_ranks_under_torchrun(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert result["host_peak_bytes"] >= result["host_average_bytes"] >= 0 and result["gpu_peak_bytes"] is None
     printed = capfd.readouterr().out
     assert "needs a GPU" in printed and f"{result['losses'][-1]:.4f}" in printed
-    page = (tmp_path / "gh200.html").read_text()
-    assert "2 of 3 measured" in page and "data:image/png" in page
+    assert (tmp_path / "published.png").read_bytes().startswith(b"\x89PNG")
     with LocalRanks(2) as ranks:
         others = ranks.run(published.train, replace(run, engine="on the GPU"))
     assert others[0]["losses"] == others[1]["losses"] == pytest.approx(result["losses"], abs=5e-3)
@@ -122,18 +120,16 @@ def canned_row(engine: str, ranks: int, hidden: int, speed: float | None) -> dic
     }
 
 
-def test_table_plot_and_page(tmp_path: Path) -> None:
+def test_table_and_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'superoffload[demo]'")
     rows = [canned_row(engine, ranks, hidden, 100.0) for engine in ENGINES for ranks in (1, 4) for hidden in (32, 64)]
     rows.append(canned_row("on the GPU", 1, 128, None))
     lines = list(text(rows))
     assert len(lines) == 1 + len(rows) and "out of memory" in lines[-1]
     assert len(measured(rows)) == len(rows) - 1
-    plot_published(measured(rows), tmp_path / "plot.png")
+    assert draw(rows, tmp_path / "plot.png") == [str(tmp_path / "plot.png")]
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    report = {"rows": rows, "machine": {"cpu": "a chip", "cpus_usable": 72}, "commit": "abc"}
-    page = write_page(report, tmp_path, ["something"]).read_text()
-    assert "a chip, 72 processors" in page and "out of memory" in page and f"{len(rows)} of {len(rows) + 1}" in page
+    assert draw(rows[-1:], tmp_path / "none.png") == [] and not (tmp_path / "none.png").exists()
 
 
 def test_everything_is_in_the_list_and_can_be_started(tmp_path: Path) -> None:

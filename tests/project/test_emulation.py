@@ -7,10 +7,11 @@ import threading
 import pytest
 
 from benchmarks.emulation.clock import StalledError, VirtualClock, VirtualCompletion, when_done
+from benchmarks.emulation.fixed_schedule import FixedSchedule
 from benchmarks.emulation.machine import Machine, Workload
 from benchmarks.emulation.paced import PacedTraining
 from superoffload import _native
-from superoffload.engine.speculation_schedule import FixedSchedule, Schedule
+from superoffload.engine.speculation_schedule import Schedule
 
 # ---- the clock ----------------------------------------------------------------------------------------------------
 

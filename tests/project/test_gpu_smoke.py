@@ -19,8 +19,6 @@ from benchmarks.gpu_suite.__main__ import NAME, parse
 from benchmarks.gpu_suite.__main__ import main as gpu_suite
 from benchmarks.gpu_suite.devices import Cuda
 
-PEER = "DeepSpeed ZeRO-Offload"
-GPU_PEER = "DeepSpeed SuperOffload"
 OURS_HALF, OURS_EAGER = "ours, 50 % clipped", "ours, eager"
 
 

@@ -42,7 +42,6 @@ from superoffload.host.environment import DEVICE_TIMEOUT
 from tests.support.checkout import ROOT
 from tests.support.fake_cuda_training import out_of_memory
 
-PEER = "DeepSpeed ZeRO-Offload"
 GPU_PEER = "DeepSpeed SuperOffload"
 OURS_HALF, OURS_EAGER = "ours, 50 % clipped", "ours, eager"
 

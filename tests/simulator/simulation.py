@@ -335,7 +335,7 @@ class Simulation:
             self._snapshot.finish(self.engine.shards)
         stands_for: Any = _Snapshot(self.engine.shards)
         self._snapshot = stands_for
-        self.engine.snapshots.clear()
+        self.engine.snapshots.open.clear()
         self.engine.snapshots.add(stands_for)
 
     # ---- the promises -----------------------------------------------------------------------------------------

@@ -13,12 +13,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from benchmarks.emulation.fixed_schedule import FixedSchedule
 from superoffload import _native
 from superoffload.engine.bucket import GroupHyper, JournalWidth, Shard
 from superoffload.engine.engine import Engine
 from superoffload.engine.engine_options import EngineOptions
 from superoffload.engine.recorder import Recorder
-from superoffload.engine.speculation_schedule import FixedSchedule, Schedule
+from superoffload.engine.speculation_schedule import Schedule
 from superoffload.engine.verdict import Verdict
 from superoffload.links.host import HostLink
 from tests.support.reference.adam import Verdict as ReferenceVerdict

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 DEVICE = "wire"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-CUTS = ("down", "silent")
 _CLONE_NEWNET = 0x40000000
 _NOWHERE = "02:00:00:00:00:99"  # has no host: what is sent to it is gone, without an answer
 _numbers = itertools.count()

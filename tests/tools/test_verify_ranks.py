@@ -50,7 +50,7 @@ def test_nothing_committed(
         stats = {"buckets_speculated": 400, "buckets_replayed": 300, "buckets_committed": committed}
         stats |= {"steps": 39, "clipped_steps": clipped}
         result = Result(
-            {"speculative": Curve(engine, "always", stats=stats)}, Tolerance([1.0], [0.1], [1.0], [0.1], {}, {"w": 0.0})
+            {"speculative": Curve("always", stats=stats)}, Tolerance([1.0], [0.1], [1.0], [0.1], {}, {"w": 0.0})
         )
         judge_fates(result, setup)
         return result

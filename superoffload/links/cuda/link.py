@@ -266,7 +266,7 @@ class CudaLink:
             raise
         finally:  # the kernel may run although a later call has failed
             self._device.release(released, self._pack_stream)
-        return PackTicket(bucket, arrival, bit_sums)
+        return PackTicket(arrival, bit_sums)
 
     def _room_for_bit_sums(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> Mapping[Piece, SumsThere]:
         """Allocates the sums of all packed pieces if any shard asks for them: its gradient is kept, so the current

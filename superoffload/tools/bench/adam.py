@@ -21,7 +21,6 @@ from superoffload.tools.bench.workload import (
     BYTES_PER_PARAM,
     PEER_BYTES_PER_PARAM,
     Workload,
-    cpus_for,
     journal_figures,
 )
 
@@ -111,7 +110,7 @@ class _Table:
         from superoffload.host.processors import allowed_cpus
 
         self._numel, self._threads = numel, threads
-        cpus = cpus_for(threads, allowed_cpus())
+        cpus = allowed_cpus()[:threads]
         torch.set_num_threads(threads)
         self._pool = _native.WorkerPool(cpus)
         self._workload = Workload(numel, self._pool)

@@ -104,7 +104,6 @@ class OurKernels:
 class Peer:
     """Runs another library's fused CPU step on the workload's own master and moments, with an fp32 gradient."""
 
-    name: str
     step: Callable[[], None]
     gradient: Tensor  # fp32, what its step reads
 
@@ -121,7 +120,7 @@ class Peer:
         ]
 
 
-def _laid_over(name: str, optimizer_class: Any, workload: Workload, step: Any, **options: Any) -> Peer:
+def _laid_over(optimizer_class: Any, workload: Workload, step: Any, **options: Any) -> Peer:
     """Lays another library's optimizer over the workload's memory; ``step``: its step count, in its own form."""
     parameter = torch.nn.Parameter(workload.master)
     parameter.grad = workload.gradient.float()
@@ -134,13 +133,13 @@ def _laid_over(name: str, optimizer_class: Any, workload: Workload, step: Any, *
         **options,
     )
     optimizer.state[parameter] = {"step": step, "exp_avg": workload.exp_avg, "exp_avg_sq": workload.exp_avg_sq}
-    return Peer(name, optimizer.step, parameter.grad)
+    return Peer(optimizer.step, parameter.grad)
 
 
 def torch_peer(workload: Workload) -> Peer:
     """Returns `torch.optim.AdamW(fused=True)` with its state laid over the workload's."""
     step = torch.tensor(float(workload.step))
-    return _laid_over("torch.optim.AdamW(fused=True)", torch.optim.AdamW, workload, step, fused=True)
+    return _laid_over(torch.optim.AdamW, workload, step, fused=True)
 
 
 class PeerMissing(Exception):
@@ -162,4 +161,4 @@ def load_deepspeed() -> Any:
 
 def deepspeed_peer(deepspeed_class: Any, workload: Workload) -> Peer:
     """Returns `DeepSpeedCPUAdam` with its state laid over the workload's."""
-    return _laid_over("DeepSpeedCPUAdam", deepspeed_class, workload, workload.step, adamw_mode=True)
+    return _laid_over(deepspeed_class, workload, workload.step, adamw_mode=True)

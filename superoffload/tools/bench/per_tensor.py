@@ -234,7 +234,6 @@ def _measure(settings: TensorsBenchmark, count: int, tell: Tell) -> list[Row]:
 class Measured(Protocol):
     """Describes the results of a contestant."""
 
-    name: str
     seconds: Seconds
     processor_seconds: Seconds
 

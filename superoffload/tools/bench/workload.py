@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -119,8 +117,3 @@ def journal_figures(work: _native.BucketWork, numel: int) -> dict[str, float]:
         "journal_bytes_per_param": use.bytes / numel,
         **{f"escaped_{name}": count / numel for name, count in zip(names, use.escapes, strict=True)},
     }
-
-
-def cpus_for(threads: int, allowed: Sequence[int]) -> list[int]:
-    """Returns the processors for `threads` threads: the first ones this process may use."""
-    return list(allowed[:threads])

@@ -122,7 +122,7 @@ def model_from(args: argparse.Namespace) -> ModelShape:
         return typical_shape(parse_parameter_count(args.model))
     if not (args.layers and args.hidden and args.heads):
         raise ArgumentError("no model given: pass --model 7B, --model config.json, or --layers, --hidden and --heads")
-    ffn = args.ffn or swiglu_width(args.hidden, 1.3)
+    ffn = args.ffn or swiglu_width(args.hidden)
     return ModelShape(args.layers, args.hidden, args.heads, args.kv_heads or args.heads, ffn, args.vocabulary)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,14 +16,11 @@ from superoffload.tools.convergence.engines import Engine, make_engine, world
 from superoffload.tools.train.corpus import BatchSource, load_corpus
 from superoffload.tools.train.trainer import learning_rate_factor
 
-Around = Callable[[Engine], AbstractContextManager[Any]]
-
 
 @dataclass
 class Curve:
     """Records a run: ``losses`` are means over all ranks, ``norms`` the optimizer's, ``digests`` this rank's."""
 
-    engine: str
     speculation: str
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -40,29 +36,24 @@ class Curve:
         self.error = error
 
 
-def _unchanged(engine: Engine) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
-def run(setup: Setup, name: str, speculation: str, *, order: int = 0, around: Around = _unchanged) -> Curve:
+def run(setup: Setup, name: str, speculation: str, *, order: int = 0) -> Curve:
     """Trains one run. ``order`` above 0: a single process sums the same gradients in another order, drawn from it.
 
-    ``around`` is entered for the whole training. An error ends the training and is part of the result.
+    An error ends the training and is part of the result.
     """
-    curve = Curve(name, speculation)
+    curve = Curve(speculation)
     rank, count = world() if name != "single" else (0, 1)
     corpus = load_corpus(None, setup.model.sequence, setup.corpus_bytes)
     batches = BatchSource(corpus.train, setup.batch, setup.model.sequence, setup.seed + 1)
     engine = make_engine(name, setup, speculation)
     try:
-        with around(engine):
-            for step in range(1, setup.steps + 1):
-                micro_batches = _share(batches.next(), setup, rank, count, order * 100_003 + step if order else 0)
-                try:
-                    _step(engine, setup, step, micro_batches, rank, count, curve)
-                except Exception as error:
-                    curve.fail(f"step {step}: {type(error).__name__}: {error}")
-                    return curve
+        for step in range(1, setup.steps + 1):
+            micro_batches = _share(batches.next(), setup, rank, count, order * 100_003 + step if order else 0)
+            try:
+                _step(engine, setup, step, micro_batches, rank, count, curve)
+            except Exception as error:
+                curve.fail(f"step {step}: {type(error).__name__}: {error}")
+                return curve
         curve.end(engine.weights(), engine.stats())
     finally:
         engine.close()

@@ -56,15 +56,11 @@ def single_run(setup: Setup, orders: Sequence[int]) -> Curve | None:
     return run(setup, "single", "never", order=orders[rank]) if rank < len(orders) else None
 
 
-def distributed_run(setup: Setup, engine: str, speculation: str) -> Curve:
-    return run(setup, engine, speculation)
-
-
 def delivered_unlike(setup: Setup, engine: str, ranks: LocalRanks) -> list[str]:
     """Returns differences between speculation with delivery on demand and synchronous steps with eager delivery."""
     short = replace(setup, steps=min(setup.steps, _ON_DEMAND_STEPS))
-    eager = ranks.run(distributed_run, short, engine, "never")
-    return unequal(ranks.run(distributed_run, replace(short, delivery="on_demand"), engine, "always"), eager)
+    eager = ranks.run(run, short, engine, "never")
+    return unequal(ranks.run(run, replace(short, delivery="on_demand"), engine, "always"), eager)
 
 
 def verify_ranks(setup: Setup, engine: str, count: int, say: Say = print) -> Result:
@@ -78,14 +74,14 @@ def verify_ranks(setup: Setup, engine: str, count: int, say: Say = print) -> Res
     with LocalRanks(count) as ranks:
         both: dict[str, list[Any]] = {}
         for speculation in ("always", "never"):
-            both[speculation] = ranks.run(distributed_run, setup, engine, speculation)
+            both[speculation] = ranks.run(run, setup, engine, speculation)
             say(f"{engine}, {count} ranks, speculation {speculation}: loss {_last(both[speculation][0])}")
         result.curves["speculative"], result.curves["synchronous"] = both["always"][0], both["never"][0]
         result.problems.extend(unequal(both["always"], both["never"]))
         result.count_digests(both["always"])
         result.problems.extend([f"one process: {problem}" for problem in stray(both["always"][0], tolerance)])
         if engine == "fsdp2":
-            plain = ranks.run(distributed_run, setup, "plain-fsdp2", "never")
+            plain = ranks.run(run, setup, "plain-fsdp2", "never")
             say(f"plain FSDP2 with torch.optim.AdamW: loss {_last(plain[0])}")
             result.curves["plain FSDP2, torch AdamW"] = plain[0]
             result.problems.extend([f"plain FSDP2: {problem}" for problem in stray(plain[0], tolerance)])

@@ -79,11 +79,8 @@ def _wrapped(prefix: str, text: str) -> list[str]:
     )
 
 
-def diagnose(
-    system: System | None = None, accelerators: Accelerators | None = None, measure_bandwidth: bool = True
-) -> Diagnosis:
+def diagnose(system: System, accelerators: Accelerators | None = None, measure_bandwidth: bool = True) -> Diagnosis:
     """Examines `system` (this machine by default); bandwidth and self-test always run on the real processors."""
-    system = System() if system is None else system
     memory = examine_memory(system)
     superchip = examine_superchip(system)
     processors = [examine_cpu(system), examine_threads(system), examine_instruction_sets()]

@@ -85,9 +85,9 @@ class ModelShape:
         return 6.0 * self.multiplied_parameters + 6.0 * self.layers * self.attention_width * sequence
 
 
-def swiglu_width(hidden: int, multiplier: float, multiple_of: int = 1024) -> int:
+def swiglu_width(hidden: int, multiple_of: int = 1024) -> int:
     """Returns the inner width by Llama's rule: two thirds of 4 x hidden, times the multiplier, rounded up."""
-    width = int(multiplier * int(2 * 4 * hidden / 3))
+    width = int(1.3 * int(2 * 4 * hidden / 3))
     return multiple_of * math.ceil(width / multiple_of)
 
 
@@ -116,7 +116,7 @@ def typical_shape(parameters: float) -> ModelShape:
     for hidden in range(64, 1 << 16, 64):
         heads = max(1, hidden // 128)
         kv_heads = next(count for count in (8, 4, 2, 1) if heads % count == 0)
-        shape = ModelShape(1, hidden, heads, kv_heads, swiglu_width(hidden, 1.3, 64), vocabulary)
+        shape = ModelShape(1, hidden, heads, kv_heads, swiglu_width(hidden, 64), vocabulary)
         per_layer = shape.layers * shape.layer_parameters(1)
         layers = round((parameters - shape.embedding_parameters) / per_layer)
         if layers < 1:

@@ -23,7 +23,6 @@ class Run:
     """Holds one run; `summary` is None if the run did not end, and then only its finished steps are known."""
 
     name: str
-    path: Path
     steps: Sequence[Mapping[str, Any]]
     summary: Mapping[str, Any] | None
 
@@ -93,7 +92,7 @@ def _load(path: Path, name: str) -> Run:
     problem = _problem_of_summary(summary) if summary is not None else None
     if problem is not None:
         raise SuperOffloadError(f"run {path}: damaged ({problem}); run it again")
-    return Run(name, path, steps, summary)
+    return Run(name, steps, summary)
 
 
 def _read_steps(lines: bytes) -> list[dict[str, Any]] | None:

@@ -54,8 +54,6 @@ class Corpus:
 
 def load_corpus(paths: Sequence[str] | None, sequence: int, limit: int = DEFAULT_LIMIT) -> Corpus:
     """Reads at most `limit` bytes of text and splits them; `sequence` sets the least size."""
-    if limit < 1:
-        raise ArgumentError(f"max_corpus_bytes={limit}: expected a positive number of bytes")
     if paths:
         files, source = _user_files(paths), ", ".join(paths)
     else:

@@ -51,13 +51,12 @@ class Linear(nn.Module):
 class RMSNorm(nn.Module):
     """Scales to unit root mean square."""
 
-    def __init__(self, width: int, eps: float = 1e-6) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), 1e-6)
 
 
 def rotary_tables(sequence: int, width: int) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "mlp", "sequence", "vocabulary"):
-            _check_at_least(name, getattr(self, name), 1)
+            _check_at_least_one(name, getattr(self, name))
         if self.hidden % self.heads:
             raise ArgumentError(
                 f"hidden={self.hidden} is not divisible by heads={self.heads}: "
@@ -81,10 +81,10 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulation", "bucket_numel", "eval_every", "eval_batches"):
-            _check_at_least(name, getattr(self, name), 1)
+            _check_at_least_one(name, getattr(self, name))
         for name in ("threads", "torch_threads", "warmup"):
             if getattr(self, name) is not None:
-                _check_at_least(name, getattr(self, name), 1)
+                _check_at_least_one(name, getattr(self, name))
         for name in ("threads", "torch_threads"):
             if (getattr(self, name) or 1) > MOST_THREADS:
                 raise ArgumentError(f"{name}={getattr(self, name)}: expected at most {MOST_THREADS} threads")
@@ -120,9 +120,9 @@ class TrainingConfig:
         return {**dataclasses.asdict(self), "warmup": self.warmup_steps, "tokens_per_step": self.tokens_per_step}
 
 
-def _check_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ArgumentError(f"{name}={value}: expected a whole number, {least} or more")
+def _check_at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ArgumentError(f"{name}={value}: expected a whole number, 1 or more")
 
 
 def check_seed(seed: int) -> None:

@@ -101,7 +101,7 @@ def verify(
     injection: Injection,
     *,
     must_exercise_all: bool,
-    on_step: OnStep | None = None,
+    on_step: OnStep,
 ) -> Verification:
     """Trains twice in lock-step and compares; stops at the first difference, since all later steps differ with it."""
     result = Verification()
@@ -118,8 +118,7 @@ def verify(
                 before = compared.speculative_digests
                 result.steps.append(compared)
                 result.problems.extend(problems)
-                if on_step is not None:
-                    on_step(compared)
+                on_step(compared)
                 if problems:
                     break
             result.keep_stats(speculative.trainer.optimizer.stats(), synchronous.trainer.optimizer.stats())

@@ -17,7 +17,7 @@ from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import distance
 from tests.support.deepspeed.training import config, end, make_engine, masters
 
-STEPS, LENGTH, BATCH = 200, 32, 4
+STEPS, LENGTH = 200, 32
 OPTIONS = {
     "stock": ({"device": "cpu"}, None),
     "match": ({"device": "superoffload"}, {"match_stock": True, "speculation": "always"}),

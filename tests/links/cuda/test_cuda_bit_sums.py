@@ -23,6 +23,7 @@ from tests.support.adamw_training import batch, model_of, train
 from tests.support.device_battery import sums_at
 from tests.support.fake_cuda import IMAGE, Fake, FakeDevice, on_fake_device, on_host
 from tests.support.fake_cuda_training import training
+from tests.support.fp32_gradients import add_to_main_grad
 from tests.support.freed_gradients import taken_back
 from tests.support.link_runs import LATE
 from tests.support.reference.bit_sums import bit_sums
@@ -287,7 +288,7 @@ def edited_main_grads(
     parameters: list[Any] = list(model.parameters())
     for parameter in parameters:
         parameter.main_grad = torch.zeros(parameter.shape, dtype=dtype)
-        parameter.register_post_accumulate_grad_hook(_into_main_grad)
+        parameter.register_post_accumulate_grad_hook(add_to_main_grad)
     reading = mock.patch("superoffload.engine.inbox.same_bits", side_effect=AssertionError("it was read again"))
     with on_host() if host else on_fake_device(fake), taken_back() as again, reading:
         options: dict[str, Any] = {"speculation": "always", "threads": 2, "bucket_numel": 4096}
@@ -301,11 +302,6 @@ def edited_main_grads(
                 optimizer.step()
             fake.synchronize()
             return optimizer.state_digests(), fake.calls("sum_bits"), again
-
-
-def _into_main_grad(parameter: Any) -> None:
-    parameter.main_grad.add_(parameter.grad)
-    parameter.grad = None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

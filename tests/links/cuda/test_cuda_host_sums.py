@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from superoffload import AdamW
 from tests.support.adamw_training import batch, grads_of, model_of
 from tests.support.fake_cuda import Fake
-from tests.support.fp32_gradients import needs_grad_dtype
+from tests.support.fp32_gradients import add_to_main_grad, needs_grad_dtype
 from tests.support.freed_gradients import (
     NEEDED_AGAIN,
     Program,
@@ -324,7 +324,7 @@ def test_gradients_that_stay_add_up_where_they_are(fake: Fake, kept_by: str) -> 
         if kept_by == "main_grad":
             for param in model.parameters():
                 param.main_grad = torch.zeros(param.shape)  # type: ignore[attr-defined]  # as Megatron adds it
-                param.register_post_accumulate_grad_hook(_into_main_grad)
+                param.register_post_accumulate_grad_hook(add_to_main_grad)
         told(optimizer, losses_of(model, 0, 3))
         optimizer.step()
         return [optimizer.stats()["bytes_down"]]
@@ -334,8 +334,3 @@ def test_gradients_that_stay_add_up_where_they_are(fake: Fake, kept_by: str) -> 
         found, *_ = on_the_device(fake, passes, BF16, **FP32, **options)
     assert found[0] == [4 * sum(param.numel() for param in model_of(BF16).parameters())]
     assert not added
-
-
-def _into_main_grad(param: Any) -> None:
-    param.main_grad.add_(param.grad)
-    param.grad = None

@@ -20,6 +20,7 @@ from superoffload.links.cuda import link as cuda_link
 from tests.support.adamw_training import batch
 from tests.support.fake_cuda import Fake, garbage_like
 from tests.support.fake_cuda_training import blocks_of, training
+from tests.support.fp32_gradients import add_to_main_grad
 from tests.support.link_runs import deep_model
 
 OUT_OF_MEMORY = 2
@@ -88,7 +89,7 @@ def test_sums_of_bits_that_a_failed_packing_writes(fake: Fake) -> None:
     model = deep_model(torch.bfloat16)
     for param in model.parameters():
         param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]  # as Megatron adds it
-        param.register_post_accumulate_grad_hook(into_main_grad)
+        param.register_post_accumulate_grad_hook(add_to_main_grad)
     with training(fake, model=model) as (_, optimizer):
         link: Any = optimizer._engine.link
         optimizer.zero_grad()
@@ -116,11 +117,6 @@ def test_sums_of_bits_that_a_failed_packing_writes(fake: Fake) -> None:
             fake.synchronize(stream)
         (owned,) = (tensor for tensor in link.fake_device.kept if tensor.data_ptr() == address)
         assert torch.equal(owned, garbage_like(owned)), "what its next owner has written"
-
-
-def into_main_grad(param: Any) -> None:
-    param.main_grad.add_(param.grad)
-    param.grad = None
 
 
 # ---- a link that is closed ------------------------------------------------------------------------------------------
