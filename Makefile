@@ -24,7 +24,8 @@ JOBS := $(shell getconf _NPROCESSORS_ONLN)
 # Files of tests at a time: half of the tests keep one processor busy, or wait for another rank. Not more with more
 # processors, since each has ranks and an imported DeepSpeed of its own. Files in their order: long ones are not last.
 TEST_PROCESSES ?= $(if $(filter 1,$(JOBS)),0,2)
-PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+# A process that crashes ends the run: pytest-xdist may wait for ever for the tests that it took with it.
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 NATIVE = $(MAKE) --no-print-directory -f csrc/tests/Makefile
 NATIVE_TESTS = $(NATIVE) -j$(JOBS)
 OLD_DEEPSPEED := build/deepspeed-0.18.0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from superoffload import AdamW
 from tests import conftest
 from tests.support.adamw_training import batch, model_of, train, weights
 from tests.support.compatibility import Collector, compat
-from tests.support.fake_cuda import Fake
+from tests.support.fake_cuda import Fake, FakeDevice
 from tests.support.over_stand_in import (
     SLOWER,
     SOMETIMES_SLOWER,
@@ -122,3 +124,16 @@ def test_each_run_fills_its_own_column() -> None:
     for link, columns in (("host", {"single"}), ("stand-in", {"single", "stand_in"})):
         collector.pytest_collection_modifyitems([item(link, mark)])
         assert set(collector.table["closure"]) == columns
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_memory_is_overwritten_during_its_test_and_not_by_a_later_garbage_collection(fake: Fake, over: bool) -> None:
+    device = FakeDevice(fake)
+    memory = torch.zeros(48)
+    gradient = memory.detach()
+    weakref.finalize(gradient, device.gradient_freed, memory.data_ptr(), memory, fake.current)
+    if over:
+        fake.finish()  # as at the end of a test; the gradient is in a cycle, say
+    with mock.patch.object(fake, "write") as write:
+        del gradient
+    assert write.called is not over

@@ -203,9 +203,7 @@ class FakeDevice:
     def _freed(self, memory: Tensor, stream: int) -> None:
         """Its next owner goes on with it in the order of the stream that it was allocated on."""
         self.memory.give(memory.numel())
-        reader = self._reader.pop(memory.data_ptr(), stream)
-        if not self.over:
-            self.overwrite(memory, reader)
+        self.overwrite(memory, self._reader.pop(memory.data_ptr(), stream))
 
     def free_bytes(self) -> int:
         return self.free if self.capacity is None else self.capacity - self.memory.peak
@@ -231,7 +229,10 @@ class FakeDevice:
 
     def overwrite(self, tensor: Tensor, stream: int) -> None:
         """As the next owner of the memory does, who then finds what he has written. Its real owner lets go of it now,
-        so we keep it for that long."""
+        so we keep it for that long. Once the device is over, nothing keeps it until the stream has come so far: the
+        garbage collector may free a gradient in a later test, whose memory would be overwritten."""
+        if self.over:
+            return
         self.kept.append(tensor)
         garbage = garbage_like(tensor)
         self.fake.write(stream, tensor, garbage)

@@ -120,7 +120,8 @@ def test_tables_are_used_again_and_never_too_early(fake: Fake) -> None:
 
 def test_sums_go_with_the_last_that_needs_them(fake: Fake) -> None:
     with summing(fake) as (sums, device):
-        taken: list[Sums] = sums.of([values_of(5000, seed) for seed in range(3)])
+        tensors = [values_of(5000, seed) for seed in range(3)]
+        taken: list[Sums] = sums.of(tensors)
         fake.synchronize()
         device.kept.clear()
         assert isinstance(taken[0], SumsThere)

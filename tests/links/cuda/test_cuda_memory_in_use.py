@@ -141,13 +141,14 @@ def test_sums_that_are_taken_when_the_link_is_closed(fake: Fake, leaked: list[ob
         link: Any = optimizer._engine.link
         sums = link._kernel_sums
         fake.sleep(BEHIND)
-        taken = sums.of([torch.ones(5000)])
+        ones = torch.ones(5000)
+        taken = sums.of([ones])
         unloaded = fake.calls("cuModuleUnload")
         link.close()
         assert fake.calls("cuModuleUnload") == unloaded
         assert any(one is sums for one in leaked)
         fake.synchronize()
-        del taken
+        del taken, ones
 
 
 def test_kernels_go_with_a_link_that_nothing_uses(fake: Fake, leaked: list[object]) -> None:
