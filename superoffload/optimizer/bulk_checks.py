@@ -75,6 +75,7 @@ def unwritten(several: Sequence[TrackedParam]) -> tuple[list[TrackedParam], list
             and param.data_ptr() == tracked.address
             and (tracked.sums is not None if bits_compared else tracked.is_in_its_storage)
             and param.is_contiguous()
+            and not param.is_neg()
             and param.numel() == tracked.shard.numel
         ):
             alike.append(tracked)

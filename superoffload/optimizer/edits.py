@@ -90,7 +90,7 @@ class Edits:
             unknown = self._engine.packer.packed_sums(tracked.shard) is None if tracked.shard.sums_gradient else unseen
         else:  # brought back, then written with the same sums: by a clip that clips nothing, or a swap of elements
             unknown = packed.in_memory is not None and tracked.gradient.was_written(grad)
-        return unknown and not self._engine.packer.gradient_is(tracked.shard, tracked.holding.part(grad))
+        return unknown and not self._engine.packer.gradient_is(tracked.shard, tracked.holding.part_of_gradient(grad))
 
     def _find(self, several: Sequence[TrackedParam]) -> FoundEdits:
         """Finds what was written and edited. Where a device cannot tell, it brings masters to the last finished step;
@@ -111,7 +111,7 @@ class Edits:
         tracked.gradient.forget_reduced()
         grad = tracked.param.grad
         if grad is not None and self._engine.has_gradient(tracked.shard):
-            if self._engine.packer.gradient_is(tracked.shard, tracked.holding.part(grad)):
+            if self._engine.packer.gradient_is(tracked.shard, tracked.holding.part_of_gradient(grad)):
                 tracked.gradient.remember(grad)
             else:
                 self._retract(tracked)

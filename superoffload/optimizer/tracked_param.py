@@ -111,7 +111,8 @@ class TrackedParam(_Referable):
     @property
     def plainly_written(self) -> bool:
         """Returns whether version or storage show a write since the value was remembered; reads no values."""
-        return version_of(self.param) != self.version or not self.place.is_of(local_of(self.param))
+        local = local_of(self.param)
+        return version_of(self.param) != self.version or not self.place.is_of(local) or local.is_neg()
 
     @property
     def is_in_its_storage(self) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from superoffload import AdamW
 from tests.support.adamw_training import grads_of
@@ -75,3 +76,29 @@ def test_edits_on_a_device_are_noticed(edit: Callable[[Any, AdamW], None]) -> No
     """Operations on lists raise no version counter of a DTensor."""
     Fake()
     assert on_ranks(2, edits, edit) == [[True, False]] * 2
+
+
+def negated_in_memory(grad: Any) -> Any:
+    """The same values, with torch's negative bit: their memory has the opposite signs."""
+    local = torch._neg_view(-grad.to_local())
+    layout = {"run_check": False, "shape": grad.shape, "stride": grad.stride()}
+    return DTensor.from_local(local, grad.device_mesh, grad.placements, **layout)
+
+
+def added_to(as_given: Callable[[Any], Any]) -> dict[str, str]:
+    """In a rank: a second backward adds to gradients that the program has put in place."""
+    model = shard(net(torch.float32), flat_mesh())
+    with optimizer_of(model, speculation="always") as optimizer:
+        for step in range(3):
+            optimizer.zero_grad()
+            model.loss(tokens_of(2 * step, dist.get_rank())).backward()
+            for param in model.parameters():
+                if param.grad is not None:
+                    param.grad = as_given(param.grad)
+            model.loss(tokens_of(2 * step + 1, dist.get_rank())).backward()
+            optimizer.step()
+        return optimizer.state_digests()
+
+
+def test_bits_of_a_gradient_with_the_negative_bit_are_compared_by_their_own_signs() -> None:
+    assert on_ranks(2, added_to, negated_in_memory) == on_ranks(2, added_to, torch.clone)

@@ -171,3 +171,23 @@ def test_a_parameter_with_the_negative_bit_is_refused(made: Any) -> None:
     with pytest.raises(ArgumentError, match="resolve_neg"), closing(made([param])) as optimizer:
         optimizer.step()
     assert torch.equal(param, torch.ones(1))
+
+
+@pytest.mark.parametrize("noticed", ["in backward", "in step"])
+def test_a_parameter_that_gets_the_negative_bit_over_its_own_memory_is_refused(noticed: str) -> None:
+    param = nn.Parameter(torch.ones(5))
+    with AdamW([param], lr=0.1) as optimizer:
+        param.sum().backward()
+        optimizer.step()
+        before = optimizer.state_digests()
+        memory = param.data
+        param.data = torch._neg_view(memory)  # same memory, and no version shows it
+        optimizer.zero_grad()
+        with pytest.raises(ArgumentError, match="resolve_neg"):
+            if noticed == "in backward":
+                param.sum().backward()
+            param.grad = torch.ones(5)
+            optimizer.step()
+        param.data = memory
+        optimizer.zero_grad()
+        assert optimizer.state_digests() == before

@@ -232,7 +232,9 @@ def test_files_of_tests_run_side_by_side(given: list[str], processes: str) -> No
     shown = run("make", "--dry-run", "test", "PYTEST_ARGS=-k journal", *given, cwd=ROOT, env=alone)
     assert shown.returncode == 0, shown.stderr
     last = shown.stdout.strip().splitlines()[-1]
-    assert re.search(rf"-m pytest -n {processes} --dist loadfile --no-loadscope-reorder -k journal$", last)
+    assert re.search(
+        rf"-m pytest -n {processes} --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -k journal$", last
+    )
 
 
 # ---- pinned requirements ----
