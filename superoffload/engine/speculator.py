@@ -50,6 +50,7 @@ class Speculator:
         self._proves_clip = math.inf
         if max_grad_norm is not None and unscale != 0.0:
             norm = max_grad_norm / abs(unscale)
+            # The formula of verdict.decide(), solved for the norm: change both.
             self._proves_clip = norm * norm * (1 + 1e-6)  # norm ** 2 would raise OverflowError instead of giving inf
 
     def is_packed(self, bucket: Bucket, *, in_backward: bool) -> None:

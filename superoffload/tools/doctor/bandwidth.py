@@ -61,7 +61,7 @@ def examine_bandwidth(system: System, cpus: Sequence[int], usable_bytes: int | N
     found.ok(
         f"{rate / 1e9:.1f} GB/s with {len(cpus)} threads over the arrays of one step "
         f"({numel * _BYTES_PER_ELEMENT / 2**20:.0f} MiB), so a step of 1 B bf16 parameters takes "
-        f"{28e9 / rate:.2g} s at best; the kernel's own step reaches {stepping / 1e9:.1f} GB/s"
+        f"{28e9 / rate:.2g} s at that rate; the kernel's own step reaches {stepping / 1e9:.1f} GB/s"
     )
     if rate < _SUSPICIOUS:
         found.warn(
