@@ -21,8 +21,11 @@ class HearsOfState(Protocol):
 
 
 class HearsOfDelivery(Protocol):
-    def landing(self, buckets: Sequence[Bucket]) -> None: ...
-    def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None: ...
+    def landing(self, buckets: Sequence[Bucket]) -> None:
+        """Learns that the engine will deliver buckets that ``Delivery.apply`` has left."""
+
+    def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None:
+        """Learns that they were delivered; the engine raises the returned error once the delivery is complete."""
 
 
 class EngineEvents(Listener):

@@ -136,3 +136,39 @@ def left_alone(view: bool) -> bool:
 @pytest.mark.parametrize("view", [False, True])
 def test_gradients_that_ddp_leaves_alone_are_stepped_as_they_are(view: bool) -> None:
     assert on_ranks(2, left_alone, view) == [True, True]
+
+
+class TwoLayers(nn.Module):
+    """Leaves out its second layer where ``whole`` is not set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(40, 40), nn.Linear(40, 40)
+        self.whole = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.first(x)
+        return self.second(found) if self.whole else found
+
+
+def replaced_while_reduced(as_given: Callable[[Tensor], Tensor]) -> dict[str, str]:
+    """In a rank: the second backward reduces gradients of the second layer that it does not compute."""
+    torch.manual_seed(0)
+    inner = TwoLayers()
+    model = DistributedDataParallel(inner, bucket_cap_mb=0.002, find_unused_parameters=True)
+    with optimizer_told(model, told=True, speculation="always") as optimizer:
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(4, 40, generator=torch.Generator().manual_seed(step))
+            for inner.whole in (True, False):
+                model(x).square().mean().backward()
+            for param in inner.parameters():
+                assert param.grad is not None
+                param.grad = as_given(param.grad)
+            optimizer.step()
+        return optimizer.state_digests()
+
+
+def test_a_reduced_gradient_that_gets_the_negative_bit_is_compared_by_its_own_signs() -> None:
+    """The negative bit gives the opposite values in the same memory."""
+    assert on_ranks(2, replaced_while_reduced, torch._neg_view) == on_ranks(2, replaced_while_reduced, torch.neg)

@@ -149,19 +149,23 @@ def _negated_in_memory(values: Tensor) -> Tensor:
 @pytest.mark.parametrize("made_by", ["autograd", "user"])
 @pytest.mark.parametrize("made", [AdamW, CPUAdamW])
 def test_a_gradient_with_the_negative_bit_keeps_its_sign(made: Any, made_by: str) -> None:
-    params = [nn.Parameter(torch.ones(1)) for _ in range(2)]
-    with closing(made([params[0]], lr=0.1)) as optimizer:
-        for param, one in zip(params, (optimizer, TorchAdamW([params[1]], lr=0.1)), strict=True):
+    """The first gradient of a step goes to the engine alone, the others of its bucket together."""
+    models = [[nn.Parameter(torch.ones(1)) for _ in range(3)] for _ in range(2)]
+    with closing(made(models[0], lr=0.1)) as optimizer:
+        for params, one in zip(models, (optimizer, TorchAdamW(models[1], lr=0.1)), strict=True):
             if made_by == "autograd":
-                param.register_hook(_negated_in_memory)
-            for value in (3.0, -1.0, 2.0):  # the first step shows the order; later ones pack whole buckets
+                for param in params:
+                    param.register_hook(_negated_in_memory)
+            for value in (3.0, -1.0, 2.0):
                 one.zero_grad()
                 if made_by == "autograd":
-                    (value * param).sum().backward()
+                    torch.stack([value * param for param in params]).sum().backward()
                 else:
-                    param.grad = _negated_in_memory(torch.tensor([value]))
+                    for param in params:
+                        param.grad = _negated_in_memory(torch.tensor([value]))
                 one.step()
-        assert_close_to_torch(params[0], params[1], 1e-6)
+        for ours, theirs in zip(*models, strict=True):
+            assert_close_to_torch(ours, theirs, 1e-6)
 
 
 @pytest.mark.parametrize("made", [AdamW, CPUAdamW])
@@ -173,21 +177,29 @@ def test_a_parameter_with_the_negative_bit_is_refused(made: Any) -> None:
     assert torch.equal(param, torch.ones(1))
 
 
-@pytest.mark.parametrize("noticed", ["in backward", "in step"])
-def test_a_parameter_that_gets_the_negative_bit_over_its_own_memory_is_refused(noticed: str) -> None:
-    param = nn.Parameter(torch.ones(5))
-    with AdamW([param], lr=0.1) as optimizer:
-        param.sum().backward()
-        optimizer.step()
-        before = optimizer.state_digests()
-        memory = param.data
-        param.data = torch._neg_view(memory)  # same memory, and no version shows it
-        optimizer.zero_grad()
-        with pytest.raises(ArgumentError, match="resolve_neg"):
-            if noticed == "in backward":
-                param.sum().backward()
-            param.grad = torch.ones(5)
+@pytest.mark.parametrize("which", [0, 2])
+@pytest.mark.parametrize("when", ["before backward", "after backward", "without backward"])
+def test_a_parameter_that_gets_the_negative_bit_over_its_own_memory_is_refused(when: str, which: int) -> None:
+    params = [nn.Parameter(torch.ones(5)) for _ in range(3)]
+    values: list[Tensor] = [*params]
+    with AdamW(params, lr=0.1) as optimizer:
+        for _ in range(2):
+            optimizer.zero_grad()
+            torch.stack(values).sum().backward()
             optimizer.step()
-        param.data = memory
+        before = optimizer.state_digests()
+        memory = params[which].data
+        optimizer.zero_grad()
+        if when == "after backward":
+            torch.stack(values).sum().backward()
+        params[which].data = torch._neg_view(memory)  # same memory, and no version shows it
+        with pytest.raises(ArgumentError, match="resolve_neg"):
+            if when == "before backward":
+                torch.stack(values).sum().backward()
+            if when == "without backward":
+                for param in params:
+                    param.grad = torch.ones(5)
+            optimizer.step()
+        params[which].data = memory
         optimizer.zero_grad()
         assert optimizer.state_digests() == before
