@@ -32,10 +32,13 @@ T* pointer(Address address) {
 superoffload::RunOfShard make_run(Address master, Address exp_avg, Address exp_avg_sq, Address gradient, Address shadow,
                                   std::size_t numel, adam::ElementType gradient_type, adam::ElementType shadow_type,
                                   adam::ElementType state_type, std::uint64_t first_index, std::uint64_t noise_stream,
-                                  bool past_cache) {
+                                  bool past_cache, bool split_master) {
     if (state_type == adam::ElementType::f16) throw std::invalid_argument("state_type: f16, expected f32 or bf16");
+    if (split_master && shadow_type != adam::ElementType::bf16) {
+        throw std::invalid_argument("shadow_type: only bf16 has the upper half of a split master");
+    }
     adam::Run run{};
-    run.master = pointer<float>(master);
+    run.master = pointer<void>(master);
     run.exp_avg = pointer<void>(exp_avg);
     run.exp_avg_sq = pointer<void>(exp_avg_sq);
     run.gradient = pointer<const void>(gradient);
@@ -46,6 +49,7 @@ superoffload::RunOfShard make_run(Address master, Address exp_avg, Address exp_a
     run.state_type = state_type;
     run.first_index = first_index;
     run.past_cache = past_cache;
+    run.split_master = split_master;
     return {run, noise_stream};
 }
 
@@ -160,7 +164,7 @@ void bind_kernels(py::module_& module) {
         .def(py::init(&make_run), py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("gradient"),
              py::arg("shadow"), py::arg("numel"), py::arg("gradient_type"), py::arg("shadow_type"),
              py::arg("state_type") = adam::ElementType::f32, py::arg("first_index") = 0, py::arg("noise_stream") = 0,
-             py::arg("past_cache") = false);
+             py::arg("past_cache") = false, py::arg("split_master") = false);
     module.attr("BLOCK") = adam::kBlock;
     module.attr("CHUNK") = superoffload::kChunk;
     module.def(
@@ -217,6 +221,7 @@ void bind_runtime(py::module_& module) {
         .def("run_all", &BucketWork::run_all, py::arg("operation"), py::arg("width") = 1,
              py::call_guard<py::gil_scoped_release>())
         .def("width_fits", &BucketWork::width_fits, py::arg("width"))
+        .def_property_readonly("publishes", &BucketWork::publishes)
         .def("journal_use", &BucketWork::journal_use)
         .def_property_readonly("overflowed", &BucketWork::overflowed)
         .def_property_readonly("journal_capacity", &BucketWork::journal_capacity)

@@ -89,15 +89,16 @@ class Span:
     """Steps a contiguous run of a bucket with its journal, on arrays that the caller owns.
 
     ``master``: float32 [n]; ``exp_avg`` and ``exp_avg_sq``: float32, or uint16 (bfloat16 bits, rounded stochastically)
-    [n]; ``gradient`` and ``shadow``: float32, float16 or uint16 (bfloat16 bits) [n]. ``arena_bytes`` is the room for
-    escapes; by default every element may escape. ``noise_stream`` (seed and shard) and ``first_index`` (of element 0
-    in its shard) key the stochastic rounding. ``past_cache``: the shadow, and with AVX-512 a journal's codes, may be
-    stored past the processor's caches, which is faster for runs that exceed them and changes no bit.
+    [n]; ``gradient`` and ``shadow``: float32, float16 or uint16 (bfloat16 bits) [n]. An int16 ``master`` has the
+    remainders of a split master, whose upper halves are the uint16 ``shadow`` (docs/kernel.md). ``arena_bytes`` is the
+    room for escapes; by default every element may escape. ``noise_stream`` (seed and shard) and ``first_index`` (of
+    element 0 in its shard) key the stochastic rounding. ``past_cache``: the shadow, and with AVX-512 a journal's codes,
+    may be stored past the processor's caches, which is faster for runs that exceed them and changes no bit.
     """
 
     def __init__(
         self,
-        master: NDArray[np.float32],
+        master: NDArray[np.float32] | NDArray[np.int16],
         exp_avg: NDArray[np.float32] | NDArray[np.uint16],
         exp_avg_sq: NDArray[np.float32] | NDArray[np.uint16],
         gradient: Array,
@@ -108,7 +109,7 @@ class Span:
         first_index: int = 0,
         past_cache: bool = False,
     ) -> None:
-        arrays: dict[str, Array] = {
+        arrays: dict[str, Array | NDArray[np.int16]] = {
             "master": master,
             "exp_avg": exp_avg,
             "exp_avg_sq": exp_avg_sq,
@@ -116,11 +117,14 @@ class Span:
             "shadow": shadow,
         }
         for name, array in arrays.items():
-            _check_vector(name, array, writeable=name != "gradient")
+            _check_vector(name, array, writeable=name != "gradient", split=name == "master")
             if len(array) != len(master):
                 raise ArgumentError(f"{name}: {len(array)} elements, expected {len(master)} like master")
-        if master.dtype != np.float32:
-            raise ArgumentError(f"master: dtype {master.dtype}, expected float32")
+        split = master.dtype == np.int16
+        if not split and master.dtype != np.float32:
+            raise ArgumentError(f"master: dtype {master.dtype}, expected float32, or int16 of a split master")
+        if split and shadow.dtype != np.uint16:
+            raise ArgumentError(f"shadow: dtype {shadow.dtype}, expected uint16 (bfloat16 bits) with a split master")
         if exp_avg.dtype not in (np.dtype(np.float32), np.dtype(np.uint16)) or exp_avg.dtype != exp_avg_sq.dtype:
             raise ArgumentError(
                 f"exp_avg, exp_avg_sq: dtypes {exp_avg.dtype}, {exp_avg_sq.dtype}; expected both float32 or both uint16"
@@ -142,13 +146,19 @@ class Span:
                 first_index=first_index,
                 noise_stream=noise_stream,
                 past_cache=past_cache,
+                split_master=split,
             )
         ]
         padded = -(-len(master) // 64) * 64
         self._works = {width: _native.BucketWork(runs, width * padded + self._arena_bytes) for width in (1, 2)}
         self._width = 0
+        self._split = split
+        self._publishing = 2 if split else 1  # whose journal has room for the old upper halves
+        self._unsettled = False
 
     def _run(self, operation: _native.Operation, hyper: Hyper | None, width: int) -> bool:
+        if self._split and self._unsettled != (operation == _native.Operation.settle):
+            raise ArgumentError("a split master: expected settle() right after each publish(), and nowhere else")
         work = self._works[width]
         if hyper is not None:
             if hyper.step < 1:
@@ -180,7 +190,9 @@ class Span:
         return self._width != 0
 
     def undo(self) -> None:
-        """Restores master and moments to their bits before the last journaled step; leaves the shadow as it is."""
+        """Restores master and moments to their bits before the last journaled step. The shadow stays as it is, unless
+        the master is split.
+        """
         self._run(_native.Operation.undo, None, self._journaled_width())
         self._width = 0
 
@@ -190,8 +202,18 @@ class Span:
         self._width = 0
 
     def publish(self, hyper: Hyper) -> None:
-        """Writes only the shadow of a step, with the bits that the full pass will give."""
-        self._run(_native.Operation.publish, hyper, 1)
+        """Writes only the shadow of a step, with the bits that the full pass will give. Behind it a split master can be
+        read, and takes another call, only after ``settle()``.
+        """
+        self._run(_native.Operation.publish, hyper, self._publishing)
+        if self._split:
+            self._width = 0
+            self._unsettled = True
+
+    def settle(self, hyper: Hyper) -> None:
+        """Steps master and moments as ``publish()`` with the same ``hyper`` has written the shadow."""
+        self._run(_native.Operation.settle, hyper, self._publishing)
+        self._unsettled = False
 
     @property
     def journal_bytes(self) -> int:
@@ -245,8 +267,8 @@ def _describe(value: object) -> str:
     return type(value).__name__
 
 
-def _check_vector(name: str, array: Array, *, writeable: bool) -> None:
-    if not isinstance(array, np.ndarray) or array.dtype not in _TYPES:
+def _check_vector(name: str, array: Array | NDArray[np.int16], *, writeable: bool, split: bool = False) -> None:
+    if not isinstance(array, np.ndarray) or not (array.dtype in _TYPES or (split and array.dtype == np.int16)):
         raise ArgumentError(f"{name}: {_describe(array)}; expected a float32, float16 or uint16 (bfloat16 bits) array")
     if array.ndim != 1 or not array.flags.c_contiguous or not array.flags.aligned:
         raise ArgumentError(f"{name}: {_describe(array)}; expected a contiguous, aligned vector")
@@ -254,7 +276,7 @@ def _check_vector(name: str, array: Array, *, writeable: bool) -> None:
         raise ArgumentError(f"{name}: a read-only array; expected a writeable one")
 
 
-def _check_disjoint(arrays: dict[str, Array]) -> None:
+def _check_disjoint(arrays: dict[str, Array | NDArray[np.int16]]) -> None:
     ends = sorted((array.ctypes.data, array.ctypes.data + array.nbytes, name) for name, array in arrays.items())
     for (_, end, name), (start, _, other) in pairwise(ends):
         if start < end:

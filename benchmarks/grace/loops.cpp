@@ -1,5 +1,6 @@
 // The inner loops of the kernels as functions of their own, for static analysis (mca.py): AdamW, bf16 gradient, bf16
-// shadow, one-byte codes. Compiled once per lane type, GRACE_LANES, with the flags that the extension is built with.
+// shadow, one-byte codes. Compiled once per lane type (GRACE_LANES), type of the moments (GRACE_MOMENTS) and form of
+// the masters (GRACE_SPLIT), with the flags that the extension is built with.
 #include "arm_adam/algorithm.inl"
 #include "arm_adam/lanes_neon.h"
 #ifdef __ARM_FEATURE_SVE
@@ -9,7 +10,7 @@
 namespace superoffload::adam {
 
 using Lanes = GRACE_LANES;
-using LoopTypes = Types<ElementType::bf16, ElementType::bf16, ElementType::f32, false>;
+using LoopTypes = Types<ElementType::bf16, ElementType::bf16, ElementType::GRACE_MOMENTS, false, GRACE_SPLIT>;
 
 extern "C" {
 

@@ -66,8 +66,12 @@ struct Journal {
 };
 
 // Describes a contiguous run of a bucket. Master, moments, gradient, shadow and journal never overlap.
+//
+// A split master is stored in two halves of 16 bits: the shadow has the upper one, rounded to nearest, ties away from
+// zero, which is the bf16 published copy; `master` has the signed remainder. Bits = (shadow << 16) + remainder, modulo
+// 2^32. The pair and the bits determine each other, ties and NaN (one pattern: remainder 0) included.
 struct Run {
-    float* master;
+    void* master;  // fp32; of a split master the remainders, int16
     void* exp_avg;
     void* exp_avg_sq;
     const void* gradient;
@@ -79,6 +83,8 @@ struct Run {
     Scalars frozen;
     ElementType state_type = ElementType::f32;  // of the moments: f32, or bf16 with stochastic rounding
     std::uint64_t first_index = 0;              // index of the run's first element in its shard
+    bool split_master = false;                  // the shadow is bf16 and part of the state
+    std::uint16_t* kept_halves = nullptr;       // split: publish() keeps the old upper halves here (see step())
     bool past_cache = false;                    // shadow and codes bypass the caches, which all runs together exceed
 
     // Returns the key of an element's noise: its index in the shard, modulo 2^32.
@@ -90,7 +96,8 @@ struct Range {
     std::size_t end;
 };
 
-// Steps master, moments and shadow. Without a shadow (null) the model computes with the master itself.
+// Steps master, moments and shadow. Without a shadow (null) the model computes with the master itself. A split master
+// without a shadow takes its old upper halves from `kept_halves`, because publish() has written the new ones.
 void step(const Run& run, Range range);
 
 // Steps and writes the journal that undoes it. False: the arena was full; blocks of the range that found room are
@@ -103,7 +110,8 @@ void undo(const Run& run, Range range);
 // Undoes with `run.frozen`, then steps with `scalars`, in one pass over memory.
 void replay(const Run& run, Range range, const Scalars& scalars);
 
-// Writes only the shadow of a step, with the bits that the full pass will give.
+// Writes only the shadow of a step, with the bits that the full pass will give. Of a split master it first copies the
+// shadow to `kept_halves`, from which the step behind it reads.
 void publish(const Run& run, Range range);
 
 // Sums the squares of blocks of kBlock elements in fp64; +inf where any element is not finite.

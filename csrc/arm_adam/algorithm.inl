@@ -128,19 +128,19 @@ SUPEROFFLOAD_INLINE void finish_stores(const Run& run) {
 
 template <typename L>
 void step_all(const Run& run, Range range) {
-    with_types(run, run.shadow_type, [&](auto types) { step_range<L, decltype(types)>(run, range); });
+    with_types(run, [&](auto types) { step_range<L, decltype(types)>(run, range); });
     finish_stores<L>(run);
 }
 
 template <typename L>
 void publish_all(const Run& run, Range range) {
-    with_types(run, run.shadow_type, [&](auto types) { publish_range<L, decltype(types)>(run, range); });
+    with_types(run, [&](auto types) { publish_range<L, decltype(types)>(run, range); });
     finish_stores<L>(run);
 }
 
 template <typename L>
 bool step_journaled_all(const Run& run, Range range) {
-    const bool fits = with_types(run, run.shadow_type, [&](auto types) {
+    const bool fits = with_types(run, [&](auto types) {
         return run.journal.width == 1 ? journal_range<L, decltype(types), 1>(run, range)
                                       : journal_range<L, decltype(types), 2>(run, range);
     });
@@ -161,14 +161,9 @@ void undo_range(const Run& run, Range range) {
 
 template <typename L>
 void undo_all(const Run& run, Range range) {
-    with_element_type(run.gradient_type, [&](auto gradient) {
-        with_flag(run.state_type == ElementType::bf16, [&](auto narrow_state) {
-            with_flag(run.frozen.l2, [&](auto l2) {
-                constexpr ElementType state = narrow_state.value ? ElementType::bf16 : ElementType::f32;
-                using T = UndoTypes<Types<gradient.value, ElementType::f32, state, l2.value>>;
-                run.journal.width == 1 ? undo_range<L, T, 1>(run, range) : undo_range<L, T, 2>(run, range);
-            });
-        });
+    with_undo_types(run, [&](auto types) {
+        using T = decltype(types);
+        run.journal.width == 1 ? undo_range<L, T, 1>(run, range) : undo_range<L, T, 2>(run, range);
     });
 }
 
@@ -191,7 +186,7 @@ template <typename L>
 void replay_all(const Run& run, Range range, const Scalars& scalars) {
     Run again = run;
     again.frozen = scalars;
-    with_types(run, run.shadow_type, [&](auto types) {
+    with_types(run, [&](auto types) {
         using T = decltype(types);
         run.journal.width == 1 ? replay_range<L, T, 1>(run, again, range) : replay_range<L, T, 2>(run, again, range);
     });

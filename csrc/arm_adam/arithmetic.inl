@@ -28,6 +28,33 @@ SUPEROFFLOAD_INLINE void store_element(void* base, std::size_t i, typename L::F 
     if constexpr (type == ElementType::f16) L::store_f16(static_cast<std::uint16_t*>(base) + i, x);
 }
 
+// Loads masters. Where a split master has no shadow, publish() has kept the old upper halves.
+template <typename L, bool split>
+SUPEROFFLOAD_INLINE typename L::F load_master(const Run& run, std::size_t i) {
+    if constexpr (!split) return L::load(static_cast<const float*>(run.master) + i);
+    const void* const halves = run.shadow != nullptr ? run.shadow : run.kept_halves;
+    const auto upper = L::bits(L::load_bf16(static_cast<const std::uint16_t*>(halves) + i));
+    return L::from_bits(L::add_u(upper, L::load_i16(static_cast<const std::int16_t*>(run.master) + i)));
+}
+
+// Stores the upper halves of canonical split masters, which are the published copy.
+template <typename L>
+SUPEROFFLOAD_INLINE void store_upper_halves(void* shadow, std::size_t i, typename L::F x) {
+    const auto rounded = L::add_u(L::bits(x), L::set_u(0x8000u));
+    L::store_low16(static_cast<std::uint16_t*>(shadow) + i, L::template shr<16>(rounded));
+}
+
+// Stores canonical masters. The remainder is the lower half of the word, as a signed number.
+template <typename L, bool split>
+SUPEROFFLOAD_INLINE void store_master(const Run& run, std::size_t i, typename L::F x) {
+    if constexpr (!split) {
+        L::store(static_cast<float*>(run.master) + i, x);
+    } else {
+        L::store_low16(static_cast<std::uint16_t*>(run.master) + i, L::bits(x));
+        if (run.shadow != nullptr) store_upper_halves<L>(run.shadow, i, x);
+    }
+}
+
 // Stores the published copy. `past_cache`: it is not read soon and fills whole lines, so memory need not be read first.
 template <typename L, ElementType type>
 SUPEROFFLOAD_INLINE void store_shadow(void* base, std::size_t i, typename L::F x, bool past_cache) {

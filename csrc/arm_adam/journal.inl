@@ -169,29 +169,30 @@ SUPEROFFLOAD_INLINE std::uint32_t count_narrow_escapes(const PairDifferences<L>&
     return static_cast<std::uint32_t>(__builtin_popcount(m) + __builtin_popcount(v));
 }
 
-// Appends the old words, still in memory at element `i`, whose differences are out of range.
-template <typename L, ElementType type>
-SUPEROFFLOAD_INLINE void append_pair(EscapeList& list, typename L::U excess, const void* old, std::size_t i,
+// Appends the old words, still in memory, whose differences are out of range. `load(i)` returns element i.
+template <typename L, ElementType type, typename Load>
+SUPEROFFLOAD_INLINE void append_pair(EscapeList& list, typename L::U excess, Load load, std::size_t i,
                                      std::size_t block) {
     for (std::uint32_t mask = L::nonzero_u16(L::pair_in_order(excess)); mask != 0; mask &= mask - 1) {
         const std::size_t at = i + static_cast<std::size_t>(__builtin_ctz(mask));
-        const auto word = word_of<ScalarLanes, type>(load_element<ScalarLanes, type>(old, at));
-        list.append(static_cast<std::uint32_t>(at - block), word);
+        list.append(static_cast<std::uint32_t>(at - block), word_of<ScalarLanes, type>(load(at)));
     }
 }
 
-template <typename L, ElementType state, int width>
-SUPEROFFLOAD_INLINE typename L::U encode_pair(const PairDifferences<L>& difference, const void* exp_avg,
-                                              const void* exp_avg_sq, const float* master, std::size_t i,
+template <typename L, typename T, int width>
+SUPEROFFLOAD_INLINE typename L::U encode_pair(const PairDifferences<L>& difference, const Run& run, std::size_t i,
                                               std::size_t block, BlockEscapes& escapes) {
     auto m = biased_pair<L, width, 0>(difference);
     auto v = biased_pair<L, width, 1>(difference);
     auto p = biased_pair<L, width, 2>(difference);
     if constexpr (width == 2) escapes.narrow += count_narrow_escapes<L>(difference);
     if (__builtin_expect(L::any_bit(any_pair_excess<L, width>(m, v, p)), 0)) {
-        append_pair<L, state>(escapes.component[0], pair_excess<L, width, 0>(m), exp_avg, i, block);
-        append_pair<L, state>(escapes.component[1], pair_excess<L, width, 1>(v), exp_avg_sq, i, block);
-        append_pair<L, ElementType::f32>(escapes.component[2], pair_excess<L, width, 2>(p), master, i, block);
+        const auto old_m = [&run](std::size_t at) { return load_element<ScalarLanes, T::state>(run.exp_avg, at); };
+        const auto old_v = [&run](std::size_t at) { return load_element<ScalarLanes, T::state>(run.exp_avg_sq, at); };
+        const auto old_p = [&run](std::size_t at) { return load_master<ScalarLanes, T::split>(run, at); };
+        append_pair<L, T::state>(escapes.component[0], pair_excess<L, width, 0>(m), old_m, i, block);
+        append_pair<L, T::state>(escapes.component[1], pair_excess<L, width, 1>(v), old_v, i, block);
+        append_pair<L, ElementType::f32>(escapes.component[2], pair_excess<L, width, 2>(p), old_p, i, block);
         m = pair_only_code<L, width, 0>(m);
         v = pair_only_code<L, width, 1>(v);
         p = pair_only_code<L, width, 2>(p);

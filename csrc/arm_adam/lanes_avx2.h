@@ -117,6 +117,12 @@ struct Avx2Lanes {
         }
     }
 
+    // Loads and stores the halves of split masters: signed words of 16 bits, and the lower half of each lane.
+    static U load_i16(const std::int16_t* p) {
+        return _mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
+    static void store_low16(std::uint16_t* p, U u) { store_half(p, narrow16(and_u(u, set_u(0xffffu))), false); }
+
     static void store_codes8(std::uint8_t* p, U codes) {
         const __m128i words = narrow16(codes);
         _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));

@@ -113,6 +113,12 @@ struct Avx512Lanes {
         list.count += count(m);
     }
 
+    // Loads and stores the halves of split masters: signed words of 16 bits, and the lower half of each lane.
+    static U load_i16(const std::int16_t* p) {
+        return _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    }
+    static void store_low16(std::uint16_t* p, U u) { store_half(p, _mm512_cvtepi32_epi16(u), false); }
+
     static void store_codes8(std::uint8_t* p, U codes) {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(codes));
     }

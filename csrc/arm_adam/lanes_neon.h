@@ -102,6 +102,10 @@ struct NeonLanes {
         list.count = end;
     }
 
+    // Loads and stores the halves of split masters: signed words of 16 bits, and the lower half of each lane.
+    static U load_i16(const std::int16_t* p) { return vreinterpretq_u32_s32(vmovl_s16(vld1_s16(p))); }
+    static void store_low16(std::uint16_t* p, U u) { vst1_u16(p, vmovn_u32(u)); }
+
     static void store_codes8(std::uint8_t* p, U codes) {
         const uint16x4_t words = vmovn_u32(codes);
         const uint8x8_t bytes = vmovn_u16(vcombine_u16(words, words));

@@ -112,6 +112,10 @@ struct ScalarLanes {
         if (m) list.append(index, old);
     }
 
+    // Loads and stores the halves of split masters: signed words of 16 bits, and the lower half of each lane.
+    static U load_i16(const std::int16_t* p) { return static_cast<U>(std::int32_t{*p}); }
+    static void store_low16(std::uint16_t* p, U u) { *p = static_cast<std::uint16_t>(u); }
+
     static void store_codes8(std::uint8_t* p, U codes) { *p = static_cast<std::uint8_t>(codes); }
     static U load_codes8(const std::uint8_t* p) { return *p; }
     static void store_codes16(std::uint8_t* p, U codes) {

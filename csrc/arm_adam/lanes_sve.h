@@ -100,6 +100,10 @@ struct SveLanes {
         list.count += count(m);
     }
 
+    // Loads and stores the halves of split masters: signed words of 16 bits, and the lower half of each lane.
+    static U load_i16(const std::int16_t* p) { return svreinterpret_u32_s32(svld1sh_s32(all(), p)); }
+    static void store_low16(std::uint16_t* p, U u) { svst1h_u32(all(), p, u); }
+
     static void store_codes8(std::uint8_t* p, U codes) { svst1b_u32(all(), p, codes); }
     static U load_codes8(const std::uint8_t* p) { return svld1ub_u32(all(), p); }
     static void store_codes16(std::uint8_t* p, U codes) {

@@ -7,14 +7,15 @@
 namespace superoffload::adam {
 namespace {
 
-// Presents a tail to the scalar lanes as a run with an exact fp32 copy of the gradient and an fp32 shadow. So one
-// scalar loop serves all types of gradient and shadow; a loop for each would be half of the code of an instruction set,
-// for elements that hardly occur.
+// Presents a tail to the scalar lanes as a run with an exact fp32 copy of the gradient and, unless the master is split,
+// an fp32 shadow. So one scalar loop serves all types of gradient and shadow; a loop for each would be half of the code
+// of an instruction set, for elements that hardly occur.
 struct Tail {
     SUPEROFFLOAD_NOINLINE Tail(const Run& whole, Range range)
         : run(whole), numel(range.end - range.begin), shadow_type_(whole.shadow_type), shadow_(whole.shadow) {
         const std::size_t begin = range.begin;
-        run.master += begin;
+        run.master = static_cast<char*>(run.master) + begin * (run.split_master ? 2 : 4);
+        if (run.kept_halves != nullptr) run.kept_halves += begin;
         run.exp_avg = static_cast<char*>(run.exp_avg) + begin * element_size(run.state_type);
         run.exp_avg_sq = static_cast<char*>(run.exp_avg_sq) + begin * element_size(run.state_type);
         run.journal.codes += run.journal.codes == nullptr ? 0 : begin * run.journal.width;
@@ -28,12 +29,16 @@ struct Tail {
         });
         if (shadow_ == nullptr) return;
         shadow_ = static_cast<char*>(shadow_) + begin * element_size(shadow_type_);
+        if (run.split_master) {
+            run.shadow = shadow_;
+            return;
+        }
         run.shadow = shadow_values_;
         run.shadow_type = ElementType::f32;
     }
 
     SUPEROFFLOAD_NOINLINE void publish() const {
-        if (shadow_ == nullptr) return;
+        if (shadow_ == nullptr || run.split_master) return;
         with_element_type(shadow_type_, [&](auto type) {
             for (std::size_t i = 0; i < numel; ++i) {
                 store_element<ScalarLanes, type.value>(shadow_, i, shadow_values_[i]);
@@ -52,7 +57,7 @@ struct Tail {
 };
 
 template <typename T>
-using TailTypes = Types<ElementType::f32, ElementType::f32, T::state, T::l2>;
+using TailTypes = Types<ElementType::f32, ElementType::f32, T::state, T::l2, T::split>;
 
 template <typename T>
 SUPEROFFLOAD_NOINLINE void step_tail(const Run& run, Range range) {

@@ -22,34 +22,54 @@ inline auto with_element_type(ElementType type, F f) {
 }
 
 // Holds the types of a run as compile-time constants.
-template <ElementType gradient_type, ElementType shadow_type, ElementType state_type, bool is_l2>
+template <ElementType gradient_type, ElementType shadow_type, ElementType state_type, bool is_l2, bool is_split>
 struct Types {
     static constexpr ElementType gradient = gradient_type;
-    static constexpr ElementType shadow = shadow_type;  // undo does not write it, and ignores this
+    static constexpr ElementType shadow = shadow_type;  // undo writes that of a split master only
     static constexpr ElementType state = state_type;    // of the moments
     static constexpr bool l2 = is_l2;
+    static constexpr bool split = is_split;  // of the master
 };
 
-// Holds the types of loops that write no shadow.
+// Holds the types of loops that write no shadow, or that of a split master.
 template <typename T>
-using UndoTypes = Types<T::gradient, ElementType::f32, T::state, T::l2>;
+using UndoTypes = Types<T::gradient, ElementType::f32, T::state, T::l2, T::split>;
 
 template <typename F>
 inline auto with_flag(bool flag, F f) {
     return flag ? f(std::true_type{}) : f(std::false_type{});
 }
 
+// Calls f with the types of the run's moments and gradient, and whether it is Adam with an L2 penalty.
+template <typename F>
+inline auto with_state_types(const Run& run, F f) {
+    return with_element_type(run.gradient_type, [&](auto gradient) {
+        return with_flag(run.state_type == ElementType::bf16, [&](auto narrow) {
+            return with_flag(run.frozen.l2, [&](auto l2) {
+                using State = std::integral_constant<ElementType, narrow.value ? ElementType::bf16 : ElementType::f32>;
+                return f(gradient, State{}, l2);
+            });
+        });
+    });
+}
+
 // Calls f with the run's Types.
 template <typename F>
-inline auto with_types(const Run& run, ElementType shadow_type, F f) {
-    return with_element_type(run.gradient_type, [&](auto gradient) {
-        return with_element_type(shadow_type, [&](auto shadow) {
-            return with_flag(run.state_type == ElementType::bf16, [&](auto narrow_state) {
-                return with_flag(run.frozen.l2, [&](auto l2) {
-                    constexpr ElementType state = narrow_state.value ? ElementType::bf16 : ElementType::f32;
-                    return f(Types<gradient.value, shadow.value, state, l2.value>{});
-                });
-            });
+inline auto with_types(const Run& run, F f) {
+    return with_state_types(run, [&](auto gradient, auto state, auto l2) {
+        if (run.split_master) return f(Types<gradient.value, ElementType::bf16, state.value, l2.value, true>{});
+        return with_element_type(run.shadow_type, [&](auto shadow) {
+            return f(Types<gradient.value, shadow.value, state.value, l2.value, false>{});
+        });
+    });
+}
+
+// Calls f with the run's UndoTypes.
+template <typename F>
+inline auto with_undo_types(const Run& run, F f) {
+    return with_state_types(run, [&](auto gradient, auto state, auto l2) {
+        return with_flag(run.split_master, [&](auto split) {
+            return f(Types<gradient.value, ElementType::f32, state.value, l2.value, split.value>{});
         });
     });
 }

@@ -21,7 +21,8 @@ SUPEROFFLOAD_INLINE void prefetch(const Run& run, std::size_t i) {
             const auto address = reinterpret_cast<std::uintptr_t>(array) + (i + elements) * size;
             __builtin_prefetch(reinterpret_cast<const void*>(address));
         };
-        ahead(run.master, sizeof(float));
+        ahead(run.master, T::split ? 2 : 4);
+        if constexpr (T::split) ahead(run.shadow, 2);
         ahead(run.exp_avg, element_size(T::state));
         ahead(run.exp_avg_sq, element_size(T::state));
         ahead(run.gradient, element_size(T::gradient));
@@ -32,6 +33,15 @@ SUPEROFFLOAD_INLINE void prefetch(const Run& run, std::size_t i) {
 constexpr std::size_t kLine = 64;
 SUPEROFFLOAD_INLINE bool is_aligned(const void* array) { return reinterpret_cast<std::uintptr_t>(array) % kLine == 0; }
 SUPEROFFLOAD_INLINE bool stores_past_cache(const Run& run) { return run.past_cache && is_aligned(run.shadow); }
+
+// Stores masters and their published copy, which a split master is made of.
+template <typename L, typename T>
+SUPEROFFLOAD_INLINE void store_parameters(const Run& run, std::size_t i, typename L::F p, bool past_cache) {
+    store_master<L, T::split>(run, i, p);
+    if constexpr (!T::split) {
+        if (run.shadow != nullptr) store_shadow<L, T::shadow>(run.shadow, i, p, past_cache);
+    }
+}
 
 // Steps one vector in place, to canonical values as they are stored.
 template <typename L, typename T>
@@ -51,14 +61,13 @@ SUPEROFFLOAD_INLINE void step_lanes(const Run& shared, std::size_t begin, std::s
     const bool past_cache = stores_past_cache(run);
     for (std::size_t i = begin; i < end; i += L::width()) {
         prefetch<L, T>(run, i);
-        auto p = L::load(run.master + i);
+        auto p = load_master<L, T::split>(run, i);
         auto m = load_element<L, T::state>(run.exp_avg, i);
         auto v = load_element<L, T::state>(run.exp_avg_sq, i);
         step_vector<L, T>(run.frozen, run.index_of(i), load_element<L, T::gradient>(run.gradient, i), p, m, v);
         store_element<L, T::state>(run.exp_avg, i, m);
         store_element<L, T::state>(run.exp_avg_sq, i, v);
-        L::store(run.master + i, p);
-        if (run.shadow != nullptr) store_shadow<L, T::shadow>(run.shadow, i, p, past_cache);
+        store_parameters<L, T>(run, i, p, past_cache);
     }
 }
 
@@ -68,11 +77,17 @@ SUPEROFFLOAD_INLINE void publish_lanes(const Run& shared, std::size_t begin, std
     const bool past_cache = stores_past_cache(run);
     for (std::size_t i = begin; i < end; i += L::width()) {
         prefetch<L, T>(run, i);
-        auto p = L::load(run.master + i);
+        auto p = load_master<L, T::split>(run, i);
         auto m = load_element<L, T::state>(run.exp_avg, i);
         auto v = load_element<L, T::state>(run.exp_avg_sq, i);
         step_vector<L, T>(run.frozen, run.index_of(i), load_element<L, T::gradient>(run.gradient, i), p, m, v);
-        store_shadow<L, T::shadow>(run.shadow, i, p, past_cache);
+        if constexpr (T::split) {
+            const auto old = L::bits(L::load_bf16(static_cast<const std::uint16_t*>(run.shadow) + i));
+            L::store_low16(run.kept_halves + i, L::template shr<16>(old));
+            store_upper_halves<L>(run.shadow, i, p);
+        } else {
+            store_shadow<L, T::shadow>(run.shadow, i, p, past_cache);
+        }
     }
 }
 
@@ -85,7 +100,7 @@ SUPEROFFLOAD_INLINE void journal_lanes(const Run& shared, std::uint8_t* codes, s
     const Scalars& s = run.frozen;
     for (std::size_t i = range.begin; i < range.end; i += L::width()) {
         prefetch<L, T>(run, i);
-        const auto p = L::load(run.master + i);
+        const auto p = load_master<L, T::split>(run, i);
         const auto m = load_element<L, T::state>(run.exp_avg, i);
         const auto v = load_element<L, T::state>(run.exp_avg_sq, i);
         const auto g = effective_gradient<L, T::l2>(s, load_element<L, T::gradient>(run.gradient, i), p);
@@ -98,8 +113,7 @@ SUPEROFFLOAD_INLINE void journal_lanes(const Run& shared, std::uint8_t* codes, s
         make_canonical<L>(next_m, next_v, next_p);
         store_element<L, T::state>(run.exp_avg, i, next_m);
         store_element<L, T::state>(run.exp_avg_sq, i, next_v);
-        L::store(run.master + i, next_p);
-        store_shadow<L, T::shadow>(run.shadow, i, next_p, false);
+        store_parameters<L, T>(run, i, next_p, false);
         const auto est_m = estimated_word<L, T::state>(estimate_exp_avg<L>(s, next_m, first_increment<L>(s, g)));
         const auto est_v = estimated_word<L, T::state>(estimate_exp_avg_sq<L>(s, next_v, second));
         const auto est_p = estimated_word<L, ElementType::f32>(estimate_master<L, T::l2>(s, next_p, q));
@@ -127,7 +141,7 @@ SUPEROFFLOAD_INLINE Pair<L> compute_pair(const Run& run, std::size_t i) {
     for (std::size_t k = 0; k < 2; ++k) {
         const std::size_t at = i + k * L::width();
         prefetch<L, T, L::kPrefetchAheadJournaled>(run, at);
-        const auto p = L::load(run.master + at);
+        const auto p = load_master<L, T::split>(run, at);
         const auto m = load_element<L, T::state>(run.exp_avg, at);
         const auto v = load_element<L, T::state>(run.exp_avg_sq, at);
         const auto g = effective_gradient<L, T::l2>(s, load_element<L, T::gradient>(run.gradient, at), p);
@@ -156,17 +170,16 @@ SUPEROFFLOAD_INLINE void finish_pair(const Run& run, std::uint8_t* codes, std::s
         journal_lanes<L, T, width>(run, codes, block, {i, i + 2 * L::width()}, escapes);
         return;
     }
-    const auto packed =
-        encode_pair<L, T::state, width>(pair.difference, run.exp_avg, run.exp_avg_sq, run.master, i, block, escapes);
+    const auto packed = encode_pair<L, T, width>(pair.difference, run, i, block, escapes);
     store_pair_codes<L, width>(codes, i - block, packed);
 #pragma GCC unroll 2
     for (std::size_t k = 0; k < 2; ++k) {
         const std::size_t at = i + k * L::width();
         store_element<L, T::state>(run.exp_avg, at, pair.m[k]);
         store_element<L, T::state>(run.exp_avg_sq, at, pair.v[k]);
-        L::store(run.master + at, pair.p[k]);
+        store_master<L, T::split>(run, at, pair.p[k]);
     }
-    store_shadow_pair<L, T::shadow>(run.shadow, i, pair.p[0], pair.p[1], past_cache);
+    if constexpr (!T::split) store_shadow_pair<L, T::shadow>(run.shadow, i, pair.p[0], pair.p[1], past_cache);
 }
 
 // Stores a pair while the next one is computed, if there are registers for it. A mispredicted branch on an escape then
@@ -220,13 +233,13 @@ SUPEROFFLOAD_INLINE void undo_lanes(const Run& shared, std::size_t block, Range 
     const Run run = shared;
     for (std::size_t i = range.begin; i < range.end; i += L::width()) {
         prefetch<L, T>(run, i);
-        auto p = L::load(run.master + i);
+        auto p = load_master<L, T::split>(run, i);
         auto m = load_element<L, T::state>(run.exp_avg, i);
         auto v = load_element<L, T::state>(run.exp_avg_sq, i);
         undo_vector<L, T, width>(run, i, block, escapes, p, m, v);
         store_element<L, T::state>(run.exp_avg, i, m);
         store_element<L, T::state>(run.exp_avg_sq, i, v);
-        L::store(run.master + i, p);
+        store_master<L, T::split>(run, i, p);
     }
 }
 
@@ -239,15 +252,14 @@ SUPEROFFLOAD_INLINE void replay_lanes(const Run& shared, const Scalars& scalars,
     const bool past_cache = stores_past_cache(run);
     for (std::size_t i = range.begin; i < range.end; i += L::width()) {
         prefetch<L, T>(run, i);
-        auto p = L::load(run.master + i);
+        auto p = load_master<L, T::split>(run, i);
         auto m = load_element<L, T::state>(run.exp_avg, i);
         auto v = load_element<L, T::state>(run.exp_avg_sq, i);
         undo_vector<L, T, width>(run, i, block, escapes, p, m, v);
         step_vector<L, T>(again, run.index_of(i), load_element<L, T::gradient>(run.gradient, i), p, m, v);
         store_element<L, T::state>(run.exp_avg, i, m);
         store_element<L, T::state>(run.exp_avg_sq, i, v);
-        L::store(run.master + i, p);
-        if (run.shadow != nullptr) store_shadow<L, T::shadow>(run.shadow, i, p, past_cache);
+        store_parameters<L, T>(run, i, p, past_cache);
     }
 }
 

@@ -9,6 +9,8 @@
 //       one step of state in device memory; fp32 moments
 //   step_GRADIENT_PUBLISHED_noisy(...)
 //       the same with bf16 moments, rounded stochastically
+//   step_GRADIENT_split(...), step_GRADIENT_split_noisy(...)
+//       the same with split masters and bf16 parameters
 //   sum_bits(const SumPiece* pieces, unsigned count)
 //       the bits of any memory -> pieces[...].sums, one for every 2048 bytes
 //   compare_bits(const SumPiece* pieces, unsigned count, unsigned char* changed)
@@ -39,6 +41,10 @@
     X(f32, F32, bf16, Bf16)          \
     X(f32, F32, f16, F16)
 
+#define SUPEROFFLOAD_SPLIT_STEP_KERNELS(X) \
+    X(f32, F32)                            \
+    X(bf16, Bf16)
+
 #define SUPEROFFLOAD_KERNEL extern "C" __global__ void __launch_bounds__(superoffload::cuda::kThreads)
 
 #define SUPEROFFLOAD_DEFINE_PACK(gradient, Gradient)                                                               \
@@ -56,17 +62,28 @@
 #define SUPEROFFLOAD_DEFINE_STEP(gradient, Gradient, published, Published)                                           \
     SUPEROFFLOAD_KERNEL step_##gradient##_##published(const superoffload::cuda::StepPiece* pieces, unsigned count) { \
         superoffload::cuda::step<superoffload::cuda::Gradient, superoffload::cuda::Published,                        \
-                                 superoffload::cuda::ExactMoments>(pieces, count);                                   \
+                                 superoffload::cuda::ExactMoments, superoffload::cuda::WholeMasters>(pieces, count); \
     }                                                                                                                \
     SUPEROFFLOAD_KERNEL step_##gradient##_##published##_noisy(const superoffload::cuda::StepPiece* pieces,           \
                                                               unsigned count) {                                      \
         superoffload::cuda::step<superoffload::cuda::Gradient, superoffload::cuda::Published,                        \
-                                 superoffload::cuda::NoisyMoments>(pieces, count);                                   \
+                                 superoffload::cuda::NoisyMoments, superoffload::cuda::WholeMasters>(pieces, count); \
+    }
+
+#define SUPEROFFLOAD_DEFINE_SPLIT_STEP(gradient, Gradient)                                                           \
+    SUPEROFFLOAD_KERNEL step_##gradient##_split(const superoffload::cuda::StepPiece* pieces, unsigned count) {       \
+        superoffload::cuda::step<superoffload::cuda::Gradient, superoffload::cuda::Bf16,                             \
+                                 superoffload::cuda::ExactMoments, superoffload::cuda::SplitMasters>(pieces, count); \
+    }                                                                                                                \
+    SUPEROFFLOAD_KERNEL step_##gradient##_split_noisy(const superoffload::cuda::StepPiece* pieces, unsigned count) { \
+        superoffload::cuda::step<superoffload::cuda::Gradient, superoffload::cuda::Bf16,                             \
+                                 superoffload::cuda::NoisyMoments, superoffload::cuda::SplitMasters>(pieces, count); \
     }
 
 SUPEROFFLOAD_PACK_KERNELS(SUPEROFFLOAD_DEFINE_PACK)
 SUPEROFFLOAD_UNPACK_KERNELS(SUPEROFFLOAD_DEFINE_UNPACK)
 SUPEROFFLOAD_STEP_KERNELS(SUPEROFFLOAD_DEFINE_STEP)
+SUPEROFFLOAD_SPLIT_STEP_KERNELS(SUPEROFFLOAD_DEFINE_SPLIT_STEP)
 
 SUPEROFFLOAD_KERNEL sum_bits(const superoffload::cuda::SumPiece* pieces, unsigned count) {
     superoffload::cuda::sum_or_compare(pieces, count, nullptr);

@@ -19,10 +19,11 @@ struct Scalars {
     unsigned noise_key;
 };
 
-// Describes a piece in 124 bytes, 128 with alignment. `first_index`, the index of its first element in the whole
+// Describes a piece in 132 bytes, 136 with alignment. `first_index`, the index of its first element in the whole
 // parameter, modulo 2^32, keys the stochastic rounding.
 struct StepPiece {
-    unsigned* master;  // fp32, as words
+    void* master;                  // fp32; of a split master the remainders (csrc/arm_adam/adam.h)
+    unsigned short* upper_halves;  // of a split master
     void* exp_avg;
     void* exp_avg_sq;
     const void* gradient;
@@ -58,6 +59,57 @@ struct NoisyMoments {
     }
 };
 
+// Loads and stores `width` masters as words of fp32.
+template <unsigned width>
+struct WholeMasters {
+    Packet<unsigned, width> words;
+
+    __device__ static bool is_aligned(const StepPiece& piece) { return cuda::is_aligned(piece.master, width * 4); }
+    __device__ void load(const StepPiece& piece, unsigned long long i) {
+        words.load(static_cast<const unsigned*>(piece.master) + i);
+    }
+    __device__ void store(const StepPiece& piece, unsigned long long i) const {
+        words.store(static_cast<unsigned*>(piece.master) + i);
+    }
+    __device__ unsigned get(unsigned w) const { return words.get(w); }
+    __device__ void set(unsigned w, unsigned word) { words.set(w, word); }
+    template <typename Published>
+    __device__ static typename Published::Word published(unsigned word) {
+        return Published::word(__uint_as_float(word));
+    }
+};
+
+template <unsigned width>
+struct SplitMasters {
+    Packet<unsigned short, width> upper;
+    Packet<unsigned short, width> remainders;
+
+    __device__ static bool is_aligned(const StepPiece& piece) {
+        return cuda::is_aligned(piece.master, width * 2) && cuda::is_aligned(piece.upper_halves, width * 2);
+    }
+    __device__ void load(const StepPiece& piece, unsigned long long i) {
+        upper.load(piece.upper_halves + i);
+        remainders.load(static_cast<const unsigned short*>(piece.master) + i);
+    }
+    __device__ void store(const StepPiece& piece, unsigned long long i) const {
+        upper.store(piece.upper_halves + i);
+        remainders.store(static_cast<unsigned short*>(piece.master) + i);
+    }
+    __device__ unsigned get(unsigned w) const {
+        const unsigned rest = remainders.get(w);
+        return (static_cast<unsigned>(upper.get(w)) << 16) + rest - ((rest & 0x8000u) << 1);
+    }
+    __device__ void set(unsigned w, unsigned word) {
+        upper.set(w, published<Bf16>(word));
+        remainders.set(w, static_cast<unsigned short>(word));
+    }
+    // Rounds to nearest, ties away from zero.
+    template <typename Published>
+    __device__ static unsigned short published(unsigned word) {
+        return static_cast<unsigned short>((word + 0x8000u) >> 16);
+    }
+};
+
 template <typename Moments>
 __device__ inline void step_element(const Scalars& s, float raw, float& master, float& exp_avg, float& exp_avg_sq,
                                     unsigned index) {
@@ -72,51 +124,51 @@ __device__ inline void step_element(const Scalars& s, float raw, float& master, 
 }
 
 // Steps `width` elements at once, `repeats` times, `apart` elements from each other: all loads before the first use.
-template <typename Gradient, typename Published, typename Moments, unsigned width, unsigned repeats>
+template <typename Gradient, typename Published, typename Moments, typename Masters, unsigned width, unsigned repeats>
 __device__ inline void step_elements(const StepPiece& piece, unsigned long long begin, unsigned apart) {
     using State = typename Moments::Format;
-    unsigned* const master = piece.master + begin;
     auto* const exp_avg = static_cast<typename State::Word*>(piece.exp_avg) + begin;
     auto* const exp_avg_sq = static_cast<typename State::Word*>(piece.exp_avg_sq) + begin;
     const auto* const gradient = static_cast<const typename Gradient::Word*>(piece.gradient) + begin;
     auto* const parameter = static_cast<typename Published::Word*>(piece.parameter) + begin;
-    Packet<unsigned, width> p[repeats];
+    Masters p[repeats];
     Packet<typename State::Word, width> m[repeats];
     Packet<typename State::Word, width> v[repeats];
     Packet<typename Gradient::Word, width> g[repeats];
 #pragma unroll
     for (unsigned k = 0; k < repeats; ++k) {
-        p[k].load(master + k * apart);
+        p[k].load(piece, begin + k * apart);
         m[k].load(exp_avg + k * apart);
         v[k].load(exp_avg_sq + k * apart);
         g[k].load(gradient + k * apart);
     }
 #pragma unroll
     for (unsigned k = 0; k < repeats; ++k) {
-        Packet<unsigned, width> next_p;
+        Masters next_p;
         Packet<typename State::Word, width> next_m;
         Packet<typename State::Word, width> next_v;
         Packet<typename Published::Word, width> published;
 #pragma unroll
         for (unsigned w = 0; w < width; ++w) {
-            float next = F32::value(p[k].get(w));
+            float next = __uint_as_float(p[k].get(w));
             float first = State::value(m[k].get(w));
             float second = State::value(v[k].get(w));
             const auto index = piece.first_index + static_cast<unsigned>(begin + k * apart + w);
             step_element<Moments>(piece.scalars, Gradient::value(g[k].get(w)), next, first, second, index);
-            next_p.set(w, F32::word(next));
+            const unsigned word = F32::word(next);
+            next_p.set(w, word);
             next_m.set(w, State::word(first));
             next_v.set(w, State::word(second));
-            published.set(w, Published::word(next));
+            published.set(w, Masters::template published<Published>(word));
         }
-        next_p.store(master + k * apart);
+        next_p.store(piece, begin + k * apart);
         next_m.store(exp_avg + k * apart);
         next_v.store(exp_avg_sq + k * apart);
         published.store(parameter + k * apart);
     }
 }
 
-template <typename Gradient, typename Published, typename Moments>
+template <typename Gradient, typename Published, typename Moments, template <unsigned> class Masters>
 __device__ inline void step(const StepPiece* pieces, unsigned count) {
     constexpr unsigned width = 4;
     constexpr unsigned repeats = kBlock / kThreads / width;
@@ -125,16 +177,16 @@ __device__ inline void step(const StepPiece* pieces, unsigned count) {
     for (unsigned long long block = blockIdx.x; block < blocks; block += gridDim.x) {
         const Found<StepPiece> found = find_block(pieces, count, block);
         const StepPiece piece = *found.piece;
-        if (found.numel == kBlock && is_aligned(piece.master, width * sizeof(unsigned)) &&
+        if (found.numel == kBlock && Masters<width>::is_aligned(piece) &&
             is_aligned(piece.exp_avg, width * sizeof(typename State::Word)) &&
             is_aligned(piece.exp_avg_sq, width * sizeof(typename State::Word)) &&
             is_aligned(piece.gradient, width * sizeof(typename Gradient::Word)) &&
             is_aligned(piece.parameter, width * sizeof(typename Published::Word))) {
-            step_elements<Gradient, Published, Moments, width, repeats>(piece, found.begin + threadIdx.x * width,
-                                                                        kThreads * width);
+            step_elements<Gradient, Published, Moments, Masters<width>, width, repeats>(
+                piece, found.begin + threadIdx.x * width, kThreads * width);
         } else {
             for (unsigned i = threadIdx.x; i < found.numel; i += kThreads) {
-                step_elements<Gradient, Published, Moments, 1, 1>(piece, found.begin + i, 0);
+                step_elements<Gradient, Published, Moments, Masters<1>, 1, 1>(piece, found.begin + i, 0);
             }
         }
     }

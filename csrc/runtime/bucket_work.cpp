@@ -27,6 +27,7 @@ BucketWork::BucketWork(std::vector<RunOfShard> runs, std::uint64_t journal_bytes
             chunks_.push_back({parts_.size(), {begin, end}});
         }
         numel_ += run.numel;
+        has_split_masters_ = has_split_masters_ || run.split_master;
         padded_ += round_up(run.numel);
         blocks += (run.numel + adam::kBlock - 1) / adam::kBlock;
         parts_.push_back(part);
@@ -72,10 +73,28 @@ void BucketWork::begin_journal(int width) {
                             blocks_.data() + part.block_start, &arena_, static_cast<std::uint8_t>(width)};
     }
     overflowed_.store(false, std::memory_order_release);
+    keeps_halves_ = false;
+}
+
+// Gives split masters the journal's memory for their old upper halves, so what it holds can be undone no more.
+void BucketWork::begin_publish() {
+    if (!has_split_masters_) return;
+    if (!publishes()) {
+        throw std::invalid_argument("journal: " + std::to_string(journal_bytes_) + " bytes cannot keep 2 bytes for " +
+                                    std::to_string(numel_) + " split masters; step the bucket in one pass");
+    }
+    width_ = 0;
+    auto* const halves = reinterpret_cast<std::uint16_t*>(journal_.get());
+    for (Part& part : parts_) {
+        part.journaled = false;
+        part.run.kept_halves = part.run.split_master ? halves + part.code_start : nullptr;
+    }
+    keeps_halves_ = true;
 }
 
 void BucketWork::begin(Operation operation, int width) {
     if (operation == Operation::step_journaled) begin_journal(width);
+    if (operation == Operation::publish) begin_publish();
     if (operation == Operation::step_journaled || operation == Operation::step) {
         for (Part& part : parts_) {
             if (part.present) part.run.frozen = part.next;
@@ -83,6 +102,9 @@ void BucketWork::begin(Operation operation, int width) {
     }
     if ((operation == Operation::undo || operation == Operation::replay) && width_ == 0) {
         throw std::logic_error("undo or replay: expected a journaled step before it");
+    }
+    if (operation == Operation::settle && has_split_masters_ && !keeps_halves_) {
+        throw std::logic_error("settle: split masters need a publish before it, which keeps their old upper halves");
     }
 }
 

@@ -51,6 +51,9 @@ class BucketWork {
     bool overflowed() const { return overflowed_.load(std::memory_order_acquire); }
     std::uint64_t journal_capacity() const { return journal_bytes_; }
     bool width_fits(int width) const { return static_cast<std::uint64_t>(width) * padded_ <= journal_bytes_; }
+    // Tells whether publish and settle are possible: between them the journal, which is not in use then, keeps the old
+    // upper halves of split masters.
+    bool publishes() const { return !has_split_masters_ || width_fits(2); }
     JournalUse journal_use() const;
 
    private:
@@ -69,11 +72,14 @@ class BucketWork {
     };
 
     void begin_journal(int width);
+    void begin_publish();
 
     std::vector<Part> parts_;
     std::vector<Chunk> chunks_;
     std::size_t numel_ = 0;
     std::uint64_t padded_ = 0;  // elements, each run rounded up so that codes stay aligned
+    bool has_split_masters_ = false;
+    bool keeps_halves_ = false;  // the journal's memory has them, from a publish to the next journaled step
     std::uint64_t journal_bytes_;
     struct FreeAligned {
         void operator()(std::uint32_t* words) const { ::operator delete(words, kJournalAlign); }

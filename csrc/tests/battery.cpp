@@ -1,7 +1,8 @@
 // Runs a fixed battery for every kernel. It prints only one digest per operation on standard output, so that the
 // outputs of two machines, instruction sets or vector lengths can be compared as they are. Inputs come from an integer
 // hash. It also checks what one machine can show: undo restores every bit, replay is undo and step, publish gives the
-// step's shadow, nothing is written out of bounds, and the caller's floating-point environment comes back.
+// step's shadow and settle its state, nothing is written out of bounds, and the caller's floating-point environment
+// comes back.
 //
 //   battery [--isa NAME] [--full]
 //
@@ -56,59 +57,75 @@ int failures = 0;
 void check(bool ok, const char* what, const battery::Case& c) {
     if (ok) return;
     ++failures;
-    std::fprintf(stderr, "FAILED %s: isa %s, case %u, length %zu, gradient %d, shadow %d, l2 %d, environment %u\n",
+    std::fprintf(stderr,
+                 "FAILED %s: isa %s, case %u, length %zu, gradient %d, shadow %d, split %d, l2 %d, environment %u\n",
                  what, current_isa(), c.number, c.numel, static_cast<int>(c.gradient), static_cast<int>(c.shadow),
-                 c.hyper.l2, c.environment);
+                 c.split, c.hyper.l2, c.environment);
 }
 
 // Holds the memory of one run: guarded arrays at odd offsets, and a journal.
 struct Memory {
-    Guarded master, exp_avg, exp_avg_sq, gradient, shadow, codes;
+    Guarded master, exp_avg, exp_avg_sq, gradient, shadow, kept, codes;
     std::vector<JournalBlock> blocks;
     std::vector<std::uint32_t> words;
     JournalArena arena;
     Run run{};
 
     explicit Memory(const battery::Case& c)
-        : master(4 * c.numel, 4 * c.offset),
+        : master((c.split ? 2 : 4) * c.numel, (c.split ? 2 : 4) * c.offset),
           exp_avg(element_size(c.state) * c.numel, element_size(c.state) * (c.offset + 3)),
           exp_avg_sq(element_size(c.state) * c.numel, element_size(c.state) * (c.offset + 6)),
           gradient(element_size(c.gradient) * c.numel, element_size(c.gradient) * c.offset),
           shadow(element_size(c.shadow) * c.numel, element_size(c.shadow) * (c.offset + 1)),
+          kept(c.split ? 2 * c.numel : 0, 2 * (c.offset + 5)),
           codes(2 * c.numel, 2 * c.offset),
           blocks(c.numel / kBlock + 1),
           words(5 * c.numel + 8),
           arena{words.data(), words.size(), 0} {
-        battery::fill(c, master.data(), exp_avg.data(), exp_avg_sq.data(), gradient.data());
-        std::memset(shadow.data(), 0, shadow.size());
+        fill(c);
         std::memset(codes.data(), 0, codes.size());
-        run = {master.as<float>(),
-               exp_avg.data(),
-               exp_avg_sq.data(),
-               gradient.data(),
-               shadow.data(),
-               {codes.data(), blocks.data(), &arena, 1},
-               c.numel,
-               c.gradient,
-               c.shadow,
-               freeze(c.hyper, c.number),
-               c.state,
-               battery::mix(c.number)};
+        run = {master.data(),     exp_avg.data(),
+               exp_avg_sq.data(), gradient.data(),
+               shadow.data(),     {codes.data(), blocks.data(), &arena, 1},
+               c.numel,           c.gradient,
+               c.shadow,          freeze(c.hyper, c.number),
+               c.state,           battery::mix(c.number),
+               c.split,           c.split ? kept.as<std::uint16_t>() : nullptr};
     }
 
     Range range() const { return {0, run.numel}; }
+    // Steps behind a publish, which has written the shadow.
+    void settle() {
+        Run settling = run;
+        settling.shadow = nullptr;
+        step(settling, range());
+    }
     void state_into(Digest& digest) {
         digest.bytes(master.data(), master.size());
         digest.bytes(exp_avg.data(), exp_avg.size());
         digest.bytes(exp_avg_sq.data(), exp_avg_sq.size());
+        if (run.split_master) digest.bytes(shadow.data(), shadow.size());
     }
     bool state_equals(Memory& other) {
         return master.bytes() == other.master.bytes() && exp_avg.bytes() == other.exp_avg.bytes() &&
-               exp_avg_sq.bytes() == other.exp_avg_sq.bytes();
+               exp_avg_sq.bytes() == other.exp_avg_sq.bytes() &&
+               (!run.split_master || shadow.bytes() == other.shadow.bytes());
     }
     bool intact() {
         return master.intact() && exp_avg.intact() && exp_avg_sq.intact() && gradient.intact() && shadow.intact() &&
-               codes.intact();
+               kept.intact() && codes.intact();
+    }
+
+   private:
+    void fill(const battery::Case& c) {
+        if (!c.split) {
+            battery::fill(c, master.data(), exp_avg.data(), exp_avg_sq.data(), gradient.data());
+            std::memset(shadow.data(), 0, shadow.size());
+            return;
+        }
+        std::vector<std::uint8_t> whole(4 * c.numel);
+        battery::fill(c, whole.data(), exp_avg.data(), exp_avg_sq.data(), gradient.data());
+        battery::split(whole.data(), c.numel, shadow.as<std::uint16_t>(), master.as<std::int16_t>());
     }
 };
 
@@ -145,14 +162,18 @@ void stepped(const battery::Case& c, Digests& digests) {
     const Scalars& s = memory.run.frozen;
     digests[kFreeze].bytes(&s, offsetof(Scalars, l2));
     digests[kFreeze].word(s.noise_key);
-    publish(memory.run, memory.range());
-    const std::vector<std::uint8_t> published = memory.shadow.bytes();
-    digests[kPublish].bytes(published.data(), published.size());
     step(memory.run, memory.range());
     memory.state_into(digests[kStep]);
     digests[kStep].bytes(memory.shadow.data(), memory.shadow.size());
-    check(memory.shadow.bytes() == published, "publish gives the shadow of the step", c);
-    check(memory.intact(), "step stays in bounds", c);
+
+    Memory two_phase(c);
+    publish(two_phase.run, two_phase.range());
+    digests[kPublish].bytes(two_phase.shadow.data(), two_phase.shadow.size());
+    check(two_phase.shadow.bytes() == memory.shadow.bytes(), "publish gives the shadow of the step", c);
+    two_phase.settle();
+    check(two_phase.state_equals(memory) && two_phase.shadow.bytes() == memory.shadow.bytes(),
+          "publish and settle are the step", c);
+    check(memory.intact() && two_phase.intact(), "step, publish and settle stay in bounds", c);
 }
 
 void journaled(const battery::Case& c, int width, Digests& digests) {

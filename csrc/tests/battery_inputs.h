@@ -24,6 +24,7 @@ struct Case {
     ElementType gradient;
     ElementType shadow;
     ElementType state;  // type of the moments
+    bool split;         // of the master; then the shadow is bf16
     Hyper hyper;
     bool hostile;
     unsigned environment;
@@ -57,12 +58,14 @@ inline Hyper hyper(unsigned number) {
 
 inline Case make_case(unsigned number, std::size_t numel) {
     const std::uint64_t bits = mix(number);
+    const bool split = number / 54 % 2 == 1;
     Case c{number,
            numel,
            static_cast<std::size_t>(bits >> 60),
            static_cast<ElementType>(number % 3),
-           static_cast<ElementType>(number / 3 % 3),
+           split ? ElementType::bf16 : static_cast<ElementType>(number / 3 % 3),
            number / 18 % 3 == 2 ? ElementType::bf16 : ElementType::f32,
+           split,
            hyper(static_cast<unsigned>(mix(bits) >> 32)),
            (bits >> 32) % 3 != 0,
            static_cast<unsigned>(bits >> 40) % 4};
@@ -70,9 +73,9 @@ inline Case make_case(unsigned number, std::size_t numel) {
     return c;
 }
 
-// Lists the cases. Short: every length up to 80 and those around blocks, with all types and both modes in turn. Full:
-// every length past the end of a block of 1024, those around the ends of three more, and the short ones more often. (A
-// test of its own checks that the sets of one machine agree at every length up to 4096.)
+// Lists the cases. Short: every length up to 80 and those around blocks, with all types, both modes, and whole and
+// split masters in turn. Full: every length past the end of a block of 1024, those around the ends of three more, and
+// the short ones more often. (A test of its own checks that the sets of one machine agree at every length up to 4096.)
 inline std::vector<Case> cases(bool full) {
     std::vector<Case> all;
     const auto add = [&](std::size_t numel) { all.push_back(make_case(static_cast<unsigned>(all.size()), numel)); };
@@ -130,7 +133,7 @@ inline std::uint32_t gradient_word(const Case& c, std::uint64_t bits) {
     return ((word >> 16) & 0x8000u) | ((word & 0x7fffffffu) - 0x38000000u) >> 13;
 }
 
-// Fills the state and gradient of a case; `c.hyper` plays no part.
+// Fills the state and gradient of a case, with fp32 masters; `c.hyper` plays no part.
 inline void fill(const Case& c, std::uint8_t* master, std::uint8_t* exp_avg, std::uint8_t* exp_avg_sq,
                  std::uint8_t* gradient) {
     const std::size_t size = superoffload::adam::element_size(c.gradient);
@@ -150,6 +153,17 @@ inline void fill(const Case& c, std::uint8_t* master, std::uint8_t* exp_avg, std
         std::memcpy(exp_avg + moment * i, &first, moment);
         std::memcpy(exp_avg_sq + moment * i, &second, moment);
         std::memcpy(gradient + size * i, &g, size);
+    }
+}
+
+// Splits fp32 masters as the definition says: upper halves rounded to nearest, ties away from zero, and signed rests. A
+// NaN keeps its bits, as undo must.
+inline void split(const std::uint8_t* master, std::size_t numel, std::uint16_t* upper, std::int16_t* rest) {
+    for (std::size_t i = 0; i < numel; ++i) {
+        std::uint32_t bits;
+        std::memcpy(&bits, master + 4 * i, 4);
+        upper[i] = static_cast<std::uint16_t>((bits + 0x8000u) >> 16);
+        rest[i] = static_cast<std::int16_t>(bits - (std::uint32_t{upper[i]} << 16));
     }
 }
 

@@ -47,6 +47,7 @@ struct Case {
     ElementType gradient = ElementType::bf16;
     ElementType shadow = ElementType::bf16;
     ElementType state = ElementType::f32;  // type of the moments
+    bool split = false;                    // of the master; then the shadow is bf16
     bool l2 = false;
     std::uint8_t width = 1;
     Contents contents = Contents::trained;
@@ -56,8 +57,8 @@ struct Case {
         return "numel=" + std::to_string(numel) + " offset=" + std::to_string(offset) +
                " gradient=" + std::to_string(static_cast<int>(gradient)) +
                " shadow=" + std::to_string(static_cast<int>(shadow)) +
-               " state=" + std::to_string(static_cast<int>(state)) + " l2=" + std::to_string(l2) +
-               " width=" + std::to_string(width) +
+               " state=" + std::to_string(static_cast<int>(state)) + " split=" + std::to_string(split) +
+               " l2=" + std::to_string(l2) + " width=" + std::to_string(width) +
                " contents=" + (contents == Contents::trained ? "trained" : "hostile") + " seed=" + std::to_string(seed);
     }
 };
@@ -73,11 +74,12 @@ class Bucket {
 
     Bucket(const Case& c, std::size_t arena_words)
         : case_(c),
-          master_(4 * c.numel, 4 * c.offset),
+          master_((c.split ? 2 : 4) * c.numel, (c.split ? 2 : 4) * c.offset),
           exp_avg_(adam::element_size(c.state) * c.numel, adam::element_size(c.state) * c.offset),
           exp_avg_sq_(adam::element_size(c.state) * c.numel, adam::element_size(c.state) * c.offset),
           gradient_(adam::element_size(c.gradient) * c.numel, adam::element_size(c.gradient) * c.offset),
           shadow_(adam::element_size(c.shadow) * c.numel, adam::element_size(c.shadow) * c.offset),
+          kept_(2 * c.numel, 2 * c.offset),
           codes_(c.width * c.numel, c.offset),
           blocks_(blocks_of(c.numel) * sizeof(adam::JournalBlock)),
           words_(4 * arena_words),
@@ -88,8 +90,8 @@ class Bucket {
     // Restores the first contents, and an empty journal.
     void reset() {
         Random random(case_.seed * 1000003 + case_.numel);
-        for (std::size_t i = 0; i < case_.numel; ++i) fill(random, i);
         std::memset(shadow_.data(), 0, shadow_.size());
+        for (std::size_t i = 0; i < case_.numel; ++i) fill(random, i);
         for (std::size_t i = 0; i < blocks_of(case_.numel); ++i) {
             blocks_.as<adam::JournalBlock>()[i] = {adam::JournalBlock::kNotApplied, {0, 0, 0}, 0};
         }
@@ -97,17 +99,29 @@ class Bucket {
     }
 
     adam::Run run(const adam::Scalars& scalars) {
-        return {master_.as<float>(), exp_avg_.data(),
+        return {master_.data(),      exp_avg_.data(),
                 exp_avg_sq_.data(),  gradient_.data(),
                 shadow_.data(),      {codes_.data(), blocks_.as<adam::JournalBlock>(), &arena_, case_.width},
                 case_.numel,         case_.gradient,
                 case_.shadow,        scalars,
                 case_.state,         case_.seed * 5,
+                case_.split,         case_.split ? kept_.as<std::uint16_t>() : nullptr,
                 case_.numel % 2 == 0};  // half of all cases bypass the caches
+    }
+    // Returns the run of the pass that follows a publish: the shadow is written already.
+    adam::Run settling(const adam::Scalars& scalars) {
+        adam::Run settling = run(scalars);
+        settling.shadow = nullptr;
+        return settling;
     }
     adam::Range all() const { return {0, case_.numel}; }
 
-    std::vector<std::uint8_t> state() const { return joined({&master_, &exp_avg_, &exp_avg_sq_}); }
+    std::vector<std::uint8_t> state() const {
+        if (case_.split) return joined({&master_, &exp_avg_, &exp_avg_sq_, &shadow_});
+        return joined({&master_, &exp_avg_, &exp_avg_sq_});
+    }
+    // Returns what a publish must leave as it is.
+    std::vector<std::uint8_t> unpublished() const { return joined({&master_, &exp_avg_, &exp_avg_sq_}); }
     std::vector<std::uint8_t> shadow() const { return shadow_.bytes(); }
     // Returns all defined parts of a journal; codes of escaped lanes may have any value, so they are left out.
     std::vector<std::uint8_t> escapes() const {
@@ -118,7 +132,8 @@ class Bucket {
     }
     bool intact() {
         bool clean = true;
-        for (Guarded* memory : {&master_, &exp_avg_, &exp_avg_sq_, &gradient_, &shadow_, &codes_, &blocks_, &words_}) {
+        for (Guarded* memory :
+             {&master_, &exp_avg_, &exp_avg_sq_, &gradient_, &shadow_, &kept_, &codes_, &blocks_, &words_}) {
             clean = memory->intact() && clean;
         }
         return clean;
@@ -129,8 +144,15 @@ class Bucket {
     // Returns an element of exp_avg (0), exp_avg_sq (1) or master (2), exactly.
     float value(int component, std::size_t i) {
         Guarded& memory = component == 0 ? exp_avg_ : component == 1 ? exp_avg_sq_ : master_;
-        if (component == 2 || case_.state == ElementType::f32) return memory.as<float>()[i];
-        const std::uint32_t word = std::uint32_t{memory.as<std::uint16_t>()[i]} << 16;
+        std::uint32_t word;
+        if (component == 2 && case_.split) {
+            const std::uint32_t upper = std::uint32_t{shadow_.as<std::uint16_t>()[i]} << 16;
+            word = upper + static_cast<std::uint32_t>(std::int32_t{memory.as<std::int16_t>()[i]});
+        } else if (component == 2 || case_.state == ElementType::f32) {
+            return memory.as<float>()[i];
+        } else {
+            word = std::uint32_t{memory.as<std::uint16_t>()[i]} << 16;
+        }
         float x;
         std::memcpy(&x, &word, sizeof x);
         return x;
@@ -151,16 +173,27 @@ class Bucket {
         if (case_.contents == Contents::trained) {
             const float g = random.unit() * 0x1p-6f;
             const float drift = 1 + random.unit() * 0.25f;
-            put(master_, i, bits_of(random.unit() * 0.125f), ElementType::f32);
+            put_master(i, bits_of(random.unit() * 0.125f));
             put(exp_avg_, i, bits_of(g * drift * 0.5f), case_.state);
             put(exp_avg_sq_, i, bits_of(g * g * drift), case_.state);
             put(gradient_, i, bits_of(g * (1 + random.unit() * 0.5f)), case_.gradient);
         } else {
-            put(master_, i, hostile(random), ElementType::f32);
+            put_master(i, hostile(random));
             put(exp_avg_, i, hostile(random), case_.state);
             put(exp_avg_sq_, i, hostile(random), case_.state);
             put(gradient_, i, hostile(random), case_.gradient);
         }
+    }
+
+    // Splits a word as the definition says: the upper half rounded to nearest, ties away, and the signed rest.
+    void put_master(std::size_t i, std::uint32_t word) {
+        if (!case_.split) {
+            put(master_, i, word, ElementType::f32);
+            return;
+        }
+        const std::uint32_t upper = (word + 0x8000u) >> 16;
+        put(shadow_, i, upper << 16, ElementType::bf16);
+        put(master_, i, (word - (upper << 16)) << 16, ElementType::bf16);
     }
 
     static std::uint32_t hostile(Random& random) {
@@ -186,7 +219,7 @@ class Bucket {
     }
 
     Case case_;
-    Guarded master_, exp_avg_, exp_avg_sq_, gradient_, shadow_, codes_, blocks_, words_;
+    Guarded master_, exp_avg_, exp_avg_sq_, gradient_, shadow_, kept_, codes_, blocks_, words_;
     adam::JournalArena arena_;
 };
 

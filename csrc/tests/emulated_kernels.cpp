@@ -26,9 +26,11 @@ void launch(void (*kernel)(Types...), unsigned grid, unsigned block, void** argu
 #define PACK_ENTRY(gradient, Gradient) ENTRY(pack_##gradient)
 #define UNPACK_ENTRY(bits, Word) ENTRY(unpack_##bits)
 #define STEP_ENTRY(from, From, to, To) ENTRY(step_##from##_##to) ENTRY(step_##from##_##to##_noisy)
+#define SPLIT_STEP_ENTRY(from, From) ENTRY(step_##from##_split) ENTRY(step_##from##_split_noisy)
 
 const Kernel kKernels[] = {SUPEROFFLOAD_PACK_KERNELS(PACK_ENTRY) SUPEROFFLOAD_UNPACK_KERNELS(UNPACK_ENTRY)
-                               SUPEROFFLOAD_STEP_KERNELS(STEP_ENTRY) ENTRY(sum_bits) ENTRY(compare_bits)};
+                               SUPEROFFLOAD_STEP_KERNELS(STEP_ENTRY) SUPEROFFLOAD_SPLIT_STEP_KERNELS(SPLIT_STEP_ENTRY)
+                                   ENTRY(sum_bits) ENTRY(compare_bits)};
 
 }  // namespace
 

@@ -106,6 +106,9 @@ const std::set<std::string>& kernel_names() {
         for (const char* types : {"f32_f32", "bf16_bf16", "f16_f16", "f32_bf16", "f32_f16"}) {
             for (const char* moments : {"", "_noisy"}) made.insert(std::string("step_") + types + moments);
         }
+        for (const char* types : {"f32_split", "bf16_split"}) {
+            for (const char* moments : {"", "_noisy"}) made.insert(std::string("step_") + types + moments);
+        }
         return made;
     }();
     return names;

@@ -32,10 +32,6 @@ static_assert(cuda::kBlock == adam::kBlock, "the same blocks");
 
 const char* const kTypes[] = {"f32", "bf16", "f16"};
 
-std::string name_of(const char* operation, ElementType from, ElementType to) {
-    return std::string(operation) + "_" + kTypes[static_cast<int>(from)] + "_" + kTypes[static_cast<int>(to)];
-}
-
 template <typename... Arguments>
 void launch(const std::string& name, unsigned grid, Arguments... arguments) {
     void* addresses[] = {&arguments...};
@@ -46,37 +42,44 @@ unsigned blocks_of(std::size_t numel) { return static_cast<unsigned>((numel + ad
 
 // Holds the state and gradient of a battery's case, all of them aligned or each shifted in its own way.
 struct Memory {
-    Guarded master, exp_avg, exp_avg_sq, gradient, shadow;
+    Guarded master, upper, exp_avg, exp_avg_sq, gradient, shadow;  // the shadow: what is published
 
     Memory(const battery::Case& c, bool aligned)
-        : master(4 * c.numel, aligned ? 0 : 4 * c.offset),
+        : master((c.split ? 2 : 4) * c.numel, aligned ? 0 : (c.split ? 2 : 4) * c.offset),
+          upper(2 * c.numel, aligned ? 0 : 2 * (c.offset + 5)),
           exp_avg(element_size(c.state) * c.numel, aligned ? 0 : element_size(c.state) * (c.offset + 3)),
           exp_avg_sq(element_size(c.state) * c.numel, aligned ? 0 : element_size(c.state) * (c.offset + 6)),
           gradient(element_size(c.gradient) * c.numel, aligned ? 0 : element_size(c.gradient) * c.offset),
           shadow(element_size(c.shadow) * c.numel, aligned ? 0 : element_size(c.shadow) * (c.offset + 1)) {
-        battery::fill(c, master.data(), exp_avg.data(), exp_avg_sq.data(), gradient.data());
+        std::vector<std::uint8_t> whole(4 * c.numel);
+        battery::fill(c, c.split ? whole.data() : master.data(), exp_avg.data(), exp_avg_sq.data(), gradient.data());
+        if (c.split) battery::split(whole.data(), c.numel, upper.as<std::uint16_t>(), master.as<std::int16_t>());
         std::memset(shadow.data(), 0, shadow.size());
     }
 
+    // Steps on this processor, where the shadow is the upper half of a split master.
     void step_here(const battery::Case& c) {
-        const adam::Run run{master.as<float>(),
+        const adam::Run run{master.data(),
                             exp_avg.data(),
                             exp_avg_sq.data(),
                             gradient.data(),
-                            shadow.data(),
+                            c.split ? upper.data() : shadow.data(),
                             {nullptr, nullptr, nullptr, 1},
                             c.numel,
                             c.gradient,
                             c.shadow,
                             freeze(c.hyper, c.number),
                             c.state,
-                            battery::mix(c.number)};
+                            battery::mix(c.number),
+                            c.split};
         adam::step(run, {0, c.numel});
+        if (c.split && c.numel != 0) std::memcpy(shadow.data(), upper.data(), shadow.size());
     }
 
     cuda::StepPiece piece(const battery::Case& c, std::uint64_t first_block) {
         const adam::Scalars frozen = freeze(c.hyper, c.number);
-        cuda::StepPiece piece{master.as<unsigned>(),
+        cuda::StepPiece piece{master.data(),
+                              upper.as<unsigned short>(),
                               exp_avg.data(),
                               exp_avg_sq.data(),
                               gradient.data(),
@@ -91,12 +94,13 @@ struct Memory {
     }
 
     bool equals(Memory& other) {
-        return master.bytes() == other.master.bytes() && exp_avg.bytes() == other.exp_avg.bytes() &&
-               exp_avg_sq.bytes() == other.exp_avg_sq.bytes() && shadow.bytes() == other.shadow.bytes() &&
-               gradient.bytes() == other.gradient.bytes();
+        return master.bytes() == other.master.bytes() && upper.bytes() == other.upper.bytes() &&
+               exp_avg.bytes() == other.exp_avg.bytes() && exp_avg_sq.bytes() == other.exp_avg_sq.bytes() &&
+               shadow.bytes() == other.shadow.bytes() && gradient.bytes() == other.gradient.bytes();
     }
     bool intact() {
-        return master.intact() && exp_avg.intact() && exp_avg_sq.intact() && gradient.intact() && shadow.intact();
+        return master.intact() && upper.intact() && exp_avg.intact() && exp_avg_sq.intact() && gradient.intact() &&
+               shadow.intact();
     }
 };
 
@@ -109,12 +113,15 @@ std::string text_of(const battery::Case& c, bool aligned) {
 bool has_step_kernel(const battery::Case& c) { return c.gradient == ElementType::f32 || c.gradient == c.shadow; }
 
 std::string step_kernel(const battery::Case& c) {
-    return name_of("step", c.gradient, c.shadow) + (c.state == ElementType::bf16 ? "_noisy" : "");
+    const std::string types = std::string(kTypes[static_cast<int>(c.gradient)]) + "_" +
+                              (c.split ? "split" : kTypes[static_cast<int>(c.shadow)]);
+    return "step_" + types + (c.state == ElementType::bf16 ? "_noisy" : "");
 }
 
 TEST(step_has_the_bits_of_the_scalar_kernel) {
     adam::set_isa("scalar");
     unsigned tried = 0;
+    unsigned split = 0;
     for (const battery::Case& c : battery::cases(false)) {
         if (!has_step_kernel(c)) continue;
         for (const bool aligned : {false, true}) {
@@ -128,11 +135,12 @@ TEST(step_has_the_bits_of_the_scalar_kernel) {
                 launch(step_kernel(c), blocks_of(c.numel) + 1, pieces, 1u);
             }
             ++tried;
+            split += c.split ? 1 : 0;
             if (!EXPECT_FOR(got.equals(expected), text_of(c, aligned))) return;
             if (!EXPECT_FOR(got.intact(), text_of(c, aligned))) return;
         }
     }
-    EXPECT(tried > 1000);
+    EXPECT(tried > 1000 && split > 300);
 }
 
 // Launches many pieces at once, empty ones among them, on grids smaller and larger than their blocks.

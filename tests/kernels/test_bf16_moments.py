@@ -8,31 +8,9 @@ from numpy.typing import NDArray
 
 from superoffload import kernels
 from tests.support.reference.fma import fma
+from tests.support.reference.stochastic import RandomWords, noise, stochastic
 
-U32 = NDArray[np.uint32]
 SEED_STREAM = (11 << 32) | 3
-
-
-def mix(x: int) -> int:
-    """splitmix64's output function."""
-    mask = 2**64 - 1
-    x = (x + 0x9E3779B97F4A7C15) & mask
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-    return x ^ (x >> 31)
-
-
-def noise(numel: int, stream: int, step: int, first: int = 0) -> U32:
-    key = np.uint32(mix(stream ^ mix(step)) & 0xFFFFFFFF)
-    with np.errstate(over="ignore"):
-        x = (np.arange(numel, dtype=np.uint64) + first).astype(np.uint32) ^ key
-        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
-        x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
-    return np.asarray(x ^ (x >> np.uint32(16)), np.uint32)
-
-
-def stochastic(values: NDArray[np.float32], random16: U32) -> NDArray[np.float32]:
-    return np.asarray((values.view(np.uint32) + random16) & np.uint32(0xFFFF0000), np.uint32).view(np.float32)
 
 
 def widen(words: NDArray[np.uint16]) -> NDArray[np.float32]:
@@ -108,7 +86,9 @@ def test_step_is_the_reference_bit_for_bit(isa: str) -> None:
         np.testing.assert_array_equal(state.master.view(np.uint32), master.view(np.uint32))
 
 
-def elements_that_show(right: NDArray[np.float32], wrong: NDArray[np.float32], random16: U32) -> NDArray[np.intp]:
+def elements_that_show(
+    right: NDArray[np.float32], wrong: NDArray[np.float32], random16: RandomWords
+) -> NDArray[np.intp]:
     """For each pair of values an element whose noise rounds one of them up and the other down; -1: there is none."""
     element_with = np.full(1 << 16, -1, np.intp)
     element_with[random16] = np.arange(len(random16))

@@ -15,13 +15,16 @@ from superoffload import _native, kernels
 from superoffload.links.cuda import geometry
 from tests.support import emulated_kernels
 from tests.support import kernel_inputs as cases
-from tests.support.guarded_arrays import Guarded, assert_bits, scalars_of
+from tests.support.guarded_arrays import Guarded, assert_bits, halves_of, scalars_of
 from tests.support.kernel_battery import Case, norm_inputs, span_cases
 from tests.support.reference.bit_sums import BLOCK_BYTES, bit_sums, number_of
-from tests.support.reference.convert import narrow
+from tests.support.reference.convert import FORMATS, join, narrow
 
 NAMES = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
-STEPS = (("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "bf16"), ("fp32", "fp16"))
+STEPS = (
+    ("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "bf16"), ("fp32", "fp16"),
+    ("fp32", "split"), ("bf16", "split"),
+)  # fmt: skip
 WORDS = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.float16}
 
 
@@ -30,7 +33,7 @@ def sums_of(gradients: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.float64]:
 
 
 def step_kernel(types: tuple[str, str]) -> str:
-    return f"step_{NAMES[types[0]]}_{NAMES[types[1]]}"
+    return f"step_{NAMES[types[0]]}_{NAMES.get(types[1], types[1])}"
 
 
 def test_every_kernel_is_there_by_name() -> None:
@@ -181,22 +184,25 @@ def test_step_gives_the_bits_of_the_reference(types: tuple[str, str], l2: bool) 
     rows: list[tuple[int | bytes, ...]] = []
     for case in spans:
         start = case.start if case.number % 2 else 0
-        state = [Guarded(values.copy(), start) for values in case.old]
+        upper, master = halves_of(case.old.master) if types[1] == "split" else (np.zeros(0, np.uint16), case.old.master)
+        state = [Guarded(values.copy(), start) for values in (master, upper, *case.old[1:])]
         gradient = Guarded(case.gradient, start)
-        parameter = Guarded(np.zeros(case.length, WORDS[types[1]]), start)
+        parameter = Guarded(np.zeros(case.length, FORMATS[types[1]]), start)
         memory.append((*state, gradient, parameter))
         addresses = [guarded.array.ctypes.data for guarded in memory[-1]]
         rows.append((*addresses, case.length, 0, frozen(case)))
     emulated_kernels.launch(step_kernel(types), geometry.step_pieces(rows))
     for case, parts in zip(spans, memory, strict=True):
-        for name, part, expected in zip(
+        stored, halves, *rest = (part.array for part in parts)
+        found = [join(halves, stored) if types[1] == "split" else stored, *rest]
+        for name, got, expected in zip(
             ("master", "exp_avg", "exp_avg_sq", "gradient", "parameter"),
-            parts,
+            found,
             (*case.stepped[:3], case.gradient, case.stepped.shadow),
             strict=True,
         ):
-            assert_bits(name, part.array, expected, str(case))
-            assert part.intact(), str(case)
+            assert_bits(name, got, expected, str(case))
+        assert all(part.intact() for part in parts), str(case)
 
 
 @pytest.mark.parametrize("first_index", [0, 2**32 - 700])
@@ -232,7 +238,7 @@ def test_noisy_step_gives_the_bits_of_the_native_kernel(first_index: int) -> Non
             work.run_all(_native.Operation.step)
         else:
             scalars = _native.freeze_scalars(**hyper, l2=False, step=9, noise_stream=noise_stream)
-            rows = [(*addresses, numel, first_index, scalars)]
+            rows = [(addresses[0], 0, *addresses[1:], numel, first_index, scalars)]
             emulated_kernels.launch("step_bf16_bf16_noisy", geometry.step_pieces(rows))
         results.append((master, exp_avg, exp_avg_sq, parameter))
     for name, got, expected in zip(
@@ -245,7 +251,7 @@ def test_noisy_step_gives_the_bits_of_the_native_kernel(first_index: int) -> Non
 
 
 def test_piece_tables_are_what_the_kernels_read() -> None:
-    assert (COPY_PIECE.itemsize, SUM_PIECE.itemsize, geometry.STEP_PIECE.itemsize) == (32, 32, 128)
+    assert (COPY_PIECE.itemsize, SUM_PIECE.itemsize, geometry.STEP_PIECE.itemsize) == (32, 32, 136)
     assert len(frozen(span_cases("fp32", "fp32", False)[0])) == geometry.SCALARS_BYTES
     table = copy_pieces([(64, 0, 1024), (128, 1024, 0), (192, 1024, 1), (256, 1088, 3000)])
     assert table["first_block"].tolist() == [0, 1, 1, 2]

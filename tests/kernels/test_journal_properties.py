@@ -1,4 +1,6 @@
-"""Undo and replay under Hypothesis: any bits in state and gradient, any hyper-parameters that the optimizer admits."""
+"""Undo, replay, publish and settle under Hypothesis: any bits in state and gradient, any hyper-parameters that the
+optimizer admits.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def inputs(draw: st.DrawFn) -> tuple[State, np.ndarray, str]:
 
     state = State(*(array(words32, np.uint32).view(np.float32) for _ in range(3)))
     gradient = array(words32, np.uint32) if form == "fp32" else array(words16, np.uint16)
-    return state, gradient.view(FORMATS[form]), draw(st.sampled_from(cases.FORMATS))
+    return state, gradient.view(FORMATS[form]), draw(st.sampled_from((*cases.FORMATS, "split")))
 
 
 def expect(guarded: GuardedSpan, expected: Stepped, context: str) -> None:
@@ -68,9 +70,18 @@ def expect(guarded: GuardedSpan, expected: Stepped, context: str) -> None:
     guarded.check(context)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+def expect_two_phases(guarded: GuardedSpan, hyper: Hyper, old: State, stepped: Stepped, context: str) -> None:
+    guarded.span.publish(kernel_hyper(hyper))
+    assert_bits("shadow", guarded.shadow, stepped.shadow, f"publish, {context}")
+    if not guarded.split:
+        assert_state(guarded.state, old, f"publish, {context}")
+    guarded.span.settle(kernel_hyper(hyper))
+    expect(guarded, stepped, f"settle, {context}")
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(inputs(), hypers(), hypers(), st.integers(0, 15))
-def test_undo_and_replay_are_exact(
+def test_two_phases_undo_and_replay_are_exact(
     given_inputs: tuple[State, np.ndarray, str], hyper: Hyper, other: Hyper, start: int
 ) -> None:
     old, gradient, published = given_inputs
@@ -82,9 +93,8 @@ def test_undo_and_replay_are_exact(
         for width in (1, 2):
             with kernels.using_isa(isa):
                 context = f"{isa}, width {width}"
+                expect_two_phases(GuardedSpan(old, gradient, published, start), hyper, old, stepped, context)
                 guarded = GuardedSpan(old, gradient, published, start)
-                guarded.span.publish(kernel_hyper(hyper))
-                expect(guarded, Stepped(*old, stepped.shadow), f"publish, {context}")
                 assert guarded.span.step_journaled(kernel_hyper(hyper), width=width)
                 expect(guarded, stepped, f"journaled step, {context}")
                 guarded.span.undo()

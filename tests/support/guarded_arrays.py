@@ -11,7 +11,7 @@ import numpy.typing as npt
 from superoffload import kernels
 from tests.support.kernel_inputs import State
 from tests.support.reference.adam import HyperLike
-from tests.support.reference.convert import FORMATS, bits
+from tests.support.reference.convert import FORMATS, Halves, bits, join
 
 GUARD_BYTES = 128
 GUARD_VALUE = 0xA5
@@ -45,6 +45,13 @@ def worst_arena(length: int) -> int:
     return WORST_BYTES_PER_LANE * length + WORST_BYTES_PER_BLOCK * (length // 1024 + 1)
 
 
+def halves_of(master: npt.NDArray[np.float32]) -> Halves:
+    """The only halves that join to these bits, of any NaN too; the reference's split() makes all NaNs one."""
+    words = master.view(np.uint32)
+    remainder = (words & np.uint32(0xFFFF)).astype(np.uint16).view(np.int16)
+    return Halves(((words.astype(np.int64) - remainder) >> 16).astype(np.uint16), remainder)
+
+
 class Guarded:
     """A copy of an array that starts `start` elements behind a 64-byte boundary, with a guard zone on either side."""
 
@@ -63,32 +70,49 @@ class Guarded:
 
 
 class GuardedSpan:
-    """A kernel span over guarded arrays, each of them misaligned in its own way."""
+    """A kernel span over guarded arrays, each misaligned in its own way; with split masters if published as "split"."""
 
     def __init__(
-        self, old: State, gradient: npt.NDArray[Any], published: str, start: int = 0, arena_bytes: int | None = None
+        self,
+        old: State,
+        gradient: npt.NDArray[Any],
+        published: str,
+        start: int = 0,
+        arena_bytes: int | None = None,
+        **placed: Any,
     ) -> None:
+        """``placed``: the noise stream of bf16 moments and the index of the first element, as the span takes them."""
         length = gradient.size
-        filler = np.full(length * np.dtype(FORMATS[published]).itemsize, 0x5A, dtype=np.uint8).view(FORMATS[published])
+        self.split = published == "split"
+        form = np.dtype(FORMATS[published])
+        filler = np.full(length * form.itemsize, 0x5A, dtype=np.uint8).view(form)
+        shadow, master = halves_of(old.master) if self.split else (filler, old.master)
         self._given_gradient = gradient.copy()
         self._parts = {
-            "master": Guarded(old.master, start),
+            "master": Guarded(master, start),
             "exp_avg": Guarded(old.exp_avg, (start + 1) % 16 if start else 0),
             "exp_avg_sq": Guarded(old.exp_avg_sq, (start + 6) % 16 if start else 0),
             "gradient": Guarded(gradient, (2 * start + 1) % 16 if start else 0),
-            "shadow": Guarded(filler, (3 * start) % 16),
+            "shadow": Guarded(shadow, (3 * start) % 16),
         }
         arrays: dict[str, Any] = {name: part.array for name, part in self._parts.items()}
         self.span = kernels.Span(
             **arrays,
+            **placed,
             arena_bytes=worst_arena(length) if arena_bytes is None else arena_bytes,
             past_cache=length % 2 == 0,  # half of all tests
         )
 
     @property
     def state(self) -> State:
-        """The masters and moments as they are now (not copies)."""
-        return State(*(self._parts[name].array for name in State._fields))
+        """The masters and moments as they are now. They are not copies, except for the masters that two halves make."""
+        master, exp_avg, exp_avg_sq = (self._parts[name].array for name in State._fields)
+        return State(join(self.shadow, master) if self.split else master, exp_avg, exp_avg_sq)
+
+    @property
+    def remainders(self) -> npt.NDArray[np.int16]:
+        """The remainders of split masters as they are now (not a copy)."""
+        return self._parts["master"].array
 
     @property
     def shadow(self) -> npt.NDArray[Any]:

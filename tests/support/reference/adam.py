@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from tests.support.reference.convert import canonical, narrow, widen
 from tests.support.reference.fma import fma
+from tests.support.reference.stochastic import RandomWords, stochastic, upper_halves
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
@@ -77,8 +78,8 @@ class Stepped(NamedTuple):
     """What one step leaves behind; the inputs are not changed."""
 
     master: Float32Array
-    exp_avg: Float32Array
-    exp_avg_sq: Float32Array
+    exp_avg: npt.NDArray[Any]
+    exp_avg_sq: npt.NDArray[Any]
     shadow: npt.NDArray[Any]
 
 
@@ -118,23 +119,32 @@ def scalars(hyper: HyperLike) -> Scalars:
 
 def step(
     master: Float32Array,
-    exp_avg: Float32Array,
-    exp_avg_sq: Float32Array,
+    exp_avg: npt.NDArray[Any],
+    exp_avg_sq: npt.NDArray[Any],
     gradient: npt.NDArray[Any],
     published: str,
     hyper: HyperLike,
+    noise: RandomWords | None = None,
 ) -> Stepped:
-    """One step of AdamW (or, with `hyper.l2`, Adam) on fresh arrays; `published` names the shadow's format."""
+    """One step of AdamW (or, with `hyper.l2`, Adam) on fresh arrays; `published` names the shadow's format.
+
+    With `noise` the moments are bf16; its lower half rounds exp_avg, its upper half exp_avg_sq.
+    """
     k = scalars(hyper)
     with np.errstate(all="ignore"):
         g = effective_gradient(master, gradient, hyper)
-        new_exp_avg = fma(k.beta1, exp_avg, fma(k.one_minus_beta1, g, k.beta1_rest * exp_avg))
-        new_exp_avg_sq = fma(k.beta2, exp_avg_sq, k.one_minus_beta2 * (g * g))
+        old_exp_avg, old_exp_avg_sq = widen(exp_avg), widen(exp_avg_sq)
+        new_exp_avg = fma(k.beta1, old_exp_avg, fma(k.one_minus_beta1, g, k.beta1_rest * old_exp_avg))
+        new_exp_avg_sq = fma(k.beta2, old_exp_avg_sq, k.one_minus_beta2 * (g * g))
+        if noise is not None:
+            new_exp_avg = stochastic(new_exp_avg, noise & np.uint32(0xFFFF))
+            new_exp_avg_sq = stochastic(new_exp_avg_sq, noise >> np.uint32(16))
         denominator = fma(np.sqrt(new_exp_avg_sq), k.inverse_sqrt_correction2, k.eps)
         update = new_exp_avg / denominator
         decayed = master if hyper.l2 else master * k.decay
         new_master = canonical(fma(-k.step_size, update, decayed))
-    return Stepped(new_master, canonical(new_exp_avg), canonical(new_exp_avg_sq), narrow(new_master, published))
+    store = canonical if noise is None else upper_halves
+    return Stepped(new_master, store(new_exp_avg), store(new_exp_avg_sq), narrow(new_master, published))
 
 
 def effective_gradient(master: Float32Array, gradient: npt.NDArray[Any], hyper: HyperLike) -> Float32Array:

@@ -1,16 +1,31 @@
-"""Conversions between fp32, fp16 and bf16. An array's dtype names its format: NumPy has no bf16, so uint16 is bf16."""
+"""Conversions between fp32, fp16 and bf16. An array's dtype names its format: NumPy has no bf16, so uint16 is bf16.
+
+"split" is how a split master is published: bf16 as well, but with ties rounded away from zero.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Float32Array = npt.NDArray[np.float32]
 
-FORMATS: dict[str, type[np.generic]] = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.float16}
+FORMATS: dict[str, type[np.generic]] = {
+    "fp32": np.float32,
+    "bf16": np.uint16,
+    "fp16": np.float16,
+    "split": np.uint16,
+}
 CANONICAL_NAN: dict[str, int] = {"fp32": 0x7FC00000, "bf16": 0x7FC0, "fp16": 0x7E00}
+
+
+class Halves(NamedTuple):
+    """A split master."""
+
+    upper: npt.NDArray[np.uint16]  # the published copy
+    remainder: npt.NDArray[np.int16]
 
 
 def format_of(array: npt.NDArray[Any]) -> str:
@@ -44,9 +59,13 @@ def widen(gradient: npt.NDArray[Any]) -> Float32Array:
 
 
 def narrow(values: Float32Array, name: str) -> npt.NDArray[Any]:
-    """fp32 rounded to nearest even to the named format; overflow to infinity, denormals kept, NaN canonical."""
+    """fp32 rounded to nearest to the named format, ties to even except for "split"; overflow to infinity, denormals
+    kept, NaN canonical.
+    """
     if name == "fp32":
         return canonical(values)
+    if name == "split":
+        return split(values).upper
     if name == "bf16":
         rounded = _narrow_to_bf16(values)
     else:
@@ -64,3 +83,17 @@ def _narrow_to_bf16(values: Float32Array) -> npt.NDArray[np.uint16]:
     up = (lower > 0x8000) | ((lower == 0x8000) & ((upper & np.uint32(1)) == 1))
     rounded: npt.NDArray[np.uint16] = (upper + up.astype(np.uint32)).astype(np.uint16)
     return rounded
+
+
+def split(master: Float32Array) -> Halves:
+    """With a master's bits as an unsigned number: (bits + 0x8000) >> 16, and what is missing from bits, signed."""
+    words = canonical(master).view(np.uint32).astype(np.int64)
+    upper = (words + 0x8000) >> 16
+    return Halves(upper.astype(np.uint16), (words - (upper << 16)).astype(np.int16))
+
+
+def join(upper: npt.NDArray[np.uint16], remainder: npt.NDArray[np.int16]) -> Float32Array:
+    """The one master with these halves; also of halves that no master is split into: modulo 2**32."""
+    words = (upper.astype(np.int64) << 16) + remainder
+    master: Float32Array = (words % 2**32).astype(np.uint32).view(np.float32)
+    return master

@@ -36,7 +36,7 @@ def estimates(old_master: Float32Array, gradient: npt.NDArray[np.generic], new: 
         exp_avg = (new.exp_avg - k.one_minus_beta1 * g) * (zero if first else k.inverse_beta1) + zero
         exp_avg_sq = (new.exp_avg_sq - k.one_minus_beta2 * (g * g)) * (zero if first else k.inverse_beta2) + zero
         denominator = fma(np.sqrt(new.exp_avg_sq), k.inverse_sqrt_correction2, k.eps)
-        master = fma(k.step_size, new.exp_avg / denominator, new.master)
+        master = fma(k.step_size, np.divide(new.exp_avg, denominator, dtype=np.float32), new.master)
         if not hyper.l2:
             master = master * k.inverse_decay
     return Estimates(exp_avg, exp_avg_sq, master)

@@ -17,7 +17,7 @@ from tests.support.reference.convert import narrow
 
 @dataclass
 class Parameter:
-    """One parameter's truth and its own count of steps."""
+    """One parameter's truth and its own count of steps. The published format of a split master is "split"."""
 
     master: Float32Array
     published_format: str = "fp32"
