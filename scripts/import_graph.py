@@ -21,7 +21,8 @@ from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent.parent / "superoffload"
 
-VOCABULARY = ("engine.bucket", "engine.resident_work")  # what folders beside the engine may import from it
+# What folders beside the engine may import from it.
+VOCABULARY = ("engine.bucket", "engine.resident_work", "engine.master_halves")
 
 Graph = Mapping[str, AbstractSet[str]]
 

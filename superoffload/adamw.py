@@ -91,6 +91,8 @@ class AdamW(Optimizer):
         rank_timeout: seconds to wait for other ranks (None: SUPEROFFLOAD_RANK_TIMEOUT, else 60).
         state_dtype: the dtype of exp_avg and exp_avg_sq: "fp32", or "bf16" with stochastic rounding, which moves 20
             instead of 28 bytes per parameter and keeps 8 instead of 12. docs/kernel.md shows the cost in accuracy.
+        master_dtype: "fp32", or "split" to keep the fp32 masters of bfloat16 parameters as the published value and a
+            remainder of 16 bits, which is 2 bytes less; ``state[p]["master"]`` is then a copy (docs/kernel.md).
         accumulate_dtype: with "fp32", gradients of bf16 and fp16 parameters add up in fp32 over the backward passes of
             a step, with or without ``accumulate()``, and ``p.grad`` is in fp32, for 2 more bytes per parameter. If the
             GPU has no room for these sums, they are made in host memory, which is slower; this alone concerns fp32
@@ -133,6 +135,7 @@ class AdamW(Optimizer):
         process_group: Any = None,
         rank_timeout: float | None = None,
         state_dtype: str | torch.dtype = "fp32",
+        master_dtype: str | torch.dtype = "fp32",
         accumulate_dtype: str | torch.dtype | None = None,
         seed: int = 0,
         **torchs: Unpack[TorchDefaults],

@@ -30,7 +30,7 @@ from superoffload.optimizer.arguments import (
 )
 from superoffload.optimizer.gradient_source import check_no_main_grad
 from superoffload.optimizer.lifetime import Lifetime
-from superoffload.optimizer.masters import follow
+from superoffload.optimizer.masters import following
 from superoffload.optimizer.state_dict import ParamState, StateDict, blocks_of, read_state, write_state
 from superoffload.optimizer.unknown_arguments import refuse_unknown
 
@@ -261,7 +261,8 @@ class CPUAdamW(Optimizer):
             else:
                 values.master.copy_to(master)
                 for at, block in blocks_of(published):
-                    follow(master[at : at + len(block)], block)  # the parameter is what the user sees
+                    masters = master[at : at + len(block)]
+                    masters.copy_(following(masters, block))  # the parameter is what the user sees
 
     def close(self) -> None:
         """Ends the worker threads. The state stays readable."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from superoffload.checkpoints.contents import (
 from superoffload.checkpoints.manifest import STATE
 from superoffload.checkpoints.safetensors import Entry, TensorFile, flat_runs
 from superoffload.distributed.ownership import Holding
+from superoffload.engine.master_halves import join
 from superoffload.engine.snapshot import ShardState, Snapshot
 from superoffload.errors import ArgumentError, StateError
 from superoffload.host.tensors import is_dtensor, local_of
@@ -121,11 +123,12 @@ def write_part(part: Part, named: Named, writing: Path, snapshot: Snapshot | Non
     def read(index: int, values: ShardState) -> None:
         assert file is not None
         shard, param, holding = part.shards[index]
-        master = holding.in_own_order(values.master, param.shape)
-        file.write(MASTER + shard, flat_runs(master))
+        stored = holding.in_own_order(values.master, param.shape)
+        upper = holding.in_own_order(torch.cat(values.halves), param.shape) if values.halves else None
+        file.write(MASTER + shard, _masters(stored, upper))
         file.write(EXP_AVG + shard, flat_runs(holding.in_own_order(values.exp_avg, param.shape)))
         file.write(EXP_AVG_SQ + shard, flat_runs(holding.in_own_order(values.exp_avg_sq, param.shape)))
-        file.write(MODEL + shard, (run.to(param.dtype) for run in flat_runs(master)))
+        file.write(MODEL + shard, (run.to(param.dtype) for run in flat_runs(stored if upper is None else upper)))
 
     # With several ranks each save has its own mark, by which a rank recognizes its file.
     mark = {"save": writing.name.rpartition("-")[2]} if len(named.ranks) > 1 else {}
@@ -146,6 +149,13 @@ def write_part(part: Part, named: Named, writing: Path, snapshot: Snapshot | Non
         files[STATE] = {"bytes": len(part.state), "sha256": _sha256(part.state)}
     tensors = {key: {**part.pieces[key].as_json(), "file": name, "sha256": file.digests[key]} for key in part.pieces}
     return Written(file.header, {"files": files, "tensors": tensors})
+
+
+def _masters(stored: Tensor, upper: Tensor | None) -> Iterator[Tensor]:
+    """Yields masters in fp32; with ``upper``, ``stored`` has the remainders of split ones."""
+    if upper is None:
+        return flat_runs(stored)
+    return map(join, flat_runs(upper), flat_runs(stored))
 
 
 def _sha256(data: bytes) -> str:

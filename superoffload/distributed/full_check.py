@@ -67,7 +67,7 @@ class FullCheck:
 
     def _row(self, one: Held) -> tuple[int, int, int, int, int]:
         shard = one.shard
-        state = crc(shard.exp_avg_sq, crc(shard.exp_avg, crc(shard.master)))
+        state = crc(shard.exp_avg_sq, crc(shard.exp_avg, crc(shard.read_masters())))
         return crc(shard.target()), state, shard.steps, int(not is_published(one)), self._gradient(one)
 
     def _gradient(self, one: Held) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from superoffload.distributed.ownership import Holding
 from superoffload.engine.bucket import Shard
+from superoffload.engine.master_halves import is_rounded
 from superoffload.host.bits import same_but_for_nan
 from superoffload.host.tensors import in_order, local_of
 
@@ -58,9 +59,11 @@ def crc(tensor: Tensor, start: int = 0) -> int:
 
 def is_published(held: Held, stride: int = 1, phase: int = 0) -> bool:
     """Tells whether the published part is round(master), in every ``stride``-th element from ``phase``."""
-    master = held.shard.master[phase::stride]
-    published = held.shard.target()[phase::stride].to(master.device)
-    return same_but_for_nan(published, master.to(published.dtype))
+    masters = held.shard.read_masters(phase, stride)
+    published = held.shard.target()[phase::stride].to(masters.device)
+    if same_but_for_nan(published, masters.to(published.dtype)):
+        return True
+    return bool((is_rounded(published, masters) | (published.isnan() & masters.isnan())).all())
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from superoffload import _native
+from superoffload.engine.master_halves import UpperHalves, join, split
 from superoffload.engine.resident_work import ResidentWork
 from superoffload.errors import StateError
-from superoffload.host.memory import refused
 
 BLOCK: int = _native.BLOCK
 # beta ** step is 0 in double precision from here on, so that 1 - beta ** step, the bias correction, is 1.
@@ -84,8 +84,9 @@ class GroupHyper:
 class Shard:
     """Describes the part of a parameter that this rank owns, and holds its state.
 
-    ``master`` is a flat float32 tensor of ``numel`` elements. ``exp_avg`` and ``exp_avg_sq`` are the same, or bfloat16
-    with stochastic rounding by ``noise_stream``. ``target`` returns the flat published tensor that delivery writes.
+    ``master`` is a flat float32 tensor of ``numel`` elements, or, of a split master, the int16 remainders to ``upper``.
+    ``exp_avg`` and ``exp_avg_sq`` are float32, or bfloat16 with stochastic rounding by ``noise_stream``. ``target``
+    returns the flat published tensor that delivery writes.
     """
 
     index: int
@@ -105,6 +106,7 @@ class Shard:
     resident: bool = False  # master and moments are on the accelerator (superoffload/engine/placement.py)
     keeps_gradient: bool = False  # its gradient stays with the user even if others are freed (``p.main_grad``)
     sums_gradient: bool = False  # packing also sums the gradient's bits: version counters do not show every edit
+    upper: UpperHalves | None = None  # of a split master: what is published of it, before delivery
     block_sums: NDArray[np.float64] = field(init=False)
     sums_address: int = field(init=False)
 
@@ -115,6 +117,25 @@ class Shard:
     def use_state(self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, resident: bool) -> None:
         """Puts the same state, in other memory, in the place of the old tensors."""
         self.master, self.exp_avg, self.exp_avg_sq, self.resident = master, exp_avg, exp_avg_sq, resident
+
+    def read_masters(self, phase: int = 0, stride: int = 1) -> Tensor:
+        """Returns every ``stride``-th master from ``phase`` below ``stride``, in float32; of split masters a copy."""
+        part = self.master[phase::stride]
+        return part if self.upper is None else join(self.upper.read(phase, stride), part)
+
+    def write_masters(self, values: Tensor, at: int = 0) -> None:
+        """Overwrites the masters from ``at`` on by flat float32 ``values``."""
+        remainders = values
+        if self.upper is not None:
+            halves, remainders = split(values)
+            self.upper.write(at, halves)
+        self.master[at : at + values.numel()].copy_(remainders)
+
+    def splits_master(self) -> None:
+        """Begins with the published values as masters: ``master``, the remainders, must be zero."""
+        self.upper = UpperHalves(self.target().detach())
+        if self.resident:  # the kernel that steps them writes the parameter, too
+            self.upper.gather(self.master.device)
 
     def stepped(self) -> None:
         """Counts one more step."""
@@ -347,6 +368,12 @@ class Bucket:
 
     # ---- its memory -------------------------------------------------------------------------------------------
 
+    def take_halves(self) -> None:
+        """Moves the upper halves of split masters into the shadow."""
+        for piece in self.pieces:
+            if piece.shard.upper is not None:
+                piece.shard.upper.move_in(piece.start, self.shadow[piece.offset : piece.offset + piece.numel])
+
     def use_memory(
         self, *, gradient: Tensor | None = None, gradients: list[Tensor] | None = None, shadow: Tensor | None = None
     ) -> None:
@@ -363,36 +390,9 @@ class Bucket:
         self.work = _native.BucketWork([], 0)
         self.resident_work = ResidentWork([piece.shard.noise_stream for piece in self.pieces])
 
-    def make_work(self, journal_bytes: int, *, past_cache: bool = False) -> None:
-        """Makes the native work; ``gradient`` and ``shadow`` must be allocated (``padded`` elements each).
-
-        ``past_cache``: a step over all buckets exceeds the caches (superoffload/host/memory.py).
-        """
-        runs = []
-        size, packed = self.gradient_dtype.itemsize, self.gradients
-        for i, piece in enumerate(self.pieces):
-            shard = piece.shard
-            gradient = packed[i].data_ptr() if packed else self.gradient.data_ptr() + size * piece.offset
-            runs.append(
-                _native.Run(
-                    master=shard.master.data_ptr() + 4 * piece.start,
-                    exp_avg=shard.exp_avg.data_ptr() + shard.exp_avg.element_size() * piece.start,
-                    exp_avg_sq=shard.exp_avg_sq.data_ptr() + shard.exp_avg_sq.element_size() * piece.start,
-                    gradient=gradient,
-                    shadow=self.shadow.data_ptr() + self.shadow.element_size() * piece.offset,
-                    numel=piece.numel,
-                    gradient_type=ELEMENT_TYPES[self.gradient_dtype],
-                    shadow_type=ELEMENT_TYPES[self.published_dtype],
-                    state_type=ELEMENT_TYPES[shard.exp_avg.dtype],
-                    first_index=shard.offset + piece.start,
-                    noise_stream=shard.noise_stream,
-                    past_cache=past_cache,
-                )
-            )
-        try:
-            self.work = _native.BucketWork(runs, journal_bytes)
-        except MemoryError as error:
-            raise refused(journal_bytes, f"the undo journal of {self.name}") from error
+    def use_work(self, work: _native.BucketWork) -> None:
+        """Has worker threads do this work."""
+        self.work = work
 
 
 def aligned(numel: int) -> int:

@@ -14,7 +14,7 @@ from superoffload.engine.bucket import Shard
 def digests_of(shards: Sequence[Shard]) -> dict[str, str]:
     """Returns SHA-256 digests of masters, moments and published parameters, over all shards in their order."""
     columns: dict[str, Callable[[Shard], Tensor]] = {
-        "master": lambda shard: shard.master,
+        "master": lambda shard: shard.read_masters(),
         "exp_avg": lambda shard: shard.exp_avg,
         "exp_avg_sq": lambda shard: shard.exp_avg_sq,
         "published": lambda shard: shard.target(),

@@ -47,7 +47,7 @@ class EngineParts:
         self._stats = stats = Stats()
         pool = recorder.wrap_pool(options.make_pool())
         self.executor = Executor(link, pool, schedule, hyper_of, options.clock)
-        self.layout = Layout(link, options, schedule, listener, placer)
+        self.layout = Layout(link, options, schedule, listener, placer, self.snapshots.protect)
         self.tail = Tail(link, self.layout, self.executor, schedule, listener, recorder)
         self.inbox = Inbox(link, self.layout)
         self.packer = Packer(link, self.layout, self.inbox, self.executor, listener)

@@ -49,7 +49,7 @@ class Finisher:
         """Chooses the buckets to publish now and settle later: the first in forward order that were not speculated."""
         self._in_two_phases.clear()
         numel = sum(bucket.numel for bucket in moving)
-        ready = [bucket for bucket in moving if bucket.state is BucketState.READY]
+        ready = [bucket for bucket in moving if bucket.state is BucketState.READY and bucket.work.publishes]
         waiting = sum(bucket.numel for bucket in ready)
         if not (self._may_settle_later and self._layout.observed and numel):
             return

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from superoffload import _native
 from superoffload.engine.bucket import BLOCK, Bucket, Piece, Shard, aligned
 from superoffload.engine.engine_options import EngineOptions
-from superoffload.engine.journal_reservation import reserved_bytes
+from superoffload.engine.journal_reservation import halves_bytes, reserved_bytes
 from superoffload.engine.listener import Listener
+from superoffload.engine.native_work import native_work
 from superoffload.engine.placement import Placer, move_state
 from superoffload.engine.placement_choice import Measured
 from superoffload.engine.speculation_schedule import Schedule
@@ -24,8 +25,15 @@ class Layout:
     """Owns shards, buckets and their order, and decides where the state of each shard is."""
 
     def __init__(
-        self, link: Link, options: EngineOptions, schedule: Schedule, listener: Listener, placer: Placer | None
+        self,
+        link: Link,
+        options: EngineOptions,
+        schedule: Schedule,
+        listener: Listener,
+        placer: Placer | None,
+        protect: Callable[[Iterable[Shard]], None],
     ) -> None:
+        """``protect`` has snapshots that are still read copy the shards whose state moves."""
         self.shards: list[Shard] = []
         self.buckets: list[Bucket] = []
         self.numel = 0  # of all buckets
@@ -36,6 +44,8 @@ class Layout:
         self._schedule = schedule
         self._listener = listener
         self._bucket_numel = options.bucket_numel
+        self._two_phase = options.two_phase
+        self._protect = protect
         self.only_bucket: dict[int, Bucket] = {}  # of shards, by index, that are in one bucket
         self.places: dict[int, list[tuple[Bucket, int]]] = {}  # of each shard: its buckets, and its place in them
         self._backward: list[int] = []  # shards in the observed order
@@ -89,6 +99,12 @@ class Layout:
 
     def _give_up_buckets(self) -> None:
         self._listener.making_way()
+        split = [(shard, shard.upper) for shard in self.shards if shard.upper is not None]
+        # The link will use the shadows' memory again, which snapshots read also of shards that have moved since.
+        self._protect(shard for shard, _ in split)
+        for shard, upper in split:
+            if not shard.resident:
+                upper.gather()
         known = set(self._backward)
         order = self._backward + [shard.index for shard in reversed(self.shards) if shard.index not in known]
         self.buckets, self.places = [], {}
@@ -103,7 +119,6 @@ class Layout:
         return min(max(total // _BUCKETS, _SMALLEST_BUCKET), _LARGEST_BUCKET)
 
     def _attach(self, buckets: Sequence[Bucket]) -> None:
-        speculates = self._schedule.mode != "never"
         past_cache = exceeds_caches(sum(shard.numel for shard in self.shards))
         self._link.prepare(buckets, anew=not self.buckets)
         for bucket in buckets:
@@ -113,7 +128,10 @@ class Layout:
                 bucket.make_resident_work()
             else:
                 self._link.attach(bucket)
-                bucket.make_work(reserved_bytes(bucket.padded) if speculates else 0, past_cache=past_cache)
+                bucket.use_work(native_work(bucket, self._journal_bytes(bucket), past_cache=past_cache))
+        for bucket in buckets:  # once no memory can be refused any more: a further attempt may use this memory again
+            if not bucket.resident:
+                bucket.take_halves()
         for bucket in buckets:
             for i, piece in enumerate(bucket.pieces):
                 self.places.setdefault(piece.shard.index, []).append((bucket, i))
@@ -123,6 +141,12 @@ class Layout:
                     self.only_bucket[piece.shard.index] = bucket
         self.buckets.extend(buckets)
         self.numel = sum(bucket.numel for bucket in self.buckets)
+
+    def _journal_bytes(self, bucket: Bucket) -> int:
+        if self._schedule.mode != "never":
+            return reserved_bytes(bucket.padded)
+        split = any(piece.shard.upper is not None for piece in bucket.pieces)
+        return halves_bytes(bucket.padded) if split and self._two_phase else 0
 
     # ---- order and place --------------------------------------------------------------------------------------
 
@@ -168,7 +192,7 @@ class Layout:
         numel = sum(shard.numel for shard in self.shards)
         if not times.known or numel == 0:
             return None
-        state = sum(shard.numel * (4 + 2 * shard.exp_avg.element_size()) for shard in self.shards)
+        state = sum(shard.numel * (4 + 2 * shard.exp_avg.element_size()) for shard in self.shards)  # whole or split
         gradients = sum(shard.numel * shard.gradient_dtype.itemsize for shard in self.shards)
         return Measured(
             backward=times.backward,

@@ -147,14 +147,20 @@ State = tuple[Tensor, Tensor, Tensor]
 
 
 def make_state(
-    sizes: Sequence[int], dtypes: Sequence[torch.dtype], resident: Sequence[bool], placer: Placer | None
+    sizes: Sequence[int],
+    master_dtypes: Sequence[torch.dtype],
+    moments_dtype: torch.dtype,
+    resident: Sequence[bool],
+    placer: Placer | None,
 ) -> list[State]:
-    """Makes master, exp_avg and exp_avg_sq of each size, all zero, in one slab per kind and place."""
+    """Makes master, exp_avg and exp_avg_sq of each size, all zero, in one slab per kind, dtype and place.
+
+    ``master_dtypes``: one per size, float32, or int16 for the remainders of a split master.
+    """
     states: dict[int, State] = {}
-    for on_device in (False, True):
-        members = [i for i in range(len(sizes)) if resident[i] is on_device]
-        if not members:
-            continue
+    for on_device, master_dtype in sorted(set(zip(resident, master_dtypes, strict=True)), key=str):
+        members = [i for i in range(len(sizes)) if (resident[i], master_dtypes[i]) == (on_device, master_dtype)]
+        dtypes = (master_dtype, moments_dtype, moments_dtype)
         starts = [0]
         for i in members:
             starts.append(starts[-1] + -(-sizes[i] // ALIGN) * ALIGN)
@@ -180,5 +186,7 @@ def move_state(shard: Shard, device: torch.device | None) -> None:
         else torch.empty(one.numel(), dtype=one.dtype, device=device)
         for one in old
     ]
+    if shard.upper is not None:
+        shard.upper.gather(device)
     master, exp_avg, exp_avg_sq = (there.copy_(one) for there, one in zip(new, old, strict=True))
     shard.use_state(master, exp_avg, exp_avg_sq, resident=device is not None)

@@ -21,22 +21,27 @@ from superoffload.host.signals import held_signals
 class ShardState:
     """Holds the flat state tensors of a shard, or copies of them."""
 
-    master: Tensor
+    master: Tensor  # of a split master the remainders
     exp_avg: Tensor
     exp_avg_sq: Tensor
+    halves: tuple[Tensor, ...] = ()  # of a split master the upper ones, in runs
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.master, self.exp_avg, self.exp_avg_sq))
+        return sum(t.numel() * t.element_size() for t in (self.master, self.exp_avg, self.exp_avg_sq, *self.halves))
 
     def copy(self) -> ShardState:
         """Copies the state to host memory."""
-        return ShardState(*(t.to("cpu", copy=True) for t in (self.master, self.exp_avg, self.exp_avg_sq)))
+        master, exp_avg, exp_avg_sq, *halves = (
+            t.to("cpu", copy=True) for t in (self.master, self.exp_avg, self.exp_avg_sq, *self.halves)
+        )
+        return ShardState(master, exp_avg, exp_avg_sq, tuple(halves))
 
 
 def _state_of(shard: Shard) -> ShardState:
     """Copies the state of a resident shard, since other threads' reads are not ordered with the device's steps."""
-    state = ShardState(shard.master, shard.exp_avg, shard.exp_avg_sq)
+    halves = shard.upper.parts if shard.upper is not None else ()
+    state = ShardState(shard.master, shard.exp_avg, shard.exp_avg_sq, halves)
     return state.copy() if shard.resident else state
 
 

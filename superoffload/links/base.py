@@ -96,6 +96,9 @@ class Link(Protocol):
     def make_visible(self, bucket: Bucket) -> None:
         """Makes the training thread's stream wait for a delivery, so that its later work reads the new parameters."""
 
+    def await_copies(self) -> None:
+        """Waits until no copy is under way: masters are loaded then, and split ones have their halves in the shadow."""
+
     def close(self) -> None:
         """Ends all work. The buckets' memory stays readable. Idempotent."""
 

@@ -121,6 +121,9 @@ class SynchronousLink:
     def make_visible(self, bucket: Bucket) -> None:
         """Does nothing: the copy made the parameters visible."""
 
+    def await_copies(self) -> None:
+        """Does nothing: all copies were made when the call returned."""
+
     def close(self) -> None:
         """Ends nothing: no work is running."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -272,6 +272,25 @@ def check_state_dtype(value: Any) -> torch.dtype:
         if value in (name, dtype):
             return dtype
     raise ArgumentError(f"state_dtype={value!r}: expected 'fp32' or 'bf16'")
+
+
+def check_master_dtype(value: Any, params: Sequence[tuple[str, Tensor]]) -> bool:
+    """Returns whether masters of bfloat16 parameters are split. ``params``: with their names, as ``named_in`` returns
+    them."""
+    if value in ("fp32", torch.float32):
+        return False
+    if value != "split":
+        raise ArgumentError(
+            f"master_dtype={value!r}: expected 'fp32', or 'split' to keep the masters of bfloat16 parameters as the "
+            "published value and a remainder of 16 bits"
+        )
+    if not any(param.dtype == torch.bfloat16 for _, param in params):
+        name, param = params[0]
+        raise ArgumentError(
+            f"master_dtype='split': it needs bfloat16 parameters, and there is none ({name} is {param.dtype}); convert "
+            "the model with model.to(torch.bfloat16) first, or pass 'fp32'"
+        )
+    return True
 
 
 def check_accumulate_dtype(value: Any) -> bool:

@@ -21,6 +21,7 @@ from superoffload.optimizer.arguments import (
     check_in_module,
     check_is_of,
     check_keep_grads,
+    check_master_dtype,
     check_process_group,
     check_rank_check,
     check_replicated,
@@ -48,6 +49,7 @@ class ConstructorArguments:
     placement: Asked
     fp32_sums: bool
     state_dtype: torch.dtype
+    split_masters: bool
     seed: int
 
 
@@ -89,6 +91,7 @@ def check_given(
         placement=placement,
         fp32_sums=fp32_sums,
         state_dtype=check_state_dtype(given["state_dtype"]),
+        split_masters=check_master_dtype(given["master_dtype"], named_in(groups)),
         seed=check_seed(given["seed"]),
     )
 

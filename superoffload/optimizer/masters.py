@@ -9,19 +9,24 @@ import torch
 from torch import Tensor
 
 from superoffload.distributed.setup import plain_name
+from superoffload.engine.bucket import Shard
+from superoffload.engine.master_halves import is_rounded
 from superoffload.errors import ArgumentError
-from superoffload.host.bits import WORD, all_finite
+from superoffload.host.bits import all_finite
 
 
-def follow(master: Tensor, published: Tensor) -> None:
-    """Copies flat ``published`` to flat ``master``; elements that still are round(master) keep their master's bits.
+def following(masters: Tensor, published: Tensor) -> Tensor:
+    """Returns flat ``published`` in float32; elements that still are round(master) keep the bits of flat ``masters``.
 
     It compares bits, since the user may have written the other zero, or a NaN.
     """
-    published = published.to(master.device)
-    word = WORD[published.dtype]
-    same = published.view(word) == master.to(published.dtype).view(word)
-    master.copy_(torch.where(same, master, published.to(torch.float32)))
+    published = published.to(masters.device)
+    return torch.where(is_rounded(published, masters), masters, published.to(torch.float32))
+
+
+def follow(shard: Shard, published: Tensor) -> None:
+    """Has the masters of ``shard`` follow its parameter, which was written: flat ``published``."""
+    shard.write_masters(following(shard.read_masters(), published))
 
 
 def read_masters(
@@ -63,7 +68,7 @@ def _read_master(name: str, param: Tensor, value: Any, part_of: Callable[[Tensor
     if not all_finite(flat):
         raise ArgumentError(f"masters: {name}: NaN or infinite values, expected finite ones; give undamaged weights")
     published = part_of(param, param.detach()).to("cpu")
-    different = int((flat.to(param.dtype) != published).sum())
+    different = int((~is_rounded(published, flat) & (flat.to(param.dtype) != published)).sum())
     if different:
         raise ArgumentError(
             f"masters: {name}: the parameter is not their rounding in {different} of {flat.numel()} elements; convert "

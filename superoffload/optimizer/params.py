@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import UserDict, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,23 @@ from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.tracked_param import TrackedParam, remember_values
 
 
+class StateOfSplitMaster(UserDict[str, Tensor]):
+    """Shows the state of a parameter whose master is split: each read of ``"master"`` makes a copy in fp32.
+
+    It keeps no copy, also where a framework puts one back: Lightning reads and writes every entry.
+    """
+
+    def __init__(self, rest: Mapping[str, Tensor], read_master: Callable[[], Tensor]) -> None:
+        self._read_master = read_master
+        super().__init__({**rest, "master": torch.empty(0)})
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._read_master() if name == "master" else super().__getitem__(name)
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        super().__setitem__(name, torch.empty(0) if name == "master" else value)
+
+
 class StateViews:
     """Shows the state as torch does: ``optimizer.state[p]`` has the tensors that are stepped."""
 
@@ -34,12 +51,16 @@ class StateViews:
 
     def show(self, tracked: TrackedParam) -> None:
         param, holding, shard = tracked.param, tracked.holding, tracked.shard
-        self.mapping[param] = {
+        shown: MutableMapping[str, Tensor] = {
             "step": tracked.step,
             "exp_avg": like_parameter(param, holding, shard.exp_avg),
             "exp_avg_sq": like_parameter(param, holding, shard.exp_avg_sq),
-            "master": like_parameter(param, holding, shard.master),
         }
+        if shard.upper is None:
+            shown["master"] = like_parameter(param, holding, shard.master)
+        else:
+            shown = StateOfSplitMaster(shown, lambda: like_parameter(param, holding, shard.read_masters()))
+        self.mapping[param] = shown
 
 
 class Params:
@@ -53,6 +74,7 @@ class Params:
         self._names = engine_setup.names
         self._resident = engine_setup.resident
         self._state_dtype = given.state_dtype
+        self._split_masters = given.split_masters
         self._seed = given.seed
         self._groups = groups
         self._views = views
@@ -123,8 +145,9 @@ class Params:
         holdings = {param: self._setup.holding_of(name, param) for param, name in fresh.items()}
         sizes = [holding.part(param).numel() for param, holding in holdings.items()]
         resident = [id(param) in self._resident for param in fresh]
-        dtypes = (torch.float32, self._state_dtype, self._state_dtype)
-        states = make_state(sizes, dtypes, resident, self._engine.layout.placer)
+        split = [self._split_masters and param.dtype == torch.bfloat16 for param in fresh]
+        master_dtypes = [torch.int16 if its else torch.float32 for its in split]
+        states = make_state(sizes, master_dtypes, self._state_dtype, resident, self._engine.layout.placer)
         found: list[TrackedParam] = []
         counts = torch.zeros(len(fresh), dtype=torch.float32)
         for i, (param, name) in enumerate(fresh.items()):
@@ -146,7 +169,10 @@ class Params:
                 offset=holdings[param].start,
                 resident=resident[i],
             )
-            master.copy_(shard.target())
+            if split[i]:
+                shard.splits_master()
+            else:
+                master.copy_(shard.target())
             found.append(self._track(param, shard, holdings[param], counts[i]))
         if found:
             self._counts.append((counts, found))

@@ -128,7 +128,7 @@ class State:
             for param, value in values:
                 tracked = self._params[param]
                 self._engine.snapshots.protect([tracked.shard])
-                tracked.shard.master.copy_(value)
+                tracked.shard.write_masters(value)
                 tracked.remember_value()
 
     # ---- saved ------------------------------------------------------------------------------------------------
@@ -189,6 +189,7 @@ class State:
         with self._lifetime.whole():
             self._step.abandon()
             self._engine.quiesce()
+            self._engine.link.await_copies()  # or the parameters of the last step would get the loaded values
             found = self.adopt_loaded(read)
         for tracked, values in found:
             self._engine.snapshots.protect([tracked.shard])

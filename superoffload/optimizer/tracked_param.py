@@ -149,7 +149,7 @@ class TrackedParam(_Referable):
 
     def refresh_master(self) -> None:
         """Copies the written parameter to its master; elements that still are round(master) keep their master."""
-        follow(self.shard.master, self.holding.part(self.param))
+        follow(self.shard, self.holding.part(self.param))
         self.remember_value()
 
     def load(self, values: ParamState | None) -> None:
@@ -161,14 +161,15 @@ class TrackedParam(_Referable):
         if values is None:
             shard.exp_avg.zero_()
             shard.exp_avg_sq.zero_()
-            shard.master.copy_(published)
+            shard.write_masters(published.to(torch.float32))
         else:
             values.exp_avg.copy_to(shard.exp_avg)
             values.exp_avg_sq.copy_to(shard.exp_avg_sq)
             if values.master is None:
-                shard.master.copy_(published)
+                shard.write_masters(published.to(torch.float32))
             else:
-                values.master.copy_to(shard.master)
+                for at, block in values.master.read():
+                    shard.write_masters(block, at)
         self.forget_value()  # the next step compares the master with the parameter
 
 

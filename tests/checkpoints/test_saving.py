@@ -31,9 +31,14 @@ from tests.support.saved_runs import Run, Tied, assert_same, save_two_steps
 @compat("save, kill, resume: the same losses and bits as a run never stopped", "single", "stand_in")
 @only_over_stand_in(dtype=torch.bfloat16)
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize(("dtype", "state"), [(d, "fp32") for d in DTYPES] + [(torch.bfloat16, "bf16")])
-def test_resume_is_bit_exact(dtype: torch.dtype, state: str, background: bool, tmp_path: Path) -> None:
-    straight = Run(0, dtype, state_dtype=state)
+@pytest.mark.parametrize(
+    ("dtype", "state", "master"),
+    [*((dtype, "fp32", "fp32") for dtype in DTYPES)]
+    + [(torch.bfloat16, *kinds) for kinds in (("bf16", "fp32"), ("fp32", "split"), ("bf16", "split"))],
+)
+def test_resume_is_bit_exact(dtype: torch.dtype, state: str, master: str, background: bool, tmp_path: Path) -> None:
+    kinds = {"state_dtype": state, "master_dtype": master}
+    straight = Run(0, dtype, **kinds)
     losses, at = [], (0, 1, 4)
     for step in range(7):
         if step in at and background:
@@ -45,7 +50,7 @@ def test_resume_is_bit_exact(dtype: torch.dtype, state: str, background: bool, t
         losses += straight.steps(range(step, step + 1))
     straight.optimizer.await_snapshots()
     for step in at:
-        other = Run(5, dtype, "never", state_dtype=state)
+        other = Run(5, dtype, "never", **kinds)
         other.steps(range(50, 53))
         wait_for(tmp_path / f"step-{step}")
         other.resume(tmp_path / f"step-{step}")
@@ -115,7 +120,7 @@ def test_copies_of_resident_shards_count() -> None:
 
     def shard(index: int, numel: int) -> Any:
         state = {name: torch.zeros(numel) for name in ("master", "exp_avg", "exp_avg_sq")}
-        return SimpleNamespace(index=index, resident=index == 0, **state)
+        return SimpleNamespace(index=index, resident=index == 0, upper=None, **state)
 
     shards = [shard(0, 10), shard(1, 5)]
     for memory, most in ((180, 180), (179, 120), (0, 120)):
@@ -130,7 +135,7 @@ def test_copies_of_resident_shards_count() -> None:
 
 def test_room_of_resident_shards_is_free_again_once_they_are_written() -> None:
     state = {name: torch.zeros(10) for name in ("master", "exp_avg", "exp_avg_sq")}
-    shards: Any = [SimpleNamespace(index=i, resident=i == 0, **state) for i in range(3)]
+    shards: Any = [SimpleNamespace(index=i, resident=i == 0, upper=None, **state) for i in range(3)]
     snapshot = Snapshot(shards, 120)
 
     def read(index: int, _: ShardState) -> None:
@@ -142,11 +147,12 @@ def test_room_of_resident_shards_is_free_again_once_they_are_written() -> None:
 
 
 @compat("saved in the background while training goes on", "single", "stand_in")
+@pytest.mark.parametrize("master", ["fp32", "split"])
 @pytest.mark.parametrize("mode", ["always", "never"])
 def test_training_goes_on_while_a_checkpoint_is_written(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, master: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(0, torch.bfloat16, mode)
+    run = Run(0, torch.bfloat16, mode, master_dtype=master)
     run.steps(range(2))
     at_save, saved = run.everything(), run.extra()
     held = HeldUp(monkeypatch)

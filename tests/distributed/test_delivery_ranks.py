@@ -66,7 +66,8 @@ def trained(demand: Demand, delivery: str, mode: str, *, checked: bool = False, 
     model = model_of(demand)
     options = {"delivery": delivery, "speculation": mode, "rank_check": demand.rank_check}
     losses = []
-    with optimizer_of(model, state_dtype=demand.case.state_dtype, **options) as optimizer:
+    kinds = {"state_dtype": demand.case.state_dtype, "master_dtype": demand.case.master_dtype}
+    with optimizer_of(model, **kinds, **options) as optimizer:
         watching: AbstractContextManager[Any] = optimizer.check_reads() if checked else nullcontext()
         with watching:
             for step in range(steps):
@@ -185,9 +186,9 @@ def test_ddp_has_the_bits_of_eager_delivery() -> None:
     assert on_ranks(2, ddp) == [True, True]
 
 
-def in_two_phases(delivery: str) -> bool:
+def in_two_phases(delivery: str, case: Case) -> bool:
     """Every step publishes first and settles as late as can be; no check may look at masters before that."""
-    demand = Demand(rank_check="light")
+    demand = Demand(case, rank_check="light")
 
     def behind(tail: Tail) -> None:
         published = (b for b in tail._layout.buckets if b.state is BucketState.PUBLISHED)
@@ -205,9 +206,10 @@ def in_two_phases(delivery: str) -> bool:
     return bool(published == trained(demand, "eager", "always", steps=8))
 
 
+@pytest.mark.parametrize("case", [Case(), Case(dtype=torch.bfloat16, master_dtype="split")], ids=["fp32", "split"])
 @pytest.mark.parametrize("delivery", ["eager", "on_demand"])
-def test_two_phases(delivery: str) -> None:
-    assert on_ranks(2, in_two_phases, delivery) == [True, True]
+def test_two_phases(delivery: str, case: Case) -> None:
+    assert on_ranks(2, in_two_phases, delivery, case) == [True, True]
 
 
 # fault, rank check, the step it is found in at the latest, what the error says

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from superoffload.engine.bucket import BucketState, GroupHyper, Shard
 from superoffload.engine.speculation_schedule import MODES
-from tests.support.engine_rig import COUNTERS, Rig, Settings, assert_same_bits, rig, to_numpy
+from tests.support.engine_rig import COUNTERS, Rig, Settings, assert_same_bits, rig, to_numpy, to_tensor
+from tests.support.reference.convert import narrow
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HYPER = GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1)
@@ -120,6 +121,7 @@ SETTINGS = st.builds(
     published=st.sampled_from([None, None, 0.5, 1.0, 1.0]),
     seed=st.integers(0, 1000),
     hyper=HYPERS,
+    split=st.booleans(),
 )
 
 
@@ -189,8 +191,9 @@ class Step:
         """What the optimizer does when a user has written to a parameter."""
         self.engine.restore(shard)
         value = self.rig.random.standard_normal(shard.numel).astype(np.float32)
-        shard.master.copy_(torch.from_numpy(value))
-        self.rig.published[shard.index].copy_(shard.master)
+        shard.write_masters(torch.from_numpy(value))
+        written = narrow(value, self.rig.settings.published_format)
+        self.rig.published[shard.index].copy_(to_tensor(written))
         parameter = self.rig.reference.parameters[shard.index]
         parameter.master = value
         parameter.published = to_numpy(self.rig.published[shard.index])
@@ -205,7 +208,7 @@ class Step:
             assert self.engine.digests() == self.rig.reference.digests()
         assert not any(bucket.state is BucketState.SPECULATED for bucket in self.engine.buckets)
         for shard, parameter in zip(self.rig.shards, self.rig.reference.parameters, strict=True):
-            assert_same_bits("master of the last finished step", to_numpy(shard.master), parameter.master)
+            assert_same_bits("master of the last finished step", to_numpy(shard.read_masters()), parameter.master)
 
 
 def run_schedule(made: Rig, plans: list[Plan]) -> None:
@@ -238,6 +241,7 @@ def test_any_schedule_with_little_room_for_escapes(
         note_what_happened(made)
 
 
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize(
     ("mode", "gradient_dtype", "published"),
     [
@@ -247,11 +251,14 @@ def test_any_schedule_with_little_room_for_escapes(
         ("never", torch.bfloat16, 0.5),
     ],
 )
-def test_several_chunks_on_several_threads(mode: str, gradient_dtype: torch.dtype, published: float | None) -> None:
+def test_several_chunks_on_several_threads(
+    mode: str, gradient_dtype: torch.dtype, published: float | None, *, split: bool
+) -> None:
     """Large enough that threads share a bucket: commits, a replay, an overflow, a skip, an undo."""
     described = Settings(
-        [[100_000, 7], [66_000]], gradient_dtype, torch.bfloat16, mode, 1 << 17, threads=3, published=published
-    )
+        [[100_000, 7], [66_000]], gradient_dtype, torch.bfloat16, mode, 1 << 17, threads=3, published=published,
+        split=split,
+    )  # fmt: skip
     plans = [PLAIN, PLAIN, replace(PLAIN, decided=(1.0, 5.0)), replace(PLAIN, scale=1e3)]
     plans += [replace(PLAIN, poison=math.nan), replace(PLAIN, hyper=replace(HYPER, lr=1e-3))]
     plans = [replace(plan, unsettled=True) for plan in plans] + plans

@@ -42,9 +42,10 @@ def run_case(case: Case) -> dict[str, Any]:
     """In a rank: both modes, and on rank 0 the one-process run with the same global batch."""
     rank, world = dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {}
+    kinds = {"state_dtype": case.state_dtype, "master_dtype": case.master_dtype}
     for mode in ("always", "never"):
         model = build(case)
-        with optimizer_of(model, speculation=mode, state_dtype=case.state_dtype) as optimizer:
+        with optimizer_of(model, speculation=mode, **kinds) as optimizer:
             losses = train(model, optimizer, case, rank, world)
             found[mode] = (optimizer.state_digests(), losses)
             found[f"{mode} stats"] = optimizer.stats()
@@ -56,7 +57,7 @@ def run_case(case: Case) -> dict[str, Any]:
     if rank == 0 and case.dtype is torch.float32 and case.policy is None:
         single = net(case.dtype, tied=case.tied, layers=case.layers, width=case.width)
         group = dist.new_group([0], use_local_synchronization=True)
-        with optimizer_of(single, speculation="never", process_group=group, state_dtype=case.state_dtype) as optimizer:
+        with optimizer_of(single, speculation="never", process_group=group, **kinds) as optimizer:
             train(single, optimizer, case, 0, world)
         # A wrong step is off by about a learning rate, 3e-3; the order of sums by under 1e-5 of that.
         for ours, theirs in zip(weights, wholes(single), strict=True):
@@ -75,6 +76,7 @@ CASES = {
     "checkpointing": (2, Case(checkpointing=True)),
     "compiled": (2, Case(compiled=True, layers=1)),
     "meta": (2, Case(meta=True)),
+    "split masters": (2, Case(dtype=torch.bfloat16, policy=BF16, master_dtype="split", micro_batches=2)),
     "four ranks, uneven and empty shards": (4, Case(layers=1, width=5)),
     "replicas": (4, Case(replicas=True)),
     "replicas, bf16 state": (4, Case(replicas=True, state_dtype="bf16", dtype=torch.bfloat16, policy=BF16)),

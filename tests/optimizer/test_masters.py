@@ -9,7 +9,7 @@ from superoffload import CPUAdamW
 from superoffload.engine.bucket import GroupHyper, Shard
 from superoffload.engine.engine_options import EngineOptions
 from superoffload.integrations.deepspeed.driver import Partition, PartitionDriver
-from superoffload.optimizer.masters import follow
+from superoffload.optimizer.masters import following
 
 FINE = 1.0 + 2**-20  # rounds to 1 in bf16
 MASTERS = [FINE, FINE, 0.0, -0.0]
@@ -22,10 +22,9 @@ def assert_followed(master: Tensor) -> None:
 
 
 def test_elements_that_were_not_written_keep_their_bits() -> None:
-    master = torch.tensor(MASTERS)
-    follow(master, torch.tensor(WRITTEN).bfloat16())
+    master = following(torch.tensor(MASTERS), torch.tensor(WRITTEN).bfloat16())
     assert_followed(master)
-    follow(master, torch.full((4,), float("nan")).bfloat16())
+    master = following(master, torch.full((4,), float("nan")).bfloat16())
     assert master.isnan().all(), "it is what its user wrote"
 
 

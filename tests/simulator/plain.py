@@ -9,7 +9,10 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.engine.bucket import ELEMENT_TYPES, GroupHyper, Shard
+from superoffload.engine.master_halves import join
 from superoffload.engine.verdict import Verdict, decide
+
+STATE = ("master", "exp_avg", "exp_avg_sq")
 
 _WORDS = {4: torch.int32, 2: torch.int16}
 
@@ -19,13 +22,19 @@ def words(tensor: Tensor) -> Tensor:
     return tensor.view(_WORDS[tensor.element_size()])
 
 
+def state_of(shard: Shard) -> list[Tensor]:
+    """The parts that STATE names, masters in fp32."""
+    return [shard.read_masters(), shard.exp_avg, shard.exp_avg_sq]
+
+
 class PlainShard:
     """The state of one shard, copied from where a simulation begins, and one step on all of it at once."""
 
     def __init__(self, shard: Shard, published: Tensor) -> None:
-        self.master, self.exp_avg, self.exp_avg_sq = (
+        self._master, self.exp_avg, self.exp_avg_sq = (
             tensor.clone() for tensor in (shard.master, shard.exp_avg, shard.exp_avg_sq)
         )
+        self._split = shard.upper is not None
         self.published = published.clone()
         self.group = shard.group
         self.steps = 0
@@ -33,7 +42,7 @@ class PlainShard:
         self._sums = shard.block_sums.copy()
         self._type = ELEMENT_TYPES[shard.gradient_dtype]
         run = _native.Run(
-            master=self.master.data_ptr(),
+            master=self._master.data_ptr(),
             exp_avg=self.exp_avg.data_ptr(),
             exp_avg_sq=self.exp_avg_sq.data_ptr(),
             gradient=self._packed.data_ptr(),
@@ -42,6 +51,7 @@ class PlainShard:
             gradient_type=self._type,
             shadow_type=ELEMENT_TYPES[shard.published_dtype],
             noise_stream=shard.noise_stream,
+            split_master=self._split,
         )
         self._work = _native.BucketWork([run], 0)
 
@@ -63,9 +73,14 @@ class PlainShard:
         )
         self._work.run_all(_native.Operation.step)
 
+    def state(self) -> list[Tensor]:
+        """The parts that STATE names."""
+        master = join(self.published, self._master) if self._split else self._master
+        return [master, self.exp_avg, self.exp_avg_sq]
+
     def write(self, value: Tensor) -> None:
-        """What the optimizer does when a user has written to the parameter."""
-        self.master.copy_(value)
+        """What the optimizer does when a user has written to the parameter: a split master has no remainder then."""
+        self._master.copy_(torch.zeros_like(self._master) if self._split else value)
         self.published.copy_(value)
 
 

@@ -20,17 +20,19 @@ from torch import Tensor
 from superoffload import _native
 from superoffload.engine.bucket import Bucket, Shard
 from superoffload.engine.layout import lay_out
+from superoffload.engine.master_halves import UpperHalves
+from superoffload.engine.native_work import native_work
 from superoffload.links.host import HostLink
 from tests.support import kernel_inputs as cases
 from tests.support.checkout import ROOT
-from tests.support.guarded_arrays import GUARD_BYTES, GUARD_VALUE, scalars_of
+from tests.support.guarded_arrays import GUARD_BYTES, GUARD_VALUE, halves_of, scalars_of
 from tests.support.kernel_battery import Case, norm_inputs, span_cases
-from tests.support.reference.convert import narrow
+from tests.support.reference.convert import join, narrow
 
 KERNELS = ROOT / "csrc" / "cuda" / "kernels.cu"
 FORMATS = {"f32": "fp32", "bf16": "bf16", "f16": "fp16"}  # as kernels.cu has them -> as the battery
-WORDS = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.float16}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WORDS = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.float16, "remainder": np.int16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "remainder": torch.int16}
 BUCKET_NUMEL = 2048  # longer shards are cut into pieces of several buckets
 TIMEOUT = 30.0
 NOISE_STREAM = 12345 << 32 | 7
@@ -40,10 +42,19 @@ Array = npt.NDArray[Any]
 
 
 def step_types() -> tuple[Types, ...]:
-    """The formats of gradient and parameter that the device can step, by their list in kernels.cu."""
-    listed = re.search(r"#define SUPEROFFLOAD_STEP_KERNELS\(X\)(.*?)\n\n", KERNELS.read_text(), re.DOTALL)
-    assert listed is not None, "kernels.cu lists no step kernels"
-    return tuple((FORMATS[a], FORMATS[b]) for a, b in re.findall(r"X\((\w+), \w+, (\w+), \w+\)", listed[1]))
+    """The formats of gradient and parameter that the device can step, by their lists in kernels.cu; "split" is a bf16
+    parameter whose master is split."""
+    whole, split = _listed("STEP_KERNELS"), _listed("SPLIT_STEP_KERNELS")
+    return (
+        *((FORMATS[a], FORMATS[b]) for a, b in re.findall(r"X\((\w+), \w+, (\w+), \w+\)", whole)),
+        *((FORMATS[a], "split") for a in re.findall(r"X\((\w+), \w+\)", split)),
+    )
+
+
+def _listed(name: str) -> str:
+    listed = re.search(rf"#define SUPEROFFLOAD_{name}\(X\)(.*?)\n\n", KERNELS.read_text(), re.DOTALL)
+    assert listed is not None, f"kernels.cu lists no {name}"
+    return listed[1]
 
 
 # ---- where ----------------------------------------------------------------------------------------------------------
@@ -132,16 +143,22 @@ class Stepped:
         home = device if setting.resident else torch.device("cpu")
         start = case.start if case.number % 2 else 0
         old = [case.old.master, *(narrow(one, setting.moments) for one in case.old[1:])]
+        self._upper: Placed | None = None
+        published = setting.types[1]
+        if published == "split":
+            published = "bf16"
+            halves = halves_of(case.old.master)
+            self._upper, old[0] = Placed(halves.upper, start, home), halves.remainder
         self._state = [Placed(values, start, home) for values in old]
         self.gradient = Placed(case.gradient, start, device)
-        self._parameter = Placed(np.zeros(case.length, WORDS[setting.types[1]]), start, device)
+        self._parameter = Placed(np.zeros(case.length, WORDS[published]), start, device)
         self.shard = Shard(
             index=index,
             name=str(case),
             group=case.number % len(cases.HYPERS),
             numel=case.length,
             gradient_dtype=DTYPES[setting.types[0]],
-            published_dtype=DTYPES[setting.types[1]],
+            published_dtype=DTYPES[published],
             master=self._state[0].tensor,
             exp_avg=self._state[1].tensor,
             exp_avg_sq=self._state[2].tensor,
@@ -149,12 +166,17 @@ class Stepped:
             noise_stream=NOISE_STREAM + index,
             offset=index % 2 * (2**32 - 700),  # so that the index of the noise wraps around inside of some
             resident=setting.resident,
+            upper=None if self._upper is None else UpperHalves(self._upper.tensor),
         )
 
     @cached_property
     def results(self) -> list[Array]:
         """master, exp_avg, exp_avg_sq, parameter."""
-        return [part.read(str(self.case)) for part in (*self._state, self._parameter)]
+        found = [part.read(str(self.case)) for part in (*self._state, self._parameter)]
+        if self.shard.upper is not None:
+            upper = self.shard.upper.read().cpu().view(torch.uint16).numpy().copy()
+            found[0] = join(upper, found[0])
+        return found
 
 
 def _starts(count: int) -> Iterator[int]:
@@ -266,7 +288,8 @@ def _buckets(place: Place, shards: Sequence[Shard]) -> Iterator[tuple[Any, list[
                 bucket.make_resident_work()
             else:
                 link.attach(bucket)
-                bucket.make_work(0)
+                bucket.take_halves()
+                bucket.use_work(native_work(bucket, 0))
             bucket.present = [True] * len(bucket.pieces)
         yield link, buckets
     finally:

@@ -18,12 +18,13 @@ from superoffload import _native
 from superoffload.engine.bucket import GroupHyper, JournalWidth, Shard
 from superoffload.engine.engine import Engine
 from superoffload.engine.engine_options import EngineOptions
+from superoffload.engine.master_halves import UpperHalves
 from superoffload.engine.recorder import Recorder
 from superoffload.engine.speculation_schedule import Schedule
 from superoffload.engine.verdict import Verdict
 from superoffload.links.host import HostLink
 from tests.support.reference.adam import Verdict as ReferenceVerdict
-from tests.support.reference.convert import bits, narrow
+from tests.support.reference.convert import bits, narrow, split
 from tests.support.reference.trainer import Group, Parameter, Trainer
 
 FORMAT_OF = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -67,6 +68,13 @@ class Settings:
     seed: int = 0
     published: float | None = None  # share of what is not speculated that goes in two phases; None: as the mode says
     hyper: GroupHyper = field(default_factory=lambda: GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1))
+    split: bool = False  # masters are, of bf16 parameters
+
+    @property
+    def published_format(self) -> str:
+        """As the reference names it."""
+        splits = self.split and self.published_dtype == torch.bfloat16
+        return "split" if splits else FORMAT_OF[self.published_dtype]
 
     def schedule(self) -> Schedule | None:
         if self.published is None:
@@ -96,7 +104,7 @@ class Rig:
         self.published: list[Tensor] = []
         groups = []
         for sizes in settings.sizes:
-            parameters = [Parameter(self._initial(numel), FORMAT_OF[settings.published_dtype]) for numel in sizes]
+            parameters = [Parameter(self._initial(numel), settings.published_format) for numel in sizes]
             groups.append(Group(parameters))
         self.reference = Trainer(groups)
         shards: list[Shard] = []
@@ -112,6 +120,10 @@ class Rig:
         published = to_tensor(parameter.published)
         self.published.append(published)
         numel = published.numel()
+        upper, master = None, to_tensor(parameter.master)
+        if self.settings.published_format == "split":
+            halves = split(parameter.master)
+            upper, master = UpperHalves(to_tensor(halves.upper)), to_tensor(halves.remainder)
         return Shard(
             index,
             f"shard {index}",
@@ -119,10 +131,11 @@ class Rig:
             numel,
             self.settings.gradient_dtype,
             self.settings.published_dtype,
-            to_tensor(parameter.master),
+            master,
             torch.zeros(numel),
             torch.zeros(numel),
             lambda: published,
+            upper=upper,
         )
 
     @property
@@ -171,7 +184,7 @@ class Rig:
         """State, published parameters and step counts are those of the reference."""
         self.engine.tail.settle()
         for shard, published, parameter in zip(self.shards, self.published, self.reference.parameters, strict=True):
-            assert_same_bits(f"{shard.name}: master", to_numpy(shard.master), parameter.master)
+            assert_same_bits(f"{shard.name}: master", to_numpy(shard.read_masters()), parameter.master)
             assert_same_bits(f"{shard.name}: exp_avg", to_numpy(shard.exp_avg), parameter.exp_avg)
             assert_same_bits(f"{shard.name}: exp_avg_sq", to_numpy(shard.exp_avg_sq), parameter.exp_avg_sq)
             assert_same_bits(f"{shard.name}: published", to_numpy(published), parameter.published)

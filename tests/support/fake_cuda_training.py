@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
+from superoffload.engine.bucket import Shard
+from superoffload.engine.placement import move_state
 from tests.support.adamw_training import model_of, train
 from tests.support.fake_cuda import Fake, LateLink, on_fake_device, on_host
 from tests.support.fake_memory import allocated
@@ -32,6 +35,18 @@ def training(
             yield model, optimizer
         finally:
             optimizer.close()
+
+
+@contextmanager
+def moves_behind_the_stream(fake: Fake) -> Iterator[None]:
+    """Python reads a real device's memory behind the current stream; the fake's it must wait for itself."""
+
+    def move(shard: Shard, device: torch.device | None) -> None:
+        fake.synchronize()
+        move_state(shard, device)
+
+    with mock.patch("superoffload.engine.layout.move_state", move):
+        yield
 
 
 def host_digests(seeds: range, **options: Any) -> dict[str, str]:

@@ -42,6 +42,7 @@ class Case:
     compiled: bool = False
     meta: bool = False
     state_dtype: str = "fp32"
+    master_dtype: str = "fp32"
 
 
 def build(case: Case) -> Net:

@@ -140,12 +140,21 @@ FAULTS: dict[str, Any] = {
 
 
 def train_until_error(
-    fault: str, step: int, rank: int, replicas: bool, check: Any, steps: int = 60, delivery: str = "eager"
+    fault: str,
+    step: int,
+    rank: int,
+    replicas: bool,
+    check: Any,
+    steps: int = 60,
+    delivery: str = "eager",
+    master_dtype: str = "fp32",
 ) -> list[Any]:
     """[the number of the step whose step() raised, the message]; [steps, ""] if none did."""
     model: Any = shard(net(torch.bfloat16), replica_mesh() if replicas else flat_mesh(), BF16)
     with (
-        optimizer_of(model, max_grad_norm=0.5, rank_check=check, delivery=delivery) as optimizer,
+        optimizer_of(
+            model, max_grad_norm=0.5, rank_check=check, delivery=delivery, master_dtype=master_dtype
+        ) as optimizer,
         FAULTS[fault](optimizer, step, rank),
     ):
         for number in range(1, steps + 1):

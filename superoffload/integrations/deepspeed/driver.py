@@ -194,7 +194,7 @@ class PartitionDriver:
         if partition is None:
             return
         self.settle(key)
-        follow(partition.shard.master, partition.shard.target().detach())
+        follow(partition.shard, partition.shard.target().detach())
 
     def close(self) -> None:
         """Undoes what was speculated, delivers what was not delivered, ends the worker threads."""

@@ -14,7 +14,7 @@ SCALARS_BYTES = 64
 # struct StepPiece of csrc/cuda/step.cuh; `scalars` as superoffload._native.freeze_scalars returns them.
 STEP_PIECE = np.dtype(
     [
-        *((name, "<u8") for name in ("master", "exp_avg", "exp_avg_sq", "gradient", "parameter")),
+        *((name, "<u8") for name in ("master", "upper_halves", "exp_avg", "exp_avg_sq", "gradient", "parameter")),
         ("numel", "<u8"),
         ("first_block", "<u8"),
         ("first_index", "<u4"),
@@ -32,8 +32,8 @@ def blocks_of(numel: int) -> int:
 
 
 def step_pieces(pieces: Iterable[tuple[int | bytes, ...]]) -> Pieces:
-    """Makes a table of (master, exp_avg, exp_avg_sq, gradient, parameter, numel, first_index, scalars) rows."""
-    names = ("master", "exp_avg", "exp_avg_sq", "gradient", "parameter", "numel", "first_index", "scalars")
+    """Makes a table of rows of ``STEP_PIECE``, without ``first_block``."""
+    names = [name for name in STEP_PIECE.names or () if name not in ("first_block", "padding")]
     return numbered(list(pieces), STEP_PIECE, names)
 
 
@@ -58,8 +58,10 @@ _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 def step_kernel(bucket: Bucket) -> str:
     """Names the kernel that steps a resident bucket."""
-    noisy = "_noisy" if bucket.pieces[0].shard.exp_avg.dtype is torch.bfloat16 else ""
-    return f"step_{_NAMES[bucket.gradient_dtype]}_{_NAMES[bucket.published_dtype]}{noisy}"
+    shard = bucket.pieces[0].shard
+    noisy = "_noisy" if shard.exp_avg.dtype is torch.bfloat16 else ""
+    published = _NAMES[bucket.published_dtype] if shard.upper is None else "split"
+    return f"step_{_NAMES[bucket.gradient_dtype]}_{published}{noisy}"
 
 
 def step_table(bucket: Bucket, scalars: Sequence[bytes | None]) -> Pieces:
@@ -70,10 +72,13 @@ def step_table(bucket: Bucket, scalars: Sequence[bytes | None]) -> Pieces:
             continue
         shard = piece.shard
         starts = (
-            *((tensor, piece.start) for tensor in (shard.master, shard.exp_avg, shard.exp_avg_sq)),
+            (shard.master, piece.start),
+            (None if shard.upper is None else shard.upper.read(), piece.start),
+            (shard.exp_avg, piece.start),
+            (shard.exp_avg_sq, piece.start),
             (bucket.gradient, piece.offset),
             (shard.target(), piece.start),
         )
-        addresses = (tensor.data_ptr() + tensor.element_size() * start for tensor, start in starts)
+        addresses = (0 if memory is None else memory.data_ptr() + memory.element_size() * at for memory, at in starts)
         rows.append((*addresses, piece.numel, (shard.offset + piece.start) % 2**32, frozen))
     return step_pieces(rows)

@@ -323,6 +323,9 @@ class CudaLink:
         if targets:
             torch.autograd.graph.increment_version(targets)
 
+    def await_copies(self) -> None:
+        self.drain(self._options.timeout_seconds)
+
     def drain(self, timeout_seconds: float, *, steps: bool = False) -> None:
         """Waits until no copy is under way; with ``steps``, no step on the device either, and frees their buckets."""
         if not self._pipeline.drain(timeout_seconds) or (steps and not self._residency.drain(timeout_seconds)):

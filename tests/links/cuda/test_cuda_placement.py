@@ -17,21 +17,15 @@ from superoffload.engine.speculation_schedule import MODES
 from superoffload.errors import DeviceError, KernelsUnavailable, StateError, TornStep
 from tests.support.adamw_training import DTYPES, batch, model_of
 from tests.support.fake_cuda import Fake, on_fake_device
-from tests.support.fake_cuda_training import out_of_memory
+from tests.support.fake_cuda_training import moves_behind_the_stream, out_of_memory
 from tests.support.link_runs import LATE, deep_model, run_on_host
 
 HALF = {"gpu_fraction": 0.5}
 
 
 @pytest.fixture(autouse=True)
-def _moves_behind_the_stream(fake: Fake) -> Iterator[None]:
-    """Python reads a real device's memory behind the current stream; the fake's it must wait for itself."""
-
-    def move(shard: Shard, device: torch.device | None) -> None:
-        fake.synchronize()
-        move_state(shard, device)
-
-    with mock.patch("superoffload.engine.layout.move_state", move):
+def _moves(fake: Fake) -> Iterator[None]:
+    with moves_behind_the_stream(fake):
         yield
 
 

@@ -106,11 +106,12 @@ class Watched(LateLink):
 
 
 @pytest.mark.parametrize("delivery", ["eager", "on_demand"])
-@pytest.mark.parametrize("seed", range(4))
-def test_what_was_sent_early_is_not_seen_before_the_commit(fake: Fake, seed: int, delivery: str) -> None:
+@pytest.mark.parametrize(("seed", "master"), [*((seed, "fp32") for seed in range(4)), (9, "split")])
+def test_what_was_sent_early_is_not_seen_before_the_commit(fake: Fake, seed: int, master: str, delivery: str) -> None:
     chance = random.Random(seed)
     fates = ["commit", "commit", *chance.choices(FATES, k=8), "commit"]
     settings: dict[str, Any] = {"speculation": "always", "max_grad_norm": 1.0, "delivery": delivery}
+    settings["master_dtype"] = master
     with on_host():
         expected, _ = train_with(fates, lambda: None, lambda: None, settings)
     fake.delays(seed, LATE)
@@ -145,14 +146,15 @@ def test_what_is_seen_too_early_is_noticed(fake: Fake) -> None:
         train_with(["commit"] * 4, look, fake.synchronize, {"speculation": "always"})
 
 
+@pytest.mark.parametrize(("master", "seeds"), [("fp32", 3), ("split", 1)])
 @pytest.mark.parametrize("fate", ["clip", "skip", "abandon", "second backward", "edit", "new lr"])
-def test_what_was_sent_for_nothing_is_sent_again_or_not_at_all(fake: Fake, fate: str) -> None:
+def test_what_was_sent_for_nothing_is_sent_again_or_not_at_all(fake: Fake, fate: str, master: str, seeds: int) -> None:
     """Nothing is late but the copies up, of which some are under way and some not begun when the step is taken back."""
-    settings: dict[str, Any] = {"speculation": "always", "max_grad_norm": 1.0}
+    settings: dict[str, Any] = {"speculation": "always", "max_grad_norm": 1.0, "master_dtype": master}
     fates = ["commit", "commit", fate, "commit", fate]
     with on_host():
         expected, _ = train_with(fates, lambda: None, lambda: None, settings)
-    for seed in range(3):
+    for seed in range(seeds):
         fake.delays(seed, LATE)
         with on_fake_device(fake) as links:
 

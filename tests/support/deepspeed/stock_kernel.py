@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -53,6 +54,7 @@ class StockWork:
     """What a bucket's native work is to the engine, over the whole of DeepSpeed's only sub-group."""
 
     overflowed = False
+    publishes = True
     journal_capacity = 1 << 40
     narrow_escapes = bytes = 0
     escapes = (0, 0, 0)
@@ -115,12 +117,8 @@ class StockPool:
 @contextmanager
 def plugged_in() -> Iterator[None]:
     """Buckets made here step with DeepSpeed's kernel; ``use(optimizer)`` says whose."""
-    original = Bucket.make_work
-    Bucket.make_work = lambda self, *_, **__: setattr(self, "work", StockWork(self))  # type: ignore[method-assign]
-    try:
+    with mock.patch("superoffload.engine.layout.native_work", lambda bucket, *_, **__: StockWork(bucket)):
         yield
-    finally:
-        Bucket.make_work = original  # type: ignore[method-assign]
 
 
 def use(zero_optimizer: Any) -> None:

@@ -1,0 +1,239 @@
+"""Checkpoints of split masters have whole ones, which any optimizer loads, with every bit."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superoffload import AdamW, checkpoints
+from superoffload.checkpoints import safetensors
+from superoffload.checkpoints.safetensors import TensorFile, TensorReader
+from superoffload.engine.speculation_schedule import Schedule
+from superoffload.optimizer import state_dict
+from tests.support.adamw_training import batch, model_of, train
+from tests.support.saved_runs import TENSORS
+from tests.support.split_masters import (
+    SPLIT,
+    assert_split,
+    away,
+    bits_of,
+    same_bits,
+    same_states,
+    shard_of,
+    state_of,
+    tied,
+)
+
+
+@pytest.fixture(autouse=True)
+def _many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors are written, read and loaded in several blocks, as large ones are."""
+    monkeypatch.setattr(state_dict, "_BLOCK", 100)
+    monkeypatch.setattr(safetensors, "_RUN", 512)
+
+
+Carry = Callable[[nn.Module, AdamW, nn.Module, AdamW, Path], None]
+
+
+def as_dict(model: nn.Module, optimizer: AdamW, other: nn.Module, loads: AdamW, _: Path) -> None:
+    other.load_state_dict(model.state_dict())
+    loads.load_state_dict(optimizer.state_dict())
+
+
+def through_a_file(model: nn.Module, optimizer: AdamW, other: nn.Module, loads: AdamW, _: Path) -> None:
+    """The optimizer's state first, whose masters are followed by those of the model that comes behind it."""
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    loads.load_state_dict(state["optimizer"])
+    other.load_state_dict(state["model"])
+
+
+def in_a_folder(model: nn.Module, optimizer: AdamW, other: nn.Module, loads: AdamW, folder: Path) -> None:
+    checkpoints.save(folder / "a", model, optimizer)
+    checkpoints.load(folder / "a", other, loads)
+
+
+def in_the_background(model: nn.Module, optimizer: AdamW, other: nn.Module, loads: AdamW, folder: Path) -> None:
+    checkpoints.save_in_background(folder / "a", model, optimizer).wait(60)
+    checkpoints.load(folder / "a", other, loads)
+
+
+WAYS = [as_dict, through_a_file, in_a_folder, in_the_background]
+KINDS = [("split", "split"), ("split", "fp32"), ("fp32", "split")]
+
+
+def given_step(model: nn.Module, optimizer: AdamW, seed: int) -> None:
+    """With gradients that do not depend on parameters, which are rounded in two ways at ties."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in model.parameters():
+        param.grad = torch.randn(param.shape, generator=generator).bfloat16()
+    optimizer.step()
+
+
+def published(model: nn.Module) -> list[Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def rounded(optimizer: AdamW, kind: str) -> list[Tensor]:
+    masters = [state["master"] for state in optimizer.state.values()]
+    return [away(master) if kind == "split" else master.bfloat16() for master in masters]
+
+
+@pytest.mark.parametrize("stepped", [False, True], ids=["converted", "stepped"])
+@pytest.mark.parametrize(("first", "second"), KINDS)
+@pytest.mark.parametrize("carry", WAYS)
+def test_every_bit_of_masters_at_ties_is_carried(
+    carry: Carry, first: str, second: str, stepped: bool, tmp_path: Path
+) -> None:
+    """Published is the even neighbour, as torch has converted it, or what this kind of masters is rounded to."""
+    model, other = model_of(torch.bfloat16), model_of(torch.bfloat16, seed=4)
+    with (
+        AdamW(model.parameters(), model=model, lr=1e-2, threads=1, master_dtype=first) as saved,
+        AdamW(other.parameters(), threads=1, bucket_numel=1024, master_dtype=second) as loaded,
+    ):
+        train(model, saved, range(2))
+        train(other, loaded, range(3))
+        tied(saved, model)
+        if stepped:
+            saved.param_groups[0].update(lr=0.0)
+            given_step(model, saved, 1)
+            assert all(map(same_bits, published(model), rounded(saved, first)))
+        masters = state_of(saved)
+        carry(model, saved, other, loaded, tmp_path)
+        assert same_states(state_of(loaded), masters)
+        if stepped:
+            assert all(map(same_bits, published(model), published(other)))
+        loaded.refresh_masters()
+        assert same_states(state_of(loaded), masters), "they are those of the parameters of either rounding"
+        for group in (*saved.param_groups, *loaded.param_groups):
+            group["lr"] = 1e-2
+        given_step(model, saved, 2)
+        given_step(other, loaded, 2)
+        assert same_states(state_of(loaded), state_of(saved))
+        assert all(map(same_bits, published(other), rounded(loaded, second)))
+
+
+def test_a_folder_has_whole_masters_and_what_was_published(tmp_path: Path) -> None:
+    model = model_of(torch.bfloat16)
+    with AdamW(model.parameters(), model=model, lr=0.0, threads=1, **SPLIT) as optimizer:
+        tied(optimizer, model)
+        given_step(model, optimizer, 1)
+        checkpoints.save(tmp_path / "a", model, optimizer)
+        exported = checkpoints.export_weights(tmp_path, model, optimizer)
+        state, now = optimizer.state_dict()["state"], state_of(optimizer)
+    saved, weights = TensorReader(tmp_path / "a" / TENSORS), TensorReader(exported)
+    for index, (name, param) in enumerate(model.named_parameters()):
+        found = {key: saved.tensor(key) for key in saved.entries if name in key}
+        (master,) = (value for key, value in found.items() if "master" in key)
+        (value,) = (value for value in found.values() if value.dtype is torch.bfloat16)
+        assert same_bits(master.view(param.shape), now[index]["master"])
+        assert same_bits(state[index]["master"], now[index]["master"])
+        assert same_bits(value.view(param.shape), param.detach())
+        assert same_bits(weights.tensor(name), param.detach())
+
+
+def written_slowly(seconds: float) -> AbstractContextManager[Any]:
+    """Each tensor so late, so that steps run meanwhile where there is memory for copies."""
+    write = TensorFile.write
+
+    def late(file: TensorFile, name: str, runs: Any) -> None:
+        time.sleep(seconds)
+        write(file, name, runs)
+
+    return mock.patch.object(TensorFile, "write", late)
+
+
+@pytest.mark.parametrize("memory", [1 << 30, 0])
+@pytest.mark.parametrize("mode", ["always", "two phases"])
+def test_saved_while_buckets_are_laid_out_anew(mode: str, memory: int, tmp_path: Path) -> None:
+    """The save begins before the first step, behind which the buckets are made in the order of backward."""
+    model, other = model_of(torch.bfloat16), model_of(torch.bfloat16, seed=4)
+    options: dict[str, Any] = {"lr": 1e-2, "threads": 2, "bucket_numel": 1024, **SPLIT}
+    with (
+        mock.patch.object(Schedule, "share_to_publish", lambda *_: 1.0),
+        AdamW(model.parameters(), speculation="always" if mode == "always" else "never", **options) as optimizer,
+        AdamW(other.parameters(), **options) as loaded,
+    ):
+        tied(optimizer, model)
+        for again in (False, True):
+            folder, expected, buckets = tmp_path / str(again), state_of(optimizer), list(optimizer._engine.buckets)
+            with written_slowly(0.01 if memory else 0.0):
+                saving = checkpoints.save_in_background(folder, model, optimizer, memory=memory)
+                train(model, optimizer, range(4))
+                saving.wait(60)
+            assert (optimizer._engine.buckets == buckets) == again
+            checkpoints.load(folder, other, loaded)
+            assert same_states(state_of(loaded), expected)
+            assert_split(optimizer)
+        stats = optimizer.stats()
+        assert stats["buckets_two_phase" if mode == "two phases" else "buckets_speculated"] > 0
+
+
+def test_saved_while_a_two_phase_step_settles(tmp_path: Path) -> None:
+    model, other = model_of(torch.bfloat16), model_of(torch.bfloat16, seed=4)
+    options: dict[str, Any] = {"lr": 1e-2, "threads": 1, "bucket_numel": 512, "speculation": "never", **SPLIT}
+    with (
+        mock.patch.object(Schedule, "share_to_publish", lambda *_: 1.0),
+        AdamW(model.parameters(), **options) as optimizer,
+        AdamW(other.parameters(), **options) as loaded,
+    ):
+        train(model, optimizer, [0])  # the first step is always in one pass
+        for step in range(1, 4):
+            train(model, optimizer, [step])
+            assert optimizer._engine.tail.is_settling
+            saving = checkpoints.save_in_background(tmp_path / str(step), model, optimizer)
+            batch(model, 90).backward()  # beside the writing thread
+            optimizer.zero_grad()
+            checkpoints.load(saving.wait(60), other, loaded)
+            assert loaded.state_digests() == optimizer.state_digests()
+
+
+# ---- torch's own --------------------------------------------------------------------------------------------------
+
+
+def test_state_of_torchs_own_adamw() -> None:
+    """It has no masters and moments in bf16: the parameters are the masters."""
+    model, other = model_of(torch.bfloat16), model_of(torch.bfloat16, seed=4)
+    theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, theirs, range(3))  # type: ignore[arg-type]
+    with AdamW(other.parameters(), threads=1, **SPLIT) as ours:
+        train(other, ours, range(2))
+        ours.load_state_dict(theirs.state_dict())
+        other.load_state_dict(model.state_dict())
+        ours.refresh_masters()
+        for param, mine in zip(model.parameters(), other.parameters(), strict=True):
+            assert same_bits(ours.state[mine]["master"], param.detach().float())
+            assert same_bits(ours.state[mine]["exp_avg"], theirs.state[param]["exp_avg"].float())
+            assert not shard_of(ours, mine).master.any()
+        train(other, ours, range(3, 5))
+        assert_split(ours)
+        saved = ours.state_dict()
+        theirs.load_state_dict(saved)
+        assert all(set(values) >= {"step", "exp_avg", "exp_avg_sq"} for values in theirs.state.values())
+
+
+def test_a_parameter_without_state_in_the_checkpoint_begins_anew() -> None:
+    model, other = model_of(torch.bfloat16), model_of(torch.bfloat16, seed=4)
+    theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    first = next(model.parameters()).requires_grad_(False)
+    train(model, theirs, range(2))  # type: ignore[arg-type]
+    assert first not in theirs.state
+    with AdamW(other.parameters(), threads=1, **SPLIT) as ours:
+        train(other, ours, range(3))
+        mine = next(other.parameters())
+        assert shard_of(ours, mine).master.any()
+        ours.load_state_dict(theirs.state_dict())
+        state = ours.state[mine]
+        assert same_bits(state["master"], mine.detach().float()) and state["step"] == 0
+        assert not bits_of(state["exp_avg"]).any() and not shard_of(ours, mine).master.any()

@@ -1,0 +1,347 @@
+"""Split masters over the fake driver: the bits of the host link, whose halves are in pinned memory or on the device."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superoffload import AdamW, checkpoints
+from superoffload.checkpoints.safetensors import TensorFile
+from superoffload.engine import layout
+from superoffload.engine.engine import Engine
+from superoffload.engine.journal_reservation import reserved_bytes
+from superoffload.engine.placement import Placer
+from superoffload.engine.speculation_schedule import MODES
+from superoffload.errors import HostMemoryError
+from tests.support.adamw_training import batch, model_of, train, weights
+from tests.support.fake_cuda import Fake, on_fake_device, on_host
+from tests.support.fake_cuda_training import moves_behind_the_stream, training
+from tests.support.link_runs import LATE, deep_model
+from tests.support.split_masters import (
+    SPLIT,
+    assert_split,
+    same_bits,
+    same_states,
+    shard_of,
+    state_of,
+    tied,
+)
+
+PLACEMENTS: list[Any] = [None, {"gpu_fraction": 0.5}, {"gpu_fraction": 1.0}, "auto"]
+Code = Callable[[nn.Module, AdamW], None]
+Outcome = tuple[dict[str, str], dict[str, float | int]]
+
+
+@pytest.fixture(autouse=True)
+def _moves(fake: Fake) -> Iterator[None]:
+    with moves_behind_the_stream(fake):
+        yield
+
+
+def steps(model: nn.Module, optimizer: AdamW) -> None:
+    """Clipped but once, and skipped once, where all but one gradient may have been stepped already."""
+    first = next(model.parameters())
+    for seed in range(6):
+        optimizer.zero_grad()
+        handle = first.register_hook(lambda gradient, seed=seed: gradient * (torch.nan if seed == 4 else 1.0))
+        batch(model, seed, scale=0.01 if seed == 2 else 1.0).backward()
+        handle.remove()
+        optimizer.step()
+
+
+def run(code: Code, synchronize: Callable[[], None], **options: Any) -> Outcome:
+    model = model_of(torch.bfloat16)
+    model.register_forward_pre_hook(lambda *_: synchronize())
+    options = {"threads": 2, "bucket_numel": 1024, "lr": 1e-2, **SPLIT, **options}
+    with AdamW(model.parameters(), **options) as optimizer:
+        code(model, optimizer)
+        synchronize()
+        assert_split(optimizer)
+        return optimizer.state_digests(), optimizer.stats()
+
+
+def run_on_host(code: Code, **options: Any) -> Outcome:
+    return run(code, lambda: None, **options)
+
+
+def run_on_fake(fake: Fake, code: Code, **options: Any) -> Outcome:
+    with on_fake_device(fake):
+        return run(code, fake.synchronize, **options)
+
+
+# ---- steps ------------------------------------------------------------------------------------------------------
+
+
+def check_placements(fake: Fake, **options: Any) -> dict[str, float | int]:
+    """Returns the counters of the run without state on the device."""
+    expected, _ = run_on_host(steps, **options)
+    found = {}
+    for seed, placement in enumerate(PLACEMENTS):
+        fake.delays(seed, LATE)
+        digests, stats = run_on_fake(fake, steps, placement=placement, **options)
+        assert digests == expected, placement
+        found[str(placement)] = stats
+    on_device = [stats["params_on_device"] for stats in found.values()]
+    assert 0 == on_device[0] < on_device[1] < on_device[2]
+    assert fake.mismatches == 0
+    return found["None"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bits_of_the_host_link(fake: Fake, mode: str) -> None:
+    stats = check_placements(fake, speculation=mode, max_grad_norm=0.5)
+    assert stats["skipped_steps"] == 1 and stats["clipped_steps"] > 0
+    assert (stats["buckets_speculated"] > 0) == (mode != "never")
+
+
+@pytest.mark.parametrize(
+    "options", [{"state_dtype": "bf16", "seed": 3}, {"accumulate_dtype": "fp32"}, {"keep_grads": True}], ids=str
+)
+def test_with_other_options(fake: Fake, options: dict[str, Any]) -> None:
+    check_placements(fake, speculation="always", max_grad_norm=0.5, **options)
+
+
+def test_state_that_moves_with_every_step(fake: Fake) -> None:
+    """To the device and back, some of it and all; the halves with it."""
+
+    def code(model: nn.Module, optimizer: AdamW) -> None:
+        steps(model, optimizer)
+        steps(model, optimizer)
+
+    expected, _ = run_on_host(code, max_grad_norm=0.5)
+    fractions = itertools.cycle([0.5, 1.0, 0.3, 0.0, 0.7])
+    resident: list[float] = []
+
+    def move(engine: Engine, placer: Placer) -> None:
+        placer.fraction = next(fractions)
+        engine.tail.land()
+        engine.tail.settle()
+        fake.synchronize()
+        with mock.patch.object(Placer, "measure", lambda *_: None):
+            engine.layout.place_by(mock.Mock())
+        resident.append(engine.stats()["params_on_device"])
+
+    with (
+        mock.patch.object(Placer, "is_due", lambda _: True),
+        mock.patch.object(Engine, "_place_by_measurement", move),
+    ):
+        fake.delays(1, LATE)
+        found, stats = run_on_fake(fake, code, placement="auto", speculation="always", max_grad_norm=0.5)
+    assert found == expected and fake.mismatches == 0
+    assert len(set(resident)) == 5 and min(resident) == 0
+    assert stats["buckets_speculated"] > 0
+
+
+# ---- buckets that are made anew ---------------------------------------------------------------------------------
+
+
+class Shuffled(nn.Module):
+    """Gradients come not in the order of registration, and parameters have different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = [(16, 40), (40, 40), (40, 64), (64, 24), (24, 4)]
+        self.layers = nn.ModuleList([nn.Linear(*sizes[at]) for at in (2, 0, 4, 1, 3)])
+        self.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for at in (1, 3, 0, 4, 2):
+            x = torch.tanh(self.layers[at](x))
+        return x
+
+
+@contextmanager
+def shuffled(fake: Fake, **options: Any) -> Iterator[tuple[nn.Module, AdamW]]:
+    """Masters have bits that the parameters lack, and no step was made."""
+    model = Shuffled()
+    model.register_forward_pre_hook(lambda *_: fake.synchronize())
+    options = {"threads": 2, "bucket_numel": 2048, "lr": 1e-2, "speculation": "always", **SPLIT, **options}
+    with on_fake_device(fake), AdamW(model.parameters(), model=model, **options) as optimizer:
+        tied(optimizer, model)
+        yield model, optimizer
+
+
+def step_first_layer(model: nn.Module, optimizer: AdamW) -> None:
+    """Behind it the order of backward is known, and only these two parameters were stepped, none was speculated."""
+    assert optimizer.stats()["buckets_speculated"] == 0
+    batch(model, 0).backward()
+    for param in list(model.parameters())[2:]:
+        param.grad = None
+    optimizer.step()
+
+
+def test_halves_survive_the_memory_that_is_used_again(fake: Fake) -> None:
+    """Behind the first step, the shadows of the new buckets lie where others were, in the same pinned memory."""
+    with shuffled(fake, speculation="never") as (model, optimizer):
+        arena = optimizer._engine.link._arenas[0]  # type: ignore[attr-defined]  # it is a CudaLink
+        before = state_of(optimizer)
+        buckets = list(optimizer._engine.buckets)
+        step_first_layer(model, optimizer)
+        optimizer.zero_grad()
+        fake.synchronize()
+        assert optimizer._engine.buckets != buckets
+        assert optimizer._engine.link._arenas == [arena]  # type: ignore[attr-defined]  # likewise
+        assert same_states(state_of(optimizer)[2:], before[2:])
+        assert not same_states(state_of(optimizer)[:2], before[:2])
+        train(model, optimizer, range(2))
+        fake.synchronize()
+        assert_split(optimizer)
+
+
+@contextmanager
+def written_slowly() -> Iterator[None]:
+    write = TensorFile.write
+
+    def late(file: TensorFile, name: str, runs: Any) -> None:
+        time.sleep(0.01)
+        write(file, name, runs)
+
+    with mock.patch.object(TensorFile, "write", late):
+        yield
+
+
+@pytest.mark.parametrize("placement", [None, {"gpu_fraction": 0.6}], ids=str)
+@pytest.mark.parametrize("memory", [1 << 30, 0])
+def test_a_save_keeps_the_halves_of_what_moves(fake: Fake, memory: int, placement: Any, tmp_path: Path) -> None:
+    """It begins before the first step, behind which buckets are made anew, and state moves to the device. Parameters
+    that had no gradient were not stepped, so that nothing was copied of them before."""
+    with (
+        mock.patch.object(Placer, "choose_first", lambda *_: set[int]()),
+        shuffled(fake, placement=placement, speculation="never") as (model, optimizer),
+    ):
+        expected = state_of(optimizer)
+        with written_slowly():
+            saving = checkpoints.save_in_background(tmp_path / "a", model, optimizer, memory=memory)
+            step_first_layer(model, optimizer)
+            train(model, optimizer, range(1))
+            fake.synchronize()
+            saving.wait(60)
+        moved = [shard_of(optimizer, param).resident for param in model.parameters()]
+        assert any(moved[2:]) == (placement is not None)
+    other = Shuffled()
+    with on_host(), AdamW(other.parameters(), threads=1) as whole:
+        checkpoints.load(tmp_path / "a", other, whole)
+        assert same_states(state_of(whole), expected)
+
+
+def test_memory_that_is_refused_leaves_the_halves(fake: Fake) -> None:
+    """Most of the new buckets had theirs already; then a group comes, and buckets in the same memory are larger."""
+    with shuffled(fake, bucket_numel=None) as (model, optimizer):
+        more, calls = nn.Linear(16, 16).bfloat16(), itertools.count()
+
+        def refuse(numel: int) -> int:
+            return 1 << 60 if next(calls) == 6 else reserved_bytes(numel)
+
+        batch(model, 0).backward()
+        optimizer.step()
+        with (
+            mock.patch.object(layout, "_SMALLEST_BUCKET", 1024),
+            mock.patch.object(layout, "reserved_bytes", refuse),
+            pytest.raises(HostMemoryError),
+        ):
+            optimizer.zero_grad()
+        fake.synchronize()
+        assert optimizer.stats()["steps"] == 1
+        before = state_of(optimizer)
+        with mock.patch.object(layout, "_SMALLEST_BUCKET", 3072):
+            optimizer.add_param_group({"params": list(more.parameters())})
+        fake.synchronize()
+        assert same_states(state_of(optimizer)[: len(before)], before)
+        train(model, optimizer, range(2))
+        fake.synchronize()
+        assert_split(optimizer)
+
+
+# ---- loading, saving, closing -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_a_load_does_not_reach_parameters_that_are_on_their_way(fake: Fake, mode: str) -> None:
+    """The shadow is half of the masters that are loaded, and the device has still to read it."""
+    with training(fake, speculation=mode, **SPLIT) as (model, optimizer):
+        saved = optimizer.state_dict()
+        train(model, optimizer, range(2, 6))
+        optimizer.zero_grad()
+        batch(model, 6).backward()
+        up = optimizer._engine.link.roles["up"]  # type: ignore[attr-defined]  # a LateLink has roles
+        fake.sleep(50_000, up)
+        optimizer.step()
+        optimizer.load_state_dict(saved)
+        fake.synchronize(up)
+        fake.synchronize()
+        loaded = torch.cat([saved["state"][i]["master"].flatten() for i in range(len(saved["state"]))])
+        assert (weights(model) != loaded.bfloat16()).sum() > weights(model).numel() / 2
+        optimizer.refresh_masters()
+        assert_split(optimizer)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS[:3], ids=str)
+def test_written_loaded_and_saved_where_it_is(fake: Fake, placement: Any, tmp_path: Path) -> None:
+    def code(model: nn.Module, optimizer: AdamW) -> None:
+        tied(optimizer, model)
+        train(model, optimizer, range(2))
+        first, *rest = model.parameters()
+        with torch.no_grad():
+            first[::2] = 0.5
+            rest[0].neg_()
+        optimizer.refresh_masters()
+        train(model, optimizer, range(2, 4))
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        state = optimizer.state_dict()
+        name = f"{time.monotonic_ns()}"
+        with written_slowly():
+            saving = checkpoints.save_in_background(tmp_path / name, model, optimizer)
+            train(model, optimizer, range(4, 6))
+            checkpoints.load(saving.wait(60), model, optimizer)
+        assert same_states(state_of(optimizer), [state["state"][i] for i in range(len(state["state"]))])
+        train(model, optimizer, range(6, 7))
+        model.load_state_dict(kept)
+        optimizer.load_state_dict(state)
+        train(model, optimizer, range(7, 8))
+
+    expected, _ = run_on_host(code)
+
+    def in_order(model: nn.Module, optimizer: AdamW) -> None:
+        """A program reads and writes parameters and state behind its stream, as a GPU's own does."""
+        optimizer.register_step_post_hook(lambda *_: fake.synchronize())
+        code(model, optimizer)
+
+    found, _ = run_on_fake(fake, in_order, placement=placement, speculation="always")
+    assert found == expected and fake.mismatches == 0
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS[:3], ids=str)
+def test_the_state_of_a_closed_optimizer_is_readable(fake: Fake, placement: Any) -> None:
+    with training(fake, placement=placement, **SPLIT) as (_, optimizer):
+        before, digests = state_of(optimizer), optimizer.state_digests()
+        optimizer.close()
+        assert optimizer.state_digests() == digests
+        assert same_states(state_of(optimizer), before)
+        for position, values in optimizer.state_dict()["state"].items():
+            assert same_bits(values["master"], before[position]["master"])
+
+
+def test_on_the_device_there_is_one_copy_of_each_half(fake: Fake) -> None:
+    """Of 2 bytes each, apart from the parameter, where its user's writes are noticed by comparing both."""
+    model = deep_model(torch.bfloat16)
+    with training(fake, model=model, placement={"gpu_fraction": 0.5}, **SPLIT) as (_, optimizer):
+        on_host = {
+            bucket.shadow.untyped_storage().data_ptr() for bucket in optimizer._engine.buckets if not bucket.resident
+        }
+        for param in model.parameters():
+            shard = shard_of(optimizer, param)
+            assert shard.upper is not None and shard.master.dtype is torch.int16
+            storages = {part.untyped_storage().data_ptr() for part in shard.upper.parts}
+            assert param.untyped_storage().data_ptr() not in storages
+            assert (not shard.resident) == (storages <= on_host)
+            assert not shard.resident or len(shard.upper.parts) == 1
