@@ -70,6 +70,27 @@ def test_adam(capsys: pytest.CaptureFixture[str]) -> None:
     assert "DeepSpeedCPUAdam" in printed and "DeepSpeedCPUAdam" not in names
 
 
+def test_adam_compares_settings_of_state(capsys: pytest.CaptureFixture[str]) -> None:
+    report = bench("adam", "--quick", "--state", "all", "--threads", "1")
+    printed = capsys.readouterr().out
+    moved = {
+        "fp32": (28, 29, 27, 16),
+        "split": (26, 27, 27, 18),
+        "bf16": (20, 21, 19, 12),
+        "bf16+split": (18, 19, 19, 14),
+    }
+    rows = {(row["state"], row["name"]): row for row in report["rows"]}
+    for state, expected in moved.items():
+        for name, size in zip(("step", "journaled", "undo", "publish"), expected, strict=True):
+            row, limit = rows[state, name], rows[state, f"limit of {name}"]
+            assert row["bytes_per_param"] == limit["bytes_per_param"] == size, (state, name)
+            assert row["ratio_to"] == f"fp32 {name}" and row["ratio"] > 0 and row["of_limit"] > 0
+            assert any(line.split()[:2] == [state, name] for line in printed.splitlines())
+    assert rows["fp32", "step"]["ratio"] == 1.0
+    one = bench("adam", "--quick", "--state", "split", "--threads", "1")
+    assert {row["state"] for row in one["rows"]} == {"fp32", "split"}
+
+
 @pytest.mark.usefixtures("small_model")
 def test_journal(capsys: pytest.CaptureFixture[str]) -> None:
     report = bench("journal", "--steps", "20", "--factors", "1", "10")

@@ -38,7 +38,8 @@ def test_touches_what_it_says(way: Way, skew: int) -> None:
 
 
 def test_reading_alone_is_what_publish_reads() -> None:
-    arrays = Arrays(*(_Buffer(numel=4096, itemsize=itemsize) for itemsize in (4, 4, 4, 2, 2, 1)))
+    four, two, one = (_Buffer(numel=4096, itemsize=itemsize) for itemsize in (4, 2, 1))
+    arrays = Arrays(four, four, four, two, two, one)
     publish, publish_bytes = streams_of("publish", 1, arrays)
     reading, reading_bytes = streams_of("reading", 1, arrays)
     assert (publish_bytes, reading_bytes) == (16.0, 14.0)

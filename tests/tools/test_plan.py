@@ -28,7 +28,7 @@ from superoffload.tools.plan.memory_estimate import (
 from superoffload.tools.plan.models import ModelShape, parse_parameter_count, read_config, typical_shape
 from superoffload.tools.plan.profiles import GH200_96
 from superoffload.tools.plan.settings import evaluate, largest_model
-from superoffload.tools.plan.step_time import estimate_step
+from superoffload.tools.plan.step_time import estimate_step, plain_pass_seconds
 from tests.support.checkout import ROOT
 
 LLAMA_8B = ModelShape(32, 4096, 32, 8, 14336, 128256)
@@ -147,9 +147,32 @@ def test_host_bytes_are_those_of_the_architecture() -> None:
     assert needs.host_peak / LLAMA_8B.parameters == pytest.approx(12 + 2 + 2 + 2.5)
     small = estimate_memory(LLAMA_8B, Settings(state_dtype="bf16"))
     assert small.host_peak / LLAMA_8B.parameters == pytest.approx(8 + 2 + 2 + 2.5)
+    split = estimate_memory(LLAMA_8B, Settings(master_dtype="split"))
+    assert split.host_peak / LLAMA_8B.parameters == pytest.approx(2 + 8 + 2 + 2 + 2.5)
+    least = estimate_memory(LLAMA_8B, Settings(master_dtype="split", state_dtype="bf16"))
+    assert least.host_peak / LLAMA_8B.parameters == pytest.approx(12.5)
     wide = estimate_memory(LLAMA_8B, Settings(gradient_dtype="fp32"))
     assert wide.host_peak / LLAMA_8B.parameters == pytest.approx(12 + 4 + 2 + 2.5)
     assert wide.gpu_moments["end of backward"] == 2 * needs.gpu_moments["end of backward"]
+
+
+def test_a_pass_moves_fewer_bytes_with_leaner_state() -> None:
+    seconds = {
+        (moments, master): plain_pass_seconds(1e9, 28e9, Settings(state_dtype=moments, master_dtype=master))
+        for moments in ("fp32", "bf16")
+        for master in ("fp32", "split")
+    }
+    expected = {("fp32", "fp32"): 28, ("fp32", "split"): 26, ("bf16", "fp32"): 20, ("bf16", "split"): 18}
+    assert {setting: 28 * time for setting, time in seconds.items()} == pytest.approx(expected)
+
+
+def test_what_engines_do_not_have_is_refused() -> None:
+    for other in (Settings(engine="torch"), Settings(sharding="zero3", ranks=2)):
+        for moments, master in (("bf16", "fp32"), ("fp32", "split")):
+            with pytest.raises(ArgumentError, match="bf16 moments and split masters are superoffload's"):
+                replace(other, state_dtype=moments, master_dtype=master)
+    with pytest.raises(ArgumentError, match="master_dtype=half: expected fp32 or split"):
+        Settings(master_dtype="half")
 
 
 def test_gradients_in_fp32_cost_bytes_where_they_can_be_had() -> None:

@@ -18,7 +18,7 @@ from superoffload.tools.plan.memory_estimate import ENGINES, SHARDINGS, Settings
 from superoffload.tools.plan.models import ModelShape, typical_shape
 from superoffload.tools.plan.profiles import GH200_96, PROFILES
 from superoffload.tools.plan.recommendations import Advice, advice_lines
-from superoffload.tools.plan.settings import SIMPLER, WORTH_DOUBLING, all_choices, evaluate, recommend
+from superoffload.tools.plan.settings import SIMPLER, WORTH_DOUBLING, all_choices, evaluate, recommend, what_would_fit
 from superoffload.tools.plan.step_time import estimate_step
 
 LLAMA_8B = ModelShape(32, 4096, 32, 8, 14336, 128256)
@@ -33,6 +33,19 @@ def test_what_is_recommended_fits_and_is_the_fastest() -> None:
         if other.fit.fits and other.settings.engine in ("torch", "superoffload"):
             assert SIMPLER * other.tokens_per_second <= best.tokens_per_second
     assert recommend(typical_shape(1e12), GH200_96, Settings()) is None
+
+
+def test_of_the_settings_that_fit_the_one_that_changes_least_is_named() -> None:
+    """Split masters lose nothing, so they come before bf16 moments, and both together last."""
+    base, model = Settings(sequence=512, checkpointing="full"), typical_shape(20e9)
+    need = check_fit(model, GH200_96, base).gpu_need
+    full = replace(GH200_96, gpu_memory=(need * 1.01 + 1.5 * GB) / 0.85)  # no room for state
+    kept_free = full.host_memory - check_fit(model, full, base).host_room
+    for size, expected in ((16.5, ("fp32", "split")), (14.5, ("bf16", "fp32")), (12.5, ("bf16", "split"))):
+        tight = replace(full, host_memory=model.parameters * size * 1.01 + kept_free)
+        found = [choice.settings for choice in what_would_fit(model, tight, base)]
+        assert (found[0].state_dtype, found[0].master_dtype) == expected
+        assert (found[0].ranks, found[0].sequence) == (base.ranks, base.sequence)
 
 
 def test_configurations_of_every_engine_have_its_form() -> None:

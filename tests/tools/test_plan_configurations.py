@@ -109,9 +109,9 @@ def test_replicas_share_the_state_as_the_memory_of_the_plan_has_it() -> None:
     assert "replicated" not in configuration(Settings("superoffload", "fsdp2", ranks=2))
 
 
-def test_placement_and_state_dtype_are_arguments() -> None:
+def test_placement_and_dtypes_of_state_are_arguments() -> None:
     """On a GPU; on the CPU there is nothing to place."""
-    settings = Settings(gpu_fraction=0.125, state_dtype="bf16")
+    settings = Settings(gpu_fraction=0.125, state_dtype="bf16", master_dtype="split")
     given: dict[str, Any] = {}
     text = configuration(settings).replace("superoffload.AdamW", "remember").split("# one step")[0]
 
@@ -120,6 +120,7 @@ def test_placement_and_state_dtype_are_arguments() -> None:
 
     exec(text.replace("import superoffload", ""), {**names_for(settings), "remember": remember})
     assert check_placement(given["placement"]) == 0.125 and given["state_dtype"] == "bf16"
+    assert given["master_dtype"] == "split"
 
 
 @pytest.mark.parametrize("settings", [Settings(), Settings("superoffload", "fsdp2", ranks=2)])

@@ -124,6 +124,13 @@ def test_dtypes_and_tied_embeddings(tmp_path: Path, dtype: str, tied: bool) -> N
     assert load(tmp_path / "summary.json")["config"]["dtype"] == dtype
 
 
+def test_leaner_state_trains(tmp_path: Path) -> None:
+    options = ["--steps", "12", "--state-dtype", "bf16", "--master-dtype", "split"]
+    assert train(tmp_path, *options) == 0
+    config = load(tmp_path / "summary.json")["config"]
+    assert (config["state_dtype"], config["master_dtype"]) == ("bf16", "split")
+
+
 def test_training_that_does_not_learn_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Steps so small that no bf16 parameter moves: the loss stays where it was."""
     assert train(tmp_path, "--steps", "5", "--lr", "1e-12", "--quiet") == 1
@@ -211,6 +218,10 @@ def test_with_tqdm_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys
         (["--bucket-numel", "0"], "bucket_numel=0"),
         (["--threads", "0"], "threads=0"),
         (["--torch-threads", "99999"], "torch_threads=99999: expected at most 1024"),
+        (
+            ["--dtype", "fp32", "--master-dtype", "split"],
+            "master_dtype=split with dtype=fp32: expected bf16 parameters",
+        ),
         (["--seed", str(1 << 70)], f"seed={1 << 70}: expected a whole number from 0 to 4294967295"),
         (["--max-corpus-mib", "0"], "max_corpus_mib=0"),
         (["--max-corpus-mib", "nan"], "max_corpus_mib=nan"),

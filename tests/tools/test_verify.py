@@ -60,6 +60,11 @@ def test_default_events_are_verified_and_exercise_every_fate(
     assert "Verified: all 120 digests are equal" in page and "https://" not in page
 
 
+def test_split_masters_are_verified(tmp_path: Path) -> None:
+    assert run_verify(tmp_path, "--master-dtype", "split", "--state-dtype", "bf16") == 0
+    assert summary_of(tmp_path)["digests_compared"] == 24 * 5
+
+
 def test_events_of_ones_own_need_not_exercise_everything(tmp_path: Path) -> None:
     assert run_verify(tmp_path, "--steps", "4", "--inject", "nan@2:late") == 0
     assert run_verify(tmp_path, "--steps", "3", "--inject", "") == 0

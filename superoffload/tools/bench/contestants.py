@@ -39,7 +39,13 @@ def limit_name(row: str) -> str:
 def limits(workload: Workload, cpus: Sequence[int]) -> tuple[list[Contestant], dict[str, MemoryLimit]]:
     """Returns a contestant per row of ours, a walk over the same bytes, and one that only reads what publish reads."""
     arrays = Arrays(
-        workload.master, workload.exp_avg, workload.exp_avg_sq, workload.gradient, workload.shadow, workload.codes
+        workload.master,
+        workload.exp_avg,
+        workload.exp_avg_sq,
+        workload.gradient,
+        workload.shadow,
+        workload.codes,
+        workload.split,
     )
     found = {
         row: MemoryLimit(*operation, arrays, cpus) for row, operation in {**OPERATIONS, READING: ("reading", 1)}.items()
@@ -64,7 +70,7 @@ class OurKernels:
             "journaled, 2-byte codes": timed(lambda: self.journaled(2)),
             "undo": timed(self.undo, prepare=lambda: self.journaled(1)),
             "replay": timed(self.replay, prepare=lambda: self.journaled(1)),
-            "publish": timed(self.publish),
+            "publish": timed(self.publish, finish=self.settle if self._workload.split else self._workload.take_back),
         }
         return [Contestant(row, self._isa, bytes_of(row), self._with_isa(call)) for row, call in calls.items()]
 
@@ -97,7 +103,10 @@ class OurKernels:
 
     def publish(self) -> None:
         self._pool.submit(self._workload.next_work(), Operation.publish).wait()
-        self._workload.take_back()
+
+    def settle(self) -> None:
+        """Makes the masters whole that `publish` has left, as the second phase of a step does."""
+        self._pool.submit(self._workload.current_work, Operation.settle).wait()
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,12 @@ class Contestant:
         return (self.name, self.isa)
 
 
-def timed(run: Callable[[], object], prepare: Callable[[], object] | None = None) -> Callable[[int], float]:
-    """Returns `Contestant.seconds` for a call; `prepare` runs before each call and is not counted."""
+def timed(
+    run: Callable[[], object],
+    prepare: Callable[[], object] | None = None,
+    finish: Callable[[], object] | None = None,
+) -> Callable[[int], float]:
+    """Returns `Contestant.seconds` for a call; `prepare` runs before each call, `finish` after it, neither counted."""
 
     def seconds(repeats: int) -> float:
         total = 0.0
@@ -49,6 +53,8 @@ def timed(run: Callable[[], object], prepare: Callable[[], object] | None = None
             began = time.perf_counter()
             run()
             total += time.perf_counter() - began
+            if finish is not None:
+                finish()
         return total / repeats
 
     return seconds

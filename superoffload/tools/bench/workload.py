@@ -24,9 +24,14 @@ PEER_BYTES_PER_PARAM = 4
 
 
 class Workload:
-    """Owns one bucket's worth of state with two gradients, stepped on `pool` until it looks like training."""
+    """Owns one bucket's worth of state with two gradients, stepped on `pool` until it looks like training.
 
-    def __init__(self, numel: int, pool: _native.WorkerPool) -> None:
+    `moments`: dtype of exp_avg and exp_avg_sq. `split`: whether the master is, with the shadow as its upper half.
+    """
+
+    def __init__(
+        self, numel: int, pool: _native.WorkerPool, moments: torch.dtype = torch.float32, *, split: bool = False
+    ) -> None:
         random = torch.Generator().manual_seed(0)
         tile = min(numel, _TILE)
 
@@ -34,17 +39,19 @@ class Workload:
             return torch.randn(tile, generator=random)
 
         self.numel = numel
+        self.split = split
         self.step = _FIRST_STEP - 1
-        self.master = _repeated(0.02 * normal(), numel)
-        self.exp_avg = host_zeros(numel, torch.float32)
-        self.exp_avg_sq = host_zeros(numel, torch.float32)
+        initial = 0.02 * normal()
+        self.shadow = _repeated(initial.to(torch.bfloat16), numel)
+        self.master = host_zeros(numel, torch.int16) if split else _repeated(initial, numel)
+        self.exp_avg = host_zeros(numel, moments)
+        self.exp_avg_sq = host_zeros(numel, moments)
         # Every element has its own scale and direction, as the rows of real matrices do, under more noise.
         scale = 1e-3 * torch.exp(normal())
         direction = 0.3 * normal()
         self.gradients = [
             _repeated((scale * (direction + normal())).to(torch.bfloat16), numel) for _ in range(_GRADIENTS)
         ]
-        self.shadow = host_zeros(numel, torch.bfloat16)
         self.codes = host_zeros(2 * numel, torch.uint8)  # for the memory limit; journals have their own
         self._works = [self._work(gradient) for gradient in self.gradients]
         self._turn = 0
@@ -63,6 +70,7 @@ class Workload:
             shadow_type=ELEMENT_TYPES[self.shadow.dtype],
             state_type=ELEMENT_TYPES[self.exp_avg.dtype],
             past_cache=exceeds_caches(self.numel),
+            split_master=self.split,
         )
         return _native.BucketWork([run], int(JOURNAL_BYTES_PER_PARAM * self.numel) + _JOURNAL_BYTES)
 

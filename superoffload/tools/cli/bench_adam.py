@@ -32,6 +32,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--isas", nargs="+", metavar="NAME", help="instruction sets (default: all of this machine)")
     add_option(parser, "--seconds", type=float, default=30.0, help="for each of the two large tables")
     parser.add_argument("--no-deepspeed", action="store_true", help="do not time DeepSpeedCPUAdam, though installed")
+    parser.add_argument(
+        "--state",
+        choices=("fp32", "split", "bf16", "bf16+split", "all"),
+        help="compare this setting of masters and moments, or all, with the default (fp32), and nothing else",
+    )
     parser.add_argument("--quick", action="store_true", help="small arrays and short times, to see that it works")
     measurement.add_output_options(parser, facts="machine, versions, limit and rows")
     return parser
@@ -45,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     from superoffload.tools.doctor.host_memory import usable_bytes
 
     settings: AdamBenchmark = _settings(args)
+    if args.state is not None:
+        return _compare_states(args, settings)
     check_memory("numel", settings.numel, usable_bytes(System()))
     check_memory("sizes", max(settings.sizes, default=0), usable_bytes(System()))
     facts = measurement.begin(args)
@@ -61,6 +68,25 @@ def run(args: argparse.Namespace) -> int:
     for name, state in report["peers"].items():
         print(f"peer {name}: {state}")
     measurement.write(args, report, lambda path: adam_report.plot(report, path))
+    return 0
+
+
+def _compare_states(args: argparse.Namespace, settings: Any) -> int:
+    from superoffload import kernels
+    from superoffload.host.system import System
+    from superoffload.tools.bench import state_speed
+    from superoffload.tools.bench.timing import Rounds
+    from superoffload.tools.doctor.host_memory import usable_bytes
+
+    forms = state_speed.forms_from(args.state)
+    state_speed.check_memory(settings.numel, forms, usable_bytes(System()))
+    facts, threads, isa = measurement.begin(args), max(settings.threads), settings.isas[-1]
+    measurement.progress(args)(f"{', '.join(forms)}: {settings.numel:,} elements, {threads} threads, {isa}")
+    with kernels.using_isa(isa):
+        rows = state_speed.run_forms(settings.numel, threads, isa, forms, Rounds(5, 200, settings.seconds))
+    report = {**facts, "settings": {"numel": settings.numel, "isa": isa, "threads": threads}, "rows": rows}
+    print(state_speed.table(rows))
+    measurement.write(args, report, lambda path: state_speed.plot(rows, path))
     return 0
 
 

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from superoffload.errors import ArgumentError
-from superoffload.tools.train.training_config import DTYPE_NAMES, STATE_DTYPES, TrainingConfig
+from superoffload.tools.train.training_config import DTYPE_NAMES, MASTER_DTYPES, STATE_DTYPES, TrainingConfig
 
 MEBIBYTE = 1 << 20
 
@@ -45,6 +45,13 @@ def _add_model_options(parser: argparse.ArgumentParser, defaults: TrainingConfig
         choices=STATE_DTYPES,
         default=defaults.state_dtype,
         help="exp_avg and exp_avg_sq; bf16 is rounded stochastically",
+    )
+    add_option(
+        group,
+        "--master-dtype",
+        choices=MASTER_DTYPES,
+        default=defaults.master_dtype,
+        help="split: the bf16 parameter and 16 bits more have the bits of an fp32 master",
     )
     group.add_argument("--tied", action="store_true", help="one matrix for the embedding and the output head")
     add_option(group, "--dtype", choices=DTYPE_NAMES, default=defaults.dtype, help="parameters and gradients")
@@ -107,7 +114,7 @@ def config_from(args: argparse.Namespace, defaults: TrainingConfig) -> TrainingC
     model = {name: getattr(args, name) for name in ("layers", "hidden", "heads", "kv_heads", "mlp", "sequence", "tied")}
     shared = (
         "dtype", "compute", "steps", "batch", "accumulation", "lr", "warmup", "weight_decay", "max_grad_norm", "seed",
-        "bucket_numel", "threads", "torch_threads", "state_dtype",
+        "bucket_numel", "threads", "torch_threads", "state_dtype", "master_dtype",
     )  # fmt: skip
     own = [name for name in ("speculation", "eval_every") if hasattr(args, name)]
     values = {name: getattr(args, name) for name in (*shared, *own)}

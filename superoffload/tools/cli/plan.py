@@ -64,6 +64,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add_option(run, "--clip-rate", type=float, default=0.0, help="share of the steps that clip")
     add_option(run, "--utilization", type=float, default=0.4, help="of the GPU's peak in forward and backward")
     add_option(run, "--state-dtype", choices=("fp32", "bf16"), default="fp32", help="of the moments (superoffload)")
+    add_option(run, "--master-dtype", choices=("fp32", "split"), default="fp32", help="of the masters (superoffload)")
     add_option(
         run, "--gradient-dtype", choices=("bf16", "fp32"), default="bf16",
         help="of the gradients; fp32 is accumulate_dtype='fp32' (superoffload in one process, or under FSDP2)",
@@ -135,7 +136,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         sharding = "zero3" if needs_zero3 else "fsdp2" if args.ranks > 1 else "none"
     names = (
         "engine", "ranks", "sequence", "micro_batch", "accumulation", "checkpointing", "gpu_fraction", "clip_rate",
-        "utilization", "state_dtype", "gradient_dtype",
+        "utilization", "state_dtype", "master_dtype", "gradient_dtype",
     )  # fmt: skip
     return Settings(sharding=sharding, **{name: getattr(args, name) for name in names})
 

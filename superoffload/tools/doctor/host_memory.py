@@ -11,6 +11,8 @@ from superoffload.tools.doctor.findings import Examination
 GIB = 1 << 30
 # docs/architecture.md, "Bytes per parameter": state, packed bf16 gradient, bf16 shadow, reserved journal.
 HOST_BYTES_PER_PARAM = 12 + 2 + 2 + JOURNAL_BYTES_PER_PARAM
+# The same with state_dtype="bf16" and master_dtype="split".
+LEAST_HOST_BYTES_PER_PARAM = 2 + 4 + 2 + 2 + JOURNAL_BYTES_PER_PARAM
 _LITTLE_MEMORY = 2 * GIB
 _LITTLE_MEMLOCK = 1 * GIB
 
@@ -112,8 +114,11 @@ def _judge_size(found: Examination, total: int | None, limit: tuple[int, int] | 
         text += f" of {total / GIB:.1f}"
     if limit:
         text += f", the control group's limit is {limit[0] / GIB:.1f} GiB"
-    billions = usable / HOST_BYTES_PER_PARAM / 1e9
-    found.ok(f"{text}: room for the state of {billions:.1f} B bf16 parameters ({HOST_BYTES_PER_PARAM} bytes each)")
+    most, leanest = (usable / size / 1e9 for size in (HOST_BYTES_PER_PARAM, LEAST_HOST_BYTES_PER_PARAM))
+    found.ok(
+        f"{text}: room for the state of {most:.1f} B bf16 parameters ({HOST_BYTES_PER_PARAM} bytes each); with bf16 "
+        f"moments and split masters {leanest:.1f} B ({LEAST_HOST_BYTES_PER_PARAM})"
+    )
     if usable < _LITTLE_MEMORY:
         found.warn(
             f"only {usable / GIB:.2f} GiB can be allocated before the kernel ends processes",

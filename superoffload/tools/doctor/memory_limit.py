@@ -27,6 +27,16 @@ _TRAFFIC: Mapping[str, tuple[_native.Access, _native.Access, _native.Access | No
     "publish": (READ, READ, WRITE, None),
     "reading": (READ, READ, None, None),  # what publish reads, without writes
 }
+# The same where the shadow is the upper half of a split master; publish keeps the old one in two bytes of the journal.
+_SPLIT_TRAFFIC = {
+    "step": (UPDATE, READ, UPDATE, None),
+    "journaled": (UPDATE, READ, UPDATE, WRITE),
+    "undo": (UPDATE, READ, UPDATE, READ),
+    "replay": (UPDATE, READ, UPDATE, READ),
+    "publish": (READ, READ, UPDATE, WRITE),
+    "reading": (READ, READ, READ, None),
+}
+_HALF_BYTES = 2
 
 
 class Buffer(Protocol):
@@ -47,6 +57,7 @@ class Arrays:
     gradient: Buffer
     shadow: Buffer
     codes: Buffer
+    split: bool = False  # the master is: it has two bytes per element, and the shadow the others
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,9 @@ def all_ways() -> list[Way]:
 
 def streams_of(operation: str, width: int, arrays: Arrays) -> tuple[list[_native.Stream], float]:
     """Returns the arrays an operation touches, and the bytes it moves per parameter; `width` in bytes per code."""
-    state, gradient, shadow, codes = _TRAFFIC[operation]
+    state, gradient, shadow, codes = (_SPLIT_TRAFFIC if arrays.split else _TRAFFIC)[operation]
+    if arrays.split and operation == "publish":
+        width = _HALF_BYTES
     parts = [(arrays.master, state), (arrays.exp_avg, state), (arrays.exp_avg_sq, state), (arrays.gradient, gradient)]
     if shadow is not None:
         parts.append((arrays.shadow, shadow))

@@ -100,6 +100,8 @@ def _optimizer(settings: Settings) -> str:
         arguments.append('replicated="shard"')
     if settings.state_dtype == "bf16":
         arguments.append('state_dtype="bf16"')
+    if settings.master_dtype == "split":
+        arguments.append('master_dtype="split"')
     if settings.gradient_bytes == 4:
         arguments.append('accumulate_dtype="fp32"')
     if settings.gpu_fraction > 0:

@@ -41,8 +41,7 @@ def auto_placement(
     if not settings.can_place or settings.gpu_fraction > 0:
         return None
     own = own_parameters(model, settings)
-    state = 12 if settings.state_dtype == "fp32" else 8
-    bytes_per_param = state + settings.gradient_bytes  # and the packed gradient
+    bytes_per_param = settings.placed_bytes
     per_bucket = min(max(own / _BUCKETS, _SMALLEST_BUCKET), BUCKET_ELEMENTS)
     measured = Measured(
         backward=step.backward / settings.accumulation,

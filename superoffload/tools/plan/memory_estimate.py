@@ -26,6 +26,11 @@ JOURNAL = "journal, reserved"
 GPU_SHARE = 0.10  # of the optimizer, which DeepSpeed SuperOffload's examples keep on the GPU
 
 
+def keeps_less(engine: str, sharding: str) -> bool:
+    """Returns whether there are bf16 moments and split masters; DeepSpeed's partitions are in fp32."""
+    return engine == "superoffload" and sharding != "zero3"
+
+
 @dataclass(frozen=True)
 class Settings:
     """Holds a run's settings: `micro_batch` sequences per rank, `accumulation` of them per step.
@@ -43,6 +48,7 @@ class Settings:
     clip_rate: float = 0.0
     utilization: float = 0.40
     state_dtype: str = "fp32"
+    master_dtype: str = "fp32"
     gpu_fraction: float = 0.0
     gradient_dtype: str = "bf16"
 
@@ -59,6 +65,14 @@ class Settings:
             raise ArgumentError(f"utilization={self.utilization}: expected a share of the peak, above 0 and at most 1")
         if self.state_dtype not in ("fp32", "bf16"):
             raise ArgumentError(f"state_dtype={self.state_dtype}: expected fp32 or bf16")
+        if self.master_dtype not in ("fp32", "split"):
+            raise ArgumentError(f"master_dtype={self.master_dtype}: expected fp32 or split")
+        if (self.state_dtype, self.master_dtype) != ("fp32", "fp32") and not keeps_less(self.engine, self.sharding):
+            raise ArgumentError(
+                f"state_dtype={self.state_dtype}, master_dtype={self.master_dtype} with engine={self.engine}, "
+                f"sharding={self.sharding}: expected fp32; bf16 moments and split masters are superoffload's, with "
+                "sharding none or fsdp2"
+            )
         if self.gradient_dtype not in ("fp32", "bf16"):
             raise ArgumentError(f"gradient_dtype={self.gradient_dtype}: expected fp32 or bf16")
         if self.engine in ("zero-offload", "deepspeed-superoffload") and self.sharding != "zero3":
@@ -79,6 +93,22 @@ class Settings:
     def can_place(self) -> bool:
         """Returns whether ``placement=`` exists; DeepSpeed's partitions have their own key for it."""
         return self.engine == "superoffload" and self.sharding != "zero3"
+
+    @property
+    def master_bytes(self) -> int:
+        """Returns the host bytes of a master beside its published copy."""
+        return 4 if self.master_dtype == "fp32" else 2
+
+    @property
+    def moments_bytes(self) -> int:
+        """Returns the bytes of exp_avg and exp_avg_sq of a parameter."""
+        return 8 if self.state_dtype == "fp32" else 4
+
+    @property
+    def placed_bytes(self) -> int:
+        """Returns the bytes on the GPU, per parameter, of state that ``placement`` keeps there: with a split master
+        also its upper half, since only a step may change the parameter."""
+        return 4 + self.moments_bytes + self.gradient_bytes
 
     @property
     def gradient_bytes(self) -> int:
@@ -178,11 +208,10 @@ def _add_offloaded(
     if settings.engine == "superoffload":
         # Two slots down, one up. Parameters that go up before the verdict use free memory only.
         gpu["staging"] = (2 * settings.gradient_bytes + 2) * min(BUCKET_ELEMENTS, own)
-        moments = 8 if settings.state_dtype == "fp32" else 4
         if settings.gpu_fraction > 0:
-            gpu["state on the GPU (placement)"] = settings.gpu_fraction * (4 + moments + settings.gradient_bytes) * own
+            gpu["state on the GPU (placement)"] = settings.gpu_fraction * settings.placed_bytes * own
             own *= 1 - settings.gpu_fraction
-        host["master"], host["moments"] = 4 * own, moments * own
+        host["master"], host["moments"] = settings.master_bytes * own, settings.moments_bytes * own
         host["packed gradient"] = settings.gradient_bytes * own
         host["shadow"], host[JOURNAL] = 2 * own, JOURNAL_BYTES_PER_PARAM * own
         if settings.is_replicated:

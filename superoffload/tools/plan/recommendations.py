@@ -137,6 +137,7 @@ def _would_fit_lines(advice: Advice) -> list[str]:
                 ("--ranks", settings.ranks, asked.ranks),
                 ("--sequence", settings.sequence, asked.sequence),
                 ("--state-dtype", settings.state_dtype, asked.state_dtype),
+                ("--master-dtype", settings.master_dtype, asked.master_dtype),
             )
             if value != before
         ]
@@ -144,5 +145,8 @@ def _would_fit_lines(advice: Advice) -> list[str]:
         rate = f"{choice.tokens_per_second:,.0f} tokens/s{nodes}"
         lines.append(f"  {', '.join(changes)} would: {name_of(settings)}, {rate}")
     if not advice.would_fit:
-        lines.append("  Neither do 1,024 times the ranks, a 16th of the sequence or bf16 moments: use a smaller model.")
+        lines.append(
+            "  Neither do 1,024 times the ranks, a 16th of the sequence or bf16 moments with split masters: use a "
+            "smaller model."
+        )
     return lines

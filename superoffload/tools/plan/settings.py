@@ -8,7 +8,7 @@ from typing import Any
 
 from superoffload.errors import ArgumentError
 from superoffload.tools.plan.machines import Hardware
-from superoffload.tools.plan.memory_estimate import ENGINES, Fit, Settings, check_fit
+from superoffload.tools.plan.memory_estimate import ENGINES, Fit, Settings, check_fit, keeps_less
 from superoffload.tools.plan.models import ModelShape, typical_shape
 from superoffload.tools.plan.step_time import StepTime, estimate_step
 
@@ -20,7 +20,6 @@ MOST_TOKENS = 4_000_000  # the most that is recommended, per step over all ranks
 # In the order that docs/engines.md prefers.
 SHARDING_ORDER = ("fsdp2", "none", "zero3", "zero2", "zero1")
 _FRACTIONS = 8  # tried parts of the room for state on the GPU
-_PLACED_BYTES = {"fp32": 12, "bf16": 8}  # of state, per parameter, without the packed gradient
 
 
 @dataclass(frozen=True)
@@ -66,9 +65,12 @@ def _variants(base: Settings, engines: tuple[str, ...] = ENGINES) -> Iterator[Se
         for sharding in SHARDING_ORDER:
             if sharding != "none" and base.ranks == 1 and engine not in ("zero-offload", "deepspeed-superoffload"):
                 continue
+            dtypes = (base.state_dtype, base.master_dtype) if keeps_less(engine, sharding) else ("fp32", "fp32")
+            plain = replace(base, state_dtype="fp32", master_dtype="fp32", gpu_fraction=0.0)
             for checkpointing in ("none", "full"):
                 try:
-                    yield replace(base, engine=engine, sharding=sharding, checkpointing=checkpointing, gpu_fraction=0.0)
+                    variant = replace(plain, engine=engine, sharding=sharding, checkpointing=checkpointing)
+                    yield replace(variant, state_dtype=dtypes[0], master_dtype=dtypes[1])
                 except ArgumentError:  # a combination that does not exist
                     continue
 
@@ -90,8 +92,7 @@ def _placements(model: ModelShape, hardware: Hardware, settings: Settings) -> It
         return
     fit = check_fit(model, hardware, settings)
     own = model.parameters / settings.ranks
-    placed = _PLACED_BYTES[settings.state_dtype] + settings.gradient_bytes
-    most = min(1.0, (fit.gpu_room - fit.gpu_need) / (placed * own))
+    most = min(1.0, (fit.gpu_room - fit.gpu_need) / (settings.placed_bytes * own))
     for step in range(1, _FRACTIONS + 1):
         fraction = int(1000 * most * step / _FRACTIONS) / 1000
         if fraction > 0:
@@ -140,10 +141,16 @@ def larger_batches(model: ModelShape, hardware: Hardware, base: Settings) -> Bat
 
 
 def what_would_fit(model: ModelShape, hardware: Hardware, base: Settings) -> list[Choice]:
-    """Returns the fewest ranks, the longest sequence and bf16 moments that make the model fit, each changed alone."""
+    """Returns the fewest ranks, the longest sequence and the least change of masters and moments that make the model
+    fit, each changed alone."""
     ranks = (replace(base, ranks=base.ranks << power) for power in range(1, 11))
     shorter = (replace(base, sequence=base.sequence >> power) for power in range(1, 5) if base.sequence >> power >= 128)
-    dtypes = (replace(base, state_dtype="bf16"),) if base.state_dtype == "fp32" else ()
+    leaner = ((base.state_dtype, "split"), ("bf16", base.master_dtype), ("bf16", "split"))
+    dtypes = tuple(
+        replace(base, state_dtype=moments, master_dtype=master)
+        for moments, master in leaner
+        if keeps_less(base.engine, base.sharding) and (moments, master) != (base.state_dtype, base.master_dtype)
+    )
     found = []
     for changed in (dtypes, shorter, ranks):
         choices = (recommend(model, hardware, settings) for settings in changed)

@@ -20,6 +20,7 @@ PLAIN_BYTES, JOURNALED_BYTES, REPLAY_BYTES = 28.0, 29.2, 30.4
 COPY_ON_GPU_BYTES = 4.0  # staged parameters are read, and written to where the model reads them
 UNSTAGED = 2  # buckets, the last ones of backward, whose parameters travel after the verdict
 BF16_STATE_SAVING = 8.0  # bytes less, since moments are in bf16
+SPLIT_MASTER_SAVING = 2.0  # bytes less: of 8 for the master and 2 for the shadow, 4 + 4 stay
 # DeepSpeed's path: fp32 gradient in, master and moments both ways, then a cast of the master to bf16.
 ZERO_OFFLOAD_BYTES = 4.0 + 24.0 + 6.0
 DEEPSPEED_OF_LIMIT = 1 / 1.3  # its kernel against a faster one on Grace, as SuperOffload's authors measured
@@ -125,7 +126,7 @@ def _superoffload(
     on_gpu = (PLAIN_BYTES + wider) * settings.gpu_fraction * own / hardware.gpu_bandwidth
     on_host = (1 - settings.gpu_fraction) * own
     down, up = settings.gradient_bytes * on_host / hardware.link_down, 2 * on_host / hardware.link_up
-    saving = BF16_STATE_SAVING if settings.state_dtype == "bf16" else 0.0
+    saving = _saving(settings)
     plain, journaled, replay = (
         (size + wider - saving) * on_host / hardware.host_bandwidth
         for size in (PLAIN_BYTES, JOURNALED_BYTES, REPLAY_BYTES)
@@ -146,9 +147,15 @@ def _superoffload(
     return down + plain + up + on_gpu, after_one_pass + on_gpu
 
 
+def _saving(settings: Settings) -> float:
+    """Returns the host bytes per parameter that a pass moves less than one over fp32 state."""
+    moments = BF16_STATE_SAVING if settings.state_dtype == "bf16" else 0.0
+    return moments + (SPLIT_MASTER_SAVING if settings.master_dtype == "split" else 0.0)
+
+
 def plain_pass_seconds(own: float, host_bandwidth: float, settings: Settings) -> float:
     """Returns the time of superoffload's plain step over ``own`` parameters, by the processors alone."""
-    saving = BF16_STATE_SAVING if settings.state_dtype == "bf16" else 0.0
+    saving = _saving(settings)
     return (PLAIN_BYTES + settings.gradient_bytes - 2 - saving) * own / host_bandwidth
 
 

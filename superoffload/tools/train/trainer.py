@@ -60,6 +60,7 @@ def build_optimizer(model: Transformer, config: TrainingConfig, trace: str | Non
         threads=config.threads,
         trace=trace,
         state_dtype=config.state_dtype,
+        master_dtype=config.master_dtype,
         seed=config.seed,
     )
 

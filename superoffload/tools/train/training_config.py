@@ -12,6 +12,7 @@ from superoffload.errors import ArgumentError
 DTYPE_NAMES = ("bf16", "fp32")
 SPECULATION = ("adaptive", "always", "never")
 STATE_DTYPES = ("fp32", "bf16")
+MASTER_DTYPES = ("fp32", "split")
 MOST_THREADS = 1024  # more is of no use, and starting them may fail
 
 
@@ -73,6 +74,7 @@ class TrainingConfig:
     seed: int = 0
     speculation: str = "adaptive"
     state_dtype: str = "fp32"
+    master_dtype: str = "fp32"
     bucket_numel: int = 1 << 18
     threads: int | None = None
     torch_threads: int | None = None
@@ -93,6 +95,9 @@ class TrainingConfig:
         _check_choice("compute", self.compute, ("auto", *DTYPE_NAMES))
         _check_choice("speculation", self.speculation, SPECULATION)
         _check_choice("state_dtype", self.state_dtype, STATE_DTYPES)
+        _check_choice("master_dtype", self.master_dtype, MASTER_DTYPES)
+        if self.master_dtype == "split" and self.dtype != "bf16":
+            raise ArgumentError(f"master_dtype=split with dtype={self.dtype}: expected bf16 parameters")
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise ArgumentError(f"lr={self.lr}: expected a positive finite number")
         if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):

@@ -1,0 +1,141 @@
+"""Measures for `superoffload bench adam --state` what each setting of masters and moments costs per step.
+
+All settings are measured in one run, interleaved (timing.py), with the best instruction set and all threads: each on
+arrays of its own, against the memory's limit for the bytes that it moves, and against the default setting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from superoffload import _native
+from superoffload.errors import ArgumentError
+from superoffload.tools.bench import contestants as who
+from superoffload.tools.bench.timing import Contestant, Rounds, Samples, interleave
+from superoffload.tools.bench.workload import BYTES_PER_PARAM, Workload
+from superoffload.tools.report import style
+
+Row = dict[str, Any]
+
+
+class Form(NamedTuple):
+    """Names how moments and masters are kept."""
+
+    moments: torch.dtype
+    split: bool
+
+
+FORMS = {
+    "fp32": Form(torch.float32, split=False),
+    "split": Form(torch.float32, split=True),
+    "bf16": Form(torch.bfloat16, split=False),
+    "bf16+split": Form(torch.bfloat16, split=True),
+}
+DEFAULT = "fp32"
+_OPERATIONS = tuple(who.OPERATIONS)
+
+
+def forms_from(asked: str) -> list[str]:
+    """Returns the settings to measure: all, or the one asked for beside the default."""
+    return list(FORMS) if asked == "all" else list(dict.fromkeys((DEFAULT, asked)))
+
+
+def check_memory(numel: int, forms: Sequence[str], available: int | None) -> None:
+    """Raises ArgumentError if the arrays of all settings would not fit into memory."""
+    needed = int(numel * BYTES_PER_PARAM * len(forms))
+    if available is not None and needed > 0.8 * available:
+        raise ArgumentError(
+            f"numel={numel}: the arrays of {len(forms)} settings take {needed / 2**30:.1f} GiB, and "
+            f"{available / 2**30:.1f} GiB are free; choose fewer elements, or one setting"
+        )
+
+
+def run_forms(numel: int, threads: int, isa: str, forms: Sequence[str], rounds: Rounds) -> list[Row]:
+    """Returns a row per setting and operation, and one per limit."""
+    from superoffload.host.processors import allowed_cpus
+
+    cpus = allowed_cpus()[:threads]
+    pool = _native.WorkerPool(cpus)
+    try:
+        contestants: list[Contestant] = []
+        for name in forms:
+            workload = Workload(numel, pool, FORMS[name].moments, split=FORMS[name].split)
+            limits, found = who.limits(workload, cpus)
+            ours = who.OurKernels(workload, pool, isa).contestants(lambda row, found=found: found[row].bytes_per_param)  # type: ignore[misc]
+            contestants += [_named(name, one) for one in (*limits, *ours)]
+        samples = interleave(contestants, rounds)
+    finally:
+        pool.close()
+    return [_row(one, samples, numel, threads) for one in samples.values()]
+
+
+def _named(form: str, one: Contestant) -> Contestant:
+    return Contestant(f"{form}: {one.name}", one.isa, one.bytes_per_param, one.seconds)
+
+
+def _row(one: Samples, samples: dict[tuple[str, str], Samples], numel: int, threads: int) -> Row:
+    form, _, name = one.contestant.name.partition(": ")
+    isa = one.contestant.isa
+    limit = samples.get((f"{form}: {who.limit_name(name)}", ""))
+    default = samples.get((f"{DEFAULT}: {name}", isa))
+    return {
+        "name": name,
+        "state": form,
+        "isa": isa,
+        "threads": threads,
+        "numel": numel,
+        "seconds_median": one.median,
+        "seconds_min": one.minimum,
+        "samples": len(one.seconds),
+        "bytes_per_param": one.contestant.bytes_per_param,
+        "gb_per_s": one.contestant.bytes_per_param * numel / one.median / 1e9,
+        "of_limit": limit.ratio_to(one) if limit is not None else None,
+        "ratio_to": f"{DEFAULT} {name}",
+        "ratio": one.ratio_to(default) if default is not None else None,
+    }
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Returns the rows of our kernels as text."""
+    lines = [f"{'state':11} {'operation':24} {'ns/param':>9} {'bytes':>6} {'GB/s':>6} {'of limit':>9} {'x faster':>9}"]
+    for row in rows:
+        if row["isa"]:
+            lines.append(
+                f"{row['state']:11} {row['name']:24} {1e9 * row['seconds_median'] / row['numel']:9.3f} "
+                f"{row['bytes_per_param']:6.1f} {row['gb_per_s']:6.1f} {row['of_limit']:9.2f} {1 / row['ratio']:9.2f}"
+            )
+    return "\n".join(lines)
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Draws the time per parameter of each operation, a bar per setting, with a mark at the memory's limit."""
+    colours = (style.MUTED, style.BLUE, style.ORANGE, style.GREEN)
+    forms = list(dict.fromkeys(row["state"] for row in rows))
+    with style.drawing(path, 11, 4.2) as figure:
+        axes = figure.subplots()
+        width = 0.8 / len(forms)
+        for index, form in enumerate(forms):
+            ours = {row["name"]: row for row in rows if row["state"] == form}
+            places = [place + (index - (len(forms) - 1) / 2) * width for place in range(len(_OPERATIONS))]
+            axes.bar(
+                places,
+                [_nanoseconds(ours[name]) for name in _OPERATIONS],
+                width * 0.9,
+                color=colours[index],
+                label=form,
+            )
+            limits = [_nanoseconds(ours[who.limit_name(name)]) for name in _OPERATIONS]
+            axes.hlines(limits, [x - width / 2 for x in places], [x + width / 2 for x in places], color=style.INK)
+        axes.set_xticks(range(len(_OPERATIONS)), _OPERATIONS)
+        axes.set_ylabel("ns per parameter")
+        axes.grid(axis="x", visible=False)
+        axes.set_title("Time of a pass by setting; lines: the memory's limit for the same bytes")
+        figure.legend(loc="outside right upper")
+
+
+def _nanoseconds(row: Row) -> float:
+    return float(1e9 * row["seconds_median"] / row["numel"])
