@@ -65,17 +65,20 @@ struct WholeMasters {
     Packet<unsigned, width> words;
 
     __device__ static bool is_aligned(const StepPiece& piece) { return cuda::is_aligned(piece.master, width * 4); }
-    __device__ void load(const StepPiece& piece, unsigned long long i) {
-        words.load(static_cast<const unsigned*>(piece.master) + i);
-    }
-    __device__ void store(const StepPiece& piece, unsigned long long i) const {
-        words.store(static_cast<unsigned*>(piece.master) + i);
-    }
+    // Points to the first of them; a split master has two pointers, which cost the kernels of whole ones no register.
+    struct Place {
+        unsigned* words;
+        __device__ Place(const StepPiece& piece, unsigned long long begin)
+            : words(static_cast<unsigned*>(piece.master) + begin) {}
+    };
+
+    __device__ void load(const Place& place, unsigned at) { words.load(place.words + at); }
+    __device__ void store(const Place& place, unsigned at) const { words.store(place.words + at); }
     __device__ unsigned get(unsigned w) const { return words.get(w); }
-    __device__ void set(unsigned w, unsigned word) { words.set(w, word); }
+    __device__ void set(unsigned w, float value) { words.set(w, F32::word(value)); }
     template <typename Published>
-    __device__ static typename Published::Word published(unsigned word) {
-        return Published::word(__uint_as_float(word));
+    __device__ static typename Published::Word published(float value) {
+        return Published::word(value);
     }
 };
 
@@ -87,26 +90,33 @@ struct SplitMasters {
     __device__ static bool is_aligned(const StepPiece& piece) {
         return cuda::is_aligned(piece.master, width * 2) && cuda::is_aligned(piece.upper_halves, width * 2);
     }
-    __device__ void load(const StepPiece& piece, unsigned long long i) {
-        upper.load(piece.upper_halves + i);
-        remainders.load(static_cast<const unsigned short*>(piece.master) + i);
+    struct Place {
+        unsigned short* upper;
+        unsigned short* remainders;
+        __device__ Place(const StepPiece& piece, unsigned long long begin)
+            : upper(piece.upper_halves + begin), remainders(static_cast<unsigned short*>(piece.master) + begin) {}
+    };
+
+    __device__ void load(const Place& place, unsigned at) {
+        upper.load(place.upper + at);
+        remainders.load(place.remainders + at);
     }
-    __device__ void store(const StepPiece& piece, unsigned long long i) const {
-        upper.store(piece.upper_halves + i);
-        remainders.store(static_cast<unsigned short*>(piece.master) + i);
+    __device__ void store(const Place& place, unsigned at) const {
+        upper.store(place.upper + at);
+        remainders.store(place.remainders + at);
     }
     __device__ unsigned get(unsigned w) const {
         const unsigned rest = remainders.get(w);
         return (static_cast<unsigned>(upper.get(w)) << 16) + rest - ((rest & 0x8000u) << 1);
     }
-    __device__ void set(unsigned w, unsigned word) {
-        upper.set(w, published<Bf16>(word));
-        remainders.set(w, static_cast<unsigned short>(word));
+    __device__ void set(unsigned w, float value) {
+        upper.set(w, published<Bf16>(value));
+        remainders.set(w, static_cast<unsigned short>(F32::word(value)));
     }
     // Rounds to nearest, ties away from zero.
     template <typename Published>
-    __device__ static unsigned short published(unsigned word) {
-        return static_cast<unsigned short>((word + 0x8000u) >> 16);
+    __device__ static unsigned short published(float value) {
+        return static_cast<unsigned short>((F32::word(value) + 0x8000u) >> 16);
     }
 };
 
@@ -127,6 +137,7 @@ __device__ inline void step_element(const Scalars& s, float raw, float& master, 
 template <typename Gradient, typename Published, typename Moments, typename Masters, unsigned width, unsigned repeats>
 __device__ inline void step_elements(const StepPiece& piece, unsigned long long begin, unsigned apart) {
     using State = typename Moments::Format;
+    const typename Masters::Place master(piece, begin);
     auto* const exp_avg = static_cast<typename State::Word*>(piece.exp_avg) + begin;
     auto* const exp_avg_sq = static_cast<typename State::Word*>(piece.exp_avg_sq) + begin;
     const auto* const gradient = static_cast<const typename Gradient::Word*>(piece.gradient) + begin;
@@ -137,7 +148,7 @@ __device__ inline void step_elements(const StepPiece& piece, unsigned long long 
     Packet<typename Gradient::Word, width> g[repeats];
 #pragma unroll
     for (unsigned k = 0; k < repeats; ++k) {
-        p[k].load(piece, begin + k * apart);
+        p[k].load(master, k * apart);
         m[k].load(exp_avg + k * apart);
         v[k].load(exp_avg_sq + k * apart);
         g[k].load(gradient + k * apart);
@@ -155,13 +166,12 @@ __device__ inline void step_elements(const StepPiece& piece, unsigned long long 
             float second = State::value(v[k].get(w));
             const auto index = piece.first_index + static_cast<unsigned>(begin + k * apart + w);
             step_element<Moments>(piece.scalars, Gradient::value(g[k].get(w)), next, first, second, index);
-            const unsigned word = F32::word(next);
-            next_p.set(w, word);
+            next_p.set(w, next);
             next_m.set(w, State::word(first));
             next_v.set(w, State::word(second));
-            published.set(w, Masters::template published<Published>(word));
+            published.set(w, Masters::template published<Published>(next));
         }
-        next_p.store(piece, begin + k * apart);
+        next_p.store(master, k * apart);
         next_m.store(exp_avg + k * apart);
         next_v.store(exp_avg_sq + k * apart);
         published.store(parameter + k * apart);

@@ -90,8 +90,7 @@ struct Rig {
 
     RunOfShard run_of(const float* gradient, float* target, std::uint64_t numel) {
         adam::Run run{};
-        for (float** state :
-             {&run.master, reinterpret_cast<float**>(&run.exp_avg), reinterpret_cast<float**>(&run.exp_avg_sq)}) {
+        for (void** state : {&run.master, &run.exp_avg, &run.exp_avg_sq}) {
             states.push_back(std::make_unique<std::vector<float>>(numel, 0.0f));
             *state = states.back()->data();
         }
