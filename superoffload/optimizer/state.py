@@ -124,6 +124,7 @@ class State:
         with self._lifetime.whole():
             self._step.abandon()
             self._engine.quiesce()
+            self._engine.link.await_copies()
             self._params.keep_masters()
             for param, value in values:
                 tracked = self._params[param]
@@ -189,7 +190,7 @@ class State:
         with self._lifetime.whole():
             self._step.abandon()
             self._engine.quiesce()
-            self._engine.link.await_copies()  # or the parameters of the last step would get the loaded values
+            self._engine.link.await_copies()  # or the parameters of the last step might get the loaded values
             found = self.adopt_loaded(read)
         for tracked, values in found:
             self._engine.snapshots.protect([tracked.shard])

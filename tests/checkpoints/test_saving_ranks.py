@@ -41,7 +41,7 @@ from tests.support.rank_processes import (
 from tests.support.saved_ranks import build, step
 
 State = dict[str, Any]
-WAYS = ("fsdp2", "replicas", "shard", "replicate")
+WAYS = ("fsdp2", "replicas", "shard", "replicate", "split masters")
 
 
 def full(value: Any) -> Tensor:
@@ -71,7 +71,7 @@ def save(folder: str, way: str, background: bool) -> State:
         for seed in range(3):
             step(model, optimizer, seed)
         found = everything(model, optimizer)
-        if way == "fsdp2":
+        if way in ("fsdp2", "split masters"):
             model.loss(tokens_of(9, 0)).backward()  # in the middle of a window
         if background:
             saving = checkpoints.save_in_background(folder, model, optimizer, extra={"step": 3}, memory=0)
@@ -111,7 +111,7 @@ def test_any_number_of_ranks_loads_what_any_saved(first: str, background: bool, 
     saved, *others = on_ranks(count, save, folder, first, background)
     assert all(same(saved, other) for other in others)
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
-    for then in ("fsdp2", "shard") if first == "fsdp2" else ("fsdp2",):
+    for then in ("fsdp2", "shard", "split masters") if first == "fsdp2" else ("fsdp2",):
         for found in on_ranks(4 if count == 2 else 2, load, folder, then):
             assert same(found, saved)
     model = net(torch.bfloat16, seed=9, tied=True)
@@ -222,8 +222,8 @@ def test_ranks_and_other_processes_that_save_into_their_folder(tmp_path: Path) -
 class Loop:
     """Trains with the same global batch on any number of ranks."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self.model, options = build("fsdp2", seed, torch.float32)
+    def __init__(self, seed: int = 0, way: str = "fsdp2") -> None:
+        self.model, options = build(way, seed, torch.float32 if way == "fsdp2" else torch.bfloat16)
         self.optimizer = AdamW(
             [p for p in self.model.parameters() if p.requires_grad], lr=3e-3, max_grad_norm=1.0, threads=1,
             model=self.model, **options,
@@ -237,8 +237,8 @@ class Loop:
         return everything(self.model, self.optimizer)
 
 
-def dcp_save(folder: str) -> list[State]:
-    loop = Loop()
+def dcp_save(folder: str, way: str) -> list[State]:
+    loop = Loop(way=way)
     loop.steps(range(3))
     model, optimizer = get_state_dict(loop.model, loop.optimizer)
     state_dict_saver.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
@@ -249,8 +249,8 @@ def dcp_save(folder: str) -> list[State]:
     return found
 
 
-def dcp_load(folder: str) -> list[State]:
-    loop = Loop(seed=4)
+def dcp_load(folder: str, way: str) -> list[State]:
+    loop = Loop(4, way)
     loop.steps(range(20, 21))
     model, optimizer = get_state_dict(loop.model, loop.optimizer)
     values: dict[str, Any] = {"model": model, "optimizer": optimizer}
@@ -264,15 +264,16 @@ def dcp_load(folder: str) -> list[State]:
 
 
 @compat("torch.distributed.checkpoint, with another number of ranks", "fsdp2")
-def test_torch_distributed_checkpoint(tmp_path: Path) -> None:
-    (at_save, at_end), *_ = on_ranks(2, dcp_save, str(tmp_path))
-    for now, then in on_ranks(2, dcp_load, str(tmp_path)):
+@pytest.mark.parametrize("way", ["fsdp2", "split masters"])
+def test_torch_distributed_checkpoint(way: str, tmp_path: Path) -> None:
+    (at_save, at_end), *_ = on_ranks(2, dcp_save, str(tmp_path), way)
+    for now, then in on_ranks(2, dcp_load, str(tmp_path), way):
         assert same(now, at_save) and same(then, at_end)
-    for now, _ in on_ranks(4, dcp_load, str(tmp_path)):
+    for now, _ in on_ranks(4, dcp_load, str(tmp_path), way):
         assert same(now, at_save)
 
 
-def full_state() -> list[bool]:
+def full_state(way: str) -> list[bool]:
     """get_ and set_optimizer_state_dict: full tensors on the CPU, broadcast from the first rank, and sharded."""
     results = []
     for options in (
@@ -280,14 +281,14 @@ def full_state() -> list[bool]:
         StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True),
         StateDictOptions(),
     ):
-        loop = Loop()
+        loop = Loop(way=way)
         loop.steps(range(2))
         read = StateDictOptions(full_state_dict=options.full_state_dict, cpu_offload=options.cpu_offload)
         state = get_optimizer_state_dict(loop.model, loop.optimizer, options=read)
         weights = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
         expected = loop.everything()
         loop.optimizer.close()
-        other = Loop(seed=3)
+        other = Loop(3, way)
         other.model.load_state_dict(weights)
         other.steps(range(9, 10))
         other.model.load_state_dict(weights)
@@ -299,8 +300,9 @@ def full_state() -> list[bool]:
 
 
 @compat("get_optimizer_state_dict and set_optimizer_state_dict", "fsdp2")
-def test_optimizer_state_dict_functions() -> None:
-    assert on_ranks(2, full_state) == [[True, True, True]] * 2
+@pytest.mark.parametrize("way", ["fsdp2", "split masters"])
+def test_optimizer_state_dict_functions(way: str) -> None:
+    assert on_ranks(2, full_state, way) == [[True, True, True]] * 2
 
 
 @compat("get_optimizer_state_dict and set_optimizer_state_dict", "single", "stand_in")

@@ -52,14 +52,15 @@ def train(model: Any, optimizer: AdamW, *, by_hand: bool) -> list[float]:
     return losses
 
 
-def run(kind: str, replicated: str, dtype: torch.dtype, view: bool) -> dict[str, Any]:
+def run(kind: str, replicated: str, dtype: torch.dtype, view: bool, master: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    kinds = {"state_dtype": "bf16", "master_dtype": master}
     for mode in ("always", "never"):
         inner = net(dtype)
         model: nn.Module = inner
         if kind == "ddp":
             model = DistributedDataParallel(inner, bucket_cap_mb=0.005, gradient_as_bucket_view=view)
-        with optimizer_of(model, speculation=mode, replicated=replicated, state_dtype="bf16") as optimizer:
+        with optimizer_of(model, speculation=mode, replicated=replicated, **kinds) as optimizer:
             losses = train(model, optimizer, by_hand=kind == "hand")
             saved = optimizer.state_dict()
             state = [values[name] for values in saved["state"].values() for name in ("master", "exp_avg", "exp_avg_sq")]
@@ -79,11 +80,15 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "hand"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_replicated_and_spread_state_have_the_same_bits(kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "master"),
+    [(torch.float32, "fp32"), (torch.bfloat16, "fp32"), (torch.bfloat16, "split")],
+    ids=["fp32", "bf16", "split"],
+)
+def test_replicated_and_spread_state_have_the_same_bits(kind: str, dtype: torch.dtype, master: str) -> None:
     view = dtype is torch.float32
-    whole = on_ranks(2, run, kind, "replicate", dtype, view)
-    spread = on_ranks(2, run, kind, "shard", dtype, view)
+    whole = on_ranks(2, run, kind, "replicate", dtype, view, master)
+    spread = on_ranks(2, run, kind, "shard", dtype, view, master)
     trained = sum(p.numel() for p in net(dtype).parameters() if p.requires_grad)
     assert [rank["always"]["elements"] for rank in whole] == [trained] * 2
     assert sum(rank["always"]["elements"] for rank in spread) == trained

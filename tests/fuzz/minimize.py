@@ -87,6 +87,7 @@ def _simpler_settings(program: Program) -> Iterator[Program]:
         "journal_width",
         "journal_room",
         "state_dtype",
+        "master_dtype",
         "accumulate_dtype",
         "lr",
     ):

@@ -36,6 +36,7 @@ class Settings:
     journal_width: int | None = None
     journal_room: float | None = None  # bytes per parameter for escapes; None: as built
     state_dtype: str = "fp32"
+    master_dtype: str = "fp32"
     accumulate_dtype: str | None = None
 
 
@@ -100,6 +101,9 @@ def draw_settings(random: Random) -> Settings:
     )
     if drawn.schedule_seed % 3 == 0:  # not drawn, so that every seed keeps its program
         drawn = replace(drawn, accumulate_dtype="fp32")
+    at_first = [dtype for dtype, group in zip(drawn.dtypes, drawn.groups, strict=True) if group < 2]
+    if drawn.schedule_seed % 4 and "bf16" in at_first:  # likewise
+        drawn = replace(drawn, master_dtype="split")
     return drawn
 
 

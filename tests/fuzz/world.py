@@ -57,11 +57,13 @@ class World:
             lr=settings.lr,
             max_grad_norm=settings.max_grad_norm,
             state_dtype=settings.state_dtype,
+            master_dtype=settings.master_dtype,
             accumulate_dtype=settings.accumulate_dtype if hasattr(Tensor, "grad_dtype") else None,
             module=self.net,
             **(self._speculating() if self.speculates else {"speculation": "never", "threads": 1}),
         )
-        self.oracle = None if self.speculates else Oracle(self.optimizer, compares=settings.state_dtype == "fp32")
+        looks = {"compares": settings.state_dtype == "fp32", "split": settings.master_dtype == "split"}
+        self.oracle = None if self.speculates else Oracle(self.optimizer, **looks)
         self.scaler: torch.amp.GradScaler | None = None
         if settings.loss_scale is not None:
             self.scaler = torch.amp.GradScaler("cpu", init_scale=settings.loss_scale, growth_interval=2)

@@ -78,6 +78,10 @@ CASES = {
     "meta": (2, Case(meta=True)),
     "split masters": (2, Case(dtype=torch.bfloat16, policy=BF16, master_dtype="split", micro_batches=2)),
     "four ranks, uneven and empty shards": (4, Case(layers=1, width=5)),
+    "split masters, uneven and empty shards": (
+        4,
+        Case(layers=1, width=5, dtype=torch.bfloat16, master_dtype="split"),
+    ),
     "replicas": (4, Case(replicas=True)),
     "replicas, bf16 state": (4, Case(replicas=True, state_dtype="bf16", dtype=torch.bfloat16, policy=BF16)),
 }

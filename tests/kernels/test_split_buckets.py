@@ -23,11 +23,11 @@ OTHER = cases.HYPERS[1]
 Arrays = dict[str, Any]
 
 
-def split_arrays(length: int = 20) -> Arrays:
+def split_arrays(length: int = 20, seed: int = 700) -> Arrays:
     """What a span with split masters is made of."""
-    old = cases.state("training", length, 700)
+    old = cases.state("training", length, seed)
     shadow, master = halves_of(old.master)
-    gradient = cases.gradient("training", "bf16", length, 703)
+    gradient = cases.gradient("training", "bf16", length, seed + 3)
     return {**old._asdict(), "master": master, "gradient": gradient, "shadow": shadow}
 
 
@@ -219,19 +219,19 @@ def by_worker_threads(work: _native.BucketWork) -> None:
 @pytest.mark.parametrize("two_phases", [by_caller, by_worker_threads])
 def test_every_run_of_a_bucket_keeps_halves_of_its_own(two_phases: Callable[[_native.BucketWork], None]) -> None:
     """Several chunks, whole masters between split ones, and a run without a gradient."""
-    lengths, absent, whole = (70, 70000, 1000, 33, 200), 2, 1
-    pieces = [split_arrays(length) for length in lengths]
-    pieces[whole]["master"] = cases.state("training", lengths[whole], 700).master.copy()
+    lengths, absent, whole = (70, 70000, 1000, 33, 200), 2, 3
+    states = [cases.state("training", length, 720 + 10 * number) for number, length in enumerate(lengths)]
+    pieces = [split_arrays(length, 720 + 10 * number) for number, length in enumerate(lengths)]
+    pieces[whole]["master"] = states[whole].master.copy()
     before = [bits_of(piece) for piece in pieces]
     runs = [run_of(piece, split_master=number != whole) for number, piece in enumerate(pieces)]
     work = _native.BucketWork(runs, 2 * sum(-(-length // 64) * 64 for length in lengths))
     freeze(work, [0 if number == absent else HYPER.step for number in range(len(lengths))])
     two_phases(work)
-    for number, (piece, length) in enumerate(zip(pieces, lengths, strict=True)):
+    for number, (piece, old) in enumerate(zip(pieces, states, strict=True)):
         if number == absent:
             assert bits_of(piece) == before[number]
             continue
-        old = cases.state("training", length, 700)
         stepped = adam.step(*old, piece["gradient"], "bf16" if number == whole else "split", HYPER)
         master = piece["master"] if number == whole else join(piece["shadow"], piece["master"])
         assert_state(State(master, piece["exp_avg"], piece["exp_avg_sq"]), State(*stepped[:3]), f"run {number}")

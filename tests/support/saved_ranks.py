@@ -18,8 +18,9 @@ from tests.support.rank_processes import (
 
 def build(way: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> tuple[Net, dict[str, Any]]:
     model = net(dtype, seed=seed, tied=True)
-    if way in ("fsdp2", "replicas"):
-        return shard(model, flat_mesh() if way == "fsdp2" else replica_mesh()), {}
+    if way in ("fsdp2", "replicas", "split masters"):
+        mesh = replica_mesh() if way == "replicas" else flat_mesh()
+        return shard(model, mesh), {"master_dtype": "split"} if way == "split masters" else {}
     return model, {"replicated": way}
 
 

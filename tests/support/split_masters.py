@@ -10,6 +10,7 @@ from torch import Tensor
 
 from superoffload import AdamW
 from superoffload.engine.bucket import Shard
+from superoffload.host.tensors import is_dtensor
 
 SPLIT: dict[str, Any] = {"master_dtype": "split"}
 # Bits of fp32 masters at a tie between two bf16 values, of which the upper halves are even and odd, of both signs; and
@@ -56,8 +57,9 @@ def assert_split(optimizer: AdamW) -> None:
     """bf16 parameters are the upper halves of their masters; the state shows these in fp32. Others have whole ones."""
     for param, state in optimizer.state.items():
         shard, holding = shard_of(optimizer, param), optimizer.holding_of(param)
-        master = holding.part(state["master"])
-        assert master.dtype is torch.float32 and state["master"].shape == param.shape
+        spread = holding.kind == "spread"  # then the state is that of this rank's part alone
+        master = state["master"] if spread else holding.part(state["master"])
+        assert master.dtype is torch.float32 and (spread or state["master"].shape == param.shape)
         if param.dtype is not torch.bfloat16:
             assert shard.upper is None and shard.master.dtype is torch.float32
             continue
@@ -81,9 +83,15 @@ def tied(optimizer: AdamW, model: Any) -> list[Tensor]:
     """Gives the model's parameters values at ties, rounded to even as by torch, and loads the masters; returns them."""
     masters = []
     for param in model.parameters():
+        if not param.requires_grad:
+            continue
         master = masters_of(ODD_BITS, param.numel()).view(param.shape)
         with torch.no_grad():
-            param.copy_(master)
+            if is_dtensor(param):
+                holding = optimizer.holding_of(param)
+                holding.part(param).copy_(holding.part_of_whole(master))
+            else:
+                param.copy_(master)
         masters.append(master)
     optimizer.load_masters(masters)
     return masters
