@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,11 +124,12 @@ def write_part(part: Part, named: Named, writing: Path, snapshot: Snapshot | Non
         assert file is not None
         shard, param, holding = part.shards[index]
         stored = holding.in_own_order(values.master, param.shape)
-        upper = holding.in_own_order(torch.cat(values.halves), param.shape) if values.halves else None
+        halves = values.halves if holding.order is None or not values.halves else (torch.cat(values.halves),)
+        upper = [holding.in_own_order(half, param.shape) for half in halves]
         file.write(MASTER + shard, _masters(stored, upper))
         file.write(EXP_AVG + shard, flat_runs(holding.in_own_order(values.exp_avg, param.shape)))
         file.write(EXP_AVG_SQ + shard, flat_runs(holding.in_own_order(values.exp_avg_sq, param.shape)))
-        file.write(MODEL + shard, (run.to(param.dtype) for run in flat_runs(stored if upper is None else upper)))
+        file.write(MODEL + shard, (run.to(param.dtype) for part in upper or [stored] for run in flat_runs(part)))
 
     # With several ranks each save has its own mark, by which a rank recognizes its file.
     mark = {"save": writing.name.rpartition("-")[2]} if len(named.ranks) > 1 else {}
@@ -151,11 +152,14 @@ def write_part(part: Part, named: Named, writing: Path, snapshot: Snapshot | Non
     return Written(file.header, {"files": files, "tensors": tensors})
 
 
-def _masters(stored: Tensor, upper: Tensor | None) -> Iterator[Tensor]:
+def _masters(stored: Tensor, upper: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yields masters in fp32; with ``upper``, ``stored`` has the remainders of split ones."""
-    if upper is None:
-        return flat_runs(stored)
-    return map(join, flat_runs(upper), flat_runs(stored))
+    if not upper:
+        yield from flat_runs(stored)
+    at = 0
+    for half in upper:
+        yield from map(join, flat_runs(half), flat_runs(stored[at : at + half.numel()]))
+        at += half.numel()
 
 
 def _sha256(data: bytes) -> str:

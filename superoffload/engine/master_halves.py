@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from superoffload.host.bits import WORD
 from superoffload.host.memory import host_empty
 
 
@@ -25,14 +26,14 @@ def split(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def join(upper: Tensor, remainders: Tensor) -> Tensor:
     """Returns float32 masters on the device of ``remainders``, from the bfloat16 upper halves."""
-    words = upper.to(remainders.device, copy=True).view(torch.int16).to(torch.int32) << 16
-    return (words + remainders.to(torch.int32)).view(torch.float32)
+    words = upper.to(remainders.device).view(torch.int16).to(torch.int32)
+    return words.bitwise_left_shift_(16).add_(remainders).view(torch.float32)
 
 
 def is_rounded(published: Tensor, values: Tensor) -> Tensor:
     """Tells, element by element, whether ``published`` is round(``values``), by bits. At a tie both neighbours are: a
     whole master publishes the even one, a split master the one away from zero. A NaN only equals the same NaN."""
-    word = torch.int32 if published.dtype == torch.float32 else torch.int16
+    word = WORD[published.dtype]
     same = published.view(word) == values.to(published.dtype).view(word)
     if published.dtype == torch.bfloat16 and not bool(same.all()):
         same |= published.view(word) == split(values)[0].contiguous().view(word)

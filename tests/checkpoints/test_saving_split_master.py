@@ -19,7 +19,7 @@ from superoffload.checkpoints import safetensors
 from superoffload.checkpoints.safetensors import TensorFile, TensorReader
 from superoffload.engine.speculation_schedule import Schedule
 from superoffload.optimizer import state_dict
-from tests.support.adamw_training import batch, model_of, train
+from tests.support.adamw_training import TorchAdamW, batch, model_of, train
 from tests.support.saved_runs import TENSORS
 from tests.support.split_masters import (
     SPLIT,
@@ -205,8 +205,8 @@ def test_saved_while_a_two_phase_step_settles(tmp_path: Path) -> None:
 def test_state_of_torchs_own_adamw() -> None:
     """It has no masters and moments in bf16: the parameters are the masters."""
     model, other = model_of(torch.bfloat16), model_of(torch.bfloat16, seed=4)
-    theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    train(model, theirs, range(3))  # type: ignore[arg-type]
+    theirs = TorchAdamW(model.parameters(), lr=1e-2)
+    train(model, theirs, range(3))
     with AdamW(other.parameters(), threads=1, **SPLIT) as ours:
         train(other, ours, range(2))
         ours.load_state_dict(theirs.state_dict())
@@ -225,9 +225,9 @@ def test_state_of_torchs_own_adamw() -> None:
 
 def test_a_parameter_without_state_in_the_checkpoint_begins_anew() -> None:
     model, other = model_of(torch.bfloat16), model_of(torch.bfloat16, seed=4)
-    theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    theirs = TorchAdamW(model.parameters(), lr=1e-2)
     first = next(model.parameters()).requires_grad_(False)
-    train(model, theirs, range(2))  # type: ignore[arg-type]
+    train(model, theirs, range(2))
     assert first not in theirs.state
     with AdamW(other.parameters(), threads=1, **SPLIT) as ours:
         train(other, ours, range(3))

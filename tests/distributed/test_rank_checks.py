@@ -311,12 +311,12 @@ def test_a_step_costs_one_exchange_of_at_most_128_bytes() -> None:
         assert all(0 < count <= 128 for count in counts[3:])
 
 
-def check_seconds() -> list[float]:
+def check_seconds(master: str) -> list[float]:
     """Of a light check's own work: the probe, for 16 Mi parameters in one tensor."""
     from superoffload.distributed.held import probe, units_of
 
     param = torch.nn.Parameter(torch.zeros(1 << 24, dtype=torch.bfloat16))
-    with optimizer_of(torch.nn.ParameterList([param])) as optimizer:
+    with optimizer_of(torch.nn.ParameterList([param]), master_dtype=master, bucket_numel=None) as optimizer:
         session = optimizer._ranks.session
         assert session is not None
         units = units_of(session.held)
@@ -328,9 +328,10 @@ def check_seconds() -> list[float]:
     return sorted(took)
 
 
-def test_a_probe_does_not_grow_with_the_model() -> None:
+@pytest.mark.parametrize("master", ["fp32", "split"])
+def test_a_probe_does_not_grow_with_the_model(master: str) -> None:
     """It reads 64 Ki elements; a step of that many parameters takes tens of milliseconds."""
-    assert min(took[0] for took in on_ranks(2, check_seconds)) < 0.01
+    assert min(took[0] for took in on_ranks(2, check_seconds, master)) < 0.01
 
 
 @pytest.mark.parametrize(

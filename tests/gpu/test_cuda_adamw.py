@@ -67,6 +67,25 @@ def test_delivery_on_demand_changes_no_bit(device: str, speculation: str) -> Non
     assert repr(run.losses) == repr(eager.losses), "every forward has read the new parameters"
 
 
+@with_stand_in
+@pytest.mark.parametrize("placement", [None, {"gpu_fraction": 0.5}], ids=str)
+@pytest.mark.parametrize("speculation", MODES)
+def test_split_masters_have_the_bits_of_the_synchronous_cpu_run(
+    device: str, speculation: str, placement: dict[str, float] | None
+) -> None:
+    """Their upper halves are in pinned memory, and on the device those of resident parameters."""
+    if placement is not None and device == "cpu":
+        pytest.skip("needs an accelerator: placement= keeps state there")
+
+    def look(model: Any, optimizer: Any) -> None:
+        assert all(optimizer.tracked(param).shard.upper is not None for param in model.parameters())
+
+    options: dict[str, Any] = {"master_dtype": "split", "before_step": look}
+    run = train(device, torch.bfloat16, speculation=speculation, placement=placement, **options)
+    assert run.bits() == train("cpu", torch.bfloat16, speculation="never", **options).bits()
+    assert (run.stats["params_on_device"] > 0) == (placement is not None)
+
+
 @devices
 def test_kept_gradients_may_be_edited(device: str) -> None:
     """Clipping by hand is seen, undone and stepped anew."""

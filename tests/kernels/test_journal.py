@@ -200,17 +200,18 @@ def test_an_escape_in_every_single_lane(isa: str, width: int) -> None:
 @each_isa
 @each_width
 @pytest.mark.parametrize("kind", cases.KINDS)
-def test_a_full_arena_is_reported_with_nothing_changed(isa: str, width: int, kind: str) -> None:
+@pytest.mark.parametrize("published", ["bf16", "split"])
+def test_a_full_arena_is_reported_with_nothing_changed(isa: str, width: int, kind: str, published: str) -> None:
     """For any arena size: either there is room and undo is exact, or master and moments are as they were."""
     with kernels.using_isa(isa):
         for length in (1, 40, 1500):
             old = cases.state(kind, length, 460)
             gradient = cases.gradient(kind, "bf16", length, 463)
             hyper = Hyper(0.5, 0.0, 0.9, 1e-8, 2.0, 7)
-            stepped = adam.step(*old, gradient, "bf16", hyper)
+            stepped = adam.step(*old, gradient, published, hyper)
             outcomes = []
             for arena_bytes in range(0, 24 * length + 400, max(8, length // 5)):
-                guarded = GuardedSpan(old, gradient, "bf16", start=1, arena_bytes=arena_bytes)
+                guarded = GuardedSpan(old, gradient, published, start=1, arena_bytes=arena_bytes)
                 outcomes.append(guarded.span.step_journaled(kernel_hyper(hyper), width=width))
                 context = f"length {length}, arena of {arena_bytes} bytes"
                 if outcomes[-1]:

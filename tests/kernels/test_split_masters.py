@@ -230,31 +230,6 @@ def test_journaled_step_undo_and_replay(isa: str, mode: str, moments: str, width
 
 
 @each_isa
-@each_moments
-@each_width
-@pytest.mark.parametrize("kind", cases.KINDS)
-def test_a_full_arena_is_reported_with_nothing_changed(isa: str, moments: str, width: int, kind: str) -> None:
-    hyper = Hyper(0.5, 0.0, 0.9, 1e-8, 2.0, 7)
-    with kernels.using_isa(isa):
-        for length in (1, 40, 1500):
-            old = with_moments(cases.state(kind, length, 630), moments)
-            gradient = cases.gradient(kind, "bf16", length, 633)
-            trial = Trial(f"length {length}", old, gradient, hyper, hyper, 1, 0, moments)
-            stepped = trial.stepped
-            outcomes = []
-            for arena_bytes in range(0, 24 * length + 400, max(8, length // 3)):
-                guarded = trial.span(arena_bytes=arena_bytes)
-                context = f"length {length}, arena of {arena_bytes} bytes"
-                outcomes.append(guarded.span.step_journaled(kernel_hyper(hyper), width=width))
-                if outcomes[-1]:
-                    expect(guarded, stepped, context)
-                    guarded.span.undo()
-                assert_state(guarded.state, old, context)
-                guarded.check(context)
-            assert not outcomes[0] and outcomes[-1] and outcomes == sorted(outcomes), "room must grow with the arena"
-
-
-@each_isa
 @each_mode
 @each_moments
 def test_masters_have_the_bits_of_whole_ones_and_shadows_differ_at_ties(isa: str, mode: str, moments: str) -> None:

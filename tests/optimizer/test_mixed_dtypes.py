@@ -12,24 +12,8 @@ from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.engine.speculation_schedule import MODES
-from tests.support.adamw_training import batch, model_of
+from tests.support.adamw_training import Mixed, batch, model_of
 from tests.support.compatibility import compat
-
-
-class Mixed(nn.Module):
-    """bfloat16 layers around a float32 norm and a float16 head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.body = nn.Linear(16, 48).bfloat16()
-        self.norm = nn.LayerNorm(48)
-        self.head = nn.Linear(48, 4).half()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(torch.tanh(self.body(x.bfloat16())).float())
-        found: Tensor = self.head(x.half()).float()
-        return found
 
 
 class Masters:

@@ -14,28 +14,13 @@ from torch import Tensor, nn
 from superoffload import AdamW
 from superoffload.engine.speculation_schedule import Schedule
 from superoffload.errors import ArgumentError
-from tests.support.adamw_training import assert_worker_threads, batch, check_counters, model_of, worker_threads
+from tests.support.adamw_training import Mixed, assert_worker_threads, batch, check_counters, model_of, worker_threads
 from tests.support.link_runs import wide_model
 from tests.support.split_masters import SPLIT, assert_split, shard_of
 
 # The schedule, and the share of what was not speculated that is published first and settled later.
 WAYS = {"never": ("never", 0.0), "always": ("always", 0.0), "adaptive": ("adaptive", 0.0), "two": ("always", 1.0)}
 Look = Callable[[AdamW], None]
-
-
-class Mixed(nn.Module):
-    """bfloat16 layers around a float32 norm and a float16 head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.body = nn.Linear(16, 48).bfloat16()
-        self.norm = nn.LayerNorm(48)
-        self.head = nn.Linear(48, 4).half()
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.norm(torch.tanh(self.body(x.bfloat16())).float()).half()).float()
-        return found
 
 
 class Reordered(nn.Module):

@@ -6,7 +6,8 @@ arrays of its own, against the memory's limit for the bytes that it moves, and a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from superoffload.errors import ArgumentError
 from superoffload.tools.bench import contestants as who
 from superoffload.tools.bench.timing import Contestant, Rounds, Samples, interleave
 from superoffload.tools.bench.workload import BYTES_PER_PARAM, Workload
+from superoffload.tools.doctor.memory_limit import MemoryLimit
 from superoffload.tools.report import style
 
 Row = dict[str, Any]
@@ -65,12 +67,16 @@ def run_forms(numel: int, threads: int, isa: str, forms: Sequence[str], rounds: 
         for name in forms:
             workload = Workload(numel, pool, FORMS[name].moments, split=FORMS[name].split)
             limits, found = who.limits(workload, cpus)
-            ours = who.OurKernels(workload, pool, isa).contestants(lambda row, found=found: found[row].bytes_per_param)  # type: ignore[misc]
+            ours = who.OurKernels(workload, pool, isa).contestants(partial(_bytes_moved, found))
             contestants += [_named(name, one) for one in (*limits, *ours)]
         samples = interleave(contestants, rounds)
     finally:
         pool.close()
     return [_row(one, samples, numel, threads) for one in samples.values()]
+
+
+def _bytes_moved(limits: Mapping[str, MemoryLimit], row: str) -> float:
+    return limits[row].bytes_per_param
 
 
 def _named(form: str, one: Contestant) -> Contestant:
