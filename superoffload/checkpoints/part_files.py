@@ -124,12 +124,13 @@ def write_part(part: Part, named: Named, writing: Path, snapshot: Snapshot | Non
         assert file is not None
         shard, param, holding = part.shards[index]
         stored = holding.in_own_order(values.master, param.shape)
-        halves = values.halves if holding.order is None or not values.halves else (torch.cat(values.halves),)
-        upper = [holding.in_own_order(half, param.shape) for half in halves]
+        upper = values.halves
+        if upper and holding.order is not None:  # a file has another order than its memory, also across runs
+            upper = (holding.in_own_order(torch.cat(upper), param.shape),)
         file.write(MASTER + shard, _masters(stored, upper))
         file.write(EXP_AVG + shard, flat_runs(holding.in_own_order(values.exp_avg, param.shape)))
         file.write(EXP_AVG_SQ + shard, flat_runs(holding.in_own_order(values.exp_avg_sq, param.shape)))
-        file.write(MODEL + shard, (run.to(param.dtype) for part in upper or [stored] for run in flat_runs(part)))
+        file.write(MODEL + shard, (run.to(param.dtype) for half in upper or (stored,) for run in flat_runs(half)))
 
     # With several ranks each save has its own mark, by which a rank recognizes its file.
     mark = {"save": writing.name.rpartition("-")[2]} if len(named.ranks) > 1 else {}

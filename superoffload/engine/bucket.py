@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.engine.master_halves import UpperHalves, join, split
+from superoffload.engine.master_halves import UpperHalves, join
 from superoffload.engine.resident_work import ResidentWork
 from superoffload.errors import StateError
 
@@ -125,11 +125,11 @@ class Shard:
 
     def write_masters(self, values: Tensor, at: int = 0) -> None:
         """Overwrites the masters from ``at`` on by flat float32 ``values``."""
-        remainders = values
-        if self.upper is not None:
-            halves, remainders = split(values)
-            self.upper.write(at, halves)
-        self.master[at : at + values.numel()].copy_(remainders)
+        stored = self.master[at : at + values.numel()]
+        if self.upper is None:
+            stored.copy_(values)
+        else:
+            self.upper.write(at, values, remainders=stored)
 
     def splits_master(self) -> None:
         """Begins with the published values as masters: ``master``, the remainders, must be zero."""

@@ -14,6 +14,8 @@ from torch import Tensor
 from superoffload.host.bits import WORD
 from superoffload.host.memory import host_empty
 
+_AT_ONCE = 1 << 17  # masters to split at a time, so that a load needs little memory beside them
+
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the upper halves (bfloat16) and the remainders (int16) of flat float32 ``values``; NaN has one pattern.
@@ -77,15 +79,22 @@ class UpperHalves:
         read = [part.memory[(phase - part.first) % stride :: stride] for part in self._parts]
         return read[0] if len(read) == 1 else torch.cat(read)
 
-    def write(self, at: int, values: Tensor) -> None:
-        """Overwrites those from ``at`` on."""
+    def write(self, at: int, values: Tensor, *, remainders: Tensor) -> None:
+        """Splits flat float32 ``values``, overwrites the halves from ``at`` on, and fills ``remainders``."""
         if any(part.lent for part in self._parts):  # memory for the shadow was refused so far
             self.gather()
-        end = at + values.numel()
+        for begin in range(0, values.numel(), _AT_ONCE):
+            end = begin + _AT_ONCE
+            halves, rest = split(values[begin:end])
+            remainders[begin:end].copy_(rest)
+            self._overwrite(at + begin, halves)
+
+    def _overwrite(self, at: int, halves: Tensor) -> None:
+        end = at + halves.numel()
         for part in self._parts:
             first, last = max(at, part.first), min(end, part.end)
             if first < last:
-                part.cut(first, last).memory.copy_(values[first - at : last - at])
+                part.cut(first, last).memory.copy_(halves[first - at : last - at])
 
     def move_in(self, start: int, memory: Tensor) -> None:
         """Copies those from ``start`` on to ``memory`` and keeps them there from now on."""

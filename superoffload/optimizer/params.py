@@ -25,7 +25,8 @@ from superoffload.optimizer.tracked_param import TrackedParam, remember_values
 class StateOfSplitMaster(UserDict[str, Tensor]):
     """Shows the state of a parameter whose master is split: each read of ``"master"`` makes a copy in fp32.
 
-    It keeps no copy, also where a framework puts one back: Lightning reads and writes every entry.
+    It keeps no copy, also where a framework puts one back: Lightning reads and writes every entry. Its own copies and
+    pickles are plain dictionaries of that moment.
     """
 
     def __init__(self, rest: Mapping[str, Tensor], read_master: Callable[[], Tensor]) -> None:
@@ -37,6 +38,12 @@ class StateOfSplitMaster(UserDict[str, Tensor]):
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         super().__setitem__(name, torch.empty(0) if name == "master" else value)
+
+    def __copy__(self) -> Any:
+        return dict(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
 
 
 class StateViews:

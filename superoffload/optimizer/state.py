@@ -124,7 +124,7 @@ class State:
         with self._lifetime.whole():
             self._step.abandon()
             self._engine.quiesce()
-            self._engine.link.await_copies()
+            self._engine.link.await_copies()  # as in a load
             self._params.keep_masters()
             for param, value in values:
                 tracked = self._params[param]

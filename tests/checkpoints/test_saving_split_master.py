@@ -19,7 +19,7 @@ from superoffload.checkpoints import safetensors
 from superoffload.checkpoints.safetensors import TensorFile, TensorReader
 from superoffload.engine.speculation_schedule import Schedule
 from superoffload.optimizer import state_dict
-from tests.support.adamw_training import TorchAdamW, batch, model_of, train
+from tests.support.adamw_training import Reordered, TorchAdamW, batch, model_of, train
 from tests.support.saved_runs import TENSORS
 from tests.support.split_masters import (
     SPLIT,
@@ -197,6 +197,22 @@ def test_saved_while_a_two_phase_step_settles(tmp_path: Path) -> None:
             optimizer.zero_grad()
             checkpoints.load(saving.wait(60), other, loaded)
             assert loaded.state_digests() == optimizer.state_digests()
+
+
+def test_parameters_in_another_order_of_memory(tmp_path: Path) -> None:
+    """A file has the order of their dimensions, also where upper halves are in several buckets."""
+    model, other = Reordered(channels=600), Reordered(channels=600)
+    with AdamW(model.parameters(), threads=1, bucket_numel=1024, lr=1e-2, **SPLIT) as optimizer:
+        train(model, optimizer, range(3))
+        assert any(len(upper.parts) > 1 for upper in (shard.upper for shard in optimizer._engine.shards) if upper)
+        checkpoints.save(tmp_path / "a", model, optimizer)
+        weight: Any = other.conv.weight
+        weight.data = weight.detach().contiguous()
+        with AdamW(other.parameters(), threads=1) as whole:
+            checkpoints.load(tmp_path / "a", other, whole)
+            assert same_states(state_of(whole), state_of(optimizer))
+            for one, mine in zip(model.parameters(), other.parameters(), strict=True):
+                assert same_bits(one.detach(), mine.detach())
 
 
 # ---- torch's own --------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,29 +16,21 @@ from torch import Tensor, nn
 from superoffload import AdamW
 from superoffload.engine.speculation_schedule import Schedule
 from superoffload.errors import ArgumentError
-from tests.support.adamw_training import Mixed, assert_worker_threads, batch, check_counters, model_of, worker_threads
+from tests.support.adamw_training import (
+    Mixed,
+    Reordered,
+    assert_worker_threads,
+    batch,
+    check_counters,
+    model_of,
+    worker_threads,
+)
 from tests.support.link_runs import wide_model
 from tests.support.split_masters import SPLIT, assert_split, shard_of
 
 # The schedule, and the share of what was not speculated that is published first and settled later.
 WAYS = {"never": ("never", 0.0), "always": ("always", 0.0), "adaptive": ("adaptive", 0.0), "two": ("always", 1.0)}
 Look = Callable[[AdamW], None]
-
-
-class Reordered(nn.Module):
-    """A convolution in channels_last, and a transposed weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.conv = nn.Conv2d(4, 24, 2, bias=False).bfloat16()
-        weight: Any = self.conv.weight
-        weight.data = weight.detach().contiguous(memory_format=torch.channels_last)
-        self.last = nn.ParameterList([nn.Parameter(torch.randn(4, 24).bfloat16().t())])
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = torch.tanh(self.conv(x.view(-1, 4, 2, 2)).flatten(1)) @ self.last[0]
-        return found
 
 
 def small_model() -> nn.Module:
@@ -235,6 +229,24 @@ def test_what_is_kept_of_each_parameter(steps: int) -> None:
         for state in optimizer.state.values():
             one, other = state["master"], state["master"]
             assert one.data_ptr() != other.data_ptr(), "copies, of which none is kept"
+
+
+def test_copies_and_pickles_of_the_state_are_of_their_moment() -> None:
+    model = small_model()
+    with made(model, "always") as optimizer:
+        backward(model, 0)
+        optimizer.step()
+        state = next(iter(optimizer.state.values()))
+        then = {name: value.clone() for name, value in state.items()}
+        shallow = {**copy.copy(state), "exp_avg": then["exp_avg"]}  # moments are the tensors that are stepped
+        copies = [copy.deepcopy(state), pickle.loads(pickle.dumps(state)), shallow]
+        optimizer.zero_grad()
+        backward(model, 1)
+        optimizer.step()
+        assert not torch.equal(state["master"], then["master"])
+        for one in copies:
+            assert type(one) is dict and set(one) == set(then)
+            assert torch.equal(one["master"], then["master"]) and torch.equal(one["exp_avg"], then["exp_avg"])
 
 
 def test_a_copy_that_is_put_back_is_not_kept() -> None:

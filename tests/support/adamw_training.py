@@ -82,6 +82,22 @@ class Mixed(nn.Module):
         return found
 
 
+class Reordered(nn.Module):
+    """A convolution in channels_last, and a transposed weight."""
+
+    def __init__(self, channels: int = 24) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.conv = nn.Conv2d(4, channels, 2, bias=False).bfloat16()
+        weight: Any = self.conv.weight
+        weight.data = weight.detach().contiguous(memory_format=torch.channels_last)
+        self.last = nn.ParameterList([nn.Parameter(torch.randn(4, channels).bfloat16().t())])
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = torch.tanh(self.conv(x.view(-1, 4, 2, 2)).flatten(1)) @ self.last[0]
+        return found
+
+
 def batch(model: nn.Module, seed: int, scale: float = 1.0) -> Tensor:
     """The loss of a random batch; the same for the same weights and seed."""
     generator = torch.Generator().manual_seed(seed)

@@ -121,6 +121,8 @@ def test_memory_limit_of_a_container(tmp_path: Path, files: Mapping[str, str], l
     if limit is None:
         assert memory_limit(system) is None and found.facts["usable_bytes"] == 60000000 * 1024
         assert warnings_of(found) == []
+        room = "3.3 B bf16 parameters (18.5 bytes each); with bf16 moments and split masters 4.9 B (12.5)"
+        assert any(room in said.text for said in found.findings), "of 60,000,000 KiB"
     else:
         assert found.facts["usable_bytes"] == GIB
         assert "only 1.00 GiB" in one_warning(found) and "container's memory limit" in one_warning(found)

@@ -29,7 +29,9 @@ from tests.support.fake_cuda_training import moves_behind_the_stream, training
 from tests.support.link_runs import LATE, deep_model
 from tests.support.split_masters import (
     SPLIT,
+    TIES,
     assert_split,
+    masters_of,
     same_bits,
     same_states,
     shard_of,
@@ -272,6 +274,35 @@ def test_memory_that_is_refused_leaves_the_halves(fake: Fake) -> None:
 # ---- loading, saving, closing -----------------------------------------------------------------------------------
 
 
+def way_up(optimizer: AdamW) -> int:
+    """The stream that parameters travel on."""
+    link = optimizer._engine.link
+    assert isinstance(link, LateLink)
+    return link.roles["up"]
+
+
+def test_masters_that_are_given_do_not_reach_parameters_on_their_way(fake: Fake) -> None:
+    """Of masters at ties the upper half is the other neighbour than the parameter, which only a step may change."""
+    with training(fake, speculation="never", lr=0.0, weight_decay=0.0, **SPLIT) as (model, optimizer):
+        masters = [masters_of(TIES, param.numel()).view(param.shape) for param in model.parameters()]
+        with torch.no_grad():
+            for param, master in zip(model.parameters(), masters, strict=True):
+                param.copy_(master)
+        optimizer.refresh_masters()
+        before = weights(model).clone()
+        optimizer.zero_grad()
+        batch(model, 0).backward()
+        up = way_up(optimizer)
+        fake.sleep(50_000, up)
+        optimizer.step()
+        optimizer.load_masters(masters)
+        fake.synchronize(up)
+        fake.synchronize()
+        assert same_bits(weights(model), before)
+        given = torch.cat([master.flatten() for master in masters])
+        assert same_bits(torch.cat([state["master"].flatten() for state in optimizer.state.values()]), given)
+
+
 @pytest.mark.parametrize("mode", ["always", "never"])
 def test_a_load_does_not_reach_parameters_that_are_on_their_way(fake: Fake, mode: str) -> None:
     """The shadow is half of the masters that are loaded, and the device has still to read it."""
@@ -280,9 +311,7 @@ def test_a_load_does_not_reach_parameters_that_are_on_their_way(fake: Fake, mode
         train(model, optimizer, range(2, 6))
         optimizer.zero_grad()
         batch(model, 6).backward()
-        link = optimizer._engine.link
-        assert isinstance(link, LateLink)
-        up = link.roles["up"]
+        up = way_up(optimizer)
         fake.sleep(50_000, up)
         optimizer.step()
         optimizer.load_state_dict(saved)
