@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -14,6 +15,12 @@ from superoffload.errors import DeviceError, HostMemoryError
 from superoffload.host.system import System, largest_cache_bytes
 
 _NO_MEMORY = 2  # cudaErrorMemoryAllocation
+
+# A kernel walks about seven arrays at once. If their addresses end in the same 12 bits, as those of large allocations
+# do, their lines compete for the same few places of the nearest cache, and loads wait for stores that they have
+# nothing to do with: 1.3 to 1.7 x the time. So large arrays start at different cache lines of their pages.
+_SPREAD_FROM = 1 << 20  # bytes
+_starts = cycle(range(0, 16 * 13 * 64, 13 * 64))
 
 BYTES_PER_PARAM = 18  # at least this much is touched by a step: master, moments, packed gradient, shadow, journal
 
@@ -29,8 +36,9 @@ def refused(nbytes: int, what: str) -> HostMemoryError:
 
 def host_empty(numel: int, dtype: torch.dtype, what: str = "optimizer state or buckets") -> Tensor:
     """Makes a flat CPU tensor with undefined values, on huge pages if available. ``what`` is for the error."""
+    start = next(_starts) // dtype.itemsize if numel * dtype.itemsize >= _SPREAD_FROM else 0
     try:
-        tensor = torch.empty(numel, dtype=dtype)
+        tensor = torch.empty(start + numel, dtype=dtype)[start:]
     except RuntimeError as error:
         raise refused(numel * dtype.itemsize, what) from error
     _native.prefer_huge_pages(tensor.data_ptr(), tensor.numel() * tensor.element_size())

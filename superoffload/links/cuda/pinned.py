@@ -12,6 +12,7 @@ from superoffload import _native
 from superoffload.host.processors import allowed_cpus
 
 ALIGN = 256
+_SPREAD_FROM, _SPREAD = 1 << 20, 5 * ALIGN  # bytes: large arrays start at different lines (superoffload/host/memory.py)
 LARGEST_REGISTRATION = 1 << 36  # bytes; some drivers fail when hundreds of GiB are registered at once
 _TOUCHING_THREADS = 16
 _NODES = Path("/sys/devices/system/node")
@@ -89,8 +90,9 @@ class PinnedArena:
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Makes a flat tensor with undefined values. It keeps the memory alive; no copy crosses two registrations."""
-        start = place(self._used, numel * dtype.itemsize, self._memory.chunk)
-        self._used = start + numel * dtype.itemsize
+        nbytes = numel * dtype.itemsize
+        start = place(self._used + (_SPREAD if nbytes >= _SPREAD_FROM else 0), nbytes, self._memory.chunk)
+        self._used = start + nbytes
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
 
     def reset(self) -> None:
