@@ -24,6 +24,7 @@ _NEEDS_PACKAGE = {"deepspeed": "deepspeed"}
 _QUICK = {
     "deepspeed": "--ranks 1 --width 64 --layers 1 --tokens 16 --rounds 1 --steps 1 --clip off",
     "journal": "--steps 20 --factors 1 10",
+    "memory": "--numel 1e8 --steps 20",
     "ranks": "--hidden 64 --layers 1 --rows 2 --rounds 1 --steps 1",
     "state": "--steps 20 --seeds 1",
 }

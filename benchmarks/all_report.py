@@ -54,6 +54,12 @@ def _of_journal(result: Row) -> str:
     return f"bytes per parameter: {', '.join(shown)}"
 
 
+def _of_memory(result: Row) -> str:
+    return ", ".join(
+        f"{row['resident_bytes_per_param']:.2f} bytes per parameter ({row['name']})" for row in result["rows"]
+    )
+
+
 def _of_state(result: Row) -> str:
     return f"bf16 minus fp32 moments: {result['mean_difference']:+.4f} nats per byte"
 
@@ -83,6 +89,7 @@ def _of_suite(result: Row) -> str:
 _HEADLINES = {
     "adam": _of_adam,
     "journal": _of_journal,
+    "memory": _of_memory,
     "state": _of_state,
     "ranks": _of_ranks,
     "link": _of_link,

@@ -36,9 +36,9 @@ def run(args: argparse.Namespace) -> int:
         lambda config, corpus, on_step: {"rows": run_journal(config, corpus, args.factors, on_step)},
         plot_journal,
     )
-    print(f"{'run':36} {'mean B/param':>12} {'largest':>8} {'overflows':>9} {'replayed':>8}   after step 10")
+    print(f"{'run':36} {'mean B/param':>12} {'largest':>8} {'overflows':>9} {'reserved':>8}   after step 10")
     for row in report["rows"]:
         mean, largest = row["mean_after_step_10"], row["largest_after_step_10"]
         sizes = f"{mean:>12.3f} {largest:>8.3f}" if mean is not None else f"{'-':>12} {'-':>8}"
-        print(f"{row['name']:36} {sizes} {row['journal_overflows']:>9} {row['buckets_replayed']:>8}")
+        print(f"{row['name']:36} {sizes} {row['overflows_after_step_10']:>9} {row['reserved_bytes_per_param']:>8.2f}")
     return 0

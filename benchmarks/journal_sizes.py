@@ -45,12 +45,14 @@ def _run(config: TrainingConfig, corpus: Corpus, factor: float, on_step: Callabl
         numel = sum(parameter.numel() for parameter in trainer.model.parameters())
         before = trainer.optimizer.stats()
         losses = []
+        early = before  # stats() after step SETTLED_AFTER
         for step in range(1, config.steps + 1):
             losses.append(trainer.train_step(step).loss)
             now = trainer.optimizer.stats()
             speculated = now["buckets_speculated"] > before["buckets_speculated"]
             sizes.append(now["journal_bytes_per_param"] if speculated else None)
             before = now
+            early = now if step <= SETTLED_AFTER else early
             on_step(name, step)
         stats = trainer.optimizer.stats()
     settled = [size for size in sizes[SETTLED_AFTER:] if size is not None]
@@ -65,6 +67,8 @@ def _run(config: TrainingConfig, corpus: Corpus, factor: float, on_step: Callabl
         "buckets_speculated": stats["buckets_speculated"],
         "buckets_replayed": stats["buckets_replayed"],
         "journal_overflows": stats["journal_overflows"],
+        "overflows_after_step_10": stats["journal_overflows"] - early["journal_overflows"],
+        "reserved_bytes_per_param": stats["journal_reserved_bytes"] / numel,
         "last_loss": losses[-1],
     }
 

@@ -16,6 +16,7 @@
 namespace py = pybind11;
 using superoffload::BucketWork;
 using superoffload::Completion;
+using superoffload::JournalMemory;
 using superoffload::Operation;
 using superoffload::WorkerPool;
 namespace adam = superoffload::adam;
@@ -213,18 +214,25 @@ void bind_runtime(py::module_& module) {
                                    return py::make_tuple(use.escapes[0], use.escapes[1], use.escapes[2]);
                                })
         .def_readonly("narrow_escapes", &superoffload::JournalUse::narrow_escapes);
+    py::class_<JournalMemory, std::shared_ptr<JournalMemory>>(module, "JournalMemory")
+        .def(py::init<std::uint64_t, std::uint64_t>(), py::arg("bytes"), py::arg("kept"))
+        .def_property_readonly("bytes", &JournalMemory::bytes)
+        .def_property_readonly("held", &JournalMemory::held);
     py::class_<BucketWork, std::shared_ptr<BucketWork>>(module, "BucketWork")
+        .def(py::init<std::vector<superoffload::RunOfShard>, std::shared_ptr<JournalMemory>>(), py::arg("runs"),
+             py::arg("journal"))
         .def(py::init<std::vector<superoffload::RunOfShard>, std::uint64_t>(), py::arg("runs"),
              py::arg("journal_bytes"))
         .def("freeze", &freeze, py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
              py::arg("weight_decay"), py::arg("gradient_factor"), py::arg("l2"), py::arg("steps"))
         .def("run_all", &BucketWork::run_all, py::arg("operation"), py::arg("width") = 1,
              py::call_guard<py::gil_scoped_release>())
-        .def("width_fits", &BucketWork::width_fits, py::arg("width"))
+        .def("take_journal", &BucketWork::take_journal, py::arg("width"))
+        .def("take_halves", &BucketWork::take_halves)
+        .def("release_journal", &BucketWork::release_journal)
         .def_property_readonly("publishes", &BucketWork::publishes)
         .def("journal_use", &BucketWork::journal_use)
         .def_property_readonly("overflowed", &BucketWork::overflowed)
-        .def_property_readonly("journal_capacity", &BucketWork::journal_capacity)
         .def_property_readonly("numel", &BucketWork::numel);
     py::class_<Completion, std::shared_ptr<Completion>>(module, "Completion")
         .def(py::init<>())

@@ -44,6 +44,8 @@ TOTALS: Mapping[str, tuple[str, str]] = {
     "bytes_up_early": ("bytes", "of bytes_up, sent before the verdict"),
     "journal_bytes": ("bytes", "written into journals of steps that ended"),
     "journal_bytes_per_param": ("bytes", "of the buckets speculated in the last step that speculated"),
+    "journal_reserved_bytes": ("bytes", "of host memory that journals use or keep for the next steps"),
+    "host_bytes": ("bytes", "of host memory in masters, moments, packed gradients, shadows and journals now"),
     "params_on_device": ("parameters", "whose state is on the accelerator now (placement)"),
     "pinned_bytes": (
         "bytes",
@@ -52,7 +54,14 @@ TOTALS: Mapping[str, tuple[str, str]] = {
     "clip_rate": ("share", "clipped steps / decided steps"),
 }
 # The totals that are not counters: they can fall.
-GAUGES = ("journal_bytes_per_param", "params_on_device", "pinned_bytes", "clip_rate")
+GAUGES = (
+    "journal_bytes_per_param",
+    "journal_reserved_bytes",
+    "host_bytes",
+    "params_on_device",
+    "pinned_bytes",
+    "clip_rate",
+)
 # Added by Monitor.step(), for the step since the previous call.
 PER_STEP: Mapping[str, tuple[str, str]] = {
     "step_seconds": ("seconds", "wall time since the call before"),

@@ -2,8 +2,7 @@
 
 #include <stdexcept>
 #include <string>
-
-#include "huge_pages.h"
+#include <utility>
 
 namespace superoffload {
 namespace {
@@ -14,7 +13,12 @@ std::uint64_t round_up(std::uint64_t x) { return (x + kAlign - 1) / kAlign * kAl
 
 }  // namespace
 
-BucketWork::BucketWork(std::vector<RunOfShard> runs, std::uint64_t journal_bytes) : journal_bytes_(journal_bytes) {
+BucketWork::BucketWork(std::vector<RunOfShard> runs, std::uint64_t journal_bytes)
+    : BucketWork(std::move(runs),
+                 journal_bytes == 0 ? nullptr : std::make_shared<JournalMemory>(journal_bytes, journal_bytes)) {}
+
+BucketWork::BucketWork(std::vector<RunOfShard> runs, std::shared_ptr<JournalMemory> journal)
+    : journal_(std::move(journal)) {
     std::uint64_t blocks = 0;
     for (const auto& [run, noise_stream] : runs) {
         Part part{};
@@ -32,11 +36,7 @@ BucketWork::BucketWork(std::vector<RunOfShard> runs, std::uint64_t journal_bytes
         blocks += (run.numel + adam::kBlock - 1) / adam::kBlock;
         parts_.push_back(part);
     }
-    if (journal_bytes_ == 0) return;
-    // No page is taken before its first use.
-    journal_.reset(static_cast<std::uint32_t*>(::operator new(round_up(journal_bytes_), kJournalAlign)));
-    prefer_huge_pages(journal_.get(), journal_bytes_);
-    blocks_.resize(blocks);
+    if (journal_) blocks_.resize(blocks);
 }
 
 void BucketWork::freeze(const adam::Hyper& hyper, const std::vector<std::uint64_t>& steps) {
@@ -54,56 +54,76 @@ void BucketWork::freeze(const adam::Hyper& hyper, const std::vector<std::uint64_
     }
 }
 
-void BucketWork::begin_journal(int width) {
+bool BucketWork::take_journal(int width) {
     if (width != 1 && width != 2) throw std::invalid_argument("width: " + std::to_string(width) + ", expected 1 or 2");
-    if (!width_fits(width)) {
-        throw std::invalid_argument("journal: " + std::to_string(journal_bytes_) + " bytes cannot hold codes of " +
-                                    std::to_string(width) + " bytes for " + std::to_string(numel_) + " elements");
-    }
+    release_journal();
+    codes_ = journal_ ? journal_->take_codes(static_cast<std::uint64_t>(width) * padded_) : nullptr;
+    if (codes_ == nullptr) return false;
+    held_ = Held::unwritten;
     width_ = width;
-    const std::uint64_t code_words = static_cast<std::uint64_t>(width) * padded_ / 4;
-    arena_ = {journal_.get() + code_words, journal_bytes_ / 4 - code_words, 0};
-    // The last block of a full arena may begin where the arena ends, and no offset may be kNotApplied.
-    if (arena_.capacity >= adam::JournalBlock::kNotApplied) arena_.capacity = adam::JournalBlock::kNotApplied - 1;
-    for (adam::JournalBlock& block : blocks_) block = {adam::JournalBlock::kNotApplied, {0, 0, 0}, 0};
-    auto* codes = reinterpret_cast<std::uint8_t*>(journal_.get());
-    for (Part& part : parts_) {
-        part.journaled = part.present;
-        part.run.journal = {codes + static_cast<std::uint64_t>(width) * part.code_start,
-                            blocks_.data() + part.block_start, &arena_, static_cast<std::uint8_t>(width)};
-    }
-    overflowed_.store(false, std::memory_order_release);
-    keeps_halves_ = false;
+    return true;
 }
 
-// Gives split masters the journal's memory for their old upper halves, so what it holds can be undone no more.
+bool BucketWork::take_halves() {
+    if (!has_split_masters_) return true;
+    release_journal();
+    halves_ = journal_ ? journal_->take_halves(2 * padded_) : nullptr;
+    if (halves_ == nullptr) return false;
+    held_ = Held::halves;
+    return true;
+}
+
+bool BucketWork::publishes() const {
+    return !has_split_masters_ || (journal_ && journal_->has_room_for_halves(2 * padded_));
+}
+
+void BucketWork::release_journal() {
+    if (held_ == Held::unwritten) journal_->written();
+    if (held_ == Held::unwritten || held_ == Held::written) journal_->release_codes();
+    if (held_ == Held::halves) journal_->release_halves();
+    held_ = Held::nothing;
+}
+
+void BucketWork::begin_journal(int width) {
+    const std::uint64_t bytes = journal_ ? journal_->bytes() : 0;
+    if (static_cast<std::uint64_t>(width) * padded_ > bytes) {
+        throw std::invalid_argument("journal: " + std::to_string(bytes) + " bytes can never hold codes of " +
+                                    std::to_string(width) + " bytes for " + std::to_string(numel_) + " elements");
+    }
+    const bool has_room = (held_ == Held::unwritten && width_ == width) || take_journal(width);
+    width_ = width;
+    for (adam::JournalBlock& block : blocks_) block = {adam::JournalBlock::kNotApplied, {0, 0, 0}, 0};
+    for (Part& part : parts_) {
+        part.journaled = part.present && has_room;
+        if (!has_room) continue;
+        part.run.journal = {codes_ + static_cast<std::uint64_t>(width) * part.code_start,
+                            blocks_.data() + part.block_start, journal_->arena(), static_cast<std::uint8_t>(width)};
+    }
+    overflowed_.store(!has_room, std::memory_order_release);
+}
+
 void BucketWork::begin_publish() {
     if (!has_split_masters_) return;
-    if (!publishes()) {
-        throw std::invalid_argument("journal: " + std::to_string(journal_bytes_) + " bytes cannot keep 2 bytes for " +
-                                    std::to_string(numel_) + " split masters; step the bucket in one pass");
+    if (held_ != Held::halves && !take_halves()) {
+        throw std::invalid_argument("journal: it has no room for the old upper halves of " + std::to_string(numel_) +
+                                    " split masters, 2 bytes each; step the bucket in one pass");
     }
-    width_ = 0;
-    auto* const halves = reinterpret_cast<std::uint16_t*>(journal_.get());
-    for (Part& part : parts_) {
-        part.journaled = false;
-        part.run.kept_halves = part.run.split_master ? halves + part.code_start : nullptr;
-    }
-    keeps_halves_ = true;
+    for (Part& part : parts_) part.run.kept_halves = part.run.split_master ? halves_ + part.code_start : nullptr;
 }
 
 void BucketWork::begin(Operation operation, int width) {
     if (operation == Operation::step_journaled) begin_journal(width);
     if (operation == Operation::publish) begin_publish();
+    if (operation == Operation::step) release_journal();
     if (operation == Operation::step_journaled || operation == Operation::step) {
         for (Part& part : parts_) {
             if (part.present) part.run.frozen = part.next;
         }
     }
-    if ((operation == Operation::undo || operation == Operation::replay) && width_ == 0) {
+    if ((operation == Operation::undo || operation == Operation::replay) && held_ != Held::written) {
         throw std::logic_error("undo or replay: expected a journaled step before it");
     }
-    if (operation == Operation::settle && has_split_masters_ && !keeps_halves_) {
+    if (operation == Operation::settle && has_split_masters_ && held_ != Held::halves) {
         throw std::logic_error("settle: split masters need a publish before it, which keeps their old upper halves");
     }
 }
@@ -143,28 +163,45 @@ void BucketWork::run_chunk(Operation operation, std::size_t chunk) {
     }
 }
 
+void BucketWork::end(Operation operation) {
+    if (operation == Operation::step_journaled && held_ == Held::unwritten) {
+        journal_->written();
+        held_ = Held::written;
+        if (overflowed()) release_journal();
+    }
+    if (operation == Operation::undo || operation == Operation::replay || operation == Operation::settle) {
+        release_journal();
+    }
+}
+
 bool BucketWork::run_all(Operation operation, int width) {
     begin(operation, width);
     for (std::size_t i = 0; i < chunks_.size(); ++i) run_chunk(operation, i);
-    if (operation != Operation::step_journaled || !overflowed()) return true;
-    for (std::size_t i = 0; i < chunks_.size(); ++i) run_chunk(Operation::undo, i);
-    return false;
+    const bool undone = operation == Operation::step_journaled && overflowed();
+    if (undone) {
+        for (std::size_t i = 0; i < chunks_.size(); ++i) run_chunk(Operation::undo, i);
+    }
+    end(operation);
+    return !undone;
 }
 
 JournalUse BucketWork::journal_use() const {
     JournalUse use;
-    if (width_ == 0) return use;
     for (const Part& part : parts_) {
         if (!part.journaled) continue;
         const std::uint64_t blocks = (part.run.numel + adam::kBlock - 1) / adam::kBlock;
         use.bytes += part.run.numel * static_cast<std::uint64_t>(width_) + blocks * sizeof(adam::JournalBlock);
         for (std::uint64_t i = 0; i < blocks; ++i) {
             const adam::JournalBlock& block = part.run.journal.blocks[i];
-            for (int c = 0; c < 3; ++c) use.escapes[c] += block.escapes[c];
+            std::uint64_t total = 0;
+            for (int c = 0; c < 3; ++c) {
+                use.escapes[c] += block.escapes[c];
+                total += block.escapes[c];
+            }
+            use.bytes += 4 * (total + (total + 1) / 2);  // old words, and indices of half a word
             use.narrow_escapes += block.narrow_escapes;
         }
     }
-    use.bytes += arena_.used * 4;
     return use;
 }
 

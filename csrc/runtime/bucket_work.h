@@ -4,10 +4,10 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <new>
 #include <vector>
 
 #include "../arm_adam/adam.h"
+#include "journal_memory.h"
 
 namespace superoffload {
 
@@ -31,8 +31,12 @@ struct RunOfShard {
 
 class BucketWork {
    public:
-    // Borrows the runs' memory, which the caller keeps alive. journal_bytes = 0: no journal, so no speculation.
+    // Borrows the runs' memory, which the caller keeps alive. The journal lies in `journal`, beside those of other
+    // buckets; null: no journal, so no speculation.
+    BucketWork(std::vector<RunOfShard> runs, std::shared_ptr<JournalMemory> journal);
+    // With memory of its own.
     BucketWork(std::vector<RunOfShard> runs, std::uint64_t journal_bytes);
+    ~BucketWork() { release_journal(); }
     BucketWork(const BucketWork&) = delete;
     BucketWork& operator=(const BucketWork&) = delete;
 
@@ -40,20 +44,28 @@ class BucketWork {
     // of run i, or 0 for a run without a gradient, which is left as it is.
     void freeze(const adam::Hyper& hyper, const std::vector<std::uint64_t>& steps);
 
-    // Prepares an operation, once before its chunks; width (1 or 2) matters for step_journaled only.
+    // Takes room for the codes of the next journaled step, `width` bytes each. False: there is none.
+    bool take_journal(int width);
+    // Takes room for the old upper halves of split masters, between publish and settle. False: there is none, so the
+    // bucket must be stepped in one pass. Whole masters need none.
+    bool take_halves();
+    // Tells whether take_halves() would succeed now.
+    bool publishes() const;
+    // Gives up what was taken: a journaled step is kept, or never ran. Undo, replay and settle do so themselves.
+    void release_journal();
+
+    // Prepares an operation, once before its chunks, and takes the room that was not taken before; width (1 or 2)
+    // matters for step_journaled only. Without room for its codes a journaled step overflows at once.
     void begin(Operation operation, int width);
     void run_chunk(Operation operation, std::size_t chunk);
+    // Once after the last chunk; of a journaled step that was taken back, after the last chunk of its undo.
+    void end(Operation operation);
     // Runs all chunks on the calling thread. False: a journaled step did not fit and was undone.
     bool run_all(Operation operation, int width);
 
     std::size_t chunks() const { return chunks_.size(); }
     std::size_t numel() const { return numel_; }
     bool overflowed() const { return overflowed_.load(std::memory_order_acquire); }
-    std::uint64_t journal_capacity() const { return journal_bytes_; }
-    bool width_fits(int width) const { return static_cast<std::uint64_t>(width) * padded_ <= journal_bytes_; }
-    // Tells whether publish and settle are possible: between them the journal, which is not in use then, keeps the old
-    // upper halves of split masters.
-    bool publishes() const { return !has_split_masters_ || width_fits(2); }
     JournalUse journal_use() const;
 
    private:
@@ -71,6 +83,10 @@ class BucketWork {
         adam::Range range;
     };
 
+    // Says what the bucket holds of the journal memory: nothing, codes of a journaled step that has not ended, codes of
+    // one that has, or upper halves.
+    enum class Held : std::uint8_t { nothing, unwritten, written, halves };
+
     void begin_journal(int width);
     void begin_publish();
 
@@ -79,15 +95,11 @@ class BucketWork {
     std::size_t numel_ = 0;
     std::uint64_t padded_ = 0;  // elements, each run rounded up so that codes stay aligned
     bool has_split_masters_ = false;
-    bool keeps_halves_ = false;  // the journal's memory has them, from a publish to the next journaled step
-    std::uint64_t journal_bytes_;
-    struct FreeAligned {
-        void operator()(std::uint32_t* words) const { ::operator delete(words, kJournalAlign); }
-    };
-    static constexpr std::align_val_t kJournalAlign{64};  // aligned, so whole lines can bypass the caches
-    std::unique_ptr<std::uint32_t, FreeAligned> journal_;
+    std::shared_ptr<JournalMemory> journal_;
+    Held held_ = Held::nothing;
+    std::uint8_t* codes_ = nullptr;
+    std::uint16_t* halves_ = nullptr;
     std::vector<adam::JournalBlock> blocks_;
-    adam::JournalArena arena_{nullptr, 0, 0};
     int width_ = 0;
     std::atomic<bool> overflowed_{false};
 };

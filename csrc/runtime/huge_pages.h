@@ -1,4 +1,5 @@
-// Asks for huge pages for large arrays: kernels walk several arrays at once, more than the TLB covers with small pages.
+// Asks for huge pages for large arrays, and gives pages back: kernels walk several arrays at once, more than the TLB
+// covers with small pages.
 #pragma once
 
 #include <cstddef>
@@ -21,6 +22,20 @@ inline void prefer_huge_pages(void* array, std::size_t bytes) {
     const std::uintptr_t first = (start + kHugePage - 1) & ~(kHugePage - 1);
     const std::uintptr_t last = (start + bytes) & ~(kHugePage - 1);
     if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#else
+    (void)array;
+    (void)bytes;
+#endif
+}
+
+// Gives the whole pages of an array's part back to the system; read again, they are zero.
+inline void give_back_pages(void* array, std::size_t bytes) {
+#ifdef __linux__
+    const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+    const auto start = reinterpret_cast<std::uintptr_t>(array);
+    const std::uintptr_t first = (start + page - 1) & ~(page - 1);
+    const std::uintptr_t last = (start + bytes) & ~(page - 1);
+    if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
 #else
     (void)array;
     (void)bytes;

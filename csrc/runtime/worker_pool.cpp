@@ -75,6 +75,7 @@ std::shared_ptr<Completion> WorkerPool::submit(std::shared_ptr<BucketWork> work,
     task->after = std::move(after);
     const std::shared_ptr<Completion> done = task->done;
     if (task->work->chunks() == 0) {
+        task->work->end(operation);
         done->finish();
         return done;
     }
@@ -140,6 +141,7 @@ void WorkerPool::end_of_task(const std::shared_ptr<Task>& task) {
         queue_->add_undo(task);
         return;
     }
+    task->work->end(task->operation);
     task->done->ended.store(now_seconds());
     leave();
     if (task->error.empty()) {

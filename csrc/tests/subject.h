@@ -22,7 +22,8 @@ inline std::vector<int> unbound(std::size_t threads) { return std::vector<int>(t
 
 // Holds a bucket of several runs with its work, and a copy to compare with.
 struct Subject {
-    explicit Subject(std::vector<std::size_t> sizes, std::uint64_t seed = 3, bool room_for_escapes = true) {
+    explicit Subject(std::vector<std::size_t> sizes, std::uint64_t seed = 3, bool room_for_escapes = true,
+                     const std::shared_ptr<superoffload::JournalMemory>& shared = nullptr) {
         std::uint64_t padded = 0;
         std::uint64_t arena = 0;
         for (const std::size_t numel : sizes) {
@@ -37,7 +38,9 @@ struct Subject {
         }
         std::vector<superoffload::RunOfShard> described;
         for (const auto& run : runs) described.push_back({run->run({}), 0});
-        work = std::make_shared<BucketWork>(described, padded + (room_for_escapes ? padded + arena : 0));
+        const std::uint64_t own = padded + (room_for_escapes ? padded + arena : 0);
+        work = std::make_shared<BucketWork>(described,
+                                            shared ? shared : std::make_shared<superoffload::JournalMemory>(own, own));
     }
 
     void freeze(std::uint64_t step, double gradient_factor = 1) {

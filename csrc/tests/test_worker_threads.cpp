@@ -282,7 +282,7 @@ TEST(a_large_bucket_wakes_all_threads) {
     WorkerPool pool(unbound(threads));
     Subject subject({40 * superoffload::kChunk});
     bool all = false;
-    for (std::uint64_t step = 1; step <= 50 && !all; ++step) {  // its chunks may be taken before the last wakes
+    for (std::uint64_t step = 1; step <= 300 && !all; ++step) {  // its chunks may be taken before the last wakes
         subject.freeze(step);
         const std::map<std::string, long> before = sleeps_at_rest(threads);
         does(pool, subject, Operation::step);

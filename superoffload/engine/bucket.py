@@ -197,33 +197,33 @@ class JournalWidth:
         self._overflows = 0
 
     def choose(self, work: _native.BucketWork, next_step: int) -> int | None:
-        """Returns the bytes per code of the next speculation; None: leave it out, the journal overflowed lately."""
+        """Takes room for codes and returns the bytes of each; None: there is none, or the journal overflowed lately."""
         if self._hold > 0:
             self._hold -= 1
             return None
-        width = self.width
-        if next_step == _WIDE_STEP or self._wide_until >= next_step:
-            width = 2
-        self.width = width if work.width_fits(width) else 1
-        return self.width
+        wide = self.width == 2 or next_step == _WIDE_STEP or self._wide_until >= next_step
+        for width in (2, 1) if wide else (1,):
+            if work.take_journal(width):
+                self.width = width
+                return width
+        return None
 
-    def learn_from_overflow(self, work: _native.BucketWork, next_step: int) -> None:
+    def learn_from_overflow(self, next_step: int) -> None:
         """Goes from one-byte to two-byte codes, or, where two bytes overflowed, leaves the bucket out for a while."""
-        if self.width == 1 and work.width_fits(2):
-            self.width = 2
-            self._wide_until = next_step + 1
-            return
-        self._overflows += 1
-        self._hold = min(2**self._overflows, _LONGEST_HOLD)
+        if next_step == _WIDE_STEP:
+            self.width = 1  # later steps need less
+        elif self.width == 1:
+            self.width, self._wide_until = 2, next_step + 1
+        else:
+            self._overflows += 1
+            self._hold = min(2**self._overflows, _LONGEST_HOLD)
 
-    def learn_from_use(self, use: _native.JournalUse, numel: int, capacity: int) -> None:
-        """Chooses, after a journal that fitted, the cheaper width that leaves room to spare in the arena."""
+    def learn_from_use(self, use: _native.JournalUse, numel: int) -> None:
+        """Chooses, after a journal that fitted, the width that takes fewer bytes."""
         self._overflows = 0
-        narrow_escapes = _ESCAPE_BYTES * use.narrow_escapes
-        narrow = numel + narrow_escapes
-        wide = 2 * numel + _ESCAPE_BYTES * sum(use.escapes) if self.width == 2 else 2 * numel
-        fits = numel + 1.5 * narrow_escapes < capacity
-        self.width = 1 if fits and narrow <= wide else 2
+        narrow = numel + _ESCAPE_BYTES * use.narrow_escapes
+        wide = 2 * numel + (_ESCAPE_BYTES * sum(use.escapes) if self.width == 2 else 0)
+        self.width = 1 if narrow <= wide else 2
 
 
 class Bucket:
@@ -324,7 +324,7 @@ class Bucket:
     def speculate(
         self, hyper_of: Callable[[int], GroupHyper], factor: float, submit: Submit, protect: Protect | None
     ) -> bool:
-        """Worker threads step it with a journal. False: they do not, its journal overflowed lately."""
+        """Worker threads step it with a journal. False: they do not, there is no room for one."""
         width = self.journal_width.choose(self.work, self.next_step())
         if width is None:
             return False

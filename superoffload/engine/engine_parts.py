@@ -93,6 +93,8 @@ class EngineParts:
             bytes_up=self.link.bytes_up,
             bytes_up_early=self.link.bytes_up_early,
             pinned_bytes=self.link.pinned_bytes,
+            host_bytes=self.layout.host_bytes,
+            journal_reserved_bytes=self.layout.journal_bytes_held,
             params_on_device=sum(shard.numel for shard in self.shards if shard.resident),
         )
         return self._stats.as_dict()

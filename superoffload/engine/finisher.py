@@ -67,13 +67,14 @@ class Finisher:
         if bucket.state is BucketState.SPECULATED and bucket.frozen != self._executor.hyper(bucket.group):
             self._speculator.undo(bucket)  # lr, betas, eps or weight_decay changed after speculation
         if bucket.state is BucketState.SPECULATED and _same_bits(bucket.factor, factor):
+            bucket.work.release_journal()
             bucket.move(BucketState.COMMITTED)
             self._stats.add(buckets_committed=1)
         elif bucket.state is BucketState.SPECULATED:
             self._link.unstage(bucket)  # the replay writes the shadow that it was copied from
             self._run(bucket, factor, Operation.replay, BucketState.REPLAYED)
             self._stats.add(buckets_replayed=1)
-        elif bucket in self._in_two_phases:
+        elif bucket in self._in_two_phases and bucket.work.take_halves():
             self._snapshots.protect(piece.shard for piece in bucket.pieces)
             self._run(bucket, factor, Operation.publish, BucketState.PUBLISHED)
             self._stats.add(buckets_two_phase=1)

@@ -9,9 +9,9 @@ import torch
 from superoffload import _native
 from superoffload.engine.bucket import BLOCK, Bucket, Piece, Shard, aligned
 from superoffload.engine.engine_options import EngineOptions
-from superoffload.engine.journal_reservation import halves_bytes, reserved_bytes
+from superoffload.engine.journal_reservation import reserved_bytes
 from superoffload.engine.listener import Listener
-from superoffload.engine.native_work import native_work
+from superoffload.engine.native_work import native_work, shared_journals
 from superoffload.engine.placement import Placer, move_state
 from superoffload.engine.placement_choice import Measured
 from superoffload.engine.speculation_schedule import Schedule
@@ -46,6 +46,8 @@ class Layout:
         self._bucket_numel = options.bucket_numel
         self._two_phase = options.two_phase
         self._protect = protect
+        self._journals: set[_native.JournalMemory] = set()
+        self._host_bytes = 0  # of state and buckets, without journals
         self.only_bucket: dict[int, Bucket] = {}  # of shards, by index, that are in one bucket
         self.places: dict[int, list[tuple[Bucket, int]]] = {}  # of each shard: its buckets, and its place in them
         self._backward: list[int] = []  # shards in the observed order
@@ -107,7 +109,7 @@ class Layout:
                 upper.gather()
         known = set(self._backward)
         order = self._backward + [shard.index for shard in reversed(self.shards) if shard.index not in known]
-        self.buckets, self.places = [], {}
+        self.buckets, self.places, self._journals = [], {}, set()
         self.only_bucket.clear()  # the intake keeps it
         self._unattached = [[self.shards[i] for i in order]]
         self._outdated = False
@@ -121,14 +123,15 @@ class Layout:
     def _attach(self, buckets: Sequence[Bucket]) -> None:
         past_cache = exceeds_caches(sum(shard.numel for shard in self.shards))
         self._link.prepare(buckets, anew=not self.buckets)
-        for bucket in buckets:
+        journals = shared_journals(buckets, [self._journal_bytes(bucket) for bucket in buckets])
+        for bucket, journal in zip(buckets, journals, strict=True):
             if bucket.resident:
                 assert self.placer is not None
                 self.placer.residency.attach(bucket)
                 bucket.make_resident_work()
             else:
                 self._link.attach(bucket)
-                bucket.use_work(native_work(bucket, self._journal_bytes(bucket), past_cache=past_cache))
+                bucket.use_work(native_work(bucket, journal, past_cache=past_cache))
         for bucket in buckets:  # once no memory can be refused any more: a further attempt may use this memory again
             if not bucket.resident:
                 bucket.take_halves()
@@ -140,13 +143,24 @@ class Layout:
                 if len(self.places[piece.shard.index]) == 1:
                     self.only_bucket[piece.shard.index] = bucket
         self.buckets.extend(buckets)
+        self._journals.update(journal for journal in journals if journal is not None)
         self.numel = sum(bucket.numel for bucket in self.buckets)
+        self._host_bytes = sum(map(_state_bytes, self.shards)) + sum(map(_bucket_bytes, self.buckets))
 
     def _journal_bytes(self, bucket: Bucket) -> int:
-        if self._schedule.mode != "never":
-            return reserved_bytes(bucket.padded)
         split = any(piece.shard.upper is not None for piece in bucket.pieces)
-        return halves_bytes(bucket.padded) if split and self._two_phase else 0
+        needs = self._schedule.mode != "never" or (split and self._two_phase)
+        return reserved_bytes(bucket.padded) if needs and not bucket.resident else 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Returns the bytes of masters, moments, packed gradients, shadows and journals in host memory."""
+        return self._host_bytes + self.journal_bytes_held
+
+    @property
+    def journal_bytes_held(self) -> int:
+        """Returns the bytes of the journals' memory that are in use or kept for the next steps."""
+        return sum(journal.held for journal in self._journals)
 
     # ---- order and place --------------------------------------------------------------------------------------
 
@@ -202,6 +216,18 @@ class Layout:
             bytes_per_param=(state + gradients) / numel,
             buckets=len(self.buckets),
         )
+
+
+def _state_bytes(shard: Shard) -> int:
+    kept = () if shard.resident else (shard.master, shard.exp_avg, shard.exp_avg_sq)
+    return shard.block_sums.nbytes + sum(tensor.nbytes for tensor in kept)
+
+
+def _bucket_bytes(bucket: Bucket) -> int:
+    """Counts what buckets have in host memory; gradients that stay where they arrived are not ours."""
+    if bucket.resident:
+        return 0
+    return bucket.shadow.nbytes + (0 if bucket.gradients else bucket.gradient.nbytes)
 
 
 def lay_out(shards: Sequence[Shard], bucket_numel: int) -> list[Bucket]:

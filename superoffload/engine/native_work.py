@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from superoffload import _native
 from superoffload.engine.bucket import ELEMENT_TYPES, Bucket, Piece
+from superoffload.engine.journal_reservation import LARGEST_JOURNAL_MEMORY, kept_bytes
 from superoffload.host.memory import refused
 
 
-def native_work(bucket: Bucket, journal_bytes: int, *, past_cache: bool = False) -> _native.BucketWork:
+def shared_journals(buckets: Sequence[Bucket], reserved: Sequence[int]) -> list[_native.JournalMemory | None]:
+    """Makes the memory in which ``buckets`` have their journals; returns, for each, the one that it shares.
+
+    ``reserved``: bytes that each bucket adds; None is returned for one that adds none.
+    """
+    found: list[_native.JournalMemory | None] = []
+    start = 0
+    while start < len(buckets):
+        end, total = start + 1, reserved[start]
+        while end < len(buckets) and total + reserved[end] <= LARGEST_JOURNAL_MEMORY:
+            total += reserved[end]
+            end += 1
+        try:
+            memory = _native.JournalMemory(total, kept_bytes(total)) if total else None
+        except MemoryError as error:
+            raise refused(total, f"the undo journals (buckets: {end - start})") from error
+        found += [memory if nbytes else None for nbytes in reserved[start:end]]
+        start = end
+    return found
+
+
+def native_work(
+    bucket: Bucket, journal: _native.JournalMemory | None, *, past_cache: bool = False
+) -> _native.BucketWork:
     """Makes the work of a bucket whose gradient and shadow are allocated (``padded`` elements each).
 
-    ``past_cache``: a step over all buckets exceeds the caches (superoffload/host/memory.py).
+    ``journal``: the memory of its journal; None: it has none. ``past_cache``: a step over all buckets exceeds the
+    caches (superoffload/host/memory.py).
     """
     runs = [_run(bucket, place, piece, past_cache=past_cache) for place, piece in enumerate(bucket.pieces)]
-    try:
-        return _native.BucketWork(runs, journal_bytes)
-    except MemoryError as error:
-        raise refused(journal_bytes, f"the undo journal of {bucket.name}") from error
+    return _native.BucketWork(runs, journal)
 
 
 def _run(bucket: Bucket, place: int, piece: Piece, *, past_cache: bool) -> _native.Run:

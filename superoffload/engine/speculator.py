@@ -104,7 +104,7 @@ class Speculator:
             self._mark_undone(bucket)
         elif bucket.work.overflowed:
             self._stats.add(journal_overflows=1)
-            bucket.journal_width.learn_from_overflow(bucket.work, bucket.next_step())
+            bucket.journal_width.learn_from_overflow(bucket.next_step())
             self._mark_undone(bucket)
 
     def end_all(self) -> None:
@@ -116,7 +116,7 @@ class Speculator:
             self.end(bucket)
             if bucket.state is BucketState.SPECULATED:
                 use = bucket.work.journal_use()
-                bucket.journal_width.learn_from_use(use, bucket.numel, bucket.work.journal_capacity)
+                bucket.journal_width.learn_from_use(use, bucket.numel)
                 self._journaled_numel += bucket.numel
                 self._journaled_bytes += use.bytes
 
@@ -161,6 +161,7 @@ class Speculator:
 
     def _mark_undone(self, bucket: Bucket) -> None:
         self._link.unstage(bucket)
+        bucket.work.release_journal()
         bucket.move(BucketState.UNDONE)
         self._stats.add(buckets_undone=1)
         bucket.move(BucketState.FILLING)

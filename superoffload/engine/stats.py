@@ -32,11 +32,13 @@ class Stats:
     optimizer_seconds_exposed: float = 0.0
     params_on_device: int = 0  # parameters whose state is on the accelerator now (placement)
     pinned_bytes: int = 0  # of host memory, now (CUDA link)
+    host_bytes: int = 0  # of masters, moments, packed gradients, shadows and journals, now
     bytes_down: int = 0
     bytes_up: int = 0
     bytes_up_early: int = 0  # part of bytes_up: before the verdict, even if it discarded them (CUDA link)
     journal_bytes: int = 0
     journal_bytes_per_param: float = 0.0  # in the last step that speculated
+    journal_reserved_bytes: int = 0  # of host memory, now
 
     def add(self, **amounts: float) -> None:
         """Adds these amounts to the totals of the same names."""

@@ -321,10 +321,10 @@ def test_a_split_master_is_settled_from_the_half_that_a_publish_has_kept() -> No
         for _ in range(4):
             step(made)
         assert made.engine.stats()["buckets_two_phase"] == 12
-        assert {bucket.work.journal_capacity for bucket in made.engine.buckets} == {2 * 1024}
+        assert made.engine.stats()["journal_reserved_bytes"] == 4 * 2 * 1024
         made.check()
-    with mock.patch("superoffload.engine.layout.halves_bytes", lambda padded: 2 * padded - 1), rig(described) as made:
+    with mock.patch("superoffload.engine.layout.reserved_bytes", lambda padded: 2 * padded - 1), rig(described) as made:
         for _ in range(4):
             step(made)
-        assert made.engine.stats()["buckets_two_phase"] == 0
+        assert made.engine.stats()["buckets_two_phase"] == 9  # the first step none; then room for three of four
         made.check()

@@ -17,8 +17,8 @@ from superoffload.host.memory import host_empty
 from tests.support.rank_processes import on_ranks
 
 JOURNAL = (
-    r"^host memory: 1.15e\+09 GB more were refused by the system, for the undo journal of a bucket of \d+ parameters "
-    r"\(.*\)\. superoffload plan adds up .*speculation='never' \(no journal\)"
+    r"^host memory: 1.15e\+09 GB more were refused by the system, for the undo journals "
+    r"\(buckets: \d+\)\. superoffload plan adds up .*speculation='never' \(no journal\)"
 )
 
 

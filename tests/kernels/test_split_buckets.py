@@ -169,7 +169,7 @@ def test_a_bucket_publishes_if_its_journal_holds_the_old_halves(journal_bytes: i
         work.run_all(_native.Operation.publish)
         work.run_all(_native.Operation.settle)
     else:
-        with pytest.raises(ValueError, match="65 split masters; step the bucket in one pass"):
+        with pytest.raises(ValueError, match="65 split masters, 2 bytes each; step the bucket in one pass"):
             work.run_all(_native.Operation.publish)
         assert bits_of(arrays) == before
         work.run_all(_native.Operation.step)

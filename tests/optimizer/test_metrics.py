@@ -17,7 +17,7 @@ import torch
 import superoffload
 from superoffload.engine.verdict import Verdict
 from superoffload.errors import ArgumentError, SuperOffloadError
-from superoffload.metrics import PER_STEP, PREFIX, TOTALS, Anomalies, Limits, Monitor, as_metrics
+from superoffload.metrics import GAUGES, PER_STEP, PREFIX, TOTALS, Anomalies, Limits, Monitor, as_metrics
 from tests.support.checkout import ROOT
 
 
@@ -82,7 +82,7 @@ def test_counters_go_on_where_an_earlier_run_ended(optimizer: superoffload.AdamW
     train_step(optimizer, float("nan"))
     before = earlier.step()
     kept = json.loads(json.dumps(earlier.state_dict()))
-    assert set(kept) == set(TOTALS) - {"clip_rate", "journal_bytes_per_param", "params_on_device", "pinned_bytes"}
+    assert set(kept) == set(TOTALS) - set(GAUGES)
     later = Monitor(optimizer)  # of the same optimizer, as a second train() in one process has it: counted once
     later.load_state_dict({**kept, "of_a_later_version": 3})
     train_step(optimizer, 1e-6)
@@ -190,12 +190,7 @@ def test_endpoint_serves_what_the_monitor_saw(optimizer: superoffload.AdamW) -> 
         assert shown['superoffload_skipped_steps_total{rank="2"}'] == 1
         for name in (*TOTALS, *PER_STEP):
             if PREFIX + name in values:
-                total = (
-                    ""
-                    if name in PER_STEP
-                    or name in ("clip_rate", "journal_bytes_per_param", "params_on_device", "pinned_bytes")
-                    else "_total"
-                )
+                total = "" if name in PER_STEP or name in GAUGES else "_total"
                 assert shown[f'superoffload_{name}{total}{{rank="2"}}'] == pytest.approx(values[PREFIX + name]), name
         with pytest.raises(ArgumentError, match="cannot listen there"):
             PrometheusExporter(port=exporter.port)

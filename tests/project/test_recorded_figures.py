@@ -210,8 +210,31 @@ def test_the_journals_table_is_what_was_recorded_and_its_aim_is_met() -> None:
     for row in rows:
         assert row["steps"] >= 300 and len(row["bytes_per_param"]) == row["steps"]
         shown = f"| {row['mean_after_step_10']:.2f} | {row['largest_after_step_10']:.2f} | {row['buckets_speculated']} "
-        assert f"{shown}| {row['journal_overflows']} | {row['buckets_replayed']} |" in text, row["name"]
+        assert row["buckets_speculated"] >= 2000
+        late = f"{row['overflows_after_step_10']} | {row['buckets_replayed']} | {row['reserved_bytes_per_param']:.2f}"
+        assert f"{shown}| {row['journal_overflows']} | {late} |" in text, row["name"]
     assert rows[0]["mean_after_step_10"] <= 1.25
+    assert round(rows[0]["reserved_bytes_per_param"], 2) <= 1.5
+    assert rows[0]["overflows_after_step_10"] < rows[0]["buckets_speculated"] / 1000
+
+
+def test_the_table_of_host_memory_is_what_was_recorded_and_its_aim_is_met() -> None:
+    rows = recorded("memory")["rows"]
+    assert len(rows) == 4 and all(row["numel"] > 3.8e8 for row in rows)
+    for row in rows:
+        sizes = [row[f"{size}_bytes_per_param"] for size in ("resident", "stats", "peak", "planned")]
+        assert f"| {row['name']} | {' | '.join(f'{size:.2f}' for size in sizes)} |" in lines_of("benchmarks.md")
+        assert abs(row["of_stats"] - 1) <= 0.03 and abs(row["of_planned"] - 1) <= 0.03
+
+
+def test_the_table_of_settings_is_what_was_recorded() -> None:
+    rows = {(row["name"], row["state"]): row for row in recorded("adam-state-x86")["rows"] if row["isa"]}
+    labels = {"journaled": "journaled, one-byte codes", "journaled, 2-byte codes": "journaled, two-byte codes"}
+    for name in dict.fromkeys(name for name, _ in rows):
+        of_states = [rows[name, state] for state in ("fp32", "split", "bf16", "bf16+split")]
+        cells = [f"{1e9 * row['seconds_median'] / row['numel']:.3f} ({row['of_limit']:.2f})" for row in of_states]
+        assert f"| {labels.get(name, name)} | {' | '.join(cells)} |" in lines_of("benchmarks.md")
+    assert rows["step", "fp32"]["seconds_median"] / rows["step", "split"]["seconds_median"] >= 1.05
 
 
 def test_the_table_of_bf16_moments_is_what_was_recorded() -> None:

@@ -289,7 +289,7 @@ def _buckets(place: Place, shards: Sequence[Shard]) -> Iterator[tuple[Any, list[
             else:
                 link.attach(bucket)
                 bucket.take_halves()
-                bucket.use_work(native_work(bucket, 0))
+                bucket.use_work(native_work(bucket, None))
             bucket.present = [True] * len(bucket.pieces)
         yield link, buckets
     finally:

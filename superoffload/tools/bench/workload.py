@@ -7,7 +7,6 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.engine.bucket import ELEMENT_TYPES
-from superoffload.engine.journal_reservation import JOURNAL_BYTES_PER_PARAM
 from superoffload.host.memory import exceeds_caches, host_empty, host_zeros
 
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 1e-2
@@ -16,10 +15,11 @@ _TILE = 1 << 20  # random numbers are drawn for so many elements and repeated
 _GRADIENTS = 2  # packed gradients that steps use in turn
 _FIRST_STEP = 1
 _WARM_UP_STEPS = 12
+_JOURNAL_BYTES_PER_PARAM = 2.5  # one bucket's own: two-byte codes and their escapes
 _JOURNAL_BYTES = 1 << 16  # besides those per parameter, since few parameters average less
 
 # Bytes per parameter of everything here, with both journals' pages touched, and of what the contestants add.
-BYTES_PER_PARAM = 12 + 2 * _GRADIENTS + 2 + 2 + JOURNAL_BYTES_PER_PARAM * _GRADIENTS
+BYTES_PER_PARAM = 12 + 2 * _GRADIENTS + 2 + 2 + _JOURNAL_BYTES_PER_PARAM * _GRADIENTS
 PEER_BYTES_PER_PARAM = 4
 
 
@@ -72,7 +72,7 @@ class Workload:
             past_cache=exceeds_caches(self.numel),
             split_master=self.split,
         )
-        return _native.BucketWork([run], int(JOURNAL_BYTES_PER_PARAM * self.numel) + _JOURNAL_BYTES)
+        return _native.BucketWork([run], int(_JOURNAL_BYTES_PER_PARAM * self.numel) + _JOURNAL_BYTES)
 
     @property
     def gradient(self) -> Tensor:

@@ -18,6 +18,7 @@ IN_CHECKOUT = {
     "all": "everything that can be measured here",
     "deepspeed": "ZeRO-3 steps, stock and ours",
     "journal": "the size of the undo journal in training",
+    "memory": "resident memory, and what stats() and plan say",
     "ranks": "the cost of the rank checks",
     "schedule": "speculating, one pass, two phases, adaptive",
 }

@@ -116,8 +116,8 @@ def _judge_size(found: Examination, total: int | None, limit: tuple[int, int] | 
         text += f", the control group's limit is {limit[0] / GIB:.1f} GiB"
     most, leanest = (usable / size / 1e9 for size in (HOST_BYTES_PER_PARAM, LEAST_HOST_BYTES_PER_PARAM))
     found.ok(
-        f"{text}: room for the state of {most:.1f} B bf16 parameters ({HOST_BYTES_PER_PARAM} bytes each); with bf16 "
-        f"moments and split masters {leanest:.1f} B ({LEAST_HOST_BYTES_PER_PARAM})"
+        f"{text}: room for the state of {most:.1f} B bf16 parameters ({HOST_BYTES_PER_PARAM:g} bytes each); with bf16 "
+        f"moments and split masters {leanest:.1f} B ({LEAST_HOST_BYTES_PER_PARAM:g})"
     )
     if usable < _LITTLE_MEMORY:
         found.warn(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from superoffload.engine.journal_reservation import JOURNAL_BYTES_PER_PARAM
+from superoffload.engine.journal_reservation import JOURNAL_BYTES_PER_PARAM, KEPT_JOURNAL_BYTES_PER_PARAM
 from superoffload.engine.placement_choice import STEPS_MEASURED, Measured, choose_fraction
 from superoffload.tools.plan.machines import GB
 from superoffload.tools.plan.memory_estimate import BUCKET_ELEMENTS, JOURNAL, Fit, Needs, Settings
@@ -73,7 +73,8 @@ def journal_lines(model: ModelShape, settings: Settings, needs: Needs) -> list[s
     own = own_parameters(model, settings)
     low, high = JOURNAL_USED_BYTES
     return [
-        f"  The journal is a reservation of {JOURNAL_BYTES_PER_PARAM} bytes per parameter; on average {low} to "
-        f"{high} are used ({low * own / GB:.1f} to {high * own / GB:.1f} GB),",
-        "  memory that is never used is never taken from the system.",
+        f"  The journals share a reservation of {JOURNAL_BYTES_PER_PARAM:g} bytes per parameter; on average {low} to "
+        f"{high} are used ({low * own / GB:.1f} to {high * own / GB:.1f} GB). Memory",
+        "  that is never used is never taken from the system; what spikes need beyond "
+        f"{KEPT_JOURNAL_BYTES_PER_PARAM:g} bytes goes back after them.",
     ]

@@ -19,7 +19,7 @@ from superoffload.checkpoints.safetensors import TensorFile
 from superoffload.engine import layout
 from superoffload.engine.bucket import Shard
 from superoffload.engine.engine import Engine
-from superoffload.engine.journal_reservation import reserved_bytes
+from superoffload.engine.native_work import native_work
 from superoffload.engine.placement import Placer
 from superoffload.engine.speculation_schedule import MODES
 from superoffload.errors import HostMemoryError
@@ -248,14 +248,16 @@ def test_memory_that_is_refused_leaves_the_halves(fake: Fake) -> None:
     with shuffled(fake, bucket_numel=None) as (model, optimizer):
         more, calls = nn.Linear(16, 16).bfloat16(), itertools.count()
 
-        def refuse(numel: int) -> int:
-            return 1 << 60 if next(calls) == 6 else reserved_bytes(numel)
+        def refuse(*args: Any, **options: Any) -> Any:
+            if next(calls) == 6:
+                raise HostMemoryError("no more")
+            return native_work(*args, **options)
 
         batch(model, 0).backward()
         optimizer.step()
         with (
             mock.patch.object(layout, "_SMALLEST_BUCKET", 1024),
-            mock.patch.object(layout, "reserved_bytes", refuse),
+            mock.patch.object(layout, "native_work", refuse),
             pytest.raises(HostMemoryError),
         ):
             optimizer.zero_grad()
