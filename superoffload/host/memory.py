@@ -20,7 +20,8 @@ _NO_MEMORY = 2  # cudaErrorMemoryAllocation
 # do, their lines compete for the same few places of the nearest cache, and loads wait for stores that they have
 # nothing to do with: 1.3 to 1.7 x the time. So large arrays start at different cache lines of their pages.
 _SPREAD_FROM = 1 << 20  # bytes
-_starts = cycle(range(0, 16 * 13 * 64, 13 * 64))
+_PAGE, _LINE = 4096, 64
+_starts = cycle(range(0, 16 * 13 * _LINE, 13 * _LINE))
 
 BYTES_PER_PARAM = 18  # at least this much is touched by a step: master, moments, packed gradient, shadow, journal
 
@@ -36,11 +37,14 @@ def refused(nbytes: int, what: str) -> HostMemoryError:
 
 def host_empty(numel: int, dtype: torch.dtype, what: str = "optimizer state or buckets") -> Tensor:
     """Makes a flat CPU tensor with undefined values, on huge pages if available. ``what`` is for the error."""
-    start = next(_starts) // dtype.itemsize if numel * dtype.itemsize >= _SPREAD_FROM else 0
+    large = numel * dtype.itemsize >= _SPREAD_FROM
     try:
-        tensor = torch.empty(start + numel, dtype=dtype)[start:]
+        tensor = torch.empty(numel + (_PAGE // dtype.itemsize if large else 0), dtype=dtype)
     except RuntimeError as error:
         raise refused(numel * dtype.itemsize, what) from error
+    if large:
+        start = (next(_starts) - tensor.data_ptr()) % _PAGE // dtype.itemsize
+        tensor = tensor[start : start + numel]
     _native.prefer_huge_pages(tensor.data_ptr(), tensor.numel() * tensor.element_size())
     return tensor
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.engine.bucket import Shard
+from superoffload.engine.bucket import Bucket, Shard
+from superoffload.engine.native_work import shared_journals
 from superoffload.engine.placement import move_state
 from superoffload.engine.speculation_schedule import MODES
 from superoffload.errors import DeviceError, KernelsUnavailable, StateError, TornStep
@@ -65,6 +66,21 @@ def test_bits_of_the_host_link(fake: Fake, dtype: torch.dtype, mode: str) -> Non
             assert stats["bytes_down"] < on_host["bytes_down"]
             assert stats["bytes_up"] < on_host["bytes_up"]
     assert fake.mismatches == 0
+
+
+def test_state_on_the_device_reserves_no_memory_for_journals(fake: Fake) -> None:
+    reserved: list[int] = []
+
+    def watched(buckets: Sequence[Bucket], sizes: Sequence[int]) -> Any:
+        reserved.extend(size for bucket, size in zip(buckets, sizes, strict=True) if bucket.resident)
+        assert all(size > 0 for bucket, size in zip(buckets, sizes, strict=True) if not bucket.resident)
+        return shared_journals(buckets, sizes)
+
+    with mock.patch("superoffload.engine.layout.shared_journals", watched):
+        _, half = run_on_fake(fake, torch.bfloat16, HALF)
+        assert reserved and not any(reserved)
+        _, whole = run_on_fake(fake, torch.bfloat16, {"gpu_fraction": 1.0})
+    assert whole["journal_reserved_bytes"] == 0 and whole["host_bytes"] < half["host_bytes"] // 2
 
 
 @pytest.mark.parametrize("options", [{}, {"keep_grads": True}, {"state_dtype": "bf16", "seed": 3}], ids=str)
