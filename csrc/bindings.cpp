@@ -217,7 +217,8 @@ void bind_runtime(py::module_& module) {
     py::class_<JournalMemory, std::shared_ptr<JournalMemory>>(module, "JournalMemory")
         .def(py::init<std::uint64_t, std::uint64_t>(), py::arg("bytes"), py::arg("kept"))
         .def_property_readonly("bytes", &JournalMemory::bytes)
-        .def_property_readonly("held", &JournalMemory::held);
+        .def_property_readonly("held", &JournalMemory::held)
+        .def_property_readonly("users", &JournalMemory::users);
     py::class_<BucketWork, std::shared_ptr<BucketWork>>(module, "BucketWork")
         .def(py::init<std::vector<superoffload::RunOfShard>, std::shared_ptr<JournalMemory>>(), py::arg("runs"),
              py::arg("journal"))

@@ -73,6 +73,11 @@ std::uint64_t JournalMemory::held() const {
     return std::min(bytes_, std::max(front_touched_, used_bytes()) + back_touched_);
 }
 
+int JournalMemory::users() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return journals_ + halves_;
+}
+
 std::uint64_t JournalMemory::used_bytes() const {
     return std::min(bytes_, 4 * __atomic_load_n(&arena_.used, __ATOMIC_RELAXED));
 }

@@ -41,6 +41,8 @@ class JournalMemory {
     std::uint64_t bytes() const { return bytes_; }
     // Counts the bytes that were used and not given back to the system.
     std::uint64_t held() const;
+    // Counts the buckets that have codes or halves here.
+    int users() const;
 
    private:
     void begin_anew();

@@ -153,6 +153,21 @@ TEST(a_bucket_that_finds_no_room_for_its_codes_is_not_stepped) {
     EXPECT(subject.work->overflowed() && subject.same());
 }
 
+TEST(a_plain_step_ends_what_a_journal_could_undo) {
+    WorkerPool pool(unbound(2));
+    Subject subject({5000});
+    for (const Operation operation : {Operation::undo, Operation::replay}) {
+        subject.freeze(1);
+        does(pool, subject, Operation::step_journaled);
+        subject.step_twin(1);
+        subject.freeze(2);
+        does(pool, subject, Operation::step);
+        subject.step_twin(2);
+        EXPECT(throws<std::logic_error>([&] { pool.submit(subject.work, operation, 1, nullptr); }));
+        EXPECT(subject.same());
+    }
+}
+
 TEST(room_comes_back_from_buckets_that_are_gone_or_never_ran) {
     const auto shared = std::make_shared<JournalMemory>(2 * kSeveralChunks + 64, kMiB);
     {

@@ -46,7 +46,7 @@ class Layout:
         self._bucket_numel = options.bucket_numel
         self._two_phase = options.two_phase
         self._protect = protect
-        self._journals: set[_native.JournalMemory] = set()
+        self.journals: set[_native.JournalMemory] = set()  # the memory that they share
         self._host_bytes = 0  # of state and buckets, without journals
         self.only_bucket: dict[int, Bucket] = {}  # of shards, by index, that are in one bucket
         self.places: dict[int, list[tuple[Bucket, int]]] = {}  # of each shard: its buckets, and its place in them
@@ -109,7 +109,7 @@ class Layout:
                 upper.gather()
         known = set(self._backward)
         order = self._backward + [shard.index for shard in reversed(self.shards) if shard.index not in known]
-        self.buckets, self.places, self._journals = [], {}, set()
+        self.buckets, self.places, self.journals = [], {}, set()
         self.only_bucket.clear()  # the intake keeps it
         self._unattached = [[self.shards[i] for i in order]]
         self._outdated = False
@@ -143,7 +143,7 @@ class Layout:
                 if len(self.places[piece.shard.index]) == 1:
                     self.only_bucket[piece.shard.index] = bucket
         self.buckets.extend(buckets)
-        self._journals.update(journal for journal in journals if journal is not None)
+        self.journals.update(journal for journal in journals if journal is not None)
         self.numel = sum(bucket.numel for bucket in self.buckets)
         self._host_bytes = sum(map(_state_bytes, self.shards)) + sum(map(_bucket_bytes, self.buckets))
 
@@ -160,7 +160,7 @@ class Layout:
     @property
     def journal_bytes_held(self) -> int:
         """Returns the bytes of the journals' memory that are in use or kept for the next steps."""
-        return sum(journal.held for journal in self._journals)
+        return sum(journal.held for journal in self.journals)
 
     # ---- order and place --------------------------------------------------------------------------------------
 

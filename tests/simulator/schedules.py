@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
-from tests.simulator.simulation import Simulation
+from tests.simulator.simulation import BrokenPromiseError, Simulation
 
 _REPORTED = ("committed", "replayed", "undone", "skipped", "abandoned", "stepped", "two_phase")
 _JOURNAL_BYTES = (None, 0.7, None, 1.3, None, 2.05)  # per parameter, for all buckets together; None: as built
@@ -28,6 +28,8 @@ def simulate(seeds: range, steps: int, tell: Callable[[str], None]) -> dict[str,
         with room_for_journals(seed):
             simulation = Simulation(seed, steps)
             simulation.run()
+        if any(journal.users for journal in simulation.engine.layout.journals):
+            raise BrokenPromiseError(f"seed {seed}: a bucket keeps its journal. Repeat it with --seed {seed}")
         stats = simulation.engine.stats()
         for name in _REPORTED:
             totals[name] += int(stats[f"buckets_{name}"])
