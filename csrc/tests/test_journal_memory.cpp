@@ -8,6 +8,7 @@ namespace {
 using harness::kSeveralChunks;
 using harness::Subject;
 using harness::succeeds;
+using harness::throws;
 using harness::unbound;
 using superoffload::JournalMemory;
 using superoffload::Operation;
