@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from superoffload.engine.bucket import Bucket, BucketState, GroupHyper, Shard
-from superoffload.errors import StateError, WorkerError
+from superoffload.errors import StateError
 from tests.support.engine_rig import COUNTERS, Rig, Settings, rig
 
 HYPER = GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1)
@@ -211,18 +211,6 @@ def test_a_journal_without_room_is_undone_at_once_and_stepped_later(width: int) 
         assert counts(made) == {"speculated": 3, "undone": 3, "stepped": 3, "journal_overflows": 3}
 
 
-def test_buckets_share_the_memory_of_their_journals() -> None:
-    """The escapes of the first take the room of the last, which is left out of speculation; none is undone."""
-    with rig(Settings([[4096] * 4], bucket_numel=4096), arena=-0.75) as made:  # 1.25 bytes per parameter
-        for _ in range(8):
-            made.step_both(backward(made))
-            made.check()
-        stats = made.engine.stats()
-        assert 8 < stats["buckets_committed"] == stats["buckets_speculated"] - stats["buckets_undone"] < 8 * 4
-        assert stats["buckets_stepped"] == 8 * 4 - stats["buckets_committed"]
-        assert 4 * 4096 < stats["journal_reserved_bytes"] <= 1.25 * 4 * 4096
-
-
 def test_after_a_spike_wider_codes_are_tried_then_the_bucket_is_left_out_for_a_while() -> None:
     with rig(replace(TWO, sizes=[[4096]], bucket_numel=4096), arena=0.0) as made:
         for i in range(14):
@@ -231,33 +219,6 @@ def test_after_a_spike_wider_codes_are_tried_then_the_bucket_is_left_out_for_a_w
         stats = made.engine.stats()
         assert 0 < stats["journal_overflows"] < 14
         assert stats["buckets_speculated"] < 14
-
-
-def test_a_failed_speculation_gives_its_room_back() -> None:
-    """Else the journals would not begin at the front again, and later steps would find no room."""
-    with rig(Settings([[4096] * 4], bucket_numel=4096), width=1, arena=0.25) as made:
-        made.engine.pool.inject_fault(2, "a bit fell over")
-        backward(made)
-        verdict = made.engine.decide(unscale=1.0, max_grad_norm=None)
-        with pytest.raises(WorkerError, match="a bit fell over"):
-            made.engine.apply(verdict)
-        before = made.engine.stats()
-        made.step_both(backward(made))
-        made.check()
-        after = made.engine.stats()
-        assert after["buckets_committed"] - before["buckets_committed"] == 4
-
-
-def test_memory_of_journals_is_counted_once() -> None:
-    """Buckets that follow the order of backward have new memory, in which nothing was written yet."""
-    with rig(Settings([[4096] * 4], bucket_numel=4096)) as made:
-        gradients = {shard.index: made.gradient(shard) for shard in made.shards}
-        for shard in made.shards:  # not the reverse of the registration
-            made.arrive(shard, gradients[shard.index])
-        assert made.engine.stats()["journal_reserved_bytes"] >= 4 * 4096
-        made.step_both(gradients)
-        assert made.engine.stats()["journal_reserved_bytes"] == 0
-        made.check()
 
 
 class Watching:
