@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include <unistd.h>
+
 #include "huge_pages.h"
 
 namespace superoffload {
@@ -13,7 +15,8 @@ std::uint64_t round_up(std::uint64_t bytes) { return (bytes + kLine - 1) / kLine
 
 }  // namespace
 
-JournalMemory::JournalMemory(std::uint64_t bytes, std::uint64_t kept) : bytes_(bytes), kept_(kept) {
+JournalMemory::JournalMemory(std::uint64_t bytes, std::uint64_t kept)
+    : bytes_(bytes), kept_(kept), creator_(static_cast<long>(getpid())) {
     if (bytes_ == 0) return;
     memory_.reset(static_cast<std::uint8_t*>(::operator new(round_up(bytes_), kJournalAlign)));
     prefer_huge_pages(memory_.get(), bytes_);
@@ -21,8 +24,13 @@ JournalMemory::JournalMemory(std::uint64_t bytes, std::uint64_t kept) : bytes_(b
     end_front();
 }
 
+std::unique_lock<std::mutex> JournalMemory::lock() const {
+    if (static_cast<long>(getpid()) != creator_) return std::unique_lock<std::mutex>(mutex_, std::defer_lock);
+    return std::unique_lock<std::mutex>(mutex_);
+}
+
 std::uint8_t* JournalMemory::take_codes(std::uint64_t bytes) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto locked = lock();
     if (journals_ == 0) begin_anew();
     const std::uint64_t words = round_up(bytes) / 4;
     std::uint64_t used = __atomic_load_n(&arena_.used, __ATOMIC_RELAXED);
@@ -38,17 +46,17 @@ std::uint8_t* JournalMemory::take_codes(std::uint64_t bytes) {
 }
 
 void JournalMemory::written() {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto locked = lock();
     --writing_;
 }
 
 void JournalMemory::release_codes() {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto locked = lock();
     --journals_;
 }
 
 std::uint16_t* JournalMemory::take_halves(std::uint64_t bytes) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto locked = lock();
     const std::uint64_t back = back_bytes() + round_up(bytes);
     if (writing_ > 0 || front_bytes() + back > bytes_) return nullptr;
     ++halves_;
@@ -59,22 +67,22 @@ std::uint16_t* JournalMemory::take_halves(std::uint64_t bytes) {
 }
 
 void JournalMemory::release_halves() {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto locked = lock();
     --halves_;
 }
 
 bool JournalMemory::has_room_for_halves(std::uint64_t bytes) const {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto locked = lock();
     return writing_ == 0 && front_bytes() + back_bytes() + round_up(bytes) <= bytes_;
 }
 
 std::uint64_t JournalMemory::held() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto locked = lock();
     return std::min(bytes_, std::max(front_touched_, used_bytes()) + back_touched_);
 }
 
 int JournalMemory::users() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto locked = lock();
     return journals_ + halves_;
 }
 

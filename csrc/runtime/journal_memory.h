@@ -63,7 +63,11 @@ class JournalMemory {
     std::unique_ptr<std::uint8_t, FreeAligned> memory_;
     adam::JournalArena arena_{nullptr, 0, 0};
 
+    // A forked child has one thread, and may never take the lock: a thread of its parent may have had it.
+    std::unique_lock<std::mutex> lock() const;
+
     mutable std::mutex mutex_;
+    const long creator_;
     int journals_ = 0;        // buckets that may still be undone or replayed
     int writing_ = 0;         // of these, buckets whose journaled step has not ended
     int halves_ = 0;          // buckets that are published and not settled

@@ -1,4 +1,10 @@
 // Tests the memory that journals of several buckets share: room is given once, comes back, and never overlaps.
+#include <atomic>
+#include <thread>
+
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include "harness.h"
 #include "runtime/journal_memory.h"
 #include "subject.h"
@@ -168,6 +174,34 @@ TEST(a_plain_step_ends_what_a_journal_could_undo) {
         EXPECT(subject.same());
     }
 }
+
+// ThreadSanitizer does not follow a fork of a process with threads.
+#if !defined(__SANITIZE_THREAD__)
+TEST(a_forked_child_never_waits_for_a_thread_of_its_parent) {
+    JournalMemory memory(kMiB, kMiB);
+    std::atomic<bool> over{false};
+    std::thread other([&] {  // has the lock most of the time
+        while (!over) memory.held();
+    });
+    int hung = 0;
+    for (int i = 0; i < 100 && hung == 0; ++i) {
+        const pid_t child = fork();
+        if (child == 0) {
+            alarm(20);
+            memory.take_codes(64);
+            memory.written();
+            memory.release_codes();
+            _exit(memory.held() == 64 ? 0 : 1);
+        }
+        int status = 0;
+        waitpid(child, &status, 0);
+        hung += status != 0;
+    }
+    over = true;
+    other.join();
+    EXPECT(hung == 0);
+}
+#endif
 
 TEST(room_comes_back_from_buckets_that_are_gone_or_never_ran) {
     const auto shared = std::make_shared<JournalMemory>(2 * kSeveralChunks + 64, kMiB);

@@ -19,7 +19,7 @@ from superoffload.links.cuda.bit_sums import CudaBitSums, SumsThere, sums_per_bl
 from superoffload.links.cuda.blocks import Blocks
 from superoffload.links.cuda.device import Device
 from superoffload.links.cuda.geometry import blocks_of
-from superoffload.links.cuda.pinned import ALIGN, LARGEST_REGISTRATION, PinnedArena, aligned, warn_unpinned
+from superoffload.links.cuda.pinned import ALIGN, LARGEST_REGISTRATION, PinnedArena, aligned, taken, warn_unpinned
 from superoffload.links.cuda.residency import CudaResidency
 
 SLOTS = 2  # staging on the device: one is packed while the other is copied
@@ -374,9 +374,9 @@ def _scratch_bytes(bucket: Bucket) -> int:
 
 def _host_bytes(bucket: Bucket) -> int:
     if bucket.resident:
-        return aligned(_scratch_bytes(bucket))
+        return taken(_scratch_bytes(bucket))
     packed, shadow = (_nbytes(bucket.padded, dtype) for dtype in (bucket.gradient_dtype, bucket.published_dtype))
-    return aligned(packed) + aligned(shadow) + aligned(_scratch_bytes(bucket))
+    return sum(map(taken, (packed, shadow, _scratch_bytes(bucket))))
 
 
 @contextmanager

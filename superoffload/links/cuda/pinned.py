@@ -91,7 +91,7 @@ class PinnedArena:
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Makes a flat tensor with undefined values. It keeps the memory alive; no copy crosses two registrations."""
         nbytes = numel * dtype.itemsize
-        start = place(self._used + (_SPREAD if nbytes >= _SPREAD_FROM else 0), nbytes, self._memory.chunk)
+        start = place(self._used + taken(nbytes) - aligned(nbytes), nbytes, self._memory.chunk)
         self._used = start + nbytes
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
 
@@ -109,6 +109,11 @@ class PinnedArena:
 
 def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
+
+
+def taken(nbytes: int) -> int:
+    """Returns the most bytes that an array takes of an arena with one registration."""
+    return aligned(nbytes) + (_SPREAD if nbytes >= _SPREAD_FROM else 0)
 
 
 def place(used: int, nbytes: int, chunk: int) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 from superoffload import AdamW
 from superoffload.errors import DeviceError
+from superoffload.links.cuda import pinned
 from tests.support.adamw_training import train
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
 from tests.support.fake_cuda_training import host_digests, training
@@ -156,3 +159,25 @@ def test_host_memory_that_is_refused_is_a_device_error(fake: Fake, monkeypatch: 
         monkeypatch.setattr("superoffload.links.cuda.link.PinnedArena", refuse)
         with pytest.raises(DeviceError, match="the host is out of memory; close other programs"):
             link.prepare(optimizer._engine.buckets, anew=False)
+
+
+class Memory(bytearray):
+    """Stands for pinned memory, with one registration for all of it."""
+
+    chunk = 1 << 36
+
+
+@pytest.mark.parametrize("nbytes", [1 << 20, (1 << 20) - 256, 3 << 20, 1000])
+def test_an_arena_of_what_its_arrays_take_has_room_for_all_of_them(nbytes: int) -> None:
+    """Also where it is used again for other buckets that fill it; large arrays start at different lines."""
+    sizes = [nbytes] * 7
+    total = sum(map(pinned.taken, sizes))
+    with mock.patch.object(pinned._native, "PinnedMemory", lambda bytes, **_: Memory(bytes)):
+        arena = pinned.PinnedArena(mock.Mock(pci_bus_id="0000:00:00.0"), total)
+    for _ in range(2):
+        arrays = [arena.take(size, torch.uint8) for size in sizes]
+        starts = [array.data_ptr() - arrays[0].data_ptr() for array in arrays]
+        assert all(begin + nbytes <= end for begin, end in pairwise(starts))
+        if nbytes >= 1 << 20:
+            assert len({start % 4096 for start in starts}) == 7
+        arena.reset()
