@@ -172,7 +172,7 @@ def test_an_arena_of_what_its_arrays_take_has_room_for_all_of_them(nbytes: int) 
     """Also where it is used again for other buckets that fill it; large arrays start at different lines."""
     sizes = [nbytes] * 7
     total = sum(map(pinned.taken, sizes))
-    with mock.patch.object(pinned._native, "PinnedMemory", lambda bytes, **_: Memory(bytes)):
+    with mock.patch("superoffload._native.PinnedMemory", lambda bytes, **_: Memory(bytes)):
         arena = pinned.PinnedArena(mock.Mock(pci_bus_id="0000:00:00.0"), total)
     for _ in range(2):
         arrays = [arena.take(size, torch.uint8) for size in sizes]
