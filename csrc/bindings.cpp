@@ -33,8 +33,16 @@ T* pointer(Address address) {
 superoffload::RunOfShard make_run(Address master, Address exp_avg, Address exp_avg_sq, Address gradient, Address shadow,
                                   std::size_t numel, adam::ElementType gradient_type, adam::ElementType shadow_type,
                                   adam::ElementType state_type, std::uint64_t first_index, std::uint64_t noise_stream,
-                                  bool past_cache, bool split_master) {
-    if (state_type == adam::ElementType::f16) throw std::invalid_argument("state_type: f16, expected f32 or bf16");
+                                  bool past_cache, bool split_master, Address exp_avg_scales,
+                                  Address exp_avg_sq_scales) {
+    using adam::ElementType;
+    if (state_type == ElementType::f16) throw std::invalid_argument("state_type: f16, expected f32, bf16 or q8");
+    if (gradient_type == ElementType::q8 || shadow_type == ElementType::q8) {
+        throw std::invalid_argument("gradient_type, shadow_type: q8 is for moments; expected f32, bf16 or f16");
+    }
+    if ((state_type == ElementType::q8) != (exp_avg_scales != 0 && exp_avg_sq_scales != 0)) {
+        throw std::invalid_argument("exp_avg_scales, exp_avg_sq_scales: expected both with q8 moments, and only there");
+    }
     if (split_master && shadow_type != adam::ElementType::bf16) {
         throw std::invalid_argument("shadow_type: only bf16 has the upper half of a split master");
     }
@@ -51,6 +59,8 @@ superoffload::RunOfShard make_run(Address master, Address exp_avg, Address exp_a
     run.first_index = first_index;
     run.past_cache = past_cache;
     run.split_master = split_master;
+    run.exp_avg_scales = pointer<std::uint8_t>(exp_avg_scales);
+    run.exp_avg_sq_scales = pointer<std::uint8_t>(exp_avg_sq_scales);
     return {run, noise_stream};
 }
 
@@ -160,13 +170,16 @@ void bind_kernels(py::module_& module) {
     py::enum_<adam::ElementType>(module, "ElementType")
         .value("f32", adam::ElementType::f32)
         .value("bf16", adam::ElementType::bf16)
-        .value("f16", adam::ElementType::f16);
+        .value("f16", adam::ElementType::f16)
+        .value("q8", adam::ElementType::q8);
     py::class_<superoffload::RunOfShard>(module, "Run")
         .def(py::init(&make_run), py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("gradient"),
              py::arg("shadow"), py::arg("numel"), py::arg("gradient_type"), py::arg("shadow_type"),
              py::arg("state_type") = adam::ElementType::f32, py::arg("first_index") = 0, py::arg("noise_stream") = 0,
-             py::arg("past_cache") = false, py::arg("split_master") = false);
+             py::arg("past_cache") = false, py::arg("split_master") = false, py::arg("exp_avg_scales") = 0,
+             py::arg("exp_avg_sq_scales") = 0);
     module.attr("BLOCK") = adam::kBlock;
+    module.attr("MOMENT_BLOCK") = adam::kMomentBlock;
     module.attr("CHUNK") = superoffload::kChunk;
     module.def(
         "prefer_huge_pages",

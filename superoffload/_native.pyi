@@ -3,12 +3,14 @@
 from typing import overload
 
 BLOCK: int
+MOMENT_BLOCK: int
 CHUNK: int
 
 class ElementType:
     f32: ElementType
     bf16: ElementType
     f16: ElementType
+    q8: ElementType
 
 class Operation:
     step: Operation
@@ -34,6 +36,8 @@ class Run:
         noise_stream: int = 0,
         past_cache: bool = False,
         split_master: bool = False,
+        exp_avg_scales: int = 0,
+        exp_avg_sq_scales: int = 0,
     ) -> None: ...
 
 class JournalUse:

@@ -19,6 +19,7 @@ from superoffload.errors import ArgumentError
 from superoffload.host.environment import tell_unknown_names
 
 BLOCK: int = _native.BLOCK
+MOMENT_BLOCK: int = _native.MOMENT_BLOCK
 ISA_VARIABLE = "SUPEROFFLOAD_ISA"
 
 _TYPES = {
@@ -28,6 +29,12 @@ _TYPES = {
 }
 
 Array = NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16]
+Moment = NDArray[np.float32] | NDArray[np.uint16] | NDArray[np.uint8]
+_MOMENT_TYPES = {
+    np.dtype(np.float32): _native.ElementType.f32,
+    np.dtype(np.uint16): _native.ElementType.bf16,
+    np.dtype(np.uint8): _native.ElementType.q8,
+}
 
 
 def available_isas() -> list[str]:
@@ -85,22 +92,26 @@ class Hyper:
     l2: bool = False
 
 
+_AnyArray = Array | Moment | NDArray[np.int16]
+
+
 class Span:
     """Steps a contiguous run of a bucket with its journal, on arrays that the caller owns.
 
-    ``master``: float32 [n]; ``exp_avg`` and ``exp_avg_sq``: float32, or uint16 (bfloat16 bits, rounded stochastically)
-    [n]; ``gradient`` and ``shadow``: float32, float16 or uint16 (bfloat16 bits) [n]. An int16 ``master`` has the
-    remainders of a split master, whose upper halves are the uint16 ``shadow`` (docs/kernel.md). ``arena_bytes`` is the
-    room for escapes; by default every element may escape. ``noise_stream`` (seed and shard) and ``first_index`` (of
-    element 0 in its shard) key the stochastic rounding. ``past_cache``: the shadow, and with AVX-512 a journal's codes,
-    may be stored past the processor's caches, which is faster for runs that exceed them and changes no bit.
+    ``master``: float32 [n]; ``exp_avg`` and ``exp_avg_sq``: float32 [n], or rounded stochastically: uint16 (bfloat16
+    bits) [n] or uint8 (codes, then the scale of each MOMENT_BLOCK of them) [n + ceil(n / 256)]; ``gradient`` and
+    ``shadow``: float32, float16 or uint16 (bfloat16 bits) [n]. An int16 ``master`` has the remainders of a split
+    master, whose upper halves are the uint16 ``shadow`` (docs/kernel.md). ``arena_bytes`` is the room for escapes; by
+    default every element may escape. ``noise_stream`` (seed and shard) and ``first_index`` (of element 0 in its shard)
+    key the stochastic rounding. ``past_cache``: the shadow, and with AVX-512 a journal's codes, may be stored past the
+    processor's caches, which is faster for runs that exceed them and changes no bit.
     """
 
     def __init__(
         self,
         master: NDArray[np.float32] | NDArray[np.int16],
-        exp_avg: NDArray[np.float32] | NDArray[np.uint16],
-        exp_avg_sq: NDArray[np.float32] | NDArray[np.uint16],
+        exp_avg: Moment,
+        exp_avg_sq: Moment,
         gradient: Array,
         shadow: Array,
         *,
@@ -109,7 +120,7 @@ class Span:
         first_index: int = 0,
         past_cache: bool = False,
     ) -> None:
-        arrays: dict[str, Array | NDArray[np.int16]] = {
+        arrays: dict[str, _AnyArray] = {
             "master": master,
             "exp_avg": exp_avg,
             "exp_avg_sq": exp_avg_sq,
@@ -117,18 +128,25 @@ class Span:
             "shadow": shadow,
         }
         for name, array in arrays.items():
-            _check_vector(name, array, writeable=name != "gradient", split=name == "master")
-            if len(array) != len(master):
-                raise ArgumentError(f"{name}: {len(array)} elements, expected {len(master)} like master")
+            others: tuple[type, ...] = {"master": (np.int16,), "exp_avg": (np.uint8,), "exp_avg_sq": (np.uint8,)}.get(
+                name, ()
+            )
+            _check_vector(name, array, writeable=name != "gradient", others=others)
+            blocks = -(-len(master) // MOMENT_BLOCK) if array.dtype == np.uint8 else 0
+            if len(array) != len(master) + blocks:
+                scales = f" and the scales of their {blocks} blocks" if blocks else ""
+                raise ArgumentError(f"{name}: {len(array)} elements, expected {len(master)} like master{scales}")
         split = master.dtype == np.int16
         if not split and master.dtype != np.float32:
             raise ArgumentError(f"master: dtype {master.dtype}, expected float32, or int16 of a split master")
         if split and shadow.dtype != np.uint16:
             raise ArgumentError(f"shadow: dtype {shadow.dtype}, expected uint16 (bfloat16 bits) with a split master")
-        if exp_avg.dtype not in (np.dtype(np.float32), np.dtype(np.uint16)) or exp_avg.dtype != exp_avg_sq.dtype:
+        if exp_avg.dtype not in _MOMENT_TYPES or exp_avg.dtype != exp_avg_sq.dtype:
             raise ArgumentError(
-                f"exp_avg, exp_avg_sq: dtypes {exp_avg.dtype}, {exp_avg_sq.dtype}; expected both float32 or both uint16"
+                f"exp_avg, exp_avg_sq: dtypes {exp_avg.dtype}, {exp_avg_sq.dtype}; expected both float32, both uint16 "
+                "(bfloat16 bits) or both uint8 (codes and scales)"
             )
+        scales_at = len(master) if exp_avg.dtype == np.uint8 else None
         _check_disjoint(arrays)
         self._arrays = arrays  # keeps the memory alive
         self._arena_bytes = 20 * len(master) + 64 if arena_bytes is None else arena_bytes
@@ -142,11 +160,13 @@ class Span:
                 numel=len(master),
                 gradient_type=_TYPES[gradient.dtype],
                 shadow_type=_TYPES[shadow.dtype],
-                state_type=_TYPES[exp_avg.dtype],
+                state_type=_MOMENT_TYPES[exp_avg.dtype],
                 first_index=first_index,
                 noise_stream=noise_stream,
                 past_cache=past_cache,
                 split_master=split,
+                exp_avg_scales=0 if scales_at is None else exp_avg.ctypes.data + scales_at,
+                exp_avg_sq_scales=0 if scales_at is None else exp_avg_sq.ctypes.data + scales_at,
             )
         ]
         padded = -(-len(master) // 64) * 64
@@ -267,8 +287,8 @@ def _describe(value: object) -> str:
     return type(value).__name__
 
 
-def _check_vector(name: str, array: Array | NDArray[np.int16], *, writeable: bool, split: bool = False) -> None:
-    if not isinstance(array, np.ndarray) or not (array.dtype in _TYPES or (split and array.dtype == np.int16)):
+def _check_vector(name: str, array: _AnyArray, *, writeable: bool, others: tuple[type, ...] = ()) -> None:
+    if not isinstance(array, np.ndarray) or not (array.dtype in _TYPES or array.dtype in others):
         raise ArgumentError(f"{name}: {_describe(array)}; expected a float32, float16 or uint16 (bfloat16 bits) array")
     if array.ndim != 1 or not array.flags.c_contiguous or not array.flags.aligned:
         raise ArgumentError(f"{name}: {_describe(array)}; expected a contiguous, aligned vector")
@@ -276,7 +296,7 @@ def _check_vector(name: str, array: Array | NDArray[np.int16], *, writeable: boo
         raise ArgumentError(f"{name}: a read-only array; expected a writeable one")
 
 
-def _check_disjoint(arrays: dict[str, Array | NDArray[np.int16]]) -> None:
+def _check_disjoint(arrays: dict[str, _AnyArray]) -> None:
     ends = sorted((array.ctypes.data, array.ctypes.data + array.nbytes, name) for name, array in arrays.items())
     for (_, end, name), (start, _, other) in pairwise(ends):
         if start < end:

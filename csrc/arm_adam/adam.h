@@ -13,9 +13,15 @@ namespace superoffload::adam {
 // Counts the elements per block, the unit of the norm's partial sums and of the journal. Ranges start at a multiple.
 constexpr std::size_t kBlock = 1024;
 
-enum class ElementType : std::uint8_t { f32 = 0, bf16 = 1, f16 = 2 };
+// Counts the elements of a shard whose 8-bit moments share a scale.
+constexpr std::size_t kMomentBlock = 256;
 
-constexpr std::size_t element_size(ElementType type) { return type == ElementType::f32 ? 4 : 2; }
+// q8 is for moments only: 8-bit codes with a scale per kMomentBlock elements.
+enum class ElementType : std::uint8_t { f32 = 0, bf16 = 1, f16 = 2, q8 = 3 };
+
+constexpr std::size_t element_size(ElementType type) {
+    return type == ElementType::f32 ? 4 : type == ElementType::q8 ? 1 : 2;
+}
 
 // Holds the user's settings, in double precision.
 struct Hyper {
@@ -37,7 +43,7 @@ struct Scalars {
     float eps, step_size, inverse_sqrt_bias2;
     float decay, inverse_decay, weight_decay;
     bool l2;
-    std::uint32_t noise_key;  // keys the stochastic rounding of bf16 moments: seed, shard and step
+    std::uint32_t noise_key;  // keys the stochastic rounding of bf16 and 8-bit moments: seed, shard and step
 };
 
 // Rounds the scalars of a step. `noise_stream` stands for seed and shard.
@@ -47,8 +53,9 @@ Scalars freeze(const Hyper& hyper, std::uint64_t noise_stream = 0);
 struct JournalBlock {
     static constexpr std::uint32_t kNotApplied = 0xffffffffu;
     std::uint32_t offset;
-    std::uint16_t escapes[3];      // exp_avg, exp_avg_sq, master
-    std::uint16_t narrow_escapes;  // escapes that one-byte codes would have, all components together
+    std::uint16_t escapes[3];                       // exp_avg, exp_avg_sq, master
+    std::uint16_t narrow_escapes;                   // escapes that one-byte codes would have, all components together
+    std::uint8_t scales[2][kBlock / kMomentBlock];  // of 8-bit moments before the step: exp_avg, exp_avg_sq
 };
 
 // Holds the escapes of all runs of a bucket. The stepping threads advance `used` atomically.
@@ -81,11 +88,15 @@ struct Run {
     ElementType gradient_type;
     ElementType shadow_type;
     Scalars frozen;
-    ElementType state_type = ElementType::f32;  // of the moments: f32, or bf16 with stochastic rounding
+    ElementType state_type = ElementType::f32;  // of the moments: f32, or rounded stochastically: bf16, q8
     std::uint64_t first_index = 0;              // index of the run's first element in its shard
     bool split_master = false;                  // the shadow is bf16 and part of the state
     std::uint16_t* kept_halves = nullptr;       // split: publish() keeps the old upper halves here (see step())
     bool past_cache = false;                    // shadow and codes bypass the caches, which all runs together exceed
+    // Of q8 moments, one for each kMomentBlock elements from the run's first: the biased exponent of the topmost binade
+    // (as E8M0, the scale of OCP's Microscaling formats), 255 if all moments of the block are NaN. All 0 at first.
+    std::uint8_t* exp_avg_scales = nullptr;
+    std::uint8_t* exp_avg_sq_scales = nullptr;
 
     // Returns the key of an element's noise: its index in the shard, modulo 2^32.
     std::uint32_t index_of(std::size_t i) const { return static_cast<std::uint32_t>(first_index + i); }

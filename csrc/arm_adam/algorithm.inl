@@ -8,18 +8,19 @@
 #include "arithmetic.inl"
 #include "journal.inl"
 #include "kernels.h"
+#include "loops.inl"
 #include "norm.inl"
 #include "tail.inl"
 #include "types.inl"
-#include "vectors.inl"
 
 namespace superoffload::adam {
 namespace {
 
-// Returns where the whole vectors end; the scalar lanes do the rest of a range.
-template <typename L>
+// Returns where the whole vectors end, or the whole blocks of 8-bit moments; the scalar lanes do the rest of a range.
+template <typename L, typename T>
 SUPEROFFLOAD_INLINE std::size_t vector_end(std::size_t begin, std::size_t end) {
-    return begin + (end - begin) / L::width() * L::width();
+    const std::size_t unit = T::quantized ? kMomentBlock : L::width();
+    return begin + (end - begin) / unit * unit;
 }
 
 SUPEROFFLOAD_INLINE Range block_at(std::size_t begin, std::size_t end) {
@@ -28,37 +29,37 @@ SUPEROFFLOAD_INLINE Range block_at(std::size_t begin, std::size_t end) {
 
 template <typename L, typename T>
 SUPEROFFLOAD_NOINLINE void step_range(const Run& run, Range range) {
-    const std::size_t middle = vector_end<L>(range.begin, range.end);
+    const std::size_t middle = vector_end<L, T>(range.begin, range.end);
     step_lanes<L, T>(run, range.begin, middle);
     if (middle != range.end) step_tail<TailTypes<T>>(run, {middle, range.end});
 }
 
 template <typename L, typename T>
 inline void publish_range(const Run& run, Range range) {
-    const std::size_t middle = vector_end<L>(range.begin, range.end);
+    const std::size_t middle = vector_end<L, T>(range.begin, range.end);
     publish_lanes<L, T>(run, range.begin, middle);
     if (middle != range.end) publish_tail<TailTypes<T>>(run, {middle, range.end});
 }
 
 template <typename L, typename T, int width>
 SUPEROFFLOAD_NOINLINE void undo_block(const Run& run, Range block, EscapeCursor escapes) {
-    const std::size_t middle = vector_end<L>(block.begin, block.end);
+    const std::size_t middle = vector_end<L, T>(block.begin, block.end);
     undo_lanes<L, T, width>(run, block.begin, {block.begin, middle}, escapes);
     if (middle != block.end) undo_tail<TailTypes<T>, width>(run, block.begin, {middle, block.end}, escapes);
 }
 
 template <typename L, typename T, int width>
 inline void replay_block(const Run& run, const Scalars& scalars, Range block, EscapeCursor escapes) {
-    const std::size_t middle = vector_end<L>(block.begin, block.end);
+    const std::size_t middle = vector_end<L, T>(block.begin, block.end);
     replay_lanes<L, T, width>(run, scalars, block.begin, {block.begin, middle}, escapes);
     if (middle != block.end) replay_tail<TailTypes<T>, width>(run, scalars, block.begin, {middle, block.end}, escapes);
 }
 
 template <typename L, typename T, int width>
 SUPEROFFLOAD_NOINLINE void journal_loops(const Run& run, std::uint8_t* codes, Range block, BlockEscapes& escapes) {
-    const std::size_t middle = vector_end<L>(block.begin, block.end);
+    const std::size_t middle = vector_end<L, T>(block.begin, block.end);
     std::size_t done = block.begin;
-    if constexpr (L::kPairs) {
+    if constexpr (L::kPairs && !T::quantized) {
         const std::size_t pairs = (block.end - block.begin) / (2 * L::width());
         done += pairs * 2 * L::width();
         journal_pairs<L, T, width>(run, codes, block.begin, {block.begin, done}, escapes);

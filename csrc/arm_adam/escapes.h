@@ -25,10 +25,15 @@ struct EscapeList {
 struct BlockEscapes {
     EscapeList component[3];
     std::uint32_t narrow;
+    std::uint8_t scales[2][kBlock / kMomentBlock];  // of 8-bit moments, which undo puts back
 
     void clear() {
         for (EscapeList& list : component) list.count = 0;
         narrow = 0;
+    }
+    void keep_scales(std::size_t index, std::uint8_t exp_avg, std::uint8_t exp_avg_sq) {
+        scales[0][index / kMomentBlock] = exp_avg;
+        scales[1][index / kMomentBlock] = exp_avg_sq;
     }
     std::uint32_t total() const { return component[0].count + component[1].count + component[2].count; }
 };

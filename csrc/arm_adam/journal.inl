@@ -200,11 +200,16 @@ SUPEROFFLOAD_INLINE typename L::U encode_pair(const PairDifferences<L>& differen
     return L::pair_in_order(join<L, width>(m, v, p));
 }
 
+// Restores old words from their codes and the words of their estimates.
+template <typename L, int width, int component>
+SUPEROFFLOAD_INLINE typename L::U old_word(typename L::U codes, typename L::U estimate) {
+    const auto code = only_code<L, width, component>(L::template shr<shift<width, component>()>(codes));
+    return L::add_u(estimate, L::sub_u(code, L::set_u(bias<width, component>())));
+}
+
 template <typename L, int width, int component, ElementType type>
 SUPEROFFLOAD_INLINE typename L::F decode(typename L::U codes, typename L::F estimate) {
-    const auto code = only_code<L, width, component>(L::template shr<shift<width, component>()>(codes));
-    const auto difference = L::sub_u(code, L::set_u(bias<width, component>()));
-    return value_of<L, type>(L::add_u(estimated_word<L, type>(estimate), difference));
+    return value_of<L, type>(old_word<L, width, component>(codes, estimated_word<L, type>(estimate)));
 }
 
 // Walks a block's escapes in the order in which undo meets them: per component the old words and their indices in the
@@ -212,7 +217,7 @@ SUPEROFFLOAD_INLINE typename L::F decode(typename L::U codes, typename L::F esti
 class EscapeCursor {
    public:
     // Reads a block in the arena: three runs of old words, then three runs of indices.
-    EscapeCursor(const JournalBlock& block, const JournalArena& arena) {
+    EscapeCursor(const JournalBlock& block, const JournalArena& arena) : scales_(block.scales) {
         const std::uint32_t* old = arena.words + block.offset;
         const std::uint32_t total = std::uint32_t{block.escapes[0]} + block.escapes[1] + block.escapes[2];
         const auto* index = reinterpret_cast<const std::uint16_t*>(old + total);
@@ -224,6 +229,9 @@ class EscapeCursor {
         }
         advance();
     }
+
+    // Returns the old scale of exp_avg (0) or exp_avg_sq (1), where the moments have any, of the element at `index`.
+    std::uint8_t scale(int component, std::size_t index) const { return scales_[component][index / kMomentBlock]; }
 
     // Tells whether a word before `end` has escaped and is not restored yet.
     bool reaches(std::size_t end) const { return next_ < end; }
@@ -256,6 +264,7 @@ class EscapeCursor {
     };
     List component_[3];
     std::uint32_t next_;
+    const std::uint8_t (*scales_)[kBlock / kMomentBlock];
 };
 
 // Collects escapes of blocks that have no place in the arena yet. The threads that step a bucket share its arena. If
@@ -280,6 +289,7 @@ class WaitingEscapes {
             index += list.count;
             block.escapes[i] = static_cast<std::uint16_t>(list.count);
         }
+        std::memcpy(block.scales, escapes.scales, sizeof block.scales);
         used_ += words;
     }
 

@@ -54,6 +54,9 @@ struct Avx2Lanes {
     static F add(F a, F b) { return _mm256_add_ps(a, b); }
     static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
     static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+    // The second one if it is NaN.
+    static F min_f(F a, F b) { return _mm256_min_ps(a, b); }
+    static F max_f(F a, F b) { return _mm256_max_ps(a, b); }
     static F div(F a, F b) { return _mm256_div_ps(a, b); }
     static F sqrt(F a) { return _mm256_sqrt_ps(a); }
     static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
@@ -67,6 +70,14 @@ struct Avx2Lanes {
     static U mul_u(U a, U b) { return _mm256_mullo_epi32(a, b); }
     static U xor_u(U a, U b) { return _mm256_xor_si256(a, b); }
     static U iota() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+    static U min_u(U a, U b) { return _mm256_min_epu32(a, b); }
+    static U max_u(U a, U b) { return _mm256_max_epu32(a, b); }
+    static std::uint32_t largest_of(U a) {
+        __m128i x = _mm_max_epu32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+        x = _mm_max_epu32(x, _mm_shuffle_epi32(x, 0x4e));
+        x = _mm_max_epu32(x, _mm_shuffle_epi32(x, 0xb1));
+        return static_cast<std::uint32_t>(_mm_cvtsi128_si32(x));
+    }
     static U and_u(U a, U b) { return _mm256_and_si256(a, b); }
     static U or_u(U a, U b) { return _mm256_or_si256(a, b); }
     template <int k>

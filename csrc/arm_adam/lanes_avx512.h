@@ -51,6 +51,9 @@ struct Avx512Lanes {
     static F add(F a, F b) { return _mm512_add_ps(a, b); }
     static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
     static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+    // The second one if it is NaN.
+    static F min_f(F a, F b) { return _mm512_min_ps(a, b); }
+    static F max_f(F a, F b) { return _mm512_max_ps(a, b); }
     static F div(F a, F b) { return _mm512_div_ps(a, b); }
     static F sqrt(F a) { return _mm512_sqrt_ps(a); }
     static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
@@ -62,6 +65,9 @@ struct Avx512Lanes {
     static U mul_u(U a, U b) { return _mm512_mullo_epi32(a, b); }
     static U xor_u(U a, U b) { return _mm512_xor_si512(a, b); }
     static U iota() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+    static U min_u(U a, U b) { return _mm512_min_epu32(a, b); }
+    static U max_u(U a, U b) { return _mm512_max_epu32(a, b); }
+    static std::uint32_t largest_of(U a) { return _mm512_reduce_max_epu32(a); }
     static U and_u(U a, U b) { return _mm512_and_si512(a, b); }
     static U or_u(U a, U b) { return _mm512_or_si512(a, b); }
     template <int k>

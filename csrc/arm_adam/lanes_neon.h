@@ -46,6 +46,9 @@ struct NeonLanes {
     static F add(F a, F b) { return vaddq_f32(a, b); }
     static F sub(F a, F b) { return vsubq_f32(a, b); }
     static F mul(F a, F b) { return vmulq_f32(a, b); }
+    // NaN if either is.
+    static F min_f(F a, F b) { return vminq_f32(a, b); }
+    static F max_f(F a, F b) { return vmaxq_f32(a, b); }
     static F div(F a, F b) { return vdivq_f32(a, b); }
     static F sqrt(F a) { return vsqrtq_f32(a); }
     static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
@@ -61,6 +64,9 @@ struct NeonLanes {
         static constexpr std::uint32_t kLane[4] = {0, 1, 2, 3};
         return vld1q_u32(kLane);
     }
+    static U min_u(U a, U b) { return vminq_u32(a, b); }
+    static U max_u(U a, U b) { return vmaxq_u32(a, b); }
+    static std::uint32_t largest_of(U a) { return vmaxvq_u32(a); }
     static U and_u(U a, U b) { return vandq_u32(a, b); }
     static U or_u(U a, U b) { return vorrq_u32(a, b); }
     // A shift by 0 is a wasted instruction on the left and no valid immediate on the right.

@@ -79,6 +79,9 @@ struct ScalarLanes {
     static F add(F a, F b) { return a + b; }
     static F sub(F a, F b) { return a - b; }
     static F mul(F a, F b) { return a * b; }
+    // The second one if it is NaN. (In both, equal zeros of different sign do not occur.)
+    static F min_f(F a, F b) { return a < b ? a : b; }
+    static F max_f(F a, F b) { return a > b ? a : b; }
     static F div(F a, F b) { return a / b; }
     static F sqrt(F a) { return __builtin_sqrtf(a); }
     static F fma(F a, F b, F c) { return __builtin_fmaf(a, b, c); }
@@ -91,6 +94,9 @@ struct ScalarLanes {
     static U mul_u(U a, U b) { return a * b; }
     static U xor_u(U a, U b) { return a ^ b; }
     static U iota() { return 0; }
+    static U min_u(U a, U b) { return a < b ? a : b; }
+    static U max_u(U a, U b) { return a > b ? a : b; }
+    static std::uint32_t largest_of(U a) { return a; }
     static U and_u(U a, U b) { return a & b; }
     static U or_u(U a, U b) { return a | b; }
     template <int k>

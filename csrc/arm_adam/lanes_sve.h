@@ -54,6 +54,9 @@ struct SveLanes {
     static F add(F a, F b) { return svadd_f32_x(all(), a, b); }
     static F sub(F a, F b) { return svsub_f32_x(all(), a, b); }
     static F mul(F a, F b) { return svmul_f32_x(all(), a, b); }
+    // NaN if either is.
+    static F min_f(F a, F b) { return svmin_f32_x(all(), a, b); }
+    static F max_f(F a, F b) { return svmax_f32_x(all(), a, b); }
     static F div(F a, F b) { return svdiv_f32_x(all(), a, b); }
     static F sqrt(F a) { return svsqrt_f32_x(all(), a); }
     static F fma(F a, F b, F c) { return svmla_f32_x(all(), c, a, b); }
@@ -66,6 +69,9 @@ struct SveLanes {
     static U mul_u(U a, U b) { return svmul_u32_x(all(), a, b); }
     static U xor_u(U a, U b) { return sveor_u32_x(all(), a, b); }
     static U iota() { return svindex_u32(0, 1); }
+    static U min_u(U a, U b) { return svmin_u32_x(all(), a, b); }
+    static U max_u(U a, U b) { return svmax_u32_x(all(), a, b); }
+    static std::uint32_t largest_of(U a) { return svmaxv_u32(all(), a); }
     static U and_u(U a, U b) { return svand_u32_x(all(), a, b); }
     static U or_u(U a, U b) { return svorr_u32_x(all(), a, b); }
     // A shift by 0 is a wasted instruction on the left and no valid immediate on the right.

@@ -1,8 +1,8 @@
-// Handles the elements of a range after its last whole vector. Part of algorithm.inl.
+// Handles the elements of a range after its last whole vector, or whole block of 8-bit moments. Part of algorithm.inl.
 #pragma once
 
 #include "lanes_scalar.h"
-#include "vectors.inl"
+#include "loops.inl"
 
 namespace superoffload::adam {
 namespace {
@@ -20,6 +20,10 @@ struct Tail {
         run.exp_avg_sq = static_cast<char*>(run.exp_avg_sq) + begin * element_size(run.state_type);
         run.journal.codes += run.journal.codes == nullptr ? 0 : begin * run.journal.width;
         run.first_index += begin;
+        if (run.state_type == ElementType::q8) {
+            run.exp_avg_scales += begin / kMomentBlock;
+            run.exp_avg_sq_scales += begin / kMomentBlock;
+        }
         run.gradient = gradient_values_;
         run.gradient_type = ElementType::f32;
         with_element_type(whole.gradient_type, [&](auto type) {
@@ -52,8 +56,9 @@ struct Tail {
    private:
     ElementType shadow_type_;
     void* shadow_;
-    float gradient_values_[kLongestVector];
-    float shadow_values_[kLongestVector];
+    static constexpr std::size_t kLongest = kMomentBlock > kLongestVector ? kMomentBlock : kLongestVector;
+    float gradient_values_[kLongest];
+    float shadow_values_[kLongest];
 };
 
 template <typename T>

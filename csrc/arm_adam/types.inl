@@ -29,6 +29,7 @@ struct Types {
     static constexpr ElementType state = state_type;    // of the moments
     static constexpr bool l2 = is_l2;
     static constexpr bool split = is_split;  // of the master
+    static constexpr bool quantized = state_type == ElementType::q8;
 };
 
 // Holds the types of loops that write no shadow, or that of a split master.
@@ -44,11 +45,16 @@ inline auto with_flag(bool flag, F f) {
 template <typename F>
 inline auto with_state_types(const Run& run, F f) {
     return with_element_type(run.gradient_type, [&](auto gradient) {
-        return with_flag(run.state_type == ElementType::bf16, [&](auto narrow) {
-            return with_flag(run.frozen.l2, [&](auto l2) {
-                using State = std::integral_constant<ElementType, narrow.value ? ElementType::bf16 : ElementType::f32>;
-                return f(gradient, State{}, l2);
-            });
+        return with_flag(run.frozen.l2, [&](auto l2) {
+            using std::integral_constant;
+            switch (run.state_type) {
+                case ElementType::bf16:
+                    return f(gradient, integral_constant<ElementType, ElementType::bf16>{}, l2);
+                case ElementType::q8:
+                    return f(gradient, integral_constant<ElementType, ElementType::q8>{}, l2);
+                default:
+                    return f(gradient, integral_constant<ElementType, ElementType::f32>{}, l2);
+            }
         });
     });
 }

@@ -12,37 +12,6 @@
 namespace superoffload::adam {
 namespace {
 
-// Prefetches state and gradient. The processor's own prefetchers stop at page borders, and its window is too short to
-// hide memory behind a square root and a division. The address may lie past the end; nothing is read.
-template <typename L, typename T, std::size_t elements = L::kPrefetchAhead>
-SUPEROFFLOAD_INLINE void prefetch(const Run& run, std::size_t i) {
-    if constexpr (elements != 0) {
-        const auto ahead = [i](const void* array, std::size_t size) {
-            const auto address = reinterpret_cast<std::uintptr_t>(array) + (i + elements) * size;
-            __builtin_prefetch(reinterpret_cast<const void*>(address));
-        };
-        ahead(run.master, T::split ? 2 : 4);
-        if constexpr (T::split) ahead(run.shadow, 2);
-        ahead(run.exp_avg, element_size(T::state));
-        ahead(run.exp_avg_sq, element_size(T::state));
-        ahead(run.gradient, element_size(T::gradient));
-    }
-}
-
-// Only aligned addresses can bypass the caches. Ranges start at whole blocks, so the array's start decides.
-constexpr std::size_t kLine = 64;
-SUPEROFFLOAD_INLINE bool is_aligned(const void* array) { return reinterpret_cast<std::uintptr_t>(array) % kLine == 0; }
-SUPEROFFLOAD_INLINE bool stores_past_cache(const Run& run) { return run.past_cache && is_aligned(run.shadow); }
-
-// Stores masters and their published copy, which a split master is made of.
-template <typename L, typename T>
-SUPEROFFLOAD_INLINE void store_parameters(const Run& run, std::size_t i, typename L::F p, bool past_cache) {
-    store_master<L, T::split>(run, i, p);
-    if constexpr (!T::split) {
-        if (run.shadow != nullptr) store_shadow<L, T::shadow>(run.shadow, i, p, past_cache);
-    }
-}
-
 // Steps one vector in place, to canonical values as they are stored.
 template <typename L, typename T>
 SUPEROFFLOAD_INLINE void step_vector(const Scalars& s, std::uint32_t index, typename L::F gradient, typename L::F& p,
@@ -56,7 +25,7 @@ SUPEROFFLOAD_INLINE void step_vector(const Scalars& s, std::uint32_t index, type
 // Every loop works on a copy of the run that no store can alias, so that its fields stay in registers.
 
 template <typename L, typename T>
-SUPEROFFLOAD_INLINE void step_lanes(const Run& shared, std::size_t begin, std::size_t end) {
+SUPEROFFLOAD_INLINE void step_vectors(const Run& shared, std::size_t begin, std::size_t end) {
     const Run run = shared;
     const bool past_cache = stores_past_cache(run);
     for (std::size_t i = begin; i < end; i += L::width()) {
@@ -72,7 +41,7 @@ SUPEROFFLOAD_INLINE void step_lanes(const Run& shared, std::size_t begin, std::s
 }
 
 template <typename L, typename T>
-SUPEROFFLOAD_INLINE void publish_lanes(const Run& shared, std::size_t begin, std::size_t end) {
+SUPEROFFLOAD_INLINE void publish_vectors(const Run& shared, std::size_t begin, std::size_t end) {
     const Run run = shared;
     const bool past_cache = stores_past_cache(run);
     for (std::size_t i = begin; i < end; i += L::width()) {
@@ -81,21 +50,15 @@ SUPEROFFLOAD_INLINE void publish_lanes(const Run& shared, std::size_t begin, std
         auto m = load_element<L, T::state>(run.exp_avg, i);
         auto v = load_element<L, T::state>(run.exp_avg_sq, i);
         step_vector<L, T>(run.frozen, run.index_of(i), load_element<L, T::gradient>(run.gradient, i), p, m, v);
-        if constexpr (T::split) {
-            const auto old = L::bits(L::load_bf16(static_cast<const std::uint16_t*>(run.shadow) + i));
-            L::store_low16(run.kept_halves + i, L::template shr<16>(old));
-            store_upper_halves<L>(run.shadow, i, p);
-        } else {
-            store_shadow<L, T::shadow>(run.shadow, i, p, past_cache);
-        }
+        publish_vector<L, T>(run, i, p, past_cache);
     }
 }
 
 // Lets no store bypass the caches: a vector's shadow is half a line, and the other half follows so late that both would
 // be written separately. `codes`: of the block.
 template <typename L, typename T, int width>
-SUPEROFFLOAD_INLINE void journal_lanes(const Run& shared, std::uint8_t* codes, std::size_t block, Range range,
-                                       BlockEscapes& escapes) {
+SUPEROFFLOAD_INLINE void journal_vectors(const Run& shared, std::uint8_t* codes, std::size_t block, Range range,
+                                         BlockEscapes& escapes) {
     const Run run = shared;
     const Scalars& s = run.frozen;
     for (std::size_t i = range.begin; i < range.end; i += L::width()) {
@@ -167,7 +130,7 @@ template <typename L, typename T, int width>
 SUPEROFFLOAD_INLINE void finish_pair(const Run& run, std::uint8_t* codes, std::size_t block, std::size_t i,
                                      const Pair<L>& pair, BlockEscapes& escapes, bool past_cache) {
     if (__builtin_expect(L::any_nan(pair.p[0], pair.p[1]), 0)) {
-        journal_lanes<L, T, width>(run, codes, block, {i, i + 2 * L::width()}, escapes);
+        journal_vectors<L, T, width>(run, codes, block, {i, i + 2 * L::width()}, escapes);
         return;
     }
     const auto packed = encode_pair<L, T, width>(pair.difference, run, i, block, escapes);
@@ -229,7 +192,7 @@ SUPEROFFLOAD_INLINE void undo_vector(const Run& run, std::size_t i, std::size_t 
 }
 
 template <typename L, typename T, int width>
-SUPEROFFLOAD_INLINE void undo_lanes(const Run& shared, std::size_t block, Range range, EscapeCursor& escapes) {
+SUPEROFFLOAD_INLINE void undo_vectors(const Run& shared, std::size_t block, Range range, EscapeCursor& escapes) {
     const Run run = shared;
     for (std::size_t i = range.begin; i < range.end; i += L::width()) {
         prefetch<L, T>(run, i);
@@ -245,8 +208,8 @@ SUPEROFFLOAD_INLINE void undo_lanes(const Run& shared, std::size_t block, Range 
 
 // Undoes and steps while the words are in registers.
 template <typename L, typename T, int width>
-SUPEROFFLOAD_INLINE void replay_lanes(const Run& shared, const Scalars& scalars, std::size_t block, Range range,
-                                      EscapeCursor& escapes) {
+SUPEROFFLOAD_INLINE void replay_vectors(const Run& shared, const Scalars& scalars, std::size_t block, Range range,
+                                        EscapeCursor& escapes) {
     const Run run = shared;
     const Scalars again = scalars;
     const bool past_cache = stores_past_cache(run);

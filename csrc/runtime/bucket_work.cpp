@@ -92,7 +92,7 @@ void BucketWork::begin_journal(int width) {
     }
     const bool has_room = (held_ == Held::unwritten && width_ == width) || take_journal(width);
     width_ = width;
-    for (adam::JournalBlock& block : blocks_) block = {adam::JournalBlock::kNotApplied, {0, 0, 0}, 0};
+    for (adam::JournalBlock& block : blocks_) block = {adam::JournalBlock::kNotApplied, {}, 0, {}};
     for (Part& part : parts_) {
         part.journaled = part.present && has_room;
         if (!has_room) continue;

@@ -23,7 +23,7 @@ struct JournalUse {
     std::uint64_t narrow_escapes = 0;  // escapes that one-byte codes would have
 };
 
-// Holds a run, and the seed and shard (`noise_stream`) that key the stochastic rounding of bf16 moments.
+// Holds a run, and the seed and shard (`noise_stream`) that key the stochastic rounding of bf16 and 8-bit moments.
 struct RunOfShard {
     adam::Run run;
     std::uint64_t noise_stream = 0;

@@ -93,7 +93,7 @@ class Bucket {
         std::memset(shadow_.data(), 0, shadow_.size());
         for (std::size_t i = 0; i < case_.numel; ++i) fill(random, i);
         for (std::size_t i = 0; i < blocks_of(case_.numel); ++i) {
-            blocks_.as<adam::JournalBlock>()[i] = {adam::JournalBlock::kNotApplied, {0, 0, 0}, 0};
+            blocks_.as<adam::JournalBlock>()[i] = {adam::JournalBlock::kNotApplied, {}, 0, {}};
         }
         arena_.used = 0;
     }

@@ -1,0 +1,287 @@
+"""8-bit moments: the kernels against a reference of their own, exact undo, hostile blocks, no bias."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from superoffload import kernels
+from superoffload.errors import ArgumentError
+from tests.support.reference import eight_bit
+from tests.support.reference.convert import narrow
+from tests.support.reference.stochastic import noise
+
+STREAM, FIRST = (11 << 32) | 3, 13
+Float32Array = NDArray[np.float32]
+
+
+@pytest.fixture(params=kernels.available_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    with kernels.using_isa(str(request.param)):
+        yield str(request.param)
+
+
+def hyper(step: int, factor: float = 1.0, *, eps: float = 1e-8, l2: bool = False) -> kernels.Hyper:
+    return kernels.Hyper(1e-3, 0.9, 0.999, eps, 0.01, step, factor, l2)
+
+
+class State:
+    """A span with 8-bit moments, and its gradient. ``split``: its master is."""
+
+    def __init__(self, numel: int, seed: int = 5, gradient: str = "bf16", *, split: bool = False) -> None:
+        self.numel, self.format, self.split = numel, gradient, split
+        self.random = np.random.default_rng(seed)
+        start = self.random.standard_normal(numel).astype(np.float32)
+        self.exp_avg = np.zeros(eight_bit.stored_size(numel), np.uint8)
+        self.exp_avg_sq = np.zeros(eight_bit.stored_size(numel), np.uint8)
+        self.gradient = narrow(np.zeros(numel, np.float32), gradient)
+        self.shadow = narrow(start, "split" if split else "bf16")
+        self.stored = self.remainders(start) if split else start
+        self.span = kernels.Span(
+            self.stored,
+            self.exp_avg,
+            self.exp_avg_sq,
+            self.gradient,
+            self.shadow,
+            noise_stream=STREAM,
+            first_index=FIRST,
+        )
+
+    @staticmethod
+    def remainders(masters: Float32Array) -> NDArray[np.int16]:
+        return np.asarray(masters.view(np.uint32) & np.uint32(0xFFFF), np.uint16).view(np.int16)
+
+    @property
+    def master(self) -> Float32Array:
+        if not self.split:
+            return np.asarray(self.stored, np.float32).copy()
+        upper = self.shadow.astype(np.uint32) << np.uint32(16)
+        joined: Float32Array = (upper + self.stored.astype(np.int32).view(np.uint32)).view(np.float32)
+        return joined
+
+    def set_gradient(self, values: Float32Array) -> None:
+        self.gradient[:] = narrow(values, self.format)
+
+    def next_gradient(self, decades: float = 3.0) -> None:
+        """Gradients that spread over several decades within a block."""
+        size = 10.0 ** self.random.uniform(-decades, 0, self.numel)
+        self.set_gradient((self.random.standard_normal(self.numel) * size).astype(np.float32))
+
+    def expected(self, h: kernels.Hyper) -> eight_bit.Stepped:
+        random = noise(self.numel, STREAM, h.step, FIRST)
+        published = "split" if self.split else "bf16"
+        return eight_bit.step(
+            self.master, self.exp_avg.copy(), self.exp_avg_sq.copy(), self.gradient, published, h, random
+        )
+
+    def expect(self, wanted: eight_bit.Stepped) -> None:
+        np.testing.assert_array_equal(self.exp_avg, wanted.exp_avg)
+        np.testing.assert_array_equal(self.exp_avg_sq, wanted.exp_avg_sq)
+        np.testing.assert_array_equal(self.master.view(np.uint32), wanted.master.view(np.uint32))
+        np.testing.assert_array_equal(self.shadow, wanted.shadow)
+
+    def bits(self) -> bytes:
+        arrays = (self.stored, self.exp_avg, self.exp_avg_sq, *((self.shadow,) if self.split else ()))
+        return b"".join(array.tobytes() for array in arrays)
+
+    def do(self, way: str, h: kernels.Hyper) -> None:
+        """Steps in one of the ways that must give the same bits; undoes on the way where that is one."""
+        if way == "step":
+            self.span.step(h)
+        elif way == "two phases":
+            self.span.publish(h)
+            self.span.settle(h)
+        else:
+            width = 1 if way.endswith("1") else 2
+            before = self.bits()
+            other = hyper(h.step, 3.0 * h.gradient_factor, eps=h.eps, l2=h.l2)
+            assert self.span.step_journaled(other, width)
+            if way.startswith("undo"):
+                self.span.undo()
+                assert self.bits() == before
+                assert self.span.step_journaled(h, width)
+            else:
+                self.span.replay(h)
+
+
+WAYS = ("step", "two phases", "undo 1", "undo 2", "replay 1", "replay 2")
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("l2", [False, True])
+@pytest.mark.parametrize("numel", [1, 3, 64, 255, 256, 257, 700, 1024, 1025, 3001])
+def test_every_way_to_step_is_the_reference(isa: str, numel: int, l2: bool, split: bool) -> None:
+    state = State(numel, split=split)
+    for step, way in enumerate((*WAYS, *WAYS), start=1):
+        state.next_gradient()
+        h = hyper(step, eps=0.0 if step % 3 == 0 else 1e-8, l2=l2)
+        wanted = state.expected(h)
+        state.do(way, h)
+        state.expect(wanted)
+
+
+@pytest.mark.parametrize("gradient", ["fp32", "bf16", "fp16"])
+def test_every_type_of_gradient(isa: str, gradient: str) -> None:
+    state = State(1500, gradient=gradient)
+    for step, way in enumerate(WAYS, start=1):
+        state.next_gradient(decades=2.0)
+        wanted = state.expected(hyper(step, 0.37))
+        state.do(way, hyper(step, 0.37))
+        state.expect(wanted)
+
+
+def hostile_blocks() -> dict[str, Float32Array]:
+    """Gradients of one block each."""
+    ones = np.ones(256, np.float32)
+    signs = np.where(np.arange(256) % 2 == 0, 1, -1).astype(np.float32)
+    tiny = np.full(256, 1e-40, np.float32)
+    blocks = {
+        "all zero": 0 * ones,
+        "alternating signs": signs,
+        "denormal": tiny * signs,
+        "one huge value": ones * 1e-6,
+        "huge, whose square overflows": ones * 1e-3,
+        "largest number": ones,
+        "infinity": ones.copy(),
+        "minus infinity": ones.copy(),
+        "nan": signs.copy(),
+        "nothing but infinity": ones * np.inf,
+        "infinities of both signs": signs * np.inf,
+        "spread": (10.0 ** np.linspace(-30, 30, 256)).astype(np.float32) * signs,
+    }
+    blocks["one huge value"][77] = 1e12
+    blocks["huge, whose square overflows"][5] = 1e30
+    blocks["largest number"][0] = np.finfo(np.float32).max
+    blocks["infinity"][255] = np.inf
+    blocks["minus infinity"][0] = -np.inf
+    blocks["nan"][100] = np.nan
+    return blocks
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_hostile_blocks(isa: str, way: str) -> None:
+    blocks = list(hostile_blocks().values())
+    state = State(256 * len(blocks), gradient="fp32")
+    for step in range(1, 5):
+        turned = blocks[step:] + blocks[:step]  # so that each block's contents meet another's state
+        state.set_gradient(np.concatenate(turned if step % 2 else blocks))
+        h = hyper(step, eps=0.0 if step == 3 else 1e-8)
+        wanted = state.expected(h)
+        state.do(way, h)
+        state.expect(wanted)
+
+
+def test_only_a_nan_or_an_infinite_gradient_makes_a_block_nan(isa: str) -> None:
+    for name, gradient in hostile_blocks().items():
+        state = State(512, gradient="fp32")
+        state.set_gradient(np.concatenate([gradient, np.ones(256, np.float32)]))
+        state.span.step(hyper(1))
+        bad = not np.isfinite(gradient).all()
+        assert np.isnan(state.master[:256]).all() if bad else np.isfinite(state.master[:256]).all(), name
+        assert np.isfinite(state.master[256:]).all(), name
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    isa=st.sampled_from(kernels.available_isas()),
+    seed=st.integers(0, 2**32 - 1),
+    numel=st.integers(1, 2100),
+    split=st.booleans(),
+    data=st.data(),
+)
+def test_any_schedule_gives_the_bits_of_the_reference(
+    isa: str, seed: int, numel: int, split: bool, data: st.DataObject
+) -> None:
+    """Raw bit patterns as gradients and any bytes as state, in any order of ways to step."""
+    with kernels.using_isa(isa):
+        state = State(numel, seed, "fp32", split=split)
+        if data.draw(st.booleans()):
+            for moment in (state.exp_avg, state.exp_avg_sq):
+                moment[:] = state.random.integers(0, 256, len(moment), np.uint8)
+        for step in range(1, 5):
+            if data.draw(st.booleans()):
+                state.next_gradient()
+            else:
+                words = state.random.integers(0, 2**32, numel, np.uint32)
+                state.set_gradient(words.view(np.float32))
+            h = hyper(step, data.draw(st.sampled_from([1.0, 0.25, 0.0])), l2=data.draw(st.booleans()))
+            wanted = state.expected(h)
+            state.do(data.draw(st.sampled_from(WAYS)), h)
+            state.expect(wanted)
+
+
+def test_cuts_at_blocks_change_no_bit(isa: str) -> None:
+    whole = State(1024)
+    whole.next_gradient()
+    parts = []
+    for begin, end in ((0, 256), (256, 768), (768, 1024)):
+        first, second = (np.zeros(eight_bit.stored_size(end - begin), np.uint8) for _ in range(2))
+        master, shadow = whole.stored[begin:end].copy(), np.zeros(end - begin, np.uint16)
+        gradient = whole.gradient[begin:end].copy()
+        span = kernels.Span(master, first, second, gradient, shadow, noise_stream=STREAM, first_index=FIRST + begin)
+        span.step(hyper(1))
+        parts.append((master, first[: end - begin], second[: end - begin]))
+    whole.span.step(hyper(1))
+    for i, mine in enumerate((whole.stored, whole.exp_avg[:1024], whole.exp_avg_sq[:1024])):
+        np.testing.assert_array_equal(mine, np.concatenate([part[i] for part in parts]))
+
+
+def test_journal_of_one_byte_is_enough_in_training(isa: str) -> None:
+    state = State(1 << 16)
+    size = 10.0 ** state.random.uniform(-3, 0, state.numel)
+    for step in range(1, 41):
+        state.set_gradient((state.random.standard_normal(state.numel) * size).astype(np.float32))
+        assert state.span.step_journaled(hyper(step))
+        if step > 10:
+            first, second, master = state.span.escapes
+            assert first < 0.02 * state.numel
+            assert second < 0.01 * state.numel
+            assert master < 0.01 * state.numel
+
+
+def test_rounding_has_no_bias() -> None:
+    """exp_avg_sq moves by a fraction of a code per step: its mean must follow fp32's all the same."""
+    numel, steps = 1 << 16, 300
+    state = State(numel, gradient="fp32")
+    exact = np.zeros(numel)
+    for step in range(1, steps + 1):
+        g = state.random.standard_normal(numel).astype(np.float32)
+        state.set_gradient(g)
+        state.span.step(hyper(step))
+        exact = 0.999 * exact + 0.001 * g.astype(np.float64) ** 2
+    found = eight_bit.read(state.exp_avg_sq, numel, eight_bit.EXP_AVG_SQ)
+    # The standard error of the mean is 0.35 / 256 of it, from the spread of the rounded values.
+    assert abs(found.mean() / exact.mean() - 1) < 5 * found.std() / exact.mean() / np.sqrt(numel)
+
+
+def test_what_the_bytes_mean() -> None:
+    """A worked example of the format, by hand: scale 127 is the binade of 1."""
+    one = np.array([0x78, 0x7F, 0x08, 0x01, 0xF8, 0x80, 0x00, 127], np.uint8)
+    found = eight_bit.read(one, 7, eight_bit.EXP_AVG)
+    np.testing.assert_array_equal(found, np.array([1.0, 1.875, 2.0**-14, 2.0**-17, -1.0, -0.0, 0.0], np.float32))
+    one = np.array([0xFC, 0xFF, 0x04, 0x01, 0x00, 127], np.uint8)
+    found = eight_bit.read(one, 5, eight_bit.EXP_AVG_SQ)
+    np.testing.assert_array_equal(found, np.array([1.0, 1.75, 2.0**-62, 2.0**-64, 0.0], np.float32))
+
+
+@pytest.mark.parametrize("sizes", [(10, 11), (11, 10), (10, 10), (11, 12)])
+def test_moments_without_room_for_their_scales_are_refused(sizes: tuple[int, int]) -> None:
+    first, second = (np.zeros(size, np.uint8) for size in sizes)
+    with pytest.raises(ArgumentError, match="scales of their 1 blocks"):
+        kernels.Span(np.zeros(10, np.float32), first, second, np.zeros(10, np.uint16), np.zeros(10, np.uint16))
+
+
+def test_moments_of_two_dtypes_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="both uint8"):
+        kernels.Span(
+            np.zeros(10, np.float32),
+            np.zeros(11, np.uint8),
+            np.zeros(10, np.float32),
+            np.zeros(10, np.uint16),
+            np.zeros(10, np.uint16),
+        )
