@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from superoffload.tools.bench.state_dtypes import axes_over_steps
+from superoffload.tools.bench.state_accuracy import axes_over_steps
 from superoffload.tools.plan.explanations import JOURNAL_USED_BYTES
 from superoffload.tools.report import style
 from superoffload.tools.train.corpus import Corpus

@@ -37,7 +37,7 @@ class Setting(NamedTuple):
         return f"{self.state_dtype} moments, {'split' if self.master_dtype == 'split' else 'whole'} masters"
 
 
-SETTINGS = tuple(Setting(master, state) for state in ("fp32", "bf16") for master in ("fp32", "split"))
+SETTINGS = tuple(Setting(master, state) for state in ("fp32", "bf16", "8bit") for master in ("fp32", "split"))
 
 
 class Layers(nn.Module):

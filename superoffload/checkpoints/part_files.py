@@ -28,7 +28,9 @@ from superoffload.checkpoints.contents import (
 from superoffload.checkpoints.manifest import STATE
 from superoffload.checkpoints.safetensors import Entry, TensorFile, flat_runs
 from superoffload.distributed.ownership import Holding
+from superoffload.engine import moments
 from superoffload.engine.master_halves import join
+from superoffload.engine.moments import read_moment, shown_dtype
 from superoffload.engine.snapshot import ShardState, Snapshot
 from superoffload.errors import ArgumentError, StateError
 from superoffload.host.tensors import is_dtensor, local_of
@@ -79,8 +81,8 @@ def plan_part(optimizer: Optimizer, named: Named, *, copy: bool) -> Part:
                 part.shards[shard.index] = (name, param, tracked.holding)
                 part.add(MODEL + name, param.dtype, piece)
                 part.add(MASTER + name, torch.float32, piece)
-                part.add(EXP_AVG + name, shard.exp_avg.dtype, piece)
-                part.add(EXP_AVG_SQ + name, shard.exp_avg_sq.dtype, piece)
+                part.add(EXP_AVG + name, shown_dtype(shard.exp_avg.dtype), piece)
+                part.add(EXP_AVG_SQ + name, shown_dtype(shard.exp_avg_sq.dtype), piece)
     trains = {id(param) for param in named.params.values()}
     for name, tensor in named.tensors.items():
         holding = holding_of(name, tensor)
@@ -128,8 +130,10 @@ def write_part(part: Part, named: Named, writing: Path, snapshot: Snapshot | Non
         if upper and holding.order is not None:  # a file has another order than its memory, also across runs
             upper = (holding.in_own_order(torch.cat(upper), param.shape),)
         file.write(MASTER + shard, _masters(stored, upper))
-        file.write(EXP_AVG + shard, flat_runs(holding.in_own_order(values.exp_avg, param.shape)))
-        file.write(EXP_AVG_SQ + shard, flat_runs(holding.in_own_order(values.exp_avg_sq, param.shape)))
+        exp_avg = read_moment(values.exp_avg, stored.numel(), moments.EXP_AVG)
+        file.write(EXP_AVG + shard, flat_runs(holding.in_own_order(exp_avg, param.shape)))
+        exp_avg_sq = read_moment(values.exp_avg_sq, stored.numel(), moments.EXP_AVG_SQ)
+        file.write(EXP_AVG_SQ + shard, flat_runs(holding.in_own_order(exp_avg_sq, param.shape)))
         file.write(MODEL + shard, (run.to(param.dtype) for half in upper or (stored,) for run in flat_runs(half)))
 
     # With several ranks each save has its own mark, by which a rank recognizes its file.

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from superoffload.engine.bucket import ALIGN, Bucket, Shard
+from superoffload.engine.bucket import Bucket, Shard, aligned
+from superoffload.engine.moments import stored_numel
 from superoffload.engine.placement_choice import STEPS_MEASURED, Measured, choose_fraction
 from superoffload.errors import ArgumentError, KernelsUnavailable
 from superoffload.host.memory import host_empty, host_zeros
@@ -155,21 +156,27 @@ def make_state(
 ) -> list[State]:
     """Makes master, exp_avg and exp_avg_sq of each size, all zero, in one slab per kind, dtype and place.
 
+    ``moments_dtype``: uint8 for 8-bit moments, which are longer by their scales (superoffload/engine/moments.py).
     ``master_dtypes``: one per size, float32, or int16 for the remainders of a split master.
     """
     states: dict[int, State] = {}
     for on_device, master_dtype in sorted(set(zip(resident, master_dtypes, strict=True)), key=str):
         members = [i for i in range(len(sizes)) if (resident[i], master_dtypes[i]) == (on_device, master_dtype)]
-        dtypes = (master_dtype, moments_dtype, moments_dtype)
-        starts = [0]
-        for i in members:
-            starts.append(starts[-1] + -(-sizes[i] // ALIGN) * ALIGN)
         device = placer.residency.device if on_device and placer is not None else None
-        slabs = [_zeros(starts[-1], dtype, device) for dtype in dtypes]
-        for i, start in zip(members, starts, strict=False):
-            master, exp_avg, exp_avg_sq = (slab[start : start + sizes[i]] for slab in slabs)
-            states[i] = (master, exp_avg, exp_avg_sq)
+        lengths = [stored_numel(sizes[i], moments_dtype) for i in members]
+        masters = _slices([sizes[i] for i in members], master_dtype, device)
+        exp_avgs, exp_avg_sqs = (_slices(lengths, moments_dtype, device) for _ in range(2))
+        states.update(zip(members, zip(masters, exp_avgs, exp_avg_sqs, strict=True), strict=True))
     return [states[i] for i in range(len(sizes))]
+
+
+def _slices(sizes: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> list[Tensor]:
+    """Makes one slab of zeros, and a slice of it for each size."""
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + aligned(size))
+    slab = _zeros(starts[-1], dtype, device)
+    return [slab[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
 def _zeros(numel: int, dtype: torch.dtype, device: torch.device | None) -> Tensor:

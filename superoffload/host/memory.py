@@ -30,8 +30,8 @@ def refused(nbytes: int, what: str) -> HostMemoryError:
     """Makes the error that reports refused host memory."""
     return HostMemoryError(
         f"host memory: {nbytes / 1e9:.3g} GB more were refused by the system, for {what}. superoffload plan adds up "
-        "what a model needs, superoffload doctor what there is and what limits it; speculation='never' (no journal) "
-        "and state_dtype='bf16' need less"
+        "what a model needs, superoffload doctor what there is and what limits it; speculation='never' (no journal), "
+        "state_dtype='bf16' or '8bit' and master_dtype='split' need less"
     )
 
 

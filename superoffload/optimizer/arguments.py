@@ -263,15 +263,15 @@ def check_replicated(value: Any) -> str:
     return str(value)
 
 
-_STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 
 
 def check_state_dtype(value: Any) -> torch.dtype:
-    """Returns the dtype of exp_avg and exp_avg_sq."""
+    """Returns the dtype in which exp_avg and exp_avg_sq are stored."""
     for name, dtype in _STATE_DTYPES.items():
         if value in (name, dtype):
             return dtype
-    raise ArgumentError(f"state_dtype={value!r}: expected 'fp32' or 'bf16'")
+    raise ArgumentError(f"state_dtype={value!r}: expected 'fp32', 'bf16' or '8bit'")
 
 
 def check_master_dtype(value: Any, params: Sequence[tuple[str, Tensor]]) -> bool:

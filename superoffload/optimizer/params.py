@@ -12,6 +12,7 @@ from torch import Tensor
 from superoffload.distributed.held import Held
 from superoffload.distributed.ownership import Holding, like_parameter
 from superoffload.engine.bucket import Shard
+from superoffload.engine.moments import read_moments
 from superoffload.engine.placement import make_state
 from superoffload.errors import StateError
 from superoffload.optimizer.arguments import check_finite, check_parameter
@@ -22,22 +23,22 @@ from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.tracked_param import TrackedParam, remember_values
 
 
-class StateOfSplitMaster(UserDict[str, Tensor]):
-    """Shows the state of a parameter whose master is split: each read of ``"master"`` makes a copy in fp32.
+class StateOfCopies(UserDict[str, Tensor]):
+    """Shows the state of a parameter that keeps some of it in other forms: each read of those makes a copy.
 
     It keeps no copy, also where a framework puts one back: Lightning reads and writes every entry. Its own copies and
     pickles are plain dictionaries of that moment.
     """
 
-    def __init__(self, rest: Mapping[str, Tensor], read_master: Callable[[], Tensor]) -> None:
-        self._read_master = read_master
-        super().__init__({**rest, "master": torch.empty(0)})
+    def __init__(self, rest: Mapping[str, Tensor], copies: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._copies = copies
+        super().__init__({**rest, **dict.fromkeys(copies, torch.empty(0))})
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._read_master() if name == "master" else super().__getitem__(name)
+        return self._copies[name]() if name in self._copies else super().__getitem__(name)
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        super().__setitem__(name, torch.empty(0) if name == "master" else value)
+        super().__setitem__(name, torch.empty(0) if name in self._copies else value)
 
     def __copy__(self) -> Any:
         return dict(self)
@@ -58,15 +59,20 @@ class StateViews:
 
     def show(self, tracked: TrackedParam) -> None:
         param, holding, shard = tracked.param, tracked.holding, tracked.shard
+        reads: dict[str, Callable[[], Tensor]] = {
+            "exp_avg": lambda: like_parameter(param, holding, read_moments(shard)[0]),
+            "exp_avg_sq": lambda: like_parameter(param, holding, read_moments(shard)[1]),
+            "master": lambda: like_parameter(param, holding, shard.read_masters()),
+        }
+        copied = {"exp_avg", "exp_avg_sq"} if shard.exp_avg.dtype == torch.uint8 else set()
+        if shard.upper is not None:
+            copied.add("master")
         shown: MutableMapping[str, Tensor] = {
             "step": tracked.step,
-            "exp_avg": like_parameter(param, holding, shard.exp_avg),
-            "exp_avg_sq": like_parameter(param, holding, shard.exp_avg_sq),
+            **{name: read() for name, read in reads.items() if name not in copied},
         }
-        if shard.upper is None:
-            shown["master"] = like_parameter(param, holding, shard.master)
-        else:
-            shown = StateOfSplitMaster(shown, lambda: like_parameter(param, holding, shard.read_masters()))
+        if copied:
+            shown = StateOfCopies(shown, {name: reads[name] for name in copied})
         self.mapping[param] = shown
 
 

@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from superoffload.distributed.ownership import Holding
 from superoffload.engine.bucket import Shard
+from superoffload.engine.moments import EXP_AVG, EXP_AVG_SQ, write_moment
 from superoffload.errors import DeviceError, StateError
 from superoffload.host.bits import BitSums, Sums
 from superoffload.host.tensors import is_dtensor, local_of, memory_order, version_of
@@ -163,8 +164,8 @@ class TrackedParam(_Referable):
             shard.exp_avg_sq.zero_()
             shard.write_masters(published.to(torch.float32))
         else:
-            values.exp_avg.copy_to(shard.exp_avg)
-            values.exp_avg_sq.copy_to(shard.exp_avg_sq)
+            write_moment(shard.exp_avg, shard.numel, EXP_AVG, values.exp_avg.read())
+            write_moment(shard.exp_avg_sq, shard.numel, EXP_AVG_SQ, values.exp_avg_sq.read())
             if values.master is None:
                 shard.write_masters(published.to(torch.float32))
             else:

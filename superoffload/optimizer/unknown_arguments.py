@@ -51,7 +51,7 @@ _TORCHS = {
 _DEEPSPEEDS = {
     "adamw_mode": "AdamW is what you get here; plain Adam is CPUAdamW(l2=True)",
     "bias_correction": "the moments' bias is always corrected here",
-    "fp32_optimizer_states": 'here state_dtype is "fp32" or "bf16"',
+    "fp32_optimizer_states": 'here state_dtype is "fp32", "bf16" or "8bit"',
 }
 _ADAMWS = {"accumulate_dtype": "this one reads p.grad as it is: set p.grad_dtype = torch.float32 on the parameters"}
 

@@ -59,10 +59,10 @@ class State:
     @property
     def master(self) -> Float32Array:
         if not self.split:
-            return np.asarray(self.stored, np.float32).copy()
+            return self.stored.astype(np.float32)
         upper = self.shadow.astype(np.uint32) << np.uint32(16)
-        joined: Float32Array = (upper + self.stored.astype(np.int32).view(np.uint32)).view(np.float32)
-        return joined
+        words = upper + self.stored.astype(np.int32).view(np.uint32)
+        return np.asarray(words.view(np.float32), np.float32)
 
     def set_gradient(self, values: Float32Array) -> None:
         self.gradient[:] = narrow(values, self.format)

@@ -79,6 +79,8 @@ def test_adam_compares_settings_of_state(capsys: pytest.CaptureFixture[str]) -> 
         "split": (26, 27, 27, 18),
         "bf16": (20, 21, 19, 12),
         "bf16+split": (18, 19, 19, 14),
+        "8bit": (16, 17, 15, 10),
+        "8bit+split": (14, 15, 15, 12),
     }
     rows = {(row["state"], row["name"]): row for row in report["rows"]}
     for state, expected in moved.items():
@@ -120,13 +122,20 @@ def test_every_line_of_the_journal_plot_is_named(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("small_model")
 def test_state(capsys: pytest.CaptureFixture[str]) -> None:
-    report = bench("state", "--steps", "20", "--seeds", "1")
-    fp32, bf16 = report["rows"]
-    assert (fp32["state_dtype"], bf16["state_dtype"]) == ("fp32", "bf16")
-    assert fp32["losses"] != bf16["losses"], "it makes a difference"
-    assert report["differences"] == [bf16["held_out_loss"] - fp32["held_out_loss"]]
-    assert abs(report["mean_difference"]) < 0.5
-    assert "bf16" in capsys.readouterr().out
+    report = bench("state", "--steps", "20", "--seeds", "2", "--settings", "bf16", "8bit+split")
+    names = [(row["setting"], row["seed"]) for row in report["rows"]]
+    assert names == [(name, seed) for seed in (0, 1) for name in ("fp32", "bf16", "8bit+split")]
+    held_out = {name: row["held_out_loss"] for name, row in zip(names, report["rows"], strict=True)}
+    losses = [tuple(row["losses"]) for row in report["rows"]]
+    assert len(set(losses)) == len(losses), "each setting and seed makes a difference"
+    printed = capsys.readouterr().out
+    for row in report["differences"]:
+        assert row["differences"] == [held_out[row["setting"], seed] - held_out["fp32", seed] for seed in (0, 1)]
+        first, second = row["differences"]
+        # Of two values: t of one degree of freedom, times the standard deviation over sqrt(2), half of their distance.
+        assert row["half_interval"] == pytest.approx(12.706 * abs(first - second) / 2)
+        assert abs(row["mean_difference"]) < 0.5
+        assert f"{row['setting']} minus fp32, mean: {row['mean_difference']:+.4f} +- " in printed
 
 
 def test_schedule(capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,6 +200,8 @@ def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
         "fp32 moments, split masters": 16.0,
         "bf16 moments, whole masters": 14.0,
         "bf16 moments, split masters": 12.0,
+        "8bit moments, whole masters": pytest.approx(12.0, abs=0.01),
+        "8bit moments, split masters": pytest.approx(10.0, abs=0.01),
     }
     printed = capsys.readouterr().out
     for row in report["rows"]:

@@ -151,6 +151,8 @@ def test_host_bytes_are_those_of_the_architecture() -> None:
     assert split.host_peak / LLAMA_8B.parameters == pytest.approx(2 + 8 + 2 + 2 + 2)
     least = estimate_memory(LLAMA_8B, Settings(master_dtype="split", state_dtype="bf16"))
     assert least.host_peak / LLAMA_8B.parameters == pytest.approx(12.0)
+    codes = estimate_memory(LLAMA_8B, Settings(state_dtype="8bit"))
+    assert codes.host_peak / LLAMA_8B.parameters == pytest.approx(4 + 2 + 2 / 256 + 2 + 2 + 2)
     wide = estimate_memory(LLAMA_8B, Settings(gradient_dtype="fp32"))
     assert wide.host_peak / LLAMA_8B.parameters == pytest.approx(12 + 4 + 2 + 2)
     assert wide.gpu_moments["end of backward"] == 2 * needs.gpu_moments["end of backward"]
@@ -159,17 +161,19 @@ def test_host_bytes_are_those_of_the_architecture() -> None:
 def test_a_pass_moves_fewer_bytes_with_leaner_state() -> None:
     seconds = {
         (moments, master): plain_pass_seconds(1e9, 28e9, Settings(state_dtype=moments, master_dtype=master))
-        for moments in ("fp32", "bf16")
+        for moments in ("fp32", "bf16", "8bit")
         for master in ("fp32", "split")
     }
-    expected = {("fp32", "fp32"): 28, ("fp32", "split"): 26, ("bf16", "fp32"): 20, ("bf16", "split"): 18}
+    whole, split = {"fp32": 28, "bf16": 20, "8bit": 16}, {"fp32": 26, "bf16": 18, "8bit": 14}
+    expected = {(moments, "fp32"): size for moments, size in whole.items()}
+    expected |= {(moments, "split"): size for moments, size in split.items()}
     assert {setting: 28 * time for setting, time in seconds.items()} == pytest.approx(expected)
 
 
 def test_what_engines_do_not_have_is_refused() -> None:
     for other in (Settings(engine="torch"), Settings(sharding="zero3", ranks=2)):
-        for moments, master in (("bf16", "fp32"), ("fp32", "split")):
-            with pytest.raises(ArgumentError, match="bf16 moments and split masters are superoffload's"):
+        for moments, master in (("bf16", "fp32"), ("fp32", "split"), ("8bit", "split")):
+            with pytest.raises(ArgumentError, match="bf16 and 8-bit moments and split masters are superoffload's"):
                 replace(other, state_dtype=moments, master_dtype=master)
     with pytest.raises(ArgumentError, match="master_dtype=half: expected fp32 or split"):
         Settings(master_dtype="half")

@@ -36,12 +36,13 @@ def test_what_is_recommended_fits_and_is_the_fastest() -> None:
 
 
 def test_of_the_settings_that_fit_the_one_that_changes_least_is_named() -> None:
-    """Split masters lose nothing, so they come before bf16 moments, and both together last."""
+    """Split masters lose nothing, so they come first; 8-bit moments lose most, so they come last."""
     base, model = Settings(sequence=512, checkpointing="full"), typical_shape(20e9)
     need = check_fit(model, GH200_96, base).gpu_need
     full = replace(GH200_96, gpu_memory=(need * 1.01 + 1.5 * GB) / 0.85)  # no room for state
     kept_free = full.host_memory - check_fit(model, full, base).host_room
-    for size, expected in ((16.0, ("fp32", "split")), (14.0, ("bf16", "fp32")), (12.0, ("bf16", "split"))):
+    sizes = {16.0: ("fp32", "split"), 14.0: ("bf16", "fp32"), 12.0: ("bf16", "split"), 10.0: ("8bit", "split")}
+    for size, expected in sizes.items():
         tight = replace(full, host_memory=model.parameters * size * 1.01 + kept_free)
         found = [choice.settings for choice in what_would_fit(model, tight, base)]
         assert (found[0].state_dtype, found[0].master_dtype) == expected

@@ -36,6 +36,8 @@ FORMS = {
     "split": Form(torch.float32, split=True),
     "bf16": Form(torch.bfloat16, split=False),
     "bf16+split": Form(torch.bfloat16, split=True),
+    "8bit": Form(torch.uint8, split=False),
+    "8bit+split": Form(torch.uint8, split=True),
 }
 DEFAULT = "fp32"
 _OPERATIONS = tuple(who.OPERATIONS)
@@ -119,7 +121,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Draws the time per parameter of each operation, a bar per setting, with a mark at the memory's limit."""
-    colours = (style.MUTED, style.BLUE, style.ORANGE, style.GREEN)
+    colours = (style.MUTED, style.BLUE, style.ORANGE, style.GREEN, style.RED, style.PURPLE)
     forms = list(dict.fromkeys(row["state"] for row in rows))
     with style.drawing(path, 11, 4.2) as figure:
         axes = figure.subplots()

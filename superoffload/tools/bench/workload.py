@@ -7,6 +7,8 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.engine.bucket import ELEMENT_TYPES
+from superoffload.engine.moments import stored_numel
+from superoffload.engine.native_work import STATE_TYPES
 from superoffload.host.memory import exceeds_caches, host_empty, host_zeros
 
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 1e-2
@@ -26,7 +28,8 @@ PEER_BYTES_PER_PARAM = 4
 class Workload:
     """Owns one bucket's worth of state with two gradients, stepped on `pool` until it looks like training.
 
-    `moments`: dtype of exp_avg and exp_avg_sq. `split`: whether the master is, with the shadow as its upper half.
+    `moments`: dtype of exp_avg and exp_avg_sq; uint8: codes of eight bits, with their scales behind. `split`: whether
+    the master is, with the shadow as its upper half.
     """
 
     def __init__(
@@ -44,8 +47,8 @@ class Workload:
         initial = 0.02 * normal()
         self.shadow = _repeated(initial.to(torch.bfloat16), numel)
         self.master = host_zeros(numel, torch.int16) if split else _repeated(initial, numel)
-        self.exp_avg = host_zeros(numel, moments)
-        self.exp_avg_sq = host_zeros(numel, moments)
+        self.exp_avg = host_zeros(stored_numel(numel, moments), moments)
+        self.exp_avg_sq = host_zeros(stored_numel(numel, moments), moments)
         # Every element has its own scale and direction, as the rows of real matrices do, under more noise.
         scale = 1e-3 * torch.exp(normal())
         direction = 0.3 * normal()
@@ -59,6 +62,7 @@ class Workload:
             pool.submit(self.next_work(), _native.Operation.step).wait()
 
     def _work(self, gradient: Tensor) -> _native.BucketWork:
+        scales_at = self.numel if self.exp_avg.dtype == torch.uint8 else None
         run = _native.Run(
             master=self.master.data_ptr(),
             exp_avg=self.exp_avg.data_ptr(),
@@ -68,9 +72,11 @@ class Workload:
             numel=self.numel,
             gradient_type=ELEMENT_TYPES[gradient.dtype],
             shadow_type=ELEMENT_TYPES[self.shadow.dtype],
-            state_type=ELEMENT_TYPES[self.exp_avg.dtype],
+            state_type=STATE_TYPES[self.exp_avg.dtype],
             past_cache=exceeds_caches(self.numel),
             split_master=self.split,
+            exp_avg_scales=0 if scales_at is None else self.exp_avg.data_ptr() + scales_at,
+            exp_avg_sq_scales=0 if scales_at is None else self.exp_avg_sq.data_ptr() + scales_at,
         )
         return _native.BucketWork([run], int(_JOURNAL_BYTES_PER_PARAM * self.numel) + _JOURNAL_BYTES)
 

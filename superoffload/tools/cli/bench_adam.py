@@ -34,7 +34,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--no-deepspeed", action="store_true", help="do not time DeepSpeedCPUAdam, though installed")
     parser.add_argument(
         "--state",
-        choices=("fp32", "split", "bf16", "bf16+split", "all"),
+        choices=("fp32", "split", "bf16", "bf16+split", "8bit", "8bit+split", "all"),
         help="compare this setting of masters and moments, or all, with the default (fp32), and nothing else",
     )
     parser.add_argument("--quick", action="store_true", help="small arrays and short times, to see that it works")

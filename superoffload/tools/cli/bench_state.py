@@ -1,4 +1,4 @@
-"""Runs `superoffload bench state`: what moments in bf16 cost in accuracy, by training with and without."""
+"""Runs `superoffload bench state`: what leaner masters and moments cost in accuracy, by training with and without."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 from superoffload.errors import ArgumentError
 from superoffload.tools.cli import measurement
 from superoffload.tools.cli.options import add_option
-from superoffload.tools.train.training_config import STATE_DTYPES, TrainingConfig
+from superoffload.tools.train.training_config import TrainingConfig
+
+_SETTINGS = ("split", "bf16", "bf16+split", "8bit", "8bit+split")
 
 Measure = Callable[[TrainingConfig, Any, Callable[[str, int], None]], dict[str, Any]]
 Plot = Callable[[dict[str, Any], Path], None]
@@ -19,11 +21,14 @@ Plot = Callable[[dict[str, Any], Path], None]
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "state",
-        help="fp32 against bf16 moments",
-        description="Trains the demo's model with exp_avg and exp_avg_sq in fp32 and in bf16 (stochastically rounded), "
-        "with several seeds, and compares the held-out losses.",
+        help="accuracy of leaner moments and masters",
+        description="Trains the demo's model with exp_avg and exp_avg_sq in fp32, in bf16 and in 8 bits (rounded "
+        "stochastically), with whole and split masters, each with several seeds, and compares the held-out losses.",
     )
-    parser.add_argument("--seeds", type=int, default=3, help="runs per dtype (default: 3)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs per setting (default: 3)")
+    parser.add_argument(
+        "--settings", nargs="+", choices=_SETTINGS, default=_SETTINGS, help="beside fp32 (default: all)"
+    )
     add_training_options(parser)
     return parser
 
@@ -31,20 +36,23 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     if args.seeds < 1:
         raise ArgumentError(f"seeds={args.seeds}: expected at least 1")
-    from superoffload.tools.bench.state_dtypes import plot_state, run_state
+    from superoffload.tools.bench.state_accuracy import DEFAULT, plot_state, run_state
 
     seeds = range(args.seed, args.seed + args.seeds)
     report = measure(
         args,
-        args.seeds * len(STATE_DTYPES),
-        lambda config, corpus, on_step: run_state(config, corpus, seeds, on_step),
+        args.seeds * (1 + len(set(args.settings))),
+        lambda config, corpus, on_step: run_state(config, corpus, args.settings, seeds, on_step),
         plot_state,
     )
     for row in report["rows"]:
         print(f"{row['name']:24} held-out loss {row['held_out_loss']:.4f}")
-    spread = report["spread_over_seeds_fp32"]
-    print(f"bf16 minus fp32, mean: {report['mean_difference']:+.4f} nats per byte", end="")
-    print(f"; spread over seeds (standard deviation): {spread:.4f}" if spread is not None else "")
+    for row in report["differences"]:
+        half = row["half_interval"]
+        interval = f" +- {half:.4f} (95 %)" if half is not None else ""
+        print(f"{row['setting']} minus {DEFAULT}, mean: {row['mean_difference']:+.4f}{interval} nats per byte")
+    if report["spread_over_seeds"] is not None:
+        print(f"spread of {DEFAULT} over seeds (standard deviation): {report['spread_over_seeds']:.4f}")
     return 0
 
 

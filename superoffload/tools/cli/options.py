@@ -44,7 +44,7 @@ def _add_model_options(parser: argparse.ArgumentParser, defaults: TrainingConfig
         "--state-dtype",
         choices=STATE_DTYPES,
         default=defaults.state_dtype,
-        help="exp_avg and exp_avg_sq; bf16 is rounded stochastically",
+        help="exp_avg and exp_avg_sq; bf16 and 8bit are rounded stochastically",
     )
     add_option(
         group,

@@ -63,7 +63,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add_option(run, "--gpu-fraction", type=float, default=0.0, help="of the state that placement= keeps on the GPU")
     add_option(run, "--clip-rate", type=float, default=0.0, help="share of the steps that clip")
     add_option(run, "--utilization", type=float, default=0.4, help="of the GPU's peak in forward and backward")
-    add_option(run, "--state-dtype", choices=("fp32", "bf16"), default="fp32", help="of the moments (superoffload)")
+    add_option(
+        run, "--state-dtype", choices=("fp32", "bf16", "8bit"), default="fp32", help="of the moments (superoffload)"
+    )
     add_option(run, "--master-dtype", choices=("fp32", "split"), default="fp32", help="of the masters (superoffload)")
     add_option(
         run, "--gradient-dtype", choices=("bf16", "fp32"), default="bf16",

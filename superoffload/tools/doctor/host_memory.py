@@ -11,8 +11,9 @@ from superoffload.tools.doctor.findings import Examination
 GIB = 1 << 30
 # docs/architecture.md, "Bytes per parameter": state, packed bf16 gradient, bf16 shadow, reserved journal.
 HOST_BYTES_PER_PARAM = 12 + 2 + 2 + JOURNAL_BYTES_PER_PARAM
-# The same with state_dtype="bf16" and master_dtype="split".
-LEAST_HOST_BYTES_PER_PARAM = 2 + 4 + 2 + 2 + JOURNAL_BYTES_PER_PARAM
+# The same with master_dtype="split" and state_dtype="bf16" or "8bit" (without its scales, a hundredth of a byte).
+BF16_HOST_BYTES_PER_PARAM = 2 + 4 + 2 + 2 + JOURNAL_BYTES_PER_PARAM
+LEAST_HOST_BYTES_PER_PARAM = 2 + 2 + 2 + 2 + JOURNAL_BYTES_PER_PARAM
 _LITTLE_MEMORY = 2 * GIB
 _LITTLE_MEMLOCK = 1 * GIB
 
@@ -114,10 +115,11 @@ def _judge_size(found: Examination, total: int | None, limit: tuple[int, int] | 
         text += f" of {total / GIB:.1f}"
     if limit:
         text += f", the control group's limit is {limit[0] / GIB:.1f} GiB"
-    most, leanest = (usable / size / 1e9 for size in (HOST_BYTES_PER_PARAM, LEAST_HOST_BYTES_PER_PARAM))
+    sizes = (HOST_BYTES_PER_PARAM, BF16_HOST_BYTES_PER_PARAM, LEAST_HOST_BYTES_PER_PARAM)
+    plain, bf16, least = (f"{usable / size / 1e9:.1f} B" for size in sizes)
     found.ok(
-        f"{text}: room for the state of {most:.1f} B bf16 parameters ({HOST_BYTES_PER_PARAM:g} bytes each); with bf16 "
-        f"moments and split masters {leanest:.1f} B ({LEAST_HOST_BYTES_PER_PARAM:g})"
+        f"{text}: room for the state of {plain} bf16 parameters ({sizes[0]:g} bytes each); with split masters and bf16 "
+        f"moments {bf16} ({sizes[1]:g}), with 8-bit moments {least} ({sizes[2]:g})"
     )
     if usable < _LITTLE_MEMORY:
         found.warn(

@@ -98,8 +98,8 @@ def _optimizer(settings: Settings) -> str:
     arguments += [f"max_grad_norm={_CLIPPING}", "model=model"]
     if settings.is_replicated:
         arguments.append('replicated="shard"')
-    if settings.state_dtype == "bf16":
-        arguments.append('state_dtype="bf16"')
+    if settings.state_dtype != "fp32":
+        arguments.append(f'state_dtype="{settings.state_dtype}"')
     if settings.master_dtype == "split":
         arguments.append('master_dtype="split"')
     if settings.gradient_bytes == 4:

@@ -23,11 +23,12 @@ GATHERED_ELEMENTS = 1e9  # DeepSpeed's stage3_max_live_parameters, and its sub_g
 REDUCE_ELEMENTS = 2 * 5e8  # two reduce buckets: one is in use while the other is filled
 BUCKET_ELEMENTS = 32 << 20  # this project's largest bucket; four are in flight at once
 JOURNAL = "journal, reserved"
+MOMENTS_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 2 / 256}  # of both; 256 codes of eight bits share a scale
 GPU_SHARE = 0.10  # of the optimizer, which DeepSpeed SuperOffload's examples keep on the GPU
 
 
 def keeps_less(engine: str, sharding: str) -> bool:
-    """Returns whether there are bf16 moments and split masters; DeepSpeed's partitions are in fp32."""
+    """Returns whether there are bf16 and 8-bit moments and split masters; DeepSpeed's partitions are in fp32."""
     return engine == "superoffload" and sharding != "zero3"
 
 
@@ -63,15 +64,15 @@ class Settings:
             raise ArgumentError(f"clip_rate={self.clip_rate}: expected a share from 0 to 1")
         if not 0 < self.utilization <= 1:
             raise ArgumentError(f"utilization={self.utilization}: expected a share of the peak, above 0 and at most 1")
-        if self.state_dtype not in ("fp32", "bf16"):
-            raise ArgumentError(f"state_dtype={self.state_dtype}: expected fp32 or bf16")
+        if self.state_dtype not in MOMENTS_BYTES:
+            raise ArgumentError(f"state_dtype={self.state_dtype}: expected one of {', '.join(MOMENTS_BYTES)}")
         if self.master_dtype not in ("fp32", "split"):
             raise ArgumentError(f"master_dtype={self.master_dtype}: expected fp32 or split")
         if (self.state_dtype, self.master_dtype) != ("fp32", "fp32") and not keeps_less(self.engine, self.sharding):
             raise ArgumentError(
                 f"state_dtype={self.state_dtype}, master_dtype={self.master_dtype} with engine={self.engine}, "
-                f"sharding={self.sharding}: expected fp32; bf16 moments and split masters are superoffload's, with "
-                "sharding none or fsdp2"
+                f"sharding={self.sharding}: expected fp32; bf16 and 8-bit moments and split masters are "
+                "superoffload's, with sharding none or fsdp2"
             )
         if self.gradient_dtype not in ("fp32", "bf16"):
             raise ArgumentError(f"gradient_dtype={self.gradient_dtype}: expected fp32 or bf16")
@@ -100,12 +101,12 @@ class Settings:
         return 4 if self.master_dtype == "fp32" else 2
 
     @property
-    def moments_bytes(self) -> int:
+    def moments_bytes(self) -> float:
         """Returns the bytes of exp_avg and exp_avg_sq of a parameter."""
-        return 8 if self.state_dtype == "fp32" else 4
+        return MOMENTS_BYTES[self.state_dtype]
 
     @property
-    def placed_bytes(self) -> int:
+    def placed_bytes(self) -> float:
         """Returns the bytes on the GPU, per parameter, of state that ``placement`` keeps there: with a split master
         also its upper half, since only a step may change the parameter."""
         return 4 + self.moments_bytes + self.gradient_bytes

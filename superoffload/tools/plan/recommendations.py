@@ -146,7 +146,7 @@ def _would_fit_lines(advice: Advice) -> list[str]:
         lines.append(f"  {', '.join(changes)} would: {name_of(settings)}, {rate}")
     if not advice.would_fit:
         lines.append(
-            "  Neither do 1,024 times the ranks, a 16th of the sequence or bf16 moments with split masters: use a "
+            "  Neither do 1,024 times the ranks, a 16th of the sequence or 8-bit moments with split masters: use a "
             "smaller model."
         )
     return lines

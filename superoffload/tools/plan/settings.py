@@ -8,7 +8,7 @@ from typing import Any
 
 from superoffload.errors import ArgumentError
 from superoffload.tools.plan.machines import Hardware
-from superoffload.tools.plan.memory_estimate import ENGINES, Fit, Settings, check_fit, keeps_less
+from superoffload.tools.plan.memory_estimate import ENGINES, MOMENTS_BYTES, Fit, Settings, check_fit, keeps_less
 from superoffload.tools.plan.models import ModelShape, typical_shape
 from superoffload.tools.plan.step_time import StepTime, estimate_step
 
@@ -145,10 +145,11 @@ def what_would_fit(model: ModelShape, hardware: Hardware, base: Settings) -> lis
     fit, each changed alone."""
     ranks = (replace(base, ranks=base.ranks << power) for power in range(1, 11))
     shorter = (replace(base, sequence=base.sequence >> power) for power in range(1, 5) if base.sequence >> power >= 128)
-    leaner = ((base.state_dtype, "split"), ("bf16", base.master_dtype), ("bf16", "split"))
+    stored = list(MOMENTS_BYTES)
     dtypes = tuple(
         replace(base, state_dtype=moments, master_dtype=master)
-        for moments, master in leaner
+        for moments in stored[stored.index(base.state_dtype) :]
+        for master in dict.fromkeys((base.master_dtype, "split"))
         if keeps_less(base.engine, base.sharding) and (moments, master) != (base.state_dtype, base.master_dtype)
     )
     found = []

@@ -19,7 +19,7 @@ BUCKETS = 64
 PLAIN_BYTES, JOURNALED_BYTES, REPLAY_BYTES = 28.0, 29.2, 30.4
 COPY_ON_GPU_BYTES = 4.0  # staged parameters are read, and written to where the model reads them
 UNSTAGED = 2  # buckets, the last ones of backward, whose parameters travel after the verdict
-BF16_STATE_SAVING = 8.0  # bytes less, since moments are in bf16
+STATE_SAVING = {"fp32": 0.0, "bf16": 8.0, "8bit": 12.0}  # bytes less: moments are read and written
 SPLIT_MASTER_SAVING = 2.0  # bytes less: of 8 for the master and 2 for the shadow, 4 + 4 stay
 # DeepSpeed's path: fp32 gradient in, master and moments both ways, then a cast of the master to bf16.
 ZERO_OFFLOAD_BYTES = 4.0 + 24.0 + 6.0
@@ -149,8 +149,7 @@ def _superoffload(
 
 def _saving(settings: Settings) -> float:
     """Returns the host bytes per parameter that a pass moves less than one over fp32 state."""
-    moments = BF16_STATE_SAVING if settings.state_dtype == "bf16" else 0.0
-    return moments + (SPLIT_MASTER_SAVING if settings.master_dtype == "split" else 0.0)
+    return STATE_SAVING[settings.state_dtype] + (SPLIT_MASTER_SAVING if settings.master_dtype == "split" else 0.0)
 
 
 def plain_pass_seconds(own: float, host_bandwidth: float, settings: Settings) -> float:

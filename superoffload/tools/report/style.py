@@ -15,6 +15,7 @@ PALE_BLUE = "#a9c6e6"
 ORANGE = "#d9772b"
 GREEN = "#2f8f5b"
 RED = "#c0392b"
+PURPLE = "#7b4fa3"
 
 FATE_COLOURS = {
     "committed": "#2f8f5b",

@@ -11,7 +11,7 @@ from superoffload.errors import ArgumentError
 
 DTYPE_NAMES = ("bf16", "fp32")
 SPECULATION = ("adaptive", "always", "never")
-STATE_DTYPES = ("fp32", "bf16")
+STATE_DTYPES = ("fp32", "bf16", "8bit")
 MASTER_DTYPES = ("fp32", "split")
 MOST_THREADS = 1024  # more is of no use, and starting them may fail
 

@@ -1,0 +1,149 @@
+"""Moments are read and loaded as numbers, in whatever dtype a shard stores them.
+
+8-bit moments are stored as bytes (uint8): first a code for each element of the shard, then a scale for each block of
+256 elements. A code is a small floating-point number; its block's scale is the biased exponent of the topmost binade,
+255 if all moments of the block are NaN. docs/kernel.md has the format. bfloat16 has all of their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from superoffload import _native
+from superoffload.engine.bucket import Shard
+
+BLOCK: int = _native.MOMENT_BLOCK  # elements that share a scale
+_AT_ONCE = 1 << 17  # elements to convert at a time, so that little memory is needed beside them
+_NAN_SCALE = 255
+
+
+@dataclass(frozen=True)
+class CodeFormat:
+    """Describes the codes of a moment; with ``signed``, the topmost of the eight bits is the sign."""
+
+    exponent_bits: int
+    fraction_bits: int
+    signed: bool
+
+    @property
+    def top(self) -> int:
+        """Returns the largest code of a magnitude."""
+        return (1 << (self.exponent_bits + self.fraction_bits)) - 1
+
+    @property
+    def binades(self) -> int:
+        """Counts the binades from that of the denormal codes to the topmost one."""
+        return (1 << self.exponent_bits) - 1
+
+    @property
+    def dropped_bits(self) -> int:
+        """Counts the fraction bits of float32 that codes lack."""
+        return 23 - self.fraction_bits
+
+
+EXP_AVG = CodeFormat(exponent_bits=4, fraction_bits=3, signed=True)
+EXP_AVG_SQ = CodeFormat(exponent_bits=6, fraction_bits=2, signed=False)
+
+
+def stored_numel(numel: int, dtype: torch.dtype) -> int:
+    """Returns how many elements of ``dtype`` store the moment of ``numel`` parameters."""
+    return numel + (-(-numel // BLOCK) if dtype == torch.uint8 else 0)
+
+
+def shown_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which moments that are stored in ``dtype`` are read."""
+    return torch.bfloat16 if dtype == torch.uint8 else dtype
+
+
+def read_moments(shard: Shard) -> tuple[Tensor, Tensor]:
+    """Returns exp_avg and exp_avg_sq, flat: the stored tensors themselves, or of 8-bit moments copies in bfloat16."""
+    return (
+        read_moment(shard.exp_avg, shard.numel, EXP_AVG),
+        read_moment(shard.exp_avg_sq, shard.numel, EXP_AVG_SQ),
+    )
+
+
+def read_moment(stored: Tensor, numel: int, form: CodeFormat) -> Tensor:
+    """Returns the moment of ``numel`` elements that ``stored`` has: itself, or of 8-bit moments a bfloat16 copy."""
+    if stored.dtype != torch.uint8:
+        return stored
+    found = torch.empty(numel, dtype=torch.bfloat16, device=stored.device)
+    for at in range(0, numel, _AT_ONCE):
+        end = min(at + _AT_ONCE, numel)
+        scales = stored[numel + at // BLOCK : numel + -(-end // BLOCK)]
+        found[at:end] = _decode(stored[at:end], scales, form)
+    return found
+
+
+def write_moment(stored: Tensor, numel: int, form: CodeFormat, blocks: Iterable[tuple[int, Tensor]]) -> None:
+    """Overwrites a moment of ``numel`` elements by flat blocks of finite float32 values, each with its offset.
+
+    The blocks cover every element once. Values that codes lack are rounded to nearest.
+    """
+    if stored.dtype != torch.uint8:
+        for at, block in blocks:
+            stored[at : at + len(block)].copy_(block)
+        return
+    cut: dict[int, list[tuple[int, Tensor]]] = {}  # blocks of codes that the given ones cut, by their start
+    for at, block in blocks:
+        first = min(-(-at // BLOCK) * BLOCK, at + len(block))
+        last = at + len(block) if at + len(block) == numel else max(first, (at + len(block)) // BLOCK * BLOCK)
+        _encode_into(stored, numel, form, first, block[first - at : last - at])
+        for begin, part in ((at, block[: first - at]), (last, block[last - at :])):
+            if len(part):
+                _add_part(stored, numel, form, cut, begin, part)
+
+
+def _add_part(
+    stored: Tensor, numel: int, form: CodeFormat, cut: dict[int, list[tuple[int, Tensor]]], at: int, part: Tensor
+) -> None:
+    """Keeps a part of a block of codes until all of its parts are there; their scale depends on them all."""
+    start = at // BLOCK * BLOCK
+    parts = cut.setdefault(start, [])
+    parts.append((at, part.clone()))
+    if sum(len(one) for _, one in parts) == min(BLOCK, numel - start):
+        parts.sort(key=lambda one: one[0])
+        _encode_into(stored, numel, form, start, torch.cat([one for _, one in parts]))
+        del cut[start]
+
+
+def _encode_into(stored: Tensor, numel: int, form: CodeFormat, at: int, values: Tensor) -> None:
+    """Stores ``values`` from element ``at`` on, where a block begins; they end at a block's end or at the last."""
+    for begin in range(0, len(values), _AT_ONCE):
+        codes, scales = _encode(values[begin : begin + _AT_ONCE].to(stored.device), form)
+        here = at + begin
+        stored[here : here + len(codes)] = codes
+        stored[numel + here // BLOCK : numel + here // BLOCK + len(scales)] = scales
+
+
+def _encode(values: Tensor, form: CodeFormat) -> tuple[Tensor, Tensor]:
+    padded = torch.zeros(-(-len(values) // BLOCK) * BLOCK, dtype=torch.float32, device=values.device)
+    padded[: len(values)] = values
+    magnitudes = padded.abs().view(-1, BLOCK)
+    largest = magnitudes.amax(dim=1, keepdim=True).view(torch.int32)
+    # The topmost code must not be below the largest magnitude.
+    scales = ((largest + (1 << form.dropped_bits) - 1) >> 23).clamp(form.binades + 1, _NAN_SCALE - 1)
+    base = (scales - form.binades) << 23
+    # Denormal codes are equally far apart: half of the number, beside the power of two of code 0, has their bits.
+    denormal = (magnitudes.double() / 2 + base.view(torch.float32)).float()
+    words = torch.maximum(magnitudes, denormal).view(torch.int32) - base
+    codes = ((words + (1 << (form.dropped_bits - 1))) >> form.dropped_bits).clamp(max=form.top)
+    if form.signed:
+        codes |= padded.view(-1, BLOCK).signbit().to(torch.int32) * (form.top + 1)
+    return codes.view(-1)[: len(values)].to(torch.uint8), scales.view(-1).to(torch.uint8)
+
+
+def _decode(codes: Tensor, scales: Tensor, form: CodeFormat) -> Tensor:
+    scale = scales.to(torch.int32).repeat_interleave(BLOCK)[: len(codes)]
+    base = (scale.clamp(form.binades + 1, _NAN_SCALE - 1) - form.binades) << 23
+    number = codes.to(torch.int32)
+    bits = base + ((number & form.top) << form.dropped_bits)
+    normal = bits.view(torch.float32)
+    values = torch.minimum(normal, 2 * normal - 2 * base.view(torch.float32))
+    if form.signed:
+        values = torch.where(number > form.top, -values, values)
+    return torch.where(scale == _NAN_SCALE, torch.nan, values)

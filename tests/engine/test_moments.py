@@ -1,0 +1,79 @@
+"""8-bit moments are read and loaded like the reference's, whole and in any pieces."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from superoffload.engine import moments
+from tests.support.reference import eight_bit
+
+FORMS = [(moments.EXP_AVG, eight_bit.EXP_AVG), (moments.EXP_AVG_SQ, eight_bit.EXP_AVG_SQ)]
+each_form = pytest.mark.parametrize(("form", "reference"), FORMS, ids=["exp_avg", "exp_avg_sq"])
+
+
+def numbers(numel: int, *, signed: bool, seed: int = 3) -> NDArray[np.float32]:
+    random = np.random.default_rng(seed)
+    values = random.standard_normal(numel) * 10.0 ** random.uniform(-45, 3, numel)
+    values[: numel // 3] *= 1e30  # blocks near the largest numbers
+    values[numel // 2 : numel // 2 + 300] = 0
+    return (values if signed else np.abs(values)).astype(np.float32)
+
+
+@each_form
+def test_every_byte_under_every_scale(form: moments.CodeFormat, reference: eight_bit.Format) -> None:
+    codes = np.tile(np.arange(256, dtype=np.uint8), 256)
+    stored = np.concatenate([codes, np.arange(256, dtype=np.uint8)])
+    expected = eight_bit.read(stored, len(codes), reference)
+    found = moments.read_moment(torch.from_numpy(stored), len(codes), form)
+    assert found.dtype == torch.bfloat16
+    np.testing.assert_array_equal(found.float().numpy(), expected)  # so bfloat16 has every value
+
+
+@each_form
+@pytest.mark.parametrize("numel", [1, 255, 256, 257, 1000, (1 << 17) + 700])
+def test_loaded_values_are_the_nearest_codes(form: moments.CodeFormat, reference: eight_bit.Format, numel: int) -> None:
+    values = numbers(numel, signed=form.signed)
+    stored = torch.full((moments.stored_numel(numel, torch.uint8),), 99, dtype=torch.uint8)
+    moments.write_moment(stored, numel, form, [(0, torch.from_numpy(values))])
+    np.testing.assert_array_equal(stored.numpy(), eight_bit.written(values, reference))
+
+
+@each_form
+def test_values_with_codes_are_loaded_without_loss(form: moments.CodeFormat, reference: eight_bit.Format) -> None:
+    """Also where no value has the topmost binade of the scale that they were stored under."""
+    random = np.random.default_rng(0)
+    numel = 256 * 40 + 17
+    stored = random.integers(0, 256, eight_bit.stored_size(numel), np.uint8)
+    stored[:numel] %= random.integers(1, 128, numel).astype(np.uint8)
+    stored[numel:] %= 255  # no NaN
+    values = eight_bit.read(stored, numel, reference)
+    again = torch.zeros(len(stored), dtype=torch.uint8)
+    moments.write_moment(again, numel, form, [(0, torch.from_numpy(values))])
+    np.testing.assert_array_equal(eight_bit.read(again.numpy(), numel, reference), values)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_of_any_size_in_any_order(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    numel = int(random.integers(1, 3000))
+    values = torch.from_numpy(numbers(numel, signed=True, seed=seed))
+    whole, pieces = (torch.zeros(moments.stored_numel(numel, torch.uint8), dtype=torch.uint8) for _ in range(2))
+    moments.write_moment(whole, numel, moments.EXP_AVG, [(0, values)])
+    cuts = sorted({0, numel, *random.integers(0, numel, 12).tolist()})
+    given = [(begin, values[begin:end]) for begin, end in pairwise(cuts)]
+    random.shuffle(given)
+    moments.write_moment(pieces, numel, moments.EXP_AVG, given)
+    assert torch.equal(whole, pieces)
+
+
+def test_other_dtypes_are_shown_as_they_are() -> None:
+    stored = torch.zeros(10)
+    assert moments.read_moment(stored, 10, moments.EXP_AVG) is stored
+    moments.write_moment(stored, 10, moments.EXP_AVG, [(3, torch.ones(7)), (0, 2 * torch.ones(3))])
+    assert stored.tolist() == [2.0] * 3 + [1.0] * 7
+    assert moments.stored_numel(10, torch.float32) == moments.stored_numel(10, torch.bfloat16) == 10
