@@ -40,7 +40,8 @@ superoffload::RunOfShard make_run(Address master, Address exp_avg, Address exp_a
     if (gradient_type == ElementType::q8 || shadow_type == ElementType::q8) {
         throw std::invalid_argument("gradient_type, shadow_type: q8 is for moments; expected f32, bf16 or f16");
     }
-    if ((state_type == ElementType::q8) != (exp_avg_scales != 0 && exp_avg_sq_scales != 0)) {
+    const bool has_scales = exp_avg_scales != 0 && exp_avg_sq_scales != 0;
+    if (numel != 0 && (state_type == ElementType::q8) != has_scales) {
         throw std::invalid_argument("exp_avg_scales, exp_avg_sq_scales: expected both with q8 moments, and only there");
     }
     if (split_master && shadow_type != adam::ElementType::bf16) {

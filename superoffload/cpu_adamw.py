@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from superoffload import _native
 from superoffload.engine.bucket import ELEMENT_TYPES
-from superoffload.errors import WorkerError
+from superoffload.errors import ArgumentError, WorkerError
 from superoffload.host.processors import worker_cpus
 from superoffload.host.tensors import in_order, memory_order
 from superoffload.optimizer.arguments import (
@@ -80,6 +80,11 @@ class CPUAdamW(Optimizer):
         check_groups(groups, defaults)
         self._l2 = check_l2(l2)
         self._state_dtype = check_state_dtype(state_dtype)
+        if self._state_dtype == torch.uint8:
+            raise ArgumentError(
+                "state_dtype='8bit': expected 'fp32' or 'bf16'; CPUAdamW keeps a tensor like the parameter for each "
+                "moment, and 8-bit moments have scales beside their codes; superoffload.AdamW has them"
+            )
         self._seed = check_seed(seed)
         self._threads = threads
         cpus = worker_cpus(threads)

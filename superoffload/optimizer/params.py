@@ -40,6 +40,9 @@ class StateOfCopies(UserDict[str, Tensor]):
     def __setitem__(self, name: str, value: Tensor) -> None:
         super().__setitem__(name, torch.empty(0) if name in self._copies else value)
 
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
     def __copy__(self) -> Any:
         return dict(self)
 

@@ -41,7 +41,7 @@ from tests.support.rank_processes import (
 from tests.support.saved_ranks import build, step
 
 State = dict[str, Any]
-WAYS = ("fsdp2", "replicas", "shard", "replicate", "split masters")
+WAYS = ("fsdp2", "replicas", "shard", "replicate", "split masters", "8-bit moments")
 
 
 def full(value: Any) -> Tensor:
@@ -71,7 +71,7 @@ def save(folder: str, way: str, background: bool) -> State:
         for seed in range(3):
             step(model, optimizer, seed)
         found = everything(model, optimizer)
-        if way in ("fsdp2", "split masters"):
+        if way in ("fsdp2", "split masters", "8-bit moments"):
             model.loss(tokens_of(9, 0)).backward()  # in the middle of a window
         if background:
             saving = checkpoints.save_in_background(folder, model, optimizer, extra={"step": 3}, memory=0)
@@ -264,7 +264,7 @@ def dcp_load(folder: str, way: str) -> list[State]:
 
 
 @compat("torch.distributed.checkpoint, with another number of ranks", "fsdp2")
-@pytest.mark.parametrize("way", ["fsdp2", "split masters"])
+@pytest.mark.parametrize("way", ["fsdp2", "split masters", "8-bit moments"])
 def test_torch_distributed_checkpoint(way: str, tmp_path: Path) -> None:
     (at_save, at_end), *_ = on_ranks(2, dcp_save, str(tmp_path), way)
     for now, then in on_ranks(2, dcp_load, str(tmp_path), way):
@@ -300,7 +300,7 @@ def full_state(way: str) -> list[bool]:
 
 
 @compat("get_optimizer_state_dict and set_optimizer_state_dict", "fsdp2")
-@pytest.mark.parametrize("way", ["fsdp2", "split masters"])
+@pytest.mark.parametrize("way", ["fsdp2", "split masters", "8-bit moments"])
 def test_optimizer_state_dict_functions(way: str) -> None:
     assert on_ranks(2, full_state, way) == [[True, True, True]] * 2
 

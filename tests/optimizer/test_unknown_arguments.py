@@ -137,7 +137,7 @@ def test_the_nearest_argument_is_named(name: str, meant: str) -> None:
     [
         ("adamw_mode", r"AdamW is what you get here; plain Adam is CPUAdamW\(l2=True\)"),
         ("bias_correction", "always corrected"),
-        ("fp32_optimizer_states", 'state_dtype is "fp32" or "bf16"'),
+        ("fp32_optimizer_states", 'state_dtype is "fp32", "bf16" or "8bit"'),
     ],
 )
 def test_what_deepspeeds_has_is_known(name: str, said: str) -> None:

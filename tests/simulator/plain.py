@@ -10,11 +10,19 @@ from torch import Tensor
 from superoffload import _native
 from superoffload.engine.bucket import ELEMENT_TYPES, GroupHyper, Shard
 from superoffload.engine.master_halves import join
+from superoffload.engine.moments import stored_numel
+from superoffload.engine.native_work import STATE_TYPES
 from superoffload.engine.verdict import Verdict, decide
 
 STATE = ("master", "exp_avg", "exp_avg_sq")
 
-_WORDS = {4: torch.int32, 2: torch.int16}
+_WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def zero_moment(seed: int, numel: int) -> Tensor:
+    """As it is before the first step, in the dtype of this seed's simulation."""
+    dtype = (torch.float32, torch.bfloat16, torch.uint8)[seed // 10 % 3]
+    return torch.zeros(stored_numel(numel, dtype), dtype=dtype)
 
 
 def words(tensor: Tensor) -> Tensor:
@@ -41,6 +49,7 @@ class PlainShard:
         self._packed = torch.zeros(shard.numel, dtype=shard.gradient_dtype)
         self._sums = shard.block_sums.copy()
         self._type = ELEMENT_TYPES[shard.gradient_dtype]
+        scales_at = shard.numel if self.exp_avg.dtype == torch.uint8 else None
         run = _native.Run(
             master=self._master.data_ptr(),
             exp_avg=self.exp_avg.data_ptr(),
@@ -50,8 +59,11 @@ class PlainShard:
             numel=shard.numel,
             gradient_type=self._type,
             shadow_type=ELEMENT_TYPES[shard.published_dtype],
+            state_type=STATE_TYPES[self.exp_avg.dtype],
             noise_stream=shard.noise_stream,
             split_master=self._split,
+            exp_avg_scales=0 if scales_at is None else self.exp_avg.data_ptr() + scales_at,
+            exp_avg_sq_scales=0 if scales_at is None else self.exp_avg_sq.data_ptr() + scales_at,
         )
         self._work = _native.BucketWork([run], 0)
 

@@ -29,7 +29,7 @@ from superoffload.engine.master_halves import UpperHalves
 from superoffload.engine.speculation_schedule import Schedule, Situation
 from superoffload.engine.verdict import Verdict
 from superoffload.errors import WorkerError
-from tests.simulator.plain import STATE, PlainModel, PlainShard, state_of, words
+from tests.simulator.plain import STATE, PlainModel, PlainShard, state_of, words, zero_moment
 
 _SIZES = (0, 1, 5, 64, 300, 700, 1024, 1025, 1500, 2100)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -144,8 +144,8 @@ class Simulation:
                     gradient_dtype=gradient_dtype,
                     published_dtype=published_dtype,
                     master=torch.zeros(numel, dtype=torch.int16) if split else published.float().clone(),
-                    exp_avg=torch.zeros(numel),
-                    exp_avg_sq=torch.zeros(numel),
+                    exp_avg=zero_moment(self.seed, numel),
+                    exp_avg_sq=zero_moment(self.seed, numel),
                     target=lambda published=published: published,  # type: ignore[misc]
                     upper=UpperHalves(published) if split else None,
                 )

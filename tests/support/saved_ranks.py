@@ -18,9 +18,13 @@ from tests.support.rank_processes import (
 
 def build(way: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> tuple[Net, dict[str, Any]]:
     model = net(dtype, seed=seed, tied=True)
-    if way in ("fsdp2", "replicas", "split masters"):
+    leaner: dict[str, Any] = {
+        "split masters": {"master_dtype": "split"},
+        "8-bit moments": {"master_dtype": "split", "state_dtype": "8bit"},
+    }
+    if way in ("fsdp2", "replicas", *leaner):
         mesh = replica_mesh() if way == "replicas" else flat_mesh()
-        return shard(model, mesh), {"master_dtype": "split"} if way == "split masters" else {}
+        return shard(model, mesh), leaner.get(way, {})
     return model, {"replicated": way}
 
 

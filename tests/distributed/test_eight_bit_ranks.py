@@ -1,0 +1,141 @@
+"""8-bit moments on several ranks: each shard has blocks of its own, wherever sharding cuts the parameter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from superoffload import AdamW, checkpoints
+from superoffload.host.tensors import local_of
+from tests.support.rank_processes import flat_mesh, loss_of, net, on_ranks, optimizer_of, shard
+from tests.support.reference import adam, eight_bit
+from tests.support.reference.stochastic import noise
+from tests.support.split_masters import same_bits, shard_of
+
+EIGHT: dict[str, Any] = {"state_dtype": "8bit"}
+WIDTH = 67  # shards of some hundred elements, that are no multiples of a block of codes
+
+
+def wide_net(seed: int = 0) -> Any:
+    return net(torch.bfloat16, seed=seed, width=WIDTH)
+
+
+def stepped(model: nn.Module, optimizer: AdamW, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+def digests_of_a_run(way: str, options: dict[str, Any]) -> dict[str, str]:
+    model = wide_net()
+    if way == "fsdp2":
+        model = shard(model, flat_mesh())
+    elif way == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+        options = {"replicated": "shard", **options}
+    with optimizer_of(model, rank_check="full", bucket_numel=2048, **EIGHT, **options) as optimizer:
+        stepped(model, optimizer, range(8))
+        return optimizer.state_digests()
+
+
+@pytest.mark.parametrize("master", ["fp32", "split"])
+@pytest.mark.parametrize("way", ["fsdp2", "ddp"])
+def test_schedules_agree_and_the_full_check_finds_nothing(way: str, master: str) -> None:
+    outcomes = [
+        on_ranks(2, digests_of_a_run, way, {"speculation": mode, "master_dtype": master})
+        for mode in ("always", "never", "adaptive")
+    ]
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
+def differences_from_the_reference() -> list[str]:
+    """Steps each rank's shards by the reference; the noise counts elements of the whole parameter."""
+    model = shard(wide_net(), flat_mesh())
+    wrong = []
+    with optimizer_of(model, max_grad_norm=None, seed=3, lr=1e-2, **EIGHT) as optimizer:
+        params = [p for p in model.parameters() if p.requires_grad]
+        shards = [shard_of(optimizer, p) for p in params]
+        masters = [s.read_masters().numpy().copy() for s in shards]
+        moments = [[np.zeros(eight_bit.stored_size(s.numel), np.uint8) for _ in range(2)] for s in shards]
+        for step in range(1, 6):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.synchronize()
+            for i, (param, one) in enumerate(zip(params, shards, strict=True)):
+                assert param.grad is not None
+                gradient = local_of(param.grad).reshape(-1).view(torch.uint16).numpy()
+                random = noise(one.numel, one.noise_stream, step, one.offset)
+                hyper = adam.Hyper(1e-2, 0.9, 0.999, 1e-8, 1e-2, step)
+                first, second = moments[i]
+                now = eight_bit.step(masters[i], first, second, gradient, "bf16", hyper, random)
+                masters[i], moments[i] = now.master, [now.exp_avg, now.exp_avg_sq]
+                same = np.array_equal(one.exp_avg.numpy(), now.exp_avg)
+                same = same and np.array_equal(one.exp_avg_sq.numpy(), now.exp_avg_sq)
+                same = same and np.array_equal(one.read_masters().numpy(), now.master)
+                if not same:
+                    wrong.append(f"{one.name}, step {step}")
+        cut = [s for s in shards if s.numel % eight_bit.BLOCK and s.numel > eight_bit.BLOCK]
+        return wrong if cut else ["no shard has a whole block and a part of one"]
+
+
+def test_shards_are_stepped_as_the_reference_says() -> None:
+    assert on_ranks(2, differences_from_the_reference) == [[], []]
+
+
+def resumed(folder: str) -> list[bool]:
+    model = shard(wide_net(), flat_mesh())
+    with optimizer_of(model, **EIGHT) as optimizer:
+        stepped(model, optimizer, range(4))
+        checkpoints.save(folder, model, optimizer)
+        other = shard(wide_net(seed=9), flat_mesh())
+        with optimizer_of(other, **EIGHT) as loaded:
+            stepped(other, loaded, range(2))
+            checkpoints.load(folder, other, loaded)
+            same = [loaded.state_digests() == optimizer.state_digests()]
+            for one, its in ((model, optimizer), (other, loaded)):
+                stepped(one, its, range(4, 8))
+            return [*same, loaded.state_digests() == optimizer.state_digests()]
+
+
+def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(tmp_path: Path) -> None:
+    assert on_ranks(2, resumed, str(tmp_path / "a")) == [[True, True]] * 2
+
+
+def shards_of(optimizer: AdamW) -> list[tuple[Tensor, Tensor, Tensor]]:
+    return [(state["master"], state["exp_avg"], state["exp_avg_sq"]) for state in optimizer.state.values()]
+
+
+def saved_whole(folder: str) -> list[list[Tensor]]:
+    model = shard(wide_net(), flat_mesh())
+    with optimizer_of(model, **EIGHT) as optimizer:
+        stepped(model, optimizer, range(4))
+        checkpoints.save(folder, model, optimizer)
+        whole = [[value.full_tensor() for value in values] for values in shards_of(optimizer)]  # type: ignore[attr-defined]
+        return whole if dist.get_rank() == 0 else []
+
+
+def test_other_ranks_load_what_blocks_of_their_own_can_hold(tmp_path: Path) -> None:
+    """Blocks begin elsewhere then, so that small moments next to large ones may be rounded. Masters keep every bit."""
+    whole, _ = on_ranks(2, saved_whole, str(tmp_path / "a"))
+    model = wide_net(seed=9)
+    forms = (eight_bit.EXP_AVG, eight_bit.EXP_AVG_SQ)
+    with optimizer_of(model, **EIGHT) as loaded:
+        checkpoints.load(tmp_path / "a", model, loaded)
+        for (master, *moments), (expected, *given) in zip(shards_of(loaded), whole, strict=True):
+            assert same_bits(master, expected)
+            for found, saved, form in zip(moments, given, forms, strict=True):
+                values = saved.float().reshape(-1).numpy()
+                rounded = eight_bit.read(eight_bit.written(values, form), len(values), form)
+                np.testing.assert_array_equal(found.float().reshape(-1).numpy(), rounded)
+        with optimizer_of(model) as exact:
+            checkpoints.load(tmp_path / "a", model, exact)
+            for ours, theirs in zip(shards_of(exact), whole, strict=True):
+                assert all(torch.equal(one.float(), other.float()) for one, other in zip(ours, theirs, strict=True))

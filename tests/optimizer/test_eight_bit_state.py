@@ -1,0 +1,278 @@
+"""AdamW with state_dtype="8bit": the reference's bits in every schedule, shown, saved and loaded as numbers."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superoffload import AdamW, CPUAdamW, checkpoints
+from superoffload.engine.speculation_schedule import Schedule
+from superoffload.errors import ArgumentError
+from tests.support.adamw_training import Mixed, Reordered, TorchAdamW, check_counters, model_of, train
+from tests.support.reference import adam, eight_bit
+from tests.support.reference.stochastic import noise
+from tests.support.split_masters import same_bits, same_states, shard_of, state_of
+
+EIGHT: dict[str, Any] = {"state_dtype": "8bit"}
+SETTINGS = [
+    {"state_dtype": state, "master_dtype": master} for state in ("fp32", "bf16", "8bit") for master in ("fp32", "split")
+]
+WAYS = {
+    "never": ("never", 0.0),
+    "always": ("always", 0.0),
+    "adaptive": ("adaptive", 0.0),
+    "two phases": ("always", 1.0),
+}
+
+
+def odd_model() -> nn.Module:
+    """Shards of many lengths: shorter than a block of codes, cut by buckets, and with a last block that is cut."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(16, 300), nn.Tanh(), nn.Linear(300, 7), nn.Tanh(), nn.Linear(7, 4)).bfloat16()
+
+
+def gradients(model: nn.Module, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(p.shape, generator=generator) * 10 ** (-4 * torch.rand(p.shape, generator=generator))).bfloat16()
+        for p in model.parameters()
+    ]
+
+
+def give(model: nn.Module, values: list[Tensor]) -> None:
+    """Backward of a loss that has these gradients, which hooks see one by one."""
+    terms = [(p.float() * g.float()).sum() for p, g in zip(model.parameters(), values, strict=True)]
+    torch.stack(terms).sum().backward()
+
+
+class Reference:
+    """Steps by the NumPy reference, parameter by parameter."""
+
+    def __init__(self, model: nn.Module, seed: int, published: str) -> None:
+        self.masters = [p.detach().float().reshape(-1).numpy().copy() for p in model.parameters()]
+        self.moments = [[np.zeros(eight_bit.stored_size(len(m)), np.uint8) for _ in range(2)] for m in self.masters]
+        self.seed, self.published, self.step = seed, published, 0
+
+    def take(self, given: list[Tensor], max_grad_norm: float | None) -> None:
+        flats = [g.reshape(-1).view(torch.uint16).numpy() for g in given]
+        decision = adam.verdict([adam.sum_of_squares(g) for g in flats], max_grad_norm)
+        if decision.found_inf:
+            return
+        self.step += 1
+        hyper = adam.Hyper(1e-2, 0.9, 0.999, 1e-8, 0.1, self.step, decision.gradient_factor)
+        for i, flat in enumerate(flats):
+            random = noise(len(flat), self.seed << 32 | i, self.step)
+            first, second = self.moments[i]
+            stepped = eight_bit.step(self.masters[i], first, second, flat, self.published, hyper, random)
+            self.masters[i], self.moments[i] = stepped.master, [stepped.exp_avg, stepped.exp_avg_sq]
+
+    def expect(self, optimizer: AdamW) -> None:
+        optimizer.synchronize()
+        for i, state in enumerate(optimizer.state.values()):
+            first, second = self.moments[i]
+            numel = len(self.masters[i])
+            assert same_bits(state["master"].reshape(-1), torch.from_numpy(self.masters[i]))
+            shown = (state["exp_avg"], first, eight_bit.EXP_AVG), (state["exp_avg_sq"], second, eight_bit.EXP_AVG_SQ)
+            for found, stored, form in shown:
+                expected = eight_bit.read(stored, numel, form)
+                np.testing.assert_array_equal(found.float().reshape(-1).numpy(), expected)
+
+
+@pytest.mark.parametrize("master", ["fp32", "split"])
+@pytest.mark.parametrize("bucket_numel", [1024, 1 << 20])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_schedule_gives_the_bits_of_the_reference(way: str, bucket_numel: int, master: str) -> None:
+    model = odd_model()
+    mode, share = WAYS[way]
+    options: dict[str, Any] = {"bucket_numel": bucket_numel, "threads": 2, "seed": 5, "master_dtype": master, **EIGHT}
+    reference = Reference(model, 5, "split" if master == "split" else "bf16")
+    with (
+        mock.patch.object(Schedule, "share_to_publish", lambda *_: share),
+        AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, speculation=mode, **options) as optimizer,
+    ):
+        for step in range(12):
+            given = gradients(model, step)
+            if step == 5:
+                given[0][3, 3] = torch.nan
+            # Just below the norm to come: the clip shows only once most buckets were speculated.
+            norm = float(torch.stack([g.float().norm() for g in given]).norm())
+            optimizer.max_grad_norm = 0.9 * norm if step in (3, 8, 9) else None
+            optimizer.zero_grad()
+            give(model, given)
+            optimizer.step()
+            reference.take(given, optimizer.max_grad_norm)
+            reference.expect(optimizer)
+        stats = optimizer.stats()
+        assert stats["skipped_steps"] == 1
+        if way == "always":
+            assert stats["buckets_committed"] > 0
+            assert stats["buckets_replayed"] > 0 or len(optimizer._engine.buckets) == 1
+        if way == "two phases":
+            assert stats["buckets_two_phase"] > 0
+        check_counters(optimizer)
+
+
+def test_seed_matters_and_threads_do_not() -> None:
+    digests = []
+    for seed, threads in ((0, 1), (0, 2), (1, 2)):
+        model = odd_model()
+        with AdamW(model.parameters(), threads=threads, seed=seed, **EIGHT) as optimizer:
+            for step in range(4):
+                give(model, gradients(model, step))
+                optimizer.step()
+                optimizer.zero_grad()
+            digests.append(optimizer.state_digests())
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_state_is_shown_as_bf16_copies() -> None:
+    model = model_of(torch.bfloat16)
+    with AdamW(model.parameters(), threads=1, **EIGHT) as optimizer:
+        train(model, optimizer, range(3))
+        before = optimizer.state_digests()
+        for param, state in optimizer.state.items():
+            assert set(state) == {"step", "exp_avg", "exp_avg_sq", "master"}
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert state[name].dtype is torch.bfloat16 and state[name].shape == param.shape
+                state[name].fill_(9.0)  # a copy
+                state[name] = state[name]  # as Lightning does
+            assert "tensor(3.)" in repr(state) and "tensor([])" not in repr(state)
+            for other in (copy.copy(state), copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+                assert type(other) is dict and same_bits(other["exp_avg"], state["exp_avg"])
+        assert optimizer.state_digests() == before
+
+
+def test_bytes_are_accounted_for() -> None:
+    params = [nn.Parameter(torch.zeros(1 << 20, dtype=torch.bfloat16))]
+    with AdamW(params, speculation="never", **EIGHT) as optimizer:
+        moments = 2 * (1 + 1 / 256)
+        assert optimizer.stats()["host_bytes"] / (1 << 20) == pytest.approx(4 + moments + 2 + 2, abs=0.02)
+
+
+Carry = Callable[[nn.Module, AdamW, nn.Module, AdamW, Path], None]
+
+
+def as_dict(model: nn.Module, optimizer: AdamW, other: nn.Module, loads: AdamW, _: Path) -> None:
+    other.load_state_dict(model.state_dict())
+    loads.load_state_dict(optimizer.state_dict())
+
+
+def through_a_file(model: nn.Module, optimizer: AdamW, other: nn.Module, loads: AdamW, _: Path) -> None:
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    other.load_state_dict(state["model"])
+    loads.load_state_dict(state["optimizer"])
+
+
+def in_a_folder(model: nn.Module, optimizer: AdamW, other: nn.Module, loads: AdamW, folder: Path) -> None:
+    checkpoints.save(folder / "a", model, optimizer)
+    checkpoints.load(folder / "a", other, loads)
+
+
+def in_the_background(model: nn.Module, optimizer: AdamW, other: nn.Module, loads: AdamW, folder: Path) -> None:
+    saving = checkpoints.save_in_background(folder / "a", model, optimizer)
+    before = [p.detach().clone() for p in model.parameters()], state_of(optimizer)
+    train(model, optimizer, [50])  # changes state that may not be written yet
+    checkpoints.load(saving.wait(60), other, loads)
+    checkpoints.load(folder / "a", model, optimizer)
+    assert all(map(same_bits, before[0], (p.detach() for p in model.parameters())))
+    assert same_states(before[1], state_of(optimizer))
+
+
+CARRIES = [as_dict, through_a_file, in_a_folder, in_the_background]
+
+
+@pytest.mark.parametrize("make", [odd_model, Mixed, Reordered])
+@pytest.mark.parametrize("master", ["fp32", "split"])
+@pytest.mark.parametrize("carry", CARRIES)
+def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(
+    carry: Carry, master: str, make: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    model, other = make(), make()
+    options: dict[str, Any] = {"lr": 1e-2, "threads": 1, "master_dtype": master, **EIGHT}
+    with (
+        AdamW(model.parameters(), model=model, **options) as saved,
+        AdamW(other.parameters(), model=other, bucket_numel=1024, **options) as loaded,
+    ):
+        train(model, saved, range(5))
+        train(other, loaded, range(20, 22))
+        carry(model, saved, other, loaded, tmp_path)
+        assert loaded.state_digests() == saved.state_digests()
+        for one, optimizer in ((model, saved), (other, loaded)):
+            train(one, optimizer, range(5, 9))
+        assert loaded.state_digests() == saved.state_digests()
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(SETTINGS, SETTINGS)), ids=str)
+@pytest.mark.parametrize("carry", [as_dict, in_a_folder])
+def test_each_setting_loads_each_other(
+    carry: Carry, first: dict[str, Any], second: dict[str, Any], tmp_path: Path
+) -> None:
+    """Masters keep every bit. Moments do where they are as wide or wider, and are rounded to nearest elsewhere."""
+    model, other = odd_model(), odd_model()
+    with (
+        AdamW(model.parameters(), model=model, lr=1e-2, threads=1, **first) as saved,
+        AdamW(other.parameters(), model=other, lr=1e-2, threads=1, **second) as loaded,
+    ):
+        train(model, saved, range(3))
+        carry(model, saved, other, loaded, tmp_path)
+        narrower = ["fp32", "bf16", "8bit"].index(second["state_dtype"]) > ["fp32", "bf16", "8bit"].index(
+            first["state_dtype"]
+        )
+        for ours, theirs in zip(state_of(loaded), state_of(saved), strict=True):
+            assert same_bits(ours["master"], theirs["master"])
+            for name, form in (("exp_avg", eight_bit.EXP_AVG), ("exp_avg_sq", eight_bit.EXP_AVG_SQ)):
+                found, given = ours[name].float().reshape(-1), theirs[name].float().reshape(-1)
+                if second["state_dtype"] == "8bit":
+                    rounded = eight_bit.read(eight_bit.written(given.numpy(), form), len(given), form)
+                    given = torch.from_numpy(rounded) if narrower else given
+                elif narrower:
+                    given = given.bfloat16().float()
+                assert torch.equal(found, given)
+        train(other, loaded, range(3, 5))
+
+
+def test_torch_loads_it_and_it_loads_torchs() -> None:
+    model, other = model_of(), model_of()
+    with AdamW(model.parameters(), threads=1, **EIGHT) as optimizer:
+        train(model, optimizer, range(3))
+        theirs = TorchAdamW(other.parameters())
+        theirs.load_state_dict(optimizer.state_dict())
+        for param, mine in zip(other.parameters(), state_of(optimizer), strict=True):
+            assert torch.equal(theirs.state[param]["exp_avg"], mine["exp_avg"].float())
+        optimizer.load_state_dict(theirs.state_dict())
+        assert float(next(iter(optimizer.state.values()))["step"]) == 3.0
+
+
+def test_loading_nothing_makes_state_new() -> None:
+    model = odd_model()
+    with AdamW(model.parameters(), threads=1, **EIGHT) as optimizer:
+        empty = optimizer.state_dict() | {"state": {}}
+        train(model, optimizer, range(2))
+        optimizer.load_state_dict(empty)
+        assert all(not shard_of(optimizer, p).exp_avg.any() for p in model.parameters())
+        assert all(not state["exp_avg_sq"].any() for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("value", ["int8", "8", 8, torch.uint16, None])
+def test_what_is_no_setting_is_refused(value: Any) -> None:
+    with pytest.raises(ArgumentError, match="expected 'fp32', 'bf16' or '8bit'"):
+        AdamW([nn.Parameter(torch.zeros(3))], state_dtype=value)
+
+
+def test_cpu_adamw_says_who_has_it() -> None:
+    with pytest.raises(ArgumentError, match=r"state_dtype='8bit'.*superoffload\.AdamW has them"):
+        CPUAdamW([nn.Parameter(torch.zeros(3))], **EIGHT)
