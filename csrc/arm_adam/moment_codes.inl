@@ -8,21 +8,22 @@
 namespace superoffload::adam {
 namespace {
 
-// Says how the magnitudes of a moment's codes are made: `kShift` fraction bits of fp32 are dropped, `kBinades` binades
-// lie between the scale's and that of code 0, whose numbers are denormal.
+// Counts the fraction bits of fp32 that codes lack.
+constexpr int kDroppedBits = 20;
+
+// Says how the magnitudes of a moment's codes are made: `kBinades` binades lie between the scale's and that of code 0,
+// whose numbers are denormal.
 template <int component>
 struct CodeFormat;
 template <>
 struct CodeFormat<0> {  // exp_avg: sign, 4 exponent bits, 3 fraction bits
-    static constexpr int kShift = 20;
     static constexpr std::uint32_t kBinades = 15;
     static constexpr std::uint32_t kTop = 0x7f;
     static constexpr std::uint32_t kSign = 0x80;
 };
 template <>
-struct CodeFormat<1> {  // exp_avg_sq: 6 exponent bits, 2 fraction bits
-    static constexpr int kShift = 21;
-    static constexpr std::uint32_t kBinades = 63;
+struct CodeFormat<1> {  // exp_avg_sq: 5 exponent bits, 3 fraction bits
+    static constexpr std::uint32_t kBinades = 31;
     static constexpr std::uint32_t kTop = 0xff;
     static constexpr std::uint32_t kSign = 0;
 };
@@ -59,7 +60,7 @@ template <int component>
 inline std::uint32_t scale_of(std::uint32_t largest) {
     using Format = CodeFormat<component>;
     if (largest > kInfinity || (component == 0 && largest == kInfinity)) return kNanScale;
-    const std::uint32_t scale = (largest + (1u << Format::kShift) - 1) >> 23;
+    const std::uint32_t scale = (largest + (1u << kDroppedBits) - 1) >> 23;
     if (scale <= Format::kBinades) return Format::kBinades + 1;
     return scale < kNanScale ? scale : kNanScale - 1;
 }
@@ -68,17 +69,20 @@ inline std::uint32_t scale_of(std::uint32_t largest) {
 // a normal code means y, and a denormal one 2 y - 2 h (h: the power of two of code 0), which is the smaller.
 template <typename L, int component>
 SUPEROFFLOAD_INLINE typename L::F magnitude_of(typename L::U code, const Grid<component>& grid) {
-    const auto bits = L::add_u(L::template shl<CodeFormat<component>::kShift>(code), L::set_u(grid.base));
+    const auto bits = L::add_u(L::template shl<kDroppedBits>(code), L::set_u(grid.base));
     const auto y = L::from_bits(bits);
     return L::min_f(y, L::fma(L::set(2.0f), y, L::set(grid.twice_denormal)));
 }
 
-// Rounds magnitudes to codes: `noise` is added to the dropped bits, those below 1 << kShift.
+// Rounds magnitudes to codes: `noise` is added to the dropped bits, those below 1 << kDroppedBits. An exp_avg_sq above
+// 0 never becomes 0: next to an exp_avg that was rounded up, it would make the update explode.
 template <typename L, int component>
 SUPEROFFLOAD_INLINE typename L::U code_of_magnitude(typename L::F x, typename L::U noise, const Grid<component>& grid) {
     const auto y = L::max_f(x, L::fma(L::set(0.5f), x, L::set(grid.denormal)));
     const auto sum = L::add_u(L::sub_u(L::bits(y), L::set_u(grid.base)), noise);
-    return L::min_u(L::template shr<CodeFormat<component>::kShift>(sum), L::set_u(grid.top));
+    auto code = L::template shr<kDroppedBits>(sum);
+    if constexpr (component == 1) code = L::max_u(code, L::min_u(L::bits(x), L::set_u(1)));
+    return L::min_u(code, L::set_u(grid.top));
 }
 
 template <typename L>
@@ -110,8 +114,8 @@ SUPEROFFLOAD_INLINE typename L::U round_moment(typename L::F& x, typename L::U r
         x = L::from_bits(L::or_u(L::bits(magnitude_of<L>(code, grid)), L::template shl<24>(sign)));
         return L::or_u(code, sign);
     } else {
-        const auto high = L::template shl<5>(L::template shr<16>(random));
-        const auto code = code_of_magnitude<L>(x, L::or_u(high, L::set_u(1u << 4)), grid);
+        const auto high = L::template shl<4>(L::template shr<16>(random));
+        const auto code = code_of_magnitude<L>(x, L::or_u(high, L::set_u(1u << 3)), grid);
         x = magnitude_of<L>(code, grid);
         return code;
     }
@@ -137,7 +141,7 @@ SUPEROFFLOAD_INLINE typename L::U code_of_word(typename L::U word) {
 // NaN, which processors choose differently, must not matter.
 template <typename L, int component>
 SUPEROFFLOAD_INLINE typename L::U estimated_code_word(typename L::F estimate, const Grid<component>& old) {
-    const auto half = L::set_u(1u << (CodeFormat<component>::kShift - 1));
+    const auto half = L::set_u(1u << (kDroppedBits - 1));
     if constexpr (component == 1) {
         return code_of_magnitude<L>(L::max_f(L::set(0.0f), estimate), half, old);
     } else {

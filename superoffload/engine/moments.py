@@ -46,7 +46,7 @@ class CodeFormat:
 
 
 EXP_AVG = CodeFormat(exponent_bits=4, fraction_bits=3, signed=True)
-EXP_AVG_SQ = CodeFormat(exponent_bits=6, fraction_bits=2, signed=False)
+EXP_AVG_SQ = CodeFormat(exponent_bits=5, fraction_bits=3, signed=False)
 
 
 def stored_numel(numel: int, dtype: torch.dtype) -> int:
@@ -82,7 +82,7 @@ def read_moment(stored: Tensor, numel: int, form: CodeFormat) -> Tensor:
 def write_moment(stored: Tensor, numel: int, form: CodeFormat, blocks: Iterable[tuple[int, Tensor]]) -> None:
     """Overwrites a moment of ``numel`` elements by flat blocks of finite float32 values, each with its offset.
 
-    The blocks cover every element once. Values that codes lack are rounded to nearest.
+    The blocks cover every element once. Values that codes lack are rounded to nearest, an exp_avg_sq above 0 never to 0.
     """
     if stored.dtype != torch.uint8:
         for at, block in blocks:
@@ -134,6 +134,8 @@ def _encode(values: Tensor, form: CodeFormat) -> tuple[Tensor, Tensor]:
     codes = ((words + (1 << (form.dropped_bits - 1))) >> form.dropped_bits).clamp(max=form.top)
     if form.signed:
         codes |= padded.view(-1, BLOCK).signbit().to(torch.int32) * (form.top + 1)
+    else:  # as in a step: what is above 0 does not become 0
+        codes = torch.where(magnitudes > 0, codes.clamp(min=1), codes)
     return codes.view(-1)[: len(values)].to(torch.uint8), scales.view(-1).to(torch.uint8)
 
 

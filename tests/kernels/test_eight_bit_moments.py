@@ -259,14 +259,25 @@ def test_rounding_has_no_bias() -> None:
     assert abs(found.mean() / exact.mean() - 1) < 5 * found.std() / exact.mean() / np.sqrt(numel)
 
 
+def test_only_an_exp_avg_sq_of_zero_is_stored_as_zero(isa: str) -> None:
+    state = State(256, gradient="fp32")
+    gradient = np.full(256, 1e-12, np.float32)
+    gradient[:3] = 1.0, 0.0, 1e-25  # whose squares are 2.0**-83 of the first one's, 0, and 0 by rounding to fp32
+    for step in (1, 2, 3):
+        state.set_gradient(gradient)
+        state.span.step(hyper(step))
+    assert state.exp_avg_sq[1] == state.exp_avg_sq[2] == 0 < state.exp_avg_sq[0]
+    assert (state.exp_avg_sq[3:256] == 1).all()
+
+
 def test_what_the_bytes_mean() -> None:
     """A worked example of the format, by hand: scale 127 is the binade of 1."""
     one = np.array([0x78, 0x7F, 0x08, 0x01, 0xF8, 0x80, 0x00, 127], np.uint8)
     found = eight_bit.read(one, 7, eight_bit.EXP_AVG)
     np.testing.assert_array_equal(found, np.array([1.0, 1.875, 2.0**-14, 2.0**-17, -1.0, -0.0, 0.0], np.float32))
-    one = np.array([0xFC, 0xFF, 0x04, 0x01, 0x00, 127], np.uint8)
+    one = np.array([0xF8, 0xFF, 0x08, 0x01, 0x00, 127], np.uint8)
     found = eight_bit.read(one, 5, eight_bit.EXP_AVG_SQ)
-    np.testing.assert_array_equal(found, np.array([1.0, 1.75, 2.0**-62, 2.0**-64, 0.0], np.float32))
+    np.testing.assert_array_equal(found, np.array([1.0, 1.875, 2.0**-30, 2.0**-33, 0.0], np.float32))
 
 
 @pytest.mark.parametrize("sizes", [(10, 11), (11, 10), (10, 10), (11, 12)])

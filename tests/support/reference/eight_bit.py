@@ -35,7 +35,7 @@ class Format(NamedTuple):
 
 
 EXP_AVG = Format(4, 3, True)
-EXP_AVG_SQ = Format(6, 2, False)
+EXP_AVG_SQ = Format(5, 3, False)
 
 
 def stored_size(numel: int) -> int:
@@ -91,6 +91,8 @@ def codes_of(values: Float32Array, scales: Bytes, noise: npt.NDArray[np.int64], 
     code = np.minimum(parts >> (23 - form.fraction), form.top)
     if form.signed:
         code = code + np.signbit(values) * (form.top + 1)
+    else:
+        code = np.where(x > 0, np.maximum(code, 1), code)
     return np.where(scale == NAN_SCALE, 0, code).astype(np.uint8)
 
 
