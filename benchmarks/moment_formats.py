@@ -4,9 +4,9 @@
 
 It steps Adam's moments in NumPy, in fp64 and in each format: blocks of 256 elements whose gradients have a standard
 deviation each, spread evenly over some decades. The rows are ours; ours with the block's largest magnitude as the
-scale instead of a power of two; the square root of exp_avg_sq as 5 exponent and 3 fraction bits, or 4 and 4; dynamic tree
-codes (T. Dettmers and others, "8-bit Optimizers via Block-wise Quantization", 2022), rounded to nearest as
-published, and stochastically.
+scale instead of a power of two; exp_avg_sq rounded to 0 too, or with 6 exponent and 2 fraction bits, or its square root
+with 4 and 4; and dynamic tree codes (T. Dettmers and others, "8-bit Optimizers via Block-wise Quantization", 2022),
+rounded to nearest as published, and stochastically.
 """
 
 from __future__ import annotations
@@ -46,8 +46,11 @@ def dynamic_tree(bits: int) -> Values:
     return np.unique(found)
 
 
-def nearest_or_random(codes: Values, *, power_of_two: bool, stochastic: bool) -> Rounding:
-    """Returns the rounding of each block's magnitudes to ``codes`` under the block's scale."""
+def rounding(codes: Values, *, power_of_two: bool = True, stochastic: bool = True, zero: bool = True) -> Rounding:
+    """Returns the rounding of each block's magnitudes to ``codes`` under the block's scale.
+
+    Without ``zero``, what is above 0 does not become 0.
+    """
 
     def rounded(values: Values, random: Values) -> Values:
         magnitudes = np.abs(values)
@@ -57,34 +60,37 @@ def nearest_or_random(codes: Values, *, power_of_two: bool, stochastic: bool) ->
         low = np.clip(np.searchsorted(codes, x, side="right") - 1, 0, len(codes) - 2)
         share = (x - codes[low]) / (codes[low + 1] - codes[low])
         up = share > random if stochastic else share >= 0.5
-        return np.asarray(np.sign(values) * np.where(up, codes[low + 1], codes[low]) * scale)
+        found = np.where(up, codes[low + 1], codes[low])
+        if not zero:
+            found = np.where(magnitudes > 0, np.maximum(found, codes[1]), found)
+        return np.asarray(np.sign(values) * found * scale)
 
     return rounded
 
 
-def of_root(rounding: Rounding) -> Rounding:
+def of_root(of_value: Rounding) -> Rounding:
     """Rounds the square root instead."""
-    return lambda values, random: rounding(np.sqrt(values), random) ** 2
+    return lambda values, random: of_value(np.sqrt(values), random) ** 2
 
 
 def formats() -> dict[str, tuple[Rounding, Rounding]]:
     """Returns the roundings of exp_avg and exp_avg_sq by name."""
-    ours: dict[str, Any] = {"power_of_two": True, "stochastic": True}
-    moving: dict[str, Any] = {"power_of_two": False, "stochastic": True}
-    first = nearest_or_random(floats(4, 3), **ours)
-
-    def dynamic(*, stochastic: bool) -> tuple[Rounding, Rounding]:
-        both = (nearest_or_random(dynamic_tree(b), power_of_two=False, stochastic=stochastic) for b in (7, 8))
-        exp_avg, exp_avg_sq = both
-        return exp_avg, exp_avg_sq
-
+    exp_avg, codes = rounding(floats(4, 3)), floats(5, 3)
+    tree, larger_tree = dynamic_tree(7), dynamic_tree(8)
     return {
-        "ours": (first, nearest_or_random(floats(6, 2), **ours)),
-        "ours, largest as scale": tuple(nearest_or_random(floats(*form), **moving) for form in ((4, 3), (6, 2))),  # type: ignore[dict-item]
-        "root of exp_avg_sq, 5 + 3 bits": (first, of_root(nearest_or_random(floats(5, 3), **ours))),
-        "root of exp_avg_sq, 4 + 4 bits": (first, of_root(nearest_or_random(floats(4, 4), **ours))),
-        "dynamic tree, to nearest": dynamic(stochastic=False),
-        "dynamic tree, stochastic": dynamic(stochastic=True),
+        "ours": (exp_avg, rounding(codes, zero=False)),
+        "ours, largest as scale": (
+            rounding(floats(4, 3), power_of_two=False),
+            rounding(codes, power_of_two=False, zero=False),
+        ),
+        "ours, exp_avg_sq may be 0": (exp_avg, rounding(codes)),
+        "exp_avg_sq of 6 + 2 bits": (exp_avg, rounding(floats(6, 2), zero=False)),
+        "root of exp_avg_sq, 4 + 4 bits": (exp_avg, of_root(rounding(floats(4, 4), zero=False))),
+        "dynamic tree, to nearest": (
+            rounding(tree, power_of_two=False, stochastic=False),
+            rounding(larger_tree, power_of_two=False, stochastic=False),
+        ),
+        "dynamic tree, stochastic": (rounding(tree, power_of_two=False), rounding(larger_tree, power_of_two=False)),
     }
 
 
@@ -127,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--blocks", type=int, default=64)
-    parser.add_argument("--decades", type=float, nargs="+", default=[1.0, 3.0, 5.0])
+    parser.add_argument("--decades", type=float, nargs="+", default=[1.0, 3.0, 5.0, 7.0])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     rows = [run(name, decades, args.steps, args.blocks) for name in formats() for decades in args.decades]

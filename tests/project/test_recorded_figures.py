@@ -244,6 +244,18 @@ def test_the_table_of_bf16_moments_is_what_was_recorded() -> None:
         assert f"| {seed} | {loss[seed, 'fp32']:.3f} | {loss[seed, 'bf16']:.3f} |" in text
 
 
+def test_the_table_of_formats_of_moments_is_what_was_recorded() -> None:
+    rows = recorded("moment_formats")["rows"]
+    cells: dict[str, list[str]] = {}
+    for row in rows:
+        size, largest = (f"{row[key]:.2f}" if row[key] < 100 else f"{row[key]:.0e}" for key in ("size", "largest"))
+        cells.setdefault(row["name"], []).append(f"{row['correlation']:.3f}, {size}, {largest}")
+    for name, of_format in cells.items():
+        assert f"| {name} | {' | '.join(of_format)} |" in lines_of("benchmarks.md")
+    ours = [row for row in rows if row["name"] == "ours"]
+    assert all(row["largest"] < 2 * row["largest_exact"] and row["zeros_of_exp_avg_sq"] == 0 for row in ours)
+
+
 def test_the_table_of_errors_is_what_was_recorded() -> None:
     text = "\n".join(lines_of("kernel.md"))
     figures: dict[str, str] = {}
