@@ -60,8 +60,9 @@ def test_default_events_are_verified_and_exercise_every_fate(
     assert "Verified: all 120 digests are equal" in page and "https://" not in page
 
 
-def test_split_masters_are_verified(tmp_path: Path) -> None:
-    assert run_verify(tmp_path, "--master-dtype", "split", "--state-dtype", "bf16") == 0
+@pytest.mark.parametrize("moments", ["bf16", "8bit"])
+def test_split_masters_and_leaner_moments_are_verified(moments: str, tmp_path: Path) -> None:
+    assert run_verify(tmp_path, "--master-dtype", "split", "--state-dtype", moments) == 0
     assert summary_of(tmp_path)["digests_compared"] == 24 * 5
 
 
