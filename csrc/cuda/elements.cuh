@@ -53,10 +53,15 @@ struct F16 {
     }
 };
 
-// Loads and stores `bytes` (8 or 16) of consecutive words at once. They are held in words of 32 bits, and stored to
+// Loads and stores `bytes` (4, 8 or 16) of consecutive words at once. They are held in words of 32 bits, and stored to
 // global memory by an intrinsic: compilers split plain stores of several words, and arrays of smaller ones.
 template <unsigned bytes>
 struct Access;
+template <>
+struct Access<4> {
+    __device__ static void load(unsigned* to, const void* from) { to[0] = *static_cast<const unsigned*>(from); }
+    __device__ static void store(void* to, const unsigned* from) { __stcg(static_cast<unsigned*>(to), from[0]); }
+};
 template <>
 struct Access<8> {
     __device__ static void load(unsigned* to, const void* from) {

@@ -9,7 +9,9 @@
 //       one step of state in device memory; fp32 moments
 //   step_GRADIENT_PUBLISHED_noisy(...)
 //       the same with bf16 moments, rounded stochastically
-//   step_GRADIENT_split(...), step_GRADIENT_split_noisy(...)
+//   step_GRADIENT_PUBLISHED_q8(...)
+//       the same with 8-bit moments and a scale for every 256 elements
+//   step_GRADIENT_split(...), step_GRADIENT_split_noisy(...), step_GRADIENT_split_q8(...)
 //       the same with split masters and bf16 parameters
 //   sum_bits(const SumPiece* pieces, unsigned count)
 //       the bits of any memory -> pieces[...].sums, one for every 2048 bytes
@@ -20,6 +22,7 @@
 // fused multiply-adds, approximations or flush-to-zero: options.txt.
 #include "bit_sums.cuh"
 #include "elements.cuh"
+#include "moment_blocks.cuh"
 #include "pack.cuh"
 #include "pieces.cuh"
 #include "step.cuh"
@@ -59,31 +62,31 @@
         superoffload::cuda::unpack<Word>(pieces, count, staged);                                   \
     }
 
-#define SUPEROFFLOAD_DEFINE_STEP(gradient, Gradient, published, Published)                                           \
-    SUPEROFFLOAD_KERNEL step_##gradient##_##published(const superoffload::cuda::StepPiece* pieces, unsigned count) { \
-        superoffload::cuda::step<superoffload::cuda::Gradient, superoffload::cuda::Published,                        \
-                                 superoffload::cuda::ExactMoments, superoffload::cuda::WholeMasters>(pieces, count); \
-    }                                                                                                                \
-    SUPEROFFLOAD_KERNEL step_##gradient##_##published##_noisy(const superoffload::cuda::StepPiece* pieces,           \
-                                                              unsigned count) {                                      \
-        superoffload::cuda::step<superoffload::cuda::Gradient, superoffload::cuda::Published,                        \
-                                 superoffload::cuda::NoisyMoments, superoffload::cuda::WholeMasters>(pieces, count); \
+// One kernel for each kind of moments.
+#define SUPEROFFLOAD_DEFINE_STEPS(name, Gradient, Published, Masters)                                           \
+    SUPEROFFLOAD_KERNEL name(const superoffload::cuda::StepPiece* pieces, unsigned count) {                     \
+        superoffload::cuda::step<superoffload::cuda::Gradient, superoffload::cuda::Published,                   \
+                                 superoffload::cuda::ExactMoments, superoffload::cuda::Masters>(pieces, count); \
+    }                                                                                                           \
+    SUPEROFFLOAD_KERNEL name##_noisy(const superoffload::cuda::StepPiece* pieces, unsigned count) {             \
+        superoffload::cuda::step<superoffload::cuda::Gradient, superoffload::cuda::Published,                   \
+                                 superoffload::cuda::NoisyMoments, superoffload::cuda::Masters>(pieces, count); \
+    }                                                                                                           \
+    SUPEROFFLOAD_KERNEL name##_q8(const superoffload::cuda::StepPiece* pieces, unsigned count) {                \
+        superoffload::cuda::step_moment_blocks<superoffload::cuda::Gradient, superoffload::cuda::Published,     \
+                                               superoffload::cuda::Masters>(pieces, count);                     \
     }
 
-#define SUPEROFFLOAD_DEFINE_SPLIT_STEP(gradient, Gradient)                                                           \
-    SUPEROFFLOAD_KERNEL step_##gradient##_split(const superoffload::cuda::StepPiece* pieces, unsigned count) {       \
-        superoffload::cuda::step<superoffload::cuda::Gradient, superoffload::cuda::Bf16,                             \
-                                 superoffload::cuda::ExactMoments, superoffload::cuda::SplitMasters>(pieces, count); \
-    }                                                                                                                \
-    SUPEROFFLOAD_KERNEL step_##gradient##_split_noisy(const superoffload::cuda::StepPiece* pieces, unsigned count) { \
-        superoffload::cuda::step<superoffload::cuda::Gradient, superoffload::cuda::Bf16,                             \
-                                 superoffload::cuda::NoisyMoments, superoffload::cuda::SplitMasters>(pieces, count); \
-    }
+#define SUPEROFFLOAD_DEFINE_WHOLE_STEPS(gradient, Gradient, published, Published) \
+    SUPEROFFLOAD_DEFINE_STEPS(step_##gradient##_##published, Gradient, Published, WholeMasters)
+
+#define SUPEROFFLOAD_DEFINE_SPLIT_STEPS(gradient, Gradient) \
+    SUPEROFFLOAD_DEFINE_STEPS(step_##gradient##_split, Gradient, Bf16, SplitMasters)
 
 SUPEROFFLOAD_PACK_KERNELS(SUPEROFFLOAD_DEFINE_PACK)
 SUPEROFFLOAD_UNPACK_KERNELS(SUPEROFFLOAD_DEFINE_UNPACK)
-SUPEROFFLOAD_STEP_KERNELS(SUPEROFFLOAD_DEFINE_STEP)
-SUPEROFFLOAD_SPLIT_STEP_KERNELS(SUPEROFFLOAD_DEFINE_SPLIT_STEP)
+SUPEROFFLOAD_STEP_KERNELS(SUPEROFFLOAD_DEFINE_WHOLE_STEPS)
+SUPEROFFLOAD_SPLIT_STEP_KERNELS(SUPEROFFLOAD_DEFINE_SPLIT_STEPS)
 
 SUPEROFFLOAD_KERNEL sum_bits(const superoffload::cuda::SumPiece* pieces, unsigned count) {
     superoffload::cuda::sum_or_compare(pieces, count, nullptr);

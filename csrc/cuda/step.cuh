@@ -19,13 +19,15 @@ struct Scalars {
     unsigned noise_key;
 };
 
-// Describes a piece in 132 bytes, 136 with alignment. `first_index`, the index of its first element in the whole
+// Describes a piece in 148 bytes, 152 with alignment. `first_index`, the index of its first element in the whole
 // parameter, modulo 2^32, keys the stochastic rounding.
 struct StepPiece {
     void* master;                  // fp32; of a split master the remainders (csrc/arm_adam/adam.h)
     unsigned short* upper_halves;  // of a split master
     void* exp_avg;
     void* exp_avg_sq;
+    unsigned char* exp_avg_scales;  // of 8-bit moments, one for each kMomentBlock elements of the piece
+    unsigned char* exp_avg_sq_scales;
     const void* gradient;
     void* parameter;
     unsigned long long numel;
@@ -120,17 +122,26 @@ struct SplitMasters {
     }
 };
 
-template <typename Moments>
-__device__ inline void step_element(const Scalars& s, float raw, float& master, float& exp_avg, float& exp_avg_sq,
-                                    unsigned index) {
+// Computes new moments, not yet rounded.
+__device__ inline void next_moments(const Scalars& s, float raw, float master, float& exp_avg, float& exp_avg_sq) {
     float g = __fmul_rn(raw, s.gradient_factor);
     if (s.l2) g = __fmaf_rn(s.weight_decay, master, g);
     const float second = __fmul_rn(s.one_minus_beta2, __fmul_rn(g, g));
     exp_avg = __fmaf_rn(s.beta1, exp_avg, __fmaf_rn(s.one_minus_beta1, g, __fmul_rn(s.beta1_rest, exp_avg)));
     exp_avg_sq = __fmaf_rn(s.beta2, exp_avg_sq, second);
-    Moments::round(s, exp_avg, exp_avg_sq, index);
+}
+
+__device__ inline void step_master(const Scalars& s, float& master, float exp_avg, float exp_avg_sq) {
     const float q = __fdiv_rn(exp_avg, __fmaf_rn(__fsqrt_rn(exp_avg_sq), s.inverse_sqrt_bias2, s.eps));
     master = __fmaf_rn(-s.step_size, q, s.l2 ? master : __fmul_rn(master, s.decay));
+}
+
+template <typename Moments>
+__device__ inline void step_element(const Scalars& s, float raw, float& master, float& exp_avg, float& exp_avg_sq,
+                                    unsigned index) {
+    next_moments(s, raw, master, exp_avg, exp_avg_sq);
+    Moments::round(s, exp_avg, exp_avg_sq, index);
+    step_master(s, master, exp_avg, exp_avg_sq);
 }
 
 // Steps `width` elements at once, `repeats` times, `apart` elements from each other: all loads before the first use.

@@ -68,6 +68,18 @@ class Block {
         fiber.waits_for = 0;
     }
 
+    // Hands the value of each lane to the one whose number differs by the bits of `mask`; a whole warp calls this. The
+    // next exchange begins before all lanes have read from this one, so there are places for two.
+    unsigned exchange(unsigned value, unsigned mask) {
+        Fiber& fiber = fibers_[current_];
+        const unsigned place = ++fiber.exchanges % 2;
+        fiber.given[place] = value;
+        const Fiber& other = fibers_[current_ ^ mask];
+        wait(kWarp);
+        if (other.exchanges < fiber.exchanges) fail("not all lanes of a warp exchange values");
+        return other.given[place];
+    }
+
     static Block*& running() {
         static thread_local Block* block = nullptr;
         return block;
@@ -79,12 +91,14 @@ class Block {
         bool ended = false;
         unsigned waits_for = 0;  // number of threads in the group whose barrier it waits at; 0: none
         unsigned arrivals = 0;
+        unsigned exchanges = 0;
+        unsigned given[2] = {};
     };
 
     void start(unsigned i) {
         Fiber& fiber = fibers_[i];
         fiber.ended = false;
-        fiber.waits_for = fiber.arrivals = 0;
+        fiber.waits_for = fiber.arrivals = fiber.exchanges = 0;
         getcontext(&fiber.context);
         fiber.context.uc_stack.ss_sp = stacks_.get() + i * kStackBytes;
         fiber.context.uc_stack.ss_size = kStackBytes;
@@ -146,6 +160,10 @@ inline void launch(unsigned grid, unsigned block, const std::function<void()>& k
 
 inline void __syncwarp() { shim::Block::running()->wait(shim::kWarp); }
 inline void __syncthreads() { shim::Block::running()->wait(blockDim.x); }
+// The mask must name the whole warp.
+inline unsigned __shfl_xor_sync(unsigned, unsigned value, int lane_mask) {
+    return shim::Block::running()->exchange(value, static_cast<unsigned>(lane_mask));
+}
 
 template <typename To, typename From>
 inline To shim_bits(From from) {
@@ -159,6 +177,7 @@ inline unsigned __float_as_uint(float x) { return shim_bits<unsigned>(x); }
 inline double __longlong_as_double(long long x) { return shim_bits<double>(x); }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline void __stcg(unsigned* to, unsigned value) { *to = value; }
 inline void __stcg(uint2* to, uint2 value) { *to = value; }
 inline void __stcg(uint4* to, uint4 value) { *to = value; }
 

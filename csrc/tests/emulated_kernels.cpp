@@ -25,8 +25,9 @@ void launch(void (*kernel)(Types...), unsigned grid, unsigned block, void** argu
     {#name, [](unsigned grid, unsigned block, void** arguments) { launch(name, grid, block, arguments); }},
 #define PACK_ENTRY(gradient, Gradient) ENTRY(pack_##gradient)
 #define UNPACK_ENTRY(bits, Word) ENTRY(unpack_##bits)
-#define STEP_ENTRY(from, From, to, To) ENTRY(step_##from##_##to) ENTRY(step_##from##_##to##_noisy)
-#define SPLIT_STEP_ENTRY(from, From) ENTRY(step_##from##_split) ENTRY(step_##from##_split_noisy)
+#define STEP_ENTRIES(name) ENTRY(name) ENTRY(name##_noisy) ENTRY(name##_q8)
+#define STEP_ENTRY(from, From, to, To) STEP_ENTRIES(step_##from##_##to)
+#define SPLIT_STEP_ENTRY(from, From) STEP_ENTRIES(step_##from##_split)
 
 const Kernel kKernels[] = {SUPEROFFLOAD_PACK_KERNELS(PACK_ENTRY) SUPEROFFLOAD_UNPACK_KERNELS(UNPACK_ENTRY)
                                SUPEROFFLOAD_STEP_KERNELS(STEP_ENTRY) SUPEROFFLOAD_SPLIT_STEP_KERNELS(SPLIT_STEP_ENTRY)

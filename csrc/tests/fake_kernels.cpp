@@ -104,10 +104,10 @@ const std::set<std::string>& kernel_names() {
         std::set<std::string> made = {"unpack_16", "unpack_32", "sum_bits", "compare_bits"};
         for (const char* type : {"f32", "bf16", "f16"}) made.insert(std::string("pack_") + type);
         for (const char* types : {"f32_f32", "bf16_bf16", "f16_f16", "f32_bf16", "f32_f16"}) {
-            for (const char* moments : {"", "_noisy"}) made.insert(std::string("step_") + types + moments);
+            for (const char* moments : {"", "_noisy", "_q8"}) made.insert(std::string("step_") + types + moments);
         }
         for (const char* types : {"f32_split", "bf16_split"}) {
-            for (const char* moments : {"", "_noisy"}) made.insert(std::string("step_") + types + moments);
+            for (const char* moments : {"", "_noisy", "_q8"}) made.insert(std::string("step_") + types + moments);
         }
         return made;
     }();

@@ -8,6 +8,7 @@
 #include "arm_adam/adam.h"
 #include "battery_inputs.h"
 #include "cuda/bit_sums.cuh"
+#include "cuda/moment_codes.cuh"
 #include "cuda/pieces.cuh"
 #include "cuda/step.cuh"
 #include "guarded.h"
@@ -28,9 +29,9 @@ static_assert(offsetof(cuda::Scalars, eps) == offsetof(adam::Scalars, eps), "the
 static_assert(offsetof(cuda::Scalars, weight_decay) == offsetof(adam::Scalars, weight_decay), "the same struct");
 static_assert(offsetof(cuda::Scalars, l2) == offsetof(adam::Scalars, l2), "the same struct");
 static_assert(offsetof(cuda::Scalars, noise_key) == offsetof(adam::Scalars, noise_key), "the same struct");
-static_assert(cuda::kBlock == adam::kBlock, "the same blocks");
+static_assert(cuda::kBlock == adam::kBlock && cuda::kMomentBlock == adam::kMomentBlock, "the same blocks");
 
-const char* const kTypes[] = {"f32", "bf16", "f16"};
+const char* const kTypes[] = {"f32", "bf16", "f16", "q8"};
 
 template <typename... Arguments>
 void launch(const std::string& name, unsigned grid, Arguments... arguments) {
@@ -43,6 +44,7 @@ unsigned blocks_of(std::size_t numel) { return static_cast<unsigned>((numel + ad
 // Holds the state and gradient of a battery's case, all of them aligned or each shifted in its own way.
 struct Memory {
     Guarded master, upper, exp_avg, exp_avg_sq, gradient, shadow;  // the shadow: what is published
+    Guarded exp_avg_scales, exp_avg_sq_scales;                     // of 8-bit moments; others have none
 
     Memory(const battery::Case& c, bool aligned)
         : master((c.split ? 2 : 4) * c.numel, aligned ? 0 : (c.split ? 2 : 4) * c.offset),
@@ -50,28 +52,40 @@ struct Memory {
           exp_avg(element_size(c.state) * c.numel, aligned ? 0 : element_size(c.state) * (c.offset + 3)),
           exp_avg_sq(element_size(c.state) * c.numel, aligned ? 0 : element_size(c.state) * (c.offset + 6)),
           gradient(element_size(c.gradient) * c.numel, aligned ? 0 : element_size(c.gradient) * c.offset),
-          shadow(element_size(c.shadow) * c.numel, aligned ? 0 : element_size(c.shadow) * (c.offset + 1)) {
+          shadow(element_size(c.shadow) * c.numel, aligned ? 0 : element_size(c.shadow) * (c.offset + 1)),
+          exp_avg_scales(scales_of(c), c.offset),
+          exp_avg_sq_scales(scales_of(c), c.offset + 3) {
         std::vector<std::uint8_t> whole(4 * c.numel);
         battery::fill(c, c.split ? whole.data() : master.data(), exp_avg.data(), exp_avg_sq.data(), gradient.data());
         if (c.split) battery::split(whole.data(), c.numel, upper.as<std::uint16_t>(), master.as<std::int16_t>());
         std::memset(shadow.data(), 0, shadow.size());
+        for (std::size_t i = 0; i < scales_of(c); ++i) {  // of any size and NaN, or of training's
+            exp_avg_scales.data()[i] = static_cast<std::uint8_t>(c.hostile ? battery::mix(i + c.number) >> 20 : 114);
+            exp_avg_sq_scales.data()[i] = static_cast<std::uint8_t>(c.hostile ? battery::mix(i + c.number) >> 40 : 102);
+        }
+    }
+
+    static std::size_t scales_of(const battery::Case& c) {
+        return c.state == ElementType::q8 ? (c.numel + adam::kMomentBlock - 1) / adam::kMomentBlock : 0;
     }
 
     // Steps on this processor, where the shadow is the upper half of a split master.
     void step_here(const battery::Case& c) {
-        const adam::Run run{master.data(),
-                            exp_avg.data(),
-                            exp_avg_sq.data(),
-                            gradient.data(),
-                            c.split ? upper.data() : shadow.data(),
-                            {nullptr, nullptr, nullptr, 1},
-                            c.numel,
-                            c.gradient,
-                            c.shadow,
-                            freeze(c.hyper, c.number),
-                            c.state,
-                            battery::mix(c.number),
-                            c.split};
+        adam::Run run{master.data(),
+                      exp_avg.data(),
+                      exp_avg_sq.data(),
+                      gradient.data(),
+                      c.split ? upper.data() : shadow.data(),
+                      {nullptr, nullptr, nullptr, 1},
+                      c.numel,
+                      c.gradient,
+                      c.shadow,
+                      freeze(c.hyper, c.number),
+                      c.state,
+                      battery::mix(c.number),
+                      c.split};
+        run.exp_avg_scales = exp_avg_scales.data();
+        run.exp_avg_sq_scales = exp_avg_sq_scales.data();
         adam::step(run, {0, c.numel});
         if (c.split && c.numel != 0) std::memcpy(shadow.data(), upper.data(), shadow.size());
     }
@@ -82,6 +96,8 @@ struct Memory {
                               upper.as<unsigned short>(),
                               exp_avg.data(),
                               exp_avg_sq.data(),
+                              exp_avg_scales.data(),
+                              exp_avg_sq_scales.data(),
                               gradient.data(),
                               shadow.data(),
                               c.numel,
@@ -96,11 +112,13 @@ struct Memory {
     bool equals(Memory& other) {
         return master.bytes() == other.master.bytes() && upper.bytes() == other.upper.bytes() &&
                exp_avg.bytes() == other.exp_avg.bytes() && exp_avg_sq.bytes() == other.exp_avg_sq.bytes() &&
-               shadow.bytes() == other.shadow.bytes() && gradient.bytes() == other.gradient.bytes();
+               shadow.bytes() == other.shadow.bytes() && gradient.bytes() == other.gradient.bytes() &&
+               exp_avg_scales.bytes() == other.exp_avg_scales.bytes() &&
+               exp_avg_sq_scales.bytes() == other.exp_avg_sq_scales.bytes();
     }
     bool intact() {
         return master.intact() && upper.intact() && exp_avg.intact() && exp_avg_sq.intact() && gradient.intact() &&
-               shadow.intact();
+               shadow.intact() && exp_avg_scales.intact() && exp_avg_sq_scales.intact();
     }
 };
 
@@ -115,7 +133,21 @@ bool has_step_kernel(const battery::Case& c) { return c.gradient == ElementType:
 std::string step_kernel(const battery::Case& c) {
     const std::string types = std::string(kTypes[static_cast<int>(c.gradient)]) + "_" +
                               (c.split ? "split" : kTypes[static_cast<int>(c.shadow)]);
-    return "step_" + types + (c.state == ElementType::bf16 ? "_noisy" : "");
+    return "step_" + types + (c.state == ElementType::bf16 ? "_noisy" : c.state == ElementType::q8 ? "_q8" : "");
+}
+
+// Steps a case here and by the emulated kernel, at aligned addresses or others. False: they differ.
+bool steps_equal(const battery::Case& c, bool aligned) {
+    Memory expected(c, aligned);
+    Memory got(c, aligned);
+    expected.step_here(c);
+    const cuda::StepPiece piece = got.piece(c, 0);
+    const cuda::StepPiece* pieces = &piece;
+    {
+        const battery::CallerEnvironment environment(c.environment);
+        launch(step_kernel(c), blocks_of(c.numel) + 1, pieces, 1u);
+    }
+    return EXPECT_FOR(got.equals(expected), text_of(c, aligned)) && EXPECT_FOR(got.intact(), text_of(c, aligned));
 }
 
 TEST(step_has_the_bits_of_the_scalar_kernel) {
@@ -125,22 +157,28 @@ TEST(step_has_the_bits_of_the_scalar_kernel) {
     for (const battery::Case& c : battery::cases(false)) {
         if (!has_step_kernel(c)) continue;
         for (const bool aligned : {false, true}) {
-            Memory expected(c, aligned);
-            Memory got(c, aligned);
-            expected.step_here(c);
-            const cuda::StepPiece piece = got.piece(c, 0);
-            const cuda::StepPiece* pieces = &piece;
-            {
-                const battery::CallerEnvironment environment(c.environment);
-                launch(step_kernel(c), blocks_of(c.numel) + 1, pieces, 1u);
-            }
             ++tried;
             split += c.split ? 1 : 0;
-            if (!EXPECT_FOR(got.equals(expected), text_of(c, aligned))) return;
-            if (!EXPECT_FOR(got.intact(), text_of(c, aligned))) return;
+            if (!steps_equal(c, aligned)) return;
         }
     }
     EXPECT(tried > 1000 && split > 300);
+}
+
+TEST(step_of_8_bit_moments_has_the_bits_of_the_scalar_kernel) {
+    adam::set_isa("scalar");
+    unsigned tried = 0;
+    unsigned split = 0;
+    for (battery::Case c : battery::cases(false)) {
+        if (!has_step_kernel(c) || c.state != ElementType::f32) continue;
+        c.state = ElementType::q8;  // codes: the lowest bytes of the words that the battery has for moments
+        for (const bool aligned : {false, true}) {
+            ++tried;
+            split += c.split ? 1 : 0;
+            if (!steps_equal(c, aligned)) return;
+        }
+    }
+    EXPECT(tried > 700 && split > 200);
 }
 
 // Launches many pieces at once, empty ones among them, on grids smaller and larger than their blocks.

@@ -25,6 +25,7 @@ STEPS = (
     ("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "bf16"), ("fp32", "fp16"),
     ("fp32", "split"), ("bf16", "split"),
 )  # fmt: skip
+NO_SCALES = (0, 0)  # which only 8-bit moments have
 WORDS = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.float16}
 
 
@@ -39,8 +40,8 @@ def step_kernel(types: tuple[str, str]) -> str:
 def test_every_kernel_is_there_by_name() -> None:
     steps = [step_kernel(types) for types in STEPS]
     copies = [*(f"pack_{name}" for name in NAMES.values()), "unpack_16", "unpack_32"]
-    noisy = [f"{name}_noisy" for name in steps]
-    assert sorted(emulated_kernels.kernel_names()) == sorted([*copies, *steps, *noisy, "sum_bits", "compare_bits"])
+    rounded = [f"{name}_{moments}" for name in steps for moments in ("noisy", "q8")]
+    assert sorted(emulated_kernels.kernel_names()) == sorted([*copies, *steps, *rounded, "sum_bits", "compare_bits"])
 
 
 @pytest.mark.parametrize("form", NAMES)
@@ -190,7 +191,7 @@ def test_step_gives_the_bits_of_the_reference(types: tuple[str, str], l2: bool) 
         parameter = Guarded(np.zeros(case.length, FORMATS[types[1]]), start)
         memory.append((*state, gradient, parameter))
         addresses = [guarded.array.ctypes.data for guarded in memory[-1]]
-        rows.append((*addresses, case.length, 0, frozen(case)))
+        rows.append((*addresses[:4], *NO_SCALES, *addresses[4:], case.length, 0, frozen(case)))
     emulated_kernels.launch(step_kernel(types), geometry.step_pieces(rows))
     for case, parts in zip(spans, memory, strict=True):
         stored, halves, *rest = (part.array for part in parts)
@@ -238,7 +239,7 @@ def test_noisy_step_gives_the_bits_of_the_native_kernel(first_index: int) -> Non
             work.run_all(_native.Operation.step)
         else:
             scalars = _native.freeze_scalars(**hyper, l2=False, step=9, noise_stream=noise_stream)
-            rows = [(addresses[0], 0, *addresses[1:], numel, first_index, scalars)]
+            rows = [(addresses[0], 0, *addresses[1:3], *NO_SCALES, *addresses[3:], numel, first_index, scalars)]
             emulated_kernels.launch("step_bf16_bf16_noisy", geometry.step_pieces(rows))
         results.append((master, exp_avg, exp_avg_sq, parameter))
     for name, got, expected in zip(
@@ -251,7 +252,7 @@ def test_noisy_step_gives_the_bits_of_the_native_kernel(first_index: int) -> Non
 
 
 def test_piece_tables_are_what_the_kernels_read() -> None:
-    assert (COPY_PIECE.itemsize, SUM_PIECE.itemsize, geometry.STEP_PIECE.itemsize) == (32, 32, 136)
+    assert (COPY_PIECE.itemsize, SUM_PIECE.itemsize, geometry.STEP_PIECE.itemsize) == (32, 32, 152)
     assert len(frozen(span_cases("fp32", "fp32", False)[0])) == geometry.SCALARS_BYTES
     table = copy_pieces([(64, 0, 1024), (128, 1024, 0), (192, 1024, 1), (256, 1088, 3000)])
     assert table["first_block"].tolist() == [0, 1, 1, 2]

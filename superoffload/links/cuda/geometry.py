@@ -7,16 +7,18 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from superoffload.engine.bucket import BLOCK, Bucket
+from superoffload import _native
+from superoffload.engine.bucket import BLOCK, Bucket, Shard
 
 SCALARS_BYTES = 64
 # struct StepPiece of csrc/cuda/step.cuh; `scalars` as superoffload._native.freeze_scalars returns them.
 STEP_PIECE = np.dtype(
     [
-        *((name, "<u8") for name in ("master", "upper_halves", "exp_avg", "exp_avg_sq", "gradient", "parameter")),
-        ("numel", "<u8"),
-        ("first_block", "<u8"),
+        *((name, "<u8") for name in ("master", "upper_halves", "exp_avg", "exp_avg_sq")),
+        *((name, "<u8") for name in ("exp_avg_scales", "exp_avg_sq_scales", "gradient", "parameter")),
+        *((name, "<u8") for name in ("numel", "first_block")),
         ("first_index", "<u4"),
         ("scalars", f"V{SCALARS_BYTES}"),
         ("padding", "V4"),
@@ -54,14 +56,14 @@ def count_blocks(pieces: Pieces) -> int:
 
 
 _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+_MOMENTS = {torch.float32: "", torch.bfloat16: "_noisy", torch.uint8: "_q8"}
 
 
 def step_kernel(bucket: Bucket) -> str:
     """Names the kernel that steps a resident bucket."""
     shard = bucket.pieces[0].shard
-    noisy = "_noisy" if shard.exp_avg.dtype is torch.bfloat16 else ""
     published = _NAMES[bucket.published_dtype] if shard.upper is None else "split"
-    return f"step_{_NAMES[bucket.gradient_dtype]}_{published}{noisy}"
+    return f"step_{_NAMES[bucket.gradient_dtype]}_{published}{_MOMENTS[shard.exp_avg.dtype]}"
 
 
 def step_table(bucket: Bucket, scalars: Sequence[bytes | None]) -> Pieces:
@@ -76,9 +78,18 @@ def step_table(bucket: Bucket, scalars: Sequence[bytes | None]) -> Pieces:
             (None if shard.upper is None else shard.upper.read(), piece.start),
             (shard.exp_avg, piece.start),
             (shard.exp_avg_sq, piece.start),
+            _scales(shard, shard.exp_avg, piece.start),
+            _scales(shard, shard.exp_avg_sq, piece.start),
             (bucket.gradient, piece.offset),
             (shard.target(), piece.start),
         )
         addresses = (0 if memory is None else memory.data_ptr() + memory.element_size() * at for memory, at in starts)
         rows.append((*addresses, piece.numel, (shard.offset + piece.start) % 2**32, frozen))
     return step_pieces(rows)
+
+
+def _scales(shard: Shard, moment: Tensor, start: int) -> tuple[Tensor | None, int]:
+    """Finds the scales of an 8-bit moment, which lie behind its codes, from element ``start`` on; others have none."""
+    if moment.dtype is not torch.uint8:
+        return None, 0
+    return moment, shard.numel + start // _native.MOMENT_BLOCK
