@@ -84,6 +84,18 @@ def test_steps_with_bf16_moments(place: Place, types: Types, resident: bool) -> 
     check_steps(place, Setting(types, moments="bf16", resident=resident))
 
 
+@MODES
+@by_types
+@places
+def test_steps_with_8_bit_moments(place: Place, types: Types, l2: bool) -> None:
+    """On the device, in pieces: what the reference makes of codes and scales."""
+    setting = Setting(types, l2, moments="q8", resident=True)
+    for one in battery.stepped_by_pipeline(place, setting):
+        names = ("master", "exp_avg", "exp_avg_sq", "parameter")
+        for name, got, wanted in zip(names, one.results, one.reference(setting), strict=True):
+            assert got.tobytes() == wanted.tobytes(), f"{name}: {one.case}"
+
+
 @PLACEMENTS
 @pytest.mark.parametrize("form", cases.FORMATS)
 @places
@@ -116,5 +128,6 @@ def test_every_kernel_is_launched_by_the_battery(fake: Any) -> None:
         for resident in (False, True):
             battery.stepped_by_pipeline(place, Setting(types, resident=resident))
             battery.stepped_by_pipeline(place, Setting(types, moments="bf16", resident=resident))
+        battery.stepped_by_pipeline(place, Setting(types, moments="q8", resident=True))
     battery.summed_by_link(place, "fp32")
     assert [name for name in emulated_kernels.kernel_names() if not fake.calls(name)] == []

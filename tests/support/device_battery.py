@@ -8,7 +8,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,12 +27,16 @@ from tests.support import kernel_inputs as cases
 from tests.support.checkout import ROOT
 from tests.support.guarded_arrays import GUARD_BYTES, GUARD_VALUE, halves_of, scalars_of
 from tests.support.kernel_battery import Case, norm_inputs, span_cases
+from tests.support.reference import eight_bit
 from tests.support.reference.convert import join, narrow
+from tests.support.reference.stochastic import noise
 
 KERNELS = ROOT / "csrc" / "cuda" / "kernels.cu"
 FORMATS = {"f32": "fp32", "bf16": "bf16", "f16": "fp16"}  # as kernels.cu has them -> as the battery
-WORDS = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.float16, "remainder": np.int16}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "remainder": torch.int16}
+WORDS = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.float16, "remainder": np.int16, "q8": np.uint8}
+DTYPES = {
+    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "remainder": torch.int16, "q8": torch.uint8,
+}  # fmt: skip
 BUCKET_NUMEL = 2048  # longer shards are cut into pieces of several buckets
 TIMEOUT = 30.0
 NOISE_STREAM = 12345 << 32 | 7
@@ -142,7 +146,7 @@ class Stepped:
         self.case = case
         home = device if setting.resident else torch.device("cpu")
         start = case.start if case.number % 2 else 0
-        old = [case.old.master, *(narrow(one, setting.moments) for one in case.old[1:])]
+        old = [case.old.master, *self._moments(setting.moments)]
         self._upper: Placed | None = None
         published = setting.types[1]
         if published == "split":
@@ -168,6 +172,22 @@ class Stepped:
             resident=setting.resident,
             upper=None if self._upper is None else UpperHalves(self._upper.tensor),
         )
+
+    def _moments(self, form: str) -> list[Array]:
+        """exp_avg, exp_avg_sq; 8-bit ones with their scales."""
+        first, second = self.case.old[1:]
+        if form != "q8":
+            return [narrow(first, form), narrow(second, form)]
+        with np.errstate(all="ignore"):  # hostile ones may be negative, where training's are not
+            return [eight_bit.written(first, eight_bit.EXP_AVG), eight_bit.written(abs(second), eight_bit.EXP_AVG_SQ)]
+
+    def reference(self, setting: Setting) -> list[Array]:
+        """What must become of 8-bit moments and all else."""
+        case, shard = self.case, self.shard
+        hyper = replace(cases.HYPERS[shard.group], l2=setting.l2)
+        random = noise(case.length, shard.noise_stream, hyper.step, shard.offset)
+        first, second = self._moments("q8")
+        return list(eight_bit.step(case.old.master, first, second, case.gradient, setting.types[1], hyper, random))
 
     @cached_property
     def results(self) -> list[Array]:
