@@ -12,18 +12,17 @@ constexpr unsigned kMomentBlock = 256;  // elements that share a scale; as in cs
 constexpr unsigned kNanScale = 255;
 constexpr unsigned kInfinity = 0x7f800000u;
 constexpr unsigned kMagnitude = 0x7fffffffu;  // all bits but the sign
+constexpr unsigned kDroppedBits = 20;         // fraction bits of fp32 that codes lack
 
 struct FirstCodes {  // exp_avg: sign, 4 exponent bits, 3 fraction bits
-    static constexpr unsigned kShift = 20;
     static constexpr unsigned kBinades = 15;
     static constexpr unsigned kTop = 0x7f;
     static constexpr unsigned kSign = 0x80;
     static constexpr unsigned kLargest = kInfinity - 1;  // larger magnitudes make the block NaN
 };
 
-struct SecondCodes {  // exp_avg_sq: 6 exponent bits, 2 fraction bits
-    static constexpr unsigned kShift = 21;
-    static constexpr unsigned kBinades = 63;
+struct SecondCodes {  // exp_avg_sq: 5 exponent bits, 3 fraction bits
+    static constexpr unsigned kBinades = 31;
     static constexpr unsigned kTop = 0xff;
     static constexpr unsigned kSign = 0;
     static constexpr unsigned kLargest = kInfinity;
@@ -33,7 +32,7 @@ struct SecondCodes {  // exp_avg_sq: 6 exponent bits, 2 fraction bits
 template <typename Codes>
 __device__ inline unsigned scale_of(unsigned largest) {
     if (largest > Codes::kLargest) return kNanScale;
-    const unsigned scale = (largest + (1u << Codes::kShift) - 1) >> 23;
+    const unsigned scale = (largest + (1u << kDroppedBits) - 1) >> 23;
     if (scale <= Codes::kBinades) return Codes::kBinades + 1;
     return scale < kNanScale ? scale : kNanScale - 1;
 }
@@ -56,7 +55,7 @@ struct Grid {
 
     // fminf and fmaxf would drop a NaN, which must win here.
     __device__ float magnitude(unsigned code) const {
-        const float y = __uint_as_float((code << Codes::kShift) + base);
+        const float y = __uint_as_float((code << kDroppedBits) + base);
         const float denormal = __fmaf_rn(2.0f, y, twice_denormal);
         return y < denormal ? y : denormal;
     }
@@ -65,15 +64,16 @@ struct Grid {
         return __uint_as_float(__float_as_uint(x) | (code & Codes::kSign) << 24);
     }
 
-    // Rounds a new moment stochastically, in place, and returns its code.
+    // Rounds a new moment stochastically, in place, and returns its code. An exp_avg_sq above 0 never becomes 0.
     __device__ unsigned round(float& x, unsigned noise16) const {
-        constexpr unsigned spare = Codes::kShift - 16;
+        constexpr unsigned spare = kDroppedBits - 16;
         const unsigned noise = noise16 << spare | 1u << (spare - 1);
         const unsigned bits = __float_as_uint(x);
         const float large = Codes::kSign == 0 ? x : __uint_as_float(bits & kMagnitude);
         const float denormal = __fmaf_rn(0.5f, large, __uint_as_float(base));
         const float y = large > denormal ? large : denormal;
-        const unsigned unbounded = (__float_as_uint(y) - base + noise) >> Codes::kShift;
+        unsigned unbounded = (__float_as_uint(y) - base + noise) >> kDroppedBits;
+        if (Codes::kSign == 0 && unbounded == 0 && bits != 0) unbounded = 1;
         const unsigned code = unbounded < top ? unbounded : top;
         const unsigned negative = bits >> 24 & sign;
         x = __uint_as_float(__float_as_uint(magnitude(code)) | negative << 24);
