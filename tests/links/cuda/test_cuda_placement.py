@@ -83,7 +83,11 @@ def test_state_on_the_device_reserves_no_memory_for_journals(fake: Fake) -> None
     assert whole["journal_reserved_bytes"] == 0 and whole["host_bytes"] < half["host_bytes"] // 2
 
 
-@pytest.mark.parametrize("options", [{}, {"keep_grads": True}, {"state_dtype": "bf16", "seed": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"keep_grads": True}, {"state_dtype": "bf16", "seed": 3}, {"state_dtype": "8bit", "seed": 3}],
+    ids=str,
+)
 def test_with_other_options(fake: Fake, options: dict[str, Any]) -> None:
     expected, _ = run_on_host(steps, torch.bfloat16, max_grad_norm=0.5, **options)
     fake.delays(7, LATE)

@@ -107,7 +107,14 @@ def test_bits_of_the_host_link(fake: Fake, mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"state_dtype": "bf16", "seed": 3}, {"accumulate_dtype": "fp32"}, {"keep_grads": True}], ids=str
+    "options",
+    [
+        {"state_dtype": "bf16", "seed": 3},
+        {"state_dtype": "8bit", "seed": 3},
+        {"accumulate_dtype": "fp32"},
+        {"keep_grads": True},
+    ],
+    ids=str,
 )
 def test_with_other_options(fake: Fake, options: dict[str, Any]) -> None:
     check_placements(fake, speculation="always", max_grad_norm=0.5, **options)
