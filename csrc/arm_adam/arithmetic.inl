@@ -30,14 +30,20 @@ SUPEROFFLOAD_INLINE typename L::F second_increment(const Scalars& s, typename L:
     return L::mul(L::set(s.one_minus_beta2), L::mul(g, g));
 }
 
+// Mixes all but the last step of noise().
+template <typename L>
+SUPEROFFLOAD_INLINE typename L::U noise_before_last_xor(const Scalars& s, std::uint32_t index) {
+    auto x = L::xor_u(L::add_u(L::iota(), L::set_u(index)), L::set_u(s.noise_key));
+    x = L::mul_u(L::xor_u(x, L::template shr<16>(x)), L::set_u(0x7feb352du));
+    return L::mul_u(L::xor_u(x, L::template shr<15>(x)), L::set_u(0x846ca68bu));
+}
+
 // Makes thirty-two random bits per element, the same for every instruction set, thread count and order: a hash of step,
 // seed and shard (the key) and of the element's index in its shard. The mixing function is Chris Wellons's "lowbias32"
 // (nullprogram.com/blog/2018/07/31).
 template <typename L>
 SUPEROFFLOAD_INLINE typename L::U noise(const Scalars& s, std::uint32_t index) {
-    auto x = L::xor_u(L::add_u(L::iota(), L::set_u(index)), L::set_u(s.noise_key));
-    x = L::mul_u(L::xor_u(x, L::template shr<16>(x)), L::set_u(0x7feb352du));
-    x = L::mul_u(L::xor_u(x, L::template shr<15>(x)), L::set_u(0x846ca68bu));
+    const auto x = noise_before_last_xor<L>(s, index);
     return L::xor_u(x, L::template shr<16>(x));
 }
 

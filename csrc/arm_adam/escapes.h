@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "adam.h"
 
@@ -30,6 +31,7 @@ struct BlockEscapes {
     void clear() {
         for (EscapeList& list : component) list.count = 0;
         narrow = 0;
+        std::memset(scales, 0, sizeof scales);  // the journal has them whatever the moments are
     }
     void keep_scales(std::size_t index, std::uint8_t exp_avg, std::uint8_t exp_avg_sq) {
         scales[0][index / kMomentBlock] = exp_avg;

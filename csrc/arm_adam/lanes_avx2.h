@@ -88,6 +88,12 @@ struct Avx2Lanes {
     static U shr(U a) {
         return _mm256_srli_epi32(a, k);
     }
+    // Returns a + (b >> k).
+    template <int k>
+    static U add_shifted(U a, U b) {
+        return add_u(a, shr<k>(b));
+    }
+    static U spread_top_bit(U a) { return _mm256_srai_epi32(a, 31); }
 
     // Narrows two vectors to one of 16-bit words, saturated; pair_in_order() restores the order.
     static constexpr bool kPairs = true;
@@ -140,6 +146,13 @@ struct Avx2Lanes {
     }
     static U load_codes8(const std::uint8_t* p) {
         return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    }
+    static U load_i8(const std::uint8_t* p) {
+        return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    }
+    static void store_codes8_of_both(std::uint8_t* p, std::uint8_t* q, U a, U b) {
+        store_codes8(p, a);
+        store_codes8(q, b);
     }
     static void store_codes16(std::uint8_t* p, U codes) { store_half(p, narrow16(codes), false); }
     static U load_codes16(const std::uint8_t* p) {

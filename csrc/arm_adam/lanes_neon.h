@@ -86,6 +86,12 @@ struct NeonLanes {
             return vshrq_n_u32(a, k);
         }
     }
+    // Returns a + (b >> k).
+    template <int k>
+    static U add_shifted(U a, U b) {
+        return vsraq_n_u32(a, b, k);
+    }
+    static U spread_top_bit(U a) { return vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_u32(a), 31)); }
 
     static M is_nan(F x) { return vmvnq_u32(vceqq_f32(x, x)); }
     static M nonzero(U a) { return vtstq_u32(a, a); }
@@ -122,6 +128,20 @@ struct NeonLanes {
         std::uint32_t four;
         std::memcpy(&four, p, sizeof four);
         return vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
+    }
+    static U load_i8(const std::uint8_t* p) {
+        std::uint32_t four;
+        std::memcpy(&four, p, sizeof four);
+        return vreinterpretq_u32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(four))))));
+    }
+    // Narrows the codes of two arrays together.
+    static void store_codes8_of_both(std::uint8_t* p, std::uint8_t* q, U a, U b) {
+        const uint16x8_t words = vuzp1q_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(b));
+        const uint32x2_t bytes = vreinterpret_u32_u8(vmovn_u16(words));
+        const std::uint32_t first = vget_lane_u32(bytes, 0);
+        const std::uint32_t second = vget_lane_u32(bytes, 1);
+        std::memcpy(p, &first, sizeof first);
+        std::memcpy(q, &second, sizeof second);
     }
     static void store_codes16(std::uint8_t* p, U codes) { vst1_u8(p, vreinterpret_u8_u16(vmovn_u32(codes))); }
     static U load_codes16(const std::uint8_t* p) { return vmovl_u16(vreinterpret_u16_u8(vld1_u8(p))); }

@@ -107,6 +107,13 @@ struct ScalarLanes {
     static U shr(U a) {
         return a >> k;
     }
+    // Returns a + (b >> k).
+    template <int k>
+    static U add_shifted(U a, U b) {
+        return add_u(a, shr<k>(b));
+    }
+    // Sets all bits of a lane whose topmost one is set, and none of the others.
+    static U spread_top_bit(U a) { return 0u - (a >> 31); }
 
     static M is_nan(F x) { return x != x; }
     static M nonzero(U a) { return a != 0; }
@@ -124,6 +131,11 @@ struct ScalarLanes {
 
     static void store_codes8(std::uint8_t* p, U codes) { *p = static_cast<std::uint8_t>(codes); }
     static U load_codes8(const std::uint8_t* p) { return *p; }
+    static U load_i8(const std::uint8_t* p) { return static_cast<U>(std::int32_t{static_cast<std::int8_t>(*p)}); }
+    static void store_codes8_of_both(std::uint8_t* p, std::uint8_t* q, U a, U b) {
+        store_codes8(p, a);
+        store_codes8(q, b);
+    }
     static void store_codes16(std::uint8_t* p, U codes) {
         const auto code = static_cast<std::uint16_t>(codes);
         std::memcpy(p, &code, sizeof code);

@@ -91,6 +91,12 @@ struct SveLanes {
             return svlsr_n_u32_x(all(), a, k);
         }
     }
+    // Returns a + (b >> k).
+    template <int k>
+    static U add_shifted(U a, U b) {
+        return add_u(a, shr<k>(b));
+    }
+    static U spread_top_bit(U a) { return svreinterpret_u32_s32(svasr_n_s32_x(all(), svreinterpret_s32_u32(a), 31)); }
 
     static M is_nan(F x) { return svcmpuo_f32(all(), x, x); }
     static M nonzero(U a) { return svcmpne_n_u32(all(), a, 0); }
@@ -112,6 +118,13 @@ struct SveLanes {
 
     static void store_codes8(std::uint8_t* p, U codes) { svst1b_u32(all(), p, codes); }
     static U load_codes8(const std::uint8_t* p) { return svld1ub_u32(all(), p); }
+    static U load_i8(const std::uint8_t* p) {
+        return svreinterpret_u32_s32(svld1sb_s32(all(), reinterpret_cast<const std::int8_t*>(p)));
+    }
+    static void store_codes8_of_both(std::uint8_t* p, std::uint8_t* q, U a, U b) {
+        store_codes8(p, a);
+        store_codes8(q, b);
+    }
     static void store_codes16(std::uint8_t* p, U codes) {
         svst1h_u32(all(), reinterpret_cast<std::uint16_t*>(p), codes);
     }

@@ -58,15 +58,20 @@ template <typename L, typename T>
 SUPEROFFLOAD_INLINE void round_and_step(const Run& run, std::size_t i, const Grid<0>& first, const Grid<1>& second,
                                         typename L::F& m, typename L::F& v, typename L::F& p, typename L::F& q,
                                         typename L::U& code_m, typename L::U& code_v) {
-    const auto random = noise<L>(run.frozen, run.index_of(i));
-    code_m = round_moment<L>(m, random, first);
-    code_v = round_moment<L>(v, random, second);
+    typename L::U noise_m, noise_v;
+    moment_noise<L>(run.frozen, run.index_of(i), noise_m, noise_v);
+    code_m = round_moment<L>(m, noise_m, first);
+    code_v = round_moment<L>(v, noise_v, second);
     q = direction<L>(run.frozen, m, v);
     p = next_master<L, T::l2>(run.frozen, p, q);
     make_canonical<L>(m, v, p);
 }
 
-SUPEROFFLOAD_INLINE std::uint8_t* codes_at(void* codes, std::size_t i) { return static_cast<std::uint8_t*>(codes) + i; }
+template <typename L>
+SUPEROFFLOAD_INLINE void store_moments(const Run& run, std::size_t i, typename L::U code_m, typename L::U code_v) {
+    L::store_codes8_of_both(static_cast<std::uint8_t*>(run.exp_avg) + i, static_cast<std::uint8_t*>(run.exp_avg_sq) + i,
+                            code_m, code_v);
+}
 
 template <typename L, typename T, bool publishes>
 SUPEROFFLOAD_INLINE void step_moment_block(const Run& run, Range block, bool past_cache) {
@@ -85,8 +90,7 @@ SUPEROFFLOAD_INLINE void step_moment_block(const Run& run, Range block, bool pas
         if constexpr (publishes) {
             publish_vector<L, T>(run, i, p, past_cache);
         } else {
-            L::store_codes8(codes_at(run.exp_avg, i), code_m);
-            L::store_codes8(codes_at(run.exp_avg_sq, i), code_v);
+            store_moments<L>(run, i, code_m, code_v);
             store_parameters<L, T>(run, i, p, past_cache);
         }
     }
@@ -129,10 +133,9 @@ SUPEROFFLOAD_INLINE void journal_moment_block(const Run& run, std::uint8_t* code
         const auto est_m = estimated_code_word<L>(estimate_exp_avg<L>(s, m, first_increment<L>(s, g)), old_first);
         const auto est_v = estimated_code_word<L>(estimate_exp_avg_sq<L>(s, v, second_increment<L>(s, g)), old_second);
         const auto est_p = estimated_word<L, ElementType::f32>(estimate_master<L, T::l2>(s, next_p, q));
-        const auto old_m = word_of_code<L, 0>(L::load_codes8(codes_at(run.exp_avg, i)));
-        const auto old_v = word_of_code<L, 1>(L::load_codes8(codes_at(run.exp_avg_sq, i)));
-        L::store_codes8(codes_at(run.exp_avg, i), code_m);
-        L::store_codes8(codes_at(run.exp_avg_sq, i), code_v);
+        const auto old_m = load_code_word<L, 0>(run.exp_avg, i);
+        const auto old_v = load_code_word<L, 1>(run.exp_avg_sq, i);
+        store_moments<L>(run, i, code_m, code_v);
         store_parameters<L, T>(run, i, next_p, false);
         const std::size_t at = i - journal_block;
         store_codes<L, width>(codes, at,
@@ -177,8 +180,7 @@ SUPEROFFLOAD_INLINE void undo_moment_block(const Run& run, std::size_t journal_b
             old_v = L::bits(escapes.patch<L, 1, ElementType::f32>(L::from_bits(old_v), at));
             escapes.advance();
         }
-        L::store_codes8(codes_at(run.exp_avg, i), code_of_word<L, 0>(old_m));
-        L::store_codes8(codes_at(run.exp_avg_sq, i), code_of_word<L, 1>(old_v));
+        store_moments<L>(run, i, code_of_word<L, 0>(old_m), code_of_word<L, 1>(old_v));
         store_master<L, T::split>(run, i, p);
     }
     scale_m = escapes.scale(0, block.begin - journal_block);

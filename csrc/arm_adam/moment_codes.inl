@@ -36,6 +36,7 @@ constexpr std::uint32_t kInfinity = 0x7f800000u;
 template <int component>
 struct Grid {
     using Format = CodeFormat<component>;
+    static constexpr std::uint32_t kDropped = (1u << kDroppedBits) - 1;
 
     explicit Grid(std::uint32_t scale) {
         const bool nan = scale == kNanScale;
@@ -44,13 +45,16 @@ struct Grid {
         denormal = ScalarLanes::from_bits(base);
         twice_denormal = ScalarLanes::from_bits(nan ? 0x7fc00000u : 0x80000000u | (base + (1u << 23)));
         top = nan ? 0 : Format::kTop;
-        sign = nan ? 0 : Format::kSign;
+        last = base + (top << kDroppedBits | kDropped);
+        sign = nan ? 0 : Format::kSign << 24;
     }
 
     std::uint32_t base;    // bits of the power of two of code 0's binade
     float denormal;        // that power of two
     float twice_denormal;  // twice, negative; NaN if all moments of the block are NaN
-    std::uint32_t top, sign;
+    std::uint32_t top;     // the largest code of a magnitude
+    std::uint32_t last;    // the largest bits that round down to it
+    std::uint32_t sign;    // the sign's bit of a number, if codes have one
 };
 
 // Chooses the smallest scale under which rounding a block's values cannot exceed the topmost code. `largest`: the
@@ -65,24 +69,18 @@ inline std::uint32_t scale_of(std::uint32_t largest) {
     return scale < kNanScale ? scale : kNanScale - 1;
 }
 
-// Returns the number that a magnitude's code stands for. With y the number whose bits are the code's behind the base,
-// a normal code means y, and a denormal one 2 y - 2 h (h: the power of two of code 0), which is the smaller.
+// Returns the number that a magnitude's code stands for, from the code's bits behind the base as a number y. A normal
+// code means y, and a denormal one 2 y - 2 h (h: the power of two of code 0): that is y and what is negative of y - 2
+// h.
 template <typename L, int component>
-SUPEROFFLOAD_INLINE typename L::F magnitude_of(typename L::U code, const Grid<component>& grid) {
-    const auto bits = L::add_u(L::template shl<kDroppedBits>(code), L::set_u(grid.base));
-    const auto y = L::from_bits(bits);
-    return L::min_f(y, L::fma(L::set(2.0f), y, L::set(grid.twice_denormal)));
+SUPEROFFLOAD_INLINE typename L::F magnitude_at(typename L::F y, const Grid<component>& grid) {
+    return L::add(y, L::min_f(L::set(0.0f), L::add(y, L::set(grid.twice_denormal))));
 }
 
-// Rounds magnitudes to codes: `noise` is added to the dropped bits, those below 1 << kDroppedBits. An exp_avg_sq above
-// 0 never becomes 0: next to an exp_avg that was rounded up, it would make the update explode.
+// Returns the bits of the number that magnitude_at() takes for a magnitude, not rounded to a code yet.
 template <typename L, int component>
-SUPEROFFLOAD_INLINE typename L::U code_of_magnitude(typename L::F x, typename L::U noise, const Grid<component>& grid) {
-    const auto y = L::max_f(x, L::fma(L::set(0.5f), x, L::set(grid.denormal)));
-    const auto sum = L::add_u(L::sub_u(L::bits(y), L::set_u(grid.base)), noise);
-    auto code = L::template shr<kDroppedBits>(sum);
-    if constexpr (component == 1) code = L::max_u(code, L::min_u(L::bits(x), L::set_u(1)));
-    return L::min_u(code, L::set_u(grid.top));
+SUPEROFFLOAD_INLINE typename L::U position_of(typename L::F x, const Grid<component>& grid) {
+    return L::bits(L::max_f(x, L::fma(L::set(0.5f), x, L::set(grid.denormal))));
 }
 
 template <typename L>
@@ -93,61 +91,88 @@ SUPEROFFLOAD_INLINE typename L::F absolute(typename L::F x) {
 // Loads moments from their codes.
 template <typename L, int component>
 SUPEROFFLOAD_INLINE typename L::F load_moment(const void* codes, std::size_t i, const Grid<component>& grid) {
-    const auto code = L::load_codes8(static_cast<const std::uint8_t*>(codes) + i);
+    const auto* at = static_cast<const std::uint8_t*>(codes) + i;
     if constexpr (component == 1) {
-        return magnitude_of<L>(code, grid);
+        const auto behind_base = L::template shl<kDroppedBits>(L::load_codes8(at));
+        return magnitude_at<L>(L::from_bits(L::add_u(behind_base, L::set_u(grid.base))), grid);
     } else {
-        const auto x = magnitude_of<L>(L::and_u(code, L::set_u(CodeFormat<0>::kTop)), grid);
-        const auto sign = L::template shl<24>(L::and_u(code, L::set_u(CodeFormat<0>::kSign)));
-        return L::from_bits(L::or_u(L::bits(x), sign));
+        const auto code = L::load_i8(at);
+        const auto behind_base =
+            L::and_u(L::template shl<kDroppedBits>(code), L::set_u(CodeFormat<0>::kTop << kDroppedBits));
+        const auto x = magnitude_at<L>(L::from_bits(L::add_u(behind_base, L::set_u(grid.base))), grid);
+        return L::from_bits(L::or_u(L::bits(x), L::and_u(code, L::set_u(0x80000000u))));
     }
 }
 
-// Rounds new moments stochastically, in place, and returns their codes. Half a unit of the noise is added, so that its
-// sixteen bits leave no bias, but not enough to move a number that has a code.
+// Makes the noise of both moments: the halves of noise(), the lower one for exp_avg, in upper halves, where the last
+// step of noise() is done too. Half a unit is below them, so that sixteen bits leave no bias, but not enough to move a
+// number that has a code.
+template <typename L>
+SUPEROFFLOAD_INLINE void moment_noise(const Scalars& s, std::uint32_t index, typename L::U& exp_avg,
+                                      typename L::U& exp_avg_sq) {
+    const auto x = noise_before_last_xor<L>(s, index);
+    exp_avg_sq = L::or_u(L::and_u(x, L::set_u(0xffff0000u)), L::set_u(0x8000u));
+    exp_avg = L::xor_u(L::template shl<16>(x), exp_avg_sq);
+}
+
+// Rounds magnitudes stochastically, in place, and returns their codes: noise is added to the bits that are dropped. An
+// exp_avg_sq above 0 never becomes 0: next to an exp_avg that was rounded up, it would make the update explode.
 template <typename L, int component>
-SUPEROFFLOAD_INLINE typename L::U round_moment(typename L::F& x, typename L::U random, const Grid<component>& grid) {
+SUPEROFFLOAD_INLINE typename L::U round_magnitude(typename L::F& x, typename L::U noise, const Grid<component>& grid) {
+    auto sum = L::template add_shifted<32 - kDroppedBits>(position_of<L>(x, grid), noise);
+    if constexpr (component == 1) {
+        const auto smallest = L::template shl<kDroppedBits>(L::min_u(L::bits(x), L::set_u(1)));
+        sum = L::max_u(sum, L::add_u(smallest, L::set_u(grid.base)));
+    }
+    const auto kept = L::min_u(sum, L::set_u(grid.last));
+    x = magnitude_at<L>(L::from_bits(L::and_u(kept, L::set_u(~Grid<component>::kDropped))), grid);
+    return L::template shr<kDroppedBits>(L::sub_u(kept, L::set_u(grid.base)));
+}
+
+// Rounds new moments stochastically, in place, and returns their codes.
+template <typename L, int component>
+SUPEROFFLOAD_INLINE typename L::U round_moment(typename L::F& x, typename L::U noise, const Grid<component>& grid) {
     if constexpr (component == 0) {
-        const auto low = L::template shr<12>(L::template shl<16>(random));
-        const auto code = code_of_magnitude<L>(absolute<L>(x), L::or_u(low, L::set_u(1u << 3)), grid);
-        const auto sign = L::and_u(L::template shr<24>(L::bits(x)), L::set_u(grid.sign));
-        x = L::from_bits(L::or_u(L::bits(magnitude_of<L>(code, grid)), L::template shl<24>(sign)));
-        return L::or_u(code, sign);
+        const auto sign = L::and_u(L::bits(x), L::set_u(grid.sign));
+        x = absolute<L>(x);
+        const auto code = round_magnitude<L>(x, noise, grid);
+        x = L::from_bits(L::or_u(L::bits(x), sign));
+        return L::template add_shifted<24>(code, sign);
     } else {
-        const auto high = L::template shl<4>(L::template shr<16>(random));
-        const auto code = code_of_magnitude<L>(x, L::or_u(high, L::set_u(1u << 3)), grid);
-        x = magnitude_of<L>(code, grid);
-        return code;
+        if constexpr (!L::kCanonicalNan) x = absolute<L>(x);  // or noise could overflow the bits of a negative NaN
+        return round_magnitude<L>(x, noise, grid);
     }
 }
 
-// Converts codes to the integers that a journal's codes count in, which are ordered as the numbers are: exp_avg's
-// negative codes become -1 (for -0) and below.
+// Loads codes as the integers that a journal's codes count in, which are ordered as the numbers are: exp_avg's negative
+// codes become -1 (for -0) and below.
 template <typename L, int component>
-SUPEROFFLOAD_INLINE typename L::U word_of_code(typename L::U code) {
-    if constexpr (component == 1) return code;
-    const auto negative = L::sub_u(L::set_u(0), L::template shr<7>(code));
-    return L::xor_u(L::and_u(code, L::set_u(CodeFormat<0>::kTop)), negative);
+SUPEROFFLOAD_INLINE typename L::U load_code_word(const void* codes, std::size_t i) {
+    const auto* at = static_cast<const std::uint8_t*>(codes) + i;
+    if constexpr (component == 1) return L::load_codes8(at);
+    const auto code = L::load_i8(at);
+    return L::xor_u(code, L::template shr<25>(code));  // flips the seven bits of the magnitude
 }
 
 template <typename L, int component>
 SUPEROFFLOAD_INLINE typename L::U code_of_word(typename L::U word) {
     if constexpr (component == 1) return word;
-    const auto negative = L::sub_u(L::set_u(0), L::template shr<31>(word));
-    return L::or_u(L::xor_u(word, negative), L::and_u(negative, L::set_u(CodeFormat<0>::kSign)));
+    return L::and_u(L::xor_u(word, L::template shr<25>(word)), L::set_u(0xffu));
 }
 
 // Converts an estimate of an old moment to such an integer, by rounding to nearest under the old scale. The sign of a
 // NaN, which processors choose differently, must not matter.
 template <typename L, int component>
 SUPEROFFLOAD_INLINE typename L::U estimated_code_word(typename L::F estimate, const Grid<component>& old) {
-    const auto half = L::set_u(1u << (kDroppedBits - 1));
+    const auto nearest = [&old](typename L::F x) {
+        const auto behind_base = L::add_u(position_of<L>(x, old), L::set_u((1u << (kDroppedBits - 1)) - old.base));
+        return L::min_u(L::template shr<kDroppedBits>(behind_base), L::set_u(old.top));
+    };
     if constexpr (component == 1) {
-        return code_of_magnitude<L>(L::max_f(L::set(0.0f), estimate), half, old);
+        return nearest(L::max_f(L::set(0.0f), estimate));
     } else {
         const auto known = L::canonical(estimate);
-        const auto negative = L::sub_u(L::set_u(0), L::template shr<31>(L::bits(known)));
-        return L::xor_u(code_of_magnitude<L>(absolute<L>(known), half, old), negative);
+        return L::xor_u(nearest(absolute<L>(known)), L::spread_top_bit(L::bits(known)));
     }
 }
 
