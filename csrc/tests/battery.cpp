@@ -65,7 +65,7 @@ void check(bool ok, const char* what, const battery::Case& c) {
 
 // Holds the memory of one run: guarded arrays at odd offsets, and a journal.
 struct Memory {
-    Guarded master, exp_avg, exp_avg_sq, gradient, shadow, kept, codes;
+    Guarded master, exp_avg, exp_avg_sq, gradient, shadow, kept, codes, exp_avg_scales, exp_avg_sq_scales;
     std::vector<JournalBlock> blocks;
     std::vector<std::uint32_t> words;
     JournalArena arena;
@@ -79,6 +79,8 @@ struct Memory {
           shadow(element_size(c.shadow) * c.numel, element_size(c.shadow) * (c.offset + 1)),
           kept(c.split ? 2 * c.numel : 0, 2 * (c.offset + 5)),
           codes(2 * c.numel, 2 * c.offset),
+          exp_avg_scales(battery::scales_of(c), c.offset),
+          exp_avg_sq_scales(battery::scales_of(c), c.offset + 1),
           blocks(c.numel / kBlock + 1),
           words(5 * c.numel + 8),
           arena{words.data(), words.size(), 0} {
@@ -91,6 +93,9 @@ struct Memory {
                c.shadow,          freeze(c.hyper, c.number),
                c.state,           battery::mix(c.number),
                c.split,           c.split ? kept.as<std::uint16_t>() : nullptr};
+        if (c.state != ElementType::q8) return;
+        run.exp_avg_scales = exp_avg_scales.data();
+        run.exp_avg_sq_scales = exp_avg_sq_scales.data();
     }
 
     Range range() const { return {0, run.numel}; }
@@ -104,20 +109,25 @@ struct Memory {
         digest.bytes(master.data(), master.size());
         digest.bytes(exp_avg.data(), exp_avg.size());
         digest.bytes(exp_avg_sq.data(), exp_avg_sq.size());
+        digest.bytes(exp_avg_scales.data(), exp_avg_scales.size());
+        digest.bytes(exp_avg_sq_scales.data(), exp_avg_sq_scales.size());
         if (run.split_master) digest.bytes(shadow.data(), shadow.size());
     }
     bool state_equals(Memory& other) {
         return master.bytes() == other.master.bytes() && exp_avg.bytes() == other.exp_avg.bytes() &&
                exp_avg_sq.bytes() == other.exp_avg_sq.bytes() &&
+               exp_avg_scales.bytes() == other.exp_avg_scales.bytes() &&
+               exp_avg_sq_scales.bytes() == other.exp_avg_sq_scales.bytes() &&
                (!run.split_master || shadow.bytes() == other.shadow.bytes());
     }
     bool intact() {
         return master.intact() && exp_avg.intact() && exp_avg_sq.intact() && gradient.intact() && shadow.intact() &&
-               kept.intact() && codes.intact();
+               kept.intact() && codes.intact() && exp_avg_scales.intact() && exp_avg_sq_scales.intact();
     }
 
    private:
     void fill(const battery::Case& c) {
+        battery::fill_scales(c, exp_avg_scales.data(), exp_avg_sq_scales.data());
         if (!c.split) {
             battery::fill(c, master.data(), exp_avg.data(), exp_avg_sq.data(), gradient.data());
             std::memset(shadow.data(), 0, shadow.size());
@@ -153,6 +163,7 @@ void codes_into(Digest& digest, Memory& memory) {
             }
         }
         digest.word(block.narrow_escapes);
+        digest.bytes(block.scales, sizeof block.scales);
     }
     digest.bytes(codes.data(), 4 * codes.size());
 }

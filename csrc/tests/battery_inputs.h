@@ -64,7 +64,9 @@ inline Case make_case(unsigned number, std::size_t numel) {
            static_cast<std::size_t>(bits >> 60),
            static_cast<ElementType>(number % 3),
            split ? ElementType::bf16 : static_cast<ElementType>(number / 3 % 3),
-           number / 18 % 3 == 2 ? ElementType::bf16 : ElementType::f32,
+           number / 18 % 3 == 1   ? ElementType::q8
+           : number / 18 % 3 == 2 ? ElementType::bf16
+                                  : ElementType::f32,
            split,
            hyper(static_cast<unsigned>(mix(bits) >> 32)),
            (bits >> 32) % 3 != 0,
@@ -88,8 +90,9 @@ inline std::vector<Case> cases(bool full) {
             for (std::size_t numel = end - 17; numel <= end + 17; ++numel) add(numel);
         }
     }
-    for (int repeat = 0; repeat < 37; ++repeat) {  // 18 combinations twice, plus one to shift the lengths
-        for (const std::size_t numel : {127, 255, 1000, 1023, 1024, 1025, 1031, 2047, 3100}) add(numel);
+    // An odd number of lengths that is no multiple of 3 meets other types in each turn.
+    for (int repeat = 0; repeat < 40; ++repeat) {
+        for (const std::size_t numel : {127, 255, 256, 700, 1000, 1023, 1024, 1025, 1031, 2047, 3100}) add(numel);
     }
     return all;
 }
@@ -133,22 +136,62 @@ inline std::uint32_t gradient_word(const Case& c, std::uint64_t bits) {
     return ((word >> 16) & 0x8000u) | ((word & 0x7fffffffu) - 0x38000000u) >> 13;
 }
 
+inline std::size_t scales_of(const Case& c) {
+    constexpr std::size_t block = superoffload::adam::kMomentBlock;
+    return c.state == ElementType::q8 ? (c.numel + block - 1) / block : 0;
+}
+
+// Fills the scales of 8-bit moments: any byte, often an edge, or those of the plain numbers that codes stand for.
+inline void fill_scales(const Case& c, std::uint8_t* exp_avg_scales, std::uint8_t* exp_avg_sq_scales) {
+    static const std::uint8_t kEdges[] = {0, 1, 16, 17, 64, 65, 254, 255};
+    for (std::size_t i = 0; i < scales_of(c); ++i) {
+        const std::uint64_t bits = mix((std::uint64_t{c.number} << 32) + 0x80000000u + i);
+        const auto hostile = [](std::uint64_t word) {
+            return word % 3 == 0 ? kEdges[word >> 8 & 7] : static_cast<std::uint8_t>(word >> 16);
+        };
+        exp_avg_scales[i] = c.hostile ? hostile(bits) : std::uint8_t{127 - 11};
+        exp_avg_sq_scales[i] = c.hostile ? hostile(bits >> 32) : std::uint8_t{127 - 23};
+    }
+}
+
+// Makes codes of the plain numbers that moments have in other cases: four binades, and five.
+inline std::uint32_t moment_code(const Case& c, bool second, std::uint64_t bits) {
+    const auto word = static_cast<std::uint32_t>(bits >> 32);
+    if (c.hostile) return word & 0xffu;
+    return second ? 0xecu + word % 20 : (word & 0x80u) | (0x60u + word % 32);
+}
+
+// One NaN makes a whole block of 8-bit moments NaN, and one huge number hides the others. So masters and gradients of
+// one block in three have anything in them, of one nothing that is infinite or NaN, of one numbers between 2^-31 and 2.
+inline std::uint32_t tamed(const Case& c, std::size_t i, std::uint32_t word, std::uint32_t exponent) {
+    const std::size_t kind = c.number / 108 + i / superoffload::adam::kMomentBlock;
+    if (c.state != ElementType::q8 || !c.hostile || kind % 3 == 0) return word;
+    const std::uint32_t highest = exponent & ~(exponent >> 1);
+    if (kind % 3 == 1) return (word & exponent) == exponent ? word & ~highest : word;
+    return (word & ~highest) | highest >> 1 | highest >> 2;
+}
+
+inline std::uint32_t exponent_bits(ElementType type) {
+    return type == ElementType::f32 ? 0x7f800000u : type == ElementType::bf16 ? 0x7f80u : 0x7c00u;
+}
+
 // Fills the state and gradient of a case, with fp32 masters; `c.hyper` plays no part.
 inline void fill(const Case& c, std::uint8_t* master, std::uint8_t* exp_avg, std::uint8_t* exp_avg_sq,
                  std::uint8_t* gradient) {
     const std::size_t size = superoffload::adam::element_size(c.gradient);
     const std::size_t moment = superoffload::adam::element_size(c.state);
     const int dropped = c.state == ElementType::bf16 ? 16 : 0;
+    const bool quantized = c.state == ElementType::q8;
     for (std::size_t i = 0; i < c.numel; ++i) {
         const std::uint64_t seed = (std::uint64_t{c.number} << 32) + 4 * i;
         const std::uint64_t bits[4] = {mix(seed), mix(seed + 1), mix(seed + 2), mix(seed + 3)};
         const std::uint32_t words[3] = {
-            c.hostile ? hostile_word(bits[0]) : plain_word(bits[0], 0u - 9, 7),
+            c.hostile ? tamed(c, i, hostile_word(bits[0]), 0x7f800000u) : plain_word(bits[0], 0u - 9, 7),
             c.hostile ? hostile_word(bits[1]) : plain_word(bits[1], 0u - 14, 4),
             c.hostile ? hostile_word(bits[2]) : plain_word(bits[2], 0u - 27, 5) & 0x7fffffffu};
-        const std::uint32_t first = words[1] >> dropped;
-        const std::uint32_t second = words[2] >> dropped;
-        const std::uint32_t g = gradient_word(c, bits[3]);
+        const std::uint32_t first = quantized ? moment_code(c, false, bits[1]) : words[1] >> dropped;
+        const std::uint32_t second = quantized ? moment_code(c, true, bits[2]) : words[2] >> dropped;
+        const std::uint32_t g = tamed(c, i, gradient_word(c, bits[3]), exponent_bits(c.gradient));
         std::memcpy(master + 4 * i, &words[0], 4);
         std::memcpy(exp_avg + moment * i, &first, moment);
         std::memcpy(exp_avg_sq + moment * i, &second, moment);

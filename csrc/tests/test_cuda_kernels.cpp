@@ -128,7 +128,10 @@ std::string text_of(const battery::Case& c, bool aligned) {
            kTypes[static_cast<int>(c.state)] + (aligned ? " aligned" : " shifted");
 }
 
-bool has_step_kernel(const battery::Case& c) { return c.gradient == ElementType::f32 || c.gradient == c.shadow; }
+bool has_step_kernel(const battery::Case& c) {
+    if (c.state == ElementType::q8) return false;
+    return c.gradient == ElementType::f32 || c.gradient == c.shadow;
+}
 
 std::string step_kernel(const battery::Case& c) {
     const std::string types = std::string(kTypes[static_cast<int>(c.gradient)]) + "_" +
@@ -190,7 +193,7 @@ TEST(step_finds_its_pieces) {
         std::vector<cuda::StepPiece> pieces;
         std::uint64_t first_block = 0;
         for (const battery::Case& c : battery::cases(false)) {
-            if (step_kernel(c) != "step_bf16_bf16" || c.number % 5 != 0) continue;
+            if (!has_step_kernel(c) || step_kernel(c) != "step_bf16_bf16" || c.number % 5 != 0) continue;
             expected.push_back(std::make_unique<Memory>(c, c.number % 2 == 0));
             got.push_back(std::make_unique<Memory>(c, c.number % 2 == 0));
             expected.back()->step_here(c);

@@ -115,7 +115,7 @@ bool agrees_everywhere(const Case& c) {
 }
 
 // Makes the i-th combination of types, mode, code width, contents and misalignment.
-constexpr std::size_t kCombinations = 288;  // without the offsets
+constexpr std::size_t kCombinations = 432;  // without the offsets
 Case combination(std::size_t i, std::size_t numel) {
     Case c;
     c.numel = numel;
@@ -124,10 +124,10 @@ Case combination(std::size_t i, std::size_t numel) {
     c.l2 = i / 9 % 2 == 1;
     c.width = i / 18 % 2 == 1 ? 2 : 1;
     c.contents = i / 36 % 2 == 1 ? Contents::hostile : Contents::trained;
-    c.state = i / 72 % 2 == 1 ? ElementType::bf16 : ElementType::f32;
-    c.split = i / 144 % 2 == 1;
+    c.state = i / 72 % 3 == 2 ? ElementType::q8 : static_cast<ElementType>(i / 72 % 3);
+    c.split = i / 216 % 2 == 1;
     if (c.split) c.shadow = ElementType::bf16;
-    c.offset = i * 7 % 16;
+    c.offset = (i * 7 + i / kCombinations) % 16;
     c.seed = i;
     return c;
 }
