@@ -3,7 +3,7 @@
 
 One pass of the optimizer is bound by memory if the cores compute faster than memory delivers. Grace has 72 cores at
 3.1 GHz and about 450 GB/s, a step moves 28 bytes per parameter: that leaves each core about 14 cycles per parameter.
-With bf16 moments and split masters it moves 18, which leaves 9.
+With bf16 moments and split masters it moves 18, which leaves 9; with 8-bit moments and split masters 14: that leaves 7.
 This script compiles the SVE and NEON loops (loops.cpp: AdamW, bf16 gradient, bf16 shadow, one-byte codes) with the
 extension's own flags, tuned for neoverse-v2, cuts the loop bodies out of the assembly, and lets llvm-mca count.
 
@@ -12,6 +12,9 @@ neither caches nor escapes' data dependencies. The branch into an escape list is
 hundred escapes), so the figure held against the budget is the iteration in which nothing escapes: the shortest way
 around the loop. The last column is the longest way, in which every vector escapes in all three components.
 Replay undoes and steps a vector while it is in registers: two square roots and two divisions.
+8-bit moments are stepped in two passes over a block of 256, the first for its scale, and replay has three; a row's
+figures are the sums of its passes. What happens once a block is left out. Their journaled step and replay need more
+than memory leaves them (ALLOWED): there the cores decide, on paper.
 
 Exit status: 0 if every loop is within the budget, 1 if not. Without the tools it prints a line beginning with SKIPPED
 and exits 0, or 77 with --require.
@@ -39,8 +42,21 @@ MACHINE = {"cores": 72, "ghz": 3.1, "memory_gb_per_s": 450.0}
 LOOPS = ("step", "step_journaled", "undo", "replay", "publish")
 # Settings of moments and masters: the macros of loops.cpp, and the bytes per parameter that a step moves.
 STATES = {"fp32": ("f32", "false", 28), "split": ("f32", "true", 26), "bf16": ("bf16", "false", 20),
-          "bf16+split": ("bf16", "true", 18)}  # fmt: skip
-SQUARE_ROOTS = {"replay": 2}  # per vector; the others take one
+          "bf16+split": ("bf16", "true", 18), "q8": ("q8", "false", 16), "q8+split": ("q8", "true", 14)}  # fmt: skip
+# Loops are found by an instruction; how many of it each vector takes. A first pass over 8-bit moments finds two maxima.
+PER_VECTOR = {"umax": 2, "fsqrt": 1}
+ONE_PASS = {"fsqrt": 1}
+PASSES = {
+    "step": {"umax": 1, "fsqrt": 1},
+    "step_journaled": {"umax": 1, "fsqrt": 1},
+    "undo": ONE_PASS,
+    "replay": {"umax": 1, "fsqrt": 2},
+    "publish": {"umax": 1, "fsqrt": 1},
+}  # of 8-bit moments
+SQUARE_ROOTS = {"replay": 2}  # per vector of replay in one pass; the others take one
+# The shares of the budget that rows may take where it is not 1.
+ALLOWED = {("q8", "step_journaled"): 1.5, ("q8+split", "step_journaled"): 1.6,
+           ("q8", "replay"): 1.6, ("q8+split", "replay"): 1.8}  # fmt: skip
 ITERATIONS = 1000
 CONDITIONS = "eq|ne|cs|hs|cc|lo|mi|pl|vs|vc|hi|ls|ge|lt|gt|le|none|any|nlast|last|first|nfrst|pmore|tcont|tstop"
 BRANCH = re.compile(rf"b|b\.?({CONDITIONS})|cbn?z|tbn?z")
@@ -181,37 +197,72 @@ def basic_blocks(lines: list[str]) -> list[Block]:
     return blocks
 
 
-def ways_around(blocks: list[Block], start: int) -> list[list[str]]:
-    """Returns the instructions of every way from a block back to it that passes no block twice."""
-    ways: list[list[str]] = []
+def ways_around(blocks: list[Block], start: int) -> list[list[int]]:
+    """Returns every way from a block back to it that passes no block twice, the shortest first."""
+    ways: list[list[int]] = []
 
     def follow(at: int, passed: list[int]) -> None:
         for following in blocks[at].successors:
             if following == start:
-                ways.append([line for index in passed for line in blocks[index].instructions])
+                ways.append(passed)
             elif following not in passed:
                 follow(following, [*passed, following])
 
     follow(start, [start])
-    return sorted(ways, key=len)
+    return sorted(ways, key=lambda way: sum(len(blocks[at].instructions) for at in way))
 
 
-def count_square_roots(instructions: list[str]) -> int:
-    """Counts square roots of whole vectors."""
-    return sum(line.split()[0] == "fsqrt" for line in instructions)
+def reachable(blocks: list[Block], without: int) -> set[int]:
+    """Returns the blocks that the function's first one leads to if one is taken out."""
+    found: set[int] = set()
+    following = [0]
+    while following:
+        at = following.pop()
+        if at != without and at not in found:
+            found.add(at)
+            following += blocks[at].successors
+    return found
 
 
-def loop_bodies(assembly: str, name: str) -> tuple[list[str], list[str]]:
-    """Returns the hot loop's shortest and longest iteration: nothing escapes, everything escapes."""
+def count(instruction: str, lines: list[str]) -> int:
+    """Counts an instruction."""
+    return sum(line.split()[0] == instruction for line in lines)
+
+
+Loop = tuple[list[str], list[str]]  # shortest and longest iteration: nothing escapes, everything escapes
+
+
+def innermost_loop(blocks: list[Block], start: int) -> tuple[list[list[int]], int]:
+    """Returns the ways around the innermost loop of a block, shortest first, and the block by which it is entered."""
+    ways = ways_around(blocks, start)
+    if not ways:
+        return [], start
+    entry = next(at for at in ways[0] if not reachable(blocks, at) & set(ways[0]) - {at})
+    # A loop around this one is entered first, so that its entry is on every way to this one's.
+    outside = {at for at in range(len(blocks)) if at != entry and entry not in reachable(blocks, at)}
+    return [way for way in ways if not outside & set(way)], entry
+
+
+def loop_bodies(assembly: str, name: str, marks: dict[str, int]) -> dict[str, list[Loop]]:
+    """Returns the hot loops by the instruction that marks them; `marks` says how many there must be."""
     blocks = basic_blocks(function_lines(assembly, f"grace_{name}"))
-    loops: dict[tuple[str, ...], tuple[list[str], list[str]]] = {}
-    for index, block in enumerate(blocks):
-        ways = ways_around(blocks, index) if count_square_roots(block.instructions) else []
-        if ways:  # a loop that is met again from another block of it has the same shortest way
-            loops.setdefault(tuple(sorted(ways[0])), (ways[0], ways[-1]))
-    if len(loops) != 1:
-        raise RuntimeError(f"expected one loop with a square root in {name}, found {len(loops)}; has it been unrolled?")
-    return next(iter(loops.values()))
+    found: dict[str, list[Loop]] = {}
+    for mark, expected in marks.items():
+        loops: dict[int, list[list[int]]] = {}
+        for index, block in enumerate(blocks):
+            ways, entry = innermost_loop(blocks, index) if count(mark, block.instructions) else ([], 0)
+            if ways:  # a loop that is met again from another block of it has the same entry
+                loops.setdefault(entry, ways)
+        inner = [
+            ways
+            for entry, ways in loops.items()
+            if not any(other in way for other in loops if other != entry for way in ways)
+        ]
+        if len(inner) != expected:
+            raise RuntimeError(f"expected {expected} loops with {mark} in {name}, found {len(inner)}; unrolled?")
+        texts = [[[line for at in way for line in blocks[at].instructions] for way in ways] for ways in inner]
+        found[mark] = [(lines[0], lines[-1]) for lines in texts]
+    return found
 
 
 def split_addressing(instructions: list[str]) -> list[str]:
@@ -252,13 +303,20 @@ def analyse(tools: Tools, isa: str, state: str, bodies: Path | None) -> list[Row
     assembly = compile_loops(tools, isa, state)
     rows = []
     for name in LOOPS:
-        usual, worst = loop_bodies(assembly, name)
-        if bodies:
-            bodies.mkdir(parents=True, exist_ok=True)
-            (bodies / f"{isa}_{state}_{name}.s").write_text("\n".join(usual) + "\n")
-        params = count_square_roots(usual) * LANES_PER_VECTOR / SQUARE_ROOTS.get(name, 1)
-        cycles = [count_cycles(tools.mca, body) / params for body in (usual, worst)]
-        rows.append(row_of(name, isa, state, len(usual) / params, *cycles))
+        two_passes = STATES[state][0] == "q8"
+        found = loop_bodies(assembly, name, PASSES[name] if two_passes else ONE_PASS)
+        loops = [(mark, loop) for mark, some in found.items() for loop in some]
+        totals = [0.0, 0.0, 0.0]  # per parameter: instructions, cycles, cycles if everything escapes
+        for number, (mark, (usual, worst)) in enumerate(loops):
+            if bodies:
+                bodies.mkdir(parents=True, exist_ok=True)
+                part = f"_{number + 1}" if len(loops) > 1 else ""
+                (bodies / f"{isa}_{state}_{name}{part}.s").write_text("\n".join(usual) + "\n")
+            per_vector = PER_VECTOR[mark] if two_passes else SQUARE_ROOTS.get(name, 1)
+            params = count(mark, usual) * LANES_PER_VECTOR / per_vector
+            cycles = [count_cycles(tools.mca, body) for body in (usual, worst)]
+            totals = [total + one / params for total, one in zip(totals, [len(usual), *cycles], strict=True)]
+        rows.append(row_of(name, isa, state, *totals))
     return rows
 
 
@@ -294,7 +352,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"SKIPPED: cycles per parameter on {CPU} were not checked: {reason}")
         return MISSING if arguments.require else 0
     rows = [row for isa in ("sve", "neon") for state in STATES for row in analyse(tools, isa, state, arguments.bodies)]
-    over = [row for row in rows if row.of_budget > 1]
+    over = [row for row in rows if row.of_budget > ALLOWED.get((row.state, row.name), 1)]
     print(f"{tools.versions['compiler']}; {tools.versions['llvm-mca']}; {CPU}")
     print(table(rows))
     for state, (*_, moved) in STATES.items():

@@ -68,18 +68,20 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return loaded
 
 
-def test_every_loop_is_within_the_budget(report: dict[str, Any]) -> None:
+def test_every_loop_is_within_the_budget(mca: ModuleType, report: dict[str, Any]) -> None:
     names = ["step", "step_journaled", "undo", "replay", "publish"]
     rows = {(row["isa"], row["state"], row["name"]): row for row in report["rows"]}
-    states = ["fp32", "split", "bf16", "bf16+split"]
+    states = ["fp32", "split", "bf16", "bf16+split", "q8", "q8+split"]
     assert list(rows) == [(isa, state, name) for isa in ("sve", "neon") for state in states for name in names]
     assert 13.8 < report["limit"]["cycles_per_param"] < 14.0
     assert 8.9 < report["limit"]["by_state"]["bf16+split"] < 9.0
+    assert 6.9 < report["limit"]["by_state"]["q8+split"] < 7.0
     for key, row in rows.items():
         budget = report["limit"]["by_state"][row["state"]]
         # An exact square root and division per vector of four take nine cycles of the only two pipes that do them.
         floor = 4.5 if row["name"] == "replay" else 2.25
-        assert floor <= row["cycles_per_param"] <= budget, key
+        allowed = mca.ALLOWED.get((row["state"], row["name"]), 1)
+        assert floor <= row["cycles_per_param"] <= allowed * budget, key
         assert row["of_budget"] == pytest.approx(row["cycles_per_param"] / budget), key
 
 
@@ -98,17 +100,19 @@ def test_replay_in_one_pass_is_no_slower_than_undo_and_step(report: dict[str, An
         assert cycles["undo"] < cycles["replay"] < 1.05 * (cycles["undo"] + cycles["step"])
 
 
-def test_even_if_every_vector_escapes_the_step_is_within_the_budget(report: dict[str, Any]) -> None:
+def test_even_if_every_vector_escapes_the_step_is_within_the_budget_of_fp32(report: dict[str, Any]) -> None:
     rows = [row for row in report["rows"] if row["name"] == "step_journaled"]
     for row in rows:
-        assert row["cycles_per_param"] < row["cycles_per_param_all_escape"] < report["limit"]["cycles_per_param"], row
+        # 8-bit moments, whose step has two passes, may take a fifth more.
+        limit = report["limit"]["cycles_per_param"] * (1.2 if row["state"].startswith("q8") else 1)
+        assert row["cycles_per_param"] < row["cycles_per_param_all_escape"] < limit, row
 
 
 def test_the_hot_loop_is_cut_out_without_its_rare_branch(mca: ModuleType) -> None:
-    usual, worst = mca.loop_bodies(ASSEMBLY, "step")
+    [(usual, worst)] = mca.loop_bodies(ASSEMBLY, "step", mca.ONE_PASS)["fsqrt"]
     assert [line.split()[0] for line in usual] == ["fsqrt", "nots", "b.ne", "add", "cmp", "b.lo"]
     assert [line.split()[0] for line in worst[:5]] == ["fsqrt", "nots", "b.ne", "compact", "str"]
-    assert mca.count_square_roots(usual) == mca.count_square_roots(worst) == 1
+    assert mca.count("fsqrt", usual) == mca.count("fsqrt", worst) == 1
 
 
 def test_an_access_that_moves_its_pointer_becomes_two(mca: ModuleType) -> None:
@@ -119,9 +123,9 @@ def test_an_access_that_moves_its_pointer_becomes_two(mca: ModuleType) -> None:
 
 def test_a_function_without_the_loop_is_an_error(mca: ModuleType) -> None:
     with pytest.raises(RuntimeError, match="no function grace_undo"):
-        mca.loop_bodies(ASSEMBLY, "undo")
+        mca.loop_bodies(ASSEMBLY, "undo", mca.ONE_PASS)
     with pytest.raises(RuntimeError, match="found 0"):
-        mca.loop_bodies(ASSEMBLY.replace("fsqrt", "fmul"), "step")
+        mca.loop_bodies(ASSEMBLY.replace("fsqrt", "fmul"), "step", mca.ONE_PASS)
 
 
 def test_a_loop_over_the_budget_fails(mca: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
