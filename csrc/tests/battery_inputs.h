@@ -143,7 +143,7 @@ inline std::size_t scales_of(const Case& c) {
 
 // Fills the scales of 8-bit moments: any byte, often an edge, or those of the plain numbers that codes stand for.
 inline void fill_scales(const Case& c, std::uint8_t* exp_avg_scales, std::uint8_t* exp_avg_sq_scales) {
-    static const std::uint8_t kEdges[] = {0, 1, 16, 17, 64, 65, 254, 255};
+    static const std::uint8_t kEdges[] = {0, 1, 16, 17, 32, 33, 254, 255};
     for (std::size_t i = 0; i < scales_of(c); ++i) {
         const std::uint64_t bits = mix((std::uint64_t{c.number} << 32) + 0x80000000u + i);
         const auto hostile = [](std::uint64_t word) {
@@ -158,7 +158,7 @@ inline void fill_scales(const Case& c, std::uint8_t* exp_avg_scales, std::uint8_
 inline std::uint32_t moment_code(const Case& c, bool second, std::uint64_t bits) {
     const auto word = static_cast<std::uint32_t>(bits >> 32);
     if (c.hostile) return word & 0xffu;
-    return second ? 0xecu + word % 20 : (word & 0x80u) | (0x60u + word % 32);
+    return second ? 0xd8u + word % 40 : (word & 0x80u) | (0x60u + word % 32);
 }
 
 // One NaN makes a whole block of 8-bit moments NaN, and one huge number hides the others. So masters and gradients of

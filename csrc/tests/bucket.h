@@ -99,7 +99,7 @@ struct CodeFormat {
         return code;
     }
 };
-constexpr CodeFormat kMomentFormats[2] = {{4, 3}, {6, 2}};  // exp_avg, which has a sign, and exp_avg_sq
+constexpr CodeFormat kMomentFormats[2] = {{4, 3}, {5, 3}};  // exp_avg, which has a sign, and exp_avg_sq
 
 // Returns the room that all elements of all components need to escape.
 inline std::size_t full_arena(std::size_t numel) { return 3 * numel + (3 * numel + 1) / 2 + blocks_of(numel); }
@@ -228,7 +228,7 @@ class Bucket {
 
     // Trained moments are below 2^-6, and below 2^-11.
     void fill_scales(Random& random, std::size_t i) {
-        static const std::uint8_t special[] = {0, 1, 16, 17, 64, 65, 254, 255};
+        static const std::uint8_t special[] = {0, 1, 16, 17, 32, 33, 254, 255};
         const bool trained = case_.contents == Contents::trained;
         for (Guarded* scales : {&scales_m_, &scales_v_}) {
             const auto word = static_cast<std::uint32_t>(random.next());
