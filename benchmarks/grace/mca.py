@@ -253,7 +253,7 @@ def loop_bodies(assembly: str, name: str, marks: dict[str, int]) -> dict[str, li
         for index, block in enumerate(blocks):
             ways, entry = innermost_loop(blocks, index) if count(mark, block.instructions) else ([], 0)
             has_root = any(count("fsqrt", blocks[at].instructions) for way in ways for at in way)
-            if ways and has_root == (mark == "fsqrt"):  # a loop that is met again from another block of it has the same entry
+            if ways and has_root == (mark == "fsqrt"):  # a loop that is met again has the same entry
                 loops.setdefault(entry, ways)
         inner = [
             ways

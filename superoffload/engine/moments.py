@@ -82,7 +82,7 @@ def read_moment(stored: Tensor, numel: int, form: CodeFormat) -> Tensor:
 def write_moment(stored: Tensor, numel: int, form: CodeFormat, blocks: Iterable[tuple[int, Tensor]]) -> None:
     """Overwrites a moment of ``numel`` elements by flat blocks of finite float32 values, each with its offset.
 
-    The blocks cover every element once. Values that codes lack are rounded to nearest, an exp_avg_sq above 0 never to 0.
+    The blocks cover every element once. Values that codes lack are rounded to nearest, but no exp_avg_sq above 0 to 0.
     """
     if stored.dtype != torch.uint8:
         for at, block in blocks:

@@ -89,10 +89,9 @@ def codes_of(values: Float32Array, scales: Bytes, noise: npt.NDArray[np.int64], 
         position = np.where(x >= 2 * lowest, np.where(np.isinf(x), 2.0**40, normal), denormal)
     parts = np.where(np.isnan(position), 0, position).astype(np.int64) + noise
     code = np.minimum(parts >> (23 - form.fraction), form.top)
-    if form.signed:
-        code = code + np.signbit(values) * (form.top + 1)
-    else:
-        code = np.where(x > 0, np.maximum(code, 1), code)
+    smallest = 0 if form.signed else 1  # of what is above 0
+    code = np.where(x > 0, np.maximum(code, smallest), code)
+    code = code + (np.signbit(values) if form.signed else 0) * (form.top + 1)
     return np.where(scale == NAN_SCALE, 0, code).astype(np.uint8)
 
 
