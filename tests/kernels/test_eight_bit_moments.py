@@ -259,6 +259,24 @@ def test_rounding_has_no_bias() -> None:
     assert abs(found.mean() / exact.mean() - 1) < 5 * found.std() / exact.mean() / np.sqrt(numel)
 
 
+def test_denormal_codes_are_rounded_from_the_nearest_number(isa: str) -> None:
+    """Numbers whose noise is one part of 2**20 too small for code 1, or just large enough, by the quarter above a part.
+
+    With beta1 = 0 exp_avg is the gradient. Under the scale of 1.0 a part of a denormal code is 2**-37.
+    """
+    state = State(256, gradient="fp32")
+    h = kernels.Hyper(1e-3, 0.0, 0.999, 1e-8, 0.01, 1)
+    random16 = (noise(256, STREAM, 1, FIRST) & np.uint32(0xFFFF)).astype(np.int64)
+    enough = (1 << 20) - 16 * random16 - 8
+    gradient = ((enough - np.where(np.arange(256) % 2 == 0, 0.25, 0.75)) * 2.0**-37).astype(np.float32)
+    gradient[0] = 1.0
+    state.set_gradient(gradient)
+    wanted = state.expected(h)
+    state.span.step(h)
+    state.expect(wanted)
+    np.testing.assert_array_equal(state.exp_avg[1:256], np.arange(1, 256) % 2 == 0)
+
+
 def test_only_an_exp_avg_sq_of_zero_is_stored_as_zero(isa: str) -> None:
     state = State(256, gradient="fp32")
     gradient = np.full(256, 1e-12, np.float32)

@@ -103,8 +103,8 @@ def test_replay_in_one_pass_is_no_slower_than_undo_and_step(report: dict[str, An
 def test_even_if_every_vector_escapes_the_step_is_within_the_budget_of_fp32(report: dict[str, Any]) -> None:
     rows = [row for row in report["rows"] if row["name"] == "step_journaled"]
     for row in rows:
-        # 8-bit moments, whose step has two passes, may take a fifth more.
-        limit = report["limit"]["cycles_per_param"] * (1.2 if row["state"].startswith("q8") else 1)
+        # 8-bit moments, whose step has two passes, may take a quarter more.
+        limit = report["limit"]["cycles_per_param"] * (1.25 if row["state"].startswith("q8") else 1)
         assert row["cycles_per_param"] < row["cycles_per_param_all_escape"] < limit, row
 
 

@@ -237,11 +237,15 @@ def test_the_table_of_settings_is_what_was_recorded() -> None:
     assert rows["step", "fp32"]["seconds_median"] / rows["step", "split"]["seconds_median"] >= 1.05
 
 
-def test_the_table_of_bf16_moments_is_what_was_recorded() -> None:
-    text = "\n".join(lines_of("benchmarks.md"))
-    loss = {(row["seed"], row["state_dtype"]): row["held_out_loss"] for row in recorded("state")["rows"]}
-    for seed in {seed for seed, _ in loss}:
-        assert f"| {seed} | {loss[seed, 'fp32']:.3f} | {loss[seed, 'bf16']:.3f} |" in text
+def test_the_table_of_leaner_state_is_what_was_recorded() -> None:
+    report, text = recorded("state"), lines_of("benchmarks.md")
+    loss = {(row["setting"], row["seed"]): row["held_out_loss"] for row in report["rows"]}
+    seeds = sorted({seed for _, seed in loss})
+    for row in report["differences"]:
+        cells = " | ".join(f"{loss[row['setting'], seed]:.3f}" for seed in seeds)
+        interval = f"{row['mean_difference']:+.3f} ± {row['half_interval']:.3f}"
+        assert f"| {row['setting']} | {cells} | {interval} |" in text
+        assert abs(row["mean_difference"]) < row["half_interval"], "all intervals contain 0"
 
 
 def test_the_table_of_formats_of_moments_is_what_was_recorded() -> None:
