@@ -57,8 +57,8 @@ void JournalMemory::release_codes() {
 
 std::uint16_t* JournalMemory::take_halves(std::uint64_t bytes) {
     const auto locked = lock();
+    if (!fits_behind_front(bytes)) return nullptr;
     const std::uint64_t back = back_bytes() + round_up(bytes);
-    if (writing_ > 0 || front_bytes() + back > bytes_) return nullptr;
     ++halves_;
     back_ = back;
     back_touched_ = std::max(back_touched_, back);
@@ -73,7 +73,13 @@ void JournalMemory::release_halves() {
 
 bool JournalMemory::has_room_for_halves(std::uint64_t bytes) const {
     const auto locked = lock();
-    return writing_ == 0 && front_bytes() + back_bytes() + round_up(bytes) <= bytes_;
+    return fits_behind_front(bytes);
+}
+
+// The halves begin at a line, also where the memory does not end at one.
+bool JournalMemory::fits_behind_front(std::uint64_t bytes) const {
+    const std::uint64_t lines = bytes_ / kLine * kLine;
+    return writing_ == 0 && front_bytes() + back_bytes() + round_up(bytes) <= lines;
 }
 
 std::uint64_t JournalMemory::held() const {
@@ -96,7 +102,7 @@ void JournalMemory::end_front() {
     arena_.capacity = std::min<std::uint64_t>(back_begin() / 4, adam::JournalBlock::kNotApplied - 1);
 }
 
-std::uint64_t JournalMemory::back_begin() const { return halves_ == 0 ? bytes_ : (bytes_ - back_) / kLine * kLine; }
+std::uint64_t JournalMemory::back_begin() const { return halves_ == 0 ? bytes_ : bytes_ / kLine * kLine - back_; }
 
 void JournalMemory::begin_anew() {
     const std::uint64_t used = used_bytes();

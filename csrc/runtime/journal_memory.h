@@ -51,6 +51,7 @@ class JournalMemory {
     std::uint64_t front_bytes() const { return journals_ == 0 ? 0 : used_bytes(); }
     std::uint64_t back_bytes() const { return halves_ == 0 ? 0 : back_; }
     void end_front();
+    bool fits_behind_front(std::uint64_t bytes) const;
     std::uint64_t back_begin() const;
 
     struct FreeAligned {

@@ -76,6 +76,14 @@ TEST(halves_lie_at_the_other_end_and_meet_the_codes) {
     EXPECT(memory.take_codes(1000 - 40) == codes);  // whole lines
 }
 
+TEST(halves_never_begin_before_what_a_journal_has_written) {
+    JournalMemory memory(1000, 1000);  // of which 960 bytes are whole lines
+    EXPECT(memory.take_codes(256) != nullptr && append(memory, 1));
+    memory.written();
+    EXPECT(!memory.has_room_for_halves(704) && memory.take_halves(704) == nullptr);
+    EXPECT(memory.has_room_for_halves(640) && memory.take_halves(640) != nullptr);
+}
+
 TEST(what_spikes_needed_goes_back_after_quiet_steps) {
     JournalMemory memory(32 * kMiB, 8 * kMiB);
     const auto use = [&](std::uint64_t bytes) {

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from superoffload import _native, kernels
 from superoffload.links.cuda import geometry
-from tests.kernels.test_cuda_kernels import STEPS, step_kernel
-from tests.kernels.test_eight_bit_moments import hostile_blocks
 from tests.support import emulated_kernels
+from tests.support.emulated_kernels import STEPS, step_kernel
 from tests.support.guarded_arrays import Guarded, assert_bits, halves_of
+from tests.support.kernel_inputs import hostile_blocks
 from tests.support.reference import eight_bit
 from tests.support.reference.convert import FORMATS, join, narrow
 from tests.support.reference.stochastic import noise

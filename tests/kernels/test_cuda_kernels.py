@@ -15,26 +15,18 @@ from superoffload import _native, kernels
 from superoffload.links.cuda import geometry
 from tests.support import emulated_kernels
 from tests.support import kernel_inputs as cases
+from tests.support.emulated_kernels import NAMES, STEPS, step_kernel
 from tests.support.guarded_arrays import Guarded, assert_bits, halves_of, scalars_of
 from tests.support.kernel_battery import Case, norm_inputs, span_cases
 from tests.support.reference.bit_sums import BLOCK_BYTES, bit_sums, number_of
 from tests.support.reference.convert import FORMATS, join, narrow
 
-NAMES = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
-STEPS = (
-    ("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "bf16"), ("fp32", "fp16"),
-    ("fp32", "split"), ("bf16", "split"),
-)  # fmt: skip
 NO_SCALES = (0, 0)  # which only 8-bit moments have
 WORDS = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.float16}
 
 
 def sums_of(gradients: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.float64]:
     return np.concatenate([kernels.sum_of_squares(gradient) for gradient in gradients])
-
-
-def step_kernel(types: tuple[str, str]) -> str:
-    return f"step_{NAMES[types[0]]}_{NAMES.get(types[1], types[1])}"
 
 
 def test_every_kernel_is_there_by_name() -> None:

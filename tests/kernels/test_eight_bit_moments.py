@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from superoffload import kernels
 from superoffload.errors import ArgumentError
+from tests.support.kernel_inputs import hostile_blocks
 from tests.support.reference import eight_bit
 from tests.support.reference.convert import narrow
 from tests.support.reference.stochastic import noise
@@ -133,34 +134,6 @@ def test_every_type_of_gradient(isa: str, gradient: str) -> None:
         wanted = state.expected(hyper(step, 0.37))
         state.do(way, hyper(step, 0.37))
         state.expect(wanted)
-
-
-def hostile_blocks() -> dict[str, Float32Array]:
-    """Gradients of one block each."""
-    ones = np.ones(256, np.float32)
-    signs = np.where(np.arange(256) % 2 == 0, 1, -1).astype(np.float32)
-    tiny = np.full(256, 1e-40, np.float32)
-    blocks = {
-        "all zero": 0 * ones,
-        "alternating signs": signs,
-        "denormal": tiny * signs,
-        "one huge value": ones * 1e-6,
-        "huge, whose square overflows": ones * 1e-3,
-        "largest number": ones,
-        "infinity": ones.copy(),
-        "minus infinity": ones.copy(),
-        "nan": signs.copy(),
-        "nothing but infinity": ones * np.inf,
-        "infinities of both signs": signs * np.inf,
-        "spread": (10.0 ** np.linspace(-30, 30, 256)).astype(np.float32) * signs,
-    }
-    blocks["one huge value"][77] = 1e12
-    blocks["huge, whose square overflows"][5] = 1e30
-    blocks["largest number"][0] = np.finfo(np.float32).max
-    blocks["infinity"][255] = np.inf
-    blocks["minus infinity"][0] = -np.inf
-    blocks["nan"][100] = np.nan
-    return blocks
 
 
 @pytest.mark.parametrize("way", WAYS)

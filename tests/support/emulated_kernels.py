@@ -22,6 +22,13 @@ from superoffload.engine.bucket import BLOCK
 from superoffload.links.cuda import geometry
 from tests.support.checkout import ROOT
 
+NAMES = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
+# Of steps: the types of gradient and published parameter.
+STEPS = (
+    ("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "bf16"), ("fp32", "fp16"),
+    ("fp32", "split"), ("bf16", "split"),
+)  # fmt: skip
+
 
 @contextmanager
 def only_one(name: str) -> Iterator[None]:
@@ -67,6 +74,10 @@ def launch(kernel: str, pieces: geometry.Pieces, *addresses: int, grid: int | No
     values = [ctypes.c_void_p(pieces.ctypes.data), ctypes.c_uint(len(pieces)), *map(ctypes.c_void_p, addresses)]
     arguments = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     _library().emulate_launch(kernel.encode(), ctypes.c_uint(grid), ctypes.c_uint(THREADS), arguments)
+
+
+def step_kernel(types: tuple[str, str]) -> str:
+    return f"step_{NAMES[types[0]]}_{NAMES.get(types[1], types[1])}"
 
 
 def pack(

@@ -168,3 +168,31 @@ def _assemble(words: npt.NDArray[np.uint64], exponent: npt.NDArray[np.uint32]) -
     raw = (words & np.uint64(0x807FFFFF)).astype(np.uint32)
     values: Float32Array = (raw | (exponent << np.uint32(23))).view(np.float32)
     return values
+
+
+def hostile_blocks() -> dict[str, Float32Array]:
+    """Gradients of one block each."""
+    ones = np.ones(256, np.float32)
+    signs = np.where(np.arange(256) % 2 == 0, 1, -1).astype(np.float32)
+    tiny = np.full(256, 1e-40, np.float32)
+    blocks = {
+        "all zero": 0 * ones,
+        "alternating signs": signs,
+        "denormal": tiny * signs,
+        "one huge value": ones * 1e-6,
+        "huge, whose square overflows": ones * 1e-3,
+        "largest number": ones,
+        "infinity": ones.copy(),
+        "minus infinity": ones.copy(),
+        "nan": signs.copy(),
+        "nothing but infinity": ones * np.inf,
+        "infinities of both signs": signs * np.inf,
+        "spread": (10.0 ** np.linspace(-30, 30, 256)).astype(np.float32) * signs,
+    }
+    blocks["one huge value"][77] = 1e12
+    blocks["huge, whose square overflows"][5] = 1e30
+    blocks["largest number"][0] = np.finfo(np.float32).max
+    blocks["infinity"][255] = np.inf
+    blocks["minus infinity"][0] = -np.inf
+    blocks["nan"][100] = np.nan
+    return blocks
