@@ -220,18 +220,21 @@ def test_the_journals_table_is_what_was_recorded_and_its_aim_is_met() -> None:
 
 def test_the_table_of_host_memory_is_what_was_recorded_and_its_aim_is_met() -> None:
     rows = recorded("memory")["rows"]
-    assert len(rows) == 4 and all(row["numel"] > 3.8e8 for row in rows)
+    assert len(rows) == len(STATES) and all(row["numel"] > 3.8e8 for row in rows)
     for row in rows:
         sizes = [row[f"{size}_bytes_per_param"] for size in ("resident", "stats", "peak", "planned")]
         assert f"| {row['name']} | {' | '.join(f'{size:.2f}' for size in sizes)} |" in lines_of("benchmarks.md")
         assert abs(row["of_stats"] - 1) <= 0.03 and abs(row["of_planned"] - 1) <= 0.03
 
 
+STATES = ("fp32", "split", "bf16", "bf16+split", "8bit", "8bit+split")
+
+
 def test_the_table_of_settings_is_what_was_recorded() -> None:
     rows = {(row["name"], row["state"]): row for row in recorded("adam-state-x86")["rows"] if row["isa"]}
     labels = {"journaled": "journaled, one-byte codes", "journaled, 2-byte codes": "journaled, two-byte codes"}
     for name in dict.fromkeys(name for name, _ in rows):
-        of_states = [rows[name, state] for state in ("fp32", "split", "bf16", "bf16+split")]
+        of_states = [rows[name, state] for state in STATES]
         cells = [f"{1e9 * row['seconds_median'] / row['numel']:.3f} ({row['of_limit']:.2f})" for row in of_states]
         assert f"| {labels.get(name, name)} | {' | '.join(cells)} |" in lines_of("benchmarks.md")
     assert rows["step", "fp32"]["seconds_median"] / rows["step", "split"]["seconds_median"] >= 1.05
