@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from superoffload.engine.bucket import Shard
-from superoffload.engine.moments import read_moments
+from superoffload.engine.moments import read_exp_avg, read_exp_avg_sq
 
 
 def digests_of(shards: Sequence[Shard]) -> dict[str, str]:
     """Returns SHA-256 digests of masters, moments and published parameters, over all shards in their order."""
     columns: dict[str, Callable[[Shard], Tensor]] = {
         "master": lambda shard: shard.read_masters(),
-        "exp_avg": lambda shard: read_moments(shard)[0],
-        "exp_avg_sq": lambda shard: read_moments(shard)[1],
+        "exp_avg": read_exp_avg,
+        "exp_avg_sq": read_exp_avg_sq,
         "published": lambda shard: shard.target(),
     }
     result = {}

@@ -59,12 +59,20 @@ def shown_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.uint8 else dtype
 
 
-def read_moments(shard: Shard) -> tuple[Tensor, Tensor]:
-    """Returns exp_avg and exp_avg_sq, flat: the stored tensors themselves, or of 8-bit moments copies in bfloat16."""
-    return (
-        read_moment(shard.exp_avg, shard.numel, EXP_AVG),
-        read_moment(shard.exp_avg_sq, shard.numel, EXP_AVG_SQ),
-    )
+def scales_address(moment: Tensor, numel: int, start: int = 0) -> int:
+    """Returns the address of the scale of the block that begins at element ``start`` of ``moment``, which is stored for
+    ``numel`` parameters; 0: it has no scales."""
+    return moment.data_ptr() + numel + start // BLOCK if moment.dtype == torch.uint8 else 0
+
+
+def read_exp_avg(shard: Shard) -> Tensor:
+    """Returns exp_avg, flat: the stored tensor itself, or of 8-bit moments a copy in bfloat16."""
+    return read_moment(shard.exp_avg, shard.numel, EXP_AVG)
+
+
+def read_exp_avg_sq(shard: Shard) -> Tensor:
+    """Returns exp_avg_sq, flat: the stored tensor itself, or of 8-bit moments a copy in bfloat16."""
+    return read_moment(shard.exp_avg_sq, shard.numel, EXP_AVG_SQ)
 
 
 def read_moment(stored: Tensor, numel: int, form: CodeFormat) -> Tensor:

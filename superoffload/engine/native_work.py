@@ -9,9 +9,9 @@ import torch
 from superoffload import _native
 from superoffload.engine.bucket import ELEMENT_TYPES, Bucket, Piece
 from superoffload.engine.journal_reservation import LARGEST_JOURNAL_MEMORY, kept_bytes
+from superoffload.engine.moments import scales_address
 from superoffload.host.memory import refused
 
-MOMENT_BLOCK: int = _native.MOMENT_BLOCK
 STATE_TYPES = {**ELEMENT_TYPES, torch.uint8: _native.ElementType.q8}
 
 
@@ -51,7 +51,6 @@ def native_work(
 def _run(bucket: Bucket, place: int, piece: Piece, *, past_cache: bool) -> _native.Run:
     shard, packed = piece.shard, bucket.gradients
     size = bucket.gradient_dtype.itemsize
-    scales_at = shard.numel + piece.start // MOMENT_BLOCK if shard.exp_avg.dtype == torch.uint8 else None
     return _native.Run(
         master=shard.master.data_ptr() + shard.master.element_size() * piece.start,
         exp_avg=shard.exp_avg.data_ptr() + shard.exp_avg.element_size() * piece.start,
@@ -66,6 +65,6 @@ def _run(bucket: Bucket, place: int, piece: Piece, *, past_cache: bool) -> _nati
         noise_stream=shard.noise_stream,
         past_cache=past_cache,
         split_master=shard.upper is not None,
-        exp_avg_scales=0 if scales_at is None else shard.exp_avg.data_ptr() + scales_at,
-        exp_avg_sq_scales=0 if scales_at is None else shard.exp_avg_sq.data_ptr() + scales_at,
+        exp_avg_scales=scales_address(shard.exp_avg, shard.numel, piece.start),
+        exp_avg_sq_scales=scales_address(shard.exp_avg_sq, shard.numel, piece.start),
     )

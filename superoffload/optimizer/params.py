@@ -12,7 +12,7 @@ from torch import Tensor
 from superoffload.distributed.held import Held
 from superoffload.distributed.ownership import Holding, like_parameter
 from superoffload.engine.bucket import Shard
-from superoffload.engine.moments import read_moments
+from superoffload.engine.moments import read_exp_avg, read_exp_avg_sq
 from superoffload.engine.placement import make_state
 from superoffload.errors import StateError
 from superoffload.optimizer.arguments import check_finite, check_parameter
@@ -63,8 +63,8 @@ class StateViews:
     def show(self, tracked: TrackedParam) -> None:
         param, holding, shard = tracked.param, tracked.holding, tracked.shard
         reads: dict[str, Callable[[], Tensor]] = {
-            "exp_avg": lambda: like_parameter(param, holding, read_moments(shard)[0]),
-            "exp_avg_sq": lambda: like_parameter(param, holding, read_moments(shard)[1]),
+            "exp_avg": lambda: like_parameter(param, holding, read_exp_avg(shard)),
+            "exp_avg_sq": lambda: like_parameter(param, holding, read_exp_avg_sq(shard)),
             "master": lambda: like_parameter(param, holding, shard.read_masters()),
         }
         copied = {"exp_avg", "exp_avg_sq"} if shard.exp_avg.dtype == torch.uint8 else set()

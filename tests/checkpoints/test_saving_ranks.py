@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -22,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor
 
 from superoffload import AdamW, checkpoints
 from superoffload.checkpoints import folder as folders
@@ -37,6 +35,7 @@ from tests.support.rank_processes import (
     on_ranks,
     optimizer_of,
     tokens_of,
+    whole,
 )
 from tests.support.saved_ranks import build, step
 
@@ -44,20 +43,15 @@ State = dict[str, Any]
 WAYS = ("fsdp2", "replicas", "shard", "replicate", "split masters", "8-bit moments")
 
 
-def full(value: Any) -> Tensor:
-    tensor: Tensor = value.full_tensor() if isinstance(value, DTensor) else value
-    return tensor.detach().clone()
-
-
 def everything(model: Net, optimizer: AdamW) -> State:
     """All state, gathered, by name and kind."""
     states = optimizer.state_dict()["state"]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     names = {id(p): name for name, p in model.named_parameters()}
-    found: State = {name: full(value) for name, value in model.state_dict().items()}
+    found: State = {name: whole(value) for name, value in model.state_dict().items()}
     for i, param in enumerate(params):
         for key in ("master", "exp_avg", "exp_avg_sq", "step"):
-            found[f"{key} {names[id(param)]}"] = full(states[i][key])
+            found[f"{key} {names[id(param)]}"] = whole(states[i][key])
     return found
 
 

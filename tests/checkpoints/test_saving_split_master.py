@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from superoffload.checkpoints.safetensors import TensorFile, TensorReader
 from superoffload.engine.speculation_schedule import Schedule
 from superoffload.optimizer import state_dict
 from tests.support.adamw_training import Reordered, TorchAdamW, batch, model_of, train
+from tests.support.carried_state import Carry, as_dict, in_a_folder, in_the_background, through_a_file
 from tests.support.saved_runs import TENSORS
 from tests.support.split_masters import (
     SPLIT,
@@ -39,34 +38,6 @@ def _many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors are written, read and loaded in several blocks, as large ones are."""
     monkeypatch.setattr(state_dict, "_BLOCK", 100)
     monkeypatch.setattr(safetensors, "_RUN", 512)
-
-
-Carry = Callable[[nn.Module, AdamW, nn.Module, AdamW, Path], None]
-
-
-def as_dict(model: nn.Module, optimizer: AdamW, other: nn.Module, loads: AdamW, _: Path) -> None:
-    other.load_state_dict(model.state_dict())
-    loads.load_state_dict(optimizer.state_dict())
-
-
-def through_a_file(model: nn.Module, optimizer: AdamW, other: nn.Module, loads: AdamW, _: Path) -> None:
-    """The optimizer's state first, whose masters are followed by those of the model that comes behind it."""
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    loads.load_state_dict(state["optimizer"])
-    other.load_state_dict(state["model"])
-
-
-def in_a_folder(model: nn.Module, optimizer: AdamW, other: nn.Module, loads: AdamW, folder: Path) -> None:
-    checkpoints.save(folder / "a", model, optimizer)
-    checkpoints.load(folder / "a", other, loads)
-
-
-def in_the_background(model: nn.Module, optimizer: AdamW, other: nn.Module, loads: AdamW, folder: Path) -> None:
-    checkpoints.save_in_background(folder / "a", model, optimizer).wait(60)
-    checkpoints.load(folder / "a", other, loads)
 
 
 WAYS = [as_dict, through_a_file, in_a_folder, in_the_background]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from superoffload import AdamW, checkpoints
 from superoffload.host.tensors import local_of
-from tests.support.rank_processes import flat_mesh, loss_of, net, on_ranks, optimizer_of, shard
+from tests.support.rank_processes import flat_mesh, loss_of, net, on_ranks, optimizer_of, shard, whole
 from tests.support.reference import adam, eight_bit
 from tests.support.reference.stochastic import noise
 from tests.support.split_masters import same_bits, shard_of
@@ -118,18 +118,18 @@ def saved_whole(folder: str) -> list[list[Tensor]]:
     with optimizer_of(model, **EIGHT) as optimizer:
         stepped(model, optimizer, range(4))
         checkpoints.save(folder, model, optimizer)
-        whole = [[value.full_tensor() for value in values] for values in shards_of(optimizer)]  # type: ignore[attr-defined]
-        return whole if dist.get_rank() == 0 else []
+        wholes = [[whole(value) for value in values] for values in shards_of(optimizer)]
+        return wholes if dist.get_rank() == 0 else []
 
 
 def test_other_ranks_load_what_blocks_of_their_own_can_hold(tmp_path: Path) -> None:
     """Blocks begin elsewhere then, so that small moments next to large ones may be rounded. Masters keep every bit."""
-    whole, _ = on_ranks(2, saved_whole, str(tmp_path / "a"))
+    wholes, _ = on_ranks(2, saved_whole, str(tmp_path / "a"))
     model = wide_net(seed=9)
     forms = (eight_bit.EXP_AVG, eight_bit.EXP_AVG_SQ)
     with optimizer_of(model, **EIGHT) as loaded:
         checkpoints.load(tmp_path / "a", model, loaded)
-        for (master, *moments), (expected, *given) in zip(shards_of(loaded), whole, strict=True):
+        for (master, *moments), (expected, *given) in zip(shards_of(loaded), wholes, strict=True):
             assert same_bits(master, expected)
             for found, saved, form in zip(moments, given, forms, strict=True):
                 values = saved.float().reshape(-1).numpy()
@@ -137,5 +137,5 @@ def test_other_ranks_load_what_blocks_of_their_own_can_hold(tmp_path: Path) -> N
                 np.testing.assert_array_equal(found.float().reshape(-1).numpy(), rounded)
         with optimizer_of(model) as exact:
             checkpoints.load(tmp_path / "a", model, exact)
-            for ours, theirs in zip(shards_of(exact), whole, strict=True):
+            for ours, theirs in zip(shards_of(exact), wholes, strict=True):
                 assert all(torch.equal(one.float(), other.float()) for one, other in zip(ours, theirs, strict=True))

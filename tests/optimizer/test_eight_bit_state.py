@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import pickle
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from superoffload import AdamW, CPUAdamW, checkpoints
 from superoffload.engine.speculation_schedule import Schedule
 from superoffload.errors import ArgumentError
 from tests.support.adamw_training import Mixed, Reordered, TorchAdamW, check_counters, model_of, train
+from tests.support.carried_state import Carry, as_dict, in_a_folder, through_a_file
 from tests.support.reference import adam, eight_bit
 from tests.support.reference.stochastic import noise
 from tests.support.split_masters import same_bits, same_states, shard_of, state_of
@@ -160,29 +160,7 @@ def test_bytes_are_accounted_for() -> None:
         assert optimizer.stats()["host_bytes"] / (1 << 20) == pytest.approx(4 + moments + 2 + 2, abs=0.02)
 
 
-Carry = Callable[[nn.Module, AdamW, nn.Module, AdamW, Path], None]
-
-
-def as_dict(model: nn.Module, optimizer: AdamW, other: nn.Module, loads: AdamW, _: Path) -> None:
-    other.load_state_dict(model.state_dict())
-    loads.load_state_dict(optimizer.state_dict())
-
-
-def through_a_file(model: nn.Module, optimizer: AdamW, other: nn.Module, loads: AdamW, _: Path) -> None:
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    other.load_state_dict(state["model"])
-    loads.load_state_dict(state["optimizer"])
-
-
-def in_a_folder(model: nn.Module, optimizer: AdamW, other: nn.Module, loads: AdamW, folder: Path) -> None:
-    checkpoints.save(folder / "a", model, optimizer)
-    checkpoints.load(folder / "a", other, loads)
-
-
-def in_the_background(model: nn.Module, optimizer: AdamW, other: nn.Module, loads: AdamW, folder: Path) -> None:
+def beside_a_step(model: nn.Module, optimizer: AdamW, other: nn.Module, loads: AdamW, folder: Path) -> None:
     saving = checkpoints.save_in_background(folder / "a", model, optimizer)
     before = [p.detach().clone() for p in model.parameters()], state_of(optimizer)
     train(model, optimizer, [50])  # changes state that may not be written yet
@@ -192,7 +170,7 @@ def in_the_background(model: nn.Module, optimizer: AdamW, other: nn.Module, load
     assert same_states(before[1], state_of(optimizer))
 
 
-CARRIES = [as_dict, through_a_file, in_a_folder, in_the_background]
+CARRIES = [as_dict, through_a_file, in_a_folder, beside_a_step]
 
 
 @pytest.mark.parametrize("make", [odd_model, Mixed, Reordered])

@@ -10,7 +10,7 @@ from torch import Tensor
 from superoffload import _native
 from superoffload.engine.bucket import ELEMENT_TYPES, GroupHyper, Shard
 from superoffload.engine.master_halves import join
-from superoffload.engine.moments import stored_numel
+from superoffload.engine.moments import scales_address, stored_numel
 from superoffload.engine.native_work import STATE_TYPES
 from superoffload.engine.verdict import Verdict, decide
 
@@ -49,7 +49,6 @@ class PlainShard:
         self._packed = torch.zeros(shard.numel, dtype=shard.gradient_dtype)
         self._sums = shard.block_sums.copy()
         self._type = ELEMENT_TYPES[shard.gradient_dtype]
-        scales_at = shard.numel if self.exp_avg.dtype == torch.uint8 else None
         run = _native.Run(
             master=self._master.data_ptr(),
             exp_avg=self.exp_avg.data_ptr(),
@@ -62,8 +61,8 @@ class PlainShard:
             state_type=STATE_TYPES[self.exp_avg.dtype],
             noise_stream=shard.noise_stream,
             split_master=self._split,
-            exp_avg_scales=0 if scales_at is None else self.exp_avg.data_ptr() + scales_at,
-            exp_avg_sq_scales=0 if scales_at is None else self.exp_avg_sq.data_ptr() + scales_at,
+            exp_avg_scales=scales_address(self.exp_avg, shard.numel),
+            exp_avg_sq_scales=scales_address(self.exp_avg_sq, shard.numel),
         )
         self._work = _native.BucketWork([run], 0)
 

@@ -99,10 +99,15 @@ def shard(model: Net, mesh: DeviceMesh, policy: Any = None, **options: Any) -> N
     return model
 
 
+def whole(value: Any) -> Tensor:
+    """A copy, gathered where it is spread."""
+    tensor: Tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    return tensor.detach().clone()
+
+
 def wholes_of(model: nn.Module) -> list[Tensor]:
     """Copies of all parameters, gathered."""
-    with torch.no_grad():
-        return [p.full_tensor() if isinstance(p, DTensor) else p.detach().clone() for p in model.parameters()]
+    return [whole(param) for param in model.parameters()]
 
 
 def flat_mesh() -> DeviceMesh:

@@ -16,19 +16,10 @@ from superoffload.tools.report import style
 from superoffload.tools.train.corpus import Corpus
 from superoffload.tools.train.injection import Injection
 from superoffload.tools.train.trainer import Trainer
-from superoffload.tools.train.training_config import TrainingConfig
+from superoffload.tools.train.training_config import STATE_SETTINGS, TrainingConfig
 
 Row = dict[str, Any]
 
-# How each setting keeps moments and masters.
-SETTINGS = {
-    "fp32": ("fp32", "fp32"),
-    "split": ("fp32", "split"),
-    "bf16": ("bf16", "fp32"),
-    "bf16+split": ("bf16", "split"),
-    "8bit": ("8bit", "fp32"),
-    "8bit+split": ("8bit", "split"),
-}
 DEFAULT = "fp32"
 # Student's t for a two-sided interval of 95 %, by degrees of freedom from 1 on.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
@@ -75,7 +66,7 @@ def half_interval(values: Sequence[float]) -> float | None:
 
 
 def _run(config: TrainingConfig, setting: str, seed: int, corpus: Corpus, on_step: Callable[[str, int], None]) -> Row:
-    moments, masters = SETTINGS[setting]
+    moments, masters = STATE_SETTINGS[setting]
     config = config.replace(state_dtype=moments, master_dtype=masters, seed=seed)
     with Trainer(config, corpus, Injection(())) as trainer:
         losses = []

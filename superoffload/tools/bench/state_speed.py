@@ -9,43 +9,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from superoffload import _native
 from superoffload.errors import ArgumentError
+from superoffload.optimizer.arguments import check_state_dtype
 from superoffload.tools.bench import contestants as who
 from superoffload.tools.bench.timing import Contestant, Rounds, Samples, interleave
 from superoffload.tools.bench.workload import BYTES_PER_PARAM, Workload
 from superoffload.tools.doctor.memory_limit import MemoryLimit
 from superoffload.tools.report import style
+from superoffload.tools.train.training_config import STATE_SETTINGS
 
 Row = dict[str, Any]
 
 
-class Form(NamedTuple):
-    """Names how moments and masters are kept."""
-
-    moments: torch.dtype
-    split: bool
-
-
-FORMS = {
-    "fp32": Form(torch.float32, split=False),
-    "split": Form(torch.float32, split=True),
-    "bf16": Form(torch.bfloat16, split=False),
-    "bf16+split": Form(torch.bfloat16, split=True),
-    "8bit": Form(torch.uint8, split=False),
-    "8bit+split": Form(torch.uint8, split=True),
-}
 DEFAULT = "fp32"
 _OPERATIONS = tuple(who.OPERATIONS)
 
 
 def forms_from(asked: str) -> list[str]:
     """Returns the settings to measure: all, or the one asked for beside the default."""
-    return list(FORMS) if asked == "all" else list(dict.fromkeys((DEFAULT, asked)))
+    return list(STATE_SETTINGS) if asked == "all" else list(dict.fromkeys((DEFAULT, asked)))
 
 
 def check_memory(numel: int, forms: Sequence[str], available: int | None) -> None:
@@ -67,7 +52,8 @@ def run_forms(numel: int, threads: int, isa: str, forms: Sequence[str], rounds: 
     try:
         contestants: list[Contestant] = []
         for name in forms:
-            workload = Workload(numel, pool, FORMS[name].moments, split=FORMS[name].split)
+            moments, masters = STATE_SETTINGS[name]
+            workload = Workload(numel, pool, check_state_dtype(moments), split=masters == "split")
             limits, found = who.limits(workload, cpus)
             ours = who.OurKernels(workload, pool, isa).contestants(partial(_bytes_moved, found))
             contestants += [_named(name, one) for one in (*limits, *ours)]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.engine.bucket import ELEMENT_TYPES
-from superoffload.engine.moments import stored_numel
+from superoffload.engine.moments import scales_address, stored_numel
 from superoffload.engine.native_work import STATE_TYPES
 from superoffload.host.memory import exceeds_caches, host_empty, host_zeros
 
@@ -62,7 +62,6 @@ class Workload:
             pool.submit(self.next_work(), _native.Operation.step).wait()
 
     def _work(self, gradient: Tensor) -> _native.BucketWork:
-        scales_at = self.numel if self.exp_avg.dtype == torch.uint8 else None
         run = _native.Run(
             master=self.master.data_ptr(),
             exp_avg=self.exp_avg.data_ptr(),
@@ -75,8 +74,8 @@ class Workload:
             state_type=STATE_TYPES[self.exp_avg.dtype],
             past_cache=exceeds_caches(self.numel),
             split_master=self.split,
-            exp_avg_scales=0 if scales_at is None else self.exp_avg.data_ptr() + scales_at,
-            exp_avg_sq_scales=0 if scales_at is None else self.exp_avg_sq.data_ptr() + scales_at,
+            exp_avg_scales=scales_address(self.exp_avg, self.numel),
+            exp_avg_sq_scales=scales_address(self.exp_avg_sq, self.numel),
         )
         return _native.BucketWork([run], int(_JOURNAL_BYTES_PER_PARAM * self.numel) + _JOURNAL_BYTES)
 

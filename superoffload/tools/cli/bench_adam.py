@@ -9,6 +9,7 @@ from typing import Any
 from superoffload.errors import ArgumentError
 from superoffload.tools.cli import measurement
 from superoffload.tools.cli.options import add_option
+from superoffload.tools.train.training_config import STATE_SETTINGS
 
 _LARGE, _QUICK = 1 << 26, 1 << 22
 _SIZES = tuple(1 << power for power in range(10, 29, 2))  # 1 k to 256 M
@@ -34,7 +35,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--no-deepspeed", action="store_true", help="do not time DeepSpeedCPUAdam, though installed")
     parser.add_argument(
         "--state",
-        choices=("fp32", "split", "bf16", "bf16+split", "8bit", "8bit+split", "all"),
+        choices=(*STATE_SETTINGS, "all"),
         help="compare this setting of masters and moments, or all, with the default (fp32), and nothing else",
     )
     parser.add_argument("--quick", action="store_true", help="small arrays and short times, to see that it works")

@@ -10,9 +10,9 @@ from typing import Any
 from superoffload.errors import ArgumentError
 from superoffload.tools.cli import measurement
 from superoffload.tools.cli.options import add_option
-from superoffload.tools.train.training_config import TrainingConfig
+from superoffload.tools.train.training_config import STATE_SETTINGS, TrainingConfig
 
-_SETTINGS = ("split", "bf16", "bf16+split", "8bit", "8bit+split")
+_DEFAULT, *_SETTINGS = STATE_SETTINGS
 
 Measure = Callable[[TrainingConfig, Any, Callable[[str, int], None]], dict[str, Any]]
 Plot = Callable[[dict[str, Any], Path], None]
@@ -27,7 +27,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--seeds", type=int, default=3, help="runs per setting (default: 3)")
     parser.add_argument(
-        "--settings", nargs="+", choices=_SETTINGS, default=_SETTINGS, help="beside fp32 (default: all)"
+        "--settings", nargs="+", choices=_SETTINGS, default=_SETTINGS, help=f"beside {_DEFAULT} (default: all)"
     )
     add_training_options(parser)
     return parser

@@ -12,6 +12,15 @@ from superoffload.errors import ArgumentError
 DTYPE_NAMES = ("bf16", "fp32")
 SPECULATION = ("adaptive", "always", "never")
 STATE_DTYPES = ("fp32", "bf16", "8bit")
+# By name, the state_dtype and master_dtype that benchmarks compare; the first is the default.
+STATE_SETTINGS = {
+    "fp32": ("fp32", "fp32"),
+    "split": ("fp32", "split"),
+    "bf16": ("bf16", "fp32"),
+    "bf16+split": ("bf16", "split"),
+    "8bit": ("8bit", "fp32"),
+    "8bit+split": ("8bit", "split"),
+}
 MASTER_DTYPES = ("fp32", "split")
 MOST_THREADS = 1024  # more is of no use, and starting them may fail
 
