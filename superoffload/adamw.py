@@ -90,7 +90,7 @@ class AdamW(Optimizer):
             fewer than all ranks, or with "local", ``max_grad_norm`` counts their norm alone; a warning says so once.
         rank_timeout: seconds to wait for other ranks (None: SUPEROFFLOAD_RANK_TIMEOUT, else 60).
         state_dtype: of exp_avg and exp_avg_sq: "fp32" (12 bytes of state per parameter), or rounded stochastically:
-            "bf16" (8), or "8bit" (6), which ``state[p]`` shows as bfloat16 copies. docs/kernel.md: what each costs.
+            "bf16" (8), or "8bit" (6), which ``state[p]`` shows as bfloat16 copies. docs/engines.md: what it costs.
         master_dtype: "fp32", or "split" to keep the fp32 masters of bfloat16 parameters as the published value and a
             remainder of 16 bits, which is 2 bytes less; ``state[p]["master"]`` is then a copy (docs/kernel.md).
         accumulate_dtype: with "fp32", gradients of bf16 and fp16 parameters add up in fp32 over the backward passes of

@@ -269,7 +269,7 @@ _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.ui
 def check_state_dtype(value: Any) -> torch.dtype:
     """Returns the dtype in which exp_avg and exp_avg_sq are stored."""
     for name, dtype in _STATE_DTYPES.items():
-        if value in (name, dtype):
+        if value == name or (value == dtype and dtype.is_floating_point):
             return dtype
     raise ArgumentError(f"state_dtype={value!r}: expected 'fp32', 'bf16' or '8bit'")
 

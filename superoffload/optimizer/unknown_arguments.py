@@ -53,7 +53,10 @@ _DEEPSPEEDS = {
     "bias_correction": "the moments' bias is always corrected here",
     "fp32_optimizer_states": 'here state_dtype is "fp32", "bf16" or "8bit"',
 }
-_ADAMWS = {"accumulate_dtype": "this one reads p.grad as it is: set p.grad_dtype = torch.float32 on the parameters"}
+_ADAMWS = {
+    "accumulate_dtype": "this one reads p.grad as it is: set p.grad_dtype = torch.float32 on the parameters",
+    "master_dtype": "masters are fp32 here",
+}
 
 
 # None lets torch choose its loop over parameters.

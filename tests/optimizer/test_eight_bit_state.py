@@ -245,12 +245,16 @@ def test_loading_nothing_makes_state_new() -> None:
         assert all(not state["exp_avg_sq"].any() for state in optimizer.state.values())
 
 
-@pytest.mark.parametrize("value", ["int8", "8", 8, torch.uint16, None])
+@pytest.mark.parametrize("value", ["int8", "8", 8, torch.uint8, None])
 def test_what_is_no_setting_is_refused(value: Any) -> None:
     with pytest.raises(ArgumentError, match="expected 'fp32', 'bf16' or '8bit'"):
         AdamW([nn.Parameter(torch.zeros(3))], state_dtype=value)
 
 
 def test_cpu_adamw_says_who_has_it() -> None:
+    params = [nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))]
     with pytest.raises(ArgumentError, match=r"state_dtype='8bit'.*superoffload\.AdamW has them"):
-        CPUAdamW([nn.Parameter(torch.zeros(3))], **EIGHT)
+        CPUAdamW(params, **EIGHT)
+    unknown: dict[str, Any] = {"master_dtype": "split"}
+    with pytest.raises(TypeError, match=r"master_dtype='split': .*superoffload\.AdamW has it; masters are fp32 here"):
+        CPUAdamW(params, **unknown)

@@ -119,7 +119,7 @@ def _judge_size(found: Examination, total: int | None, limit: tuple[int, int] | 
     plain, bf16, least = (f"{usable / size / 1e9:.1f} B" for size in sizes)
     found.ok(
         f"{text}: room for the state of {plain} bf16 parameters ({sizes[0]:g} bytes each); with split masters and bf16 "
-        f"moments {bf16} ({sizes[1]:g}), with 8-bit moments {least} ({sizes[2]:g})"
+        f"moments {bf16} ({sizes[1]:g}), or 8-bit moments {least} ({sizes[2]:g})"
     )
     if usable < _LITTLE_MEMORY:
         found.warn(

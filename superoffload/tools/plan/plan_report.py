@@ -35,6 +35,7 @@ def assumptions(hardware: Hardware, settings: Settings) -> list[str]:
             f"{settings.ranks} ranks communicate as in one node of {hardware.gpus_per_node}; no network between nodes"
         ]
     )
+    eight_bit = settings.state_dtype == "8bit"
     return [
         *nodes,
         f"{settings.utilization:.0%} of the GPU's bf16 peak in forward and backward (--utilization)",
@@ -47,6 +48,7 @@ def assumptions(hardware: Hardware, settings: Settings) -> list[str]:
         "bandwidths only, no latencies; 64 equal buckets; eager delivery; new parameters travel before the verdict "
         "where the GPU has room; copies do not slow the processors further",
         f"{settings.clip_rate:.0%} of the steps clip (--clip-rate)",
+        *(["8-bit moments: bytes only, though processors may be bound by computing"] if eight_bit else []),
     ]
 
 
