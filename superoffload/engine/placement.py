@@ -164,14 +164,14 @@ def make_state(
         members = [i for i in range(len(sizes)) if (resident[i], master_dtypes[i]) == (on_device, master_dtype)]
         device = placer.residency.device if on_device and placer is not None else None
         lengths = [stored_numel(sizes[i], moments_dtype) for i in members]
-        masters = _slices([sizes[i] for i in members], master_dtype, device)
-        exp_avgs, exp_avg_sqs = (_slices(lengths, moments_dtype, device) for _ in range(2))
+        masters = slab_of_zeros([sizes[i] for i in members], master_dtype, device)
+        exp_avgs, exp_avg_sqs = (slab_of_zeros(lengths, moments_dtype, device) for _ in range(2))
         states.update(zip(members, zip(masters, exp_avgs, exp_avg_sqs, strict=True), strict=True))
     return [states[i] for i in range(len(sizes))]
 
 
-def _slices(sizes: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> list[Tensor]:
-    """Makes one slab of zeros, and a slice of it for each size."""
+def slab_of_zeros(sizes: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> list[Tensor]:
+    """Makes one slab of zeros on ``device`` (None: in host memory); returns a slice of it for each size."""
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + aligned(size))

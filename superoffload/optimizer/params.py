@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import UserDict, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -20,34 +20,8 @@ from superoffload.optimizer.constructor_arguments import ConstructorArguments
 from superoffload.optimizer.engine_setup import EngineSetup
 from superoffload.optimizer.gradient_source import dtype_to_come
 from superoffload.optimizer.groups import ParamGroups
+from superoffload.optimizer.state_of_copies import StateOfCopies
 from superoffload.optimizer.tracked_param import TrackedParam, remember_values
-
-
-class StateOfCopies(UserDict[str, Tensor]):
-    """Shows the state of a parameter that keeps some of it in other forms: each read of those makes a copy.
-
-    It keeps no copy, also where a framework puts one back: Lightning reads and writes every entry. Its own copies and
-    pickles are plain dictionaries of that moment.
-    """
-
-    def __init__(self, rest: Mapping[str, Tensor], copies: Mapping[str, Callable[[], Tensor]]) -> None:
-        self._copies = copies
-        super().__init__({**rest, **dict.fromkeys(copies, torch.empty(0))})
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._copies[name]() if name in self._copies else super().__getitem__(name)
-
-    def __setitem__(self, name: str, value: Tensor) -> None:
-        super().__setitem__(name, torch.empty(0) if name in self._copies else value)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
-    def __copy__(self) -> Any:
-        return dict(self)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
 
 
 class StateViews:

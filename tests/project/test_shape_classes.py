@@ -69,7 +69,10 @@ ASSIGNED: dict[str, tuple[str, tuple[str, ...]]] = {
     "_opt_called": ("torch: its schedulers look there whether step() was called", INNER_OPTIMIZER),
     "_orig_dtype": ("torch: the dtype to which FSDP2 rounds what it has reduced", FSDP2),
     "clip_grad": ("DeepSpeed: its optimizer keeps the threshold there", ("tools/convergence/zero3.py",)),
-    "data": ("torch: changes the dtype of a parameter", ("tools/train/model.py",)),
+    "data": (
+        "torch: changes the dtype, or the memory, of a parameter",
+        ("tools/train/model.py", "integrations/deepspeed/stage3/sub_group_state.py"),
+    ),
     "grad": ("torch: p.grad is the user's, and a placeholder has to stand there", ()),
     "grad_added_to_main_grad": ("Megatron: says that p.main_grad has the gradient", ("optimizer/gradient_source.py",)),
     "grad_dtype": ("torch: p.grad_dtype is where autograd looks", ("optimizer/grad_dtypes.py",)),

@@ -171,7 +171,7 @@ def test_a_pass_moves_fewer_bytes_with_leaner_state() -> None:
 
 
 def test_what_engines_do_not_have_is_refused() -> None:
-    for other in (Settings(engine="torch"), Settings(sharding="zero3", ranks=2)):
+    for other in (Settings(engine="torch"), Settings("zero-offload", "zero3", ranks=2)):
         for moments, master in (("bf16", "fp32"), ("fp32", "split"), ("8bit", "split")):
             with pytest.raises(ArgumentError, match="bf16 and 8-bit moments and split masters are superoffload's"):
                 replace(other, state_dtype=moments, master_dtype=master)

@@ -13,12 +13,16 @@ from typing import Any
 from superoffload.engine.speculation_schedule import MODES
 from superoffload.errors import ArgumentError
 from superoffload.host.numbers import check_number, check_threads, check_whole_number
-from superoffload.optimizer.arguments import check_rank_check
+from superoffload.optimizer.arguments import check_rank_check, check_seed
 
 DEVICE = "superoffload"
 OPTIONS_KEY = "superoffload"
 DELIVERIES = ("eager", "on_demand")
 OPTIMIZERS = ("adam", "adamw")
+STATE_DTYPES = ("fp32", "bf16", "8bit")
+MASTER_DTYPES = ("fp32", "split")
+LEANER_MASTERS = 'masters have fp32 values here; for less memory set "superoffload": {"master_dtype": "split"}'
+LEANER_MOMENTS = 'set "superoffload": {"state_dtype": "bf16"} instead'
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,9 @@ class Options:
     match_stock: bool = False
     rank_check: Any = "light"
     rank_timeout: float | None = None
+    state_dtype: str = "fp32"
+    master_dtype: str = "fp32"
+    seed: int = 0
 
     def __post_init__(self) -> None:
         _one_of("speculation", self.speculation, MODES)
@@ -45,6 +52,9 @@ class Options:
         if not isinstance(self.match_stock, bool):
             raise ArgumentError(f'"{OPTIONS_KEY}": match_stock={self.match_stock!r}: expected true or false')
         check_rank_check(self.rank_check)
+        _one_of("state_dtype", self.state_dtype, STATE_DTYPES)
+        _one_of("master_dtype", self.master_dtype, MASTER_DTYPES)
+        check_seed(self.seed)
         if self.rank_timeout is not None:
             check_number(f'"{OPTIONS_KEY}": rank_timeout', self.rank_timeout, low=0.1)
 
@@ -134,8 +144,8 @@ _REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("zero_optimization", "elastic_checkpoint"), "DeepSpeed itself refuses it for stage 3; use universal checkpoints"),
     (("compile", "deepcompile"), "DeepCompile rewrites the gradient reduction; engine.compile() without it works"),
     (("hybrid_engine", "enabled"), "the hybrid engine is not supported; remove it"),
-    (("bf16", "bf16_master_weights_and_grads"), "master weights are fp32; remove the key"),
-    (("bf16", "bf16_optimizer_states"), "moments are fp32; remove the key"),
+    (("bf16", "bf16_master_weights_and_grads"), LEANER_MASTERS),
+    (("bf16", "bf16_optimizer_states"), LEANER_MOMENTS),
     (("fp16", "fp16_master_weights_and_grads"), "master weights are fp32; remove the key"),
 )
 _HALF = ("torch.float16", "fp16", "float16", "half")

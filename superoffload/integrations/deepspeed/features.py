@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from superoffload.engine.bucket import ELEMENT_TYPES, GroupHyper
 from superoffload.errors import ArgumentError
+from superoffload.integrations.deepspeed.config import LEANER_MASTERS, LEANER_MOMENTS
 from superoffload.optimizer.arguments import check_group
 
 
@@ -22,7 +23,7 @@ def check_optimizer(optimizer: Any, cpu_adam: type) -> None:
             '"offload_optimizer": {"device": "cpu"}'
         )
     if not getattr(optimizer, "fp32_optimizer_states", True):
-        raise ArgumentError("fp32_optimizer_states=False: expected true; moments are fp32 here")
+        raise ArgumentError(f"fp32_optimizer_states=False: expected true; {LEANER_MOMENTS}")
     for index, group in enumerate(optimizer.param_groups):
         for name in ("amsgrad", "maximize", "differentiable"):
             if group.get(name):
@@ -67,8 +68,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         "zero_quantized_weights": "quantized weights are not supported; remove the key",
         "zero_quantized_nontrainable_weights": "quantized weights are not supported; remove the key",
         "fp16_master_weights_and_gradients": "master weights are fp32; remove the key",
-        "bf16_master_weights_and_gradients": "master weights are fp32; remove the key",
-        "bf16_optimizer_states": "moments are fp32; remove the key",
+        "bf16_master_weights_and_gradients": LEANER_MASTERS,
+        "bf16_optimizer_states": LEANER_MOMENTS,
         "elastic_checkpoint": "DeepSpeed itself refuses it for stage 3; use universal checkpoints",
     }
     for name, advice in refused.items():

@@ -58,6 +58,10 @@ def _deepspeed(settings: Settings) -> str:
         "optimizer": {"type": "AdamW", "params": parameters},
         "zero_optimization": zero,
     }
+    leaner = {"state_dtype": settings.state_dtype, "master_dtype": settings.master_dtype}
+    leaner = {name: dtype for name, dtype in leaner.items() if dtype != "fp32"}
+    if leaner:
+        values["superoffload"] = leaner
     return json.dumps(values, indent=2)
 
 

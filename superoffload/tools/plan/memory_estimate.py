@@ -27,9 +27,9 @@ MOMENTS_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 2 / 256}  # of both; 256 
 GPU_SHARE = 0.10  # of the optimizer, which DeepSpeed SuperOffload's examples keep on the GPU
 
 
-def keeps_less(engine: str, sharding: str) -> bool:
-    """Returns whether there are bf16 and 8-bit moments and split masters; DeepSpeed's partitions are in fp32."""
-    return engine == "superoffload" and sharding != "zero3"
+def keeps_less(engine: str) -> bool:
+    """Returns whether there are bf16 and 8-bit moments and split masters."""
+    return engine == "superoffload"
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,10 @@ class Settings:
             raise ArgumentError(f"state_dtype={self.state_dtype}: expected one of {', '.join(MOMENTS_BYTES)}")
         if self.master_dtype not in ("fp32", "split"):
             raise ArgumentError(f"master_dtype={self.master_dtype}: expected fp32 or split")
-        if (self.state_dtype, self.master_dtype) != ("fp32", "fp32") and not keeps_less(self.engine, self.sharding):
+        if (self.state_dtype, self.master_dtype) != ("fp32", "fp32") and not keeps_less(self.engine):
             raise ArgumentError(
-                f"state_dtype={self.state_dtype}, master_dtype={self.master_dtype} with engine={self.engine}, "
-                f"sharding={self.sharding}: expected fp32; bf16 and 8-bit moments and split masters are "
-                "superoffload's, with sharding none or fsdp2"
+                f"state_dtype={self.state_dtype}, master_dtype={self.master_dtype} with engine={self.engine}: expected "
+                "fp32; bf16 and 8-bit moments and split masters are superoffload's"
             )
         if self.gradient_dtype not in ("fp32", "bf16"):
             raise ArgumentError(f"gradient_dtype={self.gradient_dtype}: expected fp32 or bf16")

@@ -65,7 +65,7 @@ def _variants(base: Settings, engines: tuple[str, ...] = ENGINES) -> Iterator[Se
         for sharding in SHARDING_ORDER:
             if sharding != "none" and base.ranks == 1 and engine not in ("zero-offload", "deepspeed-superoffload"):
                 continue
-            dtypes = (base.state_dtype, base.master_dtype) if keeps_less(engine, sharding) else ("fp32", "fp32")
+            dtypes = (base.state_dtype, base.master_dtype) if keeps_less(engine) else ("fp32", "fp32")
             plain = replace(base, state_dtype="fp32", master_dtype="fp32", gpu_fraction=0.0)
             for checkpointing in ("none", "full"):
                 try:
@@ -150,7 +150,7 @@ def what_would_fit(model: ModelShape, hardware: Hardware, base: Settings) -> lis
         replace(base, state_dtype=moments, master_dtype=master)
         for moments in stored[stored.index(base.state_dtype) :]
         for master in dict.fromkeys((base.master_dtype, "split"))
-        if keeps_less(base.engine, base.sharding) and (moments, master) != (base.state_dtype, base.master_dtype)
+        if keeps_less(base.engine) and (moments, master) != (base.state_dtype, base.master_dtype)
     )
     found = []
     for changed in (dtypes, shorter, ranks):

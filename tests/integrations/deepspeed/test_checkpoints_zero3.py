@@ -2,66 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.support.compatibility import compat
+from tests.support.deepspeed.checkpoint_runs import SCENARIOS, load_and_train, make_universal, train_and_save
 from tests.support.deepspeed.ranks import Ranks
-from tests.support.deepspeed.scenarios import CLIP_SOME, WAYS, Scenario, distance
+from tests.support.deepspeed.scenarios import WAYS, Scenario, distance
 from tests.support.deepspeed.training import end, masters
-
-SCENARIOS = {
-    "bf16": Scenario({"clip": CLIP_SOME, "zero": {"sub_group_size": 2000}}),
-    "groups": Scenario({"clip": CLIP_SOME}, groups=True),
-    "fp16": Scenario({"precision": "fp16", "clip": CLIP_SOME}),
-}
-
-
-def train_and_save(scenario: str, way: str, folder: str, saved: int, steps: int) -> Any:
-    """Digests (ours) or masters (stock) at the end of a run that was saved on its way."""
-    engine = SCENARIOS[scenario].engine(*WAYS[way])
-    SCENARIOS[scenario].train(engine, range(saved))
-    engine.save_checkpoint(folder, tag="saved")
-    record = SCENARIOS[scenario].train(engine, range(saved, steps))
-    return _outcome(engine, way, record)
-
-
-def load_and_train(scenario: str, way: str, folder: str, saved: int, steps: int, **options: Any) -> Any:
-    """The same end, reached from the checkpoint by a new engine that has already trained on something else."""
-    engine = SCENARIOS[scenario].engine(*WAYS[way])
-    SCENARIOS[scenario].train(engine, range(50, 53))
-    if way != "stock":  # a window in flight, which stock would add to the next one
-        engine.backward(SCENARIOS[scenario].loss_of(engine, 60, 0))
-    path, _ = engine.load_checkpoint(folder, tag="saved", **options)
-    assert path is not None
-    record = SCENARIOS[scenario].train(engine, range(saved, steps))
-    return _outcome(engine, way, record)
-
-
-def _outcome(engine: Any, way: str, record: dict[str, Any]) -> Any:
-    outcome = (
-        {name: value.cpu() for name, value in masters(engine).items()},
-        None if way == "stock" else (engine.optimizer.state_digests(), saved_state(engine)),
-        record,
-    )
-    end(engine)
-    return outcome
-
-
-def saved_state(engine: Any) -> str:
-    """What a checkpoint would hold of masters and moments now: not the state of the checkpoint that was loaded."""
-    state = engine.optimizer.state_dict()
-    entries = state["optimizer_state_dict"]["state"].values()
-    moments = [entry[name] for entry in entries for name in ("exp_avg", "exp_avg_sq")]
-    parts = [tensor.detach().numpy().tobytes() for tensor in [*state["fp32_flat_groups"], *moments]]
-    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 @compat("save, kill, resume: the same losses and bits as a run never stopped", "deepspeed")
@@ -201,7 +152,7 @@ def moments_of(folder: str) -> dict[str, list[Tensor]]:
 def test_universal_checkpoint_on_another_number_of_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
     expected, _, _ = two_ranks.run(train_and_save, "bf16", "ours", str(tmp_path), 4, 4)[0]
     moments = two_ranks.run(moments_of, str(tmp_path))[0]
-    _make_universal(tmp_path)
+    make_universal(tmp_path)
     one_rank = Ranks(1)
     try:
         found, found_moments, steps = one_rank.run(load_universal, str(tmp_path), "ours")[0]
@@ -211,22 +162,3 @@ def test_universal_checkpoint_on_another_number_of_ranks(two_ranks: Ranks, tmp_p
     for name, value in expected.items():
         assert torch.equal(found[name], value)
         assert all(torch.equal(a, b) for a, b in zip(found_moments[name], moments[name], strict=True))
-
-
-def _make_universal(folder: Path) -> None:
-    from deepspeed.checkpoint import ds_to_universal
-
-    arguments = argparse.Namespace(
-        input_folder=str(folder / "saved"),
-        output_folder=str(folder / "universal"),
-        num_extract_workers=1,
-        num_merge_workers=1,
-        keep_temp_folder=False,
-        strict=True,
-        inject_missing_state=False,
-    )
-    before = sys.argv
-    try:
-        ds_to_universal.main(arguments)
-    finally:
-        sys.argv = before

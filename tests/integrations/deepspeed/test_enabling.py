@@ -59,11 +59,11 @@ def test_other_configs_are_left_alone(offload: dict[str, Any] | None) -> None:
         (changed(zero_hpz_partition_size=4), ["zero_hpz_partition_size", "4"]),
         (changed(mics_shard_size=2), ["mics_shard_size", "2", "MiCS is not supported"]),
         ({**OURS, "compile": {"deepcompile": True}}, ["deepcompile", "engine.compile()"]),
-        ({**OURS, "bf16": {"bf16_master_weights_and_grads": True}}, ["master weights are fp32"]),
+        ({**OURS, "bf16": {"bf16_master_weights_and_grads": True}}, ["masters have fp32 values", '"split"']),
         ({**OURS, "hybrid_engine": {"enabled": True}}, ["hybrid_engine.enabled"]),
         (changed(zero_quantized_nontrainable_weights=True), ["zero_quantized_nontrainable_weights"]),
         (changed(elastic_checkpoint=True), ["elastic_checkpoint", "universal"]),
-        ({**OURS, "bf16": {"bf16_optimizer_states": True}}, ["moments are fp32"]),
+        ({**OURS, "bf16": {"bf16_optimizer_states": True}}, ['{"state_dtype": "bf16"} instead']),
         ({**OURS, "fp16": {"fp16_master_weights_and_grads": True}}, ["master weights are fp32"]),
         ({**OURS, "optimizer": {"type": "Lamb"}}, ["type='Lamb'", '"AdamW"', '{"device": "cpu"}']),
         ({**OURS, "optimizer": {"type": "OneBitAdam"}}, ["type='OneBitAdam'"]),
@@ -72,6 +72,9 @@ def test_other_configs_are_left_alone(offload: dict[str, Any] | None) -> None:
         ({**OURS, "superoffload": {"speculation": "perhaps"}}, ["'perhaps'", "'adaptive'"]),
         ({**OURS, "superoffload": {"delivery": "lazy"}}, ["'lazy'", "'on_demand'"]),
         ({**OURS, "superoffload": {"threads": 0}}, ["threads=0"]),
+        ({**OURS, "superoffload": {"state_dtype": "int8"}}, ["state_dtype='int8'", "'8bit'"]),
+        ({**OURS, "superoffload": {"master_dtype": "bf16"}}, ["master_dtype='bf16'", "'split'"]),
+        ({**OURS, "superoffload": {"seed": -1}}, ["seed=-1"]),
         ({**OURS, "superoffload": {"bucket_numel": "auto"}}, ["bucket_numel='auto'"]),
         ({**OURS, "superoffload": {"rank_timeout": 0}}, ["rank_timeout=0", "at least 0.1"]),
         ({**OURS, "superoffload": {"match_stock": 1}}, ["match_stock=1"]),
@@ -214,9 +217,14 @@ def train_as_planned(text: str) -> bool:
     return applied
 
 
-@pytest.mark.parametrize("engine, stage", [("superoffload", 3), ("torch", 3), ("torch", 2), ("torch", 1)])
-def test_what_a_plan_prints_can_be_pasted(engine: str, stage: int, two_ranks: Ranks) -> None:
-    settings = Settings(engine, f"zero{stage}", ranks=2, micro_batch=2, accumulation=2)
+@pytest.mark.parametrize(
+    "engine, stage, leanest",
+    [("superoffload", 3, False), ("superoffload", 3, True)] + [("torch", stage, False) for stage in (3, 2, 1)],
+)
+def test_what_a_plan_prints_can_be_pasted(engine: str, stage: int, leanest: bool, two_ranks: Ranks) -> None:
+    dtypes: dict[str, Any] = {"state_dtype": "8bit", "master_dtype": "split"} if leanest else {}
+    settings = Settings(engine, f"zero{stage}", ranks=2, micro_batch=2, accumulation=2, **dtypes)
+    assert ('"state_dtype": "8bit"' in configuration(settings)) == leanest
     assert two_ranks.run(train_as_planned, configuration(settings)) == [True, True]
 
 

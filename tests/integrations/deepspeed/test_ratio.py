@@ -17,9 +17,10 @@ import torch
 from superoffload.errors import ArgumentError
 from superoffload.integrations.deepspeed import residency
 from tests.support import emulated_kernels
+from tests.support.deepspeed.lean_state import FORMS, LEAN
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import SCENARIOS, WAYS, Scenario
-from tests.support.deepspeed.training import end
+from tests.support.deepspeed.training import OURS, end
 from tests.support.resident_link import ResidentHostLink
 
 SOME, ALL = frozenset({0, 2}), frozenset(range(100))
@@ -53,10 +54,11 @@ def staying(sub_groups: frozenset[int]) -> Iterator[list[ResidentHostLink]]:
         yield made
 
 
-def trained(name: str, way: str, sub_groups: frozenset[int], steps: int = 8) -> dict[str, Any]:
+def trained(name: str, way: str, sub_groups: frozenset[int], form: str = "fp32", steps: int = 8) -> dict[str, Any]:
     scenario = small_groups(name)
+    offload, options = WAYS[way]
     with staying(sub_groups) as links:
-        engine = scenario.engine(*WAYS[way])
+        engine = scenario.engine(offload, {**(options or {}), **FORMS[form]})
     record = scenario.train(engine, range(steps))
     result = {
         "record": record,
@@ -73,25 +75,28 @@ def trained(name: str, way: str, sub_groups: frozenset[int], steps: int = 8) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "way", "sub_groups"),
+    ("name", "way", "sub_groups", "form"),
     [
-        ("clip sometimes", "ours", SOME),
-        ("clip sometimes", "ours, later", SOME),
-        ("clip sometimes", "match", SOME),
-        ("clip sometimes", "ours", ALL),
-        ("fp16, dynamic scale", "ours", SOME),
-        ("bf16, not finite", "ours", SOME),
-        ("accumulation in fp32", "ours", SOME),
-        ("two backwards", "ours", SOME),
-        ("L2", "ours", SOME),
-        ("persistent parameters", "ours", SOME),
+        ("clip sometimes", "ours", SOME, "fp32"),
+        ("clip sometimes", "ours, later", SOME, "fp32"),
+        ("clip sometimes", "match", SOME, "fp32"),
+        ("clip sometimes", "ours", ALL, "fp32"),
+        ("fp16, dynamic scale", "ours", SOME, "fp32"),
+        ("bf16, not finite", "ours", SOME, "fp32"),
+        ("accumulation in fp32", "ours", SOME, "fp32"),
+        ("two backwards", "ours", SOME, "fp32"),
+        ("L2", "ours", SOME, "fp32"),
+        ("persistent parameters", "ours", SOME, "fp32"),
+        *[("clip sometimes", "ours", SOME, form) for form in LEAN],
+        ("bf16, not finite", "ours, later", SOME, "8bit+split"),
+        ("clip sometimes", "ours", ALL, "8bit+split"),
     ],
 )
 def test_state_on_the_accelerator_has_the_same_bits(
-    name: str, way: str, sub_groups: frozenset[int], two_ranks: Ranks
+    name: str, way: str, sub_groups: frozenset[int], form: str, two_ranks: Ranks
 ) -> None:
-    expected = two_ranks.run(trained, name, way, NONE)
-    found = two_ranks.run(trained, name, way, sub_groups)
+    expected = two_ranks.run(trained, name, way, NONE, form)
+    found = two_ranks.run(trained, name, way, sub_groups, form)
     for on_host, mixed in zip(expected, found, strict=True):
         assert mixed["parts"] > 3
         assert mixed["resident"], "nothing stayed, so nothing was tested"
@@ -141,19 +146,19 @@ def test_readers_and_writers_reach_the_accelerator(two_ranks: Ranks) -> None:
 
 
 def saved_and_resumed(
-    folder: str, first: frozenset[int], then: frozenset[int]
+    folder: str, first: frozenset[int], then: frozenset[int], form: str
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Digests of a run that was saved on its way, and of another one that continued from there."""
     scenario = small_groups("clip sometimes")
     with staying(first):
-        engine = scenario.engine(*WAYS["ours"])
+        engine = scenario.engine(OURS, {"speculation": "always", **FORMS[form]})
     scenario.train(engine, range(3))
     engine.save_checkpoint(folder, tag="saved")
     scenario.train(engine, range(3, 6))
     straight = engine.optimizer.state_digests()
     end(engine)
     with staying(then):
-        engine = scenario.engine(*WAYS["ours"])
+        engine = scenario.engine(OURS, {"speculation": "always", **FORMS[form]})
     scenario.train(engine, range(50, 52))
     engine.load_checkpoint(folder, tag="saved")
     scenario.train(engine, range(3, 6))
@@ -162,11 +167,12 @@ def saved_and_resumed(
     return straight, resumed
 
 
+@pytest.mark.parametrize("form", ["fp32", "8bit+split"])
 @pytest.mark.parametrize(("first", "then"), [(SOME, SOME), (SOME, NONE), (NONE, SOME)])
 def test_checkpoints_fit_any_ratio(
-    first: frozenset[int], then: frozenset[int], two_ranks: Ranks, tmp_path: Path
+    first: frozenset[int], then: frozenset[int], form: str, two_ranks: Ranks, tmp_path: Path
 ) -> None:
-    for straight, resumed in two_ranks.run(saved_and_resumed, str(tmp_path), first, then):
+    for straight, resumed in two_ranks.run(saved_and_resumed, str(tmp_path), first, then, form):
         assert resumed == straight
 
 

@@ -332,9 +332,10 @@ def write_published(options: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]
     "deepspeed",
     note="through `GatheredParameters`",
 )
-def test_a_written_parameter_is_not_reverted(two_ranks: Ranks) -> None:
-    eager = two_ranks.run(write_published, EAGER)
-    later = two_ranks.run(write_published, LATER)
+@pytest.mark.parametrize("form", [{}, {"master_dtype": "split", "state_dtype": "8bit"}], ids=["fp32", "8bit+split"])
+def test_a_written_parameter_is_not_reverted(form: dict[str, Any], two_ranks: Ranks) -> None:
+    eager = two_ranks.run(write_published, {**EAGER, **form})
+    later = two_ranks.run(write_published, {**LATER, **form})
     for before, after, _ in eager:
         assert torch.equal(after[0].view(-1)[:5], torch.full((5,), 0.375))
         assert torch.equal(after[0].view(-1)[5:], before[0].view(-1)[5:]), "untouched elements keep their extra bits"

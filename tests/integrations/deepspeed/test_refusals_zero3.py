@@ -43,8 +43,8 @@ def test_the_defaults_are_allowed() -> None:
         ({"zero_quantized_weights": True}, "quantized weights"),
         ({"zero_quantized_nontrainable_weights": True}, "quantized weights"),
         ({"fp16_master_weights_and_gradients": True}, "master weights are fp32"),
-        ({"bf16_master_weights_and_gradients": True}, "master weights are fp32"),
-        ({"bf16_optimizer_states": True}, "moments are fp32"),
+        ({"bf16_master_weights_and_gradients": True}, '"master_dtype": "split"'),
+        ({"bf16_optimizer_states": True}, '"state_dtype": "bf16"'),
         ({"elastic_checkpoint": True}, "universal checkpoints"),
         ({"mpu": SimpleNamespace()}, "model parallelism is not supported"),
         ({"gradient_accumulation_dtype": torch.float64}, "expected fp32, bf16 or fp16"),
@@ -84,7 +84,7 @@ def test_refused_optimizers(kind: Any, options: dict[str, Any], words: str) -> N
 def test_moments_in_16_bit_are_refused() -> None:
     optimizer = CPUAdam([torch.nn.Parameter(torch.zeros(3))])
     optimizer.fp32_optimizer_states = False  # type: ignore[attr-defined]
-    with pytest.raises(ArgumentError, match="moments are fp32 here"):
+    with pytest.raises(ArgumentError, match='"state_dtype": "bf16"} instead'):
         check_optimizer(optimizer, CPUAdam)
 
 

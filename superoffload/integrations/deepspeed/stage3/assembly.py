@@ -108,8 +108,8 @@ def assemble(given: Given, module_parameters: Sequence[Any]) -> Parts:
     stock, options = given.stock, given.options
     resident = residency.resident_sub_groups(stock.subgroup_to_device)
     accelerator = accelerator_link(stock, resident)
-    inner = InnerOptimizer(stock, resident)
-    shards = Shards(stock, inner, resident)
+    shards = Shards(stock, options, resident)
+    inner = InnerOptimizer(stock, shards.states)
     published, group = stock.fp16_partitioned_groups_flat, stock.dp_process_group
     cpus, crowded = cpus_of_this_rank(options.threads, published, group, options.rank_timeout)
     driver = PartitionDriver(
@@ -135,7 +135,7 @@ def assemble(given: Given, module_parameters: Sequence[Any]) -> Parts:
     window_end = WindowEnd(stock, driver, ranks, failures, formulas)
     on_demand = options.delivery == "on_demand"
     steps = Steps(stock, driver, inner, ranks, failures, on_demand=on_demand, crowded=crowded)
-    saved_state = SavedState(driver, inner, ranks, gradients)
+    saved_state = SavedState(driver, inner, shards.states, ranks, gradients)
     readers = Readers(
         module_parameters,
         before_gather=given.before_gather if on_demand else None,

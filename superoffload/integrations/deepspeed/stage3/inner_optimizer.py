@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -12,34 +13,27 @@ from torch import Tensor
 
 from superoffload.engine.bucket import GroupHyper
 from superoffload.errors import StateError
-from superoffload.host.memory import host_zeros
 from superoffload.integrations.deepspeed.features import hyper_of
 from superoffload.integrations.deepspeed.stage3.stock import StockStage3
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from superoffload.integrations.deepspeed.stage3.sub_group_state import MOMENTS, SubGroupState
 
 
 class InnerOptimizer:
-    """Owns moments and step counts, where DeepSpeed looks for them: in the state of torch's optimizer."""
+    """Shows step counts and moments where DeepSpeed looks for them: in the state of torch's optimizer."""
 
-    def __init__(self, stock: StockStage3, resident: frozenset[int]) -> None:
-        """Takes ``resident``: the sub-groups whose moments are on the accelerator."""
+    def __init__(self, stock: StockStage3, states: Sequence[SubGroupState]) -> None:
+        """Takes ``states``, one per sub-group."""
         self._stock = stock
-        for sub_group, flat in enumerate(stock.fp32_partitioned_groups_flat):
-            state = self._state(flat)
-            state["step"] = self._step_value(0)
-            for name in MOMENTS:
-                on_device = sub_group in resident
-                state[name] = torch.zeros_like(flat.data) if on_device else host_zeros(flat.numel(), torch.float32)
+        self._states = states
+        self._show([0] * len(states))
 
-    def _state(self, flat: Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self._stock.optimizer.state[flat]
-        return state
+    def _entries(self) -> Iterator[tuple[Tensor, SubGroupState]]:
+        """Yields the keys of torch's state, and what they stand for."""
+        return zip(self._stock.fp32_partitioned_groups_flat, self._states, strict=True)
 
-    def moments(self, sub_group: int) -> tuple[Tensor, Tensor]:
-        """Returns exp_avg and exp_avg_sq of a sub-group's flat buffer."""
-        state = self._state(self._stock.fp32_partitioned_groups_flat[sub_group])
-        return state["exp_avg"], state["exp_avg_sq"]
+    def _show(self, steps: Sequence[int]) -> None:
+        for (flat, state), done in zip(self._entries(), steps, strict=True):
+            self._stock.optimizer.state[flat] = state.shown(self._step_value(done))
 
     # ---- settings -------------------------------------------------------------------------------------------------
 
@@ -67,7 +61,7 @@ class InnerOptimizer:
     def show_steps(self, steps: Sequence[int]) -> None:
         """Writes ``steps``, one number per sub-group, into the state."""
         for flat, done in zip(self._stock.fp32_partitioned_groups_flat, steps, strict=True):
-            self._state(flat)["step"] = self._step_value(done)
+            self._stock.optimizer.state[flat]["step"] = self._step_value(done)
 
     def stepped(self) -> None:
         """Marks the optimizer as stepped: torch's schedulers warn if ``step()`` was not called, and it never is."""
@@ -79,20 +73,42 @@ class InnerOptimizer:
 
     # ---- loads ----------------------------------------------------------------------------------------------------
 
-    def before_load(self) -> list[dict[str, Any]]:
-        """Returns the state of every sub-group, since DeepSpeed replaces its tensors."""
-        return [dict(self._state(flat)) for flat in self._stock.fp32_partitioned_groups_flat]
+    @contextmanager
+    def loading(self) -> Iterator[list[int]]:
+        """Takes over what DeepSpeed loads meanwhile; the list that it yields then has each sub-group's steps.
 
-    def take_loaded(self, mine: Sequence[dict[str, Any]]) -> list[int]:
-        """Moves loaded values into our moments, ``mine``, which shards point into; returns each sub-group's steps."""
-        steps = []
-        for flat, own in zip(self._stock.fp32_partitioned_groups_flat, mine, strict=True):
-            loaded = self._state(flat)
-            for name in MOMENTS:
-                if name not in loaded:  # a stock checkpoint from before the first step has no state
-                    own[name].zero_()
-                elif loaded[name] is not own[name]:
-                    own[name].copy_(loaded[name])
-                loaded[name] = own[name]
-            steps.append(int(loaded.get("step", 0)))
-        return steps
+        DeepSpeed replaces moments, or whole entries. What it leaves alone keeps its value. If it raises, or if a value
+        cannot be taken over, the moments are those from before.
+        """
+        before = [self._put_placeholders(flat, state) for flat, state in self._entries()]
+        steps: list[int] = []
+        try:
+            yield steps
+            loaded = [self._stock.optimizer.state[flat] for flat, _ in self._entries()]
+            for (_, state), entry, placeholders in zip(self._entries(), loaded, before, strict=True):
+                for name in _replaced(entry, placeholders):
+                    state.check(name, entry[name])
+            for (_, state), entry, placeholders in zip(self._entries(), loaded, before, strict=True):
+                _take(state, entry, placeholders)
+            steps += [int(entry.get("step", 0)) for entry in loaded]
+        finally:
+            self._show(steps or [int(placeholders["step"]) for placeholders in before])
+
+    def _put_placeholders(self, flat: Tensor, state: SubGroupState) -> dict[str, Any]:
+        """Puts a plain dictionary where copies are shown, which take no values; returns what is there now."""
+        entry = self._stock.optimizer.state[flat]
+        plain = {"step": entry["step"], **{name: state.placeholder(name) for name in MOMENTS}}
+        self._stock.optimizer.state[flat] = plain
+        return dict(plain)
+
+
+def _replaced(entry: Mapping[str, Any], placeholders: Mapping[str, Any]) -> list[str]:
+    return [name for name in MOMENTS if name in entry and entry[name] is not placeholders[name]]
+
+
+def _take(state: SubGroupState, entry: Mapping[str, Any], placeholders: Mapping[str, Any]) -> None:
+    for name in MOMENTS:
+        if name not in entry:  # a stock checkpoint from before the first step has no state
+            state.clear(name)
+    for name in _replaced(entry, placeholders):
+        state.write(name, entry[name])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
@@ -157,13 +158,25 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         """Returns once nothing runs: parameters, masters and moments are those of the last finished step."""
         self.parts.saved_state.synchronize()
 
-    def _get_fp32_opt_state_partition(self, param: Any, *args: Any, **kwargs: Any) -> Any:
-        self.parts.saved_state.settle(param)
-        return super()._get_fp32_opt_state_partition(param, *args, **kwargs)
+    def _get_fp32_opt_state_partition(
+        self, param: Any, release_swap_buffers: bool = True, optim_state_key: str | None = None
+    ) -> tuple[Tensor, int]:
+        return self.parts.saved_state.read(param, optim_state_key)
+
+    def set_full_hp_param(self, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        """Overwrites a master, or a moment, by a whole tensor of the parameter's shape."""
+        if param.requires_grad:
+            self.parts.saved_state.write_whole(param, optim_state_key, value)
+
+    def set_local_hp_param(self, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        """Overwrites this rank's partition of a master, or of a moment."""
+        if param.requires_grad:
+            self.parts.saved_state.write_part(param, optim_state_key, value)
 
     def _restore_from_bit16_weights(self) -> None:
         self.synchronize()
-        super()._restore_from_bit16_weights()
+        with self.parts.saved_state.writing_masters():
+            super()._restore_from_bit16_weights()
 
     def checkpoint_event_prologue(self) -> None:
         self.synchronize()
@@ -178,15 +191,15 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         """Returns DeepSpeed's layout, as after the last finished step, also between backward and ``step()``."""
         self.synchronize()
         state: dict[str, Any] = super().state_dict()
-        return state
+        masters = self.parts.saved_state.masters()
+        return state if masters is None else {**state, FP32_FLAT_GROUPS: masters}
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Loads our states and stock ZeRO-3's, also universal ones. Abandons a window in flight."""
         self.zero_grad()
         self.synchronize()
-        mine = self.parts.saved_state.before_load()
-        super().load_state_dict(*args, **kwargs)
-        self.parts.saved_state.take_loaded(mine)
+        with self.parts.saved_state.loading():
+            super().load_state_dict(*args, **kwargs)
 
     def state_digests(self) -> dict[str, str]:
         """Returns SHA-256 of this rank's masters, moments and published partitions, as after the last finished step."""
@@ -217,8 +230,8 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
         they are most of the host memory, pinned with ``pin_memory``. Parameters stay readable.
         """
         self.close()
+        self.optimizer.state.clear()  # before DeepSpeed reads it all, which would make copies of what is shown as such
         super().destroy()
-        self.optimizer.state.clear()
         self.fp32_partitioned_groups_flat.clear()
         self.grad_partitions_flat_buffer = None
         getattr(self, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", {}).clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,11 +10,14 @@ from deepspeed import comm as dist
 from torch import Tensor
 
 from superoffload.engine.bucket import Shard
+from superoffload.errors import ArgumentError
 from superoffload.integrations.deepspeed import residency
+from superoffload.integrations.deepspeed.config import OPTIONS_KEY, Options
 from superoffload.integrations.deepspeed.driver import Partition
-from superoffload.integrations.deepspeed.stage3.inner_optimizer import InnerOptimizer
 from superoffload.integrations.deepspeed.stage3.stock import StockStage3
+from superoffload.integrations.deepspeed.stage3.sub_group_state import Place, SubGroupState
 from superoffload.links.base import Link
+from superoffload.optimizer.arguments import check_state_dtype
 
 
 def numel_here(param: Any, group: Any) -> int:
@@ -33,13 +37,15 @@ def accelerator_link(stock: StockStage3, resident: frozenset[int]) -> Link | Non
 
 
 class Shards:
-    """Cuts every parameter's partition on this rank out of DeepSpeed's flat buffers, as a shard of the engine."""
+    """Makes a shard of the engine, and its state, for every parameter's partition on this rank."""
 
-    def __init__(self, stock: StockStage3, inner: InnerOptimizer, resident: frozenset[int]) -> None:
+    def __init__(self, stock: StockStage3, options: Options, resident: frozenset[int]) -> None:
         self._stock = stock
-        self._inner = inner
+        self._options = options
         self._resident = resident
         self.partitions: list[Partition] = []  # in the order of sub-groups, the same on all ranks
+        self.states: list[SubGroupState] = []  # one per sub-group
+        self._check_split_masters()
         start = 0  # in the flat buffer in host memory, which has room for all
         for sub_group, params in enumerate(stock.fp16_groups):
             total = sum(int(param.partition_numel()) for param in params)
@@ -50,36 +56,67 @@ class Shards:
                 gradients = torch.zeros_like(gradients, device=device)
             self._cut(sub_group, params, gradients)
 
+    def _check_split_masters(self) -> None:
+        """Refuses split masters where no parameter has them."""
+        dtypes = {flat.dtype for flat in self._stock.fp16_partitioned_groups_flat}
+        if self._options.master_dtype == "split" and torch.bfloat16 not in dtypes:
+            raise ArgumentError(
+                f"\"{OPTIONS_KEY}\": master_dtype='split': it needs bfloat16 parameters, and these are "
+                f'{", ".join(sorted(map(str, dtypes)))}; set "bf16": {{"enabled": true}}, or "fp32"'
+            )
+
     def _cut(self, sub_group: int, params: list[Any], gradients: Tensor) -> None:
-        flat = self._stock.fp32_partitioned_groups_flat[sub_group]
+        places = list(self._places(params))
+        state = self._make_state(sub_group, places)
+        self.states.append(state)
+        for member, (param, place) in enumerate(zip(params, places, strict=True)):
+            shard = self._make_shard(param, sub_group, place, member)
+            state.add(shard)
+            padded = gradients[place.offset : place.offset + place.size]
+            self.partitions.append(Partition(param.ds_id, sub_group, shard, padded[: place.numel], padded))
+
+    def _places(self, params: list[Any]) -> Iterator[Place]:
         offset = 0
         for param in params:
-            size, numel = int(param.partition_numel()), numel_here(param, self._stock.dp_process_group)
-            padded = gradients[offset : offset + size]
-            shard = self._make_shard(param, sub_group, offset, numel)
-            self.partitions.append(Partition(param.ds_id, sub_group, shard, padded[:numel], padded))
-            # No step writes the padding, which DeepSpeed leaves uninitialized: checkpoints would differ.
-            flat.data[offset + numel : offset + size].zero_()
+            size = int(param.partition_numel())
+            yield Place(offset, size, numel_here(param, self._stock.dp_process_group))
             offset += size
 
-    def _make_shard(self, param: Any, sub_group: int, offset: int, numel: int) -> Shard:
-        stock, elements = self._stock, slice(offset, offset + numel)
-        exp_avg, exp_avg_sq = self._inner.moments(sub_group)
+    def _make_state(self, sub_group: int, places: list[Place]) -> SubGroupState:
+        stock = self._stock
+        flat = stock.fp32_partitioned_groups_flat[sub_group]
+        is_bf16 = stock.fp16_partitioned_groups_flat[sub_group].dtype == torch.bfloat16
+        return SubGroupState(
+            flat,
+            places,
+            moments=check_state_dtype(self._options.state_dtype),
+            split=is_bf16 and self._options.master_dtype == "split",
+            device=flat.device if sub_group in self._resident else None,
+        )
+
+    def _make_shard(self, param: Any, sub_group: int, place: Place, member: int) -> Shard:
+        stock, state, elements = self._stock, self.states[sub_group], place.elements
 
         def target() -> Tensor:
             """Looks the slice up each time: DeepSpeed moves these buffers when states are offloaded and reloaded."""
             return stock.fp16_partitioned_groups_flat[sub_group].data[elements]
 
-        return Shard(
-            index=len(self.partitions),
+        index = len(self.partitions)
+        shard = Shard(
+            index=index,
             name=str(stock.param_names.get(param, f"parameter {param.ds_id}")),
             group=stock.sub_group_to_group_id[sub_group],
-            numel=numel,
+            numel=place.numel,
             gradient_dtype=stock.gradient_accumulation_dtype,
             published_dtype=stock.fp16_partitioned_groups_flat[sub_group].dtype,
-            master=stock.fp32_partitioned_groups_flat[sub_group].data[elements],
-            exp_avg=exp_avg[elements],
-            exp_avg_sq=exp_avg_sq[elements],
+            master=state.masters[member],
+            exp_avg=state.moments["exp_avg"][member],
+            exp_avg_sq=state.moments["exp_avg_sq"][member],
             target=target,
+            noise_stream=self._options.seed << 32 | index,
+            offset=place.size * int(dist.get_rank(group=stock.dp_process_group)),
             resident=sub_group in self._resident,
         )
+        if state.split:
+            shard.splits_master()
+        return shard

@@ -1,0 +1,37 @@
+"""State in forms that torch does not know is shown as copies, each made when it is read."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class StateOfCopies(UserDict[str, Tensor]):
+    """Shows the state of a parameter that keeps some of it in other forms: each read of those makes a copy.
+
+    It keeps no copy, also where a framework puts one back: Lightning reads and writes every entry. Its own copies and
+    pickles are plain dictionaries of that moment.
+    """
+
+    def __init__(self, rest: Mapping[str, Tensor], copies: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._copies = copies
+        super().__init__({**rest, **dict.fromkeys(copies, torch.empty(0))})
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._copies[name]() if name in self._copies else super().__getitem__(name)
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        super().__setitem__(name, torch.empty(0) if name in self._copies else value)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __copy__(self) -> Any:
+        return dict(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)

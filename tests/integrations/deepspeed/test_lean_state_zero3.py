@@ -1,0 +1,198 @@
+"""bf16 and 8-bit moments and split masters on ZeRO-3's partitions: any schedule, readers, writers, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from superoffload.errors import ArgumentError
+from tests.support.deepspeed.lean_state import FORMS, LEAN, engine_with
+from tests.support.deepspeed.ranks import RankError, Ranks
+from tests.support.deepspeed.scenarios import SCENARIOS
+from tests.support.deepspeed.training import end, masters
+from tests.support.reference import adam, eight_bit
+from tests.support.reference.stochastic import noise
+
+WAYS: dict[str, dict[str, Any]] = {
+    "speculating": {"speculation": "always"},
+    "waiting": {"speculation": "never"},
+    "later": {"speculation": "adaptive", "delivery": "on_demand"},
+}
+
+
+def trained(name: str, form: str, way: str, **options: Any) -> dict[str, Any]:
+    scenario = SCENARIOS[name]
+    engine = engine_with(scenario, FORMS[form], **WAYS[way], **options)
+    record = scenario.train(engine, range(8))
+    found = {
+        "record": repr(record),  # with NaN, which equals nothing
+        "masters": masters(engine),
+        "digests": engine.optimizer.state_digests(),
+        "stats": engine.optimizer.stats(),
+        "numel": sum(shard.numel for shard in engine.optimizer.parts.driver.engine.shards),
+        "flat": [flat.numel() for flat in engine.optimizer.fp32_partitioned_groups_flat],
+    }
+    end(engine)
+    return found
+
+
+@pytest.mark.parametrize("form", LEAN)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "clip sometimes",
+        "bf16, not finite",
+        "accumulation",
+        "small sub-groups",
+        "persistent parameters",
+        "two backwards",
+    ],
+)
+def test_schedules_agree_and_the_full_check_finds_nothing(name: str, form: str, two_ranks: Ranks) -> None:
+    runs = {way: two_ranks.run(trained, name, form, way, rank_check="full") for way in WAYS}
+    for waiting, *others in zip(runs["waiting"], runs["speculating"], runs["later"], strict=True):
+        for other in others:
+            assert other["digests"] == waiting["digests"]
+            assert other["record"] == waiting["record"]
+    assert all(found["stats"]["buckets_speculated"] > 0 for found in runs["speculating"])
+
+
+def test_split_masters_are_those_of_whole_ones_and_take_no_flat_buffer(two_ranks: Ranks) -> None:
+    whole = two_ranks.run(trained, "clip sometimes", "fp32", "speculating")
+    split = two_ranks.run(trained, "clip sometimes", "split", "speculating")
+    for one, other in zip(whole, split, strict=True):
+        assert all(torch.equal(value, other["masters"][name]) for name, value in one["masters"].items())
+        assert min(one["flat"]) > 0 == max(other["flat"])
+        saved = one["stats"]["host_bytes"] - other["stats"]["host_bytes"]
+        assert 2 * one["numel"] <= saved + 4096 <= 2 * one["numel"] + 8192  # the journals round up
+
+
+def away_from_the_reference(seed: int) -> list[str]:
+    """Steps this rank's partitions by the reference; the noise counts elements of the whole parameter."""
+    scenario = SCENARIOS["no clipping"]
+    engine = engine_with(scenario, FORMS["8bit+split"], speculation="always", seed=seed)
+    partitions = list(engine.optimizer.parts.driver.partitions.values())
+    shards = [partition.shard for partition in partitions]
+    kept = [shard.read_masters().numpy().copy() for shard in shards]
+    moments = [[np.zeros(eight_bit.stored_size(shard.numel), np.uint8) for _ in range(2)] for shard in shards]
+    assert {shard.noise_stream >> 32 for shard in shards} == {seed}
+    assert len({shard.noise_stream for shard in shards}) == len(shards)
+    wrong: list[str] = []
+
+    def compare(step: int) -> None:
+        for i, (shard, gradient) in enumerate(zip(shards, gradients, strict=True)):
+            random = noise(shard.numel, shard.noise_stream, step, shard.offset)
+            hyper = adam.Hyper(3e-3, 0.9, 0.999, 1e-8, 0.1, step)
+            first, second = moments[i]
+            now = eight_bit.step(kept[i], first, second, gradient, "bf16", hyper, random)
+            kept[i], moments[i] = now.master, [now.exp_avg, now.exp_avg_sq]
+            same = np.array_equal(shard.exp_avg.numpy(), now.exp_avg)
+            same = same and np.array_equal(shard.exp_avg_sq.numpy(), now.exp_avg_sq)
+            if not (same and np.array_equal(shard.read_masters().numpy(), now.master)):
+                wrong.append(f"{shard.name}, step {step}")
+
+    for step in range(1, 5):
+        engine.backward(scenario.loss_of(engine, step, 0))
+        gradients = [partition.gradient.view(torch.uint16).numpy().copy() for partition in partitions]
+        engine.step()
+        engine.optimizer.synchronize()
+        compare(step)
+    end(engine)
+    return wrong
+
+
+def test_partitions_are_stepped_as_the_reference_says(two_ranks: Ranks) -> None:
+    assert two_ranks.run(away_from_the_reference, 5) == [[], []]
+
+
+def read_and_written(form: str) -> dict[str, Any]:
+    """What DeepSpeed's helpers read, and what they read of what they wrote; then trains on."""
+    from deepspeed import utils
+
+    scenario = SCENARIOS["clip sometimes"]
+    engine = engine_with(scenario, FORMS[form], speculation="always")
+    scenario.train(engine, range(3))
+    params = list(engine.module.parameters())
+    shards = [engine.optimizer.parts.driver.partitions[param.ds_id].shard for param in params]
+    shown = [utils.safe_get_full_optimizer_state(param, "exp_avg") for param in params]
+    local = [
+        utils.safe_get_local_optimizer_state(param, "exp_avg_sq")[: s.numel]
+        for param, s in zip(params, shards, strict=True)
+    ]
+    entry = engine.optimizer.state_dict()["optimizer_state_dict"]["state"][0]
+    result: dict[str, Any] = {
+        "dtypes": {str(value.dtype) for value in [*shown, *local]},
+        "entry": {name: str(entry[name].dtype) for name in ("exp_avg", "exp_avg_sq")},
+        "wrong": [],
+    }
+    for number, param in enumerate(params):  # also those that ranks do not share evenly, and empty partitions
+        value = torch.arange(param.ds_numel, dtype=torch.float32).view(param.ds_shape) / 64 + number + 1
+        utils.safe_set_full_fp32_param(param, value)
+        utils.safe_set_full_optimizer_state(param, torch.full_like(value, 0.5), "exp_avg")
+        part = torch.full((param.ds_tensor.numel(),), 0.25)
+        utils.safe_set_local_optimizer_state(param, part, "exp_avg_sq")
+        read = [utils.safe_get_full_fp32_param(param)]
+        read += [utils.safe_get_full_optimizer_state(param, name) for name in ("exp_avg", "exp_avg_sq")]
+        for found, expected in zip(
+            read, [value, torch.full_like(value, 0.5), torch.full_like(value, 0.25)], strict=True
+        ):
+            if not torch.equal(found, expected):
+                result["wrong"].append(number)
+    scenario.train(engine, range(3, 6))
+    result["masters"] = masters(engine)
+    end(engine)
+    return result
+
+
+def test_helpers_read_and_write_every_form(two_ranks: Ranks) -> None:
+    found = {form: two_ranks.run(read_and_written, form)[0] for form in FORMS}
+    for form, result in found.items():
+        assert result["wrong"] == [], form
+        assert result["dtypes"] == {"torch.float32"}
+        assert set(result["entry"].values()) == {"torch.float32" if "b" not in form else "torch.bfloat16"}
+    assert all(torch.equal(value, found["split"]["masters"][name]) for name, value in found["fp32"]["masters"].items())
+
+
+def refused_writes() -> tuple[list[str], bool]:
+    from deepspeed import utils
+
+    engine = engine_with(SCENARIOS["clip sometimes"], FORMS["8bit+split"])
+    SCENARIOS["clip sometimes"].train(engine, range(2))
+    before = engine.optimizer.state_digests()
+    param = next(engine.module.parameters())
+    good = torch.ones(param.ds_shape)
+    attempts: list[tuple[Any, Tensor, str]] = [
+        (utils.safe_set_full_optimizer_state, good * float("nan"), "exp_avg"),
+        (utils.safe_set_full_optimizer_state, -good, "exp_avg_sq"),
+        (utils.safe_set_full_optimizer_state, good[1:], "exp_avg"),
+        (utils.safe_set_local_optimizer_state, good[1:], "exp_avg"),
+        (utils.safe_set_full_optimizer_state, good, "momentum_buffer"),
+    ]
+    messages = []
+    for write, value, name in attempts:
+        with pytest.raises(ArgumentError) as caught:
+            write(param, value, name)
+        messages.append(str(caught.value))
+    same = engine.optimizer.state_digests() == before
+    end(engine)
+    return messages, same
+
+
+def test_bad_values_are_refused_and_change_nothing(two_ranks: Ranks) -> None:
+    for messages, same in two_ranks.run(refused_writes):
+        words = ["finite", "below 0", "expected the", "with its padding", "'exp_avg', 'exp_avg_sq'"]
+        assert all(word in message for word, message in zip(words, messages, strict=True)), messages
+        assert same
+
+
+def split_without_bf16() -> None:
+    end(engine_with(SCENARIOS["fp16, static scale"], FORMS["split"]))
+
+
+def test_split_masters_need_bf16_parameters(two_ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"master_dtype='split': it needs bfloat16 parameters.*float16"):
+        two_ranks.run(split_without_bf16)
