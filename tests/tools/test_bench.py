@@ -12,6 +12,7 @@ import pytest
 from benchmarks.journal_sizes import plot_journal
 from benchmarks.memory_use import is_off
 from superoffload import kernels
+from superoffload.tools.bench.eight_bit_peers import PEERS, EightBitPeer
 from superoffload.tools.cli import EXIT_OK, EXIT_USAGE, main
 from superoffload.tools.train.training_config import ModelConfig, TrainingConfig
 
@@ -138,6 +139,28 @@ def test_state(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"{row['setting']} minus fp32, mean: {row['mean_difference']:+.4f} +- " in printed
 
 
+@pytest.mark.usefixtures("small_model")
+def test_state_continues_where_it_was_ended() -> None:
+    asked = ("state", "--steps", "20", "--settings", "8bit", "--continue", "--seeds")
+    first = bench(*asked, "1")
+    whole = bench(*asked, "2")
+    assert whole["rows"][:2] == first["rows"] and len(whole["rows"]) == 4
+    assert bench("state", "--steps", "20", "--settings", "8bit", "--seeds", "2")["rows"] == whole["rows"]
+    changed = {**whole, "rows": [{**row, "held_out_loss": 9.0} for row in whole["rows"]]}
+    Path("out.json").write_text(json.dumps(changed), encoding="utf-8")
+    assert bench(*asked, "2")["differences"][0]["differences"] == [0.0, 0.0], "nothing was run again"
+
+
+@pytest.mark.usefixtures("small_model")
+def test_another_librarys_optimizer_steps_masters_as_ours_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PEERS, "torchao 8bit", EightBitPeer("torch.optim", "AdamW", 8.0))  # whose moments are fp32
+    report = bench("state", "--steps", "40", "--seeds", "1", "--settings", "torchao 8bit", "bf16")
+    ours, theirs, bf16 = (row["losses"] for row in report["rows"])
+    assert theirs[:10] == pytest.approx(ours[:10], rel=1e-3)
+    assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 0.05
+    assert theirs != ours != bf16
+
+
 def test_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     report = bench("schedule", "--quick", "--tokens", "8192")
     printed = capsys.readouterr().out
@@ -178,6 +201,8 @@ def test_schedule(capsys: pytest.CaptureFixture[str]) -> None:
         (["journal", "--steps", "5"], "steps=5: expected at least 20"),
         (["journal", "--factors", "0.5"], "factors"),
         (["state", "--seeds", "0"], "seeds"),
+        (["state", "--continue"], "expected --json PATH"),
+        (["state", "--settings", "torchao 4bit"], "settings: torchao 4bit: torchao cannot be imported"),
         (["schedule", "--parameters", "12"], "parameters=12: expected from 1e6 to 1e13"),
         (["schedule", "--tokens", "0"], "tokens=0: expected positive numbers"),
         (["schedule", "--trace-steps", "30"], "trace_steps=30: expected at least 40"),

@@ -1,4 +1,4 @@
-"""Measures what leaner state costs in accuracy: the demo's training with each setting, paired by seed with the default.
+"""Measures what leaner state costs in accuracy: one training with each setting, paired by seed with the default.
 
 Runs of one seed begin with the same weights and see the same batches, so that their difference in held-out loss says
 more than either loss. Its mean over the seeds comes with the 95 % confidence interval of Student's t distribution.
@@ -6,17 +6,17 @@ more than either loss. Its mean over the seeds comes with the 95 % confidence in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import torch
+
+from superoffload.tools.bench.state_tasks import Task, optimizer_of
 from superoffload.tools.report import style
-from superoffload.tools.train.corpus import Corpus
-from superoffload.tools.train.injection import Injection
-from superoffload.tools.train.trainer import Trainer
-from superoffload.tools.train.training_config import STATE_SETTINGS, TrainingConfig
+from superoffload.tools.train.trainer import warmup_cosine
 
 Row = dict[str, Any]
 
@@ -27,29 +27,51 @@ _T_BEYOND = 2.110  # of 17 degrees, a little wide for more
 
 
 def run_state(
-    config: TrainingConfig,
-    corpus: Corpus,
+    task: Task,
     settings: Sequence[str],
     seeds: Sequence[int],
     on_step: Callable[[str, int], None],
+    finished: Sequence[Row] = (),
+    on_row: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
-    """Returns a row per run, and the differences that each setting makes beside those between seeds."""
+    """Returns a row per run, and the differences that each setting makes beside those between seeds.
+
+    ``finished``: rows of earlier runs, which are not run again. ``on_row`` gets the report so far after each run.
+    """
     names = list(dict.fromkeys((DEFAULT, *settings)))
-    rows = [_run(config, name, seed, corpus, on_step) for seed in seeds for name in names]
-    losses = {name: [row["held_out_loss"] for row in rows if row["setting"] == name] for name in names}
+    known = {(row["setting"], row["seed"]): row for row in finished}
+    rows: list[Row] = []
+    for seed in seeds:
+        for name in names:
+            row = known.get((name, seed))
+            rows.append(_run(task, name, seed, on_step) if row is None else row)
+            if row is None:
+                on_row(_report(task, rows, names))
+    return _report(task, rows, names)
+
+
+def _report(task: Task, rows: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
+    """Compares the runs of the seeds that have all settings."""
+    losses: dict[str, dict[int, float]] = {name: {} for name in names}
+    for row in rows:
+        losses[row["setting"]][row["seed"]] = row["held_out_loss"]
+    whole = [seed for seed in losses[names[-1]] if all(seed in losses[name] for name in names)]
+    paired = {name: [losses[name][seed] for seed in whole] for name in names}
     return {
-        "rows": rows,
-        "differences": [_difference(name, losses[name], losses[DEFAULT]) for name in names if name != DEFAULT],
-        "spread_over_seeds": stdev(losses[DEFAULT]) if len(seeds) > 1 else None,
+        "unit": task.unit,
+        "steps": task.steps,
+        "rows": list(rows),
+        "differences": [_difference(name, paired) for name in names if name != DEFAULT] if whole else [],
+        "spread_over_seeds": stdev(paired[DEFAULT]) if len(whole) > 1 else None,
     }
 
 
-def _difference(setting: str, losses: Sequence[float], defaults: Sequence[float]) -> Row:
-    each = [loss - default for loss, default in zip(losses, defaults, strict=True)]
+def _difference(setting: str, losses: Mapping[str, Sequence[float]]) -> Row:
+    each = [loss - default for loss, default in zip(losses[setting], losses[DEFAULT], strict=True)]
     return {
         "setting": setting,
         "ratio_to": DEFAULT,
-        "held_out_loss": fmean(losses),
+        "held_out_loss": fmean(losses[setting]),
         "mean_difference": fmean(each),
         "half_interval": half_interval(each),
         "differences": each,
@@ -65,15 +87,24 @@ def half_interval(values: Sequence[float]) -> float | None:
     return t * stdev(values) / float(len(values) ** 0.5)
 
 
-def _run(config: TrainingConfig, setting: str, seed: int, corpus: Corpus, on_step: Callable[[str, int], None]) -> Row:
-    moments, masters = STATE_SETTINGS[setting]
-    config = config.replace(state_dtype=moments, master_dtype=masters, seed=seed)
-    with Trainer(config, corpus, Injection(())) as trainer:
-        losses = []
-        for step in range(1, config.steps + 1):
-            losses.append(trainer.train_step(step).loss)
+def _run(task: Task, setting: str, seed: int, on_step: Callable[[str, int], None]) -> Row:
+    training = task.start(seed)
+    optimizer = optimizer_of(setting, training, task, seed)
+    scheduler = warmup_cosine(optimizer.scheduled, task.warmup, task.steps)
+    losses = []
+    try:
+        for step in range(1, task.steps + 1):
+            loss = training.loss()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            losses.append(loss.item())
             on_step(f"{setting}, seed {seed}", step)
-        held_out = trainer.evaluate()
+        with torch.no_grad():
+            held_out = training.held_out()
+    finally:
+        optimizer.close()
     return {
         "name": f"{setting}, seed {seed}",
         "setting": setting,
@@ -107,5 +138,5 @@ def plot_state(report: dict[str, Any], path: Path) -> None:
                 place, row["mean_difference"], row["half_interval"] or 0, fmt="s", color=style.BLUE, capsize=5
             )
         axes.set_xticks(range(len(found)), [row["setting"] for row in found])
-        axes.set_ylabel("nats per byte")
+        axes.set_ylabel(report["unit"])
         axes.set_title(f"Held-out loss minus that of {DEFAULT}: each seed, mean and 95 % confidence interval")

@@ -5,14 +5,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from superoffload.errors import ArgumentError
 from superoffload.tools.cli import measurement
+from superoffload.tools.cli.checkout import of_checkout
 from superoffload.tools.cli.options import add_option
 from superoffload.tools.train.training_config import STATE_SETTINGS, TrainingConfig
 
+if TYPE_CHECKING:
+    from superoffload.tools.bench.state_tasks import Task
+
 _DEFAULT, *_SETTINGS = STATE_SETTINGS
+_PEERS = ("torchao 8bit", "torchao 4bit", "bitsandbytes 8bit")
+_TEXT, _ENCODER = "text", "encoder"
 
 Measure = Callable[[TrainingConfig, Any, Callable[[str, int], None]], dict[str, Any]]
 Plot = Callable[[dict[str, Any], Path], None]
@@ -22,12 +28,29 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "state",
         help="accuracy of leaner moments and masters",
-        description="Trains the demo's model with exp_avg and exp_avg_sq in fp32, in bf16 and in 8 bits (rounded "
-        "stochastically), with whole and split masters, each with several seeds, and compares the held-out losses.",
+        description="Trains with exp_avg and exp_avg_sq in fp32, in bf16 and in 8 bits (rounded stochastically), with "
+        "whole and split masters, and with other libraries' 8-bit moments over fp32 masters, each with several seeds, "
+        "and compares the held-out losses.",
     )
     parser.add_argument("--seeds", type=int, default=3, help="runs per setting (default: 3)")
     parser.add_argument(
-        "--settings", nargs="+", choices=_SETTINGS, default=_SETTINGS, help=f"beside {_DEFAULT} (default: all)"
+        "--settings",
+        nargs="+",
+        choices=(*_SETTINGS, *_PEERS),
+        default=_SETTINGS,
+        help=f"beside {_DEFAULT} (default: all of ours)",
+    )
+    parser.add_argument(
+        "--task",
+        choices=(_TEXT, _ENCODER),
+        default=_TEXT,
+        help="the demo's model on bytes of text, or, in a checkout, the fine-tuning of examples/finetune.py",
+    )
+    parser.add_argument(
+        "--continue",
+        dest="continues",
+        action="store_true",
+        help="do not repeat the runs that the file of --json has; it is written after every run",
     )
     add_training_options(parser)
     return parser
@@ -36,24 +59,87 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     if args.seeds < 1:
         raise ArgumentError(f"seeds={args.seeds}: expected at least 1")
-    from superoffload.tools.bench.state_accuracy import DEFAULT, plot_state, run_state
+    if args.continues and not args.json:
+        raise ArgumentError("continue: expected --json PATH, the file whose runs are not repeated")
+    _check_steps(args)
+    _check_peers(args.settings)
+    from superoffload.tools.bench.state_accuracy import plot_state, run_state
+    from superoffload.tools.report.progress import Progress
+    from superoffload.tools.report.run_folder import write_json
+    from superoffload.tools.train.run_digests import deterministic_torch
 
+    facts = measurement.begin(args)
+    task = _task(args)
+    facts.update(task.describe())
+    finished = _finished(Path(args.json), facts, task.steps) if args.continues else []
     seeds = range(args.seed, args.seed + args.seeds)
-    report = measure(
-        args,
-        args.seeds * (1 + len(set(args.settings))),
-        lambda config, corpus, on_step: run_state(config, corpus, args.settings, seeds, on_step),
-        plot_state,
-    )
+    runs = args.seeds * (1 + len(set(args.settings))) - len(finished)
+    with deterministic_torch(None), Progress(task.steps * runs, "bench", enabled=not args.quiet) as progress:
+        found = run_state(
+            task,
+            args.settings,
+            seeds,
+            lambda name, step: progress.step(f"{name}, step {step}"),
+            finished,
+            lambda report: write_json(args.json, {**facts, **report}) if args.continues else None,
+        )
+    report = {**facts, **found}
+    _print(report)
+    measurement.write(args, report, lambda path: plot_state(report, path))
+    return 0
+
+
+def _check_peers(settings: list[str]) -> None:
+    from superoffload.tools.bench.contestants import PeerMissing
+    from superoffload.tools.bench.eight_bit_peers import PEERS
+
+    for name in settings:
+        try:
+            if name in PEERS:
+                PEERS[name].check()
+        except PeerMissing as error:
+            raise ArgumentError(f"settings: {name}: {error}; install it, or leave it out") from None
+
+
+def _task(args: argparse.Namespace) -> Task:
+    if args.task == _ENCODER:
+        command = "python -m superoffload bench state --task encoder"
+        task: Task = of_checkout("encoder_task", "bench state --task encoder", command).EncoderTask(args.steps)
+        return task
+    from superoffload.tools.bench.state_tasks import TextTask
+    from superoffload.tools.train.corpus import load_corpus
+
+    config = TrainingConfig(steps=args.steps)
+    return TextTask(config, load_corpus(args.data, config.model.sequence))
+
+
+def _finished(path: Path, facts: dict[str, Any], steps: int) -> list[dict[str, Any]]:
+    """Returns the runs that the file has; raises ArgumentError where they are not of the same training."""
+    import json
+
+    if not path.exists():
+        return []
+    before = json.loads(path.read_text(encoding="utf-8"))
+    told = [name for name in ("versions", "corpus", "model", "data") if name in facts]
+    different = [name for name in told if before.get(name) != facts[name]]
+    if different or before.get("steps") != steps:
+        raise ArgumentError(
+            f"json={str(path)!r}: its runs differ in {', '.join(different or ['steps'])}; remove the file, or choose "
+            "another one"
+        )
+    rows: list[dict[str, Any]] = before["rows"]
+    return rows
+
+
+def _print(report: dict[str, Any]) -> None:
     for row in report["rows"]:
-        print(f"{row['name']:24} held-out loss {row['held_out_loss']:.4f}")
+        print(f"{row['name']:28} held-out loss {row['held_out_loss']:.4f}")
     for row in report["differences"]:
         half = row["half_interval"]
         interval = f" +- {half:.4f} (95 %)" if half is not None else ""
-        print(f"{row['setting']} minus {DEFAULT}, mean: {row['mean_difference']:+.4f}{interval} nats per byte")
+        print(f"{row['setting']} minus {_DEFAULT}, mean: {row['mean_difference']:+.4f}{interval} {report['unit']}")
     if report["spread_over_seeds"] is not None:
-        print(f"spread of {DEFAULT} over seeds (standard deviation): {report['spread_over_seeds']:.4f}")
-    return 0
+        print(f"spread of {_DEFAULT} over seeds (standard deviation): {report['spread_over_seeds']:.4f}")
 
 
 # ---- what `bench journal` does too ----------------------------------------------------------------------------------
@@ -68,9 +154,8 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, runs: int, work: Measure, plot: Plot) -> dict[str, Any]:
     """Runs `work` and writes the requested output; `runs` trainings of `args.steps` steps make the progress bar."""
+    _check_steps(args)
     config = TrainingConfig(steps=args.steps, seed=args.seed)
-    if config.steps < 20:
-        raise ArgumentError(f"steps={config.steps}: expected at least 20, since the first 10 do not count")
     from superoffload.tools.report.progress import Progress
     from superoffload.tools.train.corpus import load_corpus
     from superoffload.tools.train.run_digests import deterministic_torch
@@ -85,3 +170,8 @@ def measure(args: argparse.Namespace, runs: int, work: Measure, plot: Plot) -> d
         report = {**facts, **work(config, corpus, lambda name, step: progress.step(f"{name}, step {step}"))}
     measurement.write(args, report, lambda path: plot(report, path))
     return report
+
+
+def _check_steps(args: argparse.Namespace) -> None:
+    if args.steps < 20:
+        raise ArgumentError(f"steps={args.steps}: expected at least 20, since the first 10 do not count")
