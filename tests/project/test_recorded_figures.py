@@ -240,6 +240,18 @@ def test_the_table_of_settings_is_what_was_recorded() -> None:
     assert rows["step", "fp32"]["seconds_median"] / rows["step", "split"]["seconds_median"] >= 1.05
 
 
+def test_the_table_of_peers_with_few_bits_is_what_was_recorded() -> None:
+    rows = [row for row in recorded("adam-state-x86")["rows"] if row["name"] == "step"]
+    assert len(rows) == len(STATES) + 3
+    for row in rows:
+        time, moved = f"{1e9 * row['seconds_median'] / row['numel']:.3f}", f"{row['bytes_per_param']:.1f}"
+        line = f"| {row['state']} | {time} | {1 / row['ratio']:.2f} | {moved} | {row['error']:.1e} |"
+        assert line in lines_of("benchmarks.md"), line
+    ours = next(row for row in rows if row["state"] == "8bit")
+    theirs = [row for row in rows if row["state"] not in STATES]
+    assert all(row["seconds_median"] > 40 * ours["seconds_median"] and row["error"] > ours["error"] for row in theirs)
+
+
 def test_the_table_of_leaner_state_is_what_was_recorded() -> None:
     report, text = recorded("state"), lines_of("benchmarks.md")
     loss = {(row["setting"], row["seed"]): row["held_out_loss"] for row in report["rows"]}

@@ -72,7 +72,9 @@ def test_adam(capsys: pytest.CaptureFixture[str]) -> None:
     assert "DeepSpeedCPUAdam" in printed and "DeepSpeedCPUAdam" not in names
 
 
-def test_adam_compares_settings_of_state(capsys: pytest.CaptureFixture[str]) -> None:
+def test_adam_compares_settings_of_state(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PEERS, "bitsandbytes 8bit", EightBitPeer("torch.optim", "AdamW", 8.0))
+    monkeypatch.setitem(PEERS, "torchao 8bit", EightBitPeer("no_such_library", "AdamW8bit", 2.0))
     report = bench("adam", "--quick", "--state", "all", "--threads", "1")
     printed = capsys.readouterr().out
     moved = {
@@ -91,6 +93,11 @@ def test_adam_compares_settings_of_state(capsys: pytest.CaptureFixture[str]) -> 
             assert row["ratio_to"] == f"fp32 {name}" and row["ratio"] > 0 and row["of_limit"] > 0
             assert any(line.split()[:2] == [state, name] for line in printed.splitlines())
     assert rows["fp32", "step"]["ratio"] == 1.0
+    error = {state: rows[state, "step"]["error"] for state in (*moved, "bitsandbytes 8bit")}
+    assert error["fp32"] == error["split"] < 1e-5 and error["bitsandbytes 8bit"] < 1e-5
+    assert 1e-4 < error["bf16"] < 1e-2 < error["8bit"] < 1e-1
+    assert rows["bitsandbytes 8bit", "step"]["bytes_per_param"] == 8 + 4 + 16
+    assert "peer torchao 8bit: no_such_library cannot be imported" in printed
     one = bench("adam", "--quick", "--state", "split", "--threads", "1")
     assert {row["state"] for row in one["rows"]} == {"fp32", "split"}
 

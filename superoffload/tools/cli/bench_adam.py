@@ -36,7 +36,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--state",
         choices=(*STATE_SETTINGS, "all"),
-        help="compare this setting of masters and moments, or all, with the default (fp32), and nothing else",
+        help="compare this setting of masters and moments with the default (fp32), and nothing else; all: every "
+        "setting, and other libraries' 8-bit and 4-bit moments, where they are installed",
     )
     parser.add_argument("--quick", action="store_true", help="small arrays and short times, to see that it works")
     measurement.add_output_options(parser, facts="machine, versions, limit and rows")
@@ -76,17 +77,23 @@ def _compare_states(args: argparse.Namespace, settings: Any) -> int:
     from superoffload import kernels
     from superoffload.host.system import System
     from superoffload.tools.bench import state_speed
+    from superoffload.tools.bench.state_error import STEPS
+    from superoffload.tools.bench.state_speed import DEFAULT
     from superoffload.tools.bench.timing import Rounds
     from superoffload.tools.doctor.host_memory import usable_bytes
 
     forms = state_speed.forms_from(args.state)
     state_speed.check_memory(settings.numel, forms, usable_bytes(System()))
     facts, threads, isa = measurement.begin(args), max(settings.threads), settings.isas[-1]
-    measurement.progress(args)(f"{', '.join(forms)}: {settings.numel:,} elements, {threads} threads, {isa}")
+    peers, missing = state_speed.installed_peers() if args.state == "all" else ([], {})
+    measurement.progress(args)(f"{', '.join((*forms, *peers))}: {settings.numel:,} elements, {threads} threads, {isa}")
     with kernels.using_isa(isa):
-        rows = state_speed.run_forms(settings.numel, threads, isa, forms, Rounds(5, 200, settings.seconds))
+        rows = state_speed.run_forms(settings.numel, threads, isa, forms, Rounds(5, 200, settings.seconds), peers)
     report = {**facts, "settings": {"numel": settings.numel, "isa": isa, "threads": threads}, "rows": rows}
     print(state_speed.table(rows))
+    print(f"error: of what {STEPS} steps change, relative to fp64; of limit: peers have none, x faster: than {DEFAULT}")
+    for name, why in missing.items():
+        print(f"peer {name}: {why}")
     measurement.write(args, report, lambda path: state_speed.plot(rows, path))
     return 0
 
