@@ -22,7 +22,7 @@ from typing import Any
 PACKAGE = Path(__file__).resolve().parent.parent / "superoffload"
 
 # What folders beside the engine may import from it.
-VOCABULARY = ("engine.bucket", "engine.resident_work", "engine.master_halves")
+VOCABULARY = ("engine.bucket", "engine.resident_work", "engine.master_halves", "engine.bucket_state")
 
 Graph = Mapping[str, AbstractSet[str]]
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from superoffload import _native
-from superoffload.engine.bucket import Bucket, BucketState
+from superoffload.engine.bucket import Bucket
+from superoffload.engine.bucket_state import BucketState
 from superoffload.engine.recorder import Recorder
 from superoffload.engine.verdict import Verdict
 from superoffload.errors import ArgumentError

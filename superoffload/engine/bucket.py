@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TypeAlias
 
 import numpy as np
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from superoffload import _native
+from superoffload.engine.bucket_state import NEXT, BucketState
 from superoffload.engine.master_halves import UpperHalves, join
 from superoffload.engine.resident_work import ResidentWork
 from superoffload.errors import StateError
@@ -36,34 +36,6 @@ ELEMENT_TYPES = {
     torch.float32: _native.ElementType.f32,
     torch.bfloat16: _native.ElementType.bf16,
     torch.float16: _native.ElementType.f16,
-}
-
-
-class BucketState(Enum):
-    """Says where a bucket is in its step."""
-
-    FILLING = "filling"
-    READY = "ready"
-    SPECULATED = "speculated"
-    UNDONE = "undone"
-    COMMITTED = "committed"
-    REPLAYED = "replayed"
-    STEPPED = "stepped"
-    PUBLISHED = "published"
-    SETTLED = "settled"
-    SKIPPED = "skipped"
-    ABANDONED = "abandoned"
-
-
-_S = BucketState
-_ENDED = (_S.COMMITTED, _S.REPLAYED, _S.STEPPED, _S.SETTLED, _S.SKIPPED, _S.ABANDONED)
-_NEXT = {
-    _S.FILLING: {_S.READY, _S.ABANDONED},
-    _S.READY: {_S.SPECULATED, _S.STEPPED, _S.PUBLISHED, _S.SKIPPED, _S.ABANDONED, _S.FILLING},
-    _S.SPECULATED: {_S.COMMITTED, _S.REPLAYED, _S.SKIPPED, _S.ABANDONED, _S.UNDONE},
-    _S.UNDONE: {_S.FILLING},
-    _S.PUBLISHED: {_S.SETTLED},
-    **{state: {_S.FILLING} for state in _ENDED},
 }
 
 
@@ -244,10 +216,11 @@ class Bucket:
         self.missing = len(self.pieces)  # pieces whose gradient is not final
         self.final = True  # no addition to the packed gradient is expected
         # The link (memory) and the layout (native work) assign these when they attach the bucket:
-        self.gradient: Tensor
-        self.gradients: list[Tensor] | None = None  # one per piece, where gradients stay where they arrive
-        self.shadow: Tensor
-        self.work: _native.BucketWork  # empty for a resident bucket
+        self.gradient: Tensor = torch.empty(0, dtype=self.gradient_dtype)
+        self.gradients: Sequence[Tensor | None] | None = None  # one per piece, where gradients stay where they arrive
+        self.shadow: Tensor = torch.empty(0, dtype=self.published_dtype)
+        self.published: Sequence[Tensor] | None = None  # one per piece, where a step writes them at once
+        self.work = _native.BucketWork([], 0)  # empty for a resident bucket, and between steps in place
         self.resident_work: ResidentWork | None = None
         self.arrival: _native.Completion | None = None  # of the packed gradient in host memory
         self.packed: _native.Completion | None = None  # the same, kept after the step is over
@@ -261,7 +234,7 @@ class Bucket:
 
     def move(self, state: BucketState) -> None:
         """Enters ``state``; raises and changes nothing where the state machine does not allow that."""
-        if state not in _NEXT[self.state]:
+        if state not in NEXT[self.state]:
             raise StateError(f"a bucket cannot go from {self.state.value} to {state.value}")
         self.state = state
 
@@ -284,6 +257,11 @@ class Bucket:
         self.missing = len(self.pieces)
         self.arrival = None
         self.bit_sums = {}
+
+    @property
+    def splits_masters(self) -> bool:
+        """Returns whether any of its masters is split, so that the shadow has the upper halves."""
+        return any(piece.shard.upper is not None for piece in self.pieces)
 
     # ---- its gradient -----------------------------------------------------------------------------------------
 
@@ -375,15 +353,28 @@ class Bucket:
                 piece.shard.upper.move_in(piece.start, self.shadow[piece.offset : piece.offset + piece.numel])
 
     def use_memory(
-        self, *, gradient: Tensor | None = None, gradients: list[Tensor] | None = None, shadow: Tensor | None = None
+        self,
+        *,
+        gradient: Tensor | None = None,
+        gradients: Sequence[Tensor | None] | None = None,
+        shadow: Tensor | None = None,
+        published: Sequence[Tensor] | None = None,
     ) -> None:
-        """Uses these flat tensors of ``padded`` elements; ``gradients``, one per piece, replaces ``gradient``."""
+        """Uses these flat tensors of ``padded`` elements; ``gradients`` and ``published``, one per piece, replace
+        ``gradient`` and ``shadow``."""
         if gradient is not None:
             self.gradient = gradient
         if gradients is not None:
             self.gradients = gradients
         if shadow is not None:
             self.shadow = shadow
+        if published is not None:
+            self.published = published
+
+    def let_go(self) -> None:
+        """Forgets the gradients and parameters that are read and written where they are, of the step that has ended."""
+        self.gradients = self.published = None
+        self.work = _native.BucketWork([], 0)
 
     def make_resident_work(self) -> None:
         """Makes the work of a bucket whose state is on the accelerator: none for worker threads."""

@@ -13,7 +13,8 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from superoffload.engine.bucket import Bucket, BucketState, Shard, sums_of_squares
+from superoffload.engine.bucket import Bucket, Shard, sums_of_squares
+from superoffload.engine.bucket_state import BucketState
 from superoffload.engine.digests import digests_of
 from superoffload.engine.engine_parts import EngineParts
 from superoffload.engine.placement import Placer

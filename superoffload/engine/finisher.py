@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from superoffload import _native
-from superoffload.engine.bucket import Bucket, BucketState
+from superoffload.engine.bucket import Bucket
+from superoffload.engine.bucket_state import BucketState
 from superoffload.engine.executor import Executor
 from superoffload.engine.layout import Layout
 from superoffload.engine.snapshot import Snapshots
@@ -84,6 +85,8 @@ class Finisher:
             self._stats.add(buckets_stepped=1)
 
     def _run(self, bucket: Bucket, factor: float, operation: _native.Operation, state: BucketState) -> None:
+        if self._link.in_place:
+            self._layout.describe(bucket)
         self._executor.freeze(bucket, factor)
         self._executor.submit(bucket, operation)
         bucket.move(state)

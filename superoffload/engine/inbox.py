@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.engine.bucket import ELEMENT_TYPES, Bucket, BucketState, Piece, Shard
+from superoffload.engine.bucket import ELEMENT_TYPES, Bucket, Piece, Shard
+from superoffload.engine.bucket_state import BucketState
 from superoffload.engine.executor import Executor
 from superoffload.engine.layout import Layout
 from superoffload.engine.listener import Listener

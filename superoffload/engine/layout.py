@@ -53,6 +53,7 @@ class Layout:
         self._backward: list[int] = []  # shards in the observed order
         self._unattached: list[list[Shard]] = []  # shards without buckets, in the order of backward
         self._outdated = False  # the buckets will be replaced; their packed gradients may still be needed
+        self._past_cache = False  # a step over all buckets exceeds the caches
 
     # ---- buckets ----------------------------------------------------------------------------------------------
 
@@ -121,7 +122,7 @@ class Layout:
         return min(max(total // _BUCKETS, _SMALLEST_BUCKET), _LARGEST_BUCKET)
 
     def _attach(self, buckets: Sequence[Bucket]) -> None:
-        past_cache = exceeds_caches(sum(shard.numel for shard in self.shards))
+        self._past_cache = exceeds_caches(sum(shard.numel for shard in self.shards))
         self._link.prepare(buckets, anew=not self.buckets)
         journals = shared_journals(buckets, [self._journal_bytes(bucket) for bucket in buckets])
         for bucket, journal in zip(buckets, journals, strict=True):
@@ -131,7 +132,8 @@ class Layout:
                 bucket.make_resident_work()
             else:
                 self._link.attach(bucket)
-                bucket.use_work(native_work(bucket, journal, past_cache=past_cache))
+                if not self._link.in_place:
+                    bucket.use_work(native_work(bucket, journal, past_cache=self._past_cache))
         for bucket in buckets:  # once no memory can be refused any more: a further attempt may use this memory again
             if not bucket.resident:
                 bucket.take_halves()
@@ -146,6 +148,10 @@ class Layout:
         self.journals.update(journal for journal in journals if journal is not None)
         self.numel = sum(bucket.numel for bucket in self.buckets)
         self._host_bytes = sum(map(_state_bytes, self.shards)) + sum(map(_bucket_bytes, self.buckets))
+
+    def describe(self, bucket: Bucket) -> None:
+        """Describes to the worker threads where the gradients and parameters of ``bucket`` are in this step."""
+        bucket.use_work(native_work(bucket, None, past_cache=self._past_cache))
 
     def _journal_bytes(self, bucket: Bucket) -> int:
         split = any(piece.shard.upper is not None for piece in bucket.pieces)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from superoffload import _native
 from superoffload.engine.bucket import ELEMENT_TYPES, Bucket, Piece
@@ -49,14 +50,13 @@ def native_work(
 
 
 def _run(bucket: Bucket, place: int, piece: Piece, *, past_cache: bool) -> _native.Run:
-    shard, packed = piece.shard, bucket.gradients
-    size = bucket.gradient_dtype.itemsize
+    shard = piece.shard
     return _native.Run(
         master=shard.master.data_ptr() + shard.master.element_size() * piece.start,
         exp_avg=shard.exp_avg.data_ptr() + shard.exp_avg.element_size() * piece.start,
         exp_avg_sq=shard.exp_avg_sq.data_ptr() + shard.exp_avg_sq.element_size() * piece.start,
-        gradient=packed[place].data_ptr() if packed else bucket.gradient.data_ptr() + size * piece.offset,
-        shadow=bucket.shadow.data_ptr() + bucket.shadow.element_size() * piece.offset,
+        gradient=_address(bucket.gradients, bucket.gradient, place, piece),
+        shadow=_address(bucket.published, bucket.shadow, place, piece),
         numel=piece.numel,
         gradient_type=ELEMENT_TYPES[bucket.gradient_dtype],
         shadow_type=ELEMENT_TYPES[bucket.published_dtype],
@@ -68,3 +68,11 @@ def _run(bucket: Bucket, place: int, piece: Piece, *, past_cache: bool) -> _nati
         exp_avg_scales=scales_address(shard.exp_avg, shard.numel, piece.start),
         exp_avg_sq_scales=scales_address(shard.exp_avg_sq, shard.numel, piece.start),
     )
+
+
+def _address(each: Sequence[Tensor | None] | None, together: Tensor, place: int, piece: Piece) -> int:
+    """Returns where the elements of a piece are: in a tensor of their own (0: they have none), or among the others."""
+    if each is None:
+        return together.data_ptr() + together.element_size() * piece.offset
+    own = each[place]
+    return 0 if own is None else own.data_ptr()

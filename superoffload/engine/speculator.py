@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Set
 
 from superoffload import _native
-from superoffload.engine.bucket import Bucket, BucketState
+from superoffload.engine.bucket import Bucket
+from superoffload.engine.bucket_state import BucketState
 from superoffload.engine.executor import Executor
 from superoffload.engine.inbox import Inbox
 from superoffload.engine.layout import Layout

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from superoffload import _native
-from superoffload.engine.bucket import Bucket, BucketState, Shard
+from superoffload.engine.bucket import Bucket, Shard
+from superoffload.engine.bucket_state import BucketState
 from superoffload.engine.executor import Executor
 from superoffload.engine.layout import Layout
 from superoffload.engine.listener import Listener

@@ -22,6 +22,7 @@ class SynchronousLink:
     in_streams = False
     asynchronous = False
     frees_gradients = False
+    in_place = False
     sums_what_it_packs = False
     pinned_bytes = 0
 

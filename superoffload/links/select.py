@@ -10,6 +10,7 @@ from superoffload.errors import ArgumentError
 from superoffload.host.tensors import local_of
 from superoffload.links.base import Link
 from superoffload.links.host import HostLink
+from superoffload.links.in_place import InPlaceLink
 
 
 def on_device(params: Sequence[Tensor]) -> bool:
@@ -26,10 +27,13 @@ def keeps_gradients(params: Sequence[Tensor], asked: bool | None, model: nn.Modu
     return True if reduced else asked
 
 
-def link_for(params: Sequence[Tensor], *, keep_grads: bool | None) -> Link:
-    """Makes the link for parameters that are all on one device (optimizer/arguments.py has checked that)."""
+def link_for(params: Sequence[Tensor], *, keep_grads: bool | None, in_place: bool) -> Link:
+    """Makes the link for parameters that are all on one device (optimizer/arguments.py has checked that).
+
+    ``in_place``: on the CPU nothing need be stepped before ``step()``, or after it.
+    """
     if not on_device(params):
-        return HostLink()
+        return InPlaceLink() if in_place else HostLink()
     from superoffload.links.cuda.start import cuda_link  # loads the driver
 
     return cuda_link(local_of(params[0]).device, keep_grads=keep_grads)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from superoffload.engine.bucket import Bucket, BucketState, Shard
+from superoffload.engine.bucket import Bucket, Shard
+from superoffload.engine.bucket_state import BucketState
 from superoffload.optimizer.advice import Advice
 
 STEPS_IN_A_ROW = 2

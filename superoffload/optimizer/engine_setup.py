@@ -51,10 +51,12 @@ def set_up_engine(
         gradient_of=_in_memory,
     )
     cpus = worker_cpus(given.threads, ranks.cpus, beside_device=on_device(params))
-    options = EngineOptions(given.speculation, given.bucket_numel, cpus, two_phase=True)
     keep_grads = keeps_gradients(params, given.keep_grads, model)
     sizes = _sizes(params, names, ranks) if given.placement is not None else []
-    link = link_for(params, keep_grads=keep_grads)
+    # Nothing is stepped early or late then, so that on the CPU gradients and parameters need no second copy.
+    at_once = given.speculation == "never" and not given.on_demand
+    link = link_for(params, keep_grads=keep_grads, in_place=at_once)
+    options = EngineOptions(given.speculation, given.bucket_numel, cpus, two_phase=not link.in_place)
     try:
         placer = placer_for(given.placement, link, params)
     except BaseException:

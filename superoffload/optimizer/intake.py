@@ -61,6 +61,7 @@ class Intake:
         self._ranks = ranks
         self._verdicts = verdicts
         self._in_streams = engine.link.in_streams
+        self._in_place = engine.link.in_place  # gradients stay where they are until step() takes them
         self._hooks: dict[TrackedParam, RemovableHandle] = {}  # not of frozen parameters
         self._unhooked: list[TrackedParam] = []  # frozen ones, and those that are reduced over ranks later
         # By the shard's index; empty unless the engine has a gradient of this step and its buckets stay as they are.
@@ -85,7 +86,8 @@ class Intake:
         still = []
         for tracked in self._unhooked:
             if tracked.param.requires_grad and tracked.early:
-                self._hooks[tracked] = tracked.param.register_post_accumulate_grad_hook(_hook_of(self, tracked))
+                hook = _drop_stand_in if self._in_place else _hook_of(self, tracked)
+                self._hooks[tracked] = tracked.param.register_post_accumulate_grad_hook(hook)
             else:
                 still.append(tracked)
         self._unhooked = still
@@ -306,7 +308,7 @@ class Intake:
     def take_reduced(self, param: Tensor, gradient: Tensor) -> None:
         """Takes the result of a reduction over ranks during backward; it becomes ``param.grad``."""
         tracked = self._params.get(param)
-        if tracked is not None:
+        if tracked is not None and not self._in_place:
             self._in_backward(tracked, lambda one: self._take_reduced(one, gradient))
 
     def keep_reduced(self, param: Tensor) -> None:
@@ -362,6 +364,11 @@ def _hook_of(intake: Intake, tracked: TrackedParam) -> Callable[[Tensor], None]:
             alive.take(one)
 
     return on_gradient
+
+
+def _drop_stand_in(param: Tensor) -> None:
+    """Drops what stands in ``p.grad`` for a main_grad; a hook of gradients that wait for ``step()`` where they are."""
+    _is_final(param)
 
 
 def _comes_in_fp32(tracked: TrackedParam) -> bool:

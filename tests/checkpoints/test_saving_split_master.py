@@ -19,6 +19,7 @@ from superoffload.engine.speculation_schedule import Schedule
 from superoffload.optimizer import state_dict
 from tests.support.adamw_training import Reordered, TorchAdamW, batch, model_of, train
 from tests.support.carried_state import Carry, as_dict, in_a_folder, in_the_background, through_a_file
+from tests.support.host_link import over_host_link
 from tests.support.saved_runs import TENSORS
 from tests.support.split_masters import (
     SPLIT,
@@ -132,6 +133,7 @@ def test_saved_while_buckets_are_laid_out_anew(mode: str, memory: int, tmp_path:
     model, other = model_of(torch.bfloat16), model_of(torch.bfloat16, seed=4)
     options: dict[str, Any] = {"lr": 1e-2, "threads": 2, "bucket_numel": 1024, **SPLIT}
     with (
+        over_host_link(),
         mock.patch.object(Schedule, "share_to_publish", lambda *_: 1.0),
         AdamW(model.parameters(), speculation="always" if mode == "always" else "never", **options) as optimizer,
         AdamW(other.parameters(), **options) as loaded,
@@ -155,6 +157,7 @@ def test_saved_while_a_two_phase_step_settles(tmp_path: Path) -> None:
     model, other = model_of(torch.bfloat16), model_of(torch.bfloat16, seed=4)
     options: dict[str, Any] = {"lr": 1e-2, "threads": 1, "bucket_numel": 512, "speculation": "never", **SPLIT}
     with (
+        over_host_link(),
         mock.patch.object(Schedule, "share_to_publish", lambda *_: 1.0),
         AdamW(model.parameters(), **options) as optimizer,
         AdamW(other.parameters(), **options) as loaded,

@@ -11,7 +11,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from superoffload.engine.bucket import Bucket, BucketState, GroupHyper, Shard
+from superoffload.engine.bucket import Bucket, GroupHyper, Shard
+from superoffload.engine.bucket_state import BucketState
 from superoffload.errors import StateError
 from tests.support.engine_rig import COUNTERS, Rig, Settings, rig
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from superoffload.engine.bucket import ALIGN, BLOCK, Bucket, BucketState, Piece, Shard
+from superoffload.engine.bucket import ALIGN, BLOCK, Bucket, Piece, Shard
+from superoffload.engine.bucket_state import BucketState
 from superoffload.engine.layout import lay_out
 from superoffload.errors import StateError
 

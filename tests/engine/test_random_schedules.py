@@ -13,7 +13,8 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from superoffload.engine.bucket import BucketState, GroupHyper, Shard
+from superoffload.engine.bucket import GroupHyper, Shard
+from superoffload.engine.bucket_state import BucketState
 from superoffload.engine.speculation_schedule import MODES
 from tests.support.engine_rig import COUNTERS, Rig, Settings, assert_same_bits, rig, to_numpy, to_tensor
 from tests.support.reference.convert import narrow

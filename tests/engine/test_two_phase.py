@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from superoffload import AdamW
-from superoffload.engine.bucket import BucketState
+from superoffload.engine.bucket_state import BucketState
 from superoffload.engine.speculation_schedule import Schedule
 from superoffload.errors import WorkerError
 from superoffload.timeline import record

@@ -17,6 +17,7 @@ from superoffload.optimizer import intake
 from superoffload.optimizer.accelerate_window import Window
 from superoffload.optimizer.bulk_checks import ready_gradients
 from tests.support.engine_rig import Settings, rig
+from tests.support.host_link import over_host_link
 
 SIZES = (100, 100, 100, 100)
 
@@ -39,7 +40,8 @@ def made(sizes: Sequence[int] = SIZES, **options: Any) -> tuple[list[nn.Paramete
     """After two steps: the order of backward is known."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(size)) for size in sizes]
-    optimizer = AdamW(params, lr=0.1, threads=1, **{"speculation": "never", "bucket_numel": 1 << 16, **options})
+    with over_host_link():
+        optimizer = AdamW(params, lr=0.1, threads=1, **{"speculation": "never", "bucket_numel": 1 << 16, **options})
     for _ in range(2):
         backward(params)
         optimizer.step()
@@ -87,7 +89,7 @@ def test_buckets_are_laid_out_anew_while_gradients_wait() -> None:
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(100).bfloat16()) for _ in range(5)]
     *several, late = params
-    with AdamW(params, lr=0.1, speculation="never", threads=1, bucket_numel=1 << 16) as optimizer:
+    with over_host_link(), AdamW(params, lr=0.1, speculation="never", threads=1, bucket_numel=1 << 16) as optimizer:
         for _ in range(2):
             backward(several)
             optimizer.step()

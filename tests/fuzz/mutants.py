@@ -13,7 +13,8 @@ from unittest import mock
 import superoffload.engine.finisher as finisher_module
 import superoffload.host.signals as interrupts
 from superoffload import _native
-from superoffload.engine.bucket import Bucket, BucketState, Shard
+from superoffload.engine.bucket import Bucket, Shard
+from superoffload.engine.bucket_state import BucketState
 from superoffload.engine.engine import Engine
 from superoffload.engine.executor import Executor
 from superoffload.engine.finisher import Finisher

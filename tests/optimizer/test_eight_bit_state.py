@@ -20,6 +20,7 @@ from superoffload.engine.speculation_schedule import Schedule
 from superoffload.errors import ArgumentError
 from tests.support.adamw_training import Mixed, Reordered, TorchAdamW, check_counters, model_of, train
 from tests.support.carried_state import Carry, as_dict, in_a_folder, through_a_file
+from tests.support.host_link import over_host_link
 from tests.support.reference import adam, eight_bit
 from tests.support.reference.stochastic import noise
 from tests.support.split_masters import same_bits, same_states, shard_of, state_of
@@ -155,8 +156,10 @@ def test_state_is_shown_as_bf16_copies() -> None:
 
 def test_bytes_are_accounted_for() -> None:
     params = [nn.Parameter(torch.zeros(1 << 20, dtype=torch.bfloat16))]
+    moments = 2 * (1 + 1 / 256)
     with AdamW(params, speculation="never", **EIGHT) as optimizer:
-        moments = 2 * (1 + 1 / 256)
+        assert optimizer.stats()["host_bytes"] / (1 << 20) == pytest.approx(4 + moments, abs=0.02)
+    with over_host_link(), AdamW(params, speculation="never", **EIGHT) as optimizer:
         assert optimizer.stats()["host_bytes"] / (1 << 20) == pytest.approx(4 + moments + 2 + 2, abs=0.02)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import pytest
@@ -16,6 +15,7 @@ from superoffload.engine import layout
 from superoffload.engine.speculation_schedule import Schedule
 from superoffload.errors import ArgumentError, HostMemoryError
 from tests.support.adamw_training import Optimizer, batch, check_scenario, model_of, train
+from tests.support.host_link import over_host_link
 from tests.support.split_masters import (
     ODD_BITS,
     SPLIT,
@@ -56,8 +56,10 @@ WRITES = [assign, through_data, new_storage, load]
 Write = Callable[[Tensor, Tensor], None]
 
 
-def settled_late() -> AbstractContextManager[Any]:
-    return mock.patch.object(Schedule, "share_to_publish", lambda *_: 1.0)
+@contextmanager
+def settled_late() -> Iterator[None]:
+    with over_host_link(), mock.patch.object(Schedule, "share_to_publish", lambda *_: 1.0):
+        yield
 
 
 @pytest.mark.parametrize("when", ["between steps", "between backward and step", "behind a publish"])

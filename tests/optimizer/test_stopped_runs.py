@@ -23,6 +23,7 @@ from superoffload.distributed.launch import PRELOAD
 from superoffload.engine.speculation_schedule import Schedule
 from tests.support.adamw_training import batch, model_of, pair, run_python, train
 from tests.support.checkout import ROOT
+from tests.support.host_link import over_host_link
 
 GRACE = 30  # seconds between a scheduler's SIGTERM and its SIGKILL
 
@@ -278,6 +279,7 @@ def test_saved_while_a_two_phase_step_settles(tmp_path: Path, save: Callable[...
     model, twin = model_of(), model_of()
     both: dict[str, Any] = {"bucket_numel": 512, "max_grad_norm": 1e-3, "threads": 1}
     with (
+        over_host_link(),
         mock.patch.object(Schedule, "share_to_publish", lambda *_: 1.0),
         AdamW(model.parameters(), speculation="never", **both) as optimizer,
         AdamW(twin.parameters(), speculation="never", **both) as plain,

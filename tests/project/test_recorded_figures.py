@@ -227,6 +227,18 @@ def test_the_table_of_host_memory_is_what_was_recorded_and_its_aim_is_met() -> N
         assert abs(row["of_stats"] - 1) <= 0.03 and abs(row["of_planned"] - 1) <= 0.03
 
 
+def test_the_table_of_steps_in_place_is_what_was_recorded() -> None:
+    rows = recorded("in_place")["rows"]
+    for row in rows:
+        cells = (
+            f"{1e9 * row['seconds_median'] / row['numel']:.3f} | {row['ratio']:.2f} | {row['host_bytes_per_param']:.2f}"
+        )
+        assert f"| {row['name']} | {cells} |" in lines_of("benchmarks.md")
+    in_place, *others = rows
+    assert in_place["name"] == "in place" and round(in_place["host_bytes_per_param"]) == 12
+    assert all(row["ratio"] >= 1.3 and row["host_bytes_per_param"] > 15.9 for row in others)
+
+
 STATES = ("fp32", "split", "bf16", "bf16+split", "8bit", "8bit+split")
 
 

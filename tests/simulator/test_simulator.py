@@ -14,7 +14,7 @@ import pytest
 from benchmarks.emulation.clock import when_done
 from benchmarks.emulation.link import VirtualLink
 from superoffload import _native
-from superoffload.engine.bucket import BucketState
+from superoffload.engine.bucket_state import BucketState
 from superoffload.engine.executor import Executor
 from superoffload.engine.finisher import Finisher
 from superoffload.engine.inbox import Packer

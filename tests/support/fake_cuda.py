@@ -347,7 +347,7 @@ def on_fake_device(fake: Fake, kind: type[LateLink] = LateLink, **options: Any) 
     """AdamW made inside gets a CudaLink; yields the links."""
     links: list[LateLink] = []
 
-    def link_for(params: Sequence[Tensor], *, keep_grads: bool | None) -> LateLink:
+    def link_for(params: Sequence[Tensor], *, keep_grads: bool | None, in_place: bool) -> LateLink:
         given = CudaOptions(keep_grads=bool(keep_grads), image=IMAGE, timeout_seconds=60.0, library=fake.library)
         links.append(kind(FakeDevice(fake), replace(given, **options)))
         return links[-1]

@@ -52,7 +52,7 @@ def accelerator() -> Iterator[list[ResidentHostLink]]:
     """Optimizers made inside have a link with an accelerator; the links, in the order in which they were made."""
     made: list[ResidentHostLink] = []
 
-    def link_for(params: Sequence[Tensor], *, keep_grads: bool | None) -> ResidentHostLink:
+    def link_for(params: Sequence[Tensor], *, keep_grads: bool | None, in_place: bool) -> ResidentHostLink:
         made.append(ResidentHostLink())
         return made[-1]
 

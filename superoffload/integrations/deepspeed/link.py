@@ -55,6 +55,7 @@ class PartitionLink(SynchronousLink):
             return self._accelerator.pack(bucket, grads)
         assert bucket.gradients is not None
         for piece, here, grad in zip(bucket.pieces, bucket.gradients, grads, strict=True):
+            assert here is not None
             address = here.data_ptr() - here.element_size() * piece.start
             assert grad is None or grad.data_ptr() == address, "another gradient buffer"
         return self.pack_pieces(bucket, grads)

@@ -46,6 +46,7 @@ class CudaLink:
     """Serves gradients and parameters on a device; everything else is in host memory."""
 
     in_streams = True
+    in_place = False
     asynchronous = True
 
     def __init__(self, device: Device, options: CudaOptions) -> None:

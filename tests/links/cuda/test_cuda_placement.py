@@ -57,6 +57,8 @@ def run_on_fake(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_of_the_host_link(fake: Fake, dtype: torch.dtype, mode: str) -> None:
     expected, on_host = run_on_host(steps, dtype, speculation=mode, max_grad_norm=0.5)
+    if mode == "never":  # nothing moves then
+        _, on_host = run_on_host(steps, dtype, speculation="always", max_grad_norm=0.5)
     for seed, placement in enumerate((HALF, {"gpu_fraction": 1.0}, "auto")):
         fake.delays(seed, LATE)
         digests, stats = run_on_fake(fake, dtype, placement, speculation=mode, max_grad_norm=0.5)

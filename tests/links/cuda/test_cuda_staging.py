@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.engine.bucket import Bucket, BucketState
+from superoffload.engine.bucket import Bucket
+from superoffload.engine.bucket_state import BucketState
 from superoffload.errors import WorkerError
 from superoffload.links.cuda.blocks import early_buckets
 from superoffload.links.cuda.link import CudaLink

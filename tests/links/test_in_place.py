@@ -1,0 +1,177 @@
+"""Parameters on the CPU that are never stepped early: gradients are read and parameters written where they are."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superoffload import AdamW
+from superoffload.links.host import HostLink
+from superoffload.links.in_place import InPlaceLink
+from tests.support.adamw_training import batch, model_of, train
+
+FORMS: list[tuple[dict[str, Any], float]] = [  # bytes per bf16 parameter, without scales
+    ({}, 12.0),
+    ({"state_dtype": "bf16"}, 8.0),
+    ({"state_dtype": "8bit"}, 6.0),
+    ({"master_dtype": "split"}, 12.0),  # the upper halves stay apart from the parameter
+    ({"master_dtype": "split", "state_dtype": "8bit"}, 6.0),
+]
+
+
+@pytest.mark.parametrize(("form", "expected"), FORMS)
+def test_nothing_is_kept_twice(form: dict[str, Any], expected: float) -> None:
+    numel = 1 << 20
+    param = nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16))
+    with AdamW([param], speculation="never", **form) as optimizer:
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        stats = optimizer.stats()
+        assert stats["host_bytes"] / numel == pytest.approx(expected, abs=0.03)
+        assert (stats["bytes_down"], stats["bytes_up"]) == (0, 0 if "master_dtype" not in form else 2 * numel)
+        assert stats["journal_reserved_bytes"] == 0
+        grad = weakref.ref(param.grad)
+        optimizer.zero_grad()
+        gc.collect()
+        assert grad() is None, "the gradient outlives the step"
+
+
+def test_which_link_serves_whom() -> None:
+    def link(**options: Any) -> Any:
+        model = model_of()
+        with AdamW(model.parameters(), model=model, **options) as optimizer:
+            return type(optimizer._engine.link)
+
+    assert link(speculation="never") is InPlaceLink
+    assert link(speculation="never", delivery="on_demand") is HostLink
+    assert link() is link(speculation="always") is HostLink
+
+
+def reordered(param: nn.Parameter) -> None:
+    """Its elements are in another order in memory."""
+    param.data = param.detach().t().contiguous().t()
+
+
+def of_a_larger_one(param: nn.Parameter) -> None:
+    """Its memory is a part of another tensor's, not at the beginning of a cache line."""
+    param.data = torch.cat([torch.zeros(3, dtype=param.dtype), param.detach().view(-1)])[3:].view(param.shape)
+
+
+@pytest.mark.parametrize("memory", [reordered, of_a_larger_one])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_with_memory_of_any_form(memory: Callable[[nn.Parameter], None], dtype: torch.dtype) -> None:
+    digests = []
+    for mode in ("never", "always"):
+        model = model_of(dtype)
+        for param in model.parameters():
+            if param.dim() == 2:
+                memory(param)
+        with AdamW(model.parameters(), speculation=mode, lr=1e-2, bucket_numel=512, max_grad_norm=0.5) as optimizer:
+            train(model, optimizer, range(5))
+            digests.append(optimizer.state_digests())
+            published = [param.detach().clone() for param in model.parameters()]
+            masters = [optimizer.state[param]["master"].to(dtype) for param in model.parameters()]
+            assert all(torch.equal(a, b) for a, b in zip(published, masters, strict=True))
+    assert digests[0] == digests[1]
+
+
+def expanded(grad: Tensor) -> Tensor:
+    return grad.mean().expand(grad.shape)
+
+
+def transposed(grad: Tensor) -> Tensor:
+    return grad.t().contiguous().t() if grad.dim() == 2 else grad.flip(0).flip(0)
+
+
+def negated(grad: Tensor) -> Tensor:
+    """With torch's negative bit: its memory has the opposite signs."""
+    return torch._neg_view(-grad)
+
+
+@pytest.mark.parametrize("change", [expanded, transposed, negated])
+def test_gradients_of_any_form_as_they_are_at_the_step(change: Callable[[Tensor], Tensor]) -> None:
+    digests = []
+    for mode in ("never", "always"):
+        model = model_of()
+        with AdamW(model.parameters(), speculation=mode, lr=1e-2, bucket_numel=512, max_grad_norm=0.5) as optimizer:
+            for step in range(4):
+                optimizer.zero_grad()
+                batch(model, step).backward()
+                for param in model.parameters():
+                    assert param.grad is not None
+                    param.grad = change(param.grad)
+                optimizer.step()
+            digests.append(optimizer.state_digests())
+    assert digests[0] == digests[1]
+
+
+def test_memory_is_looked_up_in_every_step() -> None:
+    models = [model_of(), model_of()]
+    digests = []
+    for moves, model in zip((True, False), models, strict=True):
+        with AdamW(model.parameters(), speculation="never", lr=1e-2, bucket_numel=512) as optimizer:
+            for step in range(5):
+                train(model, optimizer, [step])
+                versions = [param._version for param in model.parameters()]
+                for param in model.parameters():
+                    if moves:
+                        param.data = param.detach().clone()
+                train(model, optimizer, [step + 10])
+                assert all(p._version > v for p, v in zip(model.parameters(), versions, strict=True))
+            digests.append(optimizer.state_digests())
+    assert digests[0] == digests[1]
+
+
+def test_a_step_without_some_gradients_and_one_that_is_skipped() -> None:
+    digests = []
+    for mode in ("never", "always"):
+        model = model_of(torch.bfloat16)
+        with AdamW(model.parameters(), speculation=mode, lr=1e-2, bucket_numel=1 << 16) as optimizer:
+            for step in range(6):
+                optimizer.zero_grad()
+                batch(model, step).backward()
+                missing = list(model.parameters())[step % 3]
+                missing.grad = None
+                if step == 4:
+                    before = [param.detach().clone() for param in model.parameters()]
+                    next(p for p in model.parameters() if p.grad is not None).grad.view(-1)[0] = float("nan")  # type: ignore[union-attr]
+                optimizer.step()
+                if step == 4:
+                    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+            assert optimizer.stats()["skipped_steps"] == 1
+            digests.append(optimizer.state_digests())
+    assert digests[0] == digests[1]
+
+
+def test_edits_of_gradients_that_raise_no_version_count() -> None:
+    digests = []
+    for edit in (lambda grad: grad.mul_(0.5), lambda grad: grad.data.mul_(0.5)):
+        model = model_of()
+        with AdamW(model.parameters(), speculation="never", lr=1e-2, max_grad_norm=0.5) as optimizer:
+            for step in range(4):
+                optimizer.zero_grad()
+                batch(model, step).backward()
+                for param in model.parameters():
+                    edit(param.grad)
+                optimizer.step()
+            digests.append(optimizer.state_digests())
+    assert digests[0] == digests[1]
+
+
+def test_gradients_that_are_the_memory_of_parameters() -> None:
+    digests = []
+    for mode in ("never", "always"):
+        params = [nn.Parameter(torch.linspace(0, step + 1, 3000)) for step in range(3)]
+        with AdamW(params, speculation=mode, lr=0.1, bucket_numel=1024, threads=2) as optimizer:
+            for _ in range(4):
+                for param, other in zip(params, [*params[1:], params[0]], strict=True):
+                    param.grad = other.detach()
+                optimizer.step()
+            digests.append(optimizer.state_digests())
+    assert digests[0] == digests[1]
