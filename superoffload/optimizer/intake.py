@@ -86,8 +86,7 @@ class Intake:
         still = []
         for tracked in self._unhooked:
             if tracked.param.requires_grad and tracked.early:
-                hook = _drop_stand_in if self._in_place else _hook_of(self, tracked)
-                self._hooks[tracked] = tracked.param.register_post_accumulate_grad_hook(hook)
+                self._hooks[tracked] = tracked.param.register_post_accumulate_grad_hook(_hook_of(self, tracked))
             else:
                 still.append(tracked)
         self._unhooked = still
@@ -106,7 +105,9 @@ class Intake:
         interrupt between any two lines, ``step()`` finds the gradient in ``p.grad``.
         """
         bucket, gradient = self._only_bucket.get(tracked.shard.index), tracked.gradient
-        if (
+        if self._in_place:
+            self._in_backward(tracked, self._follow_last)
+        elif (
             bucket is None
             or gradient.handed is not None
             or gradient.reduced is not None
@@ -125,6 +126,11 @@ class Intake:
             self._arrives(tracked)
         else:
             self._in_backward(tracked, self._take)
+
+    def _follow_last(self, tracked: TrackedParam) -> None:
+        """Leaves a gradient where it is; the master follows a written parameter now, as if the gradient were taken."""
+        if self._is_last(tracked) and tracked.plainly_written:
+            self._master_updates.follow(tracked)
 
     def _arrives(self, tracked: TrackedParam) -> bool:
         """Counts one more backward; returns whether it is the last one, judging by the step before."""
@@ -364,11 +370,6 @@ def _hook_of(intake: Intake, tracked: TrackedParam) -> Callable[[Tensor], None]:
             alive.take(one)
 
     return on_gradient
-
-
-def _drop_stand_in(param: Tensor) -> None:
-    """Drops what stands in ``p.grad`` for a main_grad; a hook of gradients that wait for ``step()`` where they are."""
-    _is_final(param)
 
 
 def _comes_in_fp32(tracked: TrackedParam) -> bool:

@@ -175,3 +175,17 @@ def test_gradients_that_are_the_memory_of_parameters() -> None:
                 optimizer.step()
             digests.append(optimizer.state_digests())
     assert digests[0] == digests[1]
+
+
+def test_masters_follow_a_written_parameter_when_its_gradient_is_final() -> None:
+    def read(**options: Any) -> Tensor:
+        param = nn.Parameter(torch.zeros(300))
+        with AdamW([param], **options) as optimizer:
+            with torch.no_grad():
+                param.fill_(2.0)
+            (param * param).sum().backward()
+            master: Tensor = optimizer.state_dict()["state"][0]["master"].clone()
+            return master
+
+    assert torch.equal(read(speculation="never"), torch.full((300,), 2.0))
+    assert torch.equal(read(speculation="always"), torch.full((300,), 2.0))

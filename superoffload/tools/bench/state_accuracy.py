@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -24,6 +25,7 @@ DEFAULT = "fp32"
 # Student's t for a two-sided interval of 95 %, by degrees of freedom from 1 on.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
 _T_BEYOND = 2.110  # of 17 degrees, a little wide for more
+_PARTS = 20  # of a run, whose mean losses are kept
 
 
 def run_state(
@@ -109,9 +111,15 @@ def _run(task: Task, setting: str, seed: int, on_step: Callable[[str, int], None
         "name": f"{setting}, seed {seed}",
         "setting": setting,
         "seed": seed,
-        "losses": losses,
+        "losses": _means(losses),
         "held_out_loss": held_out,
     }
+
+
+def _means(losses: Sequence[float]) -> list[float]:
+    """Returns the mean losses of some parts of a run, since all of them would fill the file."""
+    ends = [len(losses) * part // _PARTS for part in range(_PARTS + 1)]
+    return [round(fmean(losses[begin:end]), 5) for begin, end in pairwise(ends)]
 
 
 @contextmanager
