@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,22 +28,24 @@ class InPlaceLink(SynchronousLink):
     def __init__(self) -> None:
         super().__init__()
         self._held: list[Bucket] = []  # whose gradients and parameters are in use
-        self._written: dict[Bucket, set[int]] = {}  # storages, by address, that a step writes
+        self._buckets: list[Bucket] = []
+        self._written = AddressRanges(())  # what the step writes
 
     def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
         super().prepare(buckets, anew=anew)
-        if anew:
-            self._written.clear()
+        self._buckets = [*([] if anew else self._buckets), *buckets]
 
     def attach(self, bucket: Bucket) -> None:
         if bucket.splits_masters:
             bucket.use_memory(shadow=host_empty(bucket.padded, bucket.published_dtype, f"the shadow of {bucket.name}"))
-        self._written[bucket] = {_storage(_target(piece)) for piece in bucket.pieces}
 
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
         """Sums the squares of the gradients; they must stay as they are until the bucket is delivered."""
+        if not self._held:
+            self._written = AddressRanges(
+                tensor for each in self._buckets for piece in each.pieces for tensor in _written_by(piece)
+            )
         targets = [_target(piece) for piece in bucket.pieces]
-        self._written[bucket] = set(map(_storage, targets))
         gradients = [
             None if grad is None else self._unwritten(grad.detach().view(-1)[piece.start : piece.start + piece.numel])
             for piece, grad in zip(bucket.pieces, grads, strict=True)
@@ -53,9 +56,8 @@ class InPlaceLink(SynchronousLink):
         return PackTicket(_native.Completion.already_done())
 
     def _unwritten(self, gradient: Tensor) -> Tensor:
-        """Copies a gradient that is the memory of a parameter, as a user may set it: the step would change it."""
-        storage = _storage(gradient)
-        return gradient.clone() if any(storage in written for written in self._written.values()) else gradient
+        """Copies a gradient in memory that the step writes: a user may set a parameter as the gradient of another."""
+        return gradient.clone() if self._written.overlap(gradient) else gradient
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
         if bucket.published is None:
@@ -72,10 +74,32 @@ class InPlaceLink(SynchronousLink):
         self._held.clear()
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 def _target(piece: Piece) -> Tensor:
     """Finds the memory of a parameter; it may have moved since the last step."""
     return piece.shard.target()[piece.start : piece.start + piece.numel]
+
+
+def _written_by(piece: Piece) -> tuple[Tensor, ...]:
+    """Returns what a step of the piece writes, and a user can see."""
+    shard = piece.shard
+    return _target(piece), shard.master, shard.exp_avg, shard.exp_avg_sq
+
+
+class AddressRanges:
+    """Holds the addresses of contiguous tensors, as disjoint ranges in their order."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        for begin, end in sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors):
+            if self._ends and begin <= self._ends[-1]:
+                self._ends[-1] = max(end, self._ends[-1])
+            else:
+                self._begins.append(begin)
+                self._ends.append(end)
+
+    def overlap(self, tensor: Tensor) -> bool:
+        """Returns whether a contiguous tensor has memory in any of the ranges."""
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        before_end = bisect_left(self._begins, end)  # of the ranges, those that begin before the tensor ends
+        return before_end > 0 and self._ends[before_end - 1] > begin

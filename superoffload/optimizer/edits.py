@@ -47,6 +47,8 @@ class Edits:
     def begin(self) -> None:
         """Notes which buckets were speculated, before the first gradient is retracted."""
         self._edited.begin(self._engine.buckets)
+        if self._engine.link.in_place and self._engine.is_filling:
+            self.all_edited()  # taken by a step() that failed; where gradients and parameters are may have changed
 
     def all_edited(self) -> None:
         """Retracts every gradient, since all were edited in a way that version counters do not show."""

@@ -7,11 +7,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
+from superoffload.errors import ArgumentError
 from superoffload.links.host import HostLink
 from superoffload.links.in_place import InPlaceLink
 from tests.support.adamw_training import batch, model_of, train
@@ -164,15 +166,80 @@ def test_edits_of_gradients_that_raise_no_version_count() -> None:
     assert digests[0] == digests[1]
 
 
-def test_gradients_that_are_the_memory_of_parameters() -> None:
+def a_parameter(optimizer: AdamW, other: nn.Parameter) -> Tensor:
+    return other.detach()
+
+
+def a_parameter_that_moved(optimizer: AdamW, other: nn.Parameter) -> Tensor:
+    other.data = other.detach().clone()
+    return other.detach()
+
+
+def a_moment(optimizer: AdamW, other: nn.Parameter) -> Tensor:
+    state = optimizer.state.get(other)
+    return torch.ones_like(other) if state is None else state["exp_avg"]
+
+
+@pytest.mark.parametrize("of", [a_parameter, a_parameter_that_moved, a_moment])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_gradients_that_are_memory_which_the_step_writes(
+    of: Callable[[AdamW, nn.Parameter], Tensor], grouped: bool
+) -> None:
     digests = []
     for mode in ("never", "always"):
         params = [nn.Parameter(torch.linspace(0, step + 1, 3000)) for step in range(3)]
-        with AdamW(params, speculation=mode, lr=0.1, bucket_numel=1024, threads=2) as optimizer:
+        groups = [{"params": [param]} for param in params] if grouped else params
+        with AdamW(groups, speculation=mode, lr=0.1, bucket_numel=1024, threads=2) as optimizer:
             for _ in range(4):
                 for param, other in zip(params, [*params[1:], params[0]], strict=True):
-                    param.grad = other.detach()
+                    param.grad = of(optimizer, other)
+                params[-1].grad = torch.ones_like(params[-1])
                 optimizer.step()
+            digests.append(optimizer.state_digests())
+    assert digests[0] == digests[1]
+
+
+def test_a_gradient_that_overlaps_its_parameter_in_the_memory_of_numpy() -> None:
+    digests = []
+    for mode in ("never", "always"):
+        memory = np.linspace(0, 1, 5000, dtype=np.float32)
+        param = nn.Parameter(torch.from_numpy(memory[500:4500]))
+        with AdamW([param], speculation=mode, lr=0.1) as optimizer:
+            for _ in range(3):
+                param.grad = torch.from_numpy(memory[:4000])
+                optimizer.step()
+            digests.append(optimizer.state_digests())
+    assert digests[0] == digests[1]
+
+
+def move(params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.data = param.detach().clone()
+
+
+def edit_unseen(params: list[nn.Parameter]) -> None:
+    assert params[0].grad is not None
+    params[0].grad.data.fill_(0.25)
+
+
+@pytest.mark.parametrize("change", [move, edit_unseen])
+def test_a_step_that_failed_leaves_nothing_to_the_next(change: Callable[[list[nn.Parameter]], None]) -> None:
+    digests = []
+    for fails in (True, False):
+        params = [nn.Parameter(torch.linspace(0, step + 1, 3000)) for step in range(3)]
+        with AdamW(params, speculation="never", lr=0.1, bucket_numel=1024, max_grad_norm=1.0) as optimizer:
+            for _ in range(2):
+                for param in params:
+                    param.grad = torch.ones_like(param)
+                if fails:
+                    params[-1].grad = torch.ones(3000).to_sparse()
+                    with pytest.raises(ArgumentError, match="sparse"):
+                        optimizer.step()
+                    params[-1].grad = torch.ones_like(params[-1])
+                change(params)
+                optimizer.step()
+                for param in params:
+                    assert torch.equal(param.detach(), optimizer.state[param]["master"])
             digests.append(optimizer.state_digests())
     assert digests[0] == digests[1]
 
