@@ -17,7 +17,7 @@ from superoffload import _native
 from superoffload.engine.bucket import ELEMENT_TYPES
 from superoffload.errors import ArgumentError, WorkerError
 from superoffload.host.processors import worker_cpus
-from superoffload.host.tensors import in_order, memory_order
+from superoffload.host.tensors import in_order, memory_order, values_in_memory
 from superoffload.optimizer.arguments import (
     as_groups,
     check_gradient,
@@ -310,7 +310,7 @@ def _in_order_of(param: Tensor, value: Tensor) -> Tensor:
 
 def _grad_in_order(param: Tensor) -> Tensor:
     assert param.grad is not None
-    return _in_order_of(param, param.grad).contiguous().resolve_neg()
+    return values_in_memory(_in_order_of(param, param.grad))
 
 
 def _run(memory: tuple[Tensor, ...], own_master: bool, position: int, seed: int) -> _native.Run:

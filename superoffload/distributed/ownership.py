@@ -11,7 +11,7 @@ from torch import Tensor
 
 from superoffload.engine.bucket import ALIGN
 from superoffload.errors import ArgumentError
-from superoffload.host.tensors import in_order, is_dtensor, local_of, memory_order, out_of_order
+from superoffload.host.tensors import in_order, is_dtensor, local_of, memory_order, out_of_order, values_in_memory
 
 REPLICATED = ("replicate", "shard", "local")
 
@@ -56,9 +56,8 @@ class Holding:
         return in_order(local, self.order)
 
     def part_of_gradient(self, grad: Tensor) -> Tensor:
-        """Returns this rank's elements of a gradient, flat and contiguous, with their own signs in memory: a tensor
-        with torch's negative bit (``x.conj().imag``) has the opposite ones there."""
-        return self.part(grad).contiguous().resolve_neg()
+        """Returns this rank's elements of a gradient, flat, and contiguous in memory."""
+        return values_in_memory(self.part(grad))
 
     def is_memory_of(self, param: Tensor) -> bool:
         """Tells whether this rank has all of a plain parameter, in the order of its dimensions."""

@@ -56,3 +56,10 @@ def out_of_order(flat: Tensor, shape: Sequence[int], order: tuple[int, ...] | No
     if order is None:
         return flat.view(tuple(shape))
     return flat.view([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(order))])
+
+
+def values_in_memory(tensor: Tensor) -> Tensor:
+    """Returns a tensor that is contiguous and whose memory has its values, a copy where its own has not: with torch's
+    negative bit (``x.conj().imag``) memory has the opposite signs, and some of torch's zeros have no memory."""
+    with_memory = tensor if tensor.data_ptr() else tensor.clone()
+    return with_memory.contiguous().resolve_neg()

@@ -29,11 +29,18 @@ class InPlaceLink(SynchronousLink):
         super().__init__()
         self._held: list[Bucket] = []  # whose gradients and parameters are in use
         self._buckets: list[Bucket] = []
-        self._written = AddressRanges(())  # what the step writes
+        self._state = AddressRanges(())  # masters and moments
+        self._targets: dict[Bucket, list[Tensor]] = {}  # memory of parameters; it may move between steps
+        self._written = AddressRanges(())  # that memory
 
     def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
         super().prepare(buckets, anew=anew)
         self._buckets = [*([] if anew else self._buckets), *buckets]
+        self._targets.clear()
+        shards = {piece.shard for bucket in self._buckets for piece in bucket.pieces}
+        self._state = AddressRanges(
+            tensor for shard in shards for tensor in (shard.master, shard.exp_avg, shard.exp_avg_sq)
+        )
 
     def attach(self, bucket: Bucket) -> None:
         if bucket.splits_masters:
@@ -41,23 +48,22 @@ class InPlaceLink(SynchronousLink):
 
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
         """Sums the squares of the gradients; they must stay as they are until the bucket is delivered."""
-        if not self._held:
-            self._written = AddressRanges(
-                tensor for each in self._buckets for piece in each.pieces for tensor in _written_by(piece)
-            )
-        targets = [_target(piece) for piece in bucket.pieces]
+        if not self._targets:
+            self._targets = {each: list(map(_target, each.pieces)) for each in self._buckets}
+            self._written = AddressRanges(target for targets in self._targets.values() for target in targets)
         gradients = [
             None if grad is None else self._unwritten(grad.detach().view(-1)[piece.start : piece.start + piece.numel])
             for piece, grad in zip(bucket.pieces, grads, strict=True)
         ]
-        bucket.use_memory(gradients=gradients, published=None if bucket.splits_masters else targets)
+        bucket.use_memory(gradients=gradients, published=None if bucket.splits_masters else self._targets[bucket])
         self._held.append(bucket)
         self._pieces_of(bucket).pack([0 if gradient is None else gradient.data_ptr() for gradient in gradients])
         return PackTicket(_native.Completion.already_done())
 
     def _unwritten(self, gradient: Tensor) -> Tensor:
         """Copies a gradient in memory that the step writes: a user may set a parameter as the gradient of another."""
-        return gradient.clone() if self._written.overlap(gradient) else gradient
+        is_written = self._written.overlap(gradient) or self._state.overlap(gradient)
+        return gradient.clone() if is_written else gradient
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
         if bucket.published is None:
@@ -72,17 +78,11 @@ class InPlaceLink(SynchronousLink):
         for bucket in self._held:
             bucket.let_go()
         self._held.clear()
+        self._targets.clear()
 
 
 def _target(piece: Piece) -> Tensor:
-    """Finds the memory of a parameter; it may have moved since the last step."""
     return piece.shard.target()[piece.start : piece.start + piece.numel]
-
-
-def _written_by(piece: Piece) -> tuple[Tensor, ...]:
-    """Returns what a step of the piece writes, and a user can see."""
-    shard = piece.shard
-    return _target(piece), shard.master, shard.exp_avg, shard.exp_avg_sq
 
 
 class AddressRanges:

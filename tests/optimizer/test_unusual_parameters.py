@@ -168,6 +168,29 @@ def test_a_gradient_with_the_negative_bit_keeps_its_sign(made: Any, made_by: str
             assert_close_to_torch(ours, theirs, 1e-6)
 
 
+@pytest.mark.parametrize("sizes", [[700], [300, 300]], ids=["over two buckets", "in one bucket"])
+@pytest.mark.parametrize("options", [{}, {"speculation": "never"}], ids=str)
+@pytest.mark.parametrize("made", [AdamW, CPUAdamW])
+def test_a_gradient_of_zeros_without_memory_is_zero(made: Any, options: dict[str, Any], sizes: list[int]) -> None:
+    """As forward-mode derivatives and backwards of custom functions make them."""
+    if made is AdamW:
+        options = {**options, "bucket_numel": 512}
+    elif options:
+        pytest.skip("CPUAdamW never speculates")
+    results = []
+    for zeros in (torch._efficientzerotensor, torch.zeros):
+        params = [nn.Parameter(torch.ones(size)) for size in sizes]
+        with closing(made(params, lr=0.1, **options)) as optimizer:
+            for step in range(3):
+                for param in params:
+                    param.grad = torch.ones_like(param)
+                if step:
+                    params[0].grad = zeros(sizes[0])
+                optimizer.step()
+        results.append([param.detach().clone() for param in params])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("made", [AdamW, CPUAdamW])
 def test_a_parameter_with_the_negative_bit_is_refused(made: Any) -> None:
     param = nn.Parameter(_negated_in_memory(torch.ones(1)))
