@@ -158,7 +158,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     held = HeldUp(monkeypatch)
     saving = checkpoints.save_in_background(tmp_path / "a", run.model, run.optimizer, extra=saved)
     run.steps(range(2, 5))  # several steps, and nothing was written yet
-    assert not saving.done and held.began.is_set()
+    assert held.began.wait(60) and not saving.done
     with pytest.raises(StateError, match="not written after"):
         saving.wait(0.01)
     held.go.set()
