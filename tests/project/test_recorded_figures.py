@@ -253,6 +253,18 @@ def test_the_table_of_settings_is_what_was_recorded() -> None:
     assert rows["step", "fp32"]["seconds_median"] / rows["step", "split"]["seconds_median"] >= 1.05
 
 
+def test_steps_over_the_cache_show_that_8_bit_moments_are_bound_by_computing() -> None:
+    def step(report: str, state: str) -> float:
+        rows = [row for row in recorded(report)["rows"] if row["name"] == "step" and row["state"] == state]
+        return float(1e9 * rows[0]["seconds_median"] / rows[0]["numel"])
+
+    text = "\n".join(lines_of("benchmarks.md"))
+    for state in ("fp32", "8bit+split"):
+        assert f"{step('adam-state-x86-cache', state):.3f} ns" in text
+    assert step("adam-state-x86-cache", "fp32") < 0.55 * step("adam-state-x86", "fp32")
+    assert step("adam-state-x86-cache", "8bit+split") > step("adam-state-x86", "8bit+split")
+
+
 def test_the_table_of_peers_with_few_bits_is_what_was_recorded() -> None:
     rows = [row for row in recorded("adam-state-x86")["rows"] if row["name"] == "step"]
     assert len(rows) == len(STATES) + 3
