@@ -61,5 +61,5 @@ def out_of_order(flat: Tensor, shape: Sequence[int], order: tuple[int, ...] | No
 def values_in_memory(tensor: Tensor) -> Tensor:
     """Returns a tensor that is contiguous and whose memory has its values, a copy where its own has not: with torch's
     negative bit (``x.conj().imag``) memory has the opposite signs, and some of torch's zeros have no memory."""
-    with_memory = tensor if tensor.data_ptr() else tensor.clone()
-    return with_memory.contiguous().resolve_neg()
+    plain = tensor.contiguous().resolve_neg()
+    return plain if plain.data_ptr() else plain.clone()

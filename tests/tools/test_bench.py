@@ -163,6 +163,7 @@ def test_another_librarys_optimizer_steps_masters_as_ours_does(monkeypatch: pyte
     monkeypatch.setitem(PEERS, "torchao 8bit", EightBitPeer("torch.optim", "AdamW", 8.0))  # whose moments are fp32
     report = bench("state", "--steps", "40", "--seeds", "1", "--settings", "torchao 8bit", "bf16")
     ours, theirs, bf16 = (row["losses"] for row in report["rows"])
+    assert len(ours) == 20, "means of two steps each"
     assert theirs[:5] == pytest.approx(ours[:5], rel=1e-3)
     assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 0.05
     assert theirs != ours != bf16
