@@ -175,7 +175,7 @@ def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
         or_fp32 = " or torch.float32" if param.dtype != torch.float32 else ""
         raise ArgumentError(
             f"{name}: gradient of {grad.dtype} {tuple(grad.shape)} on {grad.device}, "
-            f"expected {param.dtype}{or_fp32} {tuple(param.shape)} on {param.device}"
+            f"expected {param.dtype}{or_fp32} {tuple(param.shape)} on {param.device}; convert it before step()"
         )
 
 
