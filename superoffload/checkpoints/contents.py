@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from superoffload.adamw import AdamW
+from superoffload.checkpoints.cuts import Cut, cut_of
+from superoffload.distributed.boxes import Box
+from superoffload.distributed.owners import OwnersTable
 from superoffload.distributed.ownership import Holding, dtensor_holding, whole_holding
 from superoffload.distributed.session import RankSession
 from superoffload.distributed.setup import plain_name
@@ -24,27 +28,28 @@ MODEL, MASTER, EXP_AVG, EXP_AVG_SQ = "model.", "master.", "exp_avg.", "exp_avg_s
 
 @dataclass(frozen=True)
 class Piece:
-    """Locates a part of a tensor of ``shape``: ``length`` indices of dimension ``dim``, or of a flat one."""
+    """Locates a part of a tensor of ``shape``: a box of it, or, if it is ``flat``, of the flat tensor."""
 
     shape: tuple[int, ...]
-    dim: int
-    start: int
-    length: int
+    box: Box
     flat: bool
 
-    @property
-    def own_shape(self) -> tuple[int, ...]:
-        if self.flat or not self.shape:
-            return (self.length,) if self.flat else ()
-        return (*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :])
+    @classmethod
+    def of_json(cls, content: Mapping[str, Any]) -> Piece:
+        box = Box(tuple(content["offsets"]), tuple(content["lengths"]))
+        return cls(tuple(content["shape"]), box, content["flat"])
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "shape": list(self.shape)}
+        box = {"offsets": list(self.box.offsets), "lengths": list(self.box.lengths)}
+        return {"shape": list(self.shape), **box, "flat": self.flat}
+
+    @property
+    def cut(self) -> Cut:
+        return cut_of((math.prod(self.shape),) if self.flat else self.shape, self.box)
 
 
 def piece_of(tensor: Tensor, holding: Holding) -> Piece:
-    own = holding.own
-    return Piece(tuple(tensor.shape), own.dim, own.start, own.length, holding.flat_chunks)
+    return Piece(tuple(tensor.shape), holding.box, holding.is_flat)
 
 
 def holding_of(name: str, tensor: Tensor) -> Holding:
@@ -72,9 +77,21 @@ class Named:
     def rank(self) -> int:
         return self.session.group.rank if self.session is not None else 0
 
-    def writes(self, holding: Holding) -> bool:
-        """Returns whether this rank writes the elements; the first of the ranks that hold the same ones does."""
-        return self.session is None or holding.replicas[0] == self.rank
+    def writes(self, index: int) -> bool:
+        """Returns whether this rank writes its part of a shard; the first of the ranks that own the same part does."""
+        return self.session is None or self.session.writer_of(index) == self.rank
+
+    def writes_all_of(self, holdings: Mapping[str, Holding]) -> set[str]:
+        """Returns the tensors without optimizer state whose part this rank writes. Collective."""
+        if self.session is None:
+            return set(holdings)
+        boxes = {name: (one.shape, (one.box.offsets, one.box.lengths)) for name, one in holdings.items()}
+        told = self.session.group.exchange_objects("save(): parts", boxes)
+        table = OwnersTable(self.ranks)
+        owners = {
+            name: table.owners(name, shape, [theirs[name][1] for theirs in told]) for name, (shape, _) in boxes.items()
+        }
+        return {name for name, one in owners.items() if one.writer_of(self.rank) == self.rank}
 
     @property
     def is_first(self) -> bool:

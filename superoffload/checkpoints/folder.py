@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from superoffload.checkpoints.manifest import LARGEST_STATE, check_content
+from superoffload.checkpoints.manifest import LARGEST_STATE, VERSION, check_content
 from superoffload.errors import ArgumentError
 from superoffload.host.untrusted import read_bounded, read_json, regular_size, shown
 
 MANIFEST = "manifest.json"
-FORMAT, VERSION = "superoffload checkpoint", 1
+FORMAT = "superoffload checkpoint"
 LARGEST_MANIFEST = 1 << 30  # bytes of a manifest: 300 per tensor and rank
 
 
@@ -40,8 +40,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ArgumentError(f"{error}; take the checkpoint before it") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ArgumentError(f"{path}: not of superoffload; expected a folder that superoffload.checkpoints.save wrote")
-    if content.get("version") != VERSION:
-        raise ArgumentError(f"{path}: version {shown(content.get('version'))}, this superoffload reads {VERSION}")
+    if content.get("version") not in range(1, VERSION + 1):
+        raise ArgumentError(f"{path}: version {shown(content.get('version'))}, this superoffload reads 1 to {VERSION}")
     if content.pop("checksum", None) != _checksum(content):
         raise ArgumentError(f"{path}: differs from its own checksum; take the checkpoint before it")
     check_content(str(path), content)

@@ -33,7 +33,7 @@ from superoffload.engine.master_halves import join
 from superoffload.engine.moments import read_moment, shown_dtype
 from superoffload.engine.snapshot import ShardState, Snapshot
 from superoffload.errors import ArgumentError, StateError
-from superoffload.host.tensors import is_dtensor, local_of
+from superoffload.host.tensors import local_of
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Part:
         self.state = state
 
     def add(self, name: str, dtype: torch.dtype, piece: Piece) -> None:
-        self.entries.append(Entry(name, dtype, piece.own_shape))
+        self.entries.append(Entry(name, dtype, piece.box.lengths))
         self.pieces[name] = piece
 
 
@@ -75,19 +75,21 @@ def plan_part(optimizer: Optimizer, named: Named, *, copy: bool) -> Part:
     if isinstance(optimizer, AdamW):
         for name, param, tracked in stepped(optimizer, named):
             own[name] = tracked
-            if named.writes(tracked.holding):
+            shard = tracked.shard
+            if named.writes(shard.index):
                 piece = piece_of(param, tracked.holding)
-                shard = tracked.shard
                 part.shards[shard.index] = (name, param, tracked.holding)
                 part.add(MODEL + name, param.dtype, piece)
                 part.add(MASTER + name, torch.float32, piece)
                 part.add(EXP_AVG + name, shown_dtype(shard.exp_avg.dtype), piece)
                 part.add(EXP_AVG_SQ + name, shown_dtype(shard.exp_avg_sq.dtype), piece)
     trains = {id(param) for param in named.params.values()}
-    for name, tensor in named.tensors.items():
-        holding = holding_of(name, tensor)
-        if name in own or not (named.writes(holding) if is_dtensor(tensor) else named.is_first):
+    holdings = {name: holding_of(name, tensor) for name, tensor in named.tensors.items() if name not in own}
+    written = named.writes_all_of(holdings)
+    for name, holding in holdings.items():
+        if name not in written:
             continue
+        tensor = named.tensors[name]
         local = local_of(tensor)
         part.add(MODEL + name, tensor.dtype, piece_of(tensor, holding))
         buffer = copy and not isinstance(tensor, nn.Parameter) and id(tensor) not in trains

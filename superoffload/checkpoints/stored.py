@@ -18,6 +18,7 @@ from superoffload.checkpoints.cuts import Cut, cut_of, shared
 from superoffload.checkpoints.folder import check_file, read_manifest
 from superoffload.checkpoints.manifest import LARGEST_STATE, STATE
 from superoffload.checkpoints.safetensors import TensorReader
+from superoffload.distributed.boxes import Box
 from superoffload.distributed.ownership import Holding
 from superoffload.errors import ArgumentError
 from superoffload.host.untrusted import nested_deeply, printable, shortened, shown
@@ -107,12 +108,11 @@ class Stored:
             raise ArgumentError(
                 f"{self.folder}: {key} has shape {shape}, expected {tuple(tensor.shape)}; is it of another model?"
             )
-        own = holding.own
-        return self._values(key, cut_of(shape, own.dim, own.start, own.length, holding.flat_chunks))
+        return self._values(key, cut_of(holding.shape, holding.box))
 
     def whole(self, key: str) -> Tensor:
         shape = tuple(self.tensors[key][0]["shape"])
-        values = self._values(key, cut_of(shape, 0, 0, shape[0] if shape else 1, False))
+        values = self._values(key, cut_of(shape, Box.whole(shape)))
         nbytes = math.prod(shape) * values.dtype.itemsize
         if nbytes > LARGEST_STATE:
             raise self._misfits(key, f"{nbytes} bytes of extra state, expected at most {LARGEST_STATE}")
@@ -130,16 +130,16 @@ class Stored:
         pieces, dtypes = self.tensors[key], set()
         needed: list[tuple[TensorReader, str, Cut]] = []
         for index, one in enumerate(pieces):
-            piece = Piece(tuple(one["shape"]), one["dim"], one["start"], one["length"], one["flat"])
-            cut = cut_of(piece.shape, piece.dim, piece.start, piece.length, piece.flat)
+            piece = Piece.of_json(one)
+            cut = piece.cut
             wanted = cut.may_share(own)
             if index and not wanted:  # the first piece tells the dtype
                 continue
             reader = self._reader(one["file"])
             entry = reader.entry(key)
-            if entry.shape != piece.own_shape:
+            if entry.shape != piece.box.lengths:
                 raise ArgumentError(
-                    f"{reader.path}: {shown(key)} has shape {entry.shape}, the manifest says {piece.own_shape}"
+                    f"{reader.path}: {shown(key)} has shape {entry.shape}, the manifest says {piece.box.lengths}"
                 )
             dtypes.add(entry.dtype)
             if wanted:

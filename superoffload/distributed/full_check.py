@@ -11,11 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from superoffload.distributed.boxes import Box
 from superoffload.distributed.disagreement import odd_ranks
 from superoffload.distributed.group import RankGroup
 from superoffload.distributed.held import Held, crc, is_published
+from superoffload.distributed.owners import Owners
+from superoffload.distributed.placements import box_of
 from superoffload.host.bits import all_finite
-from superoffload.host.tensors import is_dtensor
+from superoffload.host.tensors import is_dtensor, local_of
 
 GradientOf = Callable[[Tensor], Tensor | None]
 
@@ -29,7 +32,7 @@ _NOT_ROUNDED, _GRADIENT, _WIDTH = 3, 4, 5
 
 
 class FullCheck:
-    """Compares the ranks' parameters. ``replicas``: per rank, per parameter, the ranks that have the same shard.
+    """Compares the ranks' parameters. ``owners``: of each parameter.
 
     ``gradient_of`` gives the gradient of a parameter that can be compared, or None. ``run`` is collective.
     """
@@ -39,13 +42,13 @@ class FullCheck:
         group: RankGroup,
         held: Sequence[Held],
         gathered: Callable[[], Iterator[tuple[Tensor, Tensor]]] | None,
-        replicas: Sequence[Sequence[tuple[int, ...]]],
+        owners: Sequence[Owners],
         gradient_of: GradientOf,
     ) -> None:
         self._group = group
         self._held = held
         self._gathered = gathered
-        self._replicas = replicas
+        self._owners = owners
         self._gradient_of = gradient_of
 
     @torch.no_grad()
@@ -106,7 +109,7 @@ class FullCheck:
     def _bad_copies(self, where: str, tables: dict[int, NDArray[np.uint32]]) -> str | None:
         for index, one in enumerate(self._held):
             for column, what in enumerate(_COLUMNS):
-                for replicas in dict.fromkeys(theirs[index] for theirs in self._replicas):
+                for replicas in self._owners[index].replicas.groups:
                     values = {rank: int(tables[rank][index, column]) for rank in replicas}
                     for rank, first in odd_ranks(values):
                         return f"{where}: rank {rank}: {one.name}: its {what} differs from that of rank {first}"
@@ -114,7 +117,7 @@ class FullCheck:
 
     def _bad_forward(self, where: str) -> str | None:
         """Finds a part whose values in a rank's forward differ from those that the part's owner has published."""
-        seen = {one.shard.index: (full.dtype, self._chunk_checksums(one, full)) for one, full in self._wholes()}
+        seen = {one.shard.index: (full.dtype, self._part_checksums(one, full)) for one, full in self._wholes()}
         own = np.zeros(len(self._held), np.uint32)
         for index, (dtype, _) in seen.items():
             own[index] = _checksum(self._held[index].shard.target().to(dtype))
@@ -132,12 +135,21 @@ class FullCheck:
                 )
         return None
 
-    def _chunk_checksums(self, one: Held, full: Tensor) -> dict[int, int]:
-        return {chunk.owner: _checksum(one.holding.chunk_of_whole(full, chunk)) for chunk in one.holding.chunks}
+    def _part_checksums(self, one: Held, seen: Tensor) -> dict[int, int]:
+        """Returns a checksum of each owner's part, as far as this rank sees it: with tensor parallelism a part of the
+        parameter, which is a DTensor."""
+        view = box_of(one.name, seen) if is_dtensor(seen) else Box.whole(one.holding.shape)
+        checksums = {}
+        for rank, box in self._owners[one.shard.index].parts():
+            inside = box.within(view)
+            if inside is not None:
+                checksums[rank] = _checksum(one.holding.box_of_whole(local_of(seen), inside))
+        return checksums
 
     def _wholes(self) -> Iterator[tuple[Held, Tensor]]:
-        """Yields whole parameters as a forward sees them, one after the other."""
-        todo = {id(one.param): one for one in self._held if len(one.holding.chunks) > 1}
+        """Yields parameters as a forward sees them, one after the other."""
+        spread = (one for one in self._held if sum(1 for _ in self._owners[one.shard.index].parts()) > 1)
+        todo = {id(one.param): one for one in spread}
         if self._gathered is not None:
             for param, full in self._gathered():
                 one = todo.pop(id(param), None)

@@ -18,8 +18,9 @@ _Place = tuple[nn.Module, str, Tensor]
 def forward_view(model: nn.Module) -> Callable[[], Iterator[tuple[Tensor, Tensor]]] | None:
     """Makes a collective generator of (sharded parameter, its gathered value in forward); None if nothing is sharded.
 
-    Call this while the parameters are sharded, as they are between a backward and the next forward. A parameter that is
-    still gathered when the generator runs (stale, if it was gathered before the step) is yielded as it is.
+    Under tensor parallelism the value is a DTensor, of which this rank's part was gathered. Call this while the
+    parameters are sharded, as they are between a backward and the next forward. A parameter that is still gathered when
+    the generator runs (stale, if it was gathered before the step) is yielded as it is.
     """
     try:
         from torch.distributed.fsdp import FSDPModule
@@ -33,11 +34,11 @@ def forward_view(model: nn.Module) -> Callable[[], Iterator[tuple[Tensor, Tensor
     def gathered() -> Iterator[tuple[Tensor, Tensor]]:
         for module in owners:
             mine = places[module]
-            was_sharded = any(is_dtensor(_now(place)) for place in mine)
+            was_sharded = any(_now(place) is place[2] for place in mine)
             module.unshard()
             for place in mine:
                 whole = _now(place)
-                if not is_dtensor(whole):
+                if whole is not place[2]:
                     yield place[2], whole.detach()
             if was_sharded:
                 module.reshard()

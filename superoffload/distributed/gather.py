@@ -45,7 +45,7 @@ def _batches(spreads: Sequence[Spread]) -> Iterator[list[_Run]]:
     runs: list[_Run] = []
     room = _BATCH_BYTES
     for spread in spreads:
-        longest = max(chunk.length for chunk in spread.holding.chunks)
+        longest = max(run.numel for run in spread.holding.runs.values())
         size = spread.part.element_size()
         start = 0
         while start < longest:
@@ -77,9 +77,9 @@ def _take(owner: int, data: Tensor, runs: Sequence[_Run]) -> None:
     at = 0
     for run in runs:
         whole, size = run.spread.whole, run.spread.part.element_size()
-        chunk = next(chunk for chunk in run.spread.holding.chunks if chunk.owner == owner)
-        length = max(0, min(run.length, chunk.length - run.start))
-        first = chunk.start + run.start
+        box = run.spread.holding.runs[owner]
+        length = max(0, min(run.length, box.numel - run.start))
+        first = box.offsets[0] + run.start
         if length:
             whole[first : first + length] = data[at : at + length * size].clone().view(whole.dtype)
         at += run.length * size

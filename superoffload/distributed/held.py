@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from superoffload.distributed.owners import Partition
 from superoffload.distributed.ownership import Holding
 from superoffload.engine.bucket import Shard
 from superoffload.engine.master_halves import is_rounded
@@ -27,11 +28,6 @@ class Held:
     param: Tensor
     shard: Shard
     holding: Holding
-
-    @property
-    def copies(self) -> Sequence[int]:
-        """Returns the ranks on which ``copy`` must have the same bits."""
-        return [chunk.owner for chunk in self.holding.chunks] if self.is_spread else self.holding.replicas
 
     @property
     def is_spread(self) -> bool:
@@ -75,13 +71,14 @@ class Probe:
     copy: int
 
 
-def units_of(held: Sequence[Held]) -> list[list[int]]:
-    """Groups consecutive parameters of one kind of holding into about 32 units, the same on every rank."""
+def units_of(held: Sequence[Held], copies: Sequence[Partition]) -> list[list[int]]:
+    """Groups consecutive parameters into about 32 units, the same on every rank. ``copies``: the ranks on which the
+    ``copy()`` of each must have the same bits; they are the same for all of a unit."""
     total = sum(one.param.numel() for one in held)
     units: list[list[int]] = []
     filled = 0
     for i, one in enumerate(held):
-        if not units or filled * _UNITS >= total or held[units[-1][0]].holding.kind != one.holding.kind:
+        if not units or filled * _UNITS >= total or copies[units[-1][0]] != copies[i]:
             units.append([])
             filled = 0
         units[-1].append(i)
@@ -89,8 +86,11 @@ def units_of(held: Sequence[Held]) -> list[list[int]]:
     return units
 
 
-def probe(held: Sequence[Held], units: Sequence[Sequence[int]], turn: int) -> Probe:
-    """Checks unit ``turn`` modulo the number of units; the work is constant, whatever the size of the model."""
+def probe(held: Sequence[Held], units: Sequence[Sequence[int]], turn: int, has_copies: Callable[[int], bool]) -> Probe:
+    """Checks unit ``turn`` modulo the number of units; the work is constant, whatever the size of the model.
+
+    ``has_copies(index)``: another rank has the same elements of the parameter.
+    """
     if not units:
         return Probe(0, 0, 0)
     unit = turn % len(units)
@@ -100,7 +100,7 @@ def probe(held: Sequence[Held], units: Sequence[Sequence[int]], turn: int) -> Pr
         stride, phase = _sampling(one.shard.numel, turn // len(units))
         if not bad and not is_published(one, stride, phase):
             bad = 1 + index
-        if len(one.copies) > 1:
+        if has_copies(index):
             values = one.copy()
             stride, phase = _sampling(values.numel(), turn // len(units))
             copy = crc(values[phase::stride], copy)

@@ -21,7 +21,10 @@ from superoffload.distributed.full_check import FullCheck, GradientOf, no_gradie
 from superoffload.distributed.group import Exchange, RankGroup
 from superoffload.distributed.held import Held, Probe, probe, units_of
 from superoffload.distributed.message import FAILED, FOUND_INF, MOST_CLASSES, Packet
+from superoffload.distributed.owners import Owners, OwnersTable, Pair, Partition
+from superoffload.distributed.placements import check_strided
 from superoffload.errors import ArgumentError, RankError
+from superoffload.host.tensors import is_dtensor
 
 Gathered = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 
@@ -34,17 +37,6 @@ class RankCheck:
 
     light: bool
     every: int
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """Lists for one rank, per parameter, the ranks with the same shard and those with the same published copy."""
-
-    replicas: list[tuple[int, ...]]
-    copies: list[tuple[int, ...]]
-
-    def classes(self) -> list[tuple[int, ...]]:
-        return list(dict.fromkeys(self.replicas))
 
 
 class RankSession:
@@ -62,7 +54,9 @@ class RankSession:
         self.held: list[Held] = []
         self._gathered = gathered
         self._gradient_of = gradient_of
-        self._layouts: list[_Layout] = []
+        self._owners: list[Owners] = []  # of each parameter
+        self._copies: list[Partition] = []  # of each, the ranks with the same published copy
+        self._classes: dict[int, list[tuple[int, ...]]] = {}  # of each rank, its sets of replicas
         self._units: list[list[int]] = []
         self._call = 0
         self._applied = self._skipped = 0
@@ -85,23 +79,43 @@ class RankSession:
         """Adds parameters, also those that train for the first time; all ranks must add the same ones."""
         self.held.extend(held)
         signatures = [one.signature() for one in self.held]
-        layout = _Layout([tuple(one.holding.replicas) for one in self.held], [tuple(one.copies) for one in self.held])
+        boxes = [(one.holding.box.offsets, one.holding.box.lengths) for one in self.held]
         checksum = zlib.crc32(repr((self.check, signatures)).encode())
-        told = self.group.exchange_objects(f"new parameters{self._name}", (checksum, layout))
+        told = self.group.exchange_objects(f"new parameters{self._name}", (checksum, boxes))
         if len({theirs for theirs, _ in told}) > 1:
             detail = {"rank_check": str(self.check)}
             detail |= {f"parameter {i}": str(signature) for i, signature in enumerate(signatures)}
             self._explain(f"the optimizers{self._name} were made differently", detail, in_step=False)
-        self._layouts = [layout for _, layout in told]
-        most = max(len(layout.classes()) for layout in self._layouts)
+        self._know_owners([theirs for _, theirs in told])
+        check_strided((one.name, one.param) for one in held if is_dtensor(one.param))
+        self._units = units_of(self.held, self._copies)
+        # The units have changed, so an earlier probe no longer fits them.
+        self._probe = Probe(0, 0, 0)
+
+    def _know_owners(self, told: Sequence[Sequence[Pair]]) -> None:
+        """Learns which ranks own what; ``told``: per rank the boxes of all parameters."""
+        ranks = self.group.ranks
+        table = OwnersTable(ranks)
+        together, apart = table.partition([ranks]), table.partition([[rank] for rank in ranks])
+        self._owners, self._copies = [], []
+        for one, boxes in zip(self.held, zip(*told, strict=True), strict=True):
+            if one.holding.kind == "local":
+                self._owners.append(Owners((one.holding.box,) * len(ranks), apart))
+            else:
+                self._owners.append(table.owners(one.name, one.holding.shape, boxes))
+            self._copies.append(together if one.is_spread else self._owners[-1].replicas)
+        partitions = list(dict.fromkeys(owners.replicas for owners in self._owners))
+        self._classes = {rank: list(dict.fromkeys(one.of(rank) for one in partitions)) for rank in ranks}
+        most = max(map(len, self._classes.values()))
         if most > MOST_CLASSES:
             raise ArgumentError(
                 f"params: {most} different sets of replicas on one rank, expected at most {MOST_CLASSES}; "
                 "use fewer meshes"
             )
-        self._units = units_of(self.held)
-        # The units have changed, so an earlier probe no longer fits them.
-        self._probe = Probe(0, 0, 0)
+
+    def writer_of(self, index: int) -> int | None:
+        """Returns the rank that writes this rank's part of a parameter to files; None if the part is empty."""
+        return self._owners[index].writer_of(self.group.rank)
 
     def loaded(self, steps: int) -> None:
         """Has everything checked after the next step, since state was loaded."""
@@ -162,10 +176,10 @@ class RankSession:
         # A NaN or an infinity on any rank counts, also on a replica whose sum does not.
         spoiled = any(packet.flags & FOUND_INF or not all(map(math.isfinite, packet.sums)) for packet in packets)
         sums = [math.inf] if spoiled else []
-        for rank, packet, layout in zip(self.group.ranks, packets, self._layouts, strict=True):
+        for rank, packet in zip(self.group.ranks, packets, strict=True):
             # Of ranks with the same shards the first one counts.
-            counted = [mine for mine, cls in zip(packet.sums, layout.classes(), strict=True) if cls[0] == rank]
-            sums.extend(counted)
+            classes = self._classes[rank]
+            sums.extend(mine for mine, replicas in zip(packet.sums, classes, strict=True) if replicas[0] == rank)
         return sums
 
     def ended(self, *, applied: bool, factor: float) -> None:
@@ -191,7 +205,7 @@ class RankSession:
     def look(self) -> None:
         """Checks a part of what the last step has published; the next exchange tells the others. Not collective."""
         if self.check.light or self.check.every:
-            self._probe = probe(self.held, self._units, self._turn)
+            self._probe = probe(self.held, self._units, self._turn, self._has_copies)
 
     @property
     def full_check_is_due(self) -> bool:
@@ -202,8 +216,7 @@ class RankSession:
 
     def check_everything(self) -> None:
         """Runs the full check, collectively: copies, rounding and what forward gathers, of every parameter."""
-        replicas = [layout.replicas for layout in self._layouts]
-        found = FullCheck(self.group, self.held, self._gathered, replicas, self._gradient_of).run(
+        found = FullCheck(self.group, self.held, self._gathered, self._owners, self._gradient_of).run(
             self._where("the full check"), (self._applied, self._skipped, self._factor)
         )
         if found is not None:
@@ -212,9 +225,9 @@ class RankSession:
     # ---- inside -----------------------------------------------------------------------------------------------
 
     def _packet(self, sums: Mapping[int, float]) -> Packet:
-        totals = dict.fromkeys(dict.fromkeys(tuple(one.holding.replicas) for one in self.held), 0.0)
+        totals = dict.fromkeys(self._classes.get(self.group.rank, ()), 0.0)
         for index, value in sums.items():  # in registration order, as the engine gives them
-            totals[tuple(self.held[index].holding.replicas)] += value
+            totals[self._owners[index].replicas.of(self.group.rank)] += value
         return Packet(
             sums=tuple(totals.values()),
             flags=FOUND_INF if self._found_inf else 0,
@@ -262,8 +275,8 @@ class RankSession:
         if not all(math.isfinite(mine) for packet in packets for mine in packet.sums):
             return False
         seen: dict[tuple[int, ...], bytes] = {}
-        for packet, layout in zip(packets, self._layouts, strict=True):
-            for mine, replicas in zip(packet.sums, layout.classes(), strict=True):
+        for rank, packet in zip(self.group.ranks, packets, strict=True):
+            for mine, replicas in zip(packet.sums, self._classes[rank], strict=True):
                 bits = bits_of(mine)
                 if seen.setdefault(replicas, bits) != bits:
                     return True
@@ -274,7 +287,7 @@ class RankSession:
         told = self.group.exchange_objects(self._where("comparing gradients"), sums)
         for index, one in enumerate(self.held):
             values = {rank: theirs[index] for rank, theirs in zip(self.group.ranks, told, strict=True)}
-            for rank, first in self._odd_of(values, [layout.replicas[index] for layout in self._layouts]):
+            for rank, first in _odd_of(values, self._owners[index].replicas):
                 self._diverged(
                     f"step {self._call}: rank {rank}: {one.name}: its gradient differs from that of rank {first} "
                     f"(sums of squares {values[rank]!r} and {values[first]!r}), though both hold the same elements. "
@@ -282,10 +295,8 @@ class RankSession:
                 )
         self._diverged(f"step {self._call}: gradients of replicated parameters differ between ranks")
 
-    def _odd_of(self, values: Mapping[int, Any], classes: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, int]]:
-        """Yields each rank whose value differs from that of most of its replicas, with one of that majority."""
-        for replicas in dict.fromkeys(classes):
-            yield from odd_ranks({rank: values[rank] for rank in replicas})
+    def _has_copies(self, index: int) -> bool:
+        return len(self._copies[index].of(self.group.rank)) > 1
 
     def _compare_probes(self, packets: Sequence[Packet]) -> None:
         step = self._call - 1
@@ -300,7 +311,7 @@ class RankSession:
             return
         unit = self._units[packets[0].unit]
         values = {rank: packet.copy for rank, packet in zip(self.group.ranks, packets, strict=True)}
-        for _ in self._odd_of(values, [layout.copies[unit[0]] for layout in self._layouts]):
+        for _ in _odd_of(values, self._copies[unit[0]]):
             self.check_everything()  # names the parameter
             names = ", ".join(self.held[index].name for index in unit)
             self._diverged(f"step {step}: copies of a parameter differ between ranks, one of: {names}")
@@ -318,3 +329,9 @@ class RankSession:
     def _diverged(self, message: str) -> None:
         self._failure = f"ranks have diverged: {message}"
         raise RankError(self._failure)
+
+
+def _odd_of(values: Mapping[int, Any], same: Partition) -> Iterator[tuple[int, int]]:
+    """Yields each rank whose value differs from that of most ranks of its group, with one of that majority."""
+    for ranks in same.groups:
+        yield from odd_ranks({rank: values[rank] for rank in ranks})

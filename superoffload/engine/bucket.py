@@ -76,6 +76,7 @@ class Shard:
     offset: int = 0  # its first element in the whole parameter, so that the noise does not depend on the sharding
     steps: int = 0
     resident: bool = False  # master and moments are on the accelerator (superoffload/engine/placement.py)
+    reduced_later: bool = False  # its gradient may be reduced over ranks after backward has made it
     keeps_gradient: bool = False  # its gradient stays with the user even if others are freed (``p.main_grad``)
     sums_gradient: bool = False  # packing also sums the gradient's bits: version counters do not show every edit
     upper: UpperHalves | None = None  # of a split master: what is published of it, before delivery

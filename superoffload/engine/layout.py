@@ -239,14 +239,15 @@ def _bucket_bytes(bucket: Bucket) -> int:
 def lay_out(shards: Sequence[Shard], bucket_numel: int) -> list[Bucket]:
     """Cuts ``shards``, given in the order of backward, into buckets of about ``bucket_numel`` elements.
 
-    A bucket holds shards of one group, one pair of dtypes and one place of state. A shard larger than a bucket is cut
-    at multiples of the norm's block. Buckets come in the order in which backward completes them.
+    A bucket holds shards of one group, one pair of dtypes and one place of state, whose gradients are all final in
+    backward or all later. A shard larger than a bucket is cut at multiples of the norm's block. Buckets come in the
+    order in which backward completes them.
     """
     step = max(BLOCK, bucket_numel // BLOCK * BLOCK)
-    open_pieces: dict[tuple[int, torch.dtype, torch.dtype, bool], list[Piece]] = {}
+    open_pieces: dict[tuple[int, torch.dtype, torch.dtype, bool, bool], list[Piece]] = {}
     buckets: list[Bucket] = []
     for shard in shards:
-        key = (shard.group, shard.gradient_dtype, shard.published_dtype, shard.resident)
+        key = (shard.group, shard.gradient_dtype, shard.published_dtype, shard.resident, shard.reduced_later)
         start = 0
         while start < shard.numel:
             pieces = open_pieces.setdefault(key, [])

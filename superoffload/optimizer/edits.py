@@ -14,6 +14,7 @@ from superoffload.optimizer.advice import Advice
 from superoffload.optimizer.bit_compare_interval import BitCompareInterval
 from superoffload.optimizer.bulk_checks import unedited, unwritten
 from superoffload.optimizer.edit_advice import EditAdvice
+from superoffload.optimizer.gradient_layout import lay_out_like
 from superoffload.optimizer.gradient_source import check_one_gradient, gradient_of
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.master_updates import MasterUpdates
@@ -59,6 +60,9 @@ class Edits:
         engine, intake = self._engine, self._intake
         self._accumulation.step_begins(self._advice)
         intake.hook()
+        for tracked in self._params:
+            if tracked.is_dtensor:
+                lay_out_like(tracked.param)
         alike, others = unedited(self._params, engine.inbox.arrived)
         others += unwritten(alike)[1]
         found = self._find(others)

@@ -79,7 +79,7 @@ class FreedGradients:
     def bring_back(self, tracked: TrackedParam, packed: PackedGradient) -> None:
         """Fills ``packed`` with a copy of the packed gradient on the parameter's device, even in inference mode."""
         holding, local = tracked.holding, local_of(tracked.param)
-        if holding.flat_chunks:
+        if holding.is_flat:
             raise gradient_is_gone(packed.of, "this rank has packed a part of it (replicated='shard')")
         with torch.inference_mode(False), room_on_device(f"{packed.of}: bringing its gradient back", _LESS):
             flat = torch.empty(tracked.shard.numel, dtype=packed.dtype, device=packed.device)

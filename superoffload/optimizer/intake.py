@@ -23,6 +23,7 @@ from superoffload.optimizer.arguments import check_gradient
 from superoffload.optimizer.bulk_checks import ready_gradients
 from superoffload.optimizer.fp32_accumulation import Fp32Accumulation
 from superoffload.optimizer.freed_gradients import FreedGradients
+from superoffload.optimizer.gradient_layout import lay_out_like
 from superoffload.optimizer.gradient_source import dtype_to_come, gradient_of, is_added, main_grad_of
 from superoffload.optimizer.host_accumulation import HostAccumulation
 from superoffload.optimizer.lifetime import Lifetime
@@ -104,6 +105,8 @@ class Intake:
         A gradient that does not complete its bucket waits for the others. These counts are only a hint: after an
         interrupt between any two lines, ``step()`` finds the gradient in ``p.grad``.
         """
+        if tracked.is_dtensor and not self._accumulation.contexts:
+            lay_out_like(tracked.param)
         bucket, gradient = self._only_bucket.get(tracked.shard.index), tracked.gradient
         if self._in_place:
             self._in_backward(tracked, self._follow_last)

@@ -158,6 +158,7 @@ class Params:
                 noise_stream=self._seed << 32 | index,
                 offset=holdings[param].start,
                 resident=resident[i],
+                reduced_later=not self._setup.is_early(param),
             )
             if split[i]:
                 shard.splits_master()

@@ -153,7 +153,7 @@ class State:
             for name in ("exp_avg", "exp_avg_sq", "master"):
                 part = values[name]
                 whole = torch.empty(tracked.param.numel(), dtype=part.dtype)
-                tracked.holding.own.of(whole).copy_(part)
+                tracked.holding.box.of(whole).copy_(part)
                 values[name] = whole.view(tracked.param.shape)
                 spreads.append(Spread(tracked.holding, part, whole))
         return spreads

@@ -61,6 +61,7 @@ class TrackedParam(_Referable):
     device: torch.device = field(init=False)  # where it must stay
     place: Place = field(init=False)
     address: int = field(init=False)
+    is_dtensor: bool = field(init=False)
     is_plain: bool = field(init=False)  # an ordinary tensor, in the order of its dimensions, all of it here
     gradient: TrackedGradient = field(init=False)
 
@@ -69,6 +70,7 @@ class TrackedParam(_Referable):
         self.device = local.device
         self.place = Place(local)
         self.address = local.data_ptr()
+        self.is_dtensor = is_dtensor(self.param)
         self.is_plain = self.readable and self.holding.is_memory_of(self.param)
         self.gradient = TrackedGradient(self.param, self.shard, self.holding, self.bits)
 
@@ -124,7 +126,7 @@ class TrackedParam(_Referable):
         """Returns whether its bits are compared. Those of a DTensor always are, since operations on lists of DTensors
         (torch._foreach_mul_) raise no version. Others, which may be written through ``.data``, always are in host
         memory, and elsewhere if ``on_device``."""
-        return is_dtensor(self.param) or (self.readable and (on_device or self.bits.every_step))
+        return self.is_dtensor or (self.readable and (on_device or self.bits.every_step))
 
     def check_still_fits(self) -> None:
         """Raises where the parameter was converted or resized since the optimizer was made."""
@@ -142,7 +144,7 @@ class TrackedParam(_Referable):
                 f"{param.dtype}; make a new optimizer after converting or resizing a model"
             )
 
-        if not is_dtensor(param) and memory_order(param) != self.holding.order:
+        if not self.is_dtensor and memory_order(param) != self.holding.order:
             raise StateError(
                 f"{shard.name}: its elements are in another order in memory now, strides {param.stride()}; call "
                 "model.to(memory_format=...) and the like before the optimizer is made"
@@ -248,5 +250,5 @@ def find_edits(several: Iterable[TrackedParam], packed_sums: PackedSums = lambda
         for (found, tracked), differs in zip(compared, changed, strict=True):
             if differs:
                 found.add(tracked)
-    unversioned = frozenset(tracked for tracked in written - plainly if not is_dtensor(tracked.param))
+    unversioned = frozenset(tracked for tracked in written - plainly if not tracked.is_dtensor)
     return FoundEdits(frozenset(written), frozenset(edited), unversioned)

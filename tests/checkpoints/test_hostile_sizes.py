@@ -157,7 +157,8 @@ def with_tensor(saved: Path, folder: Path, key: str, shape: list[int], nbytes: i
 
     def change(content: Content) -> None:
         content["files"][TENSORS] = {"bytes": len(text) + end + nbytes, "header": hashlib.sha256(text).hexdigest()}
-        one = {"shape": shape, "dim": 0, "start": 0, "length": shape[0], "flat": False, "file": TENSORS}
+        box = {"offsets": [0] * len(shape), "lengths": shape}
+        one = {"shape": shape, **box, "flat": False, "file": TENSORS}
         content["tensors"][key] = [{**one, "sha256": hashlib.sha256(b"").hexdigest()}]
 
     forged(saved, folder, change)
@@ -236,7 +237,7 @@ def test_json_of_hardly_anything_but_brackets(unit: bytes) -> None:
 
 def test_the_largest_of_ours_are_far_from_the_limits(saved: Path) -> None:
     """As many tensors as a thousand ranks of a large model have; the smallest that each can be."""
-    one = {"shape": [], "dim": 0, "start": 0, "length": 1, "flat": False, "file": TENSORS, "sha256": "0" * 64}
+    one = {"shape": [], "offsets": [], "lengths": [], "flat": False, "file": TENSORS, "sha256": "0" * 64}
     files = json.loads((saved / "manifest.json").read_bytes())["files"]
     text = folder.manifest_text({"files": files, "tensors": {f"model.{i}": [one] for i in range(20_000)}})
     check_content("x", parse_json(text))

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from superoffload import AdamW, checkpoints
 from superoffload.checkpoints import loading
-from superoffload.checkpoints.cuts import cut_of, shared
+from superoffload.checkpoints.contents import Piece
+from superoffload.checkpoints.cuts import shared
 from superoffload.checkpoints.safetensors import TensorReader
+from superoffload.distributed.boxes import Box
 from superoffload.errors import ArgumentError, HostMemoryError, StateError
 from superoffload.optimizer.state import State
 from tests.support.rank_processes import error_of, on_ranks, optimizer_of
@@ -83,18 +85,24 @@ def test_saving_and_loading_need_no_memory_beside_the_state(tmp_path: Path) -> N
     assert len(found) == 7 and all(more <= 0.03 for more in found.values()), found
 
 
-def parts_of(shape: tuple[int, ...], chance: random.Random) -> Iterator[tuple[int, int, int, bool]]:
-    """Some cut of a tensor into pieces: (dim, start, length, flat)."""
-    flat = chance.random() < 0.4 or not shape
-    dim = 0 if flat else chance.randrange(len(shape))
-    extent = torch.Size(shape).numel() if flat else shape[dim]
-    ends = sorted({0, extent, *(chance.randint(0, extent) for _ in range(chance.randint(0, 3)))})
-    for start, end in itertools.pairwise([0, *ends]):
-        yield dim, start, end - start, flat
+def boxes_of(shape: tuple[int, ...], chance: random.Random) -> list[Box]:
+    """Some cut of a tensor into boxes: along any of its dimensions, with empty boxes."""
+    runs = []
+    for size in shape:
+        few = chance.randint(0, 3) if chance.random() < 0.5 else 0
+        ends = sorted({0, size, *(chance.randint(0, size) for _ in range(few))})
+        runs.append([(start, end - start) for start, end in itertools.pairwise([0, *ends])])
+    return [Box(tuple(o for o, _ in box), tuple(n for _, n in box)) for box in itertools.product(*runs)]
 
 
-def part(whole: Tensor, dim: int, start: int, length: int, flat: bool) -> Tensor:
-    return (whole.view(-1) if flat or not whole.dim() else whole).narrow(dim, start, length).reshape(-1)
+def pieces_of(shape: tuple[int, ...], chance: random.Random) -> list[Piece]:
+    flat = chance.random() < 0.4
+    boxes = boxes_of((torch.Size(shape).numel(),) if flat else shape, chance)
+    return [Piece(shape, box, flat) for box in boxes]
+
+
+def part(whole: Tensor, piece: Piece) -> Tensor:
+    return piece.box.of(whole.view(-1) if piece.flat else whole).reshape(-1)
 
 
 def test_any_cut_is_put_together_from_any_other() -> None:
@@ -102,14 +110,14 @@ def test_any_cut_is_put_together_from_any_other() -> None:
     for _ in range(300):
         shape = tuple(chance.randint(0 if chance.random() < 0.1 else 1, 6) for _ in range(chance.randint(0, 4)))
         whole = torch.arange(torch.Size(shape).numel()).view(shape)
-        saved = list(parts_of(shape, chance))
-        for mine in parts_of(shape, chance):
-            expected = part(whole, *mine)
+        saved = pieces_of(shape, chance)
+        for mine in pieces_of(shape, chance):
+            expected = part(whole, mine)
             found = torch.full_like(expected, -1)
             block = chance.randint(1, 5)
             for one in saved:
-                values = part(whole, *one)
-                cut, own = cut_of(shape, *one), cut_of(shape, *mine)
+                values = part(whole, one)
+                cut, own = one.cut, mine.cut
                 assert cut.numel == len(values) and own.numel == len(expected)
                 for at in range(0, len(values), block):
                     for begin, there, count in shared(cut, own, at, min(at + block, len(values))):

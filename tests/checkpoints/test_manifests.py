@@ -80,21 +80,24 @@ MANIFESTS: dict[str, Callable[[Content], None]] = {
     "shape of floats": piece(shape=[8.0]),
     "shape negative": piece(shape=[-8]),
     "shape huge": piece(shape=[1 << 40, 1 << 40]),
-    "shape whose strides overflow": piece(shape=[0, 1 << 61, 1 << 61], length=0),
+    "shape whose strides overflow": piece(shape=[0, 1 << 61, 1 << 61], offsets=[0] * 3, lengths=[0] * 3),
     "shape of many dimensions": piece(shape=[1] * 100_000),
-    "no dim": without("tensors", KEY, 0, "dim"),
-    "dim=7": piece(dim=7),
-    "dim=-1": piece(dim=-1),
-    "dim null": piece(dim=None),
-    "start=-1": piece(start=-1),
-    "start=1": piece(start=1),
-    "start a float": piece(start=0.5),
-    "start a number beyond all": piece(start=10**400),
-    "length=1e9": piece(length=1e9),
-    "length=10**9": piece(length=10**9),
-    "length=7": piece(length=7),
+    "no offsets": without("tensors", KEY, 0, "offsets"),
+    "offsets of two dimensions": piece(offsets=[0, 0]),
+    "offsets a number": piece(offsets=0),
+    "offsets null": piece(offsets=None),
+    "offset -1": piece(offsets=[-1]),
+    "offset 1": piece(offsets=[1]),
+    "offset a float": piece(offsets=[0.5]),
+    "offset a number beyond all": piece(offsets=[10**400]),
+    "no lengths": without("tensors", KEY, 0, "lengths"),
+    "no lengths in the list": piece(lengths=[]),
+    "length 1e9": piece(lengths=[1e9]),
+    "length 10**9": piece(lengths=[10**9]),
+    "length 7": piece(lengths=[7]),
+    "length 0": piece(lengths=[0]),
     "flat a number": piece(flat=1),
-    "flat and dim": piece(flat=True, dim=1),
+    "flat and of two dimensions": piece(flat=True, shape=[2, 4], offsets=[0, 0], lengths=[2, 4]),
     "no flat": without("tensors", KEY, 0, "flat"),
     "file up the tree": piece(file="../../etc/passwd"),
     "file of no kind": piece(file={}),
@@ -105,13 +108,13 @@ MANIFESTS: dict[str, Callable[[Content], None]] = {
     "checksum short": piece(sha256="0"),
     "a long name of a tensor": lambda content: content["tensors"].update({"model." + "\x1b" * 5000: []}),
     "pieces in one file": lambda content: content["tensors"][KEY].append(
-        {**content["tensors"][KEY][0], "start": 8, "length": 0}),
-    "another shape of as many": piece(shape=[2, 4], length=2),
+        {**content["tensors"][KEY][0], "offsets": [8], "lengths": [0]}),
+    "another shape of as many": piece(shape=[2, 4], offsets=[0, 0], lengths=[2, 4]),
     "a tensor less": without("tensors", KEY),
     "a moment less": without("tensors", "exp_avg_sq.scale"),
     "a master less": without("tensors", "master.scale"),
     "a tensor that is not in the file": at("tensors", "model.new", value=[
-        {"shape": [], "dim": 0, "start": 0, "length": 1, "flat": False, "file": TENSORS, "sha256": "0" * 64}]),
+        {"shape": [], "offsets": [], "lengths": [], "flat": False, "file": TENSORS, "sha256": "0" * 64}]),
     "nested deeply": at("ranks", value=json.loads("[" * 500 + "]" * 500)),
 }  # fmt: skip
 
@@ -124,6 +127,56 @@ def test_forged_manifests_are_refused(name: str, saved: Path, run: Run, tmp_path
         checkpoints.load(folder, run.model, run.optimizer)
     assert str(folder) in str(caught.value) and str(caught.value).isprintable() and len(str(caught.value)) < 1200
     assert_same(run.everything(), before)
+
+
+def of_first_version(content: Content) -> None:
+    """Describes pieces as version 1 did: by one dimension, of which it had a run of indices."""
+    content["version"] = 1
+    for one in (one for pieces in content["tensors"].values() for one in pieces):
+        offsets, lengths = one.pop("offsets"), one.pop("lengths")
+        one.update(dim=0, start=(*offsets, 0)[0], length=(*lengths, 1)[0])
+
+
+def test_checkpoints_of_the_first_version_are_read(saved: Path, run: Run, tmp_path: Path) -> None:
+    old = forged(saved, tmp_path / "step-2", of_first_version)
+    checkpoints.load(saved, run.model, run.optimizer)
+    expected = run.everything()
+    run.steps(range(50, 51))
+    checkpoints.load(old, run.model, run.optimizer)
+    assert_same(run.everything(), expected)
+
+
+FIRST_VERSION: dict[str, dict[str, Any]] = {
+    "dim=7": {"dim": 7},
+    "dim=-1": {"dim": -1},
+    "dim null": {"dim": None},
+    "start=1": {"start": 1},
+    "start a float": {"start": 0.5},
+    "length=10**9": {"length": 10**9},
+    "length=7": {"length": 7},
+    "flat and dim": {"flat": True, "dim": 1},
+    "a number and a start": {"shape": [], "start": 3},
+}
+
+
+@pytest.mark.parametrize("name", FIRST_VERSION)
+def test_forged_manifests_of_the_first_version_are_refused(name: str, saved: Path, run: Run, tmp_path: Path) -> None:
+    def change(content: Content) -> None:
+        of_first_version(content)
+        piece(**FIRST_VERSION[name])(content)
+
+    folder = forged(saved, tmp_path / "step-2", change)
+    before = run.everything()
+    with pytest.raises(ArgumentError, match="the manifest is damaged"):
+        checkpoints.load(folder, run.model, run.optimizer)
+    assert_same(run.everything(), before)
+
+
+@pytest.mark.parametrize("version", [0, 3, "2", None, [2]])
+def test_other_versions_are_refused(version: Any, saved: Path, run: Run, tmp_path: Path) -> None:
+    folder = forged(saved, tmp_path / "step-2", at("version", value=version))
+    with pytest.raises(ArgumentError, match="this superoffload reads 1 to 2"):
+        checkpoints.load(folder, run.model, run.optimizer)
 
 
 def state_at(*path: Any, value: Any) -> Callable[[Content], Any]:

@@ -319,11 +319,12 @@ def check_seconds(master: str) -> list[float]:
     with optimizer_of(torch.nn.ParameterList([param]), master_dtype=master, bucket_numel=None) as optimizer:
         session = optimizer._ranks.session
         assert session is not None
-        units = units_of(session.held)
+        copies = [owners.replicas for owners in session._owners]
+        units = units_of(session.held, copies)
         took = []
         for turn in range(20):
             began = time.perf_counter()
-            probe(session.held, units, turn)
+            probe(session.held, units, turn, lambda index: True)
             took.append(time.perf_counter() - began)
     return sorted(took)
 

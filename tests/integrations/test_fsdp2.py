@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from superoffload import AdamW
@@ -22,7 +22,6 @@ from tests.support.rank_processes import (
     net,
     on_ranks,
     optimizer_of,
-    replica_mesh,
     shard,
     tokens_of,
 )
@@ -287,20 +286,3 @@ def test_a_checkpoint_that_one_rank_cannot_load_is_loaded_by_none() -> None:
     first, second = on_ranks(2, bad_load)
     assert "rank 1 failed, so nothing was changed on any" in first and "RankError" in first
     assert "contains NaN or infinite values" in second
-
-
-def refused() -> str:
-    from torch.distributed.tensor import Shard
-
-    mesh = replica_mesh()
-    param = nn.Parameter(distribute_tensor(torch.zeros(8, 8), mesh, [Shard(0), Shard(1)]))
-    try:
-        AdamW([param], threads=1)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_tensor_parallel_layouts_are_refused() -> None:
-    for message in on_ranks(4, refused):
-        assert "ArgumentError" in message and "at most one Shard" in message

@@ -1,0 +1,242 @@
+"""A model on meshes of ranks: tensor parallel, sharded by fully_shard, with experts; functions that run on ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from superoffload import AdamW
+from tests.support.rank_processes import tokens_of
+
+VOCABULARY, WIDTH, HIDDEN, EXPERTS = 29, 12, 24, 6  # torch itself needs an even hidden size
+
+
+class Block(nn.Module):
+    """A norm and a feed-forward layer, column- and row-parallel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return out
+
+
+class Experts(nn.Module):
+    """Every token goes to all experts, so that there is one right result: as DTensors on a mesh of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        if not isinstance(weight, DTensor):
+            return torch.einsum("bsd,edf->bsf", x, weight).tanh()
+        mesh = weight.device_mesh
+        spread = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        summed: Any = torch.matmul(spread.unsqueeze(0), weight.unsqueeze(1)).sum(0)
+        out: Tensor = summed.redistribute(placements=[Replicate()] * mesh.ndim).to_local().tanh()
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self, *, experts: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.experts = Experts() if experts else nn.Identity()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x + self.experts(x) if isinstance(self.experts, Experts) else x))
+        return logits
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the model lies over the ranks: the sizes of the mesh, and what each cuts."""
+
+    replicas: int = 1
+    shards: int = 1
+    tensor: int = 1
+    experts: int = 1
+    sequence: bool = False  # norms are parallel over the sequence
+
+    @property
+    def ranks(self) -> int:
+        return self.replicas * self.shards * self.tensor * self.experts
+
+    @property
+    def has_experts(self) -> bool:
+        return self.experts > 1
+
+
+LAYOUTS = {
+    "tp2": Layout(tensor=2),
+    "tp2 sp": Layout(tensor=2, sequence=True),
+    "tp4": Layout(tensor=4, sequence=True),
+    "fsdp2 x tp2": Layout(shards=2, tensor=2, sequence=True),
+    "fsdp4 x tp1": Layout(shards=4),
+    "hsdp2x1 x tp2": Layout(replicas=2, tensor=2, sequence=True),
+    "ep2": Layout(experts=2),
+    "fsdp2 x ep2": Layout(shards=2, experts=2),
+}
+
+
+def whole_model(layout: Layout, dtype: torch.dtype = torch.float32, seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model(experts=layout.has_experts).to(dtype)
+
+
+def laid_out(layout: Layout, dtype: torch.dtype = torch.float32, seed: int = 0) -> Model:
+    """The model over all ranks."""
+    model = whole_model(layout, dtype, seed)
+    if layout.has_experts:
+        return _with_experts(model, layout)
+    mesh = init_device_mesh(
+        "cpu", (layout.replicas, layout.shards, layout.tensor), mesh_dim_names=("replicate", "shard", "tensor")
+    )
+    if layout.tensor > 1:
+        _tensor_parallel(model, mesh["tensor"], sequence=layout.sequence)
+    data = ("replicate", "shard") if layout.replicas > 1 else ("shard",)
+    if layout.replicas * layout.shards > 1:
+        _sharded(model, mesh[data])
+    return model
+
+
+def _tensor_parallel(model: Model, mesh: DeviceMesh, *, sequence: bool) -> None:
+    inside: Any = Shard(1) if sequence else Replicate()
+    plan: dict[str, Any] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=inside),
+        "head": ColwiseParallel(input_layouts=inside, output_layouts=Replicate()),
+    }
+    for i in range(len(model.blocks)):
+        plan[f"blocks.{i}.up"] = ColwiseParallel(input_layouts=inside)
+        plan[f"blocks.{i}.down"] = RowwiseParallel(output_layouts=inside)
+        if sequence:
+            plan[f"blocks.{i}.norm"] = SequenceParallel()
+    if sequence:
+        plan["norm"] = SequenceParallel()
+    parallelize_module(model, mesh, plan)
+
+
+def _sharded(model: Model, mesh: DeviceMesh) -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _with_experts(model: Model, layout: Layout) -> Model:
+    """Experts on a mesh of their own, as torchtitan lays them out: sharded over it, then over the ranks that are left.
+    All other parameters are sharded over all ranks."""
+    mesh = init_device_mesh("cpu", (layout.shards, layout.experts), mesh_dim_names=("shard", "experts"))
+    experts: Any = model.experts
+    experts.weight = nn.Parameter(distribute_tensor(experts.weight.detach(), mesh["experts"], [Shard(0)]))
+    if layout.shards > 1:
+        fully_shard(experts, mesh=mesh["shard"])
+        _sharded(model, init_device_mesh("cpu", (layout.ranks,)))
+    return model
+
+
+def rows(layout: Layout, rank: int) -> int:
+    """The rows of the batch that a rank has: ranks that hold parts of one replica of the model have the same ones."""
+    return rank // (layout.tensor * layout.experts)
+
+
+def loss_of(model: nn.Module, seed: int, part: int) -> Tensor:
+    tokens = tokens_of(seed, part)
+    logits = model(tokens[:, :-1])
+    whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    return nn.functional.cross_entropy(whole.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def whole(value: Any) -> Tensor:
+    """A copy in fp64, gathered where it is spread."""
+    tensor: Tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    return tensor.detach().double()
+
+
+def norm_in_double(model: nn.Module) -> float:
+    return math.sqrt(sum(float(whole(p.grad).square().sum()) for p in model.parameters() if p.grad is not None))
+
+
+@dataclass
+class Trained:
+    """What a run leaves: the norm of every step and that in double, all state of this rank, whole masters by name."""
+
+    norms: list[float]
+    in_double: list[float]
+    digests: dict[str, str]
+    masters: dict[str, Tensor]
+    stats: dict[str, Any]
+
+
+def options_of(model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+    return {"lr": 3e-3, "threads": 1, "bucket_numel": 512, "model": model, "rank_timeout": 20.0, **options}
+
+
+def train(name: str, steps: int = 6, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Trained:
+    """Trains over all ranks: one step is clipped late, so that it is replayed, and one has a NaN."""
+    layout = LAYOUTS[name]
+    model, part = laid_out(layout, dtype, seed), rows(layout, dist.get_rank())
+    with AdamW(model.parameters(), **options_of(model, options)) as optimizer:
+        return run(model, optimizer, [part], steps, poisons=dist.get_rank() == layout.ranks - 1)
+
+
+def train_alone(name: str, steps: int = 6, **options: Any) -> Trained:
+    """The same training in one process, which has all rows."""
+    layout = LAYOUTS[name]
+    model = whole_model(layout)
+    parts = sorted({rows(layout, rank) for rank in range(layout.ranks)})
+    with AdamW(model.parameters(), **options_of(model, options)) as optimizer:
+        return run(model, optimizer, parts, steps, poisons=True)
+
+
+def run(model: nn.Module, optimizer: AdamW, parts: list[int], steps: int, *, poisons: bool) -> Trained:
+    norms, in_double = [], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        optimizer.max_grad_norm = 50.0
+        for part in parts:
+            (loss_of(model, step, part) / len(parts)).backward()
+        in_double.append(norm_in_double(model))
+        if step == 2:  # as late as this every bucket is speculated
+            optimizer.max_grad_norm = in_double[-1] / 3
+        if step == 3 and poisons:
+            poison(model)
+        optimizer.step()
+        if step != 3:
+            norms.append(optimizer.grad_norm)
+    del in_double[3]
+    masters = {name: whole(optimizer.state[param]["master"]) for name, param in model.named_parameters()}
+    return Trained(norms, in_double, optimizer.state_digests(), masters, optimizer.stats())
+
+
+def poison(model: nn.Module) -> None:
+    for param in model.parameters():
+        local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+        if local is not None and local.numel():
+            local.view(-1)[0] = math.nan
+            return
