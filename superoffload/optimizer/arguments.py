@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import ItemsView, Iterable, KeysView, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -113,7 +113,7 @@ def named_in(groups: Iterable[Mapping[str, Any]]) -> list[tuple[str, Tensor]]:
 
 
 def _refuse_set(params: Any) -> None:
-    if isinstance(params, Set) and not isinstance(params, Mapping):
+    if isinstance(params, Set) and not isinstance(params, (KeysView, ItemsView)):  # dict views have an order
         raise WrongType(f"params: {type(params).__name__}, whose order changes between runs; expected a list")
 
 

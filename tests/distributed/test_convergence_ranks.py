@@ -60,7 +60,7 @@ def train(count: int, setup: Setup, engine: str, speculation: str) -> list[Curve
     return curves
 
 
-@pytest.mark.parametrize(("engine", "count"), [("fsdp2", 2), ("fsdp2", 4), ("ddp", 2)])
+@pytest.mark.parametrize(("engine", "count"), [("fsdp2", 2), ("fsdp2", 4), ("ddp", 2), ("tp", 2), ("tp", 4)])
 def test_ranks_converge_as_one_process(engine: str, count: int, tolerance: Tolerance) -> None:
     setup = FOUR if count == 4 else REAL
     calls = [(setup, engine, "always"), (setup, engine, "never")]

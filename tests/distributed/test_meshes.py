@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-from tests.support.meshes import LAYOUTS, train, train_alone
+from superoffload import AdamW
+from tests.support.meshes import LAYOUTS, laid_out, loss_of, options_of, rows, train, train_alone
+from tests.support.rank_faults import FAULTS
 from tests.support.rank_processes import on_ranks
 
 
@@ -35,3 +39,63 @@ def test_it_trains_like_one_process(name: str) -> None:
         assert one.norms == pytest.approx(alone.norms, rel=1e-5)
         for key, master in alone.masters.items():
             torch.testing.assert_close(one.masters[key], master, rtol=0, atol=3e-5)
+
+
+# ---- planted faults -----------------------------------------------------------------------------------------------
+
+# layout, fault, what the error says
+FOUND = [
+    ("fsdp2 x tp2", "skip_publish", "rank 1: blocks.0.norm.weight: the published parameter is not round(master)"),
+    ("tp2 sp", "skip_publish", "the published parameter is not round(master)"),
+    ("fsdp2 x tp2", "swap_mesh_shards", "blocks.0.down.weight: the published parameter is not round(master)"),
+    ("tp2 sp", "swap_mesh_shards", "blocks.0.down.weight: the published parameter is not round(master)"),
+    ("fsdp2 x tp2", "stale_parameters", "what its forward reads is not what rank"),
+    ("fsdp2 x tp2", "drop_clip", "rank 1: "),
+    ("tp2 sp", "drop_clip", "rank 1: "),
+    ("fsdp2 x tp2", "apply_twice", "norm.weight: its "),
+    ("tp2 sp", "apply_twice", "norm.weight: its "),
+    ("fsdp2 x tp2", "one_summand", "norm.weight: its gradient differs from that of rank"),
+    ("tp2 sp", "one_summand", "norm.weight: its gradient differs from that of rank"),
+    ("fsdp2 x ep2", "skip_publish", "the published parameter is not round(master)"),
+    ("fsdp2 x ep2", "stale_parameters", "what its forward reads is not what rank"),
+]
+
+
+def train_until_error(name: str, fault: str, step: int, rank: int) -> list[Any]:
+    """[the number of the step whose step() raised, the message]; [steps, ""] if none did."""
+    layout, steps = LAYOUTS[name], 6
+    model: Any = laid_out(layout, torch.bfloat16)
+    named = dict(model.named_parameters())
+    options = options_of(model, {"max_grad_norm": 0.5})
+    with (
+        AdamW(named.items(), **options) as optimizer,
+        FAULTS.get(fault, FAULTS["none"])(optimizer, step, rank),
+    ):
+        for number in range(1, steps + 1):
+            if fault == "stale_parameters" and number == step:
+                model.set_reshard_after_backward(False)
+            optimizer.zero_grad()
+            loss_of(model, number, rows(layout, dist.get_rank())).backward()
+            if fault == "one_summand" and number == step and dist.get_rank() == rank:
+                gradient = named["norm.weight"].grad  # as if this rank's sum lacked that of the other
+                assert isinstance(gradient, DTensor)
+                gradient.to_local().mul_(0.5)
+            try:
+                optimizer.step()
+            except Exception as error:
+                return [number, f"{type(error).__name__}: {error}"]
+    return [steps, ""]
+
+
+@pytest.mark.parametrize(("name", "fault", "text"), FOUND, ids=[f"{name}-{fault}" for name, fault, _ in FOUND])
+def test_planted_faults_are_found(name: str, fault: str, text: str) -> None:
+    results = on_ranks(LAYOUTS[name].ranks, train_until_error, name, fault, 2, 1)
+    assert len({message for _, message in results}) == 1, "the same error on every rank"
+    number, message = results[0]
+    assert message.startswith("RankError: ranks have diverged: ") and text in message, message
+    assert number == 2 and "step 2" in message
+
+
+@pytest.mark.parametrize("name", ["tp2 sp", "fsdp2 x tp2", "fsdp2 x ep2"])
+def test_without_a_fault_nothing_is_found(name: str) -> None:
+    assert on_ranks(LAYOUTS[name].ranks, train_until_error, name, "none", 0, 0) == [[6, ""]] * LAYOUTS[name].ranks

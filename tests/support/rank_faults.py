@@ -134,6 +134,7 @@ FAULTS: dict[str, Any] = {
     "apply_twice": apply_twice,
     "drop_clip": drop_clip,
     "swap_shards": swap_shards,
+    "swap_mesh_shards": partial(swap_shards, name="blocks.0.down.weight"),
     "swap_transformer_shards": partial(swap_shards, name="blocks.0.mlp.down.weight"),
     **dict.fromkeys(IN_THE_LOOP, nothing),
 }

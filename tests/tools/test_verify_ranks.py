@@ -70,6 +70,7 @@ def test_nothing_committed(
         ("--engine zero", "engine=zero: expected one of single, fsdp2"),
         ("--ranks 0", "ranks=0: expected 1 to 64"),
         ("--engine single --ranks 2", "one process is one rank"),
+        ("--engine tp --ranks 1", "engine=tp with ranks=1: two ranks share each matrix"),
         ("--ranks 2 --steps 10", "steps=10: expected at least 41"),
         ("--ranks 2 --steps 24", "steps=24: expected at least 41"),
         ("--ranks 3", "not divisible by 3 ranks"),

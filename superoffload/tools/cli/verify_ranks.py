@@ -24,7 +24,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--engine",
-        help="what trains on the ranks: single, fsdp2, ddp or deepspeed (default: fsdp2 with --ranks, else single). "
+        help="what trains on the ranks: single, fsdp2, ddp, tp (each matrix cut over two ranks, fully_shard over the "
+        "others) or deepspeed (default: fsdp2 with --ranks, else single). "
         "The model, the batch and the trouble are fixed; of the other options only --steps (default "
         f"{STEPS}), --seed, --out, --json and --quiet can be given",
     )
@@ -62,8 +63,10 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError(f"ranks={count}: expected 1 to 64 ranks on this machine")
     if engine == "single" and count != 1:
         raise ArgumentError(
-            f"engine=single with ranks={count}: one process is one rank; choose --engine fsdp2, ddp or deepspeed"
+            f"engine=single with ranks={count}: one process is one rank; choose --engine fsdp2, ddp, tp or deepspeed"
         )
+    if engine == "tp" and count % 2:
+        raise ArgumentError(f"engine=tp with ranks={count}: two ranks share each matrix; expected an even number")
     check_seed(args.seed)
     setup = dataclasses.replace(Setup(), steps=STEPS if steps is None else steps, seed=args.seed)
     least = max(setup.nan_step, setup.inf_step, *setup.late_clips)

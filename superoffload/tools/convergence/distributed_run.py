@@ -46,9 +46,10 @@ def run(setup: Setup, name: str, speculation: str, *, order: int = 0) -> Curve:
     corpus = load_corpus(None, setup.model.sequence, setup.corpus_bytes)
     batches = BatchSource(corpus.train, setup.batch, setup.model.sequence, setup.seed + 1)
     engine = make_engine(name, setup, speculation)
+    share = engine.share if name != "single" else (0, 1)
     try:
         for step in range(1, setup.steps + 1):
-            micro_batches = _share(batches.next(), setup, rank, count, order * 100_003 + step if order else 0)
+            micro_batches = _share(batches.next(), setup, share, order * 100_003 + step if order else 0)
             try:
                 _step(engine, setup, step, micro_batches, rank, count, curve)
             except Exception as error:
@@ -60,10 +61,10 @@ def run(setup: Setup, name: str, speculation: str, *, order: int = 0) -> Curve:
     return curve
 
 
-def _share(tokens: Tensor, setup: Setup, rank: int, count: int, order: int) -> Sequence[Tensor]:
+def _share(tokens: Tensor, setup: Setup, share: tuple[int, int], order: int) -> Sequence[Tensor]:
     """Returns this rank's micro-batches of the global batch."""
     if not order:
-        return tokens[setup.rows(rank, count)].chunk(setup.micro_batches)
+        return tokens[setup.rows(*share)].chunk(setup.micro_batches)
     generator = torch.Generator().manual_seed(order)
     shuffled = tokens[torch.randperm(len(tokens), generator=generator)]
     # As many backward passes as several ranks would make, to sum as many rounded gradients.

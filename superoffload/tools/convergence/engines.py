@@ -32,6 +32,10 @@ class Engine(Protocol):
     def poison(self, last_rank: bool) -> None:
         """Puts a NaN into one element of a gradient that the last rank owns."""
 
+    @property
+    def share(self) -> tuple[int, int]:
+        """Returns which share of the global batch this rank trains on, and how many shares there are."""
+
     def weights(self) -> dict[str, Tensor]:
         """Returns the whole model in float32, by name; masters if there are any. Collective."""
 
@@ -112,6 +116,10 @@ class _Base:
             found[name] = _whole(state.get("master", param)).float().cpu().clone()
         return found
 
+    @property
+    def share(self) -> tuple[int, int]:
+        return world()
+
     def digests(self) -> dict[str, str]:
         digests: dict[str, str] = self.optimizer.state_digests() if isinstance(self.optimizer, AdamW) else {}
         return digests
@@ -141,14 +149,14 @@ class Single(_Base):
     """Trains in one process."""
 
 
-def _sharded(model: Transformer, dtype: str) -> nn.Module:
+def sharded(model: Transformer, dtype: str, mesh: Any = None) -> nn.Module:
     """Applies fully_shard to every block of ``model``: parameters in ``dtype``, gradients reduced in fp32."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 
 
@@ -162,7 +170,7 @@ class Fsdp2(_Base):
     """Trains under FSDP2 with superoffload.AdamW on bf16 parameters."""
 
     def wrap(self, model: Transformer) -> nn.Module:
-        return _sharded(model, self.setup.dtype)
+        return sharded(model, self.setup.dtype)
 
     def micro_batch(self, reduces: bool) -> AbstractContextManager[None]:
         return _reducing(self.model, reduces)
@@ -175,7 +183,7 @@ class PlainFsdp2(_Base):
         return super().build(setup).float()
 
     def wrap(self, model: Transformer) -> nn.Module:
-        return _sharded(model, self.setup.dtype)
+        return sharded(model, self.setup.dtype)
 
     def micro_batch(self, reduces: bool) -> AbstractContextManager[None]:
         return _reducing(self.model, reduces)
@@ -222,6 +230,7 @@ ENGINES: dict[str, type[Any] | str] = {
     "single": Single,
     "fsdp2": Fsdp2,
     "ddp": Ddp,
+    "tp": "superoffload.tools.convergence.tensor_parallel:TensorParallel",
     "deepspeed": "superoffload.tools.convergence.zero3:Zero3",
     "plain-fsdp2": PlainFsdp2,
 }

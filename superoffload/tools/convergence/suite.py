@@ -85,6 +85,7 @@ def verify_ranks(setup: Setup, engine: str, count: int, say: Say = print) -> Res
             say(f"plain FSDP2 with torch.optim.AdamW: loss {_last(plain[0])}")
             result.curves["plain FSDP2, torch AdamW"] = plain[0]
             result.problems.extend([f"plain FSDP2: {problem}" for problem in stray(plain[0], tolerance)])
+        if engine in ("fsdp2", "tp"):
             result.problems.extend([f"on demand: {problem}" for problem in delivered_unlike(setup, engine, ranks)])
             say("delivery on demand: compared with eager delivery")
     judge_fates(result, setup)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload.tools.convergence.convergence_setup import Setup
+from superoffload.tools.convergence.engines import world
 from superoffload.tools.train.model import DTYPES, build_model
 
 
@@ -53,6 +54,10 @@ class Zero3:
             self.engine.backward(loss * scale)
             losses.append(loss.item())
         return math.fsum(losses) / len(losses)
+
+    @property
+    def share(self) -> tuple[int, int]:
+        return world()
 
     def poison(self, last_rank: bool) -> None:
         if last_rank:

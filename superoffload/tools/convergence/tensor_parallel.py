@@ -1,0 +1,76 @@
+"""Trains with tensor parallelism on two ranks of each mesh, and ``fully_shard`` over the others, as engine ``tp``."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from superoffload.tools.convergence.engines import Fsdp2, accumulating, sharded
+from superoffload.tools.train.model import Transformer
+
+PARALLEL = 2  # ranks that share each matrix
+
+
+class TensorParallel(Fsdp2):
+    """Cuts every matrix of the transformer over two ranks, by rows or by columns; the norms are on both."""
+
+    def wrap(self, model: Transformer) -> nn.Module:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        count = dist.get_world_size()
+        mesh = init_device_mesh("cpu", (count // PARALLEL, PARALLEL), mesh_dim_names=("data", "tensor"))
+        _cut(model, mesh["tensor"])
+        return model if count == PARALLEL else sharded(model, self.setup.dtype, mesh["data"])
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Returns which share of the global batch this rank has, of how many: two ranks have the same one."""
+        return dist.get_rank() // PARALLEL, dist.get_world_size() // PARALLEL
+
+    def micro_batch(self, reduces: bool) -> AbstractContextManager[None]:
+        if dist.get_world_size() > PARALLEL:
+            return super().micro_batch(reduces)
+        return nullcontext() if reduces else accumulating(self.optimizer)
+
+
+def _cut(model: Transformer, mesh: Any) -> None:
+    """Makes the model's parameters DTensors on ``mesh``; activations between its layers are whole on every rank."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    layers = {
+        "attention_norm": Replicate(),
+        "attention.qkv": Shard(0),
+        "attention.out": Shard(1),
+        "mlp_norm": Replicate(),
+        "mlp.gate_up": Shard(0),
+        "mlp.down": Shard(1),
+    }
+    parallelize(model.embedding, mesh, Shard(0))
+    parallelize(model.head, mesh, Shard(0))
+    parallelize(model.norm, mesh, Replicate())
+    for block in model.blocks:
+        for name, placement in layers.items():
+            parallelize(block.get_submodule(name), mesh, placement)
+
+
+def parallelize(layer: nn.Module, mesh: Any, placement: Any) -> None:
+    """Makes the parameters of one layer DTensors: Shard(0) of its outputs, Shard(1) of its inputs, or Replicate. Its
+    input and output stay plain tensors, whole on every rank."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+
+    def partition(name: str, module: nn.Module, mesh: Any) -> None:
+        for key, param in list(module.named_parameters(recurse=False)):
+            placed = placement if param.dim() > 1 or placement != Shard(1) else Replicate()  # a bias has no inputs
+            made = nn.Parameter(distribute_tensor(param.detach(), mesh, [placed]), param.requires_grad)
+            module.register_parameter(key, made)
+
+    def inputs(module: nn.Module, given: Any, mesh: Any) -> Any:
+        return tuple(DTensor.from_local(one, mesh, [Replicate()], run_check=False) for one in given)
+
+    def output(module: nn.Module, made: Any, mesh: Any) -> Any:
+        return made.redistribute(placements=[Replicate()]).to_local().clone()  # fully_shard warns of views
+
+    distribute_module(layer, mesh, partition, inputs, output)
