@@ -41,7 +41,17 @@ from tests.support.fsdp2_loops import (
     writes,
     zeroing,
 )
-from tests.support.rank_processes import Net, error_of, flat_mesh, net, on_ranks, optimizer_of, shard, wholes_of
+from tests.support.rank_processes import (
+    Net,
+    error_of,
+    flat_mesh,
+    net,
+    on_mesh,
+    on_ranks,
+    optimizer_of,
+    shard,
+    wholes_of,
+)
 
 
 @compat("parameters written by the user (load_state_dict, clamp, re-initialization)", "fsdp2")
@@ -111,8 +121,8 @@ def optimizer_of_all(model: Net, mode: str, options: dict[str, Any]) -> AdamW:
     return AdamW(params, lr=1e-3, max_grad_norm=limit, speculation=mode, threads=1, bucket_numel=1024, model=model)
 
 
-def compare(scenario: Scenario, *, tolerance: float = 3e-6, **options: Any) -> None:
-    for found in on_ranks(2, run, scenario, options):
+def compare(scenario: Scenario, *, tolerance: float = 3e-6, ranks: Any = on_ranks, **options: Any) -> None:
+    for found in ranks(2, run, scenario, options):
         assert found["always"] == found["never"]
         for ours, theirs in zip(found["ours"], found["torch"], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=tolerance)  # a wrong step is off by 1e-3
@@ -121,6 +131,22 @@ def compare(scenario: Scenario, *, tolerance: float = 3e-6, **options: Any) -> N
 @pytest.mark.parametrize("scenario", BATTERY)
 def test_as_torch(scenario: Scenario) -> None:
     compare(scenario)
+
+
+ON_A_MESH: dict[Scenario, dict[str, Any]] = {
+    **{one.values[0]: {} for one in BATTERY},
+    listed_writes: {},
+    schedulers: {},
+    add_group: {"without_head": True},
+    autocast: {"tolerance": 5e-4},
+    scaler: {"tolerance": 2e-5},
+    train: {"checkpointing": True, "tied": True},
+}
+
+
+@pytest.mark.parametrize("scenario", ON_A_MESH)
+def test_as_torch_with_tensor_parallelism(scenario: Scenario) -> None:
+    compare(scenario, ranks=on_mesh, **ON_A_MESH[scenario])
 
 
 @compat("add_param_group at any time", "fsdp2")

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from superoffload.host.tensors import local_of
-from tests.support.rank_processes import Net, tokens_of
+from tests.support.rank_processes import Net, data_rank, tokens_of
 from tests.support.schedulers import SCHEDULERS
 
 Scenario = Callable[[Net, Any], None]
@@ -19,7 +18,7 @@ STEPS = 4
 
 
 def backward(model: Net, seed: int, scale: float = 1.0) -> Tensor:
-    loss = model.loss(tokens_of(seed, dist.get_rank()))
+    loss = model.loss(tokens_of(seed, data_rank()))
     (loss * scale).backward()
     return loss.detach()
 
@@ -71,7 +70,7 @@ def scaler(model: Net, optimizer: Any) -> None:
     grad_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for seed in range(STEPS):
         optimizer.zero_grad()
-        loss = model.loss(tokens_of(seed, dist.get_rank()))
+        loss = model.loss(tokens_of(seed, data_rank()))
         grad_scaler.scale(loss).backward()
         grad_scaler.step(optimizer)
         grad_scaler.update()
@@ -81,7 +80,7 @@ def autocast(model: Net, optimizer: Any) -> None:
     for seed in range(STEPS):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model.loss(tokens_of(seed, dist.get_rank()))
+            loss = model.loss(tokens_of(seed, data_rank()))
         loss.backward()
         optimizer.step()
 

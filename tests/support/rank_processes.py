@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from superoffload import AdamW
 from superoffload.distributed.launch import LocalRanks
+from superoffload.tools.convergence.tensor_parallel import parallelize
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 _pools: dict[tuple[int, int], LocalRanks] = {}
@@ -52,6 +53,28 @@ def on_ranks(count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     return pool(count).run(function, *args, limit=200.0)
 
 
+_tensor_parallel = 1  # in a rank: how many ranks share each matrix of a model that shard() gets
+
+
+def on_mesh(count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """``on_ranks``, with tensor parallelism: two ranks in the place of each."""
+    return on_ranks(2 * count, _on_mesh, function, *args)
+
+
+def _on_mesh(function: Callable[..., Any], *args: Any) -> Any:
+    global _tensor_parallel
+    _tensor_parallel = 2
+    try:
+        return function(*args)
+    finally:
+        _tensor_parallel = 1
+
+
+def data_rank() -> int:
+    """Which rows of the global batch this rank has: those that share matrices have the same ones."""
+    return dist.get_rank() // _tensor_parallel
+
+
 class Net(nn.Module):
     """Sizes that do not divide evenly among ranks; a norm; a frozen layer; optionally tied ends."""
 
@@ -80,6 +103,8 @@ class Net(nn.Module):
 
 def net(dtype: torch.dtype = torch.bfloat16, seed: int = 0, **options: Any) -> Net:
     torch.manual_seed(seed)
+    if _tensor_parallel > 1:
+        options.setdefault("width", 12)  # torch cannot compute with hidden sizes that do not divide evenly
     return Net(**options).to(dtype)
 
 
@@ -90,13 +115,32 @@ def tokens_of(step: int, rank: int, rows: int = 2) -> Tensor:
 
 
 def shard(model: Net, mesh: DeviceMesh, policy: Any = None, **options: Any) -> Net:
-    """fully_shard on every layer and on the whole."""
+    """fully_shard on every layer and on the whole; on a mesh with tensor parallelism that comes first."""
+    if "tensor" in (mesh.mesh_dim_names or ()):
+        _cut(model, mesh["tensor"])
+        mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tensor")]
     if policy is not None:
         options["mp_policy"] = policy
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     return model
+
+
+def _cut(model: Net, mesh: DeviceMesh) -> None:
+    tied = model.head.weight is model.embedding.weight
+    for layer in model.layers:
+        inner, outer = (one for one in layer.modules() if isinstance(one, nn.Linear))
+        parallelize(inner, mesh, Shard(0))
+        parallelize(outer, mesh, Shard(1))
+        for one in layer.modules():
+            if isinstance(one, nn.LayerNorm):
+                parallelize(one, mesh, Replicate())
+    parallelize(model.embedding, mesh, Shard(0))
+    parallelize(model.frozen, mesh, Replicate())
+    parallelize(model.head, mesh, Shard(0))
+    if tied:
+        model.head.weight = model.embedding.weight
 
 
 def whole(value: Any) -> Tensor:
@@ -111,7 +155,10 @@ def wholes_of(model: nn.Module) -> list[Tensor]:
 
 
 def flat_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    size = torch.distributed.get_world_size()
+    if _tensor_parallel > 1:
+        return init_device_mesh("cpu", (size // _tensor_parallel, _tensor_parallel), mesh_dim_names=("data", "tensor"))
+    return init_device_mesh("cpu", (size,))
 
 
 def replica_mesh() -> DeviceMesh:
@@ -139,5 +186,5 @@ def error_of(function: Callable[[], Any]) -> str:
 
 
 def loss_of(model: Any, seed: int) -> Any:
-    logits = model(tokens_of(seed, dist.get_rank())[:, :-1])
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens_of(seed, dist.get_rank())[:, 1:].flatten())
+    logits = model(tokens_of(seed, data_rank())[:, :-1])
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens_of(seed, data_rank())[:, 1:].flatten())
