@@ -51,11 +51,13 @@ class Owners:
 
 
 class OwnersTable:
-    """Makes the ``Owners`` of many parameters, which share their partitions."""
+    """Makes the ``Owners`` of many parameters. Those that are cut alike share them: a model has a few shapes, and with
+    a thousand ranks each costs milliseconds."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = list(ranks)
         self._partitions: dict[tuple[Ranks, ...], Partition] = {}
+        self._known: dict[tuple[tuple[int, ...], tuple[Pair, ...]], Owners] = {}
 
     def partition(self, groups: Sequence[Sequence[int]]) -> Partition:
         key = tuple(tuple(group) for group in groups)
@@ -66,6 +68,12 @@ class OwnersTable:
 
         Raises ArgumentError if boxes overlap, or do not cover the parameter.
         """
+        key = tuple(shape), tuple(told)
+        if key not in self._known:
+            self._known[key] = self._owners(name, shape, told)
+        return self._known[key]
+
+    def _owners(self, name: str, shape: Sequence[int], told: Sequence[Pair]) -> Owners:
         groups: dict[tuple[Pair, int], list[int]] = {}
         for rank, pair in zip(self._ranks, told, strict=True):
             groups.setdefault((pair, -1 if all(pair[1]) else rank), []).append(rank)

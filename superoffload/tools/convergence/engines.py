@@ -48,7 +48,7 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-class _Base:
+class BaseEngine:
     """Implements what the engines of this file share."""
 
     model: nn.Module
@@ -145,7 +145,7 @@ def _whole(tensor: Any) -> Tensor:
     return whole
 
 
-class Single(_Base):
+class Single(BaseEngine):
     """Trains in one process."""
 
 
@@ -160,23 +160,23 @@ def sharded(model: Transformer, dtype: str, mesh: Any = None) -> nn.Module:
     return model
 
 
-def _reducing(model: Any, reduces: bool) -> AbstractContextManager[None]:
+def reducing(model: Any, reduces: bool) -> AbstractContextManager[None]:
     """Makes ``model`` of fully_shard reduce the gradients of the next backward, or keep them."""
     model.set_requires_gradient_sync(reduces)
     return nullcontext()
 
 
-class Fsdp2(_Base):
+class Fsdp2(BaseEngine):
     """Trains under FSDP2 with superoffload.AdamW on bf16 parameters."""
 
     def wrap(self, model: Transformer) -> nn.Module:
         return sharded(model, self.setup.dtype)
 
     def micro_batch(self, reduces: bool) -> AbstractContextManager[None]:
-        return _reducing(self.model, reduces)
+        return reducing(self.model, reduces)
 
 
-class PlainFsdp2(_Base):
+class PlainFsdp2(BaseEngine):
     """Trains under FSDP2 with torch's own AdamW on fp32 parameters, cast to bf16 for compute, as is common on GPUs."""
 
     def build(self, setup: Setup) -> Transformer:
@@ -186,13 +186,13 @@ class PlainFsdp2(_Base):
         return sharded(model, self.setup.dtype)
 
     def micro_batch(self, reduces: bool) -> AbstractContextManager[None]:
-        return _reducing(self.model, reduces)
+        return reducing(self.model, reduces)
 
     def make_optimizer(self, setup: Setup, speculation: str) -> Any:
         return ClippingAdamW(self.inner.parameters(), setup)
 
 
-class Ddp(_Base):
+class Ddp(BaseEngine):
     """Trains under DistributedDataParallel with our communication hook."""
 
     def wrap(self, model: Transformer) -> nn.Module:

@@ -8,13 +8,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from superoffload.tools.convergence.engines import Fsdp2, accumulating, sharded
+from superoffload.tools.convergence.engines import BaseEngine, accumulating, reducing, sharded
 from superoffload.tools.train.model import Transformer
 
 PARALLEL = 2  # ranks that share each matrix
 
 
-class TensorParallel(Fsdp2):
+class TensorParallel(BaseEngine):
     """Cuts every matrix of the transformer over two ranks, by rows or by columns; the norms are on both."""
 
     def wrap(self, model: Transformer) -> nn.Module:
@@ -32,7 +32,7 @@ class TensorParallel(Fsdp2):
 
     def micro_batch(self, reduces: bool) -> AbstractContextManager[None]:
         if dist.get_world_size() > PARALLEL:
-            return super().micro_batch(reduces)
+            return reducing(self.model, reduces)
         return nullcontext() if reduces else accumulating(self.optimizer)
 
 
