@@ -30,6 +30,7 @@ from superoffload.optimizer.params import Params, StateViews
 from superoffload.optimizer.reductions import Reductions
 from superoffload.optimizer.state import State
 from superoffload.optimizer.step import Step
+from superoffload.optimizer.tracked_gradient import end_all
 from superoffload.optimizer.verdict_terms import VerdictTerms
 
 
@@ -132,8 +133,9 @@ class Parts:
         return parts
 
     def end(self, lasting: Lasting) -> None:
-        """Closes the recorder and removes all hooks, once the engine is closed."""
+        """Closes the recorder, lets go of gradients and removes all hooks, once the engine is closed."""
         lasting.recorder.close()
+        end_all(tracked.gradient for tracked in self.params)
         self._remove_hooks(lasting)
 
     def _remove_hooks(self, lasting: Lasting) -> None:

@@ -16,6 +16,7 @@ from superoffload.errors import ArgumentError, WrongType
 from superoffload.host.bits import all_finite
 from superoffload.host.numbers import as_float, check_number
 from superoffload.host.tensors import is_dense, is_dtensor, local_of
+from superoffload.optimizer.shared_memory import check_apart
 from superoffload.optimizer.unknown_arguments import refuse_in_group
 
 
@@ -121,6 +122,7 @@ def check_groups(groups: Iterable[dict[str, Any]], defaults: dict[str, Any], tak
     """Checks groups of ``as_groups``: hyper-parameters, parameters, and that none comes twice or is in ``taken``."""
     taken = list(taken)
     seen = {id(param) for param in taken}
+    apart = [(f"parameter {i} of the groups before", param) for i, param in enumerate(taken)]
     device = local_of(taken[0]).device if taken else None
     for g, group in enumerate(groups):
         check_group({**defaults, **group})
@@ -135,8 +137,10 @@ def check_groups(groups: Iterable[dict[str, Any]], defaults: dict[str, Any], tak
             if id(param) in seen:
                 raise ArgumentError(f"{name}: given twice; a tied parameter belongs into one group, once")
             seen.add(id(param))
+            apart.append((name, param))
             device = _same_device(name, local_of(param).device, device)
             check_finite(name, param)
+    check_apart(apart)
 
 
 def _same_device(name: str, device: torch.device, others: torch.device | None) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -226,3 +227,62 @@ def test_a_parameter_that_gets_the_negative_bit_over_its_own_memory_is_refused(w
         params[which].data = memory
         optimizer.zero_grad()
         assert optimizer.state_digests() == before
+
+
+def overlapping(how: str) -> list[nn.Parameter]:
+    memory = torch.zeros(12)
+    first = nn.Parameter(memory[:8].view(2, 4))
+    second = {
+        "the same": lambda: nn.Parameter(first.detach()),
+        "another shape": lambda: nn.Parameter(memory[:8]),
+        "a part": lambda: nn.Parameter(memory[6:8]),
+        "one element": lambda: nn.Parameter(memory[7:]),
+        "as another dtype": lambda: nn.Parameter(memory[:8].view(torch.bfloat16)),
+    }[how]()
+    return [first, second]
+
+
+@pytest.mark.parametrize("how", ["the same", "another shape", "a part", "one element", "as another dtype"])
+@pytest.mark.parametrize("kind", [AdamW, CPUAdamW])
+def test_parameters_that_share_memory_are_refused(kind: Any, how: str) -> None:
+    first, second = overlapping(how)
+    for params in ([first, second], [second, first], [("a", first), ("b", second)]):
+        with pytest.raises(ArgumentError, match=r"shares memory with .*use one of them in both places"):
+            kind(params)
+    with closing(kind([first])) as optimizer:
+        with pytest.raises(ArgumentError, match="shares memory with"):
+            optimizer.add_param_group({"params": [second]})
+        assert len(optimizer.param_groups) == 1
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+
+
+def test_parts_of_one_flat_tensor_are_parameters_of_their_own() -> None:
+    memory = torch.zeros(12)
+    params = [nn.Parameter(memory[:4]), nn.Parameter(memory[4:].view(2, 4)), nn.Parameter(memory[4:4])]
+    frozen = nn.Parameter(memory[:4], requires_grad=False)
+    with closing(AdamW([*params, frozen])) as optimizer:
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert bool((memory < 0).all())
+
+
+def test_a_closed_optimizer_keeps_no_gradient() -> None:
+    """After a step that failed too."""
+    param = nn.Parameter(torch.zeros(5))
+    with closing(AdamW([param])):
+        param.sum().backward()
+        assert param.grad is not None
+        gradient = ref(param.grad)
+        param.grad = None
+    assert gradient() is None
+
+
+def test_views_of_a_dict_are_lists_of_parameters() -> None:
+    """They have an order, unlike sets."""
+    named = dict(nn.Linear(2, 3).named_parameters())
+    for params in (named.items(), named.values()):
+        with closing(AdamW(params)) as optimizer:
+            assert optimizer.param_groups[0]["params"] == list(named.values())
+    with pytest.raises(TypeError, match="whose order changes between runs"):
+        AdamW(set(named.values()))
