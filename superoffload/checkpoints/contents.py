@@ -58,6 +58,17 @@ def holding_of(name: str, tensor: Tensor) -> Holding:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """Holds the names of what all ranks together have: more than this rank where each has a part of the model."""
+
+    groups: list[list[str]]
+    names: set[str]
+    aliases: dict[str, str]
+    other: dict[str, Any]
+    steps: dict[str, int]
+
+
+@dataclass(frozen=True)
 class Named:
     """Holds the model's tensors and the optimizer's parameters by plain names.
 
@@ -71,6 +82,7 @@ class Named:
     modules: dict[str, nn.Module]
     groups: list[list[str]]
     params: dict[str, Tensor]
+    states: Mapping[Tensor, Any]
     session: RankSession | None
 
     @property
@@ -87,11 +99,38 @@ class Named:
             return set(holdings)
         boxes = {name: (one.shape, (one.box.offsets, one.box.lengths)) for name, one in holdings.items()}
         told = self.session.group.exchange_objects("save(): parts", boxes)
-        table = OwnersTable(self.ranks)
-        owners = {
-            name: table.owners(name, shape, [theirs[name][1] for theirs in told]) for name, (shape, _) in boxes.items()
-        }
+        table, owners = OwnersTable(), {}
+        for name, (shape, _) in boxes.items():
+            holders = [(rank, theirs[name][1]) for rank, theirs in zip(self.ranks, told, strict=True) if name in theirs]
+            owners[name] = table.owners(name, shape, tuple(r for r, _ in holders), [pair for _, pair in holders])
         return {name for name, one in owners.items() if one.writer_of(self.rank) == self.rank}
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """Returns how many steps each parameter has made that has state."""
+        states = {name: self.states.get(param, {}) for name, param in self.params.items()}
+        return {name: int(state["step"]) for name, state in states.items() if "step" in state}
+
+    def whole(self, what: str) -> Whole:
+        """Joins the names of all ranks. Collective where ranks have parts of one model."""
+        names = set(self.tensors) | set(self.aliases)
+        mine = Whole(self.groups, names, self.aliases, self.other, self.steps)
+        if self.session is None or not self.session.has_parts:
+            return mine
+        whole = Whole([[] for _ in self.groups], set(), {}, {}, {})
+        for theirs in self.session.group.exchange_objects(f"{what}: names", mine):
+            if len(theirs.groups) != len(self.groups):
+                raise ArgumentError(
+                    f"optimizer: {len(theirs.groups)} param groups on one rank, {len(self.groups)} on this one; parts "
+                    "of one model need as many groups on every rank, which may be empty"
+                )
+            for group, more in zip(whole.groups, theirs.groups, strict=True):
+                group.extend(name for name in more if name not in group)
+            whole.names.update(theirs.names)
+            for all_of_them, more in ((whole.aliases, theirs.aliases), (whole.other, theirs.other)):
+                all_of_them.update(more)
+            whole.steps.update(theirs.steps)
+        return whole
 
     @property
     def is_first(self) -> bool:
@@ -113,20 +152,27 @@ def check_optimizer(optimizer: Any) -> None:
 
 def name_everything(model: nn.Module, optimizer: Optimizer | None) -> Named:
     """Names all tensors, without ``optimizer`` the model's alone; raises for a parameter that is not the model's."""
+    session = optimizer.rank_session if isinstance(optimizer, AdamW) else None
+    names = {id(param): plain_name(name) for name, param in model.named_parameters()}
+    first: dict[Any, str] = {}
+    if isinstance(optimizer, AdamW) and session is not None and session.has_parts:
+        # A parameter that another part of the model has too, under another name, goes by the name that both were given.
+        known = (optimizer.tracked(param) for group in optimizer.param_groups for param in group["params"])
+        declared = {id(one.param): one.shard.name for one in known if one is not None}
+        first = {key: name for key, name in declared.items() if key in names and names[key] != name}
+        names.update(first)
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     other: dict[str, Any] = {}
-    first: dict[Any, str] = {}
     for key, value in model.state_dict(keep_vars=True).items():
         name = plain_name(key)
         if is_extra_state(name) or not isinstance(value, Tensor):
             other[name] = value
-        elif id(value) in first:
-            aliases[name] = first[id(value)]
-        else:
-            tensors[name] = value
-            first[id(value)] = name
-    names = {id(param): plain_name(name) for name, param in model.named_parameters()}
+            continue
+        kept = first.setdefault(id(value), name)
+        tensors[kept] = value
+        if kept != name:
+            aliases[name] = kept
     params: dict[str, Tensor] = {}
     groups = []
     for g, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
@@ -137,9 +183,9 @@ def name_everything(model: nn.Module, optimizer: Optimizer | None) -> Named:
                 )
             params[names[id(param)]] = param
         groups.append([names[id(param)] for param in group["params"]])
-    session = optimizer.rank_session if isinstance(optimizer, AdamW) else None
     modules = {plain_name(f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE): m for name, m in model.named_modules()}
-    return Named(tensors, aliases, other, modules, groups, params, session)
+    states: Mapping[Tensor, Any] = optimizer.state if optimizer is not None else {}
+    return Named(tensors, aliases, other, modules, groups, params, states, session)
 
 
 def is_extra_state(name: str) -> bool:
@@ -157,7 +203,10 @@ def stepped(optimizer: Optimizer, named: Named) -> Iterator[tuple[str, Tensor, T
 
 
 def group_values(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return [
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
 
 
 def on_all_ranks(session: RankSession | None, what: str, work: Callable[[], Any]) -> Any:

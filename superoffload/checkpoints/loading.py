@@ -18,6 +18,7 @@ from superoffload.checkpoints.contents import (
     MASTER,
     MODEL,
     Named,
+    Whole,
     check_optimizer,
     holding_of,
     is_extra_state,
@@ -49,12 +50,13 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer 
     if optimizer is not None:
         check_optimizer(optimizer)
     named = name_everything(model, optimizer)
+    whole = named.whole("load()")
 
     def verified() -> tuple[Stored, Callable[[], None]]:
         stored = Stored(path)
-        other = _other_values(stored, named)
-        values = _model_values(stored, named)
-        state = None if optimizer is None else _optimizer_state(stored, optimizer, named)
+        other = _other_values(stored, named, whole)
+        values = _model_values(stored, named, whole)
+        state = None if optimizer is None else _optimizer_state(stored, optimizer, named, whole)
         for one in values.values():
             _verify(one)
 
@@ -120,16 +122,19 @@ def _refuse_differing(stored: Stored, what: str, saved: set[str], ours: set[str]
             raise ArgumentError(f"{stored.folder}: {who} {what}{listed}; is it of another model?")
 
 
-def _other_values(stored: Stored, named: Named) -> dict[str, Any]:
+def _other_values(stored: Stored, named: Named, whole: Whole) -> dict[str, Any]:
     """Returns what modules' ``set_extra_state`` will get; other entries that are not tensors must equal the model's."""
     other = dict(stored.state.other)
     tensors = [key for key in stored.tensors if key.startswith(MODEL) and is_extra_state(key)]
     names = {key.removeprefix(MODEL) for key in tensors}  # extra state that was a tensor when it was saved
-    _refuse_differing(stored, "the extra state ", set(other) | names, set(named.other))
+    _refuse_differing(stored, "the extra state ", set(other) | names, set(whole.other))
     for key in tensors:  # only after the check: each is read whole
-        other[key.removeprefix(MODEL)] = stored.whole(key)
+        if key.removeprefix(MODEL) in named.other:
+            other[key.removeprefix(MODEL)] = stored.whole(key)
     found = {}
     for name, value in other.items():
+        if name not in named.other:  # of another rank's part of the model
+            continue
         module = named.modules.get(name)
         if module is not None and type(module).set_extra_state is not nn.Module.set_extra_state:
             found[name] = value
@@ -152,11 +157,11 @@ def _equal(one: Any, other: Any) -> bool:
         return False
 
 
-def _model_values(stored: Stored, named: Named) -> dict[str, Values]:
+def _model_values(stored: Stored, named: Named, whole: Whole) -> dict[str, Values]:
     """Returns this rank's part of the model's own tensors."""
     aliases = stored.state.aliases
     saved = {key.removeprefix(MODEL) for key in stored.tensors if key.startswith(MODEL) and not is_extra_state(key)}
-    _refuse_differing(stored, "", saved | set(aliases), set(named.tensors) | set(named.aliases))
+    _refuse_differing(stored, "", saved | set(aliases), whole.names)
     for tied, name in named.aliases.items():
         one, other = (stored.tensors[MODEL + aliases.get(either, either)] for either in (tied, name))
         if [piece["sha256"] for piece in one] != [piece["sha256"] for piece in other]:
@@ -172,11 +177,11 @@ def _model_values(stored: Stored, named: Named) -> dict[str, Values]:
     return values
 
 
-def _optimizer_state(stored: Stored, optimizer: Optimizer, named: Named) -> dict[str, Any]:
+def _optimizer_state(stored: Stored, optimizer: Optimizer, named: Named, whole: Whole) -> dict[str, Any]:
     """Returns the layout of ``torch.optim.Optimizer.load_state_dict``, with ``Values`` in place of tensors."""
     groups, theirs = stored.state.groups, [group["params"] for group in stored.state.groups]
-    if theirs != named.groups:
-        _refuse_groups(stored, theirs, named.groups)
+    if list(map(set, theirs)) != list(map(set, whole.groups)):
+        _refuse_groups(stored, theirs, whole.groups)
     positions = {name: i for i, name in enumerate(name for names in named.groups for name in names)}
     result: dict[str, Any] = {"state": {}, "param_groups": []}
     for index, (values, names) in enumerate(zip(groups, named.groups, strict=True)):
@@ -186,7 +191,8 @@ def _optimizer_state(stored: Stored, optimizer: Optimizer, named: Named) -> dict
             raise ArgumentError(f"{stored.folder}: {printable(shortened(str(error)))}") from None
         if not isinstance(optimizer, AdamW):
             _refuse_amsgrad(stored, index, values, optimizer.param_groups[index])
-        result["param_groups"].append({**values, "params": [positions[name] for name in names]})
+        kept = {key: value for key, value in values.items() if key != "param_names"}  # of another part of the model
+        result["param_groups"].append({**kept, "params": [positions[name] for name in names]})
     wanted = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ, "master": MASTER}
     if not isinstance(optimizer, AdamW):
         del wanted["master"]

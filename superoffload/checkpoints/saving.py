@@ -24,6 +24,7 @@ from superoffload.checkpoints.archive import check_archive
 from superoffload.checkpoints.contents import (
     EXP_AVG_SQ,
     Named,
+    Whole,
     check_extra,
     check_optimizer,
     group_values,
@@ -168,7 +169,8 @@ def _begin(
     if named.session is None and any(is_dtensor(t) and t.device_mesh.size() > 1 for t in named.tensors.values()):
         raise ArgumentError("model: sharded over ranks; that needs superoffload.AdamW, or torch.distributed.checkpoint")
     part = plan_part(optimizer, named, copy=memory is not None)
-    state = on_all_ranks(named.session, "save()", lambda: _state_bytes(optimizer, named, check_extra(extra)))
+    whole = named.whole("save()")
+    state = on_all_ranks(named.session, "save()", lambda: _state_bytes(optimizer, named, whole, check_extra(extra)))
     part.keep_state(state)
     writing = _agree_on_folder(named, final)
     snapshot = None
@@ -234,14 +236,10 @@ def _write(
         folders.keep_only(final, keep)
 
 
-def _state_bytes(optimizer: Optimizer, named: Named, extra: dict[str, Any]) -> bytes:
+def _state_bytes(optimizer: Optimizer, named: Named, whole: Whole, extra: dict[str, Any]) -> bytes:
     """Returns the contents of ``state.pt``, after reading them back, so that nothing unreadable is saved."""
-    steps = {}
-    for name, param in named.params.items():
-        if param in optimizer.state and "step" in optimizer.state[param]:
-            steps[name] = int(optimizer.state[param]["step"])
-    groups = [{**values, "params": names} for values, names in zip(group_values(optimizer), named.groups, strict=True)]
-    content = {"groups": groups, "steps": steps, "other": named.other, "aliases": named.aliases, "extra": extra}
+    groups = [{**values, "params": names} for values, names in zip(group_values(optimizer), whole.groups, strict=True)]
+    content = {"groups": groups, "steps": whole.steps, "other": whole.other, "aliases": whole.aliases, "extra": extra}
     _check_loadable(optimizer, named)
     try:
         data = _safely(content)

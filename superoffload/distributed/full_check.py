@@ -15,8 +15,8 @@ from superoffload.distributed.boxes import Box
 from superoffload.distributed.disagreement import odd_ranks
 from superoffload.distributed.group import RankGroup
 from superoffload.distributed.held import Held, crc, is_published
-from superoffload.distributed.owners import Owners
 from superoffload.distributed.placements import box_of
+from superoffload.distributed.roster import Roster
 from superoffload.host.bits import all_finite
 from superoffload.host.tensors import is_dtensor, local_of
 
@@ -32,7 +32,7 @@ _NOT_ROUNDED, _GRADIENT, _WIDTH = 3, 4, 5
 
 
 class FullCheck:
-    """Compares the ranks' parameters. ``owners``: of each parameter.
+    """Compares the ranks' parameters, which ``roster`` lists.
 
     ``gradient_of`` gives the gradient of a parameter that can be compared, or None. ``run`` is collective.
     """
@@ -42,13 +42,14 @@ class FullCheck:
         group: RankGroup,
         held: Sequence[Held],
         gathered: Callable[[], Iterator[tuple[Tensor, Tensor]]] | None,
-        owners: Sequence[Owners],
+        roster: Roster,
         gradient_of: GradientOf,
     ) -> None:
         self._group = group
         self._held = held
         self._gathered = gathered
-        self._owners = owners
+        self._roster = roster
+        self._mine = roster.of(group.rank)
         self._gradient_of = gradient_of
 
     @torch.no_grad()
@@ -90,11 +91,12 @@ class FullCheck:
 
     def _bad_gradients(self, where: str, tables: dict[int, NDArray[np.uint32]]) -> str | None:
         """Finds unreduced gradients. With spread state each rank sums only its own part, so only this shows them."""
-        for index, one in enumerate(self._held):
-            known = {rank: int(table[index, _GRADIENT]) for rank, table in tables.items() if table[index, _GRADIENT]}
+        for key in self._roster.owners:
+            values = {rank: int(tables[rank][index, _GRADIENT]) for rank, index in self._roster.holders(key)}
+            known = {rank: value for rank, value in values.items() if value}
             for rank, first in odd_ranks(known) if known else ():
                 return (
-                    f"{where}: rank {rank}: {one.name}: its gradient differs from that of rank {first}, though both "
+                    f"{where}: rank {rank}: {key[0]}: its gradient differs from that of rank {first}, though both "
                     "have the whole parameter. Gradients of replicated parameters must be reduced over the ranks "
                     "before step()"
                 )
@@ -103,16 +105,18 @@ class FullCheck:
     def _bad_rounding(self, where: str, tables: dict[int, NDArray[np.uint32]]) -> str | None:
         for rank, table in tables.items():
             for index in np.flatnonzero(table[:, _NOT_ROUNDED]).tolist():
-                return f"{where}: rank {rank}: {self._held[index].name}: the published parameter is not round(master)"
+                name = self._roster.of(rank).name(index)
+                return f"{where}: rank {rank}: {name}: the published parameter is not round(master)"
         return None
 
     def _bad_copies(self, where: str, tables: dict[int, NDArray[np.uint32]]) -> str | None:
-        for index, one in enumerate(self._held):
+        for key, owners in self._roster.owners.items():
+            place = dict(self._roster.holders(key))
             for column, what in enumerate(_COLUMNS):
-                for replicas in self._owners[index].replicas.groups:
-                    values = {rank: int(tables[rank][index, column]) for rank in replicas}
+                for replicas in owners.replicas.groups:
+                    values = {rank: int(tables[rank][place[rank], column]) for rank in replicas}
                     for rank, first in odd_ranks(values):
-                        return f"{where}: rank {rank}: {one.name}: its {what} differs from that of rank {first}"
+                        return f"{where}: rank {rank}: {key[0]}: its {what} differs from that of rank {first}"
         return None
 
     def _bad_forward(self, where: str) -> str | None:
@@ -124,14 +128,15 @@ class FullCheck:
         published = self._exchange(where, own)
         report = np.zeros(2, np.uint32)
         for index, (_, checksums) in seen.items():
+            key = self._mine.keys[index]
             for owner, checksum in checksums.items():
-                if not report[0] and int(published[owner][index]) != checksum:
+                if not report[0] and int(published[owner][self._roster.place_on(owner, key)]) != checksum:
                     report = np.array([1 + index, owner], np.uint32)
         for rank, (bad, owner) in self._exchange(where, report).items():
             if bad:
                 return (
-                    f"{where}: rank {rank}: {self._held[int(bad) - 1].name}: what its forward reads is not what rank "
-                    f"{owner} has published: updated parameters do not reach this rank"
+                    f"{where}: rank {rank}: {self._roster.of(rank).name(int(bad) - 1)}: what its forward reads is not "
+                    f"what rank {owner} has published: updated parameters do not reach this rank"
                 )
         return None
 
@@ -140,7 +145,7 @@ class FullCheck:
         parameter, which is a DTensor."""
         view = box_of(one.name, seen) if is_dtensor(seen) else Box.whole(one.holding.shape)
         checksums = {}
-        for rank, box in self._owners[one.shard.index].parts():
+        for rank, box in self._mine.owners[one.shard.index].parts():
             inside = box.within(view)
             if inside is not None:
                 checksums[rank] = _checksum(one.holding.box_of_whole(local_of(seen), inside))
@@ -148,7 +153,7 @@ class FullCheck:
 
     def _wholes(self) -> Iterator[tuple[Held, Tensor]]:
         """Yields parameters as a forward sees them, one after the other."""
-        spread = (one for one in self._held if sum(1 for _ in self._owners[one.shard.index].parts()) > 1)
+        spread = (one for one in self._held if sum(1 for _ in self._mine.owners[one.shard.index].parts()) > 1)
         todo = {id(one.param): one for one in spread}
         if self._gathered is not None:
             for param, full in self._gathered():

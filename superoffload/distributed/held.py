@@ -9,20 +9,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from superoffload.distributed.owners import Partition
 from superoffload.distributed.ownership import Holding
+from superoffload.distributed.roster import Listing
 from superoffload.engine.bucket import Shard
 from superoffload.engine.master_halves import is_rounded
 from superoffload.host.bits import same_but_for_nan
 from superoffload.host.tensors import in_order, local_of
 
-_UNITS = 32
 _SAMPLE = 1 << 16  # elements of a shard that a light check reads, spread over it
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """Describes one parameter of the optimizer; all ranks have the parameters in the same order."""
+    """Describes one parameter of the optimizer on this rank."""
 
     name: str
     param: Tensor
@@ -38,10 +37,13 @@ class Held:
         """Returns this rank's elements of the published parameter, flat."""
         return in_order(local_of(self.param), self.holding.order)
 
-    def signature(self) -> tuple[object, ...]:
-        """Returns what must be the same on all ranks."""
-        about = (self.name, tuple(self.param.shape), str(self.param.dtype), self.shard.group, self.holding.kind)
-        return about if self.holding.order is None else (*about, f"dimensions in memory {self.holding.order}")
+    def listing(self) -> Listing:
+        """Returns what other ranks must know of it."""
+        holding = self.holding
+        about: tuple[object, ...] = (tuple(self.param.shape), str(self.param.dtype), self.shard.group)
+        if holding.order is not None:
+            about = (*about, f"dimensions in memory {holding.order}")
+        return Listing(self.name, holding.shape, self.param.numel(), holding.kind, about)
 
 
 def crc(tensor: Tensor, start: int = 0) -> int:
@@ -69,21 +71,6 @@ class Probe:
     unit: int
     bad: int
     copy: int
-
-
-def units_of(held: Sequence[Held], copies: Sequence[Partition]) -> list[list[int]]:
-    """Groups consecutive parameters into about 32 units, the same on every rank. ``copies``: the ranks on which the
-    ``copy()`` of each must have the same bits; they are the same for all of a unit."""
-    total = sum(one.param.numel() for one in held)
-    units: list[list[int]] = []
-    filled = 0
-    for i, one in enumerate(held):
-        if not units or filled * _UNITS >= total or copies[units[-1][0]] != copies[i]:
-            units.append([])
-            filled = 0
-        units[-1].append(i)
-        filled += one.param.numel()
-    return units
 
 
 def probe(held: Sequence[Held], units: Sequence[Sequence[int]], turn: int, has_copies: Callable[[int], bool]) -> Probe:

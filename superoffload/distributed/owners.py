@@ -54,30 +54,33 @@ class OwnersTable:
     """Makes the ``Owners`` of many parameters. Those that are cut alike share them: a model has a few shapes, and with
     a thousand ranks each costs milliseconds."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._ranks = list(ranks)
+    def __init__(self) -> None:
         self._partitions: dict[tuple[Ranks, ...], Partition] = {}
-        self._known: dict[tuple[tuple[int, ...], tuple[Pair, ...]], Owners] = {}
+        self._known: dict[tuple[tuple[int, ...], Ranks, tuple[Pair, ...]], Owners] = {}
 
     def partition(self, groups: Sequence[Sequence[int]]) -> Partition:
         key = tuple(tuple(group) for group in groups)
         return self._partitions.setdefault(key, Partition(key))
 
-    def owners(self, name: str, shape: Sequence[int], told: Sequence[Pair]) -> Owners:
-        """Returns the owners of a parameter; ``told``: the box of every rank, in the order of ranks.
+    def apart(self, ranks: Ranks, told: Sequence[Pair]) -> Owners:
+        """Returns the owners of parameters that are each rank's own."""
+        return Owners(tuple(Box(*pair) for pair in told), self.partition([[rank] for rank in ranks]))
+
+    def owners(self, name: str, shape: Sequence[int], ranks: Ranks, told: Sequence[Pair]) -> Owners:
+        """Returns the owners of a parameter that ``ranks`` have, ascending; ``told``: the box of each.
 
         Raises ArgumentError if boxes overlap, or do not cover the parameter.
         """
-        key = tuple(shape), tuple(told)
+        key = tuple(shape), ranks, tuple(told)
         if key not in self._known:
-            self._known[key] = self._owners(name, shape, told)
+            self._known[key] = self._owners(name, shape, ranks, told)
         return self._known[key]
 
-    def _owners(self, name: str, shape: Sequence[int], told: Sequence[Pair]) -> Owners:
+    def _owners(self, name: str, shape: Sequence[int], ranks: Ranks, told: Sequence[Pair]) -> Owners:
         groups: dict[tuple[Pair, int], list[int]] = {}
-        for rank, pair in zip(self._ranks, told, strict=True):
+        for rank, pair in zip(ranks, told, strict=True):
             groups.setdefault((pair, -1 if all(pair[1]) else rank), []).append(rank)
-        boxes = {Box(*pair): tuple(ranks) for (pair, _), ranks in groups.items()}
+        boxes = {Box(*pair): members for (pair, _), members in groups.items()}
         found = misfit(shape, boxes)
         if found is not None:
             parts = "; ".join(

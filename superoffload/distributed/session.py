@@ -19,10 +19,11 @@ from torch import Tensor
 from superoffload.distributed.disagreement import bits_of, odd_ranks
 from superoffload.distributed.full_check import FullCheck, GradientOf, no_gradient
 from superoffload.distributed.group import Exchange, RankGroup
-from superoffload.distributed.held import Held, Probe, probe, units_of
+from superoffload.distributed.held import Held, Probe, probe
 from superoffload.distributed.message import FAILED, FOUND_INF, MOST_CLASSES, Packet
-from superoffload.distributed.owners import Owners, OwnersTable, Pair, Partition
+from superoffload.distributed.owners import OwnersTable, Partition
 from superoffload.distributed.placements import check_strided
+from superoffload.distributed.roster import Roster
 from superoffload.errors import ArgumentError, RankError
 from superoffload.host.tensors import is_dtensor
 
@@ -54,10 +55,8 @@ class RankSession:
         self.held: list[Held] = []
         self._gathered = gathered
         self._gradient_of = gradient_of
-        self._owners: list[Owners] = []  # of each parameter
-        self._copies: list[Partition] = []  # of each, the ranks with the same published copy
-        self._classes: dict[int, list[tuple[int, ...]]] = {}  # of each rank, its sets of replicas
-        self._units: list[list[int]] = []
+        self._roster = Roster({group.rank: []}, {group.rank: []}, OwnersTable())
+        self._mine = self._roster.of(group.rank)
         self._call = 0
         self._applied = self._skipped = 0
         self._factor = 0.0
@@ -76,46 +75,48 @@ class RankSession:
     # ---- layout -----------------------------------------------------------------------------------------------
 
     def add(self, held: Sequence[Held]) -> None:
-        """Adds parameters, also those that train for the first time; all ranks must add the same ones."""
+        """Adds parameters, also those that train for the first time. Collective: all ranks must add some, the same ones
+        or parts of one model."""
         self.held.extend(held)
-        signatures = [one.signature() for one in self.held]
+        listings = [one.listing() for one in self.held]
         boxes = [(one.holding.box.offsets, one.holding.box.lengths) for one in self.held]
-        checksum = zlib.crc32(repr((self.check, signatures)).encode())
-        told = self.group.exchange_objects(f"new parameters{self._name}", (checksum, boxes))
-        if len({theirs for theirs, _ in told}) > 1:
-            detail = {"rank_check": str(self.check)}
-            detail |= {f"parameter {i}": str(signature) for i, signature in enumerate(signatures)}
-            self._explain(f"the optimizers{self._name} were made differently", detail, in_step=False)
-        self._know_owners([theirs for _, theirs in told])
-        check_strided((one.name, one.param) for one in held if is_dtensor(one.param))
-        self._units = units_of(self.held, self._copies)
-        # The units have changed, so an earlier probe no longer fits them.
-        self._probe = Probe(0, 0, 0)
-
-    def _know_owners(self, told: Sequence[Sequence[Pair]]) -> None:
-        """Learns which ranks own what; ``told``: per rank the boxes of all parameters."""
+        checksum, what = zlib.crc32(repr(listings).encode()), f"new parameters{self._name}"
+        told = self.group.exchange_objects(what, (str(self.check), checksum, boxes))
+        checks = dict(zip(self.group.ranks, (check for check, *_ in told), strict=True))
+        for rank, first in odd_ranks(checks):
+            made = f"the optimizers{self._name} were made differently"
+            self._diverged(f"{made}: rank {rank}: rank_check is {checks[rank]}, on rank {first} {checks[first]}")
+        of_all = [listings] * len(told)
+        if len({theirs for _, theirs, _ in told}) > 1:  # parts of one model, such as pipeline stages
+            of_all = self.group.exchange_objects(what, listings)
         ranks = self.group.ranks
-        table = OwnersTable(ranks)
-        together, apart = table.partition([ranks]), table.partition([[rank] for rank in ranks])
-        self._owners, self._copies = [], []
-        for one, boxes in zip(self.held, zip(*told, strict=True), strict=True):
-            if one.holding.kind == "local":
-                self._owners.append(Owners((one.holding.box,) * len(ranks), apart))
-            else:
-                self._owners.append(table.owners(one.name, one.holding.shape, boxes))
-            self._copies.append(together if one.is_spread else self._owners[-1].replicas)
-        partitions = list(dict.fromkeys(owners.replicas for owners in self._owners))
-        self._classes = {rank: list(dict.fromkeys(one.of(rank) for one in partitions)) for rank in ranks}
-        most = max(map(len, self._classes.values()))
+        self._roster = Roster(
+            dict(zip(ranks, of_all, strict=True)),
+            dict(zip(ranks, (theirs for *_, theirs in told), strict=True)),
+            OwnersTable(),
+        )
+        self._mine = self._roster.of(self.group.rank)
+        most = max(len(self._roster.replicas_of(rank)) for rank in ranks)
         if most > MOST_CLASSES:
             raise ArgumentError(
                 f"params: {most} different sets of replicas on one rank, expected at most {MOST_CLASSES}; "
                 "use fewer meshes"
             )
+        check_strided((one.name, one.param) for one in held if is_dtensor(one.param))
+        self._probe = Probe(0, 0, 0)  # an earlier one does not fit the units any more
+
+    @property
+    def has_parts(self) -> bool:
+        """Tells whether ranks have different parameters: parts of one model, such as pipeline stages."""
+        return len(self._roster.cohorts) > 1
+
+    def owns_alone(self, index: int) -> bool:
+        """Tells whether no other rank has the parameter, so that there is none to reduce its gradient with."""
+        return self._mine.owners[index].replicas.groups == ((self.group.rank,),)
 
     def writer_of(self, index: int) -> int | None:
         """Returns the rank that writes this rank's part of a parameter to files; None if the part is empty."""
-        return self._owners[index].writer_of(self.group.rank)
+        return self._mine.owners[index].writer_of(self.group.rank)
 
     def loaded(self, steps: int) -> None:
         """Has everything checked after the next step, since state was loaded."""
@@ -166,9 +167,11 @@ class RankSession:
         """Returns all ranks' sums in the order in which every rank folds them; None if no rank has any gradient."""
         packets = self._take()
         self._raise_failed(packets)
-        if len({packet.gradients for packet in packets}) > 1:  # always: the next exchanges need equal sets
+        theirs = dict(zip(self.group.ranks, packets, strict=True))
+        # Always compared: the next exchanges need equal sets.
+        if any(len({theirs[rank].gradients for rank in cohort.ranks}) > 1 for cohort in self._roster.cohorts):
             detail = {one.name: one.shard.index in self._sums for one in self.held}
-            self._explain("not the same parameters have a gradient", detail)
+            self._explain("not the same parameters have a gradient", detail, of_all=False)
         if self.check.light or self.check.every:
             self._compare(packets)
         if not any(packet.gradients for packet in packets):
@@ -176,9 +179,9 @@ class RankSession:
         # A NaN or an infinity on any rank counts, also on a replica whose sum does not.
         spoiled = any(packet.flags & FOUND_INF or not all(map(math.isfinite, packet.sums)) for packet in packets)
         sums = [math.inf] if spoiled else []
-        for rank, packet in zip(self.group.ranks, packets, strict=True):
+        for rank, packet in theirs.items():
             # Of ranks with the same shards the first one counts.
-            classes = self._classes[rank]
+            classes = self._roster.replicas_of(rank)
             sums.extend(mine for mine, replicas in zip(packet.sums, classes, strict=True) if replicas[0] == rank)
         return sums
 
@@ -198,14 +201,15 @@ class RankSession:
 
     def seen_next(self) -> list[Held]:
         """Returns the parameters that ``look()`` will check."""
-        if not (self.check.light or self.check.every) or not self._units:
+        units = self._mine.units
+        if not (self.check.light or self.check.every) or not units:
             return []
-        return [self.held[index] for index in self._units[self._turn % len(self._units)]]
+        return [self.held[index] for index in units[self._turn % len(units)]]
 
     def look(self) -> None:
         """Checks a part of what the last step has published; the next exchange tells the others. Not collective."""
         if self.check.light or self.check.every:
-            self._probe = probe(self.held, self._units, self._turn, self._has_copies)
+            self._probe = probe(self.held, self._mine.units, self._turn, self._has_copies)
 
     @property
     def full_check_is_due(self) -> bool:
@@ -216,7 +220,7 @@ class RankSession:
 
     def check_everything(self) -> None:
         """Runs the full check, collectively: copies, rounding and what forward gathers, of every parameter."""
-        found = FullCheck(self.group, self.held, self._gathered, self._owners, self._gradient_of).run(
+        found = FullCheck(self.group, self.held, self._gathered, self._roster, self._gradient_of).run(
             self._where("the full check"), (self._applied, self._skipped, self._factor)
         )
         if found is not None:
@@ -225,9 +229,11 @@ class RankSession:
     # ---- inside -----------------------------------------------------------------------------------------------
 
     def _packet(self, sums: Mapping[int, float]) -> Packet:
-        totals = dict.fromkeys(self._classes.get(self.group.rank, ()), 0.0)
-        for index, value in sums.items():  # in registration order, as the engine gives them
-            totals[self._owners[index].replicas.of(self.group.rank)] += value
+        totals = dict.fromkeys(self._roster.replicas_of(self.group.rank), 0.0)
+        for key in self._roster.owners:  # in the same order on every rank, so that replicas have the same bits
+            index = self._mine.index.get(key, -1)
+            if index in sums:
+                totals[self._mine.owners[index].replicas.of(self.group.rank)] += sums[index]
         return Packet(
             sums=tuple(totals.values()),
             flags=FOUND_INF if self._found_inf else 0,
@@ -276,7 +282,7 @@ class RankSession:
             return False
         seen: dict[tuple[int, ...], bytes] = {}
         for rank, packet in zip(self.group.ranks, packets, strict=True):
-            for mine, replicas in zip(packet.sums, self._classes[rank], strict=True):
+            for mine, replicas in zip(packet.sums, self._roster.replicas_of(rank), strict=True):
                 bits = bits_of(mine)
                 if seen.setdefault(replicas, bits) != bits:
                     return True
@@ -284,44 +290,50 @@ class RankSession:
 
     def _explain_gradients(self) -> None:
         sums = [self._sums.get(one.shard.index, 0.0) for one in self.held]
-        told = self.group.exchange_objects(self._where("comparing gradients"), sums)
-        for index, one in enumerate(self.held):
-            values = {rank: theirs[index] for rank, theirs in zip(self.group.ranks, told, strict=True)}
-            for rank, first in _odd_of(values, self._owners[index].replicas):
+        told = dict(
+            zip(self.group.ranks, self.group.exchange_objects(self._where("comparing gradients"), sums), strict=True)
+        )
+        for key, owners in self._roster.owners.items():
+            values = {rank: told[rank][place] for rank, place in self._roster.holders(key)}
+            for rank, first in _odd_of(values, owners.replicas):
                 self._diverged(
-                    f"step {self._call}: rank {rank}: {one.name}: its gradient differs from that of rank {first} "
+                    f"step {self._call}: rank {rank}: {key[0]}: its gradient differs from that of rank {first} "
                     f"(sums of squares {values[rank]!r} and {values[first]!r}), though both hold the same elements. "
                     "Gradients of replicated parameters must be reduced over the ranks before step()"
                 )
         self._diverged(f"step {self._call}: gradients of replicated parameters differ between ranks")
 
     def _has_copies(self, index: int) -> bool:
-        return len(self._copies[index].of(self.group.rank)) > 1
+        return self._mine.has_copies(index, self.group.rank)
 
     def _compare_probes(self, packets: Sequence[Packet]) -> None:
         step = self._call - 1
         for rank, packet in zip(self.group.ranks, packets, strict=True):
             if packet.bad:
+                name = self._roster.of(rank).name(packet.bad - 1)
                 self._diverged(
-                    f"step {step}: rank {rank}: {self.held[packet.bad - 1].name}: the published parameter is not "
-                    "round(master). A publish was lost, or the parameter was written through .data or foreign memory "
-                    "(then call refresh_masters() after such a write)"
+                    f"step {step}: rank {rank}: {name}: the published parameter is not round(master). A publish was "
+                    "lost, or the parameter was written through .data or foreign memory (then call refresh_masters() "
+                    "after such a write)"
                 )
-        if not self._units or len({packet.unit for packet in packets}) > 1:
-            return
-        unit = self._units[packets[0].unit]
-        values = {rank: packet.copy for rank, packet in zip(self.group.ranks, packets, strict=True)}
-        for _ in _odd_of(values, self._copies[unit[0]]):
-            self.check_everything()  # names the parameter
-            names = ", ".join(self.held[index].name for index in unit)
-            self._diverged(f"step {step}: copies of a parameter differ between ranks, one of: {names}")
+        theirs = dict(zip(self.group.ranks, packets, strict=True))
+        for cohort in self._roster.cohorts:
+            probed = {theirs[rank].unit for rank in cohort.ranks}
+            if not cohort.units or len(probed) > 1:
+                continue
+            unit = cohort.units[probed.pop()]
+            values = {rank: theirs[rank].copy for rank in cohort.ranks}
+            for _ in _odd_of(values, cohort.copies[unit[0]]):
+                self.check_everything()  # names the parameter
+                names = ", ".join(map(cohort.name, unit))
+                self._diverged(f"step {step}: copies of a parameter differ between ranks, one of: {names}")
 
-    def _explain(self, what: str, detail: Mapping[str, Any], *, in_step: bool = True) -> None:
-        """Exchanges ``detail`` and raises with the first entry that differs."""
-        told = self.group.exchange_objects(self._where(what) if in_step else what, dict(detail))
-        where = f"step {self._call}: {what}" if in_step else what
-        for name in dict.fromkeys(key for theirs in told for key in theirs):
-            values = {r: theirs.get(name, "missing") for r, theirs in zip(self.group.ranks, told, strict=True)}
+    def _explain(self, what: str, detail: Mapping[str, Any], *, of_all: bool = True) -> None:
+        """Exchanges ``detail`` and raises with the first entry that differs; ``of_all``: all ranks must have it."""
+        told = dict(zip(self.group.ranks, self.group.exchange_objects(self._where(what), dict(detail)), strict=True))
+        where = f"step {self._call}: {what}"
+        for name in dict.fromkeys(key for theirs in told.values() for key in theirs):
+            values = {r: theirs.get(name, "missing") for r, theirs in told.items() if of_all or name in theirs}
             for rank, first in odd_ranks(values):
                 self._diverged(f"{where}: rank {rank}: {name} is {values[rank]}, on rank {first} {values[first]}")
         self._diverged(where)
@@ -334,4 +346,5 @@ class RankSession:
 def _odd_of(values: Mapping[int, Any], same: Partition) -> Iterator[tuple[int, int]]:
     """Yields each rank whose value differs from that of most ranks of its group, with one of that majority."""
     for ranks in same.groups:
-        yield from odd_ranks({rank: values[rank] for rank in ranks})
+        known = {rank: values[rank] for rank in ranks if rank in values}
+        yield from odd_ranks(known) if known else ()

@@ -87,6 +87,10 @@ class Shard:
         self.block_sums = np.zeros(-(-self.numel // BLOCK), np.float64)
         self.sums_address = self.block_sums.ctypes.data
 
+    def gradient_is_final(self) -> None:
+        """Notes, before buckets are laid out for good, that its gradient is not reduced after backward has made it."""
+        self.reduced_later = False
+
     def use_state(self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, resident: bool) -> None:
         """Puts the same state, in other memory, in the place of the old tensors."""
         self.master, self.exp_avg, self.exp_avg_sq, self.resident = master, exp_avg, exp_avg_sq, resident

@@ -104,6 +104,7 @@ class Parts:
         for index in range(len(lasting.groups.now)):
             self.adopt(lasting, index)
         self.ranks.announce()
+        self.intake.hook()  # parameters that no other rank has, as is known now
 
     def placement(self) -> dict[str, Any] | None:
         """Returns the value of ``AdamW.placement``."""

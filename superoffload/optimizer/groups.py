@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+from superoffload.distributed.setup import plain_name
 from superoffload.engine.bucket import GroupHyper
 from superoffload.optimizer.arguments import check_group
 
@@ -65,12 +66,12 @@ class ParamGroups:
         return settings
 
     def named(self, index: int, names: Mapping[int, str]) -> Iterator[tuple[str, Tensor]]:
-        """Yields the parameters of a group with their names, from ``names`` by id where it has them."""
+        """Yields the parameters of a group with the names that the user gave them, else those in ``names``, by id."""
         group = self.now[index]
         own = group.get("param_names")
         for i, param in enumerate(group["params"]):
-            name = str(own[i]) if own else f"param_groups[{index}]['params'][{i}]"
-            yield names.get(id(param), name), param
+            place = f"param_groups[{index}]['params'][{i}]"
+            yield plain_name(str(own[i])) if own else names.get(id(param), place), param
 
     # ---- replaced parameters ----------------------------------------------------------------------------------
 

@@ -102,12 +102,17 @@ class OtherRanks:
         self._verdicts = verdicts
         self._master_updates = master_updates
         self._look_is_due = False
+        self._is_known = False  # to the other ranks
 
     def announce(self) -> None:
-        """Tells other ranks which parameters are new; they must have the same ones."""
+        """Tells other ranks which parameters are new, and at first even that there are none."""
         fresh = self._params.take_fresh()
-        if fresh:
+        if fresh or not self._is_known:
             self.session.add(fresh)
+            self._is_known = True
+            self._params.are_final_early(
+                held.shard.index for held in fresh if self.session.owns_alone(held.shard.index)
+            )
 
     def agree(self, what: str, error: Exception | None, left: str = "nothing was changed on any") -> None:
         self.session.agree(what, error, left)

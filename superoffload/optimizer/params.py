@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -181,6 +181,11 @@ class Params:
         self._views.show(tracked)
         self._fresh.append(Held(shard.name, param, shard, holding))
         return tracked
+
+    def are_final_early(self, indices: Iterable[int]) -> None:
+        """Notes that gradients of these shards are final when their hooks run, since no other rank has them."""
+        for index in indices:
+            self._of_shard[index].is_final_early()
 
     def count_steps(self, moved: Collection[TrackedParam]) -> None:
         """Counts the step that has ended for those that it moved."""

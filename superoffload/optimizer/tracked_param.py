@@ -84,6 +84,11 @@ class TrackedParam(_Referable):
             self.has_stepped = True
         return moved
 
+    def is_final_early(self) -> None:
+        """Notes that its gradient is final when its hook runs."""
+        self.early = True
+        self.shard.gradient_is_final()
+
     # ---- the value ------------------------------------------------------------------------------------------------
 
     def remember_value(self) -> None:

@@ -90,10 +90,9 @@ class VerdictTerms:
             f"superoffload: max_grad_norm={self.max_grad_norm:g} clips by the norm of the gradients on rank {names} "
             f"alone ({len(ranks)} of {world}), as process_group= or replicated='local' says; the other {others} are "
             "clipped by norms of their own. If all of them train the same parameters, leave process_group and "
-            "replicated out. If they train parts of one model, such as pipeline stages, leave max_grad_norm out, add "
-            "the squares of the norms over all ranks, and clip by hand with that one norm, "
-            "torch.nn.utils.clip_grads_with_norm_(), before step(), with keep_grads=True. If they train models of "
-            "their own, this is right, and a filter ends the warning: "
+            "replicated out. If they train parts of one model, such as pipeline stages, leave them out too, and name "
+            "parameters as in the whole model (model.named_parameters()). If they train models of their own, this is "
+            "right, and a filter ends the warning: "
             "warnings.filterwarnings('ignore', message='superoffload: max_grad_norm')",
             RuntimeWarning,
             stacklevel=3,

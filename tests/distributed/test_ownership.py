@@ -77,11 +77,11 @@ def pair(*runs: tuple[int, int]) -> Pair:
 
 def test_ranks_with_the_same_box_are_replicas() -> None:
     left, right, nothing = pair((0, 4), (0, 3)), pair((0, 4), (3, 3)), pair((4, 0), (0, 6))
-    owners = OwnersTable([3, 5, 6, 8, 9]).owners("w", (4, 6), [left, right, left, nothing, nothing])
+    owners = OwnersTable().owners("w", (4, 6), (3, 5, 6, 8, 9), [left, right, left, nothing, nothing])
     assert owners.replicas.groups == ((3, 6), (5,), (8,), (9,)), "empty parts are no replicas"
     assert dict(owners.parts()) == {3: Box(*left), 5: Box(*right)}
     assert [owners.writer_of(rank) for rank in (3, 5, 6, 8)] == [3, 5, 3, None]
-    empty = OwnersTable([3, 5]).owners("w", (0, 6), [pair((0, 0), (0, 6))] * 2)
+    empty = OwnersTable().owners("w", (0, 6), (3, 5), [pair((0, 0), (0, 6))] * 2)
     assert [empty.writer_of(rank) for rank in (3, 5)] == [3, 3], "a file lists an empty parameter too"
 
 
@@ -96,7 +96,7 @@ def test_ranks_with_the_same_box_are_replicas() -> None:
 )
 def test_parts_that_overlap_or_leave_a_gap_are_refused(told: list[Pair], text: str) -> None:
     with pytest.raises(ArgumentError, match=text):
-        OwnersTable([0, 1]).owners("w", (4, 6), told)
+        OwnersTable().owners("w", (4, 6), (0, 1), told)
 
 
 # ---- placements ---------------------------------------------------------------------------------------------------

@@ -313,18 +313,16 @@ def test_a_step_costs_one_exchange_of_at_most_128_bytes() -> None:
 
 def check_seconds(master: str) -> list[float]:
     """Of a light check's own work: the probe, for 16 Mi parameters in one tensor."""
-    from superoffload.distributed.held import probe, units_of
+    from superoffload.distributed.held import probe
 
     param = torch.nn.Parameter(torch.zeros(1 << 24, dtype=torch.bfloat16))
     with optimizer_of(torch.nn.ParameterList([param]), master_dtype=master, bucket_numel=None) as optimizer:
         session = optimizer._ranks.session
         assert session is not None
-        copies = [owners.replicas for owners in session._owners]
-        units = units_of(session.held, copies)
         took = []
         for turn in range(20):
             began = time.perf_counter()
-            probe(session.held, units, turn, lambda index: True)
+            probe(session.held, session._mine.units, turn, lambda index: True)
             took.append(time.perf_counter() - began)
     return sorted(took)
 

@@ -1,0 +1,163 @@
+"""Ranks with different parameters: pipeline stages, sharded or cut inside, with tied embeddings; one verdict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from superoffload import AdamW
+from superoffload.distributed.owners import OwnersTable
+from superoffload.distributed.roster import Listing, Roster
+from superoffload.errors import RankError
+from tests.support.meshes import options_of
+from tests.support.pipelines import WAYS, Pipeline, train, train_alone
+from tests.support.rank_faults import FAULTS
+from tests.support.rank_processes import error_of, on_ranks
+
+
+def both_ways(way: str, dtype: torch.dtype) -> list[Any]:
+    return [train(way, dtype=dtype, speculation=mode) for mode in ("always", "never")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("way", WAYS)
+def test_speculation_changes_no_bit(way: str, dtype: torch.dtype) -> None:
+    results = on_ranks(WAYS[way], both_ways, way, dtype)
+    for speculative, synchronous in results:
+        assert speculative.digests == synchronous.digests and speculative.digests
+        assert speculative.norms == synchronous.norms == results[0][0].norms, "one verdict"
+        stats = speculative.stats
+        assert stats["steps"] == 5 and stats["skipped_steps"] == 1
+        if "tied" not in way:  # those gradients are reduced by hand, which is an edit of their bucket
+            assert stats["buckets_committed"] and stats["buckets_replayed"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_trains_like_one_process(way: str) -> None:
+    """Sums over ranks are in another order, so the last bits differ."""
+    alone, seen = train_alone(way), set()
+    for one in on_ranks(WAYS[way], train, way):
+        assert one.norms == pytest.approx(one.in_double, rel=1e-9)
+        assert one.norms == pytest.approx(alone.norms, rel=1e-5)
+        seen |= set(one.masters)
+        for key, master in one.masters.items():
+            torch.testing.assert_close(master, alone.masters[key], rtol=0, atol=3e-5)
+    assert seen == set(alone.masters)
+
+
+# ---- planted faults -----------------------------------------------------------------------------------------------
+
+# way, fault, the rank that has it, what the error says
+FOUND = [
+    ("pp2", "skip_publish", 1, "rank 1: blocks.1."),
+    ("pp2", "drop_clip", 1, "rank 1: "),
+    ("pp2 x fsdp2", "skip_publish", 3, "rank 3: blocks.1."),
+    ("pp2 x fsdp2", "skip_publish", 1, "rank 1: blocks.0.norm.weight: the published parameter is not round(master)"),
+    ("pp2 x fsdp2", "drop_clip", 2, "rank 2: "),
+    ("pp2 x tp2", "apply_twice", 3, "rank 3: blocks.1.norm.weight: its "),
+    ("pp2 tied", "one_summand", 1, "rank 1: embedding.weight: its gradient differs from that of rank 0"),
+    ("pp2 x fsdp2 tied", "one_summand", 3, "rank 3: embedding.weight: its gradient differs from that of rank 1"),
+    ("pp2 x fsdp2", "no_gradient", 3, "not the same parameters have a gradient: rank 3: norm.bias is False"),
+]
+
+
+def train_until_error(way: str, fault: str, step: int, rank: int) -> list[Any]:
+    """[the number of the step whose step() raised, the message]; [steps, ""] if none did."""
+    pipeline, steps = Pipeline(way, torch.bfloat16), 6
+    named = dict(pipeline.named())
+    options = options_of(pipeline.stage, {"max_grad_norm": 0.5})
+    with (
+        AdamW(pipeline.named(), **options) as optimizer,
+        FAULTS.get(fault, FAULTS["none"])(optimizer, step, rank),
+    ):
+        for number in range(1, steps + 1):
+            optimizer.zero_grad()
+            pipeline.backward(number, pipeline.part)
+            if number == step and dist.get_rank() == rank:
+                if fault == "one_summand":
+                    gradient: Any = named["embedding.weight"].grad
+                    (gradient.to_local() if hasattr(gradient, "to_local") else gradient).mul_(0.5)
+                if fault == "no_gradient":
+                    named["norm.bias"].grad = None
+            try:
+                optimizer.step()
+            except Exception as error:
+                return [number, f"{type(error).__name__}: {error}"]
+    return [steps, ""]
+
+
+@pytest.mark.parametrize(("way", "fault", "rank", "text"), FOUND, ids=[f"{w}-{f}-{r}" for w, f, r, _ in FOUND])
+def test_planted_faults_are_found(way: str, fault: str, rank: int, text: str) -> None:
+    results = on_ranks(WAYS[way], train_until_error, way, fault, 2, rank)
+    assert len({message for _, message in results}) == 1, "the same error on every rank"
+    number, message = results[0]
+    assert message.startswith("RankError: ranks have diverged: ") and text in message, message
+    assert number == 2 and "step 2" in message
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_without_a_fault_nothing_is_found(way: str) -> None:
+    assert on_ranks(WAYS[way], train_until_error, way, "none", 0, 0) == [[6, ""]] * WAYS[way]
+
+
+# ---- who has what -------------------------------------------------------------------------------------------------
+
+
+def refused(how: str) -> str:
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    stage: Any = nn.Linear(3, 4) if rank else nn.Linear(5, 3)
+    names = {"unnamed": None, "same name": ("w", "b"), "fewer": ("a", "b")}[how]
+    params: Any = list(stage.parameters())
+    if names is not None:
+        params = list(zip(names, params, strict=True))
+    if how == "fewer":
+        params = [("a", nn.Parameter(torch.zeros(3))), ("b", nn.Parameter(torch.zeros(3)))][: 1 + rank]
+    return error_of(lambda: AdamW(params, threads=1, rank_timeout=20.0))
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("unnamed", "made differently"),
+        ("same name", "Different parameters of one model need different names"),
+        ("fewer", "rank 0 lacks b, which rank 1 has, and has nothing that rank 1 lacks"),
+    ],
+)
+def test_parts_that_cannot_be_told_apart_are_refused(how: str, text: str) -> None:
+    first, second = on_ranks(2, refused, how)
+    assert first == second and first.startswith("RankError: ranks have diverged: the optimizers were made differently")
+    assert text in first
+
+
+def listing(name: str, *shape: int) -> Listing:
+    numel = torch.Size(shape).numel()
+    return Listing(name, shape, numel, "plain", (shape, "torch.float32", 0))
+
+
+def whole(one: Listing) -> Any:
+    return (0,) * len(one.shape), one.shape
+
+
+def test_a_roster_sorts_ranks_into_cohorts() -> None:
+    a, b, c, tied = listing("a", 4), listing("b", 2, 3), listing("c", 1), listing("tied", 5)
+    listings = {0: [a, tied], 2: [a, tied], 3: [tied, b], 5: [b, c]}
+    roster = Roster(listings, {rank: list(map(whole, ones)) for rank, ones in listings.items()}, OwnersTable())
+    assert [cohort.ranks for cohort in roster.cohorts] == [(0, 2), (3,), (5,)]
+    assert roster.owners["a", 0].replicas.groups == ((0, 2),)
+    assert roster.owners["tied", 0].replicas.groups == ((0, 2, 3),)
+    assert roster.owners["b", 0].replicas.groups == ((3, 5),)
+    assert roster.replicas_of(3) == [(0, 2, 3), (3, 5)]
+    assert roster.holders(("tied", 0)) == [(0, 1), (2, 1), (3, 0)] and roster.place_on(3, ("b", 0)) == 1
+    assert [cohort.name(0) for cohort in roster.cohorts] == ["a", "tied", "b"]
+
+
+def test_a_part_that_no_rank_has_is_named() -> None:
+    half = ((0,), (2,))
+    listings = {0: [listing("a", 4), listing("b", 4)], 1: [listing("c", 4), listing("b", 4)]}
+    with pytest.raises(RankError, match=r"only rank 0 has a: indices 2 to 3 of dimension 0 are in no part"):
+        Roster(listings, {0: [half, whole(listing("b", 4))], 1: [whole(listing("c", 4))] * 2}, OwnersTable())

@@ -1,0 +1,174 @@
+"""A model in two pipeline stages, each over one or two ranks; the functions here run inside ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from superoffload import AdamW
+from superoffload.tools.convergence.tensor_parallel import parallelize
+from tests.support.meshes import LAYOUTS, VOCABULARY, WIDTH, Model, Trained, options_of, run, whole, whole_model
+from tests.support.rank_processes import tokens_of
+
+# Stages x what each stage's two ranks do.
+WAYS = {"pp2": 2, "pp2 tied": 2, "pp2 x fsdp2": 4, "pp2 x tp2": 4, "pp2 x fsdp2 tied": 4}
+
+
+def is_tied(way: str) -> bool:
+    return way.endswith("tied")
+
+
+def whole_of(way: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Model:
+    model = whole_model(LAYOUTS["tp2"], dtype, seed)
+    if is_tied(way):
+        model.head.weight = model.embedding.weight
+    return model
+
+
+class Stage(nn.Module):
+    """Half of the model, under the names that its parameters have in the whole of it."""
+
+    def __init__(self, model: Model, *, last: bool) -> None:
+        super().__init__()
+        self.last = last
+        self.blocks = nn.ModuleDict({str(int(last)): model.blocks[int(last)]})
+        if last:
+            self.norm, self.head = model.norm, model.head
+        else:
+            self.embedding = model.embedding
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.last:
+            x = self.embedding(x)
+        for block in self.blocks.values():
+            x = block(x)
+        out: Tensor = self.head(self.norm(x)) if self.last else x.clone()
+        return out
+
+
+class Pipeline:
+    """Runs a stage of the model and passes activations and their gradients on."""
+
+    def __init__(self, way: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+        self.way, rank, size = way, dist.get_rank(), dist.get_world_size()
+        self.width = size // 2
+        self.last = rank >= self.width
+        self.peer = (rank + self.width) % size
+        model = whole_of(way, dtype, seed)
+        if is_tied(way):  # each stage has a copy of its own, whose gradients it reduces
+            model.head.weight = nn.Parameter(model.embedding.weight.detach().clone())
+        self.stage = Stage(model, last=self.last)
+        mesh = init_device_mesh("cpu", (2, self.width), mesh_dim_names=("stage", "inner"))
+        if "fsdp2" in way:
+            fully_shard(self.stage, mesh=mesh["inner"])
+        elif "tp2" in way:
+            self._cut(mesh["inner"])
+
+    def _cut(self, mesh: Any) -> None:
+        from torch.distributed.tensor import Replicate, Shard
+
+        for name, layer in list(self.stage.named_modules()):
+            if isinstance(layer, nn.LayerNorm):
+                parallelize(layer, mesh, Replicate())
+            elif isinstance(layer, (nn.Linear, nn.Embedding)):
+                parallelize(layer, mesh, Shard(1) if name.endswith("down") else Shard(0))
+
+    @property
+    def part(self) -> int:
+        """Which rows of the global batch this rank has."""
+        return dist.get_rank() % self.width if "fsdp2" in self.way else 0
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """A tied parameter has the same name on both stages."""
+        tied = {"head.weight": "embedding.weight"} if is_tied(self.way) else {}
+        return [(tied.get(name, name), param) for name, param in self.stage.named_parameters()]
+
+    def backward(self, seed: int, part: int) -> None:
+        tokens = tokens_of(seed, part)
+        dtype = next(self.stage.parameters()).dtype
+        shape = (len(tokens), tokens.shape[1] - 1, WIDTH)
+        if not self.last:
+            out = self.stage(tokens[:, :-1])
+            dist.send(out.detach().contiguous(), self.peer)
+            gradient = torch.empty(shape, dtype=dtype)
+            dist.recv(gradient, self.peer)
+            out.backward(gradient)
+        else:
+            received = torch.empty(shape, dtype=dtype)
+            dist.recv(received, self.peer)
+            received.requires_grad_()
+            logits = self.stage(received)
+            nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            assert received.grad is not None and logits.shape[-1] == VOCABULARY
+            dist.send(received.grad.contiguous(), self.peer)
+        if is_tied(self.way):
+            self._reduce_tied()
+
+    def _reduce_tied(self) -> None:
+        """Adds the gradients of both stages, in the same order on each."""
+        (param,) = (param for name, param in self.named() if name == "embedding.weight")
+        grad: Any = param.grad
+        local = grad.to_local() if hasattr(grad, "to_local") else grad
+        theirs = torch.empty_like(local)
+        first = not self.last
+        for sends in (first, not first):
+            if sends:
+                dist.send(local.contiguous(), self.peer)
+            else:
+                dist.recv(theirs, self.peer)
+        local.copy_(local + theirs if first else theirs + local)
+
+
+def norm_in_double(pipeline: Pipeline) -> float:
+    """Of the gradients of both stages; a tied parameter counts once."""
+    squares = torch.zeros((), dtype=torch.float64)
+    for name, param in pipeline.named():
+        if param.grad is not None and not (pipeline.last and name == "embedding.weight"):
+            squares += whole(param.grad).square().sum()
+    dist.all_reduce(squares)
+    return math.sqrt(float(squares) / pipeline.width)
+
+
+def train(way: str, steps: int = 6, dtype: torch.dtype = torch.float32, **options: Any) -> Trained:
+    """Trains over all ranks: one step is clipped late, so that it is replayed, and one has a NaN on the last rank."""
+    pipeline = Pipeline(way, dtype)
+    norms, in_double = [], []
+    with AdamW(pipeline.named(), **options_of(pipeline.stage, options)) as optimizer:
+        for step in range(steps):
+            optimizer.zero_grad()
+            optimizer.max_grad_norm = 50.0
+            pipeline.backward(step, pipeline.part)
+            in_double.append(norm_in_double(pipeline))
+            if step == 2:  # as late as this every bucket is speculated
+                optimizer.max_grad_norm = in_double[-1] / 3
+            if step == 3 and dist.get_rank() == dist.get_world_size() - 1:
+                poison(pipeline)
+            optimizer.step()
+            if step != 3:
+                norms.append(optimizer.grad_norm)
+        del in_double[3]
+        masters = {name: whole(optimizer.state[param]["master"]) for name, param in pipeline.named()}
+        return Trained(norms, in_double, optimizer.state_digests(), masters, optimizer.stats())
+
+
+def poison(pipeline: Pipeline) -> None:
+    for name, param in pipeline.named():
+        grad: Any = param.grad
+        local = grad.to_local() if hasattr(grad, "to_local") else grad
+        if local.numel() and name != "embedding.weight":
+            local.view(-1)[0] = float("nan")
+            return
+
+
+def train_alone(way: str) -> Trained:
+    """The same training in one process, which has all rows."""
+    model = whole_of(way)
+    parts = range(2) if "fsdp2" in way else range(1)
+    with AdamW(model.named_parameters(), **options_of(model, {})) as optimizer:
+        return run(model, optimizer, list(parts), 6, poisons=True)
