@@ -12,9 +12,12 @@ Ranks = tuple[int, ...]
 Pair = tuple[tuple[int, ...], tuple[int, ...]]  # the offsets and lengths of a box, as ranks tell them
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Partition:
-    """Groups the ranks that have the same; each rank is in one group, ascending, and groups go by their first rank."""
+    """Groups the ranks that have the same; each rank is in one group, ascending, and groups go by their first rank.
+
+    An ``OwnersTable`` makes one object for equal groups, so that comparing two costs nothing.
+    """
 
     groups: tuple[Ranks, ...]
 

@@ -63,9 +63,10 @@ class Cohort:
         """Tells whether another rank has the same elements of a parameter as ``rank``."""
         return len(self.copies[index].of(rank)) > 1
 
-    def replicas_of(self, rank: int) -> list[Ranks]:
-        """Returns the different sets of replicas that ``rank`` is in, in the order of its parameters."""
-        return list(dict.fromkeys(one.of(rank) for one in dict.fromkeys(owners.replicas for owners in self.owners)))
+    def replicas(self) -> dict[int, list[Ranks]]:
+        """Returns for each rank the different sets of replicas that it is in, in the order of its parameters."""
+        partitions = list(dict.fromkeys(owners.replicas for owners in self.owners))
+        return {rank: list(dict.fromkeys(one.of(rank) for one in partitions)) for rank in self.ranks}
 
 
 class Roster:
@@ -81,22 +82,21 @@ class Roster:
         known: dict[int, tuple[Listing, ...]] = {}  # most ranks share one list
         for rank, theirs in listings.items():
             lists.setdefault(known.setdefault(id(theirs), tuple(theirs)), []).append(rank)
-        self._holders: dict[Key, list[tuple[int, int]]] = {}  # rank and index there, ascending
+        self._held: dict[Key, list[tuple[Ranks, int]]] = {}  # by ranks with the same list, and its place in that
         self._listing: dict[Key, Listing] = {}
         keys = {one: keys_of(one) for one in lists}
         for one, ranks in lists.items():
             for index, (key, listing) in enumerate(zip(keys[one], one, strict=True)):
                 self._check_alike(key, listing, ranks[0])
-                self._holders.setdefault(key, []).extend((rank, index) for rank in ranks)
+                self._held.setdefault(key, []).append((tuple(ranks), index))
         self._check_named(lists)
         self._check_parts({tuple(ranks): set(keys[one]) for one, ranks in lists.items() if one})
         self.owners: dict[Key, Owners] = {}
-        for key, holders in self._holders.items():
-            holders.sort()
+        for key in self._held:
             self.owners[key] = self._owners_of(key, boxes, table, len(lists) > 1)
         self.cohorts = [self._cohort(tuple(ranks), one, keys[one], table) for one, ranks in lists.items()]
         self._of = {rank: cohort for cohort in self.cohorts for rank in cohort.ranks}
-        self._replicas = {rank: cohort.replicas_of(rank) for cohort in self.cohorts for rank in cohort.ranks}
+        self._replicas = {rank: sets for cohort in self.cohorts for rank, sets in cohort.replicas().items()}
 
     def of(self, rank: int) -> Cohort:
         return self._of[rank]
@@ -107,7 +107,7 @@ class Roster:
 
     def holders(self, key: Key) -> list[tuple[int, int]]:
         """Returns the ranks that have a parameter, ascending, each with the place of it among its parameters."""
-        return self._holders[key]
+        return sorted((rank, index) for ranks, index in self._held[key] for rank in ranks)
 
     def place_on(self, rank: int, key: Key) -> int:
         """Returns which of the parameters of ``rank`` it is."""
@@ -118,7 +118,7 @@ class Roster:
     def _check_alike(self, key: Key, listing: Listing, rank: int) -> None:
         first = self._listing.setdefault(key, listing)
         if (first.about, first.shape, first.kind) != (listing.about, listing.shape, listing.kind):
-            other = self._holders[key][0][0]
+            other = self._held[key][0][0][0]
             raise RankError(
                 f"ranks have diverged: the optimizers were made differently: rank {rank}: {listing.name} is "
                 f"{(*listing.about, listing.kind)}, on rank {other} {(*first.about, first.kind)}. Different parameters "
@@ -150,7 +150,7 @@ class Roster:
                 )
 
     def _owners_of(self, key: Key, boxes: Mapping[int, Sequence[Pair]], table: OwnersTable, differ: bool) -> Owners:
-        listing, holders = self._listing[key], self._holders[key]
+        listing, holders = self._listing[key], self.holders(key)
         told = [boxes[rank][index] for rank, index in holders]
         ranks = tuple(rank for rank, _ in holders)
         if listing.kind == "local":
@@ -168,7 +168,7 @@ class Roster:
     def _cohort(self, ranks: Ranks, listings: Sequence[Listing], keys: tuple[Key, ...], table: OwnersTable) -> Cohort:
         owners = tuple(self.owners[key] for key in keys)
         copies = tuple(
-            table.partition([[rank for rank, _ in self._holders[key]]]) if listing.is_spread else one.replicas
+            table.partition([[rank for rank, _ in self.holders(key)]]) if listing.is_spread else one.replicas
             for key, listing, one in zip(keys, listings, owners, strict=True)
         )
         return Cohort(ranks, keys, owners, copies, tuple(_units_of([one.numel for one in listings], copies)))
