@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
@@ -21,7 +20,7 @@ from superoffload.distributed.ownership import dtensor_holding
 from superoffload.distributed.placements import check_strided
 from superoffload.errors import ArgumentError
 from tests.support.meshes import LAYOUTS, laid_out, whole_model
-from tests.support.rank_processes import error_of, on_ranks
+from tests.support.rank_processes import error_of, mesh_of, on_ranks
 
 # ---- boxes --------------------------------------------------------------------------------------------------------
 
@@ -126,7 +125,7 @@ SHAPES = [(8, 8), (7, 5), (1, 9), (3, 2, 5), (13,), (2, 0)]
 
 def any_placements() -> int:
     """All placements of two mesh dimensions without _StridedShard, with uneven and empty parts."""
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = mesh_of(2, 2)
     seen = 0
     for shape in SHAPES:
         whole = torch.arange(torch.Size(shape).numel()).view(shape)
@@ -143,7 +142,7 @@ def test_any_placements() -> None:
 
 
 def refused(what: str) -> str:
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = mesh_of(2, 2)
     rank = dist.get_rank()
     placements: Any = (Shard(0), Shard(1))
     local, group = torch.zeros(4, 4), None
@@ -180,7 +179,7 @@ def test_layouts_that_no_rank_can_serve_are_refused(what: str, texts: list[str])
 
 def a_torch_that_gathers_otherwise() -> str:
     """The meaning of _StridedShard is not documented, so another torch may have another."""
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = mesh_of(2, 2)
     placements = (_StridedShard(0, split_factor=2), Shard(0))
     param = DTensor.from_local(
         torch.zeros(2, 3), mesh, placements, run_check=False, shape=torch.Size((8, 3)), stride=(3, 1)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from superoffload import AdamW
-from tests.support.rank_processes import tokens_of
+from tests.support.rank_processes import mesh_of, tokens_of
 
 VOCABULARY, WIDTH, HIDDEN, EXPERTS = 29, 12, 24, 6  # torch itself needs an even hidden size
 
@@ -114,9 +114,7 @@ def laid_out(layout: Layout, dtype: torch.dtype = torch.float32, seed: int = 0) 
     model = whole_model(layout, dtype, seed)
     if layout.has_experts:
         return _with_experts(model, layout)
-    mesh = init_device_mesh(
-        "cpu", (layout.replicas, layout.shards, layout.tensor), mesh_dim_names=("replicate", "shard", "tensor")
-    )
+    mesh = mesh_of(layout.replicas, layout.shards, layout.tensor, names=("replicate", "shard", "tensor"))
     if layout.tensor > 1:
         _tensor_parallel(model, mesh["tensor"], sequence=layout.sequence)
     data = ("replicate", "shard") if layout.replicas > 1 else ("shard",)
@@ -151,12 +149,12 @@ def _sharded(model: Model, mesh: DeviceMesh) -> None:
 def _with_experts(model: Model, layout: Layout) -> Model:
     """Experts on a mesh of their own, as torchtitan lays them out: sharded over it, then over the ranks that are left.
     All other parameters are sharded over all ranks."""
-    mesh = init_device_mesh("cpu", (layout.shards, layout.experts), mesh_dim_names=("shard", "experts"))
+    mesh = mesh_of(layout.shards, layout.experts, names=("shard", "experts"))
     experts: Any = model.experts
     experts.weight = nn.Parameter(distribute_tensor(experts.weight.detach(), mesh["experts"], [Shard(0)]))
     if layout.shards > 1:
         fully_shard(experts, mesh=mesh["shard"])
-        _sharded(model, init_device_mesh("cpu", (layout.ranks,)))
+        _sharded(model, mesh_of(layout.ranks))
     return model
 
 

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from superoffload import AdamW
 from superoffload.tools.convergence.tensor_parallel import parallelize
 from tests.support.meshes import LAYOUTS, VOCABULARY, WIDTH, Model, Trained, options_of, run, whole, whole_model
-from tests.support.rank_processes import tokens_of
+from tests.support.rank_processes import mesh_of, tokens_of
 
 # Stages x what each stage's two ranks do.
 WAYS = {"pp2": 2, "pp2 tied": 2, "pp2 x fsdp2": 4, "pp2 x tp2": 4, "pp2 x fsdp2 tied": 4}
@@ -64,7 +63,7 @@ class Pipeline:
         if is_tied(way):  # each stage has a copy of its own, whose gradients it reduces
             model.head.weight = nn.Parameter(model.embedding.weight.detach().clone())
         self.stage = Stage(model, last=self.last)
-        mesh = init_device_mesh("cpu", (2, self.width), mesh_dim_names=("stage", "inner"))
+        mesh = mesh_of(2, self.width, names=("stage", "inner"))
         if "fsdp2" in way:
             fully_shard(self.stage, mesh=mesh["inner"])
         elif "tp2" in way:

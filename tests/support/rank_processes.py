@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -154,17 +155,28 @@ def wholes_of(model: nn.Module) -> list[Tensor]:
     return [whole(param) for param in model.parameters()]
 
 
+_meshes: weakref.WeakKeyDictionary[Any, dict[Any, DeviceMesh]] = weakref.WeakKeyDictionary()
+
+
+def mesh_of(*sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """A mesh, made once per process group: each makes groups whose threads poll as long as the process lives."""
+    known = _meshes.setdefault(dist.group.WORLD, {})
+    if (sizes, names) not in known:
+        known[sizes, names] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return known[sizes, names]
+
+
 def flat_mesh() -> DeviceMesh:
     size = torch.distributed.get_world_size()
     if _tensor_parallel > 1:
-        return init_device_mesh("cpu", (size // _tensor_parallel, _tensor_parallel), mesh_dim_names=("data", "tensor"))
-    return init_device_mesh("cpu", (size,))
+        return mesh_of(size // _tensor_parallel, _tensor_parallel, names=("data", "tensor"))
+    return mesh_of(size)
 
 
 def replica_mesh() -> DeviceMesh:
     """Two replicas of a model that is sharded over half of the ranks."""
     size = torch.distributed.get_world_size()
-    return init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    return mesh_of(2, size // 2, names=("replicate", "shard"))
 
 
 @contextmanager
