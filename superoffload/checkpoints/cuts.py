@@ -94,7 +94,8 @@ def cut_of(shape: Sequence[int], box: Box) -> Cut:
     dims: list[tuple[int, int, int]] = []
     for size, offset, length in zip(shape, box.offsets, box.lengths, strict=True):
         if dims and length == size:
-            dims[-1] = tuple(one * size for one in dims[-1])  # type: ignore[assignment]
+            outer, start, count = dims[-1]
+            dims[-1] = outer * size, start * size, count * size
         else:
             dims.append((size, offset, length))
     sizes, offsets, lengths = zip(*dims or [(1, 0, 1)], strict=True)
