@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -223,7 +224,7 @@ def run(model: nn.Module, optimizer: AdamW, parts: list[int], steps: int, *, poi
         if step == 2:  # as late as this every bucket is speculated
             optimizer.max_grad_norm = in_double[-1] / 3
         if step == 3 and poisons:
-            poison(model)
+            poison(model.parameters())
         optimizer.step()
         if step != 3:
             norms.append(optimizer.grad_norm)
@@ -232,8 +233,9 @@ def run(model: nn.Module, optimizer: AdamW, parts: list[int], steps: int, *, poi
     return Trained(norms, in_double, optimizer.state_digests(), masters, optimizer.stats())
 
 
-def poison(model: nn.Module) -> None:
-    for param in model.parameters():
+def poison(params: Iterable[nn.Parameter]) -> None:
+    """Puts a NaN into the first of these gradients that this rank has a part of."""
+    for param in params:
         local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
         if local is not None and local.numel():
             local.view(-1)[0] = math.nan
