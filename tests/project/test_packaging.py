@@ -245,10 +245,10 @@ def pinned(name: str) -> list[Requirement]:
     return [Requirement(line) for line in lines if line and not line.startswith("-r ")]
 
 
-TESTS = ("demo.txt", "deepspeed.txt", "integrations.txt", "test.txt")  # what `make test` installs
+TESTS = ("demo.txt", "deepspeed.txt", "integrations.txt", "test.txt", "torchtitan.txt")  # what `make test` installs
 
 
-@pytest.mark.parametrize("name", ["deepspeed.txt", "demo.txt", "docs.txt", "integrations.txt", "test.txt"])
+@pytest.mark.parametrize("name", ["docs.txt", *TESTS])
 def test_every_requirement_is_pinned_to_one_version(name: str) -> None:
     for requirement in pinned(name):
         assert [spec.operator for spec in requirement.specifier] == ["=="], str(requirement)
