@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,7 @@ from superoffload.errors import ArgumentError
 from superoffload.tools.convergence.compare import SAFETY, Tolerance, stray, tolerance_of, unequal
 from superoffload.tools.convergence.convergence_setup import Setup
 from superoffload.tools.convergence.distributed_run import Curve, run
-from superoffload.tools.convergence.engines import ENGINES, Engine, make_engine
+from superoffload.tools.convergence.engines import ENGINES, Engine, make_engine, setup_for
 from superoffload.tools.convergence.suite import single_runs
 from tests.support.rank_faults import FAULTS, IN_THE_LOOP
 from tests.support.rank_processes import pool, side_by_side
@@ -24,8 +25,6 @@ pytestmark = pytest.mark.convergence
 
 # Long after the last trouble and the last late clip, and long enough to learn; `verify` trains for 200 steps.
 REAL = Setup(steps=80)
-# As many rows in a backward on four ranks as on two with their micro-batches: half the time, the same global batch.
-FOUR = replace(REAL, micro_batches=1)
 # In fp32 the order of summation changes next to nothing, so that even one bucket stepped twice in one step stands out.
 SHARP = Setup(
     steps=40,
@@ -40,19 +39,10 @@ SHARP = Setup(
 FAULT_STEP = 12
 
 
-def singles(setup: Setup) -> list[Curve]:
+@cache
+def tolerance_for(setup: Setup) -> Tolerance:
     with LocalRanks(2, init=False) as ranks:
-        return single_runs(setup, ranks, print)
-
-
-@pytest.fixture(scope="module")
-def tolerance() -> Tolerance:
-    return tolerance_of(singles(REAL))
-
-
-@pytest.fixture(scope="module")
-def sharp_tolerance() -> Tolerance:
-    return tolerance_of(singles(SHARP))
+        return tolerance_of(single_runs(setup, ranks, print))
 
 
 def train(count: int, setup: Setup, engine: str, speculation: str) -> list[Curve]:
@@ -60,14 +50,18 @@ def train(count: int, setup: Setup, engine: str, speculation: str) -> list[Curve
     return curves
 
 
-@pytest.mark.parametrize(("engine", "count"), [("fsdp2", 2), ("fsdp2", 4), ("ddp", 2), ("tp", 2), ("tp", 4)])
-def test_ranks_converge_as_one_process(engine: str, count: int, tolerance: Tolerance) -> None:
-    setup = FOUR if count == 4 else REAL
+@pytest.mark.parametrize(
+    ("engine", "count"), [("ddp", 2), *((engine, count) for engine in ("fsdp2", "tp", "pp", "ep") for count in (2, 4))]
+)
+def test_ranks_converge_as_one_process(engine: str, count: int) -> None:
+    real = setup_for(engine, REAL)
+    # As many rows in a backward as on two ranks: half the time. A pipeline of two stages needs two micro-batches.
+    setup = replace(real, micro_batches=1) if count == 4 and engine != "pp" else real
     calls = [(setup, engine, "always"), (setup, engine, "never")]
     speculative, synchronous = side_by_side(count, run, *calls)
     assert unequal(speculative, synchronous) == []
     assert len(speculative[0].digests) == REAL.steps // REAL.digest_every
-    assert stray(speculative[0], tolerance) == []
+    assert stray(speculative[0], tolerance_for(real)) == []
     losses = speculative[0].losses
     assert sum(losses[-20:]) / 20 < losses[0] - 2.5, "it has learnt something"
     assert sum(math.isinf(norm) for norm in speculative[0].norms) == 2, "a NaN and an infinity on one rank"
@@ -77,12 +71,12 @@ def test_ranks_converge_as_one_process(engine: str, count: int, tolerance: Toler
     assert synchronous[0].stats["buckets_speculated"] == 0
 
 
-def test_plain_fsdp2_with_torchs_own_optimizer_is_as_close(tolerance: Tolerance) -> None:
+def test_plain_fsdp2_with_torchs_own_optimizer_is_as_close() -> None:
     """The tolerance is not one that only we could meet."""
-    assert stray(train(2, REAL, "plain-fsdp2", "never")[0], tolerance) == []
+    assert stray(train(2, REAL, "plain-fsdp2", "never")[0], tolerance_for(REAL)) == []
 
 
-def mutated(setup: Setup, fault: str) -> Curve:
+def mutated(setup: Setup, fault: str, engine: str = "fsdp2") -> Curve:
     """In a rank."""
     with ExitStack() as stack:
 
@@ -92,7 +86,7 @@ def mutated(setup: Setup, fault: str) -> Curve:
             return engine
 
         stack.enter_context(mock.patch(f"{run.__module__}.make_engine", planting))
-        return run(setup, "fsdp2", "always")
+        return run(setup, engine, "always")
 
 
 def planted(fault: str, engine: Engine) -> AbstractContextManager[None]:
@@ -107,27 +101,42 @@ def planted(fault: str, engine: Engine) -> AbstractContextManager[None]:
     return context
 
 
-@pytest.fixture(scope="module")
-def clean() -> list[Curve]:
-    return train(2, SHARP, "fsdp2", "never")
+@cache
+def clean(engine: str) -> list[Curve]:
+    return train(2, setup_for(engine, SHARP), engine, "never")
 
 
 @pytest.mark.parametrize("fault", ["skip_publish", "apply_twice", "drop_clip", "swap_shards", *IN_THE_LOOP])
-def test_a_planted_fault_is_caught(fault: str, sharp_tolerance: Tolerance, clean: list[Curve]) -> None:
+def test_a_planted_fault_is_caught(fault: str) -> None:
     """By both halves of the suite, with the rank checks off. What those find: tests/distributed/test_rank_checks.py."""
-    curves: list[Curve] = pool(2).run(mutated, SHARP, fault)
+    _check_caught(fault, "fsdp2")
+
+
+@pytest.mark.parametrize("fault", ["skip_publish", "apply_twice", "drop_clip"])
+@pytest.mark.parametrize("engine", ["tp", "pp", "ep"])
+def test_a_planted_fault_is_caught_on_a_mesh(engine: str, fault: str) -> None:
+    if (engine, fault) == ("ep", "skip_publish"):
+        fault = "skip_last_publish"  # the first bucket is of an expert that gets no token: it changes no loss
+    _check_caught(fault, engine)
+
+
+def _check_caught(fault: str, engine: str) -> None:
+    setup = setup_for(engine, SHARP)
+    curves: list[Curve] = pool(2).run(mutated, setup, fault, engine)
     assert [curve.error for curve in curves] == ["", ""]
-    assert unequal(curves, clean), "not equal to the synchronous run"
-    problems = stray(curves[0], sharp_tolerance)
-    assert problems, "within the tolerance of one process"
+    assert unequal(curves, clean(engine)), "not equal to the synchronous run"
+    assert stray(curves[0], tolerance_for(setup)), "within the tolerance of one process"
 
 
-def test_without_a_fault_nothing_is_caught(sharp_tolerance: Tolerance, clean: list[Curve]) -> None:
-    curves: list[Curve] = pool(2).run(mutated, SHARP, "none")
-    assert unequal(curves, clean) == [] and stray(curves[0], sharp_tolerance) == []
+@pytest.mark.parametrize("engine", ["fsdp2", "tp", "pp", "ep"])
+def test_without_a_fault_nothing_is_caught(engine: str) -> None:
+    setup = setup_for(engine, SHARP)
+    tolerance = tolerance_for(setup)
+    curves: list[Curve] = pool(2).run(mutated, setup, "none", engine)
+    assert unequal(curves, clean(engine)) == [] and stray(curves[0], tolerance) == []
     # Sharp enough to mean something: a step is 2e-3 long, the tolerance at the end is far below.
-    assert SAFETY * sharp_tolerance.loss_spread[-1] < 2e-3
-    assert max(sharp_tolerance.weight_spread.values()) < 1e-3
+    assert SAFETY * tolerance.loss_spread[-1] < 2e-3
+    assert max(tolerance.weight_spread.values()) < 1e-3
 
 
 def test_unknown_engines_are_refused() -> None:

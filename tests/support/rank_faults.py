@@ -35,13 +35,13 @@ def step_of(optimizer: AdamW) -> int:
 
 
 @contextmanager
-def skip_publish(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
-    """From that step on, the first bucket's shadow is not copied to the parameters of one rank."""
+def skip_publish(optimizer: AdamW, step: int, rank: int, place: int = 0) -> Iterator[None]:
+    """From that step on, one bucket's shadow is not copied to the parameters of one rank."""
     link = optimizer._engine.link
     deliver = link.deliver
 
     def lossy(bucket: Bucket, after: _native.Completion) -> _native.Completion:
-        if dist.get_rank() == rank and step_of(optimizer) >= step and bucket is optimizer._engine.buckets[0]:
+        if dist.get_rank() == rank and step_of(optimizer) >= step and bucket is optimizer._engine.buckets[place]:
             return after
         return deliver(bucket, after)
 
@@ -131,6 +131,7 @@ IN_THE_LOOP = ("reduce_early", "stale_parameters")
 FAULTS: dict[str, Any] = {
     "none": nothing,
     "skip_publish": skip_publish,
+    "skip_last_publish": partial(skip_publish, place=-1),
     "apply_twice": apply_twice,
     "drop_clip": drop_clip,
     "swap_shards": swap_shards,

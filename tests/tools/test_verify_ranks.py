@@ -69,8 +69,10 @@ def test_nothing_committed(
     [
         ("--engine zero", "engine=zero: expected one of single, fsdp2"),
         ("--ranks 0", "ranks=0: expected 1 to 64"),
-        ("--engine single --ranks 2", "one process is one rank"),
+        ("--engine single --ranks 2", "one process is one rank; choose --engine fsdp2, ddp, tp, pp, ep, deepspeed"),
         ("--engine tp --ranks 1", "engine=tp with ranks=1: two ranks share each matrix"),
+        ("--engine pp --ranks 3", "engine=pp with ranks=3: the model has two stages"),
+        ("--engine ep --ranks 5", "engine=ep with ranks=5: two ranks share the experts; expected an even number"),
         ("--ranks 2 --steps 10", "steps=10: expected at least 41"),
         ("--ranks 2 --steps 24", "steps=24: expected at least 41"),
         ("--ranks 3", "not divisible by 3 ranks"),

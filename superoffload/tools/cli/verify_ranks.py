@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import time
 from typing import TYPE_CHECKING, Any
@@ -24,8 +23,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--engine",
-        help="what trains on the ranks: single, fsdp2, ddp, tp (each matrix cut over two ranks, fully_shard over the "
-        "others) or deepspeed (default: fsdp2 with --ranks, else single). "
+        help="what trains on the ranks: single, fsdp2, ddp, tp (each matrix cut over two ranks), pp (two pipeline "
+        "stages), ep (a mixture of experts, spread over two ranks), each of these three with fully_shard over the "
+        "other ranks, or deepspeed (default: fsdp2 with --ranks, else single). "
         "The model, the batch and the trouble are fixed; of the other options only --steps (default "
         f"{STEPS}), --seed, --out, --json and --quiet can be given",
     )
@@ -50,7 +50,7 @@ def _refuse_fixed(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from superoffload.tools.convergence.convergence_setup import Setup
-    from superoffload.tools.convergence.engines import check_engine
+    from superoffload.tools.convergence.engines import check_engine, setup_for
     from superoffload.tools.convergence.suite import verify_ranks
     from superoffload.tools.report.ranks_report import finish_ranks, ranks_summary
     from superoffload.tools.report.run_folder import RunFolder, check_writable, write_json
@@ -58,17 +58,9 @@ def run(args: argparse.Namespace) -> int:
     _refuse_fixed(args)
     steps, engine = args.steps, args.engine or "fsdp2"
     count = args.ranks if args.ranks is not None else 1 if engine == "single" else 2
-    check_engine(engine)
-    if not 1 <= count <= 64:
-        raise ArgumentError(f"ranks={count}: expected 1 to 64 ranks on this machine")
-    if engine == "single" and count != 1:
-        raise ArgumentError(
-            f"engine=single with ranks={count}: one process is one rank; choose --engine fsdp2, ddp, tp or deepspeed"
-        )
-    if engine == "tp" and count % 2:
-        raise ArgumentError(f"engine=tp with ranks={count}: two ranks share each matrix; expected an even number")
+    check_engine(engine, count)
     check_seed(args.seed)
-    setup = dataclasses.replace(Setup(), steps=STEPS if steps is None else steps, seed=args.seed)
+    setup = setup_for(engine, Setup(steps=STEPS if steps is None else steps, seed=args.seed))
     least = max(setup.nan_step, setup.inf_step, *setup.late_clips)
     if setup.steps < least:
         raise ArgumentError(f"steps={setup.steps}: expected at least {least}, so that all of the trouble is met")

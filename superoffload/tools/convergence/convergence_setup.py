@@ -15,6 +15,8 @@ _SMALL = ModelConfig(layers=2, hidden=48, heads=4, kv_heads=2, mlp=128, sequence
 class Setup:
     """Defines the model, the data and the faults of a run; everything else is the engine's.
 
+    ``experts``: in the place of each feed-forward layer; 0: none.
+
     ``batch`` windows make the global batch of a step, whatever the number of ranks, in ``micro_batches`` backward
     passes per rank. At ``nan_step`` one shard of the last rank gets a NaN, at ``inf_step`` the loss of the first rank
     is infinite; at the ``late_clips`` steps max_grad_norm drops to a third of the norm before between backward and
@@ -38,6 +40,7 @@ class Setup:
     corpus_bytes: int = 1 << 20
     rank_check: Any = "light"
     delivery: str = "eager"
+    experts: int = 0
 
     def rows(self, rank: int, world: int) -> slice:
         """Returns one rank's rows of the global batch."""

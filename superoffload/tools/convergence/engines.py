@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -17,7 +18,9 @@ from superoffload.adamw import AdamW
 from superoffload.errors import ArgumentError
 from superoffload.host.tensors import is_dtensor, local_of
 from superoffload.tools.convergence.convergence_setup import Setup
-from superoffload.tools.train.model import DTYPES, Transformer, build_model
+from superoffload.tools.convergence.meshes import check_pairs
+from superoffload.tools.convergence.mixture import EXPERTS, put_experts
+from superoffload.tools.train.model import DTYPES, Block, Transformer, build_model
 
 
 class Engine(Protocol):
@@ -62,11 +65,15 @@ class BaseEngine:
         self.reduces: Callable[[int, int], bool] = lambda micro, count: micro + 1 == count
         self.optimizer = self.make_optimizer(setup, speculation)
 
-    def build(self, setup: Setup) -> Transformer:
-        return build_model(setup.model, DTYPES[setup.dtype], torch.float32, setup.seed)
-
-    def wrap(self, model: Transformer) -> nn.Module:
+    def build(self, setup: Setup) -> Any:
+        model = build_model(setup.model, DTYPES[setup.dtype], torch.float32, setup.seed)
+        if setup.experts:
+            put_experts(model, setup.experts, setup.seed)
         return model
+
+    def wrap(self, model: Any) -> nn.Module:
+        wrapped: nn.Module = model
+        return wrapped
 
     def make_optimizer(self, setup: Setup, speculation: str) -> Any:
         named = [(name, param) for name, param in self.inner.named_parameters() if param.requires_grad]
@@ -149,12 +156,12 @@ class Single(BaseEngine):
     """Trains in one process."""
 
 
-def sharded(model: Transformer, dtype: str, mesh: Any = None) -> nn.Module:
+def sharded(model: nn.Module, dtype: str, mesh: Any = None) -> nn.Module:
     """Applies fully_shard to every block of ``model``: parameters in ``dtype``, gradients reduced in fp32."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for block in model.blocks:
+    for block in [module for module in model.modules() if isinstance(module, Block)]:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
@@ -179,7 +186,7 @@ class Fsdp2(BaseEngine):
 class PlainFsdp2(BaseEngine):
     """Trains under FSDP2 with torch's own AdamW on fp32 parameters, cast to bf16 for compute, as is common on GPUs."""
 
-    def build(self, setup: Setup) -> Transformer:
+    def build(self, setup: Setup) -> Any:
         return super().build(setup).float()
 
     def wrap(self, model: Transformer) -> nn.Module:
@@ -231,18 +238,35 @@ ENGINES: dict[str, type[Any] | str] = {
     "fsdp2": Fsdp2,
     "ddp": Ddp,
     "tp": "superoffload.tools.convergence.tensor_parallel:TensorParallel",
+    "pp": "superoffload.tools.convergence.pipeline_stages:PipelineStages",
+    "ep": "superoffload.tools.convergence.expert_parallel:ExpertParallel",
     "deepspeed": "superoffload.tools.convergence.zero3:Zero3",
     "plain-fsdp2": PlainFsdp2,
 }
 _NEEDS = {"deepspeed": "deepspeed==0.19.8"}
+ON_DEMAND = ("fsdp2", "tp", "pp", "ep")  # also compared with delivery on demand
 
 
-def check_engine(name: str) -> None:
-    """Raises ArgumentError if there is no such engine, or what it needs is not installed."""
+def setup_for(name: str, setup: Setup) -> Setup:
+    """Returns ``setup`` with the experts that only the engine ``ep`` trains."""
+    return replace(setup, experts=EXPERTS if name == "ep" else 0)
+
+
+def check_engine(name: str, count: int | None = None) -> None:
+    """Raises ArgumentError if there is no such engine, or what it needs is not installed, or if it cannot train on
+    ``count`` ranks."""
     if name not in ENGINES:
         raise ArgumentError(f"engine={name}: expected one of {', '.join(ENGINES)}")
     if name in _NEEDS and find_spec(name) is None:
         raise ArgumentError(f"engine={name}: {name} is not installed; pip install {_NEEDS[name]}")
+    if count is None:
+        return
+    if not 1 <= count <= 64:
+        raise ArgumentError(f"ranks={count}: expected 1 to 64 ranks on this machine")
+    if name == "single" and count != 1:
+        others = ", ".join(other for other in ENGINES if other not in ("single", "plain-fsdp2"))
+        raise ArgumentError(f"engine=single with ranks={count}: one process is one rank; choose --engine {others}")
+    check_pairs(name, count)
 
 
 def make_engine(name: str, setup: Setup, speculation: str) -> Engine:

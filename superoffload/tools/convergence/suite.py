@@ -10,6 +10,7 @@ from superoffload.distributed.launch import LocalRanks
 from superoffload.tools.convergence.compare import FEWEST_RUNS, Tolerance, stray, tolerance_of, unequal
 from superoffload.tools.convergence.convergence_setup import Setup
 from superoffload.tools.convergence.distributed_run import Curve, run
+from superoffload.tools.convergence.engines import ON_DEMAND
 from superoffload.tools.train.record import unclipped_steps
 
 Say = Callable[[str], None]
@@ -85,7 +86,7 @@ def verify_ranks(setup: Setup, engine: str, count: int, say: Say = print) -> Res
             say(f"plain FSDP2 with torch.optim.AdamW: loss {_last(plain[0])}")
             result.curves["plain FSDP2, torch AdamW"] = plain[0]
             result.problems.extend([f"plain FSDP2: {problem}" for problem in stray(plain[0], tolerance)])
-        if engine in ("fsdp2", "tp"):
+        if engine in ON_DEMAND:
             result.problems.extend([f"on demand: {problem}" for problem in delivered_unlike(setup, engine, ranks)])
             say("delivery on demand: compared with eager delivery")
     judge_fates(result, setup)

@@ -9,29 +9,26 @@ import torch.distributed as dist
 from torch import nn
 
 from superoffload.tools.convergence.engines import BaseEngine, accumulating, reducing, sharded
+from superoffload.tools.convergence.meshes import PAIR, mesh_of
 from superoffload.tools.train.model import Transformer
-
-PARALLEL = 2  # ranks that share each matrix
 
 
 class TensorParallel(BaseEngine):
     """Cuts every matrix of the transformer over two ranks, by rows or by columns; the norms are on both."""
 
     def wrap(self, model: Transformer) -> nn.Module:
-        from torch.distributed.device_mesh import init_device_mesh
-
         count = dist.get_world_size()
-        mesh = init_device_mesh("cpu", (count // PARALLEL, PARALLEL), mesh_dim_names=("data", "tensor"))
+        mesh = mesh_of(data=count // PAIR, tensor=PAIR)
         _cut(model, mesh["tensor"])
-        return model if count == PARALLEL else sharded(model, self.setup.dtype, mesh["data"])
+        return model if count == PAIR else sharded(model, self.setup.dtype, mesh["data"])
 
     @property
     def share(self) -> tuple[int, int]:
         """Returns which share of the global batch this rank has, of how many: two ranks have the same one."""
-        return dist.get_rank() // PARALLEL, dist.get_world_size() // PARALLEL
+        return dist.get_rank() // PAIR, dist.get_world_size() // PAIR
 
     def micro_batch(self, reduces: bool) -> AbstractContextManager[None]:
-        if dist.get_world_size() > PARALLEL:
+        if dist.get_world_size() > PAIR:
             return reducing(self.model, reduces)
         return nullcontext() if reduces else accumulating(self.optimizer)
 

@@ -1,0 +1,63 @@
+"""Trains a mixture of experts, whose experts have a mesh of their own, as engine ``ep``."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from superoffload.tools.convergence.engines import BaseEngine, reducing, sharded
+from superoffload.tools.convergence.meshes import PAIR, mesh_of
+from superoffload.tools.convergence.mixture import Compute, Experts
+from superoffload.tools.train.model import Transformer
+
+
+class ExpertParallel(BaseEngine):
+    """Spreads the experts over two ranks, and ``fully_shard`` over the others; all other parameters are sharded over
+    all ranks. Each rank has tokens of its own, and an all-to-all takes them to their experts."""
+
+    def wrap(self, model: Transformer) -> nn.Module:
+        count = dist.get_world_size()
+        mesh = mesh_of(shard=count // PAIR, experts=PAIR)
+        for experts in [module for module in model.modules() if isinstance(module, Experts)]:
+            _spread(experts, mesh["experts"])
+            sharded(experts, self.setup.dtype, mesh["shard"])
+        return sharded(model, self.setup.dtype, mesh_of(all=count))
+
+    def micro_batch(self, reduces: bool) -> AbstractContextManager[None]:
+        return reducing(self.model, reduces)
+
+
+def _spread(experts: Experts, mesh: Any) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    experts.exchange_by(AllToAll(mesh.get_group(), len(experts.gate_up) // mesh.size()))
+    for name, param in list(experts.named_parameters()):
+        experts.register_parameter(name, nn.Parameter(distribute_tensor(param.detach(), mesh, [Shard(0)])))
+
+
+class AllToAll:
+    """Takes each token to the rank that has its expert, and what becomes of it back. Each of the ranks in ``group`` has
+    ``each`` experts."""
+
+    def __init__(self, group: Any, each: int) -> None:
+        self.ranks, self._group, self._each = dist.get_world_size(group), group, each
+
+    def run(self, tokens: Tensor, chosen: Tensor, compute: Compute) -> Tensor:
+        away = torch.bincount(chosen // self._each, minlength=self.ranks)
+        here = torch.empty_like(away)
+        dist.all_to_all_single(here, away, group=self._group)
+        counts = away.tolist(), here.tolist()
+        arrived = self._moved(tokens, *counts)
+        return self._moved(compute(arrived, self._moved(chosen % self._each, *counts)), *reversed(counts))
+
+    def _moved(self, rows: Tensor, away: list[int], here: list[int]) -> Tensor:
+        """Sends the first ``away[0]`` rows to rank 0 of the group, and so on; gradients come the same way back."""
+        from torch.distributed.nn.functional import all_to_all_single
+
+        got = rows.new_empty(sum(here), *rows.shape[1:])
+        moved: Tensor = all_to_all_single(got, rows.contiguous(), here, away, self._group)
+        return moved
