@@ -34,7 +34,6 @@ try:
 except ImportError as error:
     raise ImportError(f"superoffload.integrations.torchtitan needs torchtitan >= 0.3.0: {error}") from error
 
-_HYPER = ("lr", "betas", "eps", "weight_decay")
 _IMPLEMENTATION = ("fused", "foreach")  # of torch's step; ours has one
 _OURS_TO_SET = ("params", "model", "module", "max_grad_norm")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -69,7 +68,7 @@ class Optimizers(OptimizersContainer):
                 f"options: delivery='on_demand' with {len(model_parts)} parts of the model on this rank, expected one; "
                 "use delivery='eager' with an interleaved schedule"
             )
-        groups = _groups_of(config, model_parts)
+        groups = self._merged_groups(config, model_parts)
         whole = model_parts[0] if len(model_parts) == 1 else nn.ModuleList(model_parts)
         options["module" if options.get("delivery") == "on_demand" else "model"] = whole
         self._max_grad_norm = config.max_grad_norm
@@ -81,6 +80,27 @@ class Optimizers(OptimizersContainer):
         self._post_init(params)  # the hooks of torch.optim.Optimizer, which MoE balancing uses
         self._owned = frozenset(map(id, params))
         _ClipByVerdict.serve(self)
+
+    def _merged_groups(self, config: Config, model_parts: list[nn.Module]) -> list[dict[str, Any]]:
+        """Returns one group per entry of ``param_groups``, with the parameters of all parts, so that all ranks have the
+        same groups however many stages of a pipeline they have."""
+        for given in config.param_groups:
+            _check_kind(given)
+        if config.optimizer_factory_kwargs_by_name:
+            raise ArgumentError(
+                f"optimizer_factory_kwargs_by_name: {sorted(config.optimizer_factory_kwargs_by_name)}, expected none; "
+                "arguments of superoffload.AdamW are in options"
+            )
+        merged: list[dict[str, Any]] = []
+        for part in model_parts:
+            by_kind, _ = self._build_param_groups(part, config.param_groups, {})
+            groups = [group for kind in by_kind.values() for group in kind]
+            if not merged:
+                merged = [{**group, "params": [], "param_names": []} for group in groups]
+            for all_parts, group in zip(merged, groups, strict=True):
+                all_parts["params"] += group["params"]
+                all_parts["param_names"] += group["param_names"]
+        return [{key: value for key, value in group.items() if key not in _IMPLEMENTATION} for group in merged]
 
     @property
     def adamw(self) -> AdamW:
@@ -245,28 +265,6 @@ def _options_of(config: Optimizers.Config) -> dict[str, Any]:
     if config.implementation == "fused_opt_states_bf16":
         options.setdefault("state_dtype", "bf16")
     return options
-
-
-def _groups_of(config: Optimizers.Config, model_parts: list[nn.Module]) -> list[dict[str, Any]]:
-    """Returns one group per entry of ``param_groups``, with the parameters of all parts, so that all ranks have the
-    same groups however many stages of a pipeline they have."""
-    for given in config.param_groups:
-        _check_kind(given)
-    if config.optimizer_factory_kwargs_by_name:
-        raise ArgumentError(
-            f"optimizer_factory_kwargs_by_name: {sorted(config.optimizer_factory_kwargs_by_name)}, expected none; "
-            "arguments of superoffload.AdamW are in options"
-        )
-    merged: list[dict[str, Any]] = []
-    for part in model_parts:
-        by_kind, _ = OptimizersContainer._build_param_groups(part, config.param_groups, {})
-        groups = [group for kind in by_kind.values() for group in kind]
-        if not merged:
-            merged = [{**group, "params": [], "param_names": []} for group in groups]
-        for all_parts, group in zip(merged, groups, strict=True):
-            all_parts["params"] += group["params"]
-            all_parts["param_names"] += group["param_names"]
-    return [{key: value for key, value in group.items() if key not in _IMPLEMENTATION} for group in merged]
 
 
 def _check_kind(given: Any) -> None:
