@@ -19,6 +19,7 @@ FSDP2 = ("distributed/fully_shard.py", "distributed/kept_reductions.py")
 INNER_OPTIMIZER = ("integrations/deepspeed/stage3/inner_optimizer.py",)
 STAGE3_OPTIMIZER = ("integrations/deepspeed/stage3/optimizer.py",)
 TRANSFORMERS = ("integrations/transformers.py",)
+TORCHTITAN = ("integrations/torchtitan.py",)
 
 # Private names of others that are read: the reason why there is no other way, and the only files that may (none: all).
 READ: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -58,6 +59,7 @@ READ: dict[str, tuple[str, tuple[str, ...]]] = {
 # Attributes of others that are assigned, likewise.
 ASSIGNED: dict[str, tuple[str, tuple[str, ...]]] = {
     "__cause__": ("Python: an error says which one came before it", ()),
+    "clip_grad_norm_": ("torchtitan: the function that its Trainer clips with", TORCHTITAN),
     "_clip_grad_norm": ("transformers: no callback may clip in the Trainer's place", TRANSFORMERS),
     "_get_grad_norm": ("transformers: the norm that the Trainer logs", TRANSFORMERS),
     "_init_mp_dtypes": ("torch: where FSDP2 learns the dtypes it reduces in", FSDP2),
