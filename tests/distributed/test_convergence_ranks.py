@@ -63,7 +63,8 @@ def test_ranks_converge_as_one_process(engine: str, count: int) -> None:
     assert len(speculative[0].digests) == REAL.steps // REAL.digest_every
     assert stray(speculative[0], tolerance_for(real)) == []
     losses = speculative[0].losses
-    assert sum(losses[-20:]) / 20 < losses[0] - 2.5, "it has learnt something"
+    learnt = 2.0 if engine == "ep" else 2.5  # nats per byte; with half of the learning rate it is less
+    assert sum(losses[-20:]) / 20 < losses[0] - learnt, "it has learnt something"
     assert sum(math.isinf(norm) for norm in speculative[0].norms) == 2, "a NaN and an infinity on one rank"
     stats = speculative[0].stats
     assert stats["skipped_steps"] == 2 and stats["buckets_committed"] > 0 and stats["buckets_replayed"] > 0

@@ -85,6 +85,7 @@ ASSIGNED: dict[str, tuple[str, tuple[str, ...]]] = {
     "max_grad_norm": ("ours: users set it", ()),
     "optimizer_cls_and_kwargs": ("transformers: what its Trainer makes optimizers from", TRANSFORMERS),
     "superoffload_steps_it": ("DeepSpeed: its function that clips gets parameters alone", STAGE3_OPTIMIZER),
+    "way_back": ("torch: what an autograd function keeps for backward", ("tools/convergence/expert_parallel.py",)),
     "weight": ("torch: ties two layers", ("tools/train/model.py",)),
 }
 

@@ -51,13 +51,26 @@ class AllToAll:
         here = torch.empty_like(away)
         dist.all_to_all_single(here, away, group=self._group)
         counts = away.tolist(), here.tolist()
-        arrived = self._moved(tokens, *counts)
-        return self._moved(compute(arrived, self._moved(chosen % self._each, *counts)), *reversed(counts))
+        arrived = _Moved.apply(tokens, *counts, self._group)
+        made = compute(arrived, _moved(chosen % self._each, *counts, self._group))
+        back: Tensor = _Moved.apply(made, *reversed(counts), self._group)
+        return back.clone()  # fully_shard warns of what might be a view
 
-    def _moved(self, rows: Tensor, away: list[int], here: list[int]) -> Tensor:
-        """Sends the first ``away[0]`` rows to rank 0 of the group, and so on; gradients come the same way back."""
-        from torch.distributed.nn.functional import all_to_all_single
 
-        got = rows.new_empty(sum(here), *rows.shape[1:])
-        moved: Tensor = all_to_all_single(got, rows.contiguous(), here, away, self._group)
-        return moved
+class _Moved(torch.autograd.Function):
+    """Sends the first ``away[0]`` rows to rank 0 of the group, and so on; their gradients come the same way back."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor, away: list[int], here: list[int], group: Any) -> Tensor:
+        context.way_back = here, away, group
+        return _moved(rows, away, here, group)
+
+    @staticmethod
+    def backward(context: Any, *grads: Any) -> Any:
+        return _moved(grads[0], *context.way_back), None, None, None
+
+
+def _moved(rows: Tensor, away: list[int], here: list[int], group: Any) -> Tensor:
+    got = rows.new_empty(sum(here), *rows.shape[1:])
+    dist.all_to_all_single(got, rows.contiguous(), here, away, group=group)
+    return got
