@@ -94,8 +94,13 @@ def flat_holding(kind: str, owners: Sequence[int], rank: int, numel: int, share:
 
 def dtensor_holding(name: str, param: Any) -> Holding:
     """Lets this rank hold its local part of a DTensor."""
-    kind = f"dtensor {[str(p) for p in param.placements]} {tuple(param.device_mesh.shape)}"
+    kind = dtensor_kind(param.placements, param.device_mesh.shape)
     return Holding(kind, tuple(param.shape), box_of(name, param))
+
+
+def dtensor_kind(placements: Sequence[Any], sizes: Sequence[int]) -> str:
+    """Names how a DTensor lies on a mesh of ``sizes``."""
+    return f"dtensor {[str(placement) for placement in placements]} {tuple(sizes)}"
 
 
 def holder(replicated: str, ranks: tuple[int, ...] | None, rank: int) -> Callable[[str, Tensor], Holding]:

@@ -18,33 +18,41 @@ _CUTTING = ("Shard", "_StridedShard")
 
 
 def box_of(name: str, tensor: Any) -> Box:
-    """Returns this rank's box of a DTensor with any number of Replicate, Shard and ``_StridedShard`` placements.
-
-    ``fully_shard`` makes a ``_StridedShard`` where it cuts what tensor parallelism has cut already: it comes before the
-    other in the mesh, but cuts after it. Its ``split_factor`` tells how many parts there were.
-    """
+    """Returns this rank's box of a DTensor with any number of Replicate, Shard and ``_StridedShard`` placements."""
     mesh, placements = tensor.device_mesh, tensor.placements
     for placement in placements:
         _check(name, placement, placements)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ArgumentError(f"{name}: this rank is not in the parameter's mesh {mesh}; pass the parameters it has")
+    box = box_at(name, tensor.shape, placements, mesh.shape, coordinate)
+    local = tuple(local_of(tensor).shape)
+    if local != box.lengths:
+        raise ArgumentError(
+            f"{name}: this rank's part has shape {local}, expected {box.lengths} of {tuple(tensor.shape)} with "
+            f"placements {tuple(placements)} on a mesh of {tuple(mesh.shape)}; make it with distribute_tensor, "
+            "parallelize_module or fully_shard"
+        )
+    return box
+
+
+def box_at(
+    name: str, shape: Sequence[int], placements: Sequence[Any], sizes: Sequence[int], coordinate: Sequence[int]
+) -> Box:
+    """Returns the box of the rank that is at ``coordinate`` of a mesh of ``sizes``.
+
+    ``fully_shard`` makes a ``_StridedShard`` where it cuts what tensor parallelism has cut already: it comes before the
+    other in the mesh, but cuts after it. Its ``split_factor`` tells how many parts there were.
+    """
     offsets, lengths = [], []
-    for dim, size in enumerate(tensor.shape):
+    for dim, size in enumerate(shape):
         offset, length = 0, int(size)
-        for axis in _cuts(name, placements, mesh.shape, dim, tensor.dim()):
-            share = -(-length // mesh.shape[axis])  # as torch.chunk cuts
+        for axis in _cuts(name, placements, sizes, dim, len(shape)):
+            share = -(-length // sizes[axis])  # as torch.chunk cuts
             start = min(length, coordinate[axis] * share)
             offset, length = offset + start, min(share, length - start)
         offsets.append(offset)
         lengths.append(length)
-    local = tuple(local_of(tensor).shape)
-    if local != tuple(lengths):
-        raise ArgumentError(
-            f"{name}: this rank's part has shape {local}, expected {tuple(lengths)} of {tuple(tensor.shape)} with "
-            f"placements {tuple(placements)} on a mesh of {tuple(mesh.shape)}; make it with distribute_tensor, "
-            "parallelize_module or fully_shard"
-        )
     return Box(tuple(offsets), tuple(lengths))
 
 

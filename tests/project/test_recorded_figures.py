@@ -117,6 +117,20 @@ def test_what_the_rank_checks_cost() -> None:
     assert f"{light['notice_seconds_median'] * 1e3:.0f} ms here, {light['notice_of_step']:.1%} of a step" in text
 
 
+def test_the_tables_of_who_owns_what() -> None:
+    lines = lines_of("benchmarks.md")
+    paper = recorded("ranks-on-paper")["rows"]
+    assert f"of a model with {paper[0]['numel'] / 1e9:.2f} billion parameters" in " ".join(lines)
+    for row in paper:
+        cells = [row["name"], str(row["parameters"]), str(row["exchanges"]), f"{row['bytes_sent']:,}"]
+        cells += [f"{row['seconds_median']:.2f}", str(row["step_bytes"]), f"{1e3 * row['step_seconds_median']:.1f}"]
+        assert f"| {' | '.join(cells)} |" in lines
+    for row in recorded("ranks-meshes-x86")["rows"]:
+        digits = {"made": 0, "told": 0, "told_cpu": 1, "step": 0, "exchange": 1, "exchange_cpu": 2}
+        cells = [f"{1e3 * row[f'{part}_seconds_median']:.{count}f}" for part, count in digits.items()]
+        assert row["ranks"] == 8 and f"| {row['name']} | {' | '.join(cells)} |" in lines
+
+
 def test_what_noticing_writes_costs() -> None:
     shares = {row["name"]: f"{row['share']:.1%}" for row in recorded("noticing-x86")["rows"]}
     for tokens in (128, 512, 2048):
