@@ -111,11 +111,16 @@ class Named:
         states = {name: self.states.get(param, {}) for name, param in self.params.items()}
         return {name: int(state["step"]) for name, state in states.items() if "step" in state}
 
+    @property
+    def has_parts(self) -> bool:
+        """Tells whether the ranks have different parts of the model."""
+        return self.session is not None and self.session.has_parts
+
     def whole(self, what: str) -> Whole:
         """Joins the names of all ranks. Collective where ranks have parts of one model."""
         names = set(self.tensors) | set(self.aliases)
         mine = Whole(self.groups, names, self.aliases, self.other, self.steps)
-        if self.session is None or not self.session.has_parts:
+        if self.session is None or not self.has_parts:
             return mine
         whole = Whole([[] for _ in self.groups], set(), {}, {}, {})
         for theirs in self.session.group.exchange_objects(f"{what}: names", mine):

@@ -33,6 +33,12 @@ def export_weights(
     if masters and not isinstance(optimizer, AdamW):
         raise ArgumentError("masters=True needs optimizer, a superoffload.AdamW")
     named = name_everything(model, optimizer)
+    if named.has_parts:
+        raise ArgumentError(
+            "model: each rank has a part of it, such as a pipeline stage, expected the whole model on all ranks, else "
+            "the file would lack the others' parts; save() on all ranks, load() it into the whole model in one "
+            "process, and call export_weights() there"
+        )
     if isinstance(optimizer, AdamW):
         optimizer.synchronize()
         optimizer.refresh_written()

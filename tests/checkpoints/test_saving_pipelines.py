@@ -73,3 +73,17 @@ def test_stages_load_what_stages_saved(first: str, tmp_path: Path) -> None:
             assert_part(at_once, saved)
             if then == first:
                 assert_part(after, later)
+
+
+def export(way: str, folder: str) -> str:
+    pipeline = Pipeline(way, seed=0)
+    with AdamW(pipeline.named(), **options_of(pipeline.stage, {})) as optimizer, pytest.raises(ValueError) as refused:
+        checkpoints.export_weights(folder, pipeline.stage, optimizer)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_stage_is_not_exported_as_the_model(way: str, tmp_path: Path) -> None:
+    for refusal in on_ranks(WAYS[way], export, way, str(tmp_path / "weights")):
+        assert "each rank has a part of it" in refusal and "load() it into the whole model in one process" in refusal
+    assert not (tmp_path / "weights").exists()
