@@ -13,6 +13,7 @@ import inspect
 import sys
 import types
 from datetime import timedelta
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,7 @@ def _leave_triton_out() -> None:
     for name in ("triton", "triton.language"):
         sys.modules[name] = NoTriton(name)
     sys.modules["triton"].language = sys.modules["triton.language"]
-    import torchtitan.distributed.minimal_async_ep  # noqa: F401 - the module that needs it
-
+    import_module("torchtitan.distributed.minimal_async_ep")
     for name in ("triton", "triton.language"):
         del sys.modules[name]
 

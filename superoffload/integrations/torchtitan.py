@@ -14,7 +14,8 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -22,7 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from superoffload.adamw import AdamW
+from superoffload.distributed.ownership import like_parameter
 from superoffload.errors import ArgumentError
+from superoffload.host.tensors import local_of
 from superoffload.metrics import Monitor
 
 try:
@@ -36,7 +39,6 @@ except ImportError as error:
 
 _IMPLEMENTATION = ("fused", "foreach")  # of torch's step; ours has one
 _OURS_TO_SET = ("params", "model", "module", "max_grad_norm")
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _Factory = TypeVar("_Factory", bound=Callable[..., Any])
 
 
@@ -73,6 +75,8 @@ class Optimizers(OptimizersContainer):
         options["module" if options.get("delivery") == "on_demand" else "model"] = whole
         self._max_grad_norm = config.max_grad_norm
         self._norm: Tensor | None = None
+        self._monitor: Monitor | None = None
+        self.figures: dict[str, float] = {}
         self.model_parts = model_parts
         self.optimizers = [AdamW(groups, max_grad_norm=config.max_grad_norm, **options)]
         params = [param for group in groups for param in group["params"]]
@@ -133,11 +137,18 @@ class Optimizers(OptimizersContainer):
             )
         return theirs if own is None else own
 
+    def watch(self) -> None:
+        """Has each ``step()`` from now on renew ``figures``, the metrics of docs/metrics.md."""
+        if self._monitor is None:
+            self._monitor = Monitor(self.adamw)
+
     def step(self, closure: None = None) -> None:
         super().step(closure)
         norm, self._norm = self._norm, None
         if norm is not None and self.adamw.last_verdict is not None:
             norm.fill_(self.adamw.grad_norm)
+        if self._monitor is not None:
+            self.figures = self._monitor.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a copy of the state in host memory, flat and by names, as torchtitan's container does.
@@ -149,24 +160,33 @@ class Optimizers(OptimizersContainer):
         for group, saved in zip(self.adamw.param_groups, state["param_groups"], strict=True):
             values = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
             for name, param in zip(group["param_names"], group["params"], strict=True):
-                own = _kept(param, state["state"].get(index) or _unstepped(param))
+                own = _kept(param, state["state"].get(index) or self._unstepped(param))
                 flat.update({f"state.{name}.{key}": value for key, value in own.items()})
                 flat.update({f"param_groups.{name}.{key}": value for key, value in values.items()})
                 index += 1
         return flat
 
+    def _unstepped(self, param: Tensor) -> dict[str, Any]:
+        values = local_of(param).detach().to(device="cpu", dtype=torch.float32).reshape(-1)
+        flat = {"exp_avg": torch.zeros_like(values), "exp_avg_sq": torch.zeros_like(values), "master": values}
+        holding = self.adamw.holding_of(param)
+        return {"step": torch.tensor(0.0), **{key: like_parameter(param, holding, flat[key]) for key in flat}}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the flat state of this class or of torchtitan's AdamW; raises with nothing changed if it misfits."""
+        entries: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+        for key, value in state_dict.items():
+            place, _, entry = key.rpartition(".")
+            entries[place][entry] = value
         states: dict[int, dict[str, Any]] = {}
         groups = []
         for group in self.adamw.param_groups:
             names = group["param_names"]
-            numbers = range(len(states), len(states) + len(names))
-            for number, name in zip(numbers, names, strict=True):
-                states[number] = _entries(state_dict, f"state.{name}.")
-            values = _entries(state_dict, f"param_groups.{names[0]}.") if names else dict(group)
-            groups.append({**values, "param_names": names, "params": list(numbers)})
-        stepped = {number: state for number, state in states.items() if float(state.get("step", 0)) > 0}
+            numbers = list(range(len(states), len(states) + len(names)))
+            states.update(zip(numbers, (_state_of(name, entries) for name in names), strict=True))
+            values = entries[f"param_groups.{names[0]}"] if names else group
+            groups.append({**values, "param_names": names, "params": numbers})
+        stepped = {number: state for number, state in states.items() if float(state["step"]) > 0}
         self.adamw.load_state_dict({"state": stepped, "param_groups": groups})
 
 
@@ -177,12 +197,14 @@ class Metrics(MetricsProcessor):
     class Config(MetricsProcessor.Config):
         pass
 
-    @functools.cached_property
-    def _monitor(self) -> Monitor | None:
-        return Monitor(self.optimizers.adamw) if isinstance(self.optimizers, Optimizers) else None
+    def should_log(self, step: int) -> bool:
+        """Is called before each step, logged or not; figures of single steps need all of them to be watched."""
+        if isinstance(self.optimizers, Optimizers):
+            self.optimizers.watch()
+        return bool(super().should_log(step))
 
     def log(self, *args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        ours = {} if self._monitor is None else self._monitor.step()
+        ours = self.optimizers.figures if isinstance(self.optimizers, Optimizers) else {}
         super().log(*args, extra_metrics={**(extra_metrics or {}), **ours}, **kwargs)
 
 
@@ -280,11 +302,8 @@ def _kept(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if key != "master" or param.dtype != torch.float32}
 
 
-def _unstepped(param: Tensor) -> dict[str, Any]:
-    like = param.detach()
-    state = {name: torch.zeros_like(like, dtype=torch.float32, device="cpu") for name in _MOMENTS}
-    return {"step": torch.tensor(0.0), **state, "master": like.to(device="cpu", dtype=torch.float32)}
-
-
-def _entries(flat: dict[str, Any], prefix: str) -> dict[str, Any]:
-    return {key[len(prefix) :]: value for key, value in flat.items() if key.startswith(prefix)}
+def _state_of(name: str, entries: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    state = entries.get(f"state.{name}", {})
+    if "step" not in state:
+        raise ArgumentError(f"state_dict: nothing under 'state.{name}.step'; is it of another model, or an older one?")
+    return state

@@ -13,11 +13,13 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from superoffload.metrics import Monitor
 from tests.support.checkout import ROOT
 from tests.support.scripts import load_file
 
@@ -42,8 +44,11 @@ def _run(arguments: list[str]) -> dict[str, Any]:
         return {"error": str(error)}
     logged = _record(trainer)
     try:
-        trainer.train()
-        return {**logged, **_state(trainer)}
+        with mock.patch.object(Monitor, "step", autospec=True, side_effect=Monitor.step) as watched:
+            trainer.train()
+        # before the digests, which it must not change
+        refusal = _load_in_part(trainer.optimizers) if hasattr(trainer.optimizers, "adamw") else ""
+        return {**logged, **_state(trainer), "refusal": refusal, "steps watched": watched.call_count}
     except ValueError as error:
         return {"error": str(error)}
     finally:
@@ -60,7 +65,7 @@ def _record(trainer: Any) -> dict[str, list[Any]]:
     def also(metrics: dict[str, Any], step: int) -> None:
         logged["losses"].append(metrics["loss_metrics/global_avg_loss"])
         logged["norms"].append(metrics["grad_norm"])
-        logged["metrics"].append(sorted(name for name in metrics if name.startswith("superoffload/")))
+        logged["metrics"].append({name: value for name, value in metrics.items() if name.startswith("superoffload/")})
         log(metrics, step)
 
     trainer.metrics_processor.logger.log = also
@@ -82,6 +87,17 @@ def _state(trainer: Any) -> dict[str, Any]:
         "squares": {name: float(value.double().square().sum()) for name, value in whole.items()},
         "stats": {} if adamw is None else adamw.stats(),
     }
+
+
+def _load_in_part(optimizers: Any) -> str:
+    """Returns how the container refuses a state without one parameter's entries."""
+    state = optimizers.state_dict()
+    missing = next(name for name in state if name.endswith(".step"))
+    try:
+        optimizers.load_state_dict({name: value for name, value in state.items() if name != missing})
+    except ValueError as error:
+        return str(error)
+    return "loaded"
 
 
 def _whole(value: Any) -> torch.Tensor:
