@@ -35,9 +35,13 @@ try:
     from torchtitan.distributed import utils as titan_utils
     from torchtitan.trainer import Trainer as TitanTrainer
 except ImportError as error:
-    raise ImportError(f"superoffload.integrations.torchtitan needs torchtitan >= 0.3.0: {error}") from error
+    raise ImportError(
+        f"superoffload.integrations.torchtitan needs torchtitan >= 0.3.0 and what it imports: {error}. torchtitan "
+        "itself needs triton; docs/torchtitan.md says how it runs without"
+    ) from error
 
 _IMPLEMENTATION = ("fused", "foreach")  # of torch's step; ours has one
+_OF_GROUPS = ("lr", "betas", "eps", "weight_decay")
 _OURS_TO_SET = ("params", "model", "module", "max_grad_norm")
 _Factory = TypeVar("_Factory", bound=Callable[..., Any])
 
@@ -129,6 +133,8 @@ class Optimizers(OptimizersContainer):
         return self._norm
 
     def _threshold(self, max_norm: float) -> float | None:
+        if not max_norm > 0.0:
+            raise ArgumentError(f"training.max_norm: {max_norm}, expected a number above 0, or inf to clip nothing")
         own, theirs = self._max_grad_norm, None if math.isinf(max_norm) else max_norm
         if own is not None and theirs is not None and own != theirs:
             raise ArgumentError(
@@ -199,13 +205,16 @@ class Metrics(MetricsProcessor):
 
     def should_log(self, step: int) -> bool:
         """Is called before each step, logged or not; figures of single steps need all of them to be watched."""
-        if isinstance(self.optimizers, Optimizers):
-            self.optimizers.watch()
+        if not isinstance(self.optimizers, Optimizers):
+            raise ArgumentError(
+                f"metrics: the optimizer is torchtitan's {type(self.optimizers).__name__}, which has no such figures; "
+                "add superoffload.integrations.torchtitan.offload to override.imports, or leave metrics out"
+            )
+        self.optimizers.watch()
         return bool(super().should_log(step))
 
     def log(self, *args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        ours = self.optimizers.figures if isinstance(self.optimizers, Optimizers) else {}
-        super().log(*args, extra_metrics={**(extra_metrics or {}), **ours}, **kwargs)
+        super().log(*args, extra_metrics={**(extra_metrics or {}), **self.optimizers.figures}, **kwargs)
 
 
 class Trainer(TitanTrainer):
@@ -281,11 +290,21 @@ class _ClipByVerdict:
 
 def _options_of(config: Optimizers.Config) -> dict[str, Any]:
     options = dict(config.options)
-    taken = [name for name in _OURS_TO_SET if name in options]
-    if taken:
-        raise ArgumentError(f"options: {taken[0]}={options[taken[0]]!r}, which the integration sets by itself")
+    for name in options:
+        if name in _OURS_TO_SET:
+            raise ArgumentError(f"options: {name}={options[name]!r}, which the integration sets by itself")
+        if name in _OF_GROUPS:
+            raise ArgumentError(
+                f"options: {name}={options[name]!r}, which torchtitan's groups decide; set it in optimizer_kwargs of "
+                "optimizer.param_groups"
+            )
     if config.implementation == "fused_opt_states_bf16":
-        options.setdefault("state_dtype", "bf16")
+        state_dtype = options.setdefault("state_dtype", "bf16")
+        if state_dtype not in ("bf16", torch.bfloat16):
+            raise ArgumentError(
+                f"options: state_dtype={state_dtype!r}, but optimizer.implementation is 'fused_opt_states_bf16', which "
+                "means 'bf16'; set implementation to 'fused' or leave state_dtype out"
+            )
     return options
 
 

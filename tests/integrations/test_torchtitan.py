@@ -154,11 +154,21 @@ def test_errors_name_the_setting(tmp_path: Path) -> None:
         "taken": arguments("fsdp2", *offload(model="m")),
         "parts": arguments("pp2_interleaved", *offload(delivery="on_demand")),
         "kind": arguments("fsdp2", "--optimizer.param_groups.0.optimizer_name", "DistMuon", *offload()),
+        "rate": arguments("fsdp2", *offload(lr=0.01)),
+        "two dtypes": arguments(
+            "fsdp2", "--optimizer.implementation", "fused_opt_states_bf16", *offload(state_dtype="fp32")
+        ),
+        "zero": arguments("fsdp2", "--training.max_norm", "0", *offload()),
+        "no optimizer": arguments("fsdp2", "--override.imports", METRICS),
         "unknown": arguments("fsdp2", *offload(specualtion="never")),
     }
     for seen in train(tmp_path, 2, cases):
         assert "training.max_norm: 1.0, but max_grad_norm of the optimizer is 0.5" in seen["two norms"]["error"]
         assert "delivery='on_demand' with 2 parts of the model" in seen["parts"]["error"]
         assert "optimizer_name='DistMuon' for the pattern '.*'; expected AdamW" in seen["kind"]["error"]
+        assert "options: lr=0.01, which torchtitan's groups decide" in seen["rate"]["error"]
+        assert "state_dtype='fp32', but optimizer.implementation is 'fused_opt" in seen["two dtypes"]["error"]
+        assert "training.max_norm: 0.0, expected a number above 0, or inf" in seen["zero"]["error"]
+        assert f"add {OFFLOAD} to override.imports" in seen["no optimizer"]["error"]
         assert "options: model='m'" in seen["taken"]["error"]
         assert "specualtion" in seen["unknown"]["error"] and "speculation" in seen["unknown"]["error"]
