@@ -30,11 +30,25 @@ T* pointer(Address address) {
     return reinterpret_cast<T*>(address);  // NOLINT: addresses are what crosses this border
 }
 
+using Axes = std::vector<std::pair<std::uint64_t, std::uint32_t>>;
+
+// Sets the axes of a run from (length, stride), the innermost first.
+void set_axes(adam::Run& run, const Axes& axes) {
+    if (axes.size() > adam::kMaxAxes) {
+        throw std::invalid_argument("axes: " + std::to_string(axes.size()) + ", expected at most " +
+                                    std::to_string(adam::kMaxAxes));
+    }
+    for (const auto& [length, stride] : axes) {
+        if (length == 0) throw std::invalid_argument("axes: a length of 0, expected 1 or more");
+        run.axes[run.axis_count++] = {length, stride};
+    }
+}
+
 superoffload::RunOfShard make_run(Address master, Address exp_avg, Address exp_avg_sq, Address gradient, Address shadow,
                                   std::size_t numel, adam::ElementType gradient_type, adam::ElementType shadow_type,
-                                  adam::ElementType state_type, std::uint64_t first_index, std::uint64_t noise_stream,
-                                  bool past_cache, bool split_master, Address exp_avg_scales,
-                                  Address exp_avg_sq_scales) {
+                                  adam::ElementType state_type, std::uint64_t first_index, std::uint32_t start,
+                                  const Axes& axes, std::uint64_t noise_stream, bool past_cache, bool split_master,
+                                  Address exp_avg_scales, Address exp_avg_sq_scales) {
     using adam::ElementType;
     if (state_type == ElementType::f16) throw std::invalid_argument("state_type: f16, expected f32, bf16 or q8");
     if (gradient_type == ElementType::q8 || shadow_type == ElementType::q8) {
@@ -58,6 +72,8 @@ superoffload::RunOfShard make_run(Address master, Address exp_avg, Address exp_a
     run.shadow_type = shadow_type;
     run.state_type = state_type;
     run.first_index = first_index;
+    run.start = start;
+    set_axes(run, axes);
     run.past_cache = past_cache;
     run.split_master = split_master;
     run.exp_avg_scales = pointer<std::uint8_t>(exp_avg_scales);
@@ -176,10 +192,11 @@ void bind_kernels(py::module_& module) {
     py::class_<superoffload::RunOfShard>(module, "Run")
         .def(py::init(&make_run), py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("gradient"),
              py::arg("shadow"), py::arg("numel"), py::arg("gradient_type"), py::arg("shadow_type"),
-             py::arg("state_type") = adam::ElementType::f32, py::arg("first_index") = 0, py::arg("noise_stream") = 0,
-             py::arg("past_cache") = false, py::arg("split_master") = false, py::arg("exp_avg_scales") = 0,
-             py::arg("exp_avg_sq_scales") = 0);
+             py::arg("state_type") = adam::ElementType::f32, py::arg("first_index") = 0, py::arg("start") = 0,
+             py::arg("axes") = Axes{}, py::arg("noise_stream") = 0, py::arg("past_cache") = false,
+             py::arg("split_master") = false, py::arg("exp_avg_scales") = 0, py::arg("exp_avg_sq_scales") = 0);
     module.attr("BLOCK") = adam::kBlock;
+    module.attr("MAX_AXES") = adam::kMaxAxes;
     module.attr("MOMENT_BLOCK") = adam::kMomentBlock;
     module.attr("CHUNK") = superoffload::kChunk;
     module.def(

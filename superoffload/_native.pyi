@@ -1,9 +1,11 @@
 """Types of the C++ extension (csrc/bindings.cpp)."""
 
+from collections.abc import Sequence
 from typing import overload
 
 BLOCK: int
 MOMENT_BLOCK: int
+MAX_AXES: int
 CHUNK: int
 
 class ElementType:
@@ -33,6 +35,8 @@ class Run:
         shadow_type: ElementType,
         state_type: ElementType = ...,
         first_index: int = 0,
+        start: int = 0,
+        axes: Sequence[tuple[int, int]] = (),
         noise_stream: int = 0,
         past_cache: bool = False,
         split_master: bool = False,

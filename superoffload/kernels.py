@@ -6,7 +6,7 @@ bfloat16 has no NumPy type: such arrays are ``uint16`` bit patterns. The arithme
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -102,8 +102,9 @@ class Span:
     bits) [n] or uint8 (codes, then the scale of each MOMENT_BLOCK of them) [n + ceil(n / 256)]; ``gradient`` and
     ``shadow``: float32, float16 or uint16 (bfloat16 bits) [n]. An int16 ``master`` has the remainders of a split
     master, whose upper halves are the uint16 ``shadow`` (docs/kernel.md). ``arena_bytes`` is the room for escapes; by
-    default every element may escape. ``noise_stream`` (seed and shard) and ``first_index`` (of element 0 in its shard)
-    key the stochastic rounding. ``past_cache``: the shadow, and with AVX-512 a journal's codes, may be stored past the
+    default every element may escape. ``noise_stream`` (seed and parameter) and the places of the elements in
+    the whole parameter key the stochastic rounding: element 0 is that of ``first_index`` in a shard that begins at
+    ``start`` and lies along ``axes`` ((length, stride), the innermost first; (): it is one run). ``past_cache``: the shadow, and with AVX-512 a journal's codes, may be stored past the
     processor's caches, which is faster for runs that exceed them and changes no bit.
     """
 
@@ -118,6 +119,8 @@ class Span:
         arena_bytes: int | None = None,
         noise_stream: int = 0,
         first_index: int = 0,
+        start: int = 0,
+        axes: Sequence[tuple[int, int]] = (),
         past_cache: bool = False,
     ) -> None:
         arrays: dict[str, _AnyArray] = {
@@ -162,6 +165,8 @@ class Span:
                 shadow_type=_TYPES[shadow.dtype],
                 state_type=_MOMENT_TYPES[exp_avg.dtype],
                 first_index=first_index,
+                start=start,
+                axes=axes,
                 noise_stream=noise_stream,
                 past_cache=past_cache,
                 split_master=split,

@@ -43,10 +43,10 @@ struct Scalars {
     float eps, step_size, inverse_sqrt_bias2;
     float decay, inverse_decay, weight_decay;
     bool l2;
-    std::uint32_t noise_key;  // keys the stochastic rounding of bf16 and 8-bit moments: seed, shard and step
+    std::uint32_t noise_key;  // keys the stochastic rounding of bf16 and 8-bit moments: seed, parameter and step
 };
 
-// Rounds the scalars of a step. `noise_stream` stands for seed and shard.
+// Rounds the scalars of a step. `noise_stream` stands for seed and parameter.
 Scalars freeze(const Hyper& hyper, std::uint64_t noise_stream = 0);
 
 // Locates one block's escapes (old words whose code does not fit). `offset` counts 4-byte words in the arena.
@@ -72,6 +72,13 @@ struct Journal {
     std::uint8_t width;  // 1 or 2
 };
 
+// Describes the elements that follow one another in a shard: `length` of them, `stride` apart in the whole parameter.
+struct Axis {
+    std::uint64_t length;
+    std::uint32_t stride;  // modulo 2^32
+};
+constexpr std::size_t kMaxAxes = 6;
+
 // Describes a contiguous run of a bucket. Master, moments, gradient, shadow and journal never overlap.
 //
 // A split master is stored in two halves of 16 bits: the shadow has the upper one, rounded to nearest, ties away from
@@ -90,16 +97,22 @@ struct Run {
     Scalars frozen;
     ElementType state_type = ElementType::f32;  // of the moments: f32, or rounded stochastically: bf16, q8
     std::uint64_t first_index = 0;              // index of the run's first element in its shard
-    bool split_master = false;                  // the shadow is bf16 and part of the state
-    std::uint16_t* kept_halves = nullptr;       // split: publish() keeps the old upper halves here (see step())
-    bool past_cache = false;                    // shadow and codes bypass the caches, which all runs together exceed
+    // The place of an element, its index in the whole parameter modulo 2^32, keys the noise of stochastic rounding. So
+    // it does not depend on how ranks share the parameter. The shard's first element is at `start`.
+    std::uint32_t start = 0;
+    std::uint32_t axis_count = 0;          // 0: the shard is one run of the whole parameter
+    Axis axes[kMaxAxes] = {};              // else where its elements lie, the innermost axis first
+    const float* places = nullptr;         // bits of a block's places; kernels set it where they need a table
+    bool split_master = false;             // the shadow is bf16 and part of the state
+    std::uint16_t* kept_halves = nullptr;  // split: publish() keeps the old upper halves here (see step())
+    bool past_cache = false;               // shadow and codes bypass the caches, which all runs together exceed
     // Of q8 moments, one for each kMomentBlock elements from the run's first: the biased exponent of the topmost binade
     // (as E8M0, the scale of OCP's Microscaling formats), 255 if all moments of the block are NaN. All 0 at first.
     std::uint8_t* exp_avg_scales = nullptr;
     std::uint8_t* exp_avg_sq_scales = nullptr;
 
-    // Returns the key of an element's noise: its index in the shard, modulo 2^32.
-    std::uint32_t index_of(std::size_t i) const { return static_cast<std::uint32_t>(first_index + i); }
+    // Returns the place of an element where there are no axes.
+    std::uint32_t place_of(std::size_t i) const { return static_cast<std::uint32_t>(start + first_index + i); }
 };
 
 struct Range {

@@ -10,6 +10,7 @@
 #include "kernels.h"
 #include "loops.inl"
 #include "norm.inl"
+#include "places.inl"
 #include "tail.inl"
 #include "types.inl"
 
@@ -21,10 +22,6 @@ template <typename L, typename T>
 SUPEROFFLOAD_INLINE std::size_t vector_end(std::size_t begin, std::size_t end) {
     const std::size_t unit = T::quantized ? kMomentBlock : L::width();
     return begin + (end - begin) / unit * unit;
-}
-
-SUPEROFFLOAD_INLINE Range block_at(std::size_t begin, std::size_t end) {
-    return {begin, begin + kBlock < end ? begin + kBlock : end};
 }
 
 template <typename L, typename T>
@@ -103,6 +100,7 @@ template <typename L, typename T, int width>
 bool journal_range(const Run& run, Range range) {
     BlockEscapes escapes;
     WaitingEscapes waiting;
+    PlacedRun<L> placed(run);
     Range uncommitted{range.begin, range.begin};
     for (std::size_t begin = range.begin; begin < range.end; begin += kBlock) {
         if (!waiting.has_room()) {
@@ -110,7 +108,7 @@ bool journal_range(const Run& run, Range range) {
             uncommitted.begin = begin;
         }
         const Range block = block_at(begin, range.end);
-        journal_block<L, T, width>(run, block, escapes);
+        journal_block<L, T, width>(placed.at(block), block, escapes);
         JournalBlock& entry = run.journal.blocks[begin / kBlock];
         waiting.add(escapes, entry);
         // Where one- and two-byte codes have the same bits, a wide escape is a narrow one too.
@@ -129,13 +127,17 @@ SUPEROFFLOAD_INLINE void finish_stores(const Run& run) {
 
 template <typename L>
 void step_all(const Run& run, Range range) {
-    with_types(run, [&](auto types) { step_range<L, decltype(types)>(run, range); });
+    for_each_placed<L>(run, range, [](const Run& placed, Range part) {
+        with_types(placed, [&](auto types) { step_range<L, decltype(types)>(placed, part); });
+    });
     finish_stores<L>(run);
 }
 
 template <typename L>
 void publish_all(const Run& run, Range range) {
-    with_types(run, [&](auto types) { publish_range<L, decltype(types)>(run, range); });
+    for_each_placed<L>(run, range, [](const Run& placed, Range part) {
+        with_types(placed, [&](auto types) { publish_range<L, decltype(types)>(placed, part); });
+    });
     finish_stores<L>(run);
 }
 
@@ -170,14 +172,17 @@ void undo_all(const Run& run, Range range) {
 
 // Replays a range; steps a block whose journal was used already as it is.
 template <typename L, typename T, int width>
-void replay_range(const Run& run, const Run& again, Range range) {
+void replay_range(const Run& run, const Scalars& scalars, Range range) {
+    PlacedRun<L> placed(run);
     for (std::size_t begin = range.begin; begin < range.end; begin += kBlock) {
         const Range block = block_at(begin, range.end);
         JournalBlock& entry = run.journal.blocks[begin / kBlock];
         if (entry.offset == JournalBlock::kNotApplied) {
+            Run again = placed.at(block);
+            again.frozen = scalars;
             step_range<L, T>(again, block);
         } else {
-            replay_block<L, T, width>(run, again.frozen, block, EscapeCursor(entry, *run.journal.arena));
+            replay_block<L, T, width>(placed.at(block), scalars, block, EscapeCursor(entry, *run.journal.arena));
             entry.offset = JournalBlock::kNotApplied;
         }
     }
@@ -185,11 +190,10 @@ void replay_range(const Run& run, const Run& again, Range range) {
 
 template <typename L>
 void replay_all(const Run& run, Range range, const Scalars& scalars) {
-    Run again = run;
-    again.frozen = scalars;
     with_types(run, [&](auto types) {
         using T = decltype(types);
-        run.journal.width == 1 ? replay_range<L, T, 1>(run, again, range) : replay_range<L, T, 2>(run, again, range);
+        run.journal.width == 1 ? replay_range<L, T, 1>(run, scalars, range)
+                               : replay_range<L, T, 2>(run, scalars, range);
     });
     finish_stores<L>(run);
 }

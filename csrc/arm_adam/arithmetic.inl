@@ -32,18 +32,18 @@ SUPEROFFLOAD_INLINE typename L::F second_increment(const Scalars& s, typename L:
 
 // Mixes all but the last step of noise().
 template <typename L>
-SUPEROFFLOAD_INLINE typename L::U noise_before_last_xor(const Scalars& s, std::uint32_t index) {
-    auto x = L::xor_u(L::add_u(L::iota(), L::set_u(index)), L::set_u(s.noise_key));
+SUPEROFFLOAD_INLINE typename L::U noise_before_last_xor(const Scalars& s, typename L::U places) {
+    auto x = L::xor_u(places, L::set_u(s.noise_key));
     x = L::mul_u(L::xor_u(x, L::template shr<16>(x)), L::set_u(0x7feb352du));
     return L::mul_u(L::xor_u(x, L::template shr<15>(x)), L::set_u(0x846ca68bu));
 }
 
-// Makes thirty-two random bits per element, the same for every instruction set, thread count and order: a hash of step,
-// seed and shard (the key) and of the element's index in its shard. The mixing function is Chris Wellons's "lowbias32"
-// (nullprogram.com/blog/2018/07/31).
+// Makes thirty-two random bits per element, the same for every instruction set, thread count, order and layout over
+// ranks: a hash of step, seed and parameter (the key) and of the element's place in the whole parameter. The mixing
+// function is Chris Wellons's "lowbias32" (nullprogram.com/blog/2018/07/31).
 template <typename L>
-SUPEROFFLOAD_INLINE typename L::U noise(const Scalars& s, std::uint32_t index) {
-    const auto x = noise_before_last_xor<L>(s, index);
+SUPEROFFLOAD_INLINE typename L::U noise(const Scalars& s, typename L::U places) {
+    const auto x = noise_before_last_xor<L>(s, places);
     return L::xor_u(x, L::template shr<16>(x));
 }
 
@@ -58,12 +58,12 @@ SUPEROFFLOAD_INLINE typename L::F round_randomly(typename L::F x, typename L::U 
 // Rounding 0.9 to fp32 alone would be the largest error of exp_avg, so the part that the rounding drops counts too.
 template <typename L, ElementType state>
 SUPEROFFLOAD_INLINE void next_moments(const Scalars& s, typename L::F& exp_avg, typename L::F& exp_avg_sq,
-                                      typename L::F g, typename L::F second, std::uint32_t index) {
+                                      typename L::F g, typename L::F second, typename L::U places) {
     const auto rest = L::mul(L::set(s.beta1_rest), exp_avg);
     exp_avg = L::fma(L::set(s.beta1), exp_avg, L::fma(L::set(s.one_minus_beta1), g, rest));
     exp_avg_sq = L::fma(L::set(s.beta2), exp_avg_sq, second);
     if constexpr (state == ElementType::bf16) {
-        const auto random = noise<L>(s, index);
+        const auto random = noise<L>(s, places);
         exp_avg = round_randomly<L>(exp_avg, L::and_u(random, L::set_u(0xffffu)));
         exp_avg_sq = round_randomly<L>(exp_avg_sq, L::template shr<16>(random));
     }

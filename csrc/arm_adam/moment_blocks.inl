@@ -7,6 +7,7 @@
 #include "arithmetic.inl"
 #include "journal.inl"
 #include "moment_codes.inl"
+#include "places.inl"
 #include "types.inl"
 
 namespace superoffload::adam {
@@ -43,7 +44,7 @@ SUPEROFFLOAD_INLINE void compute_raw_moments(const Run& run, Range block, RawMom
         g = effective_gradient<L, T::l2>(s, g, T::l2 ? load_master<L, T::split>(run, i) : g);
         auto m = load_moment<L>(run.exp_avg, i, first_grid);
         auto v = load_moment<L>(run.exp_avg_sq, i, second_grid);
-        next_moments<L, ElementType::f32>(s, m, v, g, second_increment<L>(s, g), 0);
+        next_moments<L, ElementType::f32>(s, m, v, g, second_increment<L>(s, g), L::set_u(0));
         L::store(raw.exp_avg + (i - block.begin), m);
         L::store(raw.exp_avg_sq + (i - block.begin), v);
         largest_m = L::max_u(largest_m, L::bits(absolute<L>(m)));
@@ -59,7 +60,7 @@ SUPEROFFLOAD_INLINE void round_and_step(const Run& run, std::size_t i, const Gri
                                         typename L::F& m, typename L::F& v, typename L::F& p, typename L::F& q,
                                         typename L::U& code_m, typename L::U& code_v) {
     typename L::U noise_m, noise_v;
-    moment_noise<L>(run.frozen, run.index_of(i), noise_m, noise_v);
+    moment_noise<L>(run.frozen, places_at<L>(run, i), noise_m, noise_v);
     code_m = round_moment<L>(m, noise_m, first);
     code_v = round_moment<L>(v, noise_v, second);
     q = direction<L>(run.frozen, m, v);

@@ -108,9 +108,9 @@ SUPEROFFLOAD_INLINE typename L::F load_moment(const void* codes, std::size_t i, 
 // step of noise() is done too. Half a unit is below them, so that sixteen bits leave no bias, but not enough to move a
 // number that has a code.
 template <typename L>
-SUPEROFFLOAD_INLINE void moment_noise(const Scalars& s, std::uint32_t index, typename L::U& exp_avg,
+SUPEROFFLOAD_INLINE void moment_noise(const Scalars& s, typename L::U places, typename L::U& exp_avg,
                                       typename L::U& exp_avg_sq) {
-    const auto x = noise_before_last_xor<L>(s, index);
+    const auto x = noise_before_last_xor<L>(s, places);
     exp_avg_sq = L::or_u(L::and_u(x, L::set_u(0xffff0000u)), L::set_u(0x8000u));
     exp_avg = L::xor_u(L::template shl<16>(x), exp_avg_sq);
 }

@@ -20,6 +20,7 @@ struct Tail {
         run.exp_avg_sq = static_cast<char*>(run.exp_avg_sq) + begin * element_size(run.state_type);
         run.journal.codes += run.journal.codes == nullptr ? 0 : begin * run.journal.width;
         run.first_index += begin;
+        if (run.places != nullptr) run.places += begin % kBlock;
         if (run.state_type == ElementType::q8) {
             run.exp_avg_scales += begin / kMomentBlock;
             run.exp_avg_sq_scales += begin / kMomentBlock;

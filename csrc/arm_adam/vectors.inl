@@ -7,6 +7,7 @@
 #include "arithmetic.inl"
 #include "journal.inl"
 #include "kernels.h"
+#include "places.inl"
 #include "types.inl"
 
 namespace superoffload::adam {
@@ -14,10 +15,10 @@ namespace {
 
 // Steps one vector in place, to canonical values as they are stored.
 template <typename L, typename T>
-SUPEROFFLOAD_INLINE void step_vector(const Scalars& s, std::uint32_t index, typename L::F gradient, typename L::F& p,
+SUPEROFFLOAD_INLINE void step_vector(const Scalars& s, typename L::U places, typename L::F gradient, typename L::F& p,
                                      typename L::F& m, typename L::F& v) {
     const auto g = effective_gradient<L, T::l2>(s, gradient, p);
-    next_moments<L, T::state>(s, m, v, g, second_increment<L>(s, g), index);
+    next_moments<L, T::state>(s, m, v, g, second_increment<L>(s, g), places);
     p = next_master<L, T::l2>(s, p, direction<L>(s, m, v));
     make_canonical<L>(m, v, p);
 }
@@ -33,7 +34,7 @@ SUPEROFFLOAD_INLINE void step_vectors(const Run& shared, std::size_t begin, std:
         auto p = load_master<L, T::split>(run, i);
         auto m = load_element<L, T::state>(run.exp_avg, i);
         auto v = load_element<L, T::state>(run.exp_avg_sq, i);
-        step_vector<L, T>(run.frozen, run.index_of(i), load_element<L, T::gradient>(run.gradient, i), p, m, v);
+        step_vector<L, T>(run.frozen, places_at<L>(run, i), load_element<L, T::gradient>(run.gradient, i), p, m, v);
         store_element<L, T::state>(run.exp_avg, i, m);
         store_element<L, T::state>(run.exp_avg_sq, i, v);
         store_parameters<L, T>(run, i, p, past_cache);
@@ -49,7 +50,7 @@ SUPEROFFLOAD_INLINE void publish_vectors(const Run& shared, std::size_t begin, s
         auto p = load_master<L, T::split>(run, i);
         auto m = load_element<L, T::state>(run.exp_avg, i);
         auto v = load_element<L, T::state>(run.exp_avg_sq, i);
-        step_vector<L, T>(run.frozen, run.index_of(i), load_element<L, T::gradient>(run.gradient, i), p, m, v);
+        step_vector<L, T>(run.frozen, places_at<L>(run, i), load_element<L, T::gradient>(run.gradient, i), p, m, v);
         publish_vector<L, T>(run, i, p, past_cache);
     }
 }
@@ -70,7 +71,7 @@ SUPEROFFLOAD_INLINE void journal_vectors(const Run& shared, std::uint8_t* codes,
         const auto second = second_increment<L>(s, g);
         auto next_m = m;
         auto next_v = v;
-        next_moments<L, T::state>(s, next_m, next_v, g, second, run.index_of(i));
+        next_moments<L, T::state>(s, next_m, next_v, g, second, places_at<L>(run, i));
         const auto q = direction<L>(s, next_m, next_v);
         auto next_p = next_master<L, T::l2>(s, p, q);
         make_canonical<L>(next_m, next_v, next_p);
@@ -111,7 +112,7 @@ SUPEROFFLOAD_INLINE Pair<L> compute_pair(const Run& run, std::size_t i) {
         const auto second = second_increment<L>(s, g);
         pair.m[k] = m;
         pair.v[k] = v;
-        next_moments<L, T::state>(s, pair.m[k], pair.v[k], g, second, run.index_of(at));
+        next_moments<L, T::state>(s, pair.m[k], pair.v[k], g, second, places_at<L>(run, at));
         const auto est_m = estimated_word<L, T::state>(estimate_exp_avg<L>(s, pair.m[k], first_increment<L>(s, g)));
         diff_m[k] = L::sub_u(word_of<L, T::state>(m), est_m);
         const auto est_v = estimated_word<L, T::state>(estimate_exp_avg_sq<L>(s, pair.v[k], second));
@@ -219,7 +220,7 @@ SUPEROFFLOAD_INLINE void replay_vectors(const Run& shared, const Scalars& scalar
         auto m = load_element<L, T::state>(run.exp_avg, i);
         auto v = load_element<L, T::state>(run.exp_avg_sq, i);
         undo_vector<L, T, width>(run, i, block, escapes, p, m, v);
-        step_vector<L, T>(again, run.index_of(i), load_element<L, T::gradient>(run.gradient, i), p, m, v);
+        step_vector<L, T>(again, places_at<L>(run, i), load_element<L, T::gradient>(run.gradient, i), p, m, v);
         store_element<L, T::state>(run.exp_avg, i, m);
         store_element<L, T::state>(run.exp_avg_sq, i, v);
         store_parameters<L, T>(run, i, p, past_cache);

@@ -86,8 +86,8 @@ struct LaneOfBlock {
             Packet<typename Published::Word, width> published;
 #pragma unroll
             for (unsigned w = 0; w < width; ++w) {
-                const auto index = piece.first_index + static_cast<unsigned>(block.begin) + at + k * apart + w;
-                const unsigned random = noise(piece.scalars.noise_key, index);
+                const unsigned place = place_of(piece, block.begin + at + k * apart + w);
+                const unsigned random = noise(piece.scalars.noise_key, place);
                 next_m.set(w, static_cast<unsigned char>(first.round(m[k][w], random & 0xffffu)));
                 next_v.set(w, static_cast<unsigned char>(second.round(v[k][w], random >> 16)));
                 float next = __uint_as_float(p[k].get(w));

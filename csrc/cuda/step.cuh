@@ -19,8 +19,12 @@ struct Scalars {
     unsigned noise_key;
 };
 
-// Describes a piece in 148 bytes, 152 with alignment. `first_index`, the index of its first element in the whole
-// parameter, modulo 2^32, keys the stochastic rounding.
+// Matches kMaxAxes of csrc/arm_adam/adam.h.
+constexpr unsigned kMaxAxes = 6;
+
+// Describes a piece in 232 bytes. An element's place in the whole parameter, modulo 2^32, keys the stochastic rounding:
+// the shard's first element is at `start`, the piece's has `first_index` in the shard, whose axes
+// (csrc/arm_adam/adam.h) begin with the innermost.
 struct StepPiece {
     void* master;                  // fp32; of a split master the remainders (csrc/arm_adam/adam.h)
     unsigned short* upper_halves;  // of a split master
@@ -32,9 +36,27 @@ struct StepPiece {
     void* parameter;
     unsigned long long numel;
     unsigned long long first_block;
-    unsigned first_index;
+    unsigned long long first_index;
+    unsigned long long axis_lengths[kMaxAxes];
+    unsigned axis_strides[kMaxAxes];
+    unsigned start;
+    unsigned axis_count;  // 0: the shard is one run of the whole parameter
     Scalars scalars;
 };
+
+// Returns the place of element `i` of a piece. The loop is unrolled, so that the piece stays in registers.
+__device__ inline unsigned place_of(const StepPiece& piece, unsigned long long i) {
+    unsigned long long index = piece.first_index + i;
+    if (piece.axis_count == 0) return piece.start + static_cast<unsigned>(index);
+    unsigned place = piece.start;
+#pragma unroll
+    for (unsigned k = 0; k < kMaxAxes; ++k) {
+        if (k == piece.axis_count) break;
+        place += static_cast<unsigned>(index % piece.axis_lengths[k]) * piece.axis_strides[k];
+        index /= piece.axis_lengths[k];
+    }
+    return place;
+}
 
 __device__ inline unsigned noise(unsigned key, unsigned index) {
     unsigned x = index ^ key;
@@ -46,7 +68,7 @@ __device__ inline unsigned noise(unsigned key, unsigned index) {
 // Rounds moments before they are stored and before the direction is computed from them.
 struct ExactMoments {
     using Format = F32;
-    __device__ static void round(const Scalars&, float&, float&, unsigned) {}
+    __device__ static void round(const StepPiece&, float&, float&, unsigned long long) {}
 };
 
 struct NoisyMoments {
@@ -54,8 +76,8 @@ struct NoisyMoments {
     __device__ static float round_one(float x, unsigned noise16) {
         return __uint_as_float((F32::word(x) + noise16) & 0xffff0000u);
     }
-    __device__ static void round(const Scalars& s, float& exp_avg, float& exp_avg_sq, unsigned index) {
-        const unsigned random = noise(s.noise_key, index);
+    __device__ static void round(const StepPiece& piece, float& exp_avg, float& exp_avg_sq, unsigned long long i) {
+        const unsigned random = noise(piece.scalars.noise_key, place_of(piece, i));
         exp_avg = round_one(exp_avg, random & 0xffffu);
         exp_avg_sq = round_one(exp_avg_sq, random >> 16);
     }
@@ -137,11 +159,11 @@ __device__ inline void step_master(const Scalars& s, float& master, float exp_av
 }
 
 template <typename Moments>
-__device__ inline void step_element(const Scalars& s, float raw, float& master, float& exp_avg, float& exp_avg_sq,
-                                    unsigned index) {
-    next_moments(s, raw, master, exp_avg, exp_avg_sq);
-    Moments::round(s, exp_avg, exp_avg_sq, index);
-    step_master(s, master, exp_avg, exp_avg_sq);
+__device__ inline void step_element(const StepPiece& piece, float raw, float& master, float& exp_avg, float& exp_avg_sq,
+                                    unsigned long long i) {
+    next_moments(piece.scalars, raw, master, exp_avg, exp_avg_sq);
+    Moments::round(piece, exp_avg, exp_avg_sq, i);
+    step_master(piece.scalars, master, exp_avg, exp_avg_sq);
 }
 
 // Steps `width` elements at once, `repeats` times, `apart` elements from each other: all loads before the first use.
@@ -175,8 +197,7 @@ __device__ inline void step_elements(const StepPiece& piece, unsigned long long 
             float next = __uint_as_float(p[k].get(w));
             float first = State::value(m[k].get(w));
             float second = State::value(v[k].get(w));
-            const auto index = piece.first_index + static_cast<unsigned>(begin + k * apart + w);
-            step_element<Moments>(piece.scalars, Gradient::value(g[k].get(w)), next, first, second, index);
+            step_element<Moments>(piece, Gradient::value(g[k].get(w)), next, first, second, begin + k * apart + w);
             next_p.set(w, next);
             next_m.set(w, State::word(first));
             next_v.set(w, State::word(second));

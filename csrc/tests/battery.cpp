@@ -86,13 +86,20 @@ struct Memory {
           arena{words.data(), words.size(), 0} {
         fill(c);
         std::memset(codes.data(), 0, codes.size());
-        run = {master.data(),     exp_avg.data(),
-               exp_avg_sq.data(), gradient.data(),
-               shadow.data(),     {codes.data(), blocks.data(), &arena, 1},
-               c.numel,           c.gradient,
-               c.shadow,          freeze(c.hyper, c.number),
-               c.state,           battery::mix(c.number),
-               c.split,           c.split ? kept.as<std::uint16_t>() : nullptr};
+        run = {master.data(),
+               exp_avg.data(),
+               exp_avg_sq.data(),
+               gradient.data(),
+               shadow.data(),
+               {codes.data(), blocks.data(), &arena, 1},
+               c.numel,
+               c.gradient,
+               c.shadow,
+               freeze(c.hyper, c.number),
+               c.state};
+        run.split_master = c.split;
+        run.kept_halves = c.split ? kept.as<std::uint16_t>() : nullptr;
+        battery::place(run, c.number);
         if (c.state != ElementType::q8) return;
         run.exp_avg_scales = exp_avg_scales.data();
         run.exp_avg_sq_scales = exp_avg_sq_scales.data();

@@ -97,6 +97,22 @@ inline std::vector<Case> cases(bool full) {
     return all;
 }
 
+// Places a run in a whole parameter: as one run, or along one to three axes, with rows around the lengths of vectors.
+inline void place(superoffload::adam::Run& run, unsigned number) {
+    static const superoffload::adam::Axis kAxes[][3] = {{{3, 1}, {7, 11}, {1 << 20, 500}},
+                                                        {{16, 1}, {40, 48}, {1 << 20, 4096}},
+                                                        {{1000, 1}, {1 << 20, 5000}, {1, 0}},
+                                                        {{33, 70}, {5, 1}, {1 << 20, 5 * 70 * 33 + 9}},
+                                                        {{1 << 30, 48}, {1, 0}, {1, 0}}};
+    static const unsigned kCounts[] = {3, 3, 2, 3, 1};
+    run.first_index = mix(number) >> 24;
+    run.start = static_cast<std::uint32_t>(mix(number + 1));
+    const unsigned shape = number % 11;
+    if (shape >= 5) return;
+    run.axis_count = kCounts[shape];
+    for (unsigned k = 0; k < run.axis_count; ++k) run.axes[k] = kAxes[shape][k];
+}
+
 constexpr std::uint32_t kSpecial[] = {
     0x00000000, 0x00000001, 0x00000fff, 0x00400000, 0x007fffff, 0x00800000, 0x00800001, 0x0c800000, 0x20000000,
     0x33000000, 0x337fffff, 0x33800000, 0x387fc000, 0x387fe000, 0x38800000, 0x3f7fffff, 0x3f800000, 0x3f800001,

@@ -151,6 +151,10 @@ class Bucket {
                 scalars,
                 case_.state,
                 case_.seed * 5,
+                0,
+                0,
+                {},
+                nullptr,
                 case_.split,
                 case_.split ? kept_.as<std::uint16_t>() : nullptr,
                 case_.numel % 2 == 0,  // half of all cases bypass the caches

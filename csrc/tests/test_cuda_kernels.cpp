@@ -29,6 +29,7 @@ static_assert(offsetof(cuda::Scalars, eps) == offsetof(adam::Scalars, eps), "the
 static_assert(offsetof(cuda::Scalars, weight_decay) == offsetof(adam::Scalars, weight_decay), "the same struct");
 static_assert(offsetof(cuda::Scalars, l2) == offsetof(adam::Scalars, l2), "the same struct");
 static_assert(offsetof(cuda::Scalars, noise_key) == offsetof(adam::Scalars, noise_key), "the same struct");
+static_assert(cuda::kMaxAxes == adam::kMaxAxes, "the same axes");
 static_assert(cuda::kBlock == adam::kBlock && cuda::kMomentBlock == adam::kMomentBlock, "the same blocks");
 
 const char* const kTypes[] = {"f32", "bf16", "f16", "q8"};
@@ -74,9 +75,9 @@ struct Memory {
                       c.gradient,
                       c.shadow,
                       freeze(c.hyper, c.number),
-                      c.state,
-                      battery::mix(c.number),
-                      c.split};
+                      c.state};
+        run.split_master = c.split;
+        battery::place(run, c.number);
         run.exp_avg_scales = exp_avg_scales.data();
         run.exp_avg_sq_scales = exp_avg_sq_scales.data();
         adam::step(run, {0, c.numel});
@@ -96,8 +97,20 @@ struct Memory {
                               c.numel,
                               first_block,
                               0,
+                              {},
+                              {},
+                              0,
+                              0,
                               {}};
-        piece.first_index = static_cast<unsigned>(battery::mix(c.number));
+        adam::Run placed{};
+        battery::place(placed, c.number);
+        piece.first_index = placed.first_index;
+        piece.start = placed.start;
+        piece.axis_count = placed.axis_count;
+        for (unsigned k = 0; k < placed.axis_count; ++k) {
+            piece.axis_lengths[k] = placed.axes[k].length;
+            piece.axis_strides[k] = placed.axes[k].stride;
+        }
         std::memcpy(&piece.scalars, &frozen, sizeof frozen);
         return piece;
     }

@@ -41,6 +41,21 @@ class Box:
             place = place * size + offset
         return place
 
+    def axes_in(self, shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[tuple[int, int], ...]:
+        """Returns how the box's elements, in the order of its dimensions or in ``order``, lie in such a flat tensor.
+
+        Each axis is (length, stride), the innermost first. Returns () where the elements follow one another.
+        """
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        axes: list[tuple[int, int]] = []
+        for dim in reversed(range(len(shape)) if order is None else order):
+            length, stride = self.lengths[dim], strides[dim]
+            if axes and stride == axes[-1][0] * axes[-1][1]:
+                axes[-1] = (axes[-1][0] * length, axes[-1][1])
+            elif length > 1:
+                axes.append((length, stride))
+        return () if self.numel == 0 or axes in ([], [(self.numel, 1)]) else tuple(axes)
+
     def within(self, outer: Box) -> Box | None:
         """Returns the box as a part of ``outer``'s elements; None if it is not inside of ``outer``."""
         offsets = tuple(mine - theirs for mine, theirs in zip(self.offsets, outer.offsets, strict=True))

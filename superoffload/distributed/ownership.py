@@ -40,6 +40,11 @@ class Holding:
         """Returns the index of the part's first element in the flat parameter."""
         return self.box.first_in(self.shape)
 
+    @property
+    def axes(self) -> tuple[tuple[int, int], ...]:
+        """Returns how the part's elements lie in the flat parameter (``Box.axes_in``)."""
+        return self.box.axes_in(self.shape, self.order)
+
     def part(self, tensor: Tensor) -> Tensor:
         """Returns this rank's elements of the parameter, or of a tensor laid out like it (its gradient), flat."""
         local = local_of(tensor)

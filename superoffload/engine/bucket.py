@@ -73,7 +73,10 @@ class Shard:
     target: Callable[[], Tensor]
     parameter: Tensor | None = None  # a plain tensor in host memory that the published shard shares memory with
     noise_stream: int = 0
-    offset: int = 0  # its first element in the whole parameter, so that the noise does not depend on the sharding
+    # Where it is in the whole parameter, so that the noise does not depend on the sharding: the index of its first
+    # element, and the axes along which its elements follow, (length, stride), the innermost first; (): it is one run.
+    offset: int = 0
+    axes: tuple[tuple[int, int], ...] = ()
     steps: int = 0
     resident: bool = False  # master and moments are on the accelerator (superoffload/engine/placement.py)
     reduced_later: bool = False  # its gradient may be reduced over ranks after backward has made it

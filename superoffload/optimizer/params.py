@@ -13,6 +13,7 @@ from superoffload.distributed.held import Held
 from superoffload.distributed.ownership import Holding, like_parameter
 from superoffload.engine.bucket import Shard
 from superoffload.engine.moments import read_exp_avg, read_exp_avg_sq
+from superoffload.engine.noise import check_axes, noise_stream
 from superoffload.engine.placement import make_state
 from superoffload.errors import StateError
 from superoffload.optimizer.arguments import check_finite, check_parameter
@@ -138,6 +139,7 @@ class Params:
         split = [self._split_masters and param.dtype == torch.bfloat16 for param in fresh]
         master_dtypes = [torch.int16 if its else torch.float32 for its in split]
         states = make_state(sizes, master_dtypes, self._state_dtype, resident, self._engine.layout.placer)
+        rounded = self._state_dtype is not torch.float32
         found: list[TrackedParam] = []
         counts = torch.zeros(len(fresh), dtype=torch.float32)
         for i, (param, name) in enumerate(fresh.items()):
@@ -155,8 +157,9 @@ class Params:
                 exp_avg_sq=exp_avg_sq,
                 target=_target(param, holdings[param]),
                 parameter=param if holdings[param].is_memory_of(param) else None,
-                noise_stream=self._seed << 32 | index,
+                noise_stream=noise_stream(self._seed, name),
                 offset=holdings[param].start,
+                axes=check_axes(name, holdings[param].axes) if rounded else (),
                 resident=resident[i],
                 reduced_later=not self._setup.is_early(param),
             )

@@ -16,9 +16,10 @@ from tests.support import emulated_kernels
 from tests.support.emulated_kernels import STEPS, step_kernel
 from tests.support.guarded_arrays import Guarded, assert_bits, halves_of
 from tests.support.kernel_inputs import hostile_blocks
+from tests.support.placed_boxes import BOXES, PlacedBox
 from tests.support.reference import eight_bit
 from tests.support.reference.convert import FORMATS, join, narrow
-from tests.support.reference.stochastic import noise
+from tests.support.reference.stochastic import noise_at
 
 STREAM = 12345 << 32 | 7
 # Around lanes, packets, warps' blocks of 256 and blocks of 1024.
@@ -53,6 +54,8 @@ class Parameter:
         self, numel: int, types: tuple[str, str], seed: int = 5, start: int = 0, first_index: int = 13
     ) -> None:
         self.numel, self.types, self.first_index = numel, types, first_index
+        self.axes: tuple[tuple[int, int], ...] = ()
+        self.places = np.arange(numel, dtype=np.uint64) + np.uint64(first_index)
         self.random = np.random.default_rng([seed, numel])
         master = self.random.standard_normal(numel).astype(np.float32)
         upper, remainder = halves_of(master)
@@ -89,20 +92,19 @@ class Parameter:
     def set_gradient(self, values: Float32Array) -> None:
         self["gradient"][:] = narrow(values, self.types[0])
 
-    def rows(self, h: kernels.Hyper, cuts: Iterable[int] = ()) -> list[tuple[int | bytes, ...]]:
+    def rows(self, h: kernels.Hyper, cuts: Iterable[int] = ()) -> list[tuple[object, ...]]:
         """Pieces from cut to cut."""
-        found: list[tuple[int | bytes, ...]] = []
+        found: list[tuple[object, ...]] = []
         for begin, end in pairwise([0, *cuts, self.numel]):
             starts = {name: begin * self[name].itemsize for name in self._parts}
             scales = [self[name].ctypes.data + self.numel + begin // 256 for name in ("exp_avg", "exp_avg_sq")]
             addresses = [self[name].ctypes.data + start for name, start in starts.items()]
-            found.append(
-                (*addresses[:4], *scales, *addresses[4:], end - begin, (self.first_index + begin) % 2**32, frozen(h))
-            )
+            placed = geometry.placed(begin, self.first_index, self.axes)
+            found.append((*addresses[:4], *scales, *addresses[4:], end - begin, *placed, frozen(h)))
         return found
 
     def expected(self, h: kernels.Hyper) -> eight_bit.Stepped:
-        random = noise(self.numel, STREAM, h.step, self.first_index)
+        random = noise_at(self.places, STREAM, h.step)
         moments = self["exp_avg"].copy(), self["exp_avg_sq"].copy()
         return eight_bit.step(self.master, *moments, self["gradient"], self.types[1], h, random)
 
@@ -180,6 +182,15 @@ def test_pieces_of_a_parameter_and_the_grid_change_nothing(types: tuple[str, str
             for step in range(1, 4):
                 param.draw_gradient()
                 step_all([param], hyper(step), cuts, grid)
+
+
+@pytest.mark.parametrize("box", BOXES, ids=str)
+def test_noise_is_that_of_places_in_the_whole_parameter(box: PlacedBox) -> None:
+    param = Parameter(len(box.places), ("bf16", "bf16"), first_index=box.start)
+    param.axes, param.places = box.axes, box.places
+    for step in range(1, 4):
+        param.draw_gradient()
+        step_all([param], hyper(step), (1024,) if step == 2 and param.numel > 1024 else ())
 
 
 @pytest.mark.parametrize("types", [("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "split")], ids="-".join)

@@ -174,7 +174,7 @@ def test_step_gives_the_bits_of_the_reference(types: tuple[str, str], l2: bool) 
     """All cases in one launch: every length, both kinds of values, all hyper-parameters."""
     spans = [case for case in span_cases(types[0], types[1], l2) if case.number % 3 == 0 or case.length >= 1000]
     memory = []
-    rows: list[tuple[int | bytes, ...]] = []
+    rows: list[tuple[object, ...]] = []
     for case in spans:
         start = case.start if case.number % 2 else 0
         upper, master = halves_of(case.old.master) if types[1] == "split" else (np.zeros(0, np.uint16), case.old.master)
@@ -183,7 +183,7 @@ def test_step_gives_the_bits_of_the_reference(types: tuple[str, str], l2: bool) 
         parameter = Guarded(np.zeros(case.length, FORMATS[types[1]]), start)
         memory.append((*state, gradient, parameter))
         addresses = [guarded.array.ctypes.data for guarded in memory[-1]]
-        rows.append((*addresses[:4], *NO_SCALES, *addresses[4:], case.length, 0, frozen(case)))
+        rows.append((*addresses[:4], *NO_SCALES, *addresses[4:], case.length, *geometry.placed(0, 0), frozen(case)))
     emulated_kernels.launch(step_kernel(types), geometry.step_pieces(rows))
     for case, parts in zip(spans, memory, strict=True):
         stored, halves, *rest = (part.array for part in parts)
@@ -198,9 +198,12 @@ def test_step_gives_the_bits_of_the_reference(types: tuple[str, str], l2: bool) 
         assert all(part.intact() for part in parts), str(case)
 
 
-@pytest.mark.parametrize("first_index", [0, 2**32 - 700])
-def test_noisy_step_gives_the_bits_of_the_native_kernel(first_index: int) -> None:
-    """bf16 moments: the noise depends on step, seed, shard and index only, so it is the same here."""
+@pytest.mark.parametrize("axes", [(), ((100, 1), (50, 300)), ((7, 20), (20, 1), (1000, 400)), ((1 << 40, 5),)], ids=str)
+@pytest.mark.parametrize(("first_index", "start"), [(0, 0), (50, 2**32 - 700)])
+def test_noisy_step_gives_the_bits_of_the_native_kernel(
+    first_index: int, start: int, axes: tuple[tuple[int, int], ...]
+) -> None:
+    """bf16 moments: the noise depends on step, seed, parameter and place only, so it is the same here."""
     numel, noise_stream = 3000, 12345 << 32 | 7
     old = cases.state("training", numel, 5)
     gradient = cases.gradient("training", "bf16", numel, 6)
@@ -224,6 +227,8 @@ def test_noisy_step_gives_the_bits_of_the_native_kernel(first_index: int) -> Non
                 shadow_type=bf16,
                 state_type=bf16,
                 first_index=first_index,
+                start=start,
+                axes=axes,
                 noise_stream=noise_stream,
             )
             work = _native.BucketWork([run], 0)
@@ -231,7 +236,7 @@ def test_noisy_step_gives_the_bits_of_the_native_kernel(first_index: int) -> Non
             work.run_all(_native.Operation.step)
         else:
             scalars = _native.freeze_scalars(**hyper, l2=False, step=9, noise_stream=noise_stream)
-            rows = [(addresses[0], 0, *addresses[1:3], *NO_SCALES, *addresses[3:], numel, first_index, scalars)]
+            rows = [(addresses[0], 0, *addresses[1:3], *NO_SCALES, *addresses[3:], numel, *geometry.placed(first_index, start, axes), scalars)]
             emulated_kernels.launch("step_bf16_bf16_noisy", geometry.step_pieces(rows))
         results.append((master, exp_avg, exp_avg_sq, parameter))
     for name, got, expected in zip(
@@ -244,7 +249,7 @@ def test_noisy_step_gives_the_bits_of_the_native_kernel(first_index: int) -> Non
 
 
 def test_piece_tables_are_what_the_kernels_read() -> None:
-    assert (COPY_PIECE.itemsize, SUM_PIECE.itemsize, geometry.STEP_PIECE.itemsize) == (32, 32, 152)
+    assert (COPY_PIECE.itemsize, SUM_PIECE.itemsize, geometry.STEP_PIECE.itemsize) == (32, 32, 232)
     assert len(frozen(span_cases("fp32", "fp32", False)[0])) == geometry.SCALARS_BYTES
     table = copy_pieces([(64, 0, 1024), (128, 1024, 0), (192, 1024, 1), (256, 1088, 3000)])
     assert table["first_block"].tolist() == [0, 1, 1, 2]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW, CPUAdamW, checkpoints
+from superoffload.engine.noise import noise_stream
 from superoffload.engine.speculation_schedule import Schedule
 from superoffload.errors import ArgumentError
 from tests.support.adamw_training import Mixed, Reordered, TorchAdamW, check_counters, model_of, train
@@ -63,7 +64,8 @@ class Reference:
     def __init__(self, model: nn.Module, seed: int, published: str) -> None:
         self.masters = [p.detach().float().reshape(-1).numpy().copy() for p in model.parameters()]
         self.moments = [[np.zeros(eight_bit.stored_size(len(m)), np.uint8) for _ in range(2)] for m in self.masters]
-        self.seed, self.published, self.step = seed, published, 0
+        self.published, self.step = published, 0
+        self.streams = [noise_stream(seed, f"param_groups[0]['params'][{i}]") for i in range(len(self.masters))]
 
     def take(self, given: list[Tensor], max_grad_norm: float | None) -> None:
         flats = [g.reshape(-1).view(torch.uint16).numpy() for g in given]
@@ -73,7 +75,7 @@ class Reference:
         self.step += 1
         hyper = adam.Hyper(1e-2, 0.9, 0.999, 1e-8, 0.1, self.step, decision.gradient_factor)
         for i, flat in enumerate(flats):
-            random = noise(len(flat), self.seed << 32 | i, self.step)
+            random = noise(len(flat), self.streams[i], self.step)
             first, second = self.moments[i]
             stepped = eight_bit.step(self.masters[i], first, second, flat, self.published, hyper, random)
             self.masters[i], self.moments[i] = stepped.master, [stepped.exp_avg, stepped.exp_avg_sq]

@@ -13,15 +13,18 @@ from superoffload import _native
 from superoffload.engine.bucket import BLOCK, Bucket, Shard
 
 SCALARS_BYTES = 64
+MAX_AXES = _native.MAX_AXES
 # struct StepPiece of csrc/cuda/step.cuh; `scalars` as superoffload._native.freeze_scalars returns them.
 STEP_PIECE = np.dtype(
     [
         *((name, "<u8") for name in ("master", "upper_halves", "exp_avg", "exp_avg_sq")),
         *((name, "<u8") for name in ("exp_avg_scales", "exp_avg_sq_scales", "gradient", "parameter")),
         *((name, "<u8") for name in ("numel", "first_block")),
-        ("first_index", "<u4"),
+        ("first_index", "<u8"),
+        ("axis_lengths", "<u8", (MAX_AXES,)),
+        ("axis_strides", "<u4", (MAX_AXES,)),
+        *((name, "<u4") for name in ("start", "axis_count")),
         ("scalars", f"V{SCALARS_BYTES}"),
-        ("padding", "V4"),
     ]
 )
 
@@ -33,10 +36,17 @@ def blocks_of(numel: int) -> int:
     return -(-numel // BLOCK)
 
 
-def step_pieces(pieces: Iterable[tuple[int | bytes, ...]]) -> Pieces:
+def step_pieces(pieces: Iterable[tuple[object, ...]]) -> Pieces:
     """Makes a table of rows of ``STEP_PIECE``, without ``first_block``."""
-    names = [name for name in STEP_PIECE.names or () if name not in ("first_block", "padding")]
+    names = [name for name in STEP_PIECE.names or () if name != "first_block"]
     return numbered(list(pieces), STEP_PIECE, names)
+
+
+def placed(first_index: int, start: int, axes: Sequence[tuple[int, int]] = ()) -> tuple[object, ...]:
+    """Makes the columns of ``STEP_PIECE`` that say where a piece's elements are in the whole parameter."""
+    padded = [*axes, *[(0, 0)] * (MAX_AXES - len(axes))]
+    lengths, strides = zip(*padded, strict=True)
+    return first_index, lengths, [stride % 2**32 for stride in strides], start % 2**32, len(axes)
 
 
 def numbered(rows: Sequence[tuple[object, ...]], dtype: np.dtype[np.void], names: Sequence[str]) -> Pieces:
@@ -68,7 +78,7 @@ def step_kernel(bucket: Bucket) -> str:
 
 def step_table(bucket: Bucket, scalars: Sequence[bytes | None]) -> Pieces:
     """Makes the kernel's table: the pieces that have scalars, with the addresses of state, gradient and parameter."""
-    rows: list[tuple[int | bytes, ...]] = []
+    rows: list[tuple[object, ...]] = []
     for piece, frozen in zip(bucket.pieces, scalars, strict=True):
         if frozen is None:
             continue
@@ -84,7 +94,7 @@ def step_table(bucket: Bucket, scalars: Sequence[bytes | None]) -> Pieces:
             (shard.target(), piece.start),
         )
         addresses = (0 if memory is None else memory.data_ptr() + memory.element_size() * at for memory, at in starts)
-        rows.append((*addresses, piece.numel, (shard.offset + piece.start) % 2**32, frozen))
+        rows.append((*addresses, piece.numel, *placed(piece.start, shard.offset, shard.axes), frozen))
     return step_pieces(rows)
 
 

@@ -20,10 +20,15 @@ def mix(x: int) -> int:
 
 
 def noise(numel: int, stream: int, step: int, first: int = 0) -> RandomWords:
-    """32 random bits for each element from index `first` on; `stream` stands for seed and shard."""
+    """32 random bits for each element from place `first` on; `stream` stands for seed and parameter."""
+    return noise_at(np.arange(numel, dtype=np.uint64) + np.uint64(first), stream, step)
+
+
+def noise_at(places: npt.NDArray[np.uint64], stream: int, step: int) -> RandomWords:
+    """32 random bits for each element, whose place is its index in the whole parameter."""
     key = np.uint32(mix(stream ^ mix(step)) & 0xFFFFFFFF)
     with np.errstate(over="ignore"):
-        x = (np.arange(numel, dtype=np.uint64) + np.uint64(first)).astype(np.uint32) ^ key
+        x = places.astype(np.uint32) ^ key
         x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
         x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
     return np.asarray(x ^ (x >> np.uint32(16)), np.uint32)

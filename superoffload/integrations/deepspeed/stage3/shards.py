@@ -10,6 +10,7 @@ from deepspeed import comm as dist
 from torch import Tensor
 
 from superoffload.engine.bucket import Shard
+from superoffload.engine.noise import noise_stream
 from superoffload.errors import ArgumentError
 from superoffload.integrations.deepspeed import residency
 from superoffload.integrations.deepspeed.config import OPTIONS_KEY, Options
@@ -102,9 +103,10 @@ class Shards:
             return stock.fp16_partitioned_groups_flat[sub_group].data[elements]
 
         index = len(self.partitions)
+        name = str(stock.param_names.get(param, f"parameter {param.ds_id}"))
         shard = Shard(
             index=index,
-            name=str(stock.param_names.get(param, f"parameter {param.ds_id}")),
+            name=name,
             group=stock.sub_group_to_group_id[sub_group],
             numel=place.numel,
             gradient_dtype=stock.gradient_accumulation_dtype,
@@ -113,7 +115,7 @@ class Shards:
             exp_avg=state.moments["exp_avg"][member],
             exp_avg_sq=state.moments["exp_avg_sq"][member],
             target=target,
-            noise_stream=self._options.seed << 32 | index,
+            noise_stream=noise_stream(self._options.seed, name),
             offset=place.size * int(dist.get_rank(group=stock.dp_process_group)),
             resident=sub_group in self._resident,
         )

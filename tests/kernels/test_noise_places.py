@@ -1,0 +1,134 @@
+"""The noise of stochastic rounding is that of an element's place in the whole parameter, whatever part a rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from superoffload import _native, kernels
+from tests.support.placed_boxes import BOXES, PlacedBox, placed
+from tests.support.reference import eight_bit
+from tests.support.reference.convert import narrow
+from tests.support.reference.stochastic import noise_at
+
+STREAM = (11 << 32) | 3
+WAYS = ("step", "journaled", "undone", "replayed", "two phases")
+
+
+@pytest.fixture(params=kernels.available_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    with kernels.using_isa(str(request.param)):
+        yield str(request.param)
+
+
+def hyper(step: int, factor: float = 1.0) -> kernels.Hyper:
+    return kernels.Hyper(1e-2, 0.9, 0.999, 1e-8, 0.01, step, factor)
+
+
+def do(span: kernels.Span, way: str, step: int) -> None:
+    if way == "step":
+        span.step(hyper(step))
+    elif way == "two phases":
+        span.publish(hyper(step))
+        span.settle(hyper(step))
+    else:
+        width = 1 + step % 2
+        assert span.step_journaled(hyper(step, 4.0 if way == "replayed" else 1.0), width)
+        if way == "undone":
+            span.undo()
+            span.step(hyper(step))
+        if way == "replayed":
+            span.replay(hyper(step))
+
+
+def state_of(numel: int, moment: NDArray[np.uint16] | NDArray[np.uint8]) -> list[NDArray[np.generic]]:
+    """master, exp_avg, exp_avg_sq, gradient, shadow."""
+    master = np.random.default_rng(5).standard_normal(numel).astype(np.float32)
+    return [master, moment.copy(), moment.copy(), np.zeros(numel, np.uint16), np.zeros(numel, np.uint16)]
+
+
+def gradient(step: int, numel: int) -> NDArray[np.uint16]:
+    random = np.random.default_rng([step, numel])
+    return narrow((random.standard_normal(numel) * 10.0 ** random.uniform(-2, 0, numel)).astype(np.float32), "bf16")
+
+
+def span_of(arrays: list[NDArray[np.generic]], **where: object) -> kernels.Span:
+    return kernels.Span(*arrays, noise_stream=STREAM, **where)  # type: ignore[arg-type]  # one argument per array
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("box", BOXES, ids=str)
+def test_a_part_has_the_bits_that_it_has_in_the_whole_parameter(isa: str, box: PlacedBox, way: str) -> None:
+    """With bf16 moments, where elements do not depend on one another."""
+    numel = int(np.prod(box.shape))
+    whole = state_of(numel, np.zeros(numel, np.uint16))
+    part = [array[box.places].copy() for array in whole]
+    spans = span_of(whole), span_of(part, start=box.start, axes=box.axes)
+    for step in range(1, 5):
+        whole[3][:] = gradient(step, numel)
+        part[3][:] = whole[3][box.places]
+        spans[0].step(hyper(step))
+        do(spans[1], way, step)
+        for name, all_of_it, here in zip(("master", "exp_avg", "exp_avg_sq", "", "shadow"), whole, part, strict=True):
+            np.testing.assert_array_equal(here, all_of_it[box.places], f"{name}, step {step}")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("box", BOXES, ids=str)
+def test_8_bit_moments_take_the_noise_of_their_places(isa: str, box: PlacedBox, way: str) -> None:
+    """Against the reference: the scales are those of the part's own blocks."""
+    numel = len(box.places)
+    part = state_of(numel, np.zeros(eight_bit.stored_size(numel), np.uint8))
+    span = span_of(part, start=box.start, axes=box.axes)
+    for step in range(1, 5):
+        part[3][:] = gradient(step, numel)
+        first, second = (moment.astype(np.uint8) for moment in part[1:3])
+        random = noise_at(box.places, STREAM, step)
+        wanted = eight_bit.step(part[0].astype(np.float32), first, second, part[3], "bf16", hyper(step), random)
+        do(span, way, step)
+        np.testing.assert_array_equal(part[1], wanted.exp_avg)
+        np.testing.assert_array_equal(part[2], wanted.exp_avg_sq)
+        np.testing.assert_array_equal(part[0].view(np.uint32), wanted.master.view(np.uint32))
+        np.testing.assert_array_equal(part[4], wanted.shadow)
+
+
+@pytest.mark.parametrize("first_index", [1024, 1000, 1])
+@pytest.mark.parametrize("box", BOXES, ids=str)
+def test_pieces_of_a_part_continue_its_places(isa: str, box: PlacedBox, first_index: int) -> None:
+    """As buckets cut it, also past 2^32 places."""
+    far = box.start + 2**32 - 3000
+    whole, rest = (state_of(len(box.places), np.zeros(len(box.places), np.uint16)) for _ in range(2))
+    rest = [array[first_index:].copy() for array in rest]
+    spans = (
+        span_of(whole, start=far % 2**32, axes=box.axes),
+        span_of(rest, start=far % 2**32, axes=box.axes, first_index=first_index),
+    )
+    for step in range(1, 3):
+        whole[3][:] = gradient(step, len(box.places))
+        rest[3][:] = whole[3][first_index:]
+        for span in spans:
+            span.step(hyper(step))
+        for all_of_it, here in zip(whole, rest, strict=True):
+            np.testing.assert_array_equal(here, all_of_it[first_index:])
+
+
+def test_other_places_give_other_noise(isa: str) -> None:
+    """Or the tests above would hold for noise without places."""
+    states = []
+    for box in (placed((64, 64), (0, 0), (64, 32)), placed((64, 64), (0, 32), (64, 32)), placed((32, 64), (0, 0), (32, 64))):
+        arrays = state_of(2048, np.zeros(2048, np.uint16))
+        arrays[3][:] = gradient(1, 2048)
+        span_of(arrays, start=box.start, axes=box.axes).step(hyper(1))
+        states.append(arrays[1].tobytes())
+    assert len(set(states)) == 3
+
+
+def test_axes_that_kernels_cannot_take_are_refused() -> None:
+    arrays = state_of(64, np.zeros(64, np.uint16))
+    with pytest.raises(ValueError, match=f"axes: 7, expected at most {_native.MAX_AXES}"):
+        span_of(arrays, axes=[(2, 3)] * 7)
+    with pytest.raises(ValueError, match="axes: a length of 0, expected 1 or more"):
+        span_of(arrays, axes=[(0, 3)])
