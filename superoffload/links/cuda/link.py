@@ -150,6 +150,15 @@ class CudaLink:
         self._written_on.clear()
         self._on_device.clear()
 
+    def give_back(self) -> None:
+        with _translated("giving memory back"):
+            self._start_anew()
+            self.drain(self._options.timeout_seconds)
+            self._pipeline.set_staging(down=0, slot_bytes=0, slots=0, up=0)
+        self._staging = []
+        self._close_arenas(self._arenas, idle=True)
+        self._arenas = []
+
     def _reserve_host(self, nbytes: int) -> None:
         if not self._buckets and self._arenas and self._arenas[0].nbytes >= nbytes:
             (arena,) = self._arenas[:1]
