@@ -6,6 +6,7 @@ import torch
 
 from superoffload.engine.engine import Engine
 from superoffload.errors import StateError, SuperOffloadError
+from superoffload.host.memory import give_free_memory_back
 from superoffload.host.tensors import local_of
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.params import Params
@@ -39,6 +40,7 @@ class Rest:
                 )
             self._engine.sleep()
             self._lifetime.work.rest()
+        give_free_memory_back()
 
     @untraced
     @torch.no_grad()

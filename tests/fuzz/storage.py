@@ -41,8 +41,8 @@ def sleep(world: World, op: Op) -> None:
     except StateError as error:
         assert "gradients of this step" in str(error)
         world.count("sleep, refused")
-        return
-    world.count("sleep, slept")
+    else:
+        world.count("sleep, slept")
     world.note_published()
     world.optimizer.wake()
 
