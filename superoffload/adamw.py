@@ -257,7 +257,7 @@ class AdamW(Optimizer):
     def check_reads(self) -> CheckReads:
         """Returns a context, for debugging, in which a read or write of an undelivered parameter is a StateError.
 
-        It also sees views and other tensors that share its memory, but not NumPy arrays and compiled code. It is slow."""
+        It also sees views and tensors that share its memory, but not NumPy arrays and compiled code; it is slow."""
         return self._parts.delivery.check_reads()
 
     @property

@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from superoffload.errors import DeviceError, StateError
 from tests.support.adamw_training import train
