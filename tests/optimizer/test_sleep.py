@@ -239,8 +239,11 @@ def test_a_gradient_that_arrives_while_asleep_is_stepped_after_wake(speculation:
             optimizer.zero_grad()
             if sleeps:
                 optimizer.sleep()
+            asleep = optimizer.stats()["host_bytes"]
             batch(model, 9).backward()
             if sleeps:
+                assert optimizer.stats()["host_bytes"] == asleep
+                assert not optimizer._engine.is_filling
                 optimizer.wake()
             optimizer.step()
             steps(model, optimizer, count=2)

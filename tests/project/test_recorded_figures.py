@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.asleep import SETTINGS as SLEEPERS
 from superoffload.tools.bench.adam_report import Target, targets
 from superoffload.tools.cli import build_parser
 from tests.support.checkout import ROOT

@@ -9,7 +9,8 @@ from unittest import mock
 
 import pytest
 
-from superoffload.errors import DeviceError, StateError
+from superoffload.errors import DeviceError, HostMemoryError, StateError
+from superoffload.host.memory import refused
 from tests.support.adamw_training import train
 from tests.support.fake_cuda import Fake
 from tests.support.fake_cuda_training import host_digests, moves_behind_the_stream, out_of_memory, training
@@ -86,6 +87,24 @@ def test_a_device_without_room_at_wake_leaves_it_asleep(fake: Fake) -> None:
         train(model, optimizer, range(2, 4))
         fake.synchronize()
         assert optimizer.state_digests() == host_digests(range(4))
+
+
+def test_host_memory_that_is_refused_at_wake_leaves_nothing_pinned(fake: Fake) -> None:
+    with training(fake, placement=PLACED) as (_, optimizer):
+        before = optimizer.state_digests()
+        optimizer.zero_grad()
+        optimizer.sleep()
+        gc.collect()
+        pinned = fake.registered_bytes()
+        with (
+            mock.patch("superoffload.engine.layout.shared_journals", side_effect=refused(1 << 30, "a test")),
+            pytest.raises(HostMemoryError, match=r"wake\(\): .*still asleep"),
+        ):
+            optimizer.wake()
+        assert (fake.registered_bytes(), optimizer.stats()["params_on_device"]) == (pinned, 0)
+        optimizer.wake()
+        fake.synchronize()
+        assert optimizer.state_digests() == before
 
 
 def test_it_is_closed_asleep(fake: Fake) -> None:
