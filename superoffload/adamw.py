@@ -197,10 +197,7 @@ class AdamW(Optimizer):
 
     @untraced
     def _follow_replaced(self) -> None:
-        """Starts anew on replaced parameters, unless that would lose state.
-
-        Accelerate replaces them by sharded ones when it prepares a model for FSDP2.
-        """
+        """Starts anew on replaced parameters (Accelerate replaces them for FSDP2), unless that would lose state."""
         if not self._lasting.groups.replaced() or not self._parts.may_be_replaced(self._lasting):
             return
         with self._lifetime.whole():
@@ -260,8 +257,7 @@ class AdamW(Optimizer):
     def check_reads(self) -> CheckReads:
         """Returns a context, for debugging, in which a read or write of an undelivered parameter is a StateError.
 
-        It also sees views and other tensors that share its memory, but not NumPy arrays and compiled code. It is slow.
-        """
+        It also sees views and tensors that share its memory, but not NumPy arrays and compiled code; it is slow."""
         return self._parts.delivery.check_reads()
 
     @property
@@ -321,13 +317,24 @@ class AdamW(Optimizer):
         self._check_usable()
         self._parts.state.follow_parameters()
 
+    def sleep(self) -> None:
+        """Finishes the last step and gives back all memory but masters and moments, on this rank, until ``wake()``.
+
+        Raises StateError, and changes nothing, where gradients wait for ``step()`` (docs/rl.md)."""
+        self._parts.rest.sleep()
+
+    def wake(self) -> None:
+        """Takes the memory back: the run goes on with the bits of one that never slept, written parameters included.
+
+        Raises, still asleep, where memory is refused or a parameter is not on its device."""
+        self._parts.rest.wake()
+
     @torch.no_grad()
     def load_masters(self, masters: Mapping[str, Tensor] | Sequence[Tensor]) -> None:
         """Loads masters with the bits that a model had before its conversion: float32 values by name, or in order.
 
         The parameters must be their rounding, as after ``model.bfloat16()``. Names are those of the model given as
-        ``model=``, or of named parameters; names that are not parameters of the optimizer are ignored.
-        """
+        ``model=``, or of named parameters; names that are not parameters of the optimizer are ignored."""
         self._check_usable()
         self._parts.state.load_masters(masters)
 
@@ -336,8 +343,7 @@ class AdamW(Optimizer):
 
         It is a copy in host memory, as large as ``exp_avg``, ``exp_avg_sq`` and masters together;
         ``superoffload.checkpoints.save`` needs none. DTensor parameters have DTensors. State that is spread over ranks
-        (``replicated="shard"``) is gathered, so all ranks must call this then.
-        """
+        (``replicated="shard"``) is gathered, so all ranks must call this then."""
         self._check_usable(closed_too=True)
         return self._parts.state.as_dict(super().state_dict)
 
@@ -346,9 +352,7 @@ class AdamW(Optimizer):
         """Loads our own or ``torch.optim.AdamW``'s state; all ranks check all of it before anything changes.
 
         Where a checkpoint has no masters, or the model's parameters are not their rounding, the parameters win.
-        Tensors of the parameters' full shapes fit any number of ranks. Values are copied into the existing state block
-        by block, so only ``state_dict`` itself takes memory.
-        """
+        Tensors of full shapes fit any number of ranks. Values are copied block by block into the existing state."""
         read = agreed(self._ranks, "load_state_dict()", lambda: self.check_state_dict(state_dict))
         self.take_over(read, "load_state_dict()")
 
@@ -361,9 +365,7 @@ class AdamW(Optimizer):
     def take_over(self, read: ReadState, what: str, rest: Callable[[], None] = lambda: None) -> None:
         """Replaces the state by checked state, then calls ``rest`` to load what belongs to it; collectively.
 
-        If this fails on any rank, all ranks refuse every call but another load. For superoffload.checkpoints.
-        Signals and other threads wait, since a state that is loaded in part cannot be used.
-        """
+        If this fails on any rank, all ranks refuse every call but another load. For superoffload.checkpoints."""
         self._parts.state.take_over(read, what, rest)
 
     def begin_snapshot(self, snapshot: Snapshot) -> None:
@@ -376,7 +378,7 @@ class AdamW(Optimizer):
 
     def _check_usable(self, *, closed_too: bool = False, to_load: bool = False) -> None:
         self._lifetime.check_usable(closed_too=closed_too, to_load=to_load)
-        if not self._lifetime.closed:
+        if not self._lifetime.closed and not self._lifetime.asleep:
             self._follow_replaced()
 
     def close(self) -> None:
@@ -395,6 +397,3 @@ class AdamW(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError("an optimizer with worker threads cannot be copied or pickled; save its state_dict() instead")
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self.__reduce_ex__(None)

@@ -340,7 +340,17 @@ class Engine(EngineParts):
         if failure is not None:
             raise failure
 
-    # ---- the end ----------------------------------------------------------------------------------------------
+    # ---- sleep, the end -----------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Finishes the last step, then gives back all memory but masters and moments; no gradient has arrived since."""
+        self.quiesce()
+        self.link.await_copies()
+        self.layout.sleep()
+
+    def wake(self) -> None:
+        """Takes the memory back; where this raises, nothing has changed."""
+        self.layout.wake()
 
     def digests(self) -> dict[str, str]:
         """Returns SHA-256 digests of masters, moments and published parameters, in registration order."""

@@ -15,7 +15,7 @@ from superoffload.engine.native_work import native_work, shared_journals
 from superoffload.engine.placement import Placer, move_state
 from superoffload.engine.placement_choice import Measured
 from superoffload.engine.speculation_schedule import Schedule
-from superoffload.host.memory import exceeds_caches, is_out_of_memory
+from superoffload.host.memory import exceeds_caches, is_out_of_memory, room_on_device
 from superoffload.links.base import Link
 
 _SMALLEST_BUCKET, _LARGEST_BUCKET, _BUCKETS = 1 << 16, 1 << 25, 32
@@ -52,6 +52,7 @@ class Layout:
         self.places: dict[int, list[tuple[Bucket, int]]] = {}  # of each shard: its buckets, and its place in them
         self._backward: list[int] = []  # shards in the observed order
         self._unattached: list[list[Shard]] = []  # shards without buckets, in the order of backward
+        self._asleep_from_device: list[Shard] = []  # whose state returns there in ``wake()``
         self._outdated = False  # the buckets will be replaced; their packed gradients may still be needed
         self._past_cache = False  # a step over all buckets exceeds the caches
 
@@ -204,6 +205,39 @@ class Layout:
             moved += 1
             self._listener.moved(shard)
         return moved > 0
+
+    # ---- sleep ------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Gives back the memory of all buckets, and brings state from the device to host memory; nothing is under way.
+
+        Where this raises, the next gradient has the buckets made anew.
+        """
+        self._give_up_buckets()
+        self.lacks_buckets = True
+        for shard in [shard for shard in self.shards if shard.resident]:
+            move_state(shard, None)
+            self._listener.moved(shard)
+            self._asleep_from_device.append(shard)
+        self._link.give_back()
+        self._host_bytes = sum(map(_state_bytes, self.shards))
+        self._host_bytes += sum(shard.upper.nbytes for shard in self.shards if shard.upper is not None)
+
+    def wake(self) -> None:
+        """Takes the memory back and moves state back to the device. Where this raises, all is asleep as before."""
+        try:
+            with room_on_device("wake(): moving state back to the device", "Free memory there and call wake() again"):
+                for shard in self._asleep_from_device:
+                    assert self.placer is not None
+                    move_state(shard, self.placer.residency.device)
+                    self._listener.moved(shard)
+            self.attach_waiting()
+        except BaseException:
+            waiting, self._asleep_from_device = self._asleep_from_device, []
+            self.sleep()
+            self._asleep_from_device = waiting
+            raise
+        self._asleep_from_device = []
 
     def measured(self) -> Measured | None:
         """Returns the measurements for "auto"; None where nothing was timed so far."""

@@ -74,6 +74,11 @@ class UpperHalves:
     def numel(self) -> int:
         return self._parts[-1].end
 
+    @property
+    def nbytes(self) -> int:
+        """Counts the bytes of their memory, without that of the parameter."""
+        return sum(part.memory.nbytes for part in self._parts if not part.lent)
+
     def read(self, phase: int = 0, stride: int = 1) -> Tensor:
         """Returns every ``stride``-th one from ``phase`` below ``stride``, perhaps as a view."""
         read = [part.memory[(phase - part.first) % stride :: stride] for part in self._parts]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import cycle
 
@@ -52,6 +53,15 @@ def host_empty(numel: int, dtype: torch.dtype, what: str = "optimizer state or b
 def host_zeros(numel: int, dtype: torch.dtype, what: str = "optimizer state or buckets") -> Tensor:
     """Makes a flat CPU tensor of zeros like ``host_empty``."""
     return host_empty(numel, dtype, what).zero_()
+
+
+def give_free_memory_back() -> None:
+    """Has the C library return freed memory to the system, of which it keeps pieces below 32 MiB for later.
+
+    C libraries without malloc_trim (musl) return theirs by themselves.
+    """
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @cache

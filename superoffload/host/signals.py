@@ -140,13 +140,14 @@ class Alone:
 class Whole:
     """Lets one thread at a time do what must be done wholly or not at all; remembers an error from the middle of it.
 
-    ``pid``: the process where that can be done. ``is_over``: it is not done any more.
+    ``pid``: the process where that can be done. ``is_over``: it is not done any more. ``rests``: not for now.
     """
 
     def __init__(self) -> None:
         self.alone = Alone()
         self.pid = os.getpid()
         self.is_over = False
+        self.rests = False
         self.cut_off: BaseException | None = None
 
     def __enter__(self) -> None:
@@ -167,7 +168,7 @@ class Whole:
 
     def out_of_use(self) -> bool:
         """Asked at every gradient that completes a bucket."""
-        return self.is_over or self.cut_off is not None or self.forked
+        return self.is_over or self.rests or self.cut_off is not None or self.forked
 
     def if_in_use(self, work: Callable[P, object], *args: P.args, **named: P.kwargs) -> None:
         """Calls ``work``, alone, unless it is out of use."""
@@ -175,6 +176,13 @@ class Whole:
             with self:
                 if not self.out_of_use():  # since another thread had the lock
                     work(*args, **named)
+
+    def rest(self) -> None:
+        """It is not done until ``go_on()``."""
+        self.rests = True
+
+    def go_on(self) -> None:
+        self.rests = False
 
     def end(self) -> None:
         """It is over."""

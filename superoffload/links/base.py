@@ -100,6 +100,10 @@ class Link(Protocol):
     def await_copies(self) -> None:
         """Waits until no copy is under way: masters are loaded then, and split ones have their halves in the shadow."""
 
+    def give_back(self) -> None:
+        """Frees what was reserved for buckets, in host memory and on the device, once no copy is under way. The owner
+        lets go of all buckets; ``prepare(..., anew=True)`` reserves memory again."""
+
     def close(self) -> None:
         """Ends all work. The buckets' memory stays readable. Idempotent."""
 

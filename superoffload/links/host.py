@@ -125,6 +125,10 @@ class SynchronousLink:
     def await_copies(self) -> None:
         """Does nothing: all copies were made when the call returned."""
 
+    def give_back(self) -> None:
+        """Forgets all buckets, which have the memory."""
+        self.prepare([], anew=True)
+
     def close(self) -> None:
         """Ends nothing: no work is running."""
 

@@ -28,6 +28,7 @@ from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.other_ranks import Ranks, other_ranks
 from superoffload.optimizer.params import Params, StateViews
 from superoffload.optimizer.reductions import Reductions
+from superoffload.optimizer.rest import Rest
 from superoffload.optimizer.state import State
 from superoffload.optimizer.step import Step
 from superoffload.optimizer.tracked_gradient import end_all
@@ -93,6 +94,7 @@ class Parts:
     delivery: Delivery
     step: Step
     state: State
+    rest: Rest
 
     def adopt(self, lasting: Lasting, group: int) -> None:
         """Adopts the parameters of a group that train."""
@@ -196,4 +198,5 @@ def assemble(lasting: Lasting, params: Sequence[Tensor]) -> Parts:
         fp32_sums=given.fp32_sums,
     )
     state = State(lifetime, engine, groups, owned, ranks, intake, step, master_updates)
-    return Parts(engine, owned, advice, ranks, intake, delivery, step, state)
+    rest = Rest(lifetime, engine, owned, state)
+    return Parts(engine, owned, advice, ranks, intake, delivery, step, state, rest)

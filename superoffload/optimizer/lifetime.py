@@ -51,6 +51,10 @@ class Lifetime:
     def closed(self) -> bool:
         return self.work.is_over
 
+    @property
+    def asleep(self) -> bool:
+        return self.work.rests
+
     def ends_with(self, owner: object) -> bool:
         """Returns whether ``owner`` is to be closed when it is freed.
 
@@ -71,8 +75,9 @@ class Lifetime:
         self._check_process()
         return self.work
 
-    def check_usable(self, *, closed_too: bool = False, to_load: bool = False) -> None:
-        """Raises if the owner cannot be used. ``closed_too`` accepts a closed one, ``to_load`` a partial load."""
+    def check_usable(self, *, closed_too: bool = False, asleep_too: bool = False, to_load: bool = False) -> None:
+        """Raises if the owner cannot be used. ``closed_too`` accepts one that is closed or asleep, whose state can be
+        read; ``asleep_too`` one that is asleep; ``to_load`` a partial load."""
         if self.work.cut_off is not None:
             raise StateError(
                 "the optimizer was interrupted in the middle of its work (see the error before this one) and its state "
@@ -86,6 +91,8 @@ class Lifetime:
             )
         if self.work.is_over and not closed_too:
             raise StateError("the optimizer is closed; make a new one and load the state_dict() of this one")
+        if self.work.rests and not (closed_too or asleep_too):
+            raise StateError("the optimizer is asleep since sleep(); call wake() first")
 
     def _check_process(self) -> None:
         if self.work.forked:  # another thread may have held the lock at fork()

@@ -34,6 +34,7 @@ OPERATIONS: dict[str, Callable[[World, Op], None]] = {
         storage.load,
         storage.look,
         storage.save,
+        storage.sleep,
         storage.wait_saved,
     )
 }

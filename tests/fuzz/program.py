@@ -111,7 +111,17 @@ def draw(seed: int) -> Program:
     """The program of this seed."""
     random = Random(seed)
     settings = draw_settings(random)
-    return Program(seed, settings, tuple(_Drawing(random, settings).all()))
+    return Program(seed, settings, tuple(_with_sleep(_Drawing(random, settings).all(), settings.schedule_seed)))
+
+
+def _with_sleep(ops: Sequence[Op], seed: int) -> list[Op]:
+    """Behind every fifth operation or so the optimizer sleeps; not drawn, so that every seed keeps its program."""
+    found: list[Op] = []
+    for number, op in enumerate(ops):
+        found.append(op)
+        if (seed + number) % 5 == 0:
+            found.append({"do": "sleep"})
+    return found
 
 
 class _Drawing:

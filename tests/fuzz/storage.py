@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from superoffload import checkpoints
-from superoffload.errors import ArgumentError
+from superoffload.errors import ArgumentError, StateError
 from tests.fuzz.program import Op
 from tests.fuzz.world import Saved, World
 
@@ -30,6 +30,21 @@ def look(world: World, op: Op) -> None:
     else:
         known = [param for param in world.grouped() if param in optimizer.state]
         world.note("steps", [float(optimizer.state[param]["step"]) for param in known])
+
+
+def sleep(world: World, op: Op) -> None:
+    """Unless gradients wait, which only a run that takes them during backward can tell."""
+    if world.written:  # wake() takes writes over; one that is refused does not
+        world.optimizer.refresh_masters()
+    try:
+        world.optimizer.sleep()
+    except StateError as error:
+        assert "gradients of this step" in str(error)
+        world.count("sleep, refused")
+    else:
+        world.count("sleep, slept")
+    world.note_published()
+    world.optimizer.wake()
 
 
 def save(world: World, op: Op) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.asleep import SETTINGS as SLEEPERS
 from superoffload.tools.bench.adam_report import Target, targets
 from superoffload.tools.cli import build_parser
 from tests.support.checkout import ROOT
@@ -252,6 +253,16 @@ def test_the_table_of_steps_in_place_is_what_was_recorded() -> None:
     in_place, *others = rows
     assert in_place["name"] == "in place" and round(in_place["host_bytes_per_param"]) == 12
     assert all(row["ratio"] >= 1.3 and row["host_bytes_per_param"] > 15.9 for row in others)
+
+
+def test_the_table_of_sleep_is_what_was_recorded() -> None:
+    rows = recorded("asleep")["rows"]
+    assert [row["name"] for row in rows] == [f"{moments} moments, {masters} masters" for moments, masters in SLEEPERS]
+    for row in rows:
+        seconds = ("sleep", "wake", "step", "step_behind_wake")
+        sizes = f"{row['resident_bytes_given_back_per_param']:.2f} | {row['kept_bytes_per_param']:.2f}"
+        cells = " | ".join(f"{row[f'seconds_{which}_median']:.3f}" for which in seconds)
+        assert f"| {row['name']} | {cells} | {sizes} |" in lines_of("rl.md")
 
 
 STATES = ("fp32", "split", "bf16", "bf16+split", "8bit", "8bit+split")

@@ -146,9 +146,15 @@ class CudaLink:
             self.drain(self._options.timeout_seconds, steps=True)
             self._blocks.clear()
         self._buckets.clear()
-        self._targets.clear()
-        self._written_on.clear()
-        self._on_device.clear()
+        self._targets, self._written_on, self._on_device = {}, {}, []
+
+    def give_back(self) -> None:
+        with _translated("giving memory back"):
+            self._start_anew()
+            self.drain(self._options.timeout_seconds)
+            self._pipeline.set_staging(down=0, slot_bytes=0, slots=0, up=0)
+        self._close_arenas(self._arenas, idle=True)
+        self._staging, self._arenas = [], []
 
     def _reserve_host(self, nbytes: int) -> None:
         if not self._buckets and self._arenas and self._arenas[0].nbytes >= nbytes:
@@ -349,9 +355,7 @@ class CudaLink:
             held = [*self._on_device, *self._staging, *self._targets.values(), *blocks]
             _LEAKED.extend([*held, self._residency, self._kernel_sums])
         self._close_arenas(self._all_arenas(), idle=idle)
-        self._on_device.clear()
-        self._staging.clear()
-        self._targets.clear()
+        self._on_device, self._staging, self._targets = [], [], {}
 
     def _drain_steps(self) -> bool:
         try:

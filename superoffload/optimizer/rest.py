@@ -1,0 +1,70 @@
+"""Between generation and training an optimizer sleeps: it keeps masters and moments, and gives other memory back."""
+
+from __future__ import annotations
+
+import torch
+
+from superoffload.engine.engine import Engine
+from superoffload.errors import StateError, SuperOffloadError
+from superoffload.host.memory import give_free_memory_back
+from superoffload.host.tensors import local_of
+from superoffload.optimizer.lifetime import Lifetime
+from superoffload.optimizer.params import Params
+from superoffload.optimizer.state import State
+from superoffload.optimizer.untraced import untraced
+
+
+class Rest:
+    """Has the engine give its memory back and take it again; both need no other rank."""
+
+    def __init__(self, lifetime: Lifetime, engine: Engine, params: Params, state: State) -> None:
+        self._lifetime = lifetime
+        self._engine = engine
+        self._params = params
+        self._state = state
+
+    @untraced
+    @torch.no_grad()
+    def sleep(self) -> None:
+        """Does nothing if it is asleep already."""
+        self._lifetime.check_usable(asleep_too=True)
+        self._state.await_snapshots()  # they hold memory
+        with self._lifetime.whole():
+            self._lifetime.check_usable(asleep_too=True)  # another thread may have closed it
+            if self._lifetime.asleep:
+                return
+            if self._engine.is_filling:
+                raise StateError(
+                    "sleep(): gradients of this step have arrived and wait for step(), and their memory would be lost; "
+                    "call step() first, or zero_grad() to give them up"
+                )
+            self._engine.sleep()
+            self._lifetime.work.rest()
+        give_free_memory_back()
+
+    @untraced
+    @torch.no_grad()
+    def wake(self) -> None:
+        """Does nothing if it is awake."""
+        self._lifetime.check_usable(asleep_too=True)
+        with self._lifetime.whole():
+            self._lifetime.check_usable(asleep_too=True)
+            if not self._lifetime.asleep:
+                return
+            try:
+                self._check_parameters()
+                self._state.follow_written()
+                self._engine.wake()
+            except SuperOffloadError as error:
+                raise type(error)(
+                    f"wake(): {error} -- the optimizer is still asleep; put that right and call wake() again"
+                ) from error
+            self._lifetime.work.go_on()
+
+    def _check_parameters(self) -> None:
+        for tracked in self._params:
+            local = local_of(tracked.param)
+            if local.numel() and not local.untyped_storage().nbytes():
+                raise StateError(f"{tracked.shard.name}: its memory was freed; bring its values back")
+            if tracked.plainly_written:
+                tracked.check_still_fits()

@@ -1,0 +1,355 @@
+"""An optimizer that sleeps gives its memory back, and wakes with the bits of one that never slept."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from superoffload import AdamW, checkpoints
+from superoffload.errors import HostMemoryError, StateError
+from superoffload.host.memory import give_free_memory_back, refused
+from tests.support.adamw_training import Mixed, batch, model_of
+from tests.support.resident_link import accelerator
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "always": {"speculation": "always"},
+    "adaptive": {"speculation": "adaptive", "max_grad_norm": 0.05},
+    "never": {"speculation": "never", "max_grad_norm": 0.05},
+    "replay": {"speculation": "always", "max_grad_norm": 0.05},
+    "bf16 moments": {"state_dtype": "bf16", "speculation": "always", "max_grad_norm": 0.5},
+    "8bit moments": {"state_dtype": "8bit", "speculation": "always"},
+    "split": {"master_dtype": "split", "speculation": "always", "max_grad_norm": 0.5},
+    "split, never": {"master_dtype": "split", "speculation": "never"},
+    "split, 8bit": {"master_dtype": "split", "state_dtype": "8bit", "max_grad_norm": 0.05},
+    "fp32 sums": {"accumulate_dtype": "fp32"},
+    "two phases": {"speculation": "adaptive", "max_grad_norm": 1e-4},
+}
+
+
+def optimizer_of(model: nn.Module, **options: Any) -> AdamW:
+    """Two groups, and buckets that cut parameters."""
+    params = list(model.parameters())
+    groups = [{"params": params[:2]}, {"params": params[2:], "lr": 1e-2}]
+    return AdamW(groups, **{"threads": 2, "bucket_numel": 1024, **options})
+
+
+def steps(model: nn.Module, optimizer: AdamW, between: Callable[[], None] = lambda: None, count: int = 7) -> None:
+    between()
+    for seed in range(count):
+        optimizer.zero_grad()
+        with optimizer.accumulate():
+            batch(model, 100 + seed).backward()
+        batch(model, seed, scale=float("inf") if seed == 4 else 1.0).backward()
+        optimizer.step()
+        between()
+
+
+def nap(optimizer: AdamW) -> None:
+    optimizer.sleep()
+    optimizer.wake()
+
+
+# ---- the same bits --------------------------------------------------------------------------------------------------
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "fp32": model_of,
+    "bf16": lambda: model_of(torch.bfloat16),
+    "mixed": Mixed,
+}
+CASES = [(one, kind) for one in SETTINGS for kind in MODELS if kind != "fp32" or "master_dtype" not in SETTINGS[one]]
+
+
+@pytest.mark.parametrize(("setting", "kind"), CASES)
+def test_same_bits_as_one_that_never_slept(setting: str, kind: str) -> None:
+    found = []
+    for sleeps in (False, True):
+        model = MODELS[kind]()
+        with optimizer_of(model, **SETTINGS[setting]) as optimizer:
+            steps(model, optimizer, partial(nap, optimizer) if sleeps else lambda: None)
+            found.append((optimizer.state_digests(), optimizer.grad_norm, optimizer.stats()["skipped_steps"]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_generation_while_asleep_reads_the_new_parameters(setting: str) -> None:
+    """On demand, sleep() delivers what readers still waited for."""
+    found = []
+    for delivery in ("eager", "on_demand"):
+        model = model_of(torch.bfloat16)
+        outputs: list[Any] = []
+        with optimizer_of(model, module=model, delivery=delivery, **SETTINGS[setting]) as optimizer:
+
+            def generate(one: AdamW = optimizer, shown: nn.Module = model, found: list[Any] = outputs) -> None:
+                one.sleep()
+                with torch.no_grad():
+                    found.append(shown(torch.ones(2, 16, dtype=torch.bfloat16)).tolist())
+                one.wake()
+
+            steps(model, optimizer, generate)
+            found.append((outputs, optimizer.state_digests()))
+    assert str(found[0]) == str(found[1])
+    assert found[0][0][0] != found[0][0][1]
+
+
+def test_state_on_an_accelerator_goes_down_and_returns() -> None:
+    found = []
+    for sleeps in (False, True):
+        with accelerator():
+            model = model_of(torch.bfloat16)
+            options: dict[str, Any] = {"placement": {"gpu_fraction": 0.5}, "master_dtype": "split"}
+            with optimizer_of(model, speculation="always", **options) as optimizer:
+                steps(model, optimizer)
+                before = optimizer.stats()["params_on_device"]
+                assert before > 0
+                if sleeps:
+                    optimizer.sleep()
+                    assert optimizer.stats()["params_on_device"] == 0
+                    optimizer.wake()
+                steps(model, optimizer)
+                assert optimizer.stats()["params_on_device"] == before
+                found.append(optimizer.state_digests())
+    assert found[0] == found[1]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# ---- the memory -----------------------------------------------------------------------------------------------------
+
+
+def test_buckets_are_freed_and_stats_show_what_is_held() -> None:
+    model = model_of(torch.bfloat16)
+    numel = sum(param.numel() for param in model.parameters())
+    for master_dtype, kept in (("fp32", 12), ("split", 12)):
+        with optimizer_of(model, speculation="always", master_dtype=master_dtype) as optimizer:
+            steps(model, optimizer, count=2)
+            awake = optimizer.stats()
+            buckets = [weakref.ref(bucket) for bucket in optimizer._engine.buckets]
+            optimizer.sleep()
+            gc.collect()
+            assert buckets
+            assert not any(bucket() for bucket in buckets)
+            asleep = optimizer.stats()
+            sums = sum(shard.block_sums.nbytes for shard in optimizer._engine.shards)
+            assert asleep["host_bytes"] == kept * numel + sums < awake["host_bytes"]
+            assert asleep["journal_reserved_bytes"] == 0 < awake["journal_reserved_bytes"]
+            optimizer.wake()
+            assert optimizer.stats()["host_bytes"] >= awake["host_bytes"] - awake["journal_reserved_bytes"]
+
+
+@pytest.mark.parametrize("master_dtype", ["fp32", "split"])
+def test_the_system_gets_the_memory_back_each_time(master_dtype: str) -> None:
+    """Packed gradients, shadows and journals of 16 M parameters are 4 bytes each, and what the journals use."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(1 << 22, dtype=torch.bfloat16)) for _ in range(4)])
+    numel = 1 << 24
+    with AdamW(model.parameters(), threads=2, speculation="always", master_dtype=master_dtype) as optimizer:
+        asleep: list[int] = []
+        for round in range(8):
+            optimizer.zero_grad()
+            torch.stack([param.float().square().sum() for param in model]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            give_free_memory_back()  # what backward has left
+            awake = resident_bytes()
+            optimizer.sleep()
+            asleep.append(resident_bytes())
+            given_back = awake - asleep[-1]
+            assert given_back > (2 if master_dtype == "split" else 4) * numel, (round, given_back / numel)
+            optimizer.wake()
+    assert max(asleep[2:]) - min(asleep[2:]) < numel  # less than a byte per parameter
+
+
+# ---- calls ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("speculation", ["always", "adaptive"])
+def test_gradients_that_wait_for_step_refuse_it(speculation: str) -> None:
+    model = model_of()
+    with optimizer_of(model, speculation=speculation) as optimizer, optimizer_of(model_of()) as other:
+        steps(model, optimizer, count=2)
+        before = optimizer.state_digests()
+        batch(model, 1).backward()
+        with pytest.raises(StateError, match=r"sleep\(\): gradients .* call step\(\) first, or zero_grad\(\)"):
+            optimizer.sleep()
+        optimizer.zero_grad()
+        optimizer.sleep()
+        optimizer.wake()
+        assert optimizer.state_digests() == before
+        other.sleep()
+
+
+def test_calls_while_asleep(tmp_path: Path) -> None:
+    model = model_of()
+    with optimizer_of(model) as optimizer:
+        steps(model, optimizer, count=2)
+        digests, state = optimizer.state_digests(), optimizer.state_dict()
+        optimizer.sleep()
+        optimizer.sleep()
+        refused_calls: list[Callable[[], Any]] = [
+            optimizer.step,
+            optimizer.refresh_masters,
+            lambda: optimizer.load_state_dict(state),
+            lambda: optimizer.load_masters([]),
+            lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]}),
+            lambda: checkpoints.load(tmp_path / "none", model, optimizer),
+        ]
+        for call in refused_calls[:5]:
+            with pytest.raises(StateError, match=r"asleep since sleep\(\); call wake\(\) first"):
+                call()
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        optimizer.max_grad_norm = 1.0
+        assert optimizer.state_digests() == digests
+        assert str(optimizer.state_dict()) == str(state)
+        saved = tmp_path / "asleep"
+        checkpoints.save(saved, model, optimizer)
+        with pytest.raises(StateError, match=r"call wake\(\) first"):
+            checkpoints.load(saved, model, optimizer)
+        optimizer.wake()
+        optimizer.wake()
+        assert optimizer.state_digests() == digests
+        checkpoints.load(saved, model, optimizer)
+        assert optimizer.state_digests() == digests
+        optimizer.sleep()
+    assert optimizer.state_digests() == digests  # closed
+    for call in (optimizer.wake, optimizer.sleep):
+        with pytest.raises(StateError, match="closed"):
+            call()
+
+
+@pytest.mark.parametrize("speculation", ["always", "never"])
+def test_a_gradient_that_arrives_while_asleep_is_stepped_after_wake(speculation: str) -> None:
+    found = []
+    for sleeps in (False, True):
+        model = model_of()
+        with optimizer_of(model, speculation=speculation) as optimizer:
+            steps(model, optimizer, count=2)
+            optimizer.zero_grad()
+            if sleeps:
+                optimizer.sleep()
+            asleep = optimizer.stats()["host_bytes"]
+            batch(model, 9).backward()
+            if sleeps:
+                assert optimizer.stats()["host_bytes"] == asleep
+                assert not optimizer._engine.is_filling
+                optimizer.wake()
+            optimizer.step()
+            steps(model, optimizer, count=2)
+            found.append(optimizer.state_digests())
+    assert found[0] == found[1]
+
+
+def test_nothing_that_trains() -> None:
+    model = model_of().requires_grad_(False)
+    with optimizer_of(model) as optimizer:
+        nap(optimizer)
+        model.requires_grad_(True)
+        steps(model, optimizer, lambda: nap(optimizer), count=2)
+        assert optimizer.stats()["steps"] == 2
+
+
+# ---- parameters that the user changes meanwhile ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("master_dtype", ["fp32", "split"])
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_write_while_asleep_counts_as_any_other(seen: bool, master_dtype: str) -> None:
+    found = []
+    for sleeps in (False, True):
+        model = model_of(torch.bfloat16)
+        with optimizer_of(model, master_dtype=master_dtype, speculation="always") as optimizer:
+            steps(model, optimizer, count=3)
+            if sleeps:
+                optimizer.sleep()
+            weight = next(model.parameters())
+            with torch.no_grad():
+                (weight if seen else weight.data)[1] = 0.25
+            if sleeps:
+                optimizer.wake()
+                assert optimizer.state[weight]["master"][1].eq(0.25).all()
+            steps(model, optimizer, count=2)
+            found.append(optimizer.state_digests())
+    assert found[0] == found[1]
+
+
+def test_parameters_may_move_away_and_return() -> None:
+    """Masters keep the bits that bf16 parameters lack."""
+    found = []
+    for moves in (False, True):
+        model = model_of(torch.bfloat16)
+        with optimizer_of(model, speculation="always") as optimizer:
+            steps(model, optimizer, count=3)
+            if moves:
+                optimizer.sleep()
+                kept = [param.data.clone() for param in model.parameters()]
+                for param in model.parameters():
+                    param.data = torch.empty(0, dtype=param.dtype)
+                with pytest.raises(StateError, match=r"wake\(\): .*still asleep"):
+                    optimizer.wake()
+                for param, values in zip(model.parameters(), kept, strict=True):
+                    param.data = values
+                optimizer.wake()
+            steps(model, optimizer, count=2)
+            found.append(optimizer.state_digests())
+    assert found[0] == found[1]
+
+
+def test_a_parameter_without_its_memory_keeps_it_asleep() -> None:
+    model = model_of(torch.bfloat16)
+    with optimizer_of(model) as optimizer:
+        steps(model, optimizer, count=2)
+        before = optimizer.state_digests()
+        optimizer.sleep()
+        weight = next(model.parameters())
+        kept = weight.data.clone()
+        weight.data = weight.data.clone()  # that of a parameter that NumPy has seen cannot be resized
+        storage = weight.untyped_storage()
+        nbytes = storage.nbytes()
+        storage.resize_(0)
+        with pytest.raises(StateError, match=r"wake\(\): .*its memory was freed.*still asleep"):
+            optimizer.wake()
+        with pytest.raises(StateError, match="asleep"):
+            optimizer.step()
+        storage.resize_(nbytes)
+        weight.data.copy_(kept)
+        optimizer.wake()
+        assert optimizer.state_digests() == before
+
+
+# ---- memory that is refused -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("master_dtype", ["fp32", "split"])
+def test_memory_that_is_refused_at_wake_leaves_it_asleep(master_dtype: str) -> None:
+    found = []
+    for fails in (False, True):
+        model = model_of(torch.bfloat16)
+        with optimizer_of(model, speculation="always", master_dtype=master_dtype) as optimizer:
+            steps(model, optimizer, count=3)
+            if fails:
+                optimizer.sleep()
+                asleep = optimizer.stats()["host_bytes"]
+                with (
+                    mock.patch("superoffload.engine.layout.shared_journals", side_effect=refused(1 << 30, "a test")),
+                    pytest.raises(HostMemoryError, match=r"wake\(\): .*still asleep"),
+                ):
+                    optimizer.wake()
+                assert optimizer.stats()["host_bytes"] == asleep
+                with pytest.raises(StateError, match="asleep"):
+                    optimizer.step()
+                optimizer.wake()
+            steps(model, optimizer, count=2)
+            found.append(optimizer.state_digests())
+    assert found[0] == found[1]
