@@ -1,0 +1,113 @@
+"""Times the step of Megatron's ``HybridDeviceOptimizer`` on the CPU with ``CPUAdamW`` and with ``torch.optim.AdamW``.
+
+    python -m benchmarks.hybrid_device --out benchmarks/results/hybrid_device.json
+
+Without a GPU: its copies are made in host memory and its streams are stubs (tests/support/hybrid_device.py), the same
+for every contestant. *The step alone* is that of its optimizers on the CPU, without those copies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from superoffload.integrations import megatron as adapter
+from superoffload.tools.bench.timing import Contestant, Rounds, interleave, timed
+from superoffload.tools.report.machine_facts import benchmark_machine_facts, commit, version_facts
+from tests.support.hybrid_device import hybrid, megatron, parameters, set_gradients, without_streams
+
+OURS, FUSED, PLAIN = "CPUAdamW", "torch fused", "torch"
+WHOLE, ALONE = "with copies", "the step alone"
+
+Row = dict[str, Any]
+
+
+def run_hybrid(count: int, numel: int, threads: int, seconds: float) -> list[Row]:
+    """Returns a row per contestant, with and without overlap, with and without the copies of Megatron's class."""
+    torch.set_num_threads(threads)
+    rows: list[Row] = []
+    with without_streams(), ExitStack() as stack:
+        theirs = megatron("megatron.core.optimizer")
+        if not adapter.is_enabled():
+            adapter.enable(threads=threads)
+            stack.callback(adapter.disable)
+        classes = {OURS: (theirs.CPUAdam, True), FUSED: (torch.optim.AdamW, True), PLAIN: (torch.optim.AdamW, False)}
+        for overlap in (True, False):
+            made = {name: _made(cls, fused, overlap, count, numel) for name, (cls, fused) in classes.items()}
+            for what in (WHOLE, ALONE):
+                contestants = [
+                    Contestant(name, "", 0.0, timed(one.step if what == WHOLE else _steps(one)), settles=True)
+                    for name, one in made.items()
+                ]
+                samples = interleave(contestants, Rounds(5, 200, seconds / 4))
+                rows += [
+                    {
+                        "name": one.contestant.name,
+                        "what": what,
+                        "overlap": overlap,
+                        "optimizers": len(made[one.contestant.name].cpu_optimizers),
+                        "tensors": count,
+                        "numel": count * numel,
+                        "threads": threads,
+                        "rounds": len(one.seconds),
+                        "seconds_median": one.median,
+                        "seconds_min": one.minimum,
+                        "ratio_to": OURS,
+                        "ratio": one.ratio_to(samples[OURS, ""]),
+                    }
+                    for one in samples.values()
+                ]
+    return rows
+
+
+def _made(cls: type, fused: bool, overlap: bool, count: int, numel: int) -> Any:
+    """Makes an optimizer of bf16 parameters that has stepped once, so that its state and gradients are there."""
+    params = parameters([(numel,)] * count, torch.bfloat16)
+    set_gradients(params, 0)
+    optimizer = hybrid(cls, params, overlap_cpu_optimizer_d2h_h2d=overlap, fused=fused)
+    optimizer.step()
+    return optimizer
+
+
+def _steps(optimizer: Any) -> Any:
+    """Returns a call of what ``HybridDeviceOptimizer`` steps on the CPU; their hooks, which copy back, do not run."""
+    for one in optimizer.cpu_optimizers:
+        one.step()
+
+    def run() -> None:
+        for one in optimizer.cpu_optimizers:
+            one.step()
+
+    return run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs all contestants in turn, prints a table and writes the JSON."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.hybrid_device", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--count", type=int, default=200, help="parameters")
+    parser.add_argument("--numel", type=int, default=1 << 18, help="elements of each")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=100.0)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    rows = run_hybrid(args.count, args.numel, args.threads, args.seconds)
+    print(f"{'overlap':8} {'what':16} {'optimizer':12} {'ms median':>10} {'ms min':>10} {'times as long':>14}")
+    for row in rows:
+        times = f"{1e3 * row['seconds_median']:10.2f} {1e3 * row['seconds_min']:10.2f} {row['ratio']:14.2f}"
+        print(f"{'on' if row['overlap'] else 'off':8} {row['what']:16} {row['name']:12} {times}")
+    if args.out is not None:
+        facts = {"machine": benchmark_machine_facts(), "versions": version_facts(), "commit": commit()}
+        args.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
