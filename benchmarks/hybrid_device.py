@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from superoffload.integrations import megatron as adapter
 from superoffload.tools.bench.timing import Contestant, Rounds, interleave, timed
@@ -39,19 +40,17 @@ def run_hybrid(count: int, numel: int, threads: int, seconds: float) -> list[Row
             stack.callback(adapter.disable)
         classes = {OURS: (theirs.CPUAdam, True), FUSED: (torch.optim.AdamW, True), PLAIN: (torch.optim.AdamW, False)}
         for overlap in (True, False):
-            made = {name: _made(cls, fused, overlap, count, numel) for name, (cls, fused) in classes.items()}
             for what in (WHOLE, ALONE):
-                contestants = [
-                    Contestant(name, "", 0.0, timed(one.step if what == WHOLE else _steps(one)), settles=True)
-                    for name, one in made.items()
-                ]
+                make = _whole if what == WHOLE else _alone
+                made = {name: make(cls, fused, overlap, count, numel) for name, (cls, fused) in classes.items()}
+                contestants = [Contestant(name, "", 0.0, timed(run), settles=True) for name, run in made.items()]
                 samples = interleave(contestants, Rounds(5, 200, seconds / 4))
                 rows += [
                     {
                         "name": one.contestant.name,
                         "what": what,
                         "overlap": overlap,
-                        "optimizers": len(made[one.contestant.name].cpu_optimizers),
+                        "optimizers": count if overlap else 1,
                         "tensors": count,
                         "numel": count * numel,
                         "threads": threads,
@@ -66,24 +65,29 @@ def run_hybrid(count: int, numel: int, threads: int, seconds: float) -> list[Row
     return rows
 
 
-def _made(cls: type, fused: bool, overlap: bool, count: int, numel: int) -> Any:
-    """Makes an optimizer of bf16 parameters that has stepped once, so that its state and gradients are there."""
+def _whole(cls: type, fused: bool, overlap: bool, count: int, numel: int) -> Callable[[], object]:
+    """Makes Megatron's class over bf16 parameters, steps it once and returns its step."""
     params = parameters([(numel,)] * count, torch.bfloat16)
     set_gradients(params, 0)
     optimizer = hybrid(cls, params, overlap_cpu_optimizer_d2h_h2d=overlap, fused=fused)
     optimizer.step()
-    return optimizer
+    return optimizer.step  # type: ignore[no-any-return]
 
 
-def _steps(optimizer: Any) -> Any:
-    """Returns a call of what ``HybridDeviceOptimizer`` steps on the CPU; their hooks, which copy back, do not run."""
-    for one in optimizer.cpu_optimizers:
-        one.step()
+def _alone(cls: type, fused: bool, overlap: bool, count: int, numel: int) -> Callable[[], object]:
+    """Makes the optimizers that it makes, without the hooks that copy back, over fp32 masters; returns their steps."""
+    params: list[Tensor] = [torch.zeros(numel) for _ in range(count)]
+    for param in params:
+        param.grad = torch.full((numel,), 1e-3)
+    group = {"params": params, "lr": 1e-3, "weight_decay": 0.1, "fused": fused, "param_update_in_fp32": True}
+    hybrid_class = megatron("megatron.core.optimizer").HybridDeviceOptimizer
+    optimizers = hybrid_class.build_cpu_optimizer_list(cls, [group]) if overlap else [cls([group])]
 
     def run() -> None:
-        for one in optimizer.cpu_optimizers:
-            one.step()
+        for optimizer in optimizers:
+            optimizer.step()
 
+    run()
     return run
 
 

@@ -75,8 +75,8 @@ def enable(*, threads: int | None = None) -> None:
             raise StateError(f"enable(threads={threads}): enabled already with threads={_threads}; disable() first")
         return
     try:
-        core = import_module("megatron.core")
-        theirs = import_module("megatron.core.optimizer")
+        core: Any = import_module("megatron.core")
+        theirs: Any = import_module("megatron.core.optimizer")
     except ModuleNotFoundError as error:
         if error.name not in ("megatron", "megatron.core"):
             raise
