@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from superoffload.optimizer.unknown_arguments import TorchDefaults
 
 
+_ONE_CHUNK = 1 << 16  # elements that a thread takes at a time (csrc/runtime/bucket_work.h)
+
+
 class CPUAdamW(Optimizer):
     """Steps parameters on the CPU by AdamW (or Adam), in native threads.
 
@@ -154,7 +157,9 @@ class CPUAdamW(Optimizer):
         running: list[_native.Completion] = []
         try:
             for index, params in stepped.items():
-                running.append(self._submit(index, params, grads[index]))
+                completion = self._submit(index, params, grads[index])
+                if completion is not None:
+                    running.append(completion)
         finally:
             failures = [failure for failure in map(_failure_of, running) if failure is not None]
         return failures
@@ -213,7 +218,7 @@ class CPUAdamW(Optimizer):
             if name in state and memory_order(state[name]) != order:
                 state[name] = torch.empty_like(param, dtype=state[name].dtype).copy_(state[name])
 
-    def _submit(self, index: int, params: list[Tensor], grads: list[Tensor]) -> _native.Completion:
+    def _submit(self, index: int, params: list[Tensor], grads: list[Tensor]) -> _native.Completion | None:
         group = self.param_groups[index]
         states = [self.state[param] for param in params]
         # New tensors: wrappers load one step into the state of all parameters, and each parameter counts its own.
@@ -314,8 +319,12 @@ class _Workers:
     def __init__(self, cpus: list[int]) -> None:
         self.pool: _native.WorkerPool | None = shared_pool(cpus)
 
-    def submit(self, work: _native.BucketWork) -> _native.Completion:
+    def submit(self, work: _native.BucketWork) -> _native.Completion | None:
+        """Begins a step. None: it is done, since waking a thread for so little would take longer."""
         assert self.pool is not None  # since the optimizer is not closed
+        if work.numel <= _ONE_CHUNK:
+            work.run_all(_native.Operation.step)
+            return None
         return self.pool.submit(work, _native.Operation.step)
 
     def close(self) -> None:

@@ -207,10 +207,10 @@ def test_what_is_wrong_with_one_group_changes_none() -> None:
 
 
 def test_a_worker_that_fails_says_so_once_every_group_is_stepped() -> None:
-    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    params = [torch.nn.Parameter(torch.ones(70_000)) for _ in range(2)]
     optimizer = superoffload.CPUAdamW([{"params": [param]} for param in params], lr=0.1, threads=1)
     for param in params:
-        param.grad = torch.ones(4)
+        param.grad = torch.ones(70_000)
     versions = [param._version for param in params]
     pool = optimizer._workers.pool
     assert pool is not None

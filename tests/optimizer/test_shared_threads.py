@@ -27,7 +27,7 @@ def result_of(optimizer: superoffload.CPUAdamW) -> torch.Tensor:
 
 def test_two_hundred_have_the_threads_of_one() -> None:
     before = set(worker_threads())
-    many = [optimizer_of(100, threads=3) for _ in range(200)]
+    many = [optimizer_of(70_000, threads=3) for _ in range(200)]
     mine = set(worker_threads()) - before
     assert len(mine) == 3
     for optimizer in many:
@@ -41,7 +41,7 @@ def test_two_hundred_have_the_threads_of_one() -> None:
     many[-1].step()  # one that was closed has not ended the others' threads
     many[-1].close()
     assert_worker_threads(before)
-    again = optimizer_of(100, threads=3)
+    again = optimizer_of(70_000, threads=3)
     again.step()
     del again
     assert_worker_threads(before)
@@ -79,8 +79,8 @@ import os, sys, torch, superoffload
 from tests.support.adamw_training import worker_threads
 
 def one():
-    param = torch.nn.Parameter(torch.ones(4))
-    param.grad = torch.ones(4)
+    param = torch.nn.Parameter(torch.ones(70_000))
+    param.grad = torch.ones(70_000)
     return param, superoffload.CPUAdamW([param], threads=2)
 
 first, optimizer = one()

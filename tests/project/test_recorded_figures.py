@@ -254,6 +254,18 @@ def test_the_table_of_steps_in_place_is_what_was_recorded() -> None:
     assert all(row["ratio"] >= 1.3 and row["host_bytes_per_param"] > 15.9 for row in others)
 
 
+def test_the_table_of_megatrons_class() -> None:
+    rows: dict[Any, dict[str, Any]] = {}
+    for row in recorded("hybrid_device")["rows"]:
+        rows.setdefault((row["overlap"], row["what"]), {})[row["name"]] = row
+    assert len(rows) == 4
+    for (overlap, what), by_name in rows.items():
+        ours, *torchs = (by_name[name] for name in ("CPUAdamW", "torch fused", "torch"))
+        cells = [what, "on" if overlap else "off", f"{ours['seconds_median'] * 1e3:.0f}"]
+        cells += [f"{row['seconds_median'] * 1e3:.0f} (x {row['ratio']:.2f})" for row in torchs]
+        assert f"| {' | '.join(cells)} |" in lines_of("megatron.md")
+
+
 STATES = ("fp32", "split", "bf16", "bf16+split", "8bit", "8bit+split")
 
 
