@@ -15,7 +15,7 @@ _pools: WeakValueDictionary[tuple[int, ...], _native.WorkerPool] = WeakValueDict
 def shared_pool(cpus: list[int]) -> _native.WorkerPool:
     """Returns the worker pool of this process with one thread per entry of ``cpus``, as ``WorkerPool`` reads them.
 
-    Whoever holds it shares it: its threads end when nobody does. So nobody calls its ``close()``. Raises
+    Its threads end with the last reference to it, so its ``close()`` is not for the optimizers that share it. Raises
     SuperOffloadError if the system starts no more threads.
     """
     key = tuple(cpus)
