@@ -31,6 +31,7 @@ from superoffload.optimizer.arguments import (
 from superoffload.optimizer.gradient_source import check_no_main_grad
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.masters import following
+from superoffload.optimizer.shared_threads import shared_pool
 from superoffload.optimizer.state_dict import ParamState, StateDict, blocks_of, read_state, write_state
 from superoffload.optimizer.unknown_arguments import refuse_unknown
 
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from superoffload.optimizer.unknown_arguments import TorchDefaults
+
+
+_ONE_CHUNK = 1 << 16  # elements that a thread takes at a time (csrc/runtime/bucket_work.h)
 
 
 class CPUAdamW(Optimizer):
@@ -54,7 +58,8 @@ class CPUAdamW(Optimizer):
         l2: plain Adam, with ``weight_decay`` as an L2 penalty (``torch.optim.Adam``).
         state_dtype: of exp_avg and exp_avg_sq: "fp32", or "bf16" with stochastic rounding (docs/kernel.md).
         seed: of that rounding.
-        threads: worker threads (None: one per core this process may use).
+        threads: worker threads (None: one per core this process may use). Those of a process that ask for the same
+            number share them, and the threads end with the last of them.
 
     As in torch, NaN gradients are applied and parameters without a gradient are left alone. ``DeepSpeedCPUAdam``'s
     default ``weight_decay`` is 0, and its ``adamw_mode=False`` is ``l2=True`` here.
@@ -88,7 +93,7 @@ class CPUAdamW(Optimizer):
         self._seed = check_seed(seed)
         self._threads = threads
         cpus = worker_cpus(threads)
-        super().__init__(groups, defaults)
+        Optimizer.__init__(self, groups, defaults)  # not torch.optim.AdamW's, where a derived class is one too
         self._start(cpus)
 
     def _start(self, cpus: list[int]) -> None:
@@ -140,13 +145,24 @@ class CPUAdamW(Optimizer):
                         self._follow_order(param)
                     else:
                         self.state[param] = self._fresh(param)
-            running = [self._submit(index, params, grads[index]) for index, params in stepped.items()]
-            failures = [failure for failure in map(_failure_of, running) if failure is not None]
+            failures = self._step_groups(stepped, grads)
             for params in stepped.values():
                 torch.autograd.graph.increment_version(params)  # torch does not see the kernels' writes
         if failures:
             raise WorkerError(f"{failures[0]} (the step was completed)")
         return loss
+
+    def _step_groups(self, stepped: dict[int, list[Tensor]], grads: dict[int, list[Tensor]]) -> list[str]:
+        """Steps the groups side by side and returns the errors of worker threads. Nothing of it runs at its end."""
+        running: list[_native.Completion] = []
+        try:
+            for index, params in stepped.items():
+                completion = self._submit(index, params, grads[index])
+                if completion is not None:
+                    running.append(completion)
+        finally:
+            failures = [failure for failure in map(_failure_of, running) if failure is not None]
+        return failures
 
     def _stepped(self) -> dict[int, list[Tensor]]:
         """Finds the parameters with a gradient, by the index of their group, and checks all of them."""
@@ -159,9 +175,30 @@ class CPUAdamW(Optimizer):
             for param in params:
                 check_parameter("parameter", param)
                 check_gradient("parameter", param, param.grad)
+                self._check_state(param)
             if params:
                 found[index] = params
         return found
+
+    def _check_state(self, param: Tensor) -> None:
+        """Refuses state that was put beside a parameter by other means than ``load_state_dict`` and does not fit it.
+
+        ``torch.optim.Optimizer.load_state_dict``, which wrappers call, rounds state to the parameter's dtype.
+        """
+        state = self.state.get(param)
+        if not state:
+            return
+        expected = {"exp_avg": self._state_dtype, "exp_avg_sq": self._state_dtype}
+        if param.dtype != torch.float32:
+            expected["master"] = torch.float32
+        for name, dtype in expected.items():
+            value = state.get(name)
+            if not isinstance(value, Tensor) or value.dtype != dtype or value.shape != param.shape or not value.is_cpu:
+                found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise ArgumentError(
+                    f"state of a parameter: {name} is {found}, expected {dtype} {tuple(param.shape)} on the CPU; load "
+                    "it with CPUAdamW.load_state_dict(), which converts what it can"
+                )
 
     def _fresh(self, param: Tensor) -> dict[str, Tensor]:
         """Makes a parameter's state before its first step."""
@@ -181,10 +218,12 @@ class CPUAdamW(Optimizer):
             if name in state and memory_order(state[name]) != order:
                 state[name] = torch.empty_like(param, dtype=state[name].dtype).copy_(state[name])
 
-    def _submit(self, index: int, params: list[Tensor], grads: list[Tensor]) -> _native.Completion:
+    def _submit(self, index: int, params: list[Tensor], grads: list[Tensor]) -> _native.Completion | None:
         group = self.param_groups[index]
         states = [self.state[param] for param in params]
-        torch._foreach_add_([state["step"] for state in states], 1.0)
+        # New tensors: wrappers load one step into the state of all parameters, and each parameter counts its own.
+        for state, steps in zip(states, torch._foreach_add([state["step"] for state in states], 1.0), strict=True):
+            state["step"] = steps
         work = self._work_for(index, params, grads)
         work.freeze(
             lr=float(group["lr"]),
@@ -275,19 +314,25 @@ class CPUAdamW(Optimizer):
 
 
 class _Workers:
-    """Steps buckets in one optimizer's threads."""
+    """Steps buckets in threads that all of these optimizers with the same number of threads share."""
 
     def __init__(self, cpus: list[int]) -> None:
-        self.pool = _native.WorkerPool(cpus)
+        self.pool: _native.WorkerPool | None = shared_pool(cpus)
 
-    def submit(self, work: _native.BucketWork) -> _native.Completion:
+    def submit(self, work: _native.BucketWork) -> _native.Completion | None:
+        """Begins a step. None: it is done, since waking a thread for so little would take longer."""
+        assert self.pool is not None  # since the optimizer is not closed
+        if work.numel <= _ONE_CHUNK:
+            work.run_all(_native.Operation.step)
+            return None
         return self.pool.submit(work, _native.Operation.step)
 
     def close(self) -> None:
-        self.pool.close()
+        """Lets go of the threads; they end with the last optimizer that has them. No step of this one is running."""
+        self.pool = None
 
     def end_threads(self) -> None:
-        self.pool.close()
+        self.pool = None
 
 
 def _nothing() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from superoffload import AdamW
-from tests.support.bits import same_bits
+from tests.support.split_masters import same_bits
 from tests.support.rank_processes import mesh_of, on_ranks
 
 SHAPES = {"rows.weight": (64, 40), "columns.weight": (24, 70), "experts.weight": (4, 30, 28)}

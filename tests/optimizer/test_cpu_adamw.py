@@ -15,7 +15,7 @@ from torch import Tensor
 
 import superoffload
 from superoffload import _native
-from superoffload.errors import ArgumentError, StateError, WorkerError
+from superoffload.errors import ArgumentError, StateError, UnknownArgument, WorkerError
 from tests.support.adamw_training import run_python
 
 
@@ -207,12 +207,14 @@ def test_what_is_wrong_with_one_group_changes_none() -> None:
 
 
 def test_a_worker_that_fails_says_so_once_every_group_is_stepped() -> None:
-    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    params = [torch.nn.Parameter(torch.ones(70_000)) for _ in range(2)]
     optimizer = superoffload.CPUAdamW([{"params": [param]} for param in params], lr=0.1, threads=1)
     for param in params:
-        param.grad = torch.ones(4)
+        param.grad = torch.ones(70_000)
     versions = [param._version for param in params]
-    optimizer._workers.pool.inject_fault(0, "as told")
+    pool = optimizer._workers.pool
+    assert pool is not None
+    pool.inject_fault(0, "as told")
     with pytest.raises(WorkerError, match=r"as told.*the step was completed"):
         optimizer.step()
     assert all(param.lt(1.0).all() for param in params)
@@ -242,6 +244,41 @@ print(bool(param.lt(1).all()))
 optimizer.close()
 """
     assert run_python(script, timeout=60).stdout.split() == ["7", "True"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        (
+            "exp_avg",
+            torch.zeros(4, dtype=torch.bfloat16),
+            r"exp_avg is torch\.bfloat16 \(4,\), expected torch\.float32",
+        ),
+        ("exp_avg_sq", torch.zeros(3), r"exp_avg_sq is torch\.float32 \(3,\), expected torch\.float32 \(4,\)"),
+        ("master", torch.zeros(4, dtype=torch.bfloat16), "master is torch.bfloat16"),
+        ("master", None, "master is NoneType"),
+    ],
+)
+def test_foreign_state_that_does_not_fit_changes_nothing(name: str, value: Tensor | None, found: str) -> None:
+    """As torch's own loading makes it, which rounds to the parameter's dtype: no kernel may read it."""
+    param = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = superoffload.CPUAdamW([param], threads=1)
+    param.grad = torch.ones(4, dtype=torch.bfloat16)
+    optimizer.step()
+    before = bits([param])
+    optimizer.state[param][name] = value
+    with pytest.raises(ArgumentError, match=found):
+        optimizer.step()
+    assert bits([param]) == before and optimizer.state[param]["step"] == 1
+    optimizer.close()
+
+
+def test_a_group_without_bias_correction_is_refused() -> None:
+    groups = [{"params": parameters(), "bias_correction": False}]
+    with pytest.raises(UnknownArgument, match=r"bias_correction=False.*always corrected"):
+        superoffload.CPUAdamW(groups)
+    groups[0]["bias_correction"] = True
+    superoffload.CPUAdamW(groups).close()
 
 
 def test_bad_input_and_use_after_close() -> None:

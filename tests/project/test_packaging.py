@@ -245,7 +245,8 @@ def pinned(name: str) -> list[Requirement]:
     return [Requirement(line) for line in lines if line and not line.startswith("-r ")]
 
 
-TESTS = ("demo.txt", "deepspeed.txt", "integrations.txt", "test.txt", "torchtitan.txt")  # what `make test` installs
+# What `make test` installs.
+TESTS = ("demo.txt", "deepspeed.txt", "integrations.txt", "test.txt", "torchtitan.txt", "megatron.txt")
 
 
 @pytest.mark.parametrize("name", ["docs.txt", *TESTS])

@@ -265,6 +265,18 @@ def test_the_table_of_sleep_is_what_was_recorded() -> None:
         assert f"| {row['name']} | {cells} | {sizes} |" in lines_of("rl.md")
 
 
+def test_the_table_of_megatrons_class() -> None:
+    rows: dict[Any, dict[str, Any]] = {}
+    for row in recorded("hybrid_device")["rows"]:
+        rows.setdefault((row["overlap"], row["what"]), {})[row["name"]] = row
+    assert len(rows) == 3
+    for (overlap, what), by_name in rows.items():
+        ours, *torchs = (by_name[name] for name in ("CPUAdamW", "torch fused", "torch"))
+        cells = [what, "on" if overlap else "off", f"{ours['seconds_median'] * 1e3:.0f}"]
+        cells += [f"{row['seconds_median'] * 1e3:.0f} (x {row['ratio']:.2f})" for row in torchs]
+        assert f"| {' | '.join(cells)} |" in lines_of("megatron.md")
+
+
 STATES = ("fp32", "split", "bf16", "bf16+split", "8bit", "8bit+split")
 
 

@@ -20,6 +20,7 @@ INNER_OPTIMIZER = ("integrations/deepspeed/stage3/inner_optimizer.py",)
 STAGE3_OPTIMIZER = ("integrations/deepspeed/stage3/optimizer.py",)
 TRANSFORMERS = ("integrations/transformers.py",)
 TORCHTITAN = ("integrations/torchtitan.py",)
+MEGATRON = ("integrations/megatron.py",)
 
 # Private names of others that are read: the reason why there is no other way, and the only files that may (none: all).
 READ: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -32,7 +33,7 @@ READ: dict[str, tuple[str, tuple[str, ...]]] = {
     "_constant_buffered_norm2": ("DeepSpeed: with match_stock its own functions compute the norm", STAGE3_OPTIMIZER),
     "_execution_engine": ("torch: runs a callback when backward ends", ("distributed/data_parallel.py",)),
     "_exit": ("Python: ends a process, public in spite of its name", ()),
-    "_foreach_add_": ("torch: what its own optimizers count steps with", ("cpu_adamw.py",)),
+    "_foreach_add": ("torch: counts the steps of many parameters in one call", ("cpu_adamw.py",)),
     "_foreach_copy_": ("torch: many copies in one call", ("links/",)),
     "_fsdp_param_group": ("torch: what FSDP2 gathers and reduces together", FSDP2),
     "_get_fsdp_state": ("torch: what FSDP2 knows of a module", FSDP2),
@@ -59,6 +60,7 @@ READ: dict[str, tuple[str, tuple[str, ...]]] = {
 # Attributes of others that are assigned, likewise.
 ASSIGNED: dict[str, tuple[str, tuple[str, ...]]] = {
     "__cause__": ("Python: an error says which one came before it", ()),
+    "CPUAdam": ("Megatron: the name of the class that it steps with on the CPU", MEGATRON),
     "clip_grad_norm_": ("torchtitan: the function that its Trainer clips with", TORCHTITAN),
     "_clip_grad_norm": ("transformers: no callback may clip in the Trainer's place", TRANSFORMERS),
     "_get_grad_norm": ("transformers: the norm that the Trainer logs", TRANSFORMERS),

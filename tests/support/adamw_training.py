@@ -190,6 +190,16 @@ def assert_worker_threads(expected: set[int]) -> None:
     assert set(worker_threads()) == expected
 
 
+def worker_threads_when(count: int) -> set[int]:
+    """The worker threads once there are so many: a thread names itself after it has begun."""
+    until = time.monotonic() + 60
+    while len(worker_threads()) != count and time.monotonic() < until:
+        time.sleep(0.001)
+    found = set(worker_threads())
+    assert len(found) == count
+    return found
+
+
 @contextmanager
 def pair(**options: Any) -> Iterator[tuple[nn.Module, AdamW, nn.Module, AdamW]]:
     """A speculating optimizer and one that waits, on equal models."""

@@ -1,0 +1,302 @@
+"""Megatron's ``HybridDeviceOptimizer`` steps, saves and resumes with ``CPUAdamW``; its streams are stubs here."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import superoffload
+from superoffload.errors import ArgumentError, StateError, UnknownArgument
+from superoffload.integrations import megatron as adapter
+from tests.support.adamw_training import (
+    assert_close_to_torch,
+    assert_worker_threads,
+    worker_threads,
+    worker_threads_when,
+)
+from tests.support.hybrid_device import hybrid, megatron, parameters, set_gradients, without_streams
+from tests.support.optional_packages import needs
+
+pytestmark = needs("megatron")
+
+SHAPES = [(33, 70), (5,), (), (1500,), (64, 64)]
+OVERLAP = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
+DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+@pytest.fixture(autouse=True)
+def _enabled() -> Iterator[None]:
+    with without_streams():
+        megatron("megatron.core.optimizer")
+        adapter.enable(threads=2)
+        try:
+            yield
+        finally:
+            adapter.disable()
+
+
+def ours() -> type:
+    found = megatron("megatron.core.optimizer").CPUAdam
+    assert issubclass(found, superoffload.CPUAdamW)
+    return found  # type: ignore[no-any-return]
+
+
+def groups(params: list[Any]) -> list[dict[str, Any]]:
+    """With what Megatron keeps in its groups."""
+    return [
+        {"params": params[:2], "lr": 1e-3, "wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False},
+        {"params": params[2:], "lr": 3e-3, "weight_decay": 0.0, "wd_mult": 0.0, "max_lr": 3e-3, "min_lr": 0.0},
+    ]
+
+
+def train(optimizer: Any, params: list[Any], steps: range) -> float:
+    """Steps with a schedule of learning rates; returns the sum of the larger ones."""
+    total = 0.0
+    for step in steps:
+        set_gradients(params, step)
+        optimizer.param_groups[0]["lr"] = 1e-3 * (1 + step % 3)
+        total += 3e-3
+        optimizer.step()
+        optimizer.zero_grad()
+    return total
+
+
+def bits(tensors: list[Tensor]) -> list[bytes]:
+    return [one.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for one in tensors]
+
+
+def kept(optimizer: Any, params: list[Any]) -> list[Tensor]:
+    """Parameters, and their state by its names."""
+    return [one for p in params for one in (p, *(optimizer.state[p][name] for name in sorted(optimizer.state[p])))]
+
+
+# ---- steps ------------------------------------------------------------------------------------------------------
+
+
+@OVERLAP
+@DTYPE
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_it_steps_as_with_torchs_class(overlap: bool, dtype: torch.dtype, fraction: float) -> None:
+    """With ``fraction`` 0.5 the rest is stepped by the GPU's optimizer, which is torch's in both."""
+    results = []
+    for cpu_class in (ours(), torch.optim.AdamW):
+        params = parameters(SHAPES, dtype)
+        optimizer = hybrid(cpu_class, groups(params), overlap_cpu_optimizer_d2h_h2d=overlap, offload_fraction=fraction)
+        assert any(isinstance(one, cpu_class) for one in optimizer.cpu_optimizers)
+        total = train(optimizer, params, range(12))
+        results.append((params, optimizer))
+    (mine, by_us), (theirs, by_torch) = results
+    for a, b in zip(mine, theirs, strict=True):
+        state, peer = by_us.state[a], by_torch.state[b]
+        assert list(state) == list(peer) == ["step", "exp_avg", "exp_avg_sq", "master_param"]
+        assert [one.dtype for one in state.values()] == [one.dtype for one in peer.values()]
+        assert float(state["step"]) == float(peer["step"]) == 12.0
+        assert_close_to_torch(state["master_param"], peer["master_param"], total)
+        torch.testing.assert_close(state["exp_avg"], peer["exp_avg"], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(state["exp_avg_sq"], peer["exp_avg_sq"], rtol=1e-5, atol=1e-9)
+        assert torch.equal(a, state["master_param"].to(dtype))
+
+
+def test_both_ways_to_build_it_give_the_same_bits() -> None:
+    results = []
+    for overlap in (True, False):
+        params = parameters(SHAPES, torch.bfloat16)
+        optimizer = hybrid(ours(), groups(params), overlap_cpu_optimizer_d2h_h2d=overlap)
+        train(optimizer, params, range(5))
+        results.append(bits(kept(optimizer, params)))
+    assert results[0] == results[1]
+
+
+def test_two_hundred_parameters_and_the_threads_of_one_optimizer() -> None:
+    before = set(worker_threads())
+    params = parameters([(10,)] * 200, torch.bfloat16)
+    optimizer = hybrid(ours(), [{"params": params}])
+    assert len(optimizer.cpu_optimizers) == 200
+    train(optimizer, params, range(2))
+    worker_threads_when(len(before) + 2)
+    optimizer.load_state_dict(optimizer.state_dict())  # makes all of them anew
+    train(optimizer, params, range(2, 3))
+    worker_threads_when(len(before) + 2)
+    del optimizer, params
+    gc.collect()
+    assert_worker_threads(before)
+
+
+# ---- checkpoints ------------------------------------------------------------------------------------------------
+
+
+@OVERLAP
+@pytest.mark.parametrize(
+    ("dtype", "fp32"), [(torch.float32, False), (torch.bfloat16, True)], ids=["fp32", "bf16_updated_in_fp32"]
+)
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(overlap: bool, dtype: torch.dtype, fp32: bool) -> None:
+    options = {"overlap_cpu_optimizer_d2h_h2d": overlap, "param_update_in_fp32": fp32}
+    whole = parameters(SHAPES, dtype)
+    never_stopped = hybrid(ours(), groups(whole), **options)
+    train(never_stopped, whole, range(9))
+
+    first = parameters(SHAPES, dtype)
+    stopped = hybrid(ours(), groups(first), **options)
+    train(stopped, first, range(4))
+    file = io.BytesIO()
+    torch.save({"optimizer": stopped.state_dict(), "model": [p.detach() for p in first]}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+
+    second = parameters(SHAPES, dtype, seed=1)
+    resumed = hybrid(ours(), groups(second), **options)
+    with torch.no_grad():
+        for param, value in zip(second, saved["model"], strict=True):
+            param.copy_(value)
+    if fp32:
+        resumed.dummy_step()  # as Megatron's DistributedOptimizer does before it loads
+        with torch.no_grad():
+            for param, value in zip(second, saved["model"], strict=True):
+                param.copy_(value)
+    resumed.load_state_dict(saved["optimizer"])
+    train(resumed, second, range(4, 9))
+    assert bits(kept(resumed, second)) == bits(kept(never_stopped, whole))
+
+
+@pytest.mark.parametrize("from_torch", [True, False])
+def test_checkpoints_go_between_torchs_class_and_ours(from_torch: bool) -> None:
+    classes = (torch.optim.AdamW, ours()) if from_torch else (ours(), torch.optim.AdamW)
+    first, second = (parameters(SHAPES, torch.float32) for _ in range(2))
+    saver, loader = (
+        hybrid(one, groups(params), param_update_in_fp32=False)
+        for one, params in zip(classes, (first, second), strict=True)
+    )
+    total = train(saver, first, range(4))
+    with torch.no_grad():
+        for a, b in zip(second, first, strict=True):
+            a.copy_(b)
+    loader.load_state_dict(copy.deepcopy(saver.state_dict()))
+    for params, optimizer in ((first, saver), (second, loader)):
+        more = train(optimizer, params, range(4, 7))
+    for a, b in zip(first, second, strict=True):
+        assert float(loader.state[b]["step"]) == 7.0
+        assert_close_to_torch(a.detach(), b.detach(), total + more)
+
+
+@pytest.mark.parametrize("with_apex_or_te", [True, False])
+def test_megatrons_distributed_optimizer_saves_the_number_of_steps(with_apex_or_te: bool) -> None:
+    """With Apex or Transformer Engine it asks only optimizers that are a ``torch.optim.AdamW``; without it, all."""
+    params = parameters(SHAPES, torch.bfloat16)
+    optimizer = hybrid(ours(), groups(params))
+    train(optimizer, params, range(3))
+    module = megatron("megatron.core.optimizer.distrib_optimizer")
+    with mock.patch.object(module, "HAVE_APEX_OR_TE", with_apex_or_te):
+        saved = module.DistributedOptimizer.state_dict(SimpleNamespace(optimizer=optimizer, grad_scaler=None))
+    assert [group["step"] for group in saved["optimizer"]["param_groups"]] == [3, 3]
+
+
+def test_one_step_for_the_state_of_all_parameters() -> None:
+    """As Megatron's DistributedOptimizer loads it where there is neither Apex nor Transformer Engine."""
+    params = parameters(SHAPES, torch.float32)
+    optimizer = hybrid(ours(), groups(params), param_update_in_fp32=False, overlap_cpu_optimizer_d2h_h2d=False)
+    train(optimizer, params, range(2))
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        state["step"] = saved["state"][0]["step"]
+    optimizer.load_state_dict(saved)
+    train(optimizer, params, range(2, 4))
+    assert [float(optimizer.state[p]["step"]) for p in params] == [4.0] * len(params)
+
+
+# ---- enable and disable -----------------------------------------------------------------------------------------
+
+
+def test_enable_twice_and_disable() -> None:
+    theirs = megatron("megatron.core.optimizer")
+    adapter.enable(threads=2)
+    assert adapter.is_enabled() and theirs.CPUAdam is adapter.HybridCPUAdamW
+    with pytest.raises(StateError, match=r"threads=3.*already with threads=2"):
+        adapter.enable(threads=3)
+    adapter.disable()
+    adapter.disable()
+    assert not adapter.is_enabled() and theirs.CPUAdam is torch.optim.AdamW
+    with pytest.raises(ArgumentError, match="threads=0"):
+        adapter.enable(threads=0)
+    assert not adapter.is_enabled()
+
+
+@pytest.mark.parametrize("version", ["0.14.0", "0.17.0", "1.0.0rc1", "core_v0.16.1"])
+def test_versions_that_were_not_tried_are_refused(version: str) -> None:
+    adapter.disable()
+    with (
+        mock.patch("megatron.core.__version__", version),
+        pytest.raises(ArgumentError, match=f"megatron-core {version}"),
+    ):
+        adapter.enable()
+    assert not adapter.is_enabled() and megatron("megatron.core.optimizer").CPUAdam is torch.optim.AdamW
+
+
+def test_a_class_of_somebody_else_is_not_replaced() -> None:
+    adapter.disable()
+    with mock.patch("megatron.core.optimizer.CPUAdam", torch.optim.Adam):
+        with pytest.raises(StateError, match=r"CPUAdam is .*Adam.*expected torch\.optim\.AdamW"):
+            adapter.enable()
+        assert not adapter.is_enabled()
+
+
+def test_an_optimizer_that_exists_already_is_an_error() -> None:
+    adapter.disable()
+    existing = hybrid(torch.optim.AdamW, groups(parameters(SHAPES, torch.float32)))
+    with pytest.raises(StateError, match=r"exists already.*before get_megatron_optimizer"):
+        adapter.enable()
+    assert not adapter.is_enabled()
+    del existing
+    adapter.enable()
+
+
+def test_without_megatron_the_error_says_what_to_install() -> None:
+    adapter.disable()
+    error = ModuleNotFoundError("No module named 'megatron'", name="megatron")
+    with (
+        mock.patch("superoffload.integrations.megatron.import_module", side_effect=error),
+        pytest.raises(ArgumentError, match="pip install 'megatron-core=="),
+    ):
+        adapter.enable()
+
+
+# ---- what is refused --------------------------------------------------------------------------------------------
+
+
+@OVERLAP
+def test_no_bias_correction_is_refused(overlap: bool) -> None:
+    params = parameters(SHAPES, torch.float32)
+    with pytest.raises(UnknownArgument, match=r"bias_correction=False.*always corrected"):
+        hybrid(ours(), groups(params), overlap_cpu_optimizer_d2h_h2d=overlap, bias_correction=False)
+
+
+def test_low_precision_that_is_not_updated_in_fp32_is_refused() -> None:
+    """Megatron's class would load state rounded to bf16."""
+    params = parameters(SHAPES, torch.bfloat16)
+    with pytest.raises(ArgumentError, match=r"param_update_in_fp32=False with a torch\.bfloat16 parameter"):
+        hybrid(ours(), groups(params), param_update_in_fp32=False)
+
+
+@pytest.mark.parametrize("fused", [True, False, None])
+def test_how_torch_loops_changes_nothing(fused: bool | None) -> None:
+    results = []
+    for value in (True, fused):
+        params = parameters(SHAPES, torch.bfloat16)
+        optimizer = hybrid(ours(), groups(params), fused=value)
+        train(optimizer, params, range(3))
+        results.append(bits(kept(optimizer, params)))
+    assert results[0] == results[1]
+
+
+def test_another_algorithm_is_refused() -> None:
+    params = parameters(SHAPES, torch.float32)
+    with pytest.raises(UnknownArgument, match="amsgrad=True"):
+        hybrid(ours(), groups(params), amsgrad=True)
