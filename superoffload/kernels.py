@@ -102,10 +102,11 @@ class Span:
     bits) [n] or uint8 (codes, then the scale of each MOMENT_BLOCK of them) [n + ceil(n / 256)]; ``gradient`` and
     ``shadow``: float32, float16 or uint16 (bfloat16 bits) [n]. An int16 ``master`` has the remainders of a split
     master, whose upper halves are the uint16 ``shadow`` (docs/kernel.md). ``arena_bytes`` is the room for escapes; by
-    default every element may escape. ``noise_stream`` (seed and parameter) and the places of the elements in
-    the whole parameter key the stochastic rounding: element 0 is that of ``first_index`` in a shard that begins at
-    ``start`` and lies along ``axes`` ((length, stride), the innermost first; (): it is one run). ``past_cache``: the shadow, and with AVX-512 a journal's codes, may be stored past the
-    processor's caches, which is faster for runs that exceed them and changes no bit.
+    default every element may escape. ``noise_stream`` (seed and parameter) and the places of elements in the whole
+    parameter key the stochastic rounding: element 0 is that of ``first_index`` in a shard that begins at ``start`` and
+    lies along ``axes`` ((length, stride), the innermost first; (): it is one run). ``past_cache``: the shadow, and with
+    AVX-512 a journal's codes, may be stored past the processor's caches, which is faster for runs that exceed them and
+    changes no bit.
     """
 
     def __init__(

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from superoffload import AdamW
-from tests.support.split_masters import same_bits
 from tests.support.rank_processes import mesh_of, on_ranks
+from tests.support.split_masters import same_bits
 
 SHAPES = {"rows.weight": (64, 40), "columns.weight": (24, 70), "experts.weight": (4, 30, 28)}
 CUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
@@ -59,7 +59,9 @@ def same_as_whole(cut: str, speculation: str) -> list[str]:
     return [
         f"{name}: {what}"
         for name in SHAPES
-        for what, one, other in zip(("parameter", "master", "exp_avg", "exp_avg_sq"), parts[name], whole[name], strict=True)
+        for what, one, other in zip(
+            ("parameter", "master", "exp_avg", "exp_avg_sq"), parts[name], whole[name], strict=True
+        )
         if not same_bits(one, other)
     ]
 

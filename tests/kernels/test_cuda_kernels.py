@@ -236,7 +236,18 @@ def test_noisy_step_gives_the_bits_of_the_native_kernel(
             work.run_all(_native.Operation.step)
         else:
             scalars = _native.freeze_scalars(**hyper, l2=False, step=9, noise_stream=noise_stream)
-            rows = [(addresses[0], 0, *addresses[1:3], *NO_SCALES, *addresses[3:], numel, *geometry.placed(first_index, start, axes), scalars)]
+            rows = [
+                (
+                    addresses[0],
+                    0,
+                    *addresses[1:3],
+                    *NO_SCALES,
+                    *addresses[3:],
+                    numel,
+                    *geometry.placed(first_index, start, axes),
+                    scalars,
+                )
+            ]
             emulated_kernels.launch("step_bf16_bf16_noisy", geometry.step_pieces(rows))
         results.append((master, exp_avg, exp_avg_sq, parameter))
     for name, got, expected in zip(

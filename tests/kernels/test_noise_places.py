@@ -118,7 +118,11 @@ def test_pieces_of_a_part_continue_its_places(isa: str, box: PlacedBox, first_in
 def test_other_places_give_other_noise(isa: str) -> None:
     """Or the tests above would hold for noise without places."""
     states = []
-    for box in (placed((64, 64), (0, 0), (64, 32)), placed((64, 64), (0, 32), (64, 32)), placed((32, 64), (0, 0), (32, 64))):
+    for box in (
+        placed((64, 64), (0, 0), (64, 32)),
+        placed((64, 64), (0, 32), (64, 32)),
+        placed((32, 64), (0, 0), (32, 64)),
+    ):
         arrays = state_of(2048, np.zeros(2048, np.uint16))
         arrays[3][:] = gradient(1, 2048)
         span_of(arrays, start=box.start, axes=box.axes).step(hyper(1))
