@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from superoffload import _native
+from superoffload.distributed.boxes import Box
 from superoffload.engine.bucket import ELEMENT_TYPES
+from superoffload.engine.noise import check_axes, noise_stream
 from superoffload.errors import ArgumentError, WorkerError
 from superoffload.host.processors import worker_cpus
 from superoffload.host.tensors import in_order, memory_order, values_in_memory
@@ -29,6 +31,7 @@ from superoffload.optimizer.arguments import (
     check_state_dtype,
 )
 from superoffload.optimizer.gradient_source import check_no_main_grad
+from superoffload.optimizer.groups import named_in_group
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.masters import following
 from superoffload.optimizer.shared_threads import shared_pool
@@ -239,20 +242,21 @@ class CPUAdamW(Optimizer):
 
     def _work_for(self, index: int, params: list[Tensor], grads: list[Tensor]) -> _native.BucketWork:
         """Describes a group to the native code; makes a new description only when an address in it has changed."""
-        first = sum(len(group["params"]) for group in self.param_groups[:index])
         addresses: list[int] = []
         runs = []
-        for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        for param, grad in zip(params, grads, strict=True):
             state = self.state[param]
             master = state.get("master", param)
             memory = (master, state["exp_avg"], state["exp_avg_sq"], grad, param)
             addresses.extend(tensor.data_ptr() for tensor in memory)
             addresses.append(param.numel())
-            runs.append((memory, master is param, first + i))
+            runs.append((memory, master is param))
         known = self._works.get(index)
         if known is not None and known[0] == tuple(addresses):
             return known[1]
-        work = _native.BucketWork([_run(*run, self._seed) for run in runs], 0)
+        named = {id(param): name for name, param in named_in_group(self.param_groups[index], index)}
+        streams = [noise_stream(self._seed, named[id(param)]) for param in params]
+        work = _native.BucketWork([_run(*run, stream) for run, stream in zip(runs, streams, strict=True)], 0)
         self._works[index] = (tuple(addresses), work)
         return work
 
@@ -358,8 +362,9 @@ def _grad_in_order(param: Tensor) -> Tensor:
     return values_in_memory(_in_order_of(param, param.grad))
 
 
-def _run(memory: tuple[Tensor, ...], own_master: bool, position: int, seed: int) -> _native.Run:
+def _run(memory: tuple[Tensor, ...], own_master: bool, stream: int) -> _native.Run:
     master, exp_avg, exp_avg_sq, grad, param = memory
+    axes = Box.whole(param.shape).axes_in(param.shape, memory_order(param))
     return _native.Run(
         master=master.data_ptr(),
         exp_avg=exp_avg.data_ptr(),
@@ -370,5 +375,6 @@ def _run(memory: tuple[Tensor, ...], own_master: bool, position: int, seed: int)
         gradient_type=ELEMENT_TYPES[grad.dtype],
         shadow_type=ELEMENT_TYPES[param.dtype],
         state_type=ELEMENT_TYPES[exp_avg.dtype],
-        noise_stream=seed << 32 | position,
+        axes=check_axes("parameter", axes) if exp_avg.dtype == torch.bfloat16 else (),
+        noise_stream=stream,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from operator import is_
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -67,11 +68,7 @@ class ParamGroups:
 
     def named(self, index: int, names: Mapping[int, str]) -> Iterator[tuple[str, Tensor]]:
         """Yields the parameters of a group with the names that the user gave them, else those in ``names``, by id."""
-        group = self.now[index]
-        own = group.get("param_names")
-        for i, param in enumerate(group["params"]):
-            place = f"param_groups[{index}]['params'][{i}]"
-            yield plain_name(str(own[i])) if own else names.get(id(param), place), param
+        yield from named_in_group(self.now[index], index, names)
 
     # ---- replaced parameters ----------------------------------------------------------------------------------
 
@@ -87,6 +84,16 @@ class ParamGroups:
     def accept(self) -> None:
         """Accepts the parameters that the groups have now."""
         self._firsts = [_first_of(group) for group in self.now]
+
+
+def named_in_group(
+    group: Mapping[str, Any], index: int, names: Mapping[int, str] = MappingProxyType({})
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters of group ``index`` with the names that the user gave them, else ``names``', else places."""
+    own = group.get("param_names")
+    for i, param in enumerate(group["params"]):
+        place = f"param_groups[{index}]['params'][{i}]"
+        yield plain_name(str(own[i])) if own else names.get(id(param), place), param
 
 
 def _first_of(group: Mapping[str, Any]) -> int:

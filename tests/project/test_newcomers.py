@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -279,7 +280,7 @@ def test_what_is_no_state_dict_of_an_optimizer(given: Any, words: str) -> None:
 def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     model = model_of()
     with AdamW(model.parameters()) as optimizer:
-        for value, kind in ((lambda: 1, "function"), (tmp_path, type(tmp_path).__name__)):
+        for value, kind in ((lambda: 1, "function"), (Fraction(1, 3), "Fraction")):
             with pytest.raises(ArgumentError, match=rf"^extra\['mine'\]: {kind}: not saved, since only what"):
                 checkpoints.save(tmp_path / "one", model, optimizer, extra={"step": 1, "mine": value})
 
