@@ -16,10 +16,12 @@ extern "C" {
 
 void grace_step(const Run& run, std::size_t begin, std::size_t end) {
     if (run.shadow == nullptr) __builtin_unreachable();  // or there are two loops, with and without a shadow
+    if (run.places != nullptr) __builtin_unreachable();  // a part in one run: there is a loop for either
     step_lanes<Lanes, LoopTypes>(run, begin, end);
 }
 
 void grace_step_journaled(const Run& run, std::size_t begin, std::size_t end, BlockEscapes& escapes) {
+    if (run.places != nullptr) __builtin_unreachable();
     journal_lanes<Lanes, LoopTypes, 1>(run, run.journal.codes + begin, begin, {begin, end}, escapes);
 }
 
@@ -29,10 +31,12 @@ void grace_undo(const Run& run, std::size_t begin, std::size_t end, EscapeCursor
 
 void grace_replay(const Run& run, const Scalars& again, std::size_t begin, std::size_t end, EscapeCursor& escapes) {
     if (run.shadow == nullptr) __builtin_unreachable();
+    if (run.places != nullptr) __builtin_unreachable();
     replay_lanes<Lanes, LoopTypes, 1>(run, again, begin, {begin, end}, escapes);
 }
 
 void grace_publish(const Run& run, std::size_t begin, std::size_t end) {
+    if (run.places != nullptr) __builtin_unreachable();
     publish_lanes<Lanes, LoopTypes>(run, begin, end);
 }
 
