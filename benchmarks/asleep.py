@@ -8,7 +8,6 @@ Each setting trains bf16 parameters in a process of its own, with speculation an
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import time
@@ -21,9 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.rows_file import write_rows
 from superoffload import AdamW
 from superoffload.host.memory import give_free_memory_back
-from superoffload.tools.report.machine_facts import benchmark_machine_facts, commit, version_facts
 
 SETTINGS = (("fp32", "fp32"), ("fp32", "split"), ("8bit", "split"))  # moments, masters
 _EACH = 1 << 22  # elements of a parameter
@@ -96,9 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{row['seconds_step_median']:8.3f} {row['seconds_step_behind_wake_median']:12.3f} "
             f"{row['resident_bytes_given_back_per_param']:31.2f} {row['kept_bytes_per_param']:5.2f}"
         )
-    if args.out is not None:
-        facts = {"machine": benchmark_machine_facts(), "versions": version_facts(), "commit": commit()}
-        args.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    write_rows(args.out, rows)
     return 0
 
 

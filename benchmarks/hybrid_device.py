@@ -9,7 +9,6 @@ for every contestant. *The step alone* is that of the optimizers that it makes w
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.rows_file import write_rows
 from superoffload.integrations import megatron as adapter
 from superoffload.tools.bench.timing import Contestant, Rounds, interleave, timed
-from superoffload.tools.report.machine_facts import benchmark_machine_facts, commit, version_facts
 from tests.support.hybrid_device import hybrid, megatron, parameters, set_gradients, without_streams
 
 OURS, FUSED, PLAIN = "CPUAdamW", "torch fused", "torch"
@@ -71,7 +70,8 @@ def _whole(cls: type, fused: bool, overlap: bool, count: int, numel: int) -> Cal
     set_gradients(params, 0)
     optimizer = hybrid(cls, params, overlap_cpu_optimizer_d2h_h2d=overlap, fused=fused)
     optimizer.step()
-    return optimizer.step  # type: ignore[no-any-return]
+    step: Callable[[], object] = optimizer.step
+    return step
 
 
 def _alone(cls: type, fused: bool, overlap: bool, count: int, numel: int) -> Callable[[], object]:
@@ -108,9 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in rows:
         times = f"{1e3 * row['seconds_median']:10.2f} {1e3 * row['seconds_min']:10.2f} {row['ratio']:14.2f}"
         print(f"{'on' if row['overlap'] else 'off':8} {row['what']:16} {row['name']:12} {times}")
-    if args.out is not None:
-        facts = {"machine": benchmark_machine_facts(), "versions": version_facts(), "commit": commit()}
-        args.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    write_rows(args.out, rows)
     return 0
 
 

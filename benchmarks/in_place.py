@@ -8,7 +8,6 @@ Every contestant has bf16 parameters, fp32 masters and moments, and clips by the
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.rows_file import write_rows
 from superoffload import AdamW
 from superoffload.tools.bench.timing import Contestant, Rounds, interleave, timed
-from superoffload.tools.report.machine_facts import benchmark_machine_facts, commit, version_facts
 
 IN_PLACE, COPIED, TORCH = "in place", "copied", "torch fused"
 _NORM = 1.0  # of gradients that hardly ever clip
@@ -110,9 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in rows:
         nanoseconds = 1e9 * row["seconds_median"] / row["numel"]
         print(f"{row['name']:12} {nanoseconds:16.3f} {row['ratio']:13.2f} {row['host_bytes_per_param']:25.2f}")
-    if args.out is not None:
-        facts = {"machine": benchmark_machine_facts(), "versions": version_facts(), "commit": commit()}
-        args.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    write_rows(args.out, rows)
     return 0
 
 

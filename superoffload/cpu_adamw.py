@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from superoffload import _native
 from superoffload.distributed.boxes import Box
 from superoffload.engine.bucket import ELEMENT_TYPES
-from superoffload.engine.noise import check_axes, noise_stream
+from superoffload.engine.noise import Axes, check_axes, noise_stream
 from superoffload.errors import ArgumentError, WorkerError
 from superoffload.host.processors import worker_cpus
 from superoffload.host.tensors import in_order, memory_order, values_in_memory
@@ -179,6 +179,8 @@ class CPUAdamW(Optimizer):
                 check_parameter("parameter", param)
                 check_gradient("parameter", param, param.grad)
                 self._check_state(param)
+                if self._state_dtype != torch.float32:
+                    check_axes("parameter", _axes_of(param))
             if params:
                 found[index] = params
         return found
@@ -362,9 +364,13 @@ def _grad_in_order(param: Tensor) -> Tensor:
     return values_in_memory(_in_order_of(param, param.grad))
 
 
+def _axes_of(param: Tensor) -> Axes:
+    """Returns how the parameter's elements, in the order of its memory, lie in a contiguous one."""
+    return () if param.is_contiguous() else Box.whole(param.shape).axes_in(param.shape, memory_order(param))
+
+
 def _run(memory: tuple[Tensor, ...], own_master: bool, stream: int) -> _native.Run:
     master, exp_avg, exp_avg_sq, grad, param = memory
-    axes = Box.whole(param.shape).axes_in(param.shape, memory_order(param))
     return _native.Run(
         master=master.data_ptr(),
         exp_avg=exp_avg.data_ptr(),
@@ -375,6 +381,6 @@ def _run(memory: tuple[Tensor, ...], own_master: bool, stream: int) -> _native.R
         gradient_type=ELEMENT_TYPES[grad.dtype],
         shadow_type=ELEMENT_TYPES[param.dtype],
         state_type=ELEMENT_TYPES[exp_avg.dtype],
-        axes=check_axes("parameter", axes) if exp_avg.dtype == torch.bfloat16 else (),
+        axes=() if exp_avg.dtype == torch.float32 else _axes_of(param),
         noise_stream=stream,
     )

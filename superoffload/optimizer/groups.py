@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from operator import is_
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -72,10 +73,16 @@ class ParamGroups:
 
     # ---- replaced parameters ----------------------------------------------------------------------------------
 
-    def one_more(self) -> int:
-        """Notes the group that ``add_param_group()`` has added; returns its index."""
+    @contextmanager
+    def one_more(self) -> Iterator[int]:
+        """Accepts the group that ``add_param_group()`` has added, yields its index, and takes it out after an error."""
         self._firsts.append(_first_of(self.now[-1]))
-        return len(self.now) - 1
+        try:
+            yield len(self.now) - 1
+        except BaseException:
+            self._firsts.pop()
+            self.now.pop()
+            raise
 
     def replaced(self) -> bool:
         """Returns whether groups or parameters were changed without ``add_param_group()``."""

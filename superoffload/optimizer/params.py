@@ -134,12 +134,13 @@ class Params:
             check_parameter(name, param)
             check_finite(name, param)
         holdings = {param: self._setup.holding_of(name, param) for param, name in fresh.items()}
+        rounded = self._state_dtype is not torch.float32
+        axes = [check_axes(name, holdings[param].axes) if rounded else () for param, name in fresh.items()]
         sizes = [holding.part(param).numel() for param, holding in holdings.items()]
         resident = [id(param) in self._resident for param in fresh]
         split = [self._split_masters and param.dtype == torch.bfloat16 for param in fresh]
         master_dtypes = [torch.int16 if its else torch.float32 for its in split]
         states = make_state(sizes, master_dtypes, self._state_dtype, resident, self._engine.layout.placer)
-        rounded = self._state_dtype is not torch.float32
         found: list[TrackedParam] = []
         counts = torch.zeros(len(fresh), dtype=torch.float32)
         for i, (param, name) in enumerate(fresh.items()):
@@ -159,7 +160,7 @@ class Params:
                 parameter=param if holdings[param].is_memory_of(param) else None,
                 noise_stream=noise_stream(self._seed, name),
                 offset=holdings[param].start,
-                axes=check_axes(name, holdings[param].axes) if rounded else (),
+                axes=axes[i],
                 resident=resident[i],
                 reduced_later=not self._setup.is_early(param),
             )

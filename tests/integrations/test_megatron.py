@@ -45,9 +45,9 @@ def _enabled() -> Iterator[None]:
 
 
 def ours() -> type:
-    found = megatron("megatron.core.optimizer").CPUAdam
+    found: type = megatron("megatron.core.optimizer").CPUAdam
     assert issubclass(found, superoffload.CPUAdamW)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def groups(params: list[Any]) -> list[dict[str, Any]]:
@@ -106,14 +106,16 @@ def test_it_steps_as_with_torchs_class(overlap: bool, dtype: torch.dtype, fracti
         assert torch.equal(a, state["master_param"].to(dtype))
 
 
+def trained_bits(**options: Any) -> Any:
+    """Parameters and state after five steps."""
+    params = parameters(SHAPES, torch.bfloat16)
+    optimizer = hybrid(ours(), groups(params), **options)
+    train(optimizer, params, range(5))
+    return bits(kept(optimizer, params))
+
+
 def test_both_ways_to_build_it_give_the_same_bits() -> None:
-    results = []
-    for overlap in (True, False):
-        params = parameters(SHAPES, torch.bfloat16)
-        optimizer = hybrid(ours(), groups(params), overlap_cpu_optimizer_d2h_h2d=overlap)
-        train(optimizer, params, range(5))
-        results.append(bits(kept(optimizer, params)))
-    assert results[0] == results[1]
+    assert trained_bits(overlap_cpu_optimizer_d2h_h2d=True) == trained_bits(overlap_cpu_optimizer_d2h_h2d=False)
 
 
 def test_two_hundred_parameters_and_the_threads_of_one_optimizer() -> None:
@@ -287,13 +289,7 @@ def test_low_precision_that_is_not_updated_in_fp32_is_refused() -> None:
 
 @pytest.mark.parametrize("fused", [True, False, None])
 def test_how_torch_loops_changes_nothing(fused: bool | None) -> None:
-    results = []
-    for value in (True, fused):
-        params = parameters(SHAPES, torch.bfloat16)
-        optimizer = hybrid(ours(), groups(params), fused=value)
-        train(optimizer, params, range(3))
-        results.append(bits(kept(optimizer, params)))
-    assert results[0] == results[1]
+    assert trained_bits(fused=True) == trained_bits(fused=fused)
 
 
 def test_another_algorithm_is_refused() -> None:

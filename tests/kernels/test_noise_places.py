@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ def do(span: kernels.Span, way: str, step: int) -> None:
             span.replay(hyper(step))
 
 
-def state_of(numel: int, moment: NDArray[np.uint16] | NDArray[np.uint8]) -> list[NDArray[np.generic]]:
+def state_of(numel: int, moment: NDArray[np.uint16] | NDArray[np.uint8]) -> list[Any]:
     """master, exp_avg, exp_avg_sq, gradient, shadow."""
     master = np.random.default_rng(5).standard_normal(numel).astype(np.float32)
     return [master, moment.copy(), moment.copy(), np.zeros(numel, np.uint16), np.zeros(numel, np.uint16)]
@@ -55,8 +56,8 @@ def gradient(step: int, numel: int) -> NDArray[np.uint16]:
     return narrow((random.standard_normal(numel) * 10.0 ** random.uniform(-2, 0, numel)).astype(np.float32), "bf16")
 
 
-def span_of(arrays: list[NDArray[np.generic]], **where: object) -> kernels.Span:
-    return kernels.Span(*arrays, noise_stream=STREAM, **where)  # type: ignore[arg-type]  # one argument per array
+def span_of(arrays: list[Any], **where: Any) -> kernels.Span:
+    return kernels.Span(*arrays, noise_stream=STREAM, **where)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -63,8 +63,8 @@ def test_equals_superoffload_adamw_bit_for_bit(dtype: torch.dtype, state_dtype: 
     plain = superoffload.CPUAdamW(mine, state_dtype=state_dtype, seed=3, threads=2)
     full = superoffload.AdamW(theirs, state_dtype=state_dtype, seed=3, bucket_numel=1024)
     for step in range(6):
-        set_gradients(mine, step)
-        set_gradients(theirs, step)
+        for params in (mine, theirs):  # those behind one without a gradient keep their noise
+            set_gradients(params, step, skip=0 if step == 2 else None)
         plain.step()
         full.step()
     assert bits(list(mine)) == bits(list(theirs))

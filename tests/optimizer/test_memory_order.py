@@ -122,15 +122,17 @@ def test_others_are_refused(kind: str) -> None:
 
 
 @compat("non-contiguous parameters", "single", "stand_in", note="dense ones")
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("strides", ["own", "contiguous", "another"])
-def test_the_bits_of_contiguous_ones(strides: str, dtype: torch.dtype) -> None:
+def test_the_bits_of_contiguous_ones(strides: str, dtype: torch.dtype, state_dtype: str) -> None:
     """Without clipping: the norm's blocks are runs of memory, so its last bits may differ."""
     expected: list[Any] = []
     for mode in MODES:
         for last in (False, True):
             model = ConvNet(last, dtype)
-            with AdamW(model.parameters(), speculation=mode, threads=2, bucket_numel=1024) as optimizer:
+            options: dict[str, Any] = {"state_dtype": state_dtype, "threads": 2, "bucket_numel": 1024}
+            with AdamW(model.parameters(), speculation=mode, **options) as optimizer:
                 for step in range(4):
                     optimizer.zero_grad()
                     set_gradients(list(model.parameters()), step, strides=strides)

@@ -19,9 +19,7 @@ from torch import Tensor, nn
 class DeviceParameter(nn.Parameter):
     """Lies in host memory and says that it does not. What is made from it is a plain tensor."""
 
-    @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
-        return True
+    is_cuda = True
 
 
 class _Stream:
