@@ -254,13 +254,14 @@ def test_a_model_that_changes_its_order_is_refused() -> None:
         assert torch.equal(optimizer.state[model.first.weight]["master"], before)
 
 
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_kernels_alone(dtype: torch.dtype) -> None:
+def test_the_kernels_alone(dtype: torch.dtype, state_dtype: str) -> None:
     """Also where the order changes between steps, in a copy, and with state that was loaded."""
     seen = []
     for last in (False, True):
         model = ConvNet(last, dtype)
-        optimizer = CPUAdamW(model.parameters(), threads=2)
+        optimizer = CPUAdamW(model.parameters(), threads=2, state_dtype=state_dtype)
         for step in range(6):
             set_gradients(list(model.parameters()), step, strides=("own", "contiguous", "another")[step % 3])
             optimizer.step()
@@ -270,7 +271,7 @@ def test_the_kernels_alone(dtype: torch.dtype) -> None:
                 saved = copy.deepcopy(optimizer.state_dict())
                 optimizer.close()
                 model = copy.deepcopy(model)
-                optimizer = CPUAdamW(model.parameters(), threads=2)
+                optimizer = CPUAdamW(model.parameters(), threads=2, state_dtype=state_dtype)
                 optimizer.load_state_dict(saved)
         state = [tensor for p in model.parameters() for tensor in optimizer.state[p].values()]
         seen.append([*values(model), *state])
