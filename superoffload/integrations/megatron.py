@@ -60,7 +60,9 @@ def is_enabled() -> bool:
 
 
 def enable(*, threads: int | None = None) -> None:
-    """Makes Megatron's CPU offload step with ``CPUAdamW`` in this process. Calling it again changes nothing.
+    """Makes Megatron's CPU offload step with ``CPUAdamW`` in this process.
+
+    Calling it again with the same ``threads`` changes nothing.
 
     Call it before ``get_megatron_optimizer``.
 
@@ -96,7 +98,8 @@ def disable() -> None:
     """Restores what ``enable()`` replaced. Existing optimizers keep our class."""
     while _replaced:
         owner, name, original = _replaced.pop()
-        setattr(owner, name, original)
+        if getattr(owner, name) is HybridCPUAdamW:  # else another package has replaced ours, and keeps its own
+            setattr(owner, name, original)
 
 
 def check_version(version: str) -> None:

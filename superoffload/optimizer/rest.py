@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from superoffload.engine.engine import Engine
@@ -51,20 +54,27 @@ class Rest:
             self._lifetime.check_usable(asleep_too=True)
             if not self._lifetime.asleep:
                 return
-            try:
+            with _still_asleep("give the parameter back the device, dtype, shape and order in memory that it had"):
                 self._check_parameters()
                 self._state.follow_written()
+            with _still_asleep("free memory"):
                 self._engine.wake()
-            except SuperOffloadError as error:
-                raise type(error)(
-                    f"wake(): {error} -- the optimizer is still asleep; put that right and call wake() again"
-                ) from error
             self._lifetime.work.go_on()
 
     def _check_parameters(self) -> None:
         for tracked in self._params:
             local = local_of(tracked.param)
-            if local.numel() and not local.untyped_storage().nbytes():
+            if tracked.shard.numel and not local.untyped_storage().nbytes():
                 raise StateError(f"{tracked.shard.name}: its memory was freed; bring its values back")
             if tracked.plainly_written:
                 tracked.check_still_fits()
+
+
+@contextmanager
+def _still_asleep(advice: str) -> Iterator[None]:
+    """Adds to errors that nothing has changed, and what helps."""
+    try:
+        yield
+    except SuperOffloadError as error:
+        message = f"wake(): {error} -- the optimizer is still asleep; to wake it {advice} and call wake() again"
+        raise type(error)(message) from error

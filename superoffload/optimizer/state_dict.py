@@ -120,12 +120,26 @@ def read_state(
                 f"state_dict: {len(group['params'])} parameters in group {g}, the optimizer has {len(mine['params'])}; "
                 "is it of another model?"
             )
+        _check_order(g, group, mine)
         values.append(_read_group(g, group, l2))
         for key, param in zip(group["params"], mine["params"], strict=True):
             where = f"state_dict: parameter {len(states)} (group {g})"
             state = state_dict["state"].get(key)
             states.append(None if state is None else _read_param(where, state, param, part_of))
     return ReadState(values, states)
+
+
+def _check_order(index: int, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    """Raises if both groups name the same parameters in another order, since a state dict goes by position."""
+    theirs, own = ([str(name) for name in group.get("param_names") or ()] for group in (saved, mine))
+    if theirs == own or sorted(theirs) != sorted(own):
+        return
+    at = next(i for i, (one, other) in enumerate(zip(theirs, own, strict=True)) if one != other)
+    raise ArgumentError(
+        f"state_dict: parameter {at} of group {index} is {theirs[at]!r}, the optimizer has {own[at]!r} there, and "
+        "state goes by position; give the optimizer its parameters in the order of the checkpoint, or save and load "
+        "with superoffload.checkpoints, which goes by name"
+    )
 
 
 def check_saved_group(index: int, group: Mapping[str, Any]) -> None:

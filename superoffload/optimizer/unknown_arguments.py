@@ -92,10 +92,6 @@ def refuse_in_group(where: str, group: Mapping[str, Any]) -> None:
                 f"{where}: {name}={_shown(value)}: torch.optim.AdamW has it ({_TORCHS[name]}): leave it out, or "
                 f"pass {name}=False"
             )
-        if name == "bias_correction" and not value:
-            raise UnknownArgument(
-                f"{where}: {name}={_shown(value)}: {_DEEPSPEEDS[name]}; leave it out, or pass {name}=True"
-            )
         if name in _NO_KEYS_OF_GROUPS:
             raise UnknownArgument(
                 f"{where}: {name}={_shown(value)} would not be read; did you mean {_OTHER_NAMES[name]}?"

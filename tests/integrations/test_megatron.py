@@ -276,8 +276,14 @@ def test_without_megatron_the_error_says_what_to_install() -> None:
 @OVERLAP
 def test_no_bias_correction_is_refused(overlap: bool) -> None:
     params = parameters(SHAPES, torch.float32)
-    with pytest.raises(UnknownArgument, match=r"bias_correction=False.*always corrected"):
+    refused = r"bias_correction=False.*always corrected"
+    with pytest.raises(ArgumentError, match=refused):
         hybrid(ours(), groups(params), overlap_cpu_optimizer_d2h_h2d=overlap, bias_correction=False)
+    optimizer = hybrid(ours(), groups(params), overlap_cpu_optimizer_d2h_h2d=overlap)
+    for group in optimizer.param_groups:
+        group["bias_correction"] = False
+    with pytest.raises(ArgumentError, match=refused):
+        train(optimizer, params, range(1))
 
 
 def test_low_precision_that_is_not_updated_in_fp32_is_refused() -> None:
@@ -296,3 +302,13 @@ def test_another_algorithm_is_refused() -> None:
     params = parameters(SHAPES, torch.float32)
     with pytest.raises(UnknownArgument, match="amsgrad=True"):
         hybrid(ours(), groups(params), amsgrad=True)
+
+
+def test_another_package_keeps_what_it_has_put_in_our_place() -> None:
+    theirs = megatron("megatron.core.optimizer")
+    theirs.CPUAdam = torch.optim.Adam
+    try:
+        adapter.disable()
+        assert theirs.CPUAdam is torch.optim.Adam and not adapter.is_enabled()
+    finally:
+        theirs.CPUAdam = torch.optim.AdamW

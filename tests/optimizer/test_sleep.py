@@ -353,3 +353,37 @@ def test_memory_that_is_refused_at_wake_leaves_it_asleep(master_dtype: str) -> N
             steps(model, optimizer, count=2)
             found.append(optimizer.state_digests())
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_gradients_in_an_accumulation_window_stay_or_are_named(setting: str) -> None:
+    found = []
+    for sleeps in (False, True):
+        model = model_of(torch.bfloat16)
+        with optimizer_of(model, **SETTINGS[setting]) as optimizer:
+            for seed in range(3):
+                optimizer.zero_grad()
+                with optimizer.accumulate():
+                    batch(model, 100 + seed).backward()
+                    if sleeps:
+                        try:
+                            nap(optimizer)
+                        except StateError as error:
+                            assert "gradients of this step have arrived and wait for step()" in str(error)
+                batch(model, seed).backward()
+                optimizer.step()
+            found.append(optimizer.state_digests())
+    assert found[0] == found[1]
+
+
+def test_what_was_freed_is_called_so_and_what_helps_is_said() -> None:
+    model = model_of(torch.bfloat16)
+    with optimizer_of(model) as optimizer:
+        optimizer.sleep()
+        weight = next(model.parameters())
+        kept = weight.data
+        weight.data = torch.empty(0, dtype=weight.dtype)
+        with pytest.raises(StateError, match=r"its memory was freed.*to wake it give the parameter back the device"):
+            optimizer.wake()
+        weight.data = kept
+        optimizer.wake()

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from superoffload import AdamW
+from superoffload import AdamW, CPUAdamW
+from superoffload.errors import ArgumentError
 from tests.support.adamw_training import (
     DTYPES,
     TorchAdamW,
@@ -283,3 +284,16 @@ def test_a_state_dict_that_cannot_be_made_leaves_the_optimizer_usable() -> None:
     assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
     train(model, optimizer, range(2, 3))
     optimizer.close()
+
+
+@pytest.mark.parametrize("kind", [AdamW, CPUAdamW])
+def test_named_parameters_in_another_order_are_refused(kind: Any) -> None:
+    """State goes by position: each would get the moments of another one, and its name."""
+    named = [("a", nn.Parameter(torch.ones(4))), ("b", nn.Parameter(torch.ones(4)))]
+    saved = kind(named).state_dict()
+    other = kind(named[::-1])
+    with pytest.raises(ArgumentError, match=r"parameter 0 of group 0 is 'a', the optimizer has 'b' there"):
+        other.load_state_dict(saved)
+    assert other.param_groups[0]["param_names"] == ["b", "a"]
+    other.load_state_dict(kind([(f"new.{name}", param) for name, param in named]).state_dict())
+    other.close()
