@@ -191,7 +191,7 @@ class AdamW(Optimizer):
         with lifetime.alone:
             super().add_param_group(group)  # may raise, as where only some groups have names
             with lifetime.whole():
-                with self._lasting.groups.one_more() as index:
+                with self._lasting.groups.one_more(self.tracked) as index:
                     self._parts.adopt(self._lasting, index)
                 if lifetime.is_open:
                     self._ranks.announce()

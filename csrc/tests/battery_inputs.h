@@ -105,10 +105,11 @@ inline void place(superoffload::adam::Run& run, unsigned number) {
                                                         {{33, 70}, {5, 1}, {1 << 20, 5 * 70 * 33 + 9}},
                                                         {{1 << 30, 48}, {1, 0}, {1, 0}}};
     static const unsigned kCounts[] = {3, 3, 2, 3, 1};
-    run.first_index = mix(number) >> 24;
+    run.first_index = mix(number) >> 24;  // above 2^32 too
     run.start = static_cast<std::uint32_t>(mix(number + 1));
     const unsigned shape = number % 11;
     if (shape >= 5) return;
+    run.first_index >>= 16;  // within all axes
     run.axis_count = kCounts[shape];
     for (unsigned k = 0; k < run.axis_count; ++k) run.axes[k] = kAxes[shape][k];
 }

@@ -34,6 +34,16 @@ def check_max_grad_norm(value: Any) -> float | None:
 
 def check_group(group: Mapping[str, Any]) -> None:
     """Checks the hyper-parameters of one param group."""
+    check_hyper_parameters(group)
+    if not group.get("bias_correction", True):
+        raise ArgumentError(
+            f"bias_correction={group['bias_correction']!r}: the moments' bias is always corrected here; leave it "
+            "out of the group, or set it to True"
+        )
+
+
+def check_hyper_parameters(group: Mapping[str, Any]) -> None:
+    """Checks those hyper-parameters of a param group that every Adam has."""
     check_number("lr", group["lr"], low=0.0)
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
@@ -42,11 +52,6 @@ def check_group(group: Mapping[str, Any]) -> None:
         check_number(f"betas[{i}]", beta, low=0.0, high=1.0, below=True)
     check_number("eps", group["eps"], low=0.0)
     check_number("weight_decay", group["weight_decay"], low=0.0)
-    if not group.get("bias_correction", True):
-        raise ArgumentError(
-            f"bias_correction={group['bias_correction']!r}: the moments' bias is always corrected here; leave it "
-            "out of the group, or set it to True"
-        )
 
 
 def check_parameter(name: str, param: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import is_
 from types import MappingProxyType
@@ -74,14 +74,16 @@ class ParamGroups:
     # ---- replaced parameters ----------------------------------------------------------------------------------
 
     @contextmanager
-    def one_more(self) -> Iterator[int]:
-        """Accepts the group that ``add_param_group()`` has added, yields its index, and takes it out after an error."""
+    def one_more(self, record_of: Callable[[Tensor], object | None]) -> Iterator[int]:
+        """Accepts the group that ``add_param_group()`` has added and yields its index. An error takes the group out
+        again, unless it came after the group's parameters had state, which ``record_of`` finds: they will train."""
         self._firsts.append(_first_of(self.now[-1]))
         try:
             yield len(self.now) - 1
         except BaseException:
-            self._firsts.pop()
-            self.now.pop()
+            if all(record_of(param) is None for param in self.now[-1]["params"]):
+                self._firsts.pop()
+                self.now.pop()
             raise
 
     def replaced(self) -> bool:

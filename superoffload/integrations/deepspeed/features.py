@@ -11,7 +11,7 @@ import torch.distributed as dist
 from superoffload.engine.bucket import ELEMENT_TYPES, GroupHyper
 from superoffload.errors import ArgumentError
 from superoffload.integrations.deepspeed.config import LEANER_MASTERS, LEANER_MOMENTS
-from superoffload.optimizer.arguments import check_group
+from superoffload.optimizer.arguments import check_hyper_parameters
 
 
 def check_optimizer(optimizer: Any, cpu_adam: type) -> None:
@@ -28,13 +28,13 @@ def check_optimizer(optimizer: Any, cpu_adam: type) -> None:
         for name in ("amsgrad", "maximize", "differentiable"):
             if group.get(name):
                 raise ArgumentError(f"param_groups[{index}]: {name}={group[name]!r}: expected False")
-        check_group(group)
+        check_hyper_parameters(group)
 
 
 def hyper_of(optimizer: Any, group: int) -> GroupHyper:
     """Reads a param group's present hyper-parameters."""
     values = optimizer.param_groups[group]
-    check_group(values)
+    check_hyper_parameters(values)
     beta1, beta2 = values["betas"]
     return GroupHyper(
         lr=float(values["lr"]),
