@@ -89,6 +89,10 @@ class Named:
     def rank(self) -> int:
         return self.session.group.rank if self.session is not None else 0
 
+    def called(self, rank: int) -> str:
+        """Returns the name of a rank in errors."""
+        return self.session.group.hosts.rank(rank) if self.session is not None else f"rank {rank}"
+
     def writes(self, index: int) -> bool:
         """Returns whether this rank writes its part of a shard; the first of the ranks that own the same part does."""
         return self.session is None or self.session.writer_of(index) == self.rank

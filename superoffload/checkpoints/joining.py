@@ -41,9 +41,13 @@ def complete(named: Named, writing: Path, final: Path, timeout: float) -> None:
         path = writing / f".{file_name(rank)}.json"
         while not path.exists():
             if path.with_suffix(".failed").exists():
-                raise RankError(f"save(): rank {rank} could not write its part of {final}; its output says why")
+                raise RankError(
+                    f"save(): {named.called(rank)} could not write its part of {final}; its output says why"
+                )
             if time.monotonic() > deadline:
-                raise RankError(f"save(): rank {rank} has not written its part of {final} within {timeout:g} s")
+                raise RankError(
+                    f"save(): {named.called(rank)} has not written its part of {final} within {timeout:g} s"
+                )
             with suppress(OSError):
                 os.utime(writing)  # tells the ranks that wait for the name that this one is alive
             next(pauses)

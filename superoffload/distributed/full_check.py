@@ -46,6 +46,7 @@ class FullCheck:
         gradient_of: GradientOf,
     ) -> None:
         self._group = group
+        self._called = group.hosts.rank
         self._held = held
         self._gathered = gathered
         self._roster = roster
@@ -60,7 +61,7 @@ class FullCheck:
         told = self._exchange(where, np.concatenate([header, rows.reshape(-1)]))
         heads = {rank: int(theirs[0]) for rank, theirs in told.items()}
         for rank, first in odd_ranks(heads):
-            return f"{where}: rank {rank}: the verdict was carried out otherwise than on rank {first}"
+            return f"{where}: {self._called(rank)}: the verdict was carried out otherwise than on rank {first}"
         tables = {rank: theirs[1:].reshape(-1, _WIDTH) for rank, theirs in told.items()}
         return (
             self._bad_gradients(where, tables)
@@ -96,8 +97,8 @@ class FullCheck:
             known = {rank: value for rank, value in values.items() if value}
             for rank, first in odd_ranks(known) if known else ():
                 return (
-                    f"{where}: rank {rank}: {key[0]}: its gradient differs from that of rank {first}, though both "
-                    "have the whole parameter. Gradients of replicated parameters must be reduced over the ranks "
+                    f"{where}: {self._called(rank)}: {key[0]}: its gradient differs from that of rank {first}, though "
+                    "both have the whole parameter. Gradients of replicated parameters must be reduced over the ranks "
                     "before step()"
                 )
         return None
@@ -106,7 +107,7 @@ class FullCheck:
         for rank, table in tables.items():
             for index in np.flatnonzero(table[:, _NOT_ROUNDED]).tolist():
                 name = self._roster.of(rank).name(index)
-                return f"{where}: rank {rank}: {name}: the published parameter is not round(master)"
+                return f"{where}: {self._called(rank)}: {name}: the published parameter is not round(master)"
         return None
 
     def _bad_copies(self, where: str, tables: dict[int, NDArray[np.uint32]]) -> str | None:
@@ -116,7 +117,7 @@ class FullCheck:
                 for replicas in owners.replicas.groups:
                     values = {rank: int(tables[rank][place[rank], column]) for rank in replicas}
                     for rank, first in odd_ranks(values):
-                        return f"{where}: rank {rank}: {key[0]}: its {what} differs from that of rank {first}"
+                        return f"{where}: {self._called(rank)}: {key[0]}: its {what} differs from that of rank {first}"
         return None
 
     def _bad_forward(self, where: str) -> str | None:
@@ -134,8 +135,9 @@ class FullCheck:
                     report = np.array([1 + index, owner], np.uint32)
         for rank, (bad, owner) in self._exchange(where, report).items():
             if bad:
+                name = self._roster.of(rank).name(int(bad) - 1)
                 return (
-                    f"{where}: rank {rank}: {self._roster.of(rank).name(int(bad) - 1)}: what its forward reads is not "
+                    f"{where}: {self._called(rank)}: {name}: what its forward reads is not "
                     f"what rank {owner} has published: updated parameters do not reach this rank"
                 )
         return None

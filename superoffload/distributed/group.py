@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import socket
 import struct
 import weakref
 import zlib
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from superoffload.distributed.hosts import Hosts
 from superoffload.distributed.roll_call import GRACE, RollCall, within
 from superoffload.errors import ArgumentError, RankError
 from superoffload.host.numbers import check_number
@@ -27,6 +29,10 @@ from superoffload.host.numbers import check_number
 DEFAULT_TIMEOUT = 60.0
 TIMEOUT_VARIABLE = "SUPEROFFLOAD_RANK_TIMEOUT"
 FRAME = 128  # bytes of the message that every exchange begins with
+GLOO_HINT = (
+    "gloo uses the network that this host's name resolves to; GLOO_SOCKET_IFNAME, set to the name of a device on every "
+    "rank, chooses another"
+)
 _HEAD = struct.Struct("<IQ")  # a checksum of the exchange's name, and how many bytes follow
 ROOM = FRAME - _HEAD.size  # bytes for the payload of a small exchange, which is that message alone
 _ROLL_CALL = 0.2  # share of the time-out that is kept for finding the missing ranks
@@ -94,8 +100,11 @@ class RankGroup:
         self._sessions = 0
         self.gloo = self._make_gloo()
         self._calls = 0
+        self.hosts = Hosts({})
         self._roll_call = RollCall(self.ranks, self.rank, timeout * _ROLL_CALL)
-        self._roll_call.join(self.exchange_objects("the roll call", self._roll_call.address)[0], timeout)
+        told = self.exchange_objects("the roll call", (self._roll_call.address, socket.gethostname()))
+        self.hosts = Hosts({rank: host for rank, (_, host) in zip(self.ranks, told, strict=True)})
+        self._roll_call.join(told[0][0], timeout)
 
     def number_of_session(self) -> int:
         """Counts the sessions that use the group: 1 for the first."""
@@ -115,8 +124,8 @@ class RankGroup:
             raise RankError(
                 f"the group of ranks {', '.join(map(str, self.ranks))} was not made within {self.timeout:g} s (seen "
                 f"from rank {self.rank}): a rank did not make its optimizer, or a rank or the store of "
-                f"torch.distributed (MASTER_ADDR={os.environ.get('MASTER_ADDR', '')!r}) could not be reached. Start "
-                f"all ranks again. [{str(error).splitlines()[0]}]"
+                f"torch.distributed (MASTER_ADDR={os.environ.get('MASTER_ADDR', '')!r}) could not be reached. "
+                f"{GLOO_HINT}. Start all ranks again. [{str(error).splitlines()[0]}]"
             ) from error
 
     def gather(self, what: str, mine: Tensor) -> Gather:
@@ -147,7 +156,9 @@ class RankGroup:
         frame = Exchange(self, what, b"", mine.numel() * mine.element_size())
         frame.wait()
         if len(set(frame.follows)) > 1:
-            lengths = ", ".join(f"rank {r}: {n} bytes" for r, n in zip(self.ranks, frame.follows, strict=True))
+            lengths = ", ".join(
+                f"{self.hosts.rank(r)}: {n} bytes" for r, n in zip(self.ranks, frame.follows, strict=True)
+            )
             self._fail(f"{what}: not equally long on all ranks ({lengths}); all must have the same gradients")
         return self.gather(what, mine).wait()
 
@@ -160,7 +171,7 @@ class RankGroup:
         text = bytearray(what.encode()[:FRAME].ljust(FRAME, b"\0"))
         told = self.gather(what, torch.frombuffer(text, dtype=torch.uint8)).wait()
         names = [part.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for part in told]
-        doing = "; ".join(f"rank {rank}: {name}" for rank, name in zip(self.ranks, names, strict=True))
+        doing = "; ".join(f"{self.hosts.rank(rank)}: {name}" for rank, name in zip(self.ranks, names, strict=True))
         self._fail(
             f"the ranks do different things: {doing}. Every rank must make the same calls in the same order: step(), "
             "add_param_group(), load_state_dict(), with spread state also state_dict(), for the same parameters"
@@ -176,11 +187,11 @@ class RankGroup:
         try:
             yield
         except RuntimeError as error:
-            missing, unreachable = self._roll_call.who_is_missing(self._calls)
-            who = f"rank {', '.join(map(str, missing))} did not take part" if missing else "the connection broke"
+            missing, unreachable = self._roll_call.who_is_missing(self._calls, self.hosts)
+            who = f"{self.hosts.ranks(missing)} did not take part" if missing else "the connection broke"
             self.failure = (
-                f"{what}: {who} within {self.timeout:g} s (seen from rank {self.rank}{unreachable}). The ranks that "
-                f"still run must be restarted from the last checkpoint. [{str(error).splitlines()[0]}]"
+                f"{what}: {who} within {self.timeout:g} s (seen from {self.hosts.rank(self.rank)}{unreachable}). The "
+                f"ranks that still run must be restarted from the last checkpoint. [{str(error).splitlines()[0]}]"
             )
             raise RankError(self.failure) from error
 

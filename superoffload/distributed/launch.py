@@ -8,7 +8,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -67,10 +67,12 @@ class LocalRanks:
         for pipe in self._pipes:
             pipe.send((function, args))
 
-    def collect(self, limit: float = 300.0) -> list[Outcome]:
+    def collect(self, limit: float = 300.0, ranks: Iterable[int] | None = None) -> list[Outcome]:
+        """Returns what ``ranks`` (default: all) have answered; ends one that does not answer within ``limit``."""
         deadline = time.monotonic() + limit
         outcomes = []
-        for pipe, process in zip(self._pipes, self.processes, strict=True):
+        for rank in range(self.count) if ranks is None else ranks:
+            pipe, process = self._pipes[rank], self.processes[rank]
             try:
                 if pipe.poll(max(0.0, deadline - time.monotonic())):
                     outcomes.append(pipe.recv())

@@ -18,6 +18,8 @@ from typing import TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch's annotations leave it out
 
+from superoffload.distributed.hosts import Hosts
+
 GRACE = 1.0  # seconds that a call with its own time-out gets to notice that it is over
 _MOST_SECONDS = 5.0
 _POLL_SECONDS = 0.05
@@ -69,7 +71,7 @@ class RollCall:
         with contextlib.suppress(RuntimeError, OSError):  # TimeoutError is an OSError
             self._store = within(limit + GRACE, connect)
 
-    def who_is_missing(self, call: int) -> tuple[list[int], str]:
+    def who_is_missing(self, call: int, hosts: Hosts) -> tuple[list[int], str]:
         """Returns the ranks that do not answer ``call``, and a text on what was unreachable. The ranks' own output
         tells what they do instead."""
         first, host = self.ranks[0], self.address[0]
@@ -99,8 +101,8 @@ class RollCall:
             if first not in silent:
                 return silent, ""
             why = "could not be reached" if isinstance(error, TimeoutError) else "has ended"
-            rest = ", ".join(str(rank) for rank in silent if rank != first)
-            unknown = f", so nothing is known of rank {rest}" if rest else ""
+            rest = [rank for rank in silent if rank != first]
+            unknown = f", so nothing is known of {hosts.ranks(rest)}" if rest else ""
             return [first], f"; the roll call of rank {first} on {host} {why}{unknown}"
         return [rank for rank in missing if rank not in heard], ""
 

@@ -53,6 +53,7 @@ class RankSession:
         self.group = group
         self.check = check
         self.held: list[Held] = []
+        self._called = group.hosts.rank
         self._gathered = gathered
         self._gradient_of = gradient_of
         self._roster = Roster({group.rank: []}, {group.rank: []}, OwnersTable())
@@ -85,7 +86,9 @@ class RankSession:
         checks = dict(zip(self.group.ranks, (check for check, *_ in told), strict=True))
         for rank, first in odd_ranks(checks):
             made = f"the optimizers{self._name} were made differently"
-            self._diverged(f"{made}: rank {rank}: rank_check is {checks[rank]}, on rank {first} {checks[first]}")
+            self._diverged(
+                f"{made}: {self._called(rank)}: rank_check is {checks[rank]}, on rank {first} {checks[first]}"
+            )
         of_all = [listings] * len(told)
         if len({theirs for _, theirs, _ in told}) > 1:  # parts of one model, such as pipeline stages
             of_all = self.group.exchange_objects(what, listings)
@@ -133,7 +136,7 @@ class RankSession:
         )
         for rank, theirs in zip(self.group.ranks, told, strict=True):
             if theirs is not None and error is None:
-                raise RankError(f"{what}: rank {rank} failed, so {left}: {theirs}")
+                raise RankError(f"{what}: {self._called(rank)} failed, so {left}: {theirs}")
 
     # ---- one step ---------------------------------------------------------------------------------------------
 
@@ -171,7 +174,8 @@ class RankSession:
         # Always compared: the next exchanges need equal sets.
         if any(len({theirs[rank].gradients for rank in cohort.ranks}) > 1 for cohort in self._roster.cohorts):
             detail = {one.name: one.shard.index in self._sums for one in self.held}
-            self._explain("not the same parameters have a gradient", detail, of_all=False)
+            advice = ". Where a rank's part needs none, as of experts without a token, give it zeros"
+            self._explain("not the same parameters have a gradient", detail, of_all=False, advice=advice)
         if self.check.light or self.check.every:
             self._compare(packets)
         if not any(packet.gradients for packet in packets):
@@ -259,7 +263,7 @@ class RankSession:
         failed = [rank for rank, packet in zip(self.group.ranks, packets, strict=True) if packet.flags & FAILED]
         if failed:
             raise RankError(
-                f"step {self._call}: rank {', '.join(map(str, failed))} raised before the verdict (its own output says "
+                f"step {self._call}: {self.group.hosts.ranks(failed)} raised before the verdict (its own output says "
                 "why), so the step was abandoned on every rank"
             )
 
@@ -297,9 +301,9 @@ class RankSession:
             values = {rank: told[rank][place] for rank, place in self._roster.holders(key)}
             for rank, first in _odd_of(values, owners.replicas):
                 self._diverged(
-                    f"step {self._call}: rank {rank}: {key[0]}: its gradient differs from that of rank {first} "
-                    f"(sums of squares {values[rank]!r} and {values[first]!r}), though both hold the same elements. "
-                    "Gradients of replicated parameters must be reduced over the ranks before step()"
+                    f"step {self._call}: {self._called(rank)}: {key[0]}: its gradient differs from that of rank "
+                    f"{first} (sums of squares {values[rank]!r} and {values[first]!r}), though both hold the same "
+                    "elements. Gradients of replicated parameters must be reduced over the ranks before step()"
                 )
         self._diverged(f"step {self._call}: gradients of replicated parameters differ between ranks")
 
@@ -312,9 +316,9 @@ class RankSession:
             if packet.bad:
                 name = self._roster.of(rank).name(packet.bad - 1)
                 self._diverged(
-                    f"step {step}: rank {rank}: {name}: the published parameter is not round(master). A publish was "
-                    "lost, or the parameter was written through .data or foreign memory (then call refresh_masters() "
-                    "after such a write)"
+                    f"step {step}: {self._called(rank)}: {name}: the published parameter is not round(master). A "
+                    "publish was lost, or the parameter was written through .data or foreign memory (then call "
+                    "refresh_masters() after such a write)"
                 )
         theirs = dict(zip(self.group.ranks, packets, strict=True))
         for cohort in self._roster.cohorts:
@@ -328,14 +332,15 @@ class RankSession:
                 names = ", ".join(map(cohort.name, unit))
                 self._diverged(f"step {step}: copies of a parameter differ between ranks, one of: {names}")
 
-    def _explain(self, what: str, detail: Mapping[str, Any], *, of_all: bool = True) -> None:
+    def _explain(self, what: str, detail: Mapping[str, Any], *, of_all: bool = True, advice: str = "") -> None:
         """Exchanges ``detail`` and raises with the first entry that differs; ``of_all``: all ranks must have it."""
         told = dict(zip(self.group.ranks, self.group.exchange_objects(self._where(what), dict(detail)), strict=True))
         where = f"step {self._call}: {what}"
         for name in dict.fromkeys(key for theirs in told.values() for key in theirs):
             values = {r: theirs.get(name, "missing") for r, theirs in told.items() if of_all or name in theirs}
             for rank, first in odd_ranks(values):
-                self._diverged(f"{where}: rank {rank}: {name} is {values[rank]}, on rank {first} {values[first]}")
+                one, other = f"{name} is {values[rank]}", f"on rank {first} {values[first]}{advice}"
+                self._diverged(f"{where}: {self._called(rank)}: {one}, {other}")
         self._diverged(where)
 
     def _diverged(self, message: str) -> None:

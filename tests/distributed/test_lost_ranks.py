@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from superoffload import AdamW
 from superoffload.distributed.group import _GROUPS
+from superoffload.distributed.hosts import Hosts
 from superoffload.distributed.launch import LocalRanks, Outcome
 from superoffload.distributed.roll_call import RollCall
 from superoffload.distributed.session import RankSession
@@ -206,7 +207,7 @@ def test_a_first_rank_that_has_answered_and_ended_is_not_called_lost(answers: in
     roll_call = RollCall([0, 1, 2], 1, 1.0)
     store: Any = EndingStore(answers)
     roll_call._store = store
-    assert roll_call.who_is_missing(7)[0] == missing
+    assert roll_call.who_is_missing(7, Hosts({}))[0] == missing
 
 
 class SilentStore(EndingStore):
@@ -227,7 +228,7 @@ def test_a_roll_call_behind_a_broken_link_ends_in_time(answers: int, missing: li
     store: Any = SilentStore(answers)
     roll_call._store = store
     began = time.monotonic()
-    assert roll_call.who_is_missing(7) == (
+    assert roll_call.who_is_missing(7, Hosts({})) == (
         missing,
         "; the roll call of rank 0 on 10.0.0.1 could not be reached, so nothing is known of rank 2" * (missing == [0]),
     )

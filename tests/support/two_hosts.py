@@ -1,4 +1,5 @@
-"""Two hosts on this machine: network namespaces with a link between them, which ranks enter and which can be cut.
+"""Two hosts on this machine: network namespaces with a link between them, which ranks enter, and which can be cut,
+slow or lossy. They have host names of their own.
 
 Both ends have the same name and the same addresses in every pair, so that any number of pairs can be there at once.
 """
@@ -8,9 +9,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import json
 import os
+import re
 import shutil
+import socket
 import subprocess
+import sys
 from datetime import timedelta
 from types import TracebackType
 
@@ -18,7 +23,8 @@ import torch.distributed as dist
 
 DEVICE = "wire"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-_CLONE_NEWNET = 0x40000000
+HOSTS = ("host-a", "host-b")
+_CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
 _NOWHERE = "02:00:00:00:00:99"  # has no host: what is sent to it is gone, without an answer
 _numbers = itertools.count()
 
@@ -75,16 +81,23 @@ def enter(names: tuple[str, ...], host: int) -> None:
     try:
         if libc.setns(namespace, _CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"setns({names[host]})")
+        if libc.unshare(_CLONE_NEWUTS) != 0:
+            raise OSError(ctypes.get_errno(), "unshare(CLONE_NEWUTS)")
     finally:
         os.close(namespace)
+    socket.sethostname(HOSTS[host])
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = ADDRESSES[0], "29500"
 
 
+def host_of(rank: int) -> int:
+    return rank * len(HOSTS) // int(os.environ["WORLD_SIZE"])
+
+
 def join_world(names: tuple[str, ...], timeout: float) -> int:
-    """One rank per host; the store of torch.distributed is on the first."""
+    """The first half of the ranks is on the first host, and with it the store of torch.distributed."""
     rank = int(os.environ["RANK"])
-    enter(names, rank)
+    enter(names, host_of(rank))
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     return rank
 
@@ -97,3 +110,38 @@ def cut(names: tuple[str, ...], how: str, host: int) -> None:
         return
     for name, address in zip(names, reversed(ADDRESSES), strict=True):
         _ip("-n", name, "neighbor", "replace", address, "lladdr", _NOWHERE, "dev", DEVICE, "nud", "permanent")
+
+
+def slow(names: tuple[str, ...], megabits: int, queue: int) -> None:
+    """Both directions carry so many megabits a second. What finds more than ``queue`` bytes waiting is dropped."""
+    limit = ["tbf", "rate", f"{megabits}mbit", "burst", "2kb", "limit", str(queue)]
+    for name in names:
+        subprocess.run(
+            ["tc", "-n", name, "qdisc", "replace", "dev", DEVICE, "root", *limit], check=True, capture_output=True
+        )
+
+
+def dropped(names: tuple[str, ...]) -> int:
+    """How many packets the slow link has dropped in both directions."""
+    shown = [
+        subprocess.run(
+            ["tc", "-n", name, "-s", "qdisc", "show", "dev", DEVICE], check=True, capture_output=True, text=True
+        )
+        for name in names
+    ]
+    return sum(int(count) for one in shown for count in re.findall(r"dropped (\d+)", one.stdout))
+
+
+def on_host(names: tuple[str, ...], host: int, *command: str, **environment: str) -> subprocess.Popen[str]:
+    """Starts Python on a host, with these arguments."""
+    start = (
+        "import json, os, sys; from tests.support.two_hosts import enter; enter(sys.argv[3:], int(sys.argv[2]));"
+        "os.environ.update(json.loads(sys.argv[1])[1]); os.execv(sys.executable, json.loads(sys.argv[1])[0])"
+    )
+    program = json.dumps([[sys.executable, *command], environment])
+    return subprocess.Popen(
+        [sys.executable, "-c", start, program, str(host), *names],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

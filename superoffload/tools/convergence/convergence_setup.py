@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from superoffload.errors import ArgumentError
@@ -41,6 +41,11 @@ class Setup:
     rank_check: Any = "light"
     delivery: str = "eager"
     experts: int = 0
+
+    def for_ranks(self, count: int) -> Setup:
+        """Returns this setup with the next larger global batch that so many ranks can cut alike."""
+        least = count * self.micro_batches
+        return replace(self, batch=-(-self.batch // least) * least)
 
     def rows(self, rank: int, world: int) -> slice:
         """Returns one rank's rows of the global batch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from superoffload.distributed.launch import LocalRanks
 from superoffload.tools.convergence.compare import FEWEST_RUNS, Tolerance, stray, tolerance_of, unequal
@@ -15,6 +15,14 @@ from superoffload.tools.train.record import unclipped_steps
 
 Say = Callable[[str], None]
 _ON_DEMAND_STEPS = 48
+
+
+class Ranks(Protocol):
+    """Runs a function on ``count`` ranks and returns their values."""
+
+    count: int
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]: ...
 
 
 @dataclass
@@ -39,7 +47,7 @@ class Result:
         return not self.problems and not self.inconclusive
 
 
-def single_runs(setup: Setup, ranks: LocalRanks, say: Say) -> list[Curve]:
+def single_runs(setup: Setup, ranks: Ranks, say: Say) -> list[Curve]:
     """Runs single processes that sum in different orders, spread over the available ranks."""
     curves: list[Curve] = []
     for first in range(0, FEWEST_RUNS + 1, ranks.count):
@@ -57,7 +65,7 @@ def single_run(setup: Setup, orders: Sequence[int]) -> Curve | None:
     return run(setup, "single", "never", order=orders[rank]) if rank < len(orders) else None
 
 
-def delivered_unlike(setup: Setup, engine: str, ranks: LocalRanks) -> list[str]:
+def delivered_unlike(setup: Setup, engine: str, ranks: Ranks) -> list[str]:
     """Returns differences between speculation with delivery on demand and synchronous steps with eager delivery."""
     short = replace(setup, steps=min(setup.steps, _ON_DEMAND_STEPS))
     eager = ranks.run(run, short, engine, "never")
@@ -69,26 +77,37 @@ def verify_ranks(setup: Setup, engine: str, count: int, say: Say = print) -> Res
     setup.rows(0, count)
     with LocalRanks(max(count, 2), init=False) as alone:
         singles = single_runs(setup, alone, say)
+    with LocalRanks(count) as ranks:
+        return compare(setup, engine, ranks, singles, say)
+
+
+def verify_launched(setup: Setup, engine: str, ranks: Ranks, say: Say) -> Result:
+    """Compares ranks that are there already; all of them call it."""
+    setup.rows(0, ranks.count)
+    return compare(setup, engine, ranks, single_runs(setup, ranks, say), say)
+
+
+def compare(setup: Setup, engine: str, ranks: Ranks, singles: Sequence[Curve], say: Say) -> Result:
+    """Compares ranks with each other and with one process, of which ``singles`` are several runs."""
     tolerance = tolerance_of(singles)
     result = Result(tolerance=tolerance)
     result.curves["one process"] = singles[0]
-    with LocalRanks(count) as ranks:
-        both: dict[str, list[Any]] = {}
-        for speculation in ("always", "never"):
-            both[speculation] = ranks.run(run, setup, engine, speculation)
-            say(f"{engine}, {count} ranks, speculation {speculation}: loss {_last(both[speculation][0])}")
-        result.curves["speculative"], result.curves["synchronous"] = both["always"][0], both["never"][0]
-        result.problems.extend(unequal(both["always"], both["never"]))
-        result.count_digests(both["always"])
-        result.problems.extend([f"one process: {problem}" for problem in stray(both["always"][0], tolerance)])
-        if engine == "fsdp2":
-            plain = ranks.run(run, setup, "plain-fsdp2", "never")
-            say(f"plain FSDP2 with torch.optim.AdamW: loss {_last(plain[0])}")
-            result.curves["plain FSDP2, torch AdamW"] = plain[0]
-            result.problems.extend([f"plain FSDP2: {problem}" for problem in stray(plain[0], tolerance)])
-        if engine in ON_DEMAND:
-            result.problems.extend([f"on demand: {problem}" for problem in delivered_unlike(setup, engine, ranks)])
-            say("delivery on demand: compared with eager delivery")
+    both: dict[str, list[Any]] = {}
+    for speculation in ("always", "never"):
+        both[speculation] = ranks.run(run, setup, engine, speculation)
+        say(f"{engine}, {ranks.count} ranks, speculation {speculation}: loss {_last(both[speculation][0])}")
+    result.curves["speculative"], result.curves["synchronous"] = both["always"][0], both["never"][0]
+    result.problems.extend(unequal(both["always"], both["never"]))
+    result.count_digests(both["always"])
+    result.problems.extend([f"one process: {problem}" for problem in stray(both["always"][0], tolerance)])
+    if engine == "fsdp2":
+        plain = ranks.run(run, setup, "plain-fsdp2", "never")
+        say(f"plain FSDP2 with torch.optim.AdamW: loss {_last(plain[0])}")
+        result.curves["plain FSDP2, torch AdamW"] = plain[0]
+        result.problems.extend([f"plain FSDP2: {problem}" for problem in stray(plain[0], tolerance)])
+    if engine in ON_DEMAND:
+        result.problems.extend([f"on demand: {problem}" for problem in delivered_unlike(setup, engine, ranks)])
+        say("delivery on demand: compared with eager delivery")
     judge_fates(result, setup)
     return result
 

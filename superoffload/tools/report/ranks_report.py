@@ -22,7 +22,7 @@ _COLOURS = (style.BLUE, style.ORANGE, style.GREEN, style.RED)
 
 
 def ranks_summary(
-    result: Result, setup: Setup, engine: str, ranks: int, seconds: float, command_line: Sequence[str]
+    result: Result, setup: Setup, engine: str, ranks: int, hosts: int, seconds: float, command_line: Sequence[str]
 ) -> dict[str, Any]:
     tolerance = result.tolerance
     return {
@@ -31,6 +31,7 @@ def ranks_summary(
         "inconclusive": result.inconclusive,
         "engine": engine,
         "ranks": ranks,
+        "hosts": hosts,
         "setup": dataclasses.asdict(setup),
         "steps": setup.steps,
         "digests_compared": result.compared_digests,
@@ -46,7 +47,7 @@ def finish_ranks(folder: RunFolder, summary: dict[str, Any], result: Result) -> 
     """Writes summary, plot and page; returns the result as text."""
     folder.write_summary(summary)
     if matplotlib_installed() and result.tolerance is not None:
-        title = f"{summary['engine']}, {summary['ranks']} ranks"
+        title = f"{summary['engine']}, {_ranks(summary)}"
         with naming_write_errors(folder.plot_path):
             curves = {name: curve.losses for name, curve in result.curves.items()}
             plot_curves(curves, result.tolerance, folder.plot_path, title)
@@ -55,7 +56,7 @@ def finish_ranks(folder: RunFolder, summary: dict[str, Any], result: Result) -> 
     if summary["passed"]:
         tolerance = summary["tolerance"]["loss_at_the_end"]
         lines.append(
-            f"verified: {summary['ranks']} ranks with {summary['engine']}, {summary['steps']} steps: speculative "
+            f"verified: {_ranks(summary)} with {summary['engine']}, {summary['steps']} steps: speculative "
             f"equals synchronous in {summary['digests_compared']} digests per run, and the losses of both differ from "
             f"one process by less than the tolerance, {tolerance:.4f}, in {summary['seconds']:.1f} s"
         )
@@ -64,6 +65,11 @@ def finish_ranks(folder: RunFolder, summary: dict[str, Any], result: Result) -> 
         lines.append(f"INCONCLUSIVE: {summary['inconclusive']}")
     lines.append(f"report: {printable(str(folder.report_path))}")
     return "\n".join(lines)
+
+
+def _ranks(summary: Mapping[str, Any]) -> str:
+    on_hosts = f" on {summary['hosts']} hosts" if summary["hosts"] > 1 else ""
+    return f"{summary['ranks']} ranks{on_hosts}"
 
 
 def plot_curves(curves: Mapping[str, Sequence[float]], tolerance: Tolerance, path: Path, title: str = "") -> None:
@@ -105,10 +111,10 @@ def _looks(name: str, groups: dict[str, str]) -> dict[str, Any]:
 
 
 def _page(folder: RunFolder, summary: dict[str, Any]) -> Page:
-    converged, inconclusive = f"{summary['ranks']} ranks converge as one process", summary["inconclusive"]
+    converged, inconclusive = f"{_ranks(summary)} converge as one process", summary["inconclusive"]
     page = Page(
         converged if summary["passed"] else "Nothing differs" if inconclusive else "Verification failed",
-        f"{summary['engine']} on {summary['ranks']} ranks, {summary['steps']} steps of a small language model",
+        f"{summary['engine']} on {_ranks(summary)}, {summary['steps']} steps of a small language model",
     )
     if summary["passed"]:
         page.verdict(True, "Verified.")

@@ -1,0 +1,215 @@
+"""Experts without a token in a step, on every layout: what torch.optim.AdamW does with their gradients, None or zeros,
+in one process. Then experts that are slices of one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from superoffload import AdamW
+from superoffload.errors import ArgumentError, RankError
+from tests.support.rank_processes import flat_mesh, mesh_of, on_ranks
+
+EXPERTS, ROWS, COLUMNS = 4, 6, 5
+TOKENS = [(0, 1, 2, 3), (0, 2), (1,), (0, 1, 3), (2,), ()]  # the experts that have some, step by step
+HYPER: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.9), "weight_decay": 0.3}
+
+
+def weights() -> Tensor:
+    return torch.randn(EXPERTS, ROWS, COLUMNS, generator=torch.Generator().manual_seed(1))
+
+
+def inputs(step: int) -> Tensor:
+    """The gradient of each expert's output by its weights, in a step."""
+    return torch.randn(EXPERTS, ROWS, COLUMNS, generator=torch.Generator().manual_seed(100 + step))
+
+
+@dataclass
+class Trained:
+    """Experts by number: weights, and how many steps they took. ``speculated``: buckets."""
+
+    weights: dict[int, Tensor] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    speculated: int = 0
+
+
+class Expert(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+class Experts(nn.Module):
+    """Each expert has a parameter of its own; those without a token are not called. All tokens pass ``router``."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        super().__init__()
+        self.router = nn.Parameter(torch.ones(2))
+        self.experts = nn.ModuleDict({str(number): Expert(weights()[number]) for number in numbers})
+
+    def forward(self, step: int) -> Tensor:
+        mine = [number for number in TOKENS[step] if str(number) in self.experts]
+        return sum((self.experts[str(number)](inputs(step)[number]) for number in mine), self.router.sum())
+
+
+def torchs(zeros: bool, share: float) -> Trained:
+    """One process, torch.optim.AdamW, a parameter per expert. ``share``: what the gradients are multiplied by."""
+    params = [nn.Parameter(one.clone()) for one in weights()]
+    optimizer = torch.optim.AdamW(params, foreach=False, **HYPER)
+    for step, active in enumerate(TOKENS):
+        for number, param in enumerate(params):
+            param.grad = (
+                share * inputs(step)[number] if number in active else torch.zeros_like(param) if zeros else None
+            )
+        optimizer.step()
+    steps = {number: int(optimizer.state[param]["step"]) for number, param in enumerate(params)}
+    return Trained({number: param.detach() for number, param in enumerate(params)}, steps)
+
+
+def whole(tensor: Any) -> Tensor:
+    found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found.detach().clone()
+
+
+# ---- in a rank ------------------------------------------------------------------------------------------------------
+
+
+def one_each(layout: str, speculation: str) -> Trained:
+    """A parameter per expert: all on this rank, sharded by FSDP2, under DDP, or on one rank each."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    numbers = list(range(EXPERTS))
+    if layout == "on their ranks":
+        numbers = [number for number in numbers if number % dist.get_world_size() == rank]
+    model: Any = Experts(numbers)
+    if layout == "fsdp2":
+        for expert in model.experts.values():
+            fully_shard(expert, mesh=flat_mesh())
+        fully_shard(model, mesh=flat_mesh())
+    called = DistributedDataParallel(model, find_unused_parameters=True) if layout.startswith("ddp") else model
+    named = [(name, param) for name, param in model.named_parameters() if name != "router" or layout.startswith("ddp")]
+    options: dict[str, Any] = {"model": called} if layout != "on their ranks" else {}
+    trained = Trained()
+    with AdamW(named, speculation=speculation, threads=1, bucket_numel=64, **options, **HYPER) as optimizer:
+        for step in range(len(TOKENS)):
+            optimizer.zero_grad()
+            called(-1 if layout == "ddp, tokens on one rank" and rank else step).backward()  # -1: none has a token
+            optimizer.step()
+        trained.digests, trained.speculated = optimizer.state_digests(), int(optimizer.stats()["buckets_speculated"])
+        for number in numbers:
+            param = model.experts[str(number)].weight
+            trained.weights[number] = whole(param)
+            trained.steps[number] = int(optimizer.state[param]["step"])
+    return trained
+
+
+def one_big(layout: str, speculation: str) -> Trained:
+    """One parameter with all experts, over ranks: idle experts have zeros in its gradient."""
+    count = dist.get_world_size()
+    mesh, placements = flat_mesh(), [Shard(0)]
+    if layout == "ep x rows":
+        mesh, placements = mesh_of(2, count // 2, names=("experts", "rows")), [Shard(0), Shard(1)]
+    param: Any = nn.Parameter(distribute_tensor(weights(), mesh, placements))
+    trained = Trained()
+    with AdamW([("experts", param)], speculation=speculation, threads=1, bucket_numel=64, **HYPER) as optimizer:
+        for step, active in enumerate(TOKENS):
+            optimizer.zero_grad()
+            gradient = inputs(step) * torch.tensor([float(n in active) for n in range(EXPERTS)]).view(-1, 1, 1)
+            (param.to_local() * distribute_tensor(gradient, mesh, placements).to_local()).sum().backward()
+            optimizer.step()
+        trained.digests, trained.speculated = optimizer.state_digests(), int(optimizer.stats()["buckets_speculated"])
+        trained.weights = dict(enumerate(whole(param)))
+        trained.steps = dict.fromkeys(range(EXPERTS), int(optimizer.state[param]["step"]))
+    return trained
+
+
+def both(train: Callable[..., Trained], layout: str) -> list[Trained]:
+    return [train(layout, mode) for mode in ("always", "never")]
+
+
+def check(results: list[list[Trained]], zeros: bool, share: float = 1.0) -> None:
+    expected, seen = torchs(zeros, share), set()
+    for speculative, synchronous in results:
+        assert speculative.digests == synchronous.digests
+        assert synchronous.speculated == 0
+        for number, weight in speculative.weights.items():
+            torch.testing.assert_close(weight, expected.weights[number], rtol=1e-6, atol=1e-7)
+            assert speculative.steps[number] == expected.steps[number], number
+            seen.add(number)
+    assert seen == set(range(EXPERTS))
+    assert any(speculative.speculated for speculative, _ in results)
+
+
+# ---- tests ----------------------------------------------------------------------------------------------------------
+
+
+def test_in_one_process() -> None:
+    check([both(one_each, "one process")], zeros=False)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("layout", ["fsdp2", "ddp", "ddp, tokens on one rank", "on their ranks"])
+def test_experts_without_a_gradient_are_left_alone(layout: str, count: int) -> None:
+    share = 1 / count if layout == "ddp, tokens on one rank" else 1.0
+    check(on_ranks(count, both, one_each, layout), zeros=False, share=share)
+
+
+@pytest.mark.parametrize(("layout", "count"), [("ep", 2), ("ep", 4), ("ep x rows", 4)])
+def test_experts_with_zeros_decay(layout: str, count: int) -> None:
+    check(on_ranks(count, both, one_big, layout), zeros=True)
+
+
+def none_on_one_rank() -> tuple[str, bool]:
+    """What step() says where only the first rank's experts have a gradient, and whether all is as before."""
+    param: Any = nn.Parameter(distribute_tensor(weights(), flat_mesh(), [Shard(0)]))
+    with AdamW([("experts", param)], threads=1, **HYPER) as optimizer:
+        before = optimizer.state_digests()
+        if dist.get_rank() == 0:
+            param.to_local().sum().backward()
+        try:
+            optimizer.step()
+        except RankError as error:
+            return str(error), optimizer.state_digests() == before
+    return "", False
+
+
+def test_a_part_without_a_gradient_is_refused() -> None:
+    """A parameter has one step count, so its parts on other ranks cannot step alone."""
+    for error, unchanged in on_ranks(2, none_on_one_rank):
+        assert "not the same parameters have a gradient: rank 1: experts is False, on rank 0 True" in error
+        assert error.endswith("give it zeros") and unchanged
+
+
+@pytest.mark.parametrize("speculation", ["always", "never"])
+def test_experts_that_are_slices_of_one_tensor(speculation: str) -> None:
+    """Each slice is a parameter; all lie in one storage, which a fused kernel reads as one tensor."""
+    storage = weights()
+    params = [nn.Parameter(one) for one in storage]
+    with AdamW(params, speculation=speculation, threads=1, bucket_numel=64, **HYPER) as optimizer:
+        for step, active in enumerate(TOKENS):
+            optimizer.zero_grad()
+            for number in active:
+                (params[number] * inputs(step)[number]).sum().backward()
+            optimizer.step()
+    for number, expected in torchs(zeros=False, share=1.0).weights.items():
+        torch.testing.assert_close(storage[number], expected, rtol=1e-6, atol=1e-7)
+
+
+def test_slices_that_are_not_runs_of_memory_are_refused() -> None:
+    storage = weights()
+    with pytest.raises(ArgumentError, match=r"shape \(4, 6\) with strides \(30, 5\).*contiguous"):
+        AdamW([nn.Parameter(storage[:, :, 0])])
+    with pytest.raises(ArgumentError, match="share"):
+        AdamW([nn.Parameter(storage[0]), nn.Parameter(storage[:2])])

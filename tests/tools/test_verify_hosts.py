@@ -1,0 +1,69 @@
+"""`superoffload verify` under torchrun, on two hosts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.two_hosts import ADDRESSES, HOSTS, Link, missing_for_namespaces, on_host, slow
+
+pytestmark = pytest.mark.skipif(missing_for_namespaces() is not None, reason=str(missing_for_namespaces()))
+
+VERIFY = ("-m", "superoffload", "verify")
+
+
+def ended(programs: list[Any], seconds: float) -> list[tuple[int, str, str]]:
+    """How the programs end and what they say; none is left behind."""
+    try:
+        return [(*program.communicate(timeout=seconds), program.returncode)[::-1] for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+
+
+def torchrun(link: Link, ranks: int, *command: str) -> list[tuple[int, str, str]]:
+    """Starts half of the ranks on each host, as users do."""
+    shape = ("--nnodes", "2", "--nproc-per-node", str(ranks // 2), "--master-addr", ADDRESSES[0])
+    return ended(
+        [
+            on_host(link.names, host, "-m", "torch.distributed.run", *shape, "--node-rank", str(host), *command)
+            for host in range(2)
+        ],
+        250.0,
+    )
+
+
+@pytest.mark.convergence
+@pytest.mark.parametrize(("ranks", "engine"), [(2, "fsdp2"), (4, "tp")])
+def test_ranks_on_two_hosts_are_verified(ranks: int, engine: str, tmp_path: Path) -> None:
+    """Over a link of 50 Mbit/s."""
+    with Link() as link:
+        slow(link.names, megabits=50, queue=1 << 20)
+        ends = torchrun(link, ranks, *VERIFY, "--engine", engine, "--steps", "52", "--out", str(tmp_path))
+    assert [code for code, *_ in ends] == [0, 0], ends
+    assert f"verified: {ranks} ranks on 2 hosts with {engine}, 52 steps" in ends[0][2], ends
+    assert "verified" not in ends[1][2], "one report is enough"
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["passed"] and (summary["ranks"], summary["hosts"]) == (ranks, 2)
+
+
+def alone(link: Link, *options: str, **environment: str) -> list[tuple[int, str, str]]:
+    """One rank per host, without a launcher's own messages."""
+    common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **environment}
+    return ended([on_host(link.names, h, *VERIFY, *options, RANK=str(h), **common) for h in range(2)], 100.0)
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with Link() as link:
+        ends = alone(link, "--ranks", "4", "--out", str(tmp_path))
+        assert all(code == 2 and "ranks=4: 2 ranks were launched (WORLD_SIZE)" in error for code, error, _ in ends), (
+            ends
+        )
+        ends = alone(link, "--out", str(tmp_path / "sub"), GLOO_SOCKET_IFNAME="lo")
+    for host, (code, error, _) in enumerate(ends):
+        assert code != 0 and f"rank {host} on {HOSTS[host]} could not join the other ranks at {ADDRESSES[0]}" in error
+        assert "GLOO_SOCKET_IFNAME" in error
