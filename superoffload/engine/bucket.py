@@ -213,6 +213,8 @@ class Bucket:
         first = pieces[0].shard
         self.pieces = list(pieces)
         self.indices = frozenset(piece.shard.index for piece in pieces)  # of its shards
+        self.number = 0  # its place in the order of backward
+        self.waits_for_all = False  # a gradient came after backward had seemed to pass it
         self.group = first.group
         self.resident = first.resident
         self.gradient_dtype = first.gradient_dtype
@@ -283,6 +285,14 @@ class Bucket:
         """Notes that the gradient of the piece at ``place`` is missing again."""
         self.present[place] = False
         self.missing += 1
+
+    def was_not_passed(self) -> None:
+        """Notes that a gradient came after backward had seemed to pass the bucket."""
+        self.waits_for_all = True
+
+    def is_number(self, number: int) -> None:
+        """Notes its place in the order of backward."""
+        self.number = number
 
     def leave_out(self, shards: Container[int]) -> None:
         """Keeps the pieces of these shards, given by index, from being delivered."""

@@ -77,8 +77,27 @@ class Engine(EngineParts):
         if self.tail.undelivered or self.tail.unsettled:
             for shard, _ in arrivals:
                 self.tail.finish(shard)
+        if self._incomplete:
+            self._reopen(arrivals)
         for bucket in self.inbox.take(arrivals, in_backward=in_backward):
             self._pack(bucket, in_backward=in_backward)
+
+    def pass_by(self, bucket: Bucket) -> None:
+        """Packs ``bucket`` with the gradients that it has: backward has passed it, so that no more are expected."""
+        if bucket.state is BucketState.FILLING and any(bucket.present):
+            self._incomplete.add(bucket)
+            self._pack(bucket, in_backward=True)
+
+    def _reopen(self, arrivals: Iterable[tuple[Shard, Tensor]]) -> None:
+        """Takes back that backward had passed the buckets of these gradients."""
+        for shard, _ in arrivals:
+            for bucket in self._incomplete.intersection(self.layout.buckets_of(shard)):
+                self._incomplete.discard(bucket)
+                self.speculator.undo(bucket)
+                self.speculator.norm.forget(bucket)
+                bucket.was_not_passed()
+        self._abandon_what_is_lost()
+        self.executor.raise_failure()
 
     def add(self, shard: Shard, addend: Tensor, *, more_to_come: bool) -> None:
         """Adds ``addend`` (as for ``arrive()``), in host memory, to a gradient of this step that was packed and freed.
@@ -319,6 +338,7 @@ class Engine(EngineParts):
         self.speculator.end_step()
         self.link.step_ended(whole=whole)
         self._shared = False
+        self._incomplete.clear()
         if whole and not self.layout.observed and order:
             self.layout.follow_observed_order(order)
         elif whole and self.layout.observed and self.layout.placer is not None and self.layout.placer.is_due():

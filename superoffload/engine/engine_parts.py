@@ -62,6 +62,7 @@ class EngineParts:
             stats,
             two_phase=options.two_phase,
         )
+        self._incomplete: set[Bucket] = set()  # packed although gradients are missing: backward has passed them
         recorder.follow(lambda: self.layout.buckets)
 
     # ---- shards, buckets, threads -----------------------------------------------------------------------------

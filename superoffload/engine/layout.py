@@ -145,6 +145,8 @@ class Layout:
             for piece in bucket.pieces:
                 if len(self.places[piece.shard.index]) == 1:
                     self.only_bucket[piece.shard.index] = bucket
+        for number, bucket in enumerate(buckets, len(self.buckets)):
+            bucket.is_number(number)
         self.buckets.extend(buckets)
         self.journals.update(journal for journal in journals if journal is not None)
         self.numel = sum(bucket.numel for bucket in self.buckets)

@@ -82,3 +82,14 @@ def check_no_main_grad(param: Tensor) -> None:
             "parameter: it has p.main_grad, and CPUAdamW reads p.grad only; use superoffload.AdamW, which steps with "
             "main_grad, or delete p.main_grad"
         )
+
+
+def is_final(param: Tensor) -> bool:
+    """Returns, in a hook of ``param``, whether its gradient is final: ``p.main_grad`` once a fused kernel or an earlier
+    hook has added all to it; ``p.grad`` unless another hook has removed it."""
+    if main_grad_of(param) is None:
+        return param.grad is not None
+    final = is_added(param)
+    if final:
+        param.grad = None  # a stand-in, to which the next backward would add
+    return final

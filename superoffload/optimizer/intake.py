@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from superoffload.distributed.fully_shard import await_offload
 from superoffload.engine.bucket import Bucket
 from superoffload.engine.engine import Engine
+from superoffload.engine.passed import Passed
 from superoffload.errors import ArgumentError, StateError, SuperOffloadError
 from superoffload.host.memory import room_on_device
 from superoffload.host.tensors import is_dtensor
@@ -24,7 +25,7 @@ from superoffload.optimizer.bulk_checks import ready_gradients
 from superoffload.optimizer.fp32_accumulation import Fp32Accumulation
 from superoffload.optimizer.freed_gradients import FreedGradients
 from superoffload.optimizer.gradient_layout import lay_out_like
-from superoffload.optimizer.gradient_source import dtype_to_come, gradient_of, is_added, main_grad_of
+from superoffload.optimizer.gradient_source import dtype_to_come, gradient_of, is_final, main_grad_of
 from superoffload.optimizer.host_accumulation import HostAccumulation
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.master_updates import MasterUpdates
@@ -70,6 +71,7 @@ class Intake:
         self._waiting: defaultdict[Bucket, dict[TrackedParam, None]] = defaultdict(
             dict
         )  # until all of a bucket are final
+        self._passed = Passed()
         self._arrivals: dict[TrackedParam, int] = {}  # backward passes that reached each since the last step
         self._expected: dict[TrackedParam, int] = {}  # as many as in the step before; one where none is known
         # Whose hook has ended a backward: with which p.grad, in which thread, and why.
@@ -123,6 +125,10 @@ class Intake:
                 self._engine.link.received(bucket)
             waiting = self._waiting[bucket]
             waiting[tracked] = None
+            if len(waiting) == 1:
+                passed = self._passed.begins(bucket, tuple(self._waiting))
+                if passed:
+                    self._in_backward(tracked, lambda _: self._take_passed(passed))
             if len(waiting) >= (bucket.missing or len(bucket.pieces)):  # 0: not renewed since the last step
                 self._in_backward(tracked, lambda _: self._take_waiting(bucket))
         elif self._host_accumulation.are_off:
@@ -152,6 +158,12 @@ class Intake:
         """Hands the waiting gradients of ``bucket`` to the engine together."""
         for tracked in self._pass_on(self._no_longer_waiting(bucket), in_backward=True):
             self._in_backward(tracked, self._take_last)
+
+    def _take_passed(self, buckets: Sequence[Bucket]) -> None:
+        """Has the engine go on without the gradients that are missing: backward has passed these buckets."""
+        for bucket in buckets:
+            self._take_waiting(bucket)
+            self._engine.pass_by(bucket)
 
     def _no_longer_waiting(self, bucket: Bucket) -> list[TrackedParam]:
         """Removes the waiting gradients in one operation. If another thread adds one later, ``step()`` finds it."""
@@ -198,6 +210,7 @@ class Intake:
 
     def _begin_anew(self) -> None:
         self._only_bucket = {}
+        self._passed.end_step()
         self._waiting.clear()
 
     def _in_backward(self, tracked: TrackedParam, take: Callable[[TrackedParam], None]) -> None:
@@ -240,7 +253,7 @@ class Intake:
     def _is_last(self, tracked: TrackedParam) -> bool:
         """Returns, in the hook, whether this backward is most likely the last one before ``step()``."""
         accumulation = self._accumulation
-        if accumulation.is_asked_for or not _is_final(tracked.param) or accumulation.is_of_a_window():
+        if accumulation.is_asked_for or not is_final(tracked.param) or accumulation.is_of_a_window():
             return False
         return self._arrives(tracked)
 
@@ -377,17 +390,6 @@ def _hook_of(intake: Intake, tracked: TrackedParam) -> Callable[[Tensor], None]:
 
 def _comes_in_fp32(tracked: TrackedParam) -> bool:
     return dtype_to_come(tracked.shard.name, tracked.param) is torch.float32
-
-
-def _is_final(param: Tensor) -> bool:
-    """Returns, in a hook of ``param``, whether its gradient is final: ``p.main_grad`` once a fused kernel or an earlier
-    hook has added all to it; ``p.grad`` unless another hook has removed it."""
-    if main_grad_of(param) is None:
-        return param.grad is not None
-    final = is_added(param)
-    if final:
-        param.grad = None  # a stand-in, to which the next backward would add
-    return final
 
 
 def _keep_reduced(tracked: TrackedParam) -> None:

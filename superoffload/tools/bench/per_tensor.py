@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -45,13 +46,15 @@ _FATES = ("buckets_speculated", "buckets_committed", "buckets_undone", "buckets_
 
 @dataclass(frozen=True)
 class TensorsBenchmark:
-    """Configures the benchmark. ``numel``: elements per tensor; ``cpus``: the processors that everything runs on."""
+    """Configures the benchmark. ``numel``: elements per tensor; ``cpus``: the processors that everything runs on;
+    ``idle``: the share of the tensors that get no gradient in a step, as experts without a token, others each time."""
 
     counts: Sequence[int]
     numel: int
     cpus: Sequence[int]
     rounds: int
     steps: int
+    idle: float = 0.0
 
 
 def check_memory(counts: Sequence[int], numel: int, available: int | None) -> None:
@@ -102,14 +105,14 @@ class _ScalarProduct(nn.Module):
 
 
 class _Model(nn.Module):
-    """Sums one scalar product per parameter."""
+    """Sums one scalar product per parameter that is used."""
 
     def __init__(self, count: int, numel: int) -> None:
         super().__init__()
         self.products = nn.ModuleList(_ScalarProduct(numel) for _ in range(count))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([product(x) for product in self.products]).sum()
+    def forward(self, x: Tensor, used: Sequence[int]) -> Tensor:
+        return torch.stack([self.products[number](x) for number in used]).sum()
 
 
 class _Optimizer(Protocol):
@@ -152,13 +155,15 @@ def _now() -> tuple[float, float]:
 class _Contestant:
     """Owns a model with its optimizer, and the seconds of each phase, one per round: elapsed, and of the processor."""
 
-    def __init__(self, name: str, count: int, numel: int, threads: int) -> None:
+    def __init__(self, name: str, settings: TensorsBenchmark, count: int) -> None:
         self.name = name
         self.seconds: Seconds = {phase: [] for phase in PHASES}
         self.processor_seconds: Seconds = {phase: [] for phase in PHASES}
-        self._model = _Model(count, numel)
-        self._x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-        self._optimizer = _optimizer(name, self._model, threads)
+        self._count, self._used = count, max(1, count - round(settings.idle * count))
+        self._random = random.Random(0)  # the same for all contestants
+        self._model = _Model(count, settings.numel)
+        self._x = torch.randn(settings.numel, generator=torch.Generator().manual_seed(0))
+        self._optimizer = _optimizer(name, self._model, len(settings.cpus))
 
     def warm_up(self) -> None:
         for _ in range(_WARM_UP):
@@ -176,8 +181,9 @@ class _Contestant:
 
     def _step(self) -> list[tuple[float, float]]:
         """Returns the two durations of each phase."""
+        used = sorted(self._random.sample(range(self._count), self._used))
         times = [_now()]
-        loss = self._model(self._x)
+        loss = self._model(self._x, used)
         times.append(_now())
         loss.backward()
         times.append(_now())
@@ -216,7 +222,7 @@ def _measure(settings: TensorsBenchmark, count: int, tell: Tell) -> list[Row]:
         found: dict[str, _Contestant] = {}
         for name in CONTESTANTS:
             tell(f"{count:,} tensors: {name}, first steps")
-            found[name] = _Contestant(name, count, settings.numel, len(settings.cpus))
+            found[name] = _Contestant(name, settings, count)
             stack.callback(found[name].close)
             found[name].warm_up()
         for number in range(settings.rounds):
@@ -266,6 +272,7 @@ def rows_of(found: Mapping[str, Measured], settings: TensorsBenchmark, count: in
                 "threads": len(settings.cpus),
                 "tensors": count,
                 "numel": count * settings.numel,
+                "idle": settings.idle,
                 "samples": len(whole),
                 "seconds_median": median(whole),
                 "seconds_min": min(whole),

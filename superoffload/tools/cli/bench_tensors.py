@@ -27,6 +27,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--counts", type=int, nargs="+", metavar="N", help=f"parameter tensors of the model (default: {counts})"
     )
     add_option(parser, "--numel", type=int, default=256, help="elements per tensor")
+    add_option(
+        parser,
+        "--idle",
+        type=float,
+        default=0.0,
+        help="share of the tensors that get no gradient in a step, as experts without a token; others in each step",
+    )
     add_option(parser, "--processors", type=int, default=1, help="for torch, worker threads and everything else")
     add_option(parser, "--rounds", type=int, default=7, help="turns of each contestant")
     add_option(parser, "--steps", type=int, default=3, help="per turn")
@@ -45,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     check_memory(settings.counts, settings.numel, usable_bytes(System()))
     facts = measurement.begin(args)
     shown = {"numel": settings.numel, "cpus": list(settings.cpus), "rounds": settings.rounds, "steps": settings.steps}
+    shown["idle"] = settings.idle
     rows = run_tensors(settings, measurement.progress(args))
     report = {**facts, "settings": shown, "limit": None, "rows": rows}
     print(per_tensor_report.table(rows))
@@ -67,5 +75,7 @@ def _settings(args: argparse.Namespace) -> Any:
     counts = sorted(set(args.counts or (_QUICK_COUNTS if args.quick else COUNTS)))
     if counts[0] < 1:
         raise ArgumentError(f"counts={counts[0]}: expected positive numbers")
+    if not 0.0 <= args.idle < 1.0:
+        raise ArgumentError(f"idle={args.idle}: expected a share from 0 to less than 1")
     rounds, steps = (2, 1) if args.quick else (args.rounds, args.steps)
-    return TensorsBenchmark(counts, args.numel, cpus[: args.processors], rounds, steps)
+    return TensorsBenchmark(counts, args.numel, cpus[: args.processors], rounds, steps, args.idle)
