@@ -256,11 +256,16 @@ class CPUAdamW(Optimizer):
         known = self._works.get(index)
         if known is not None and known[0] == tuple(addresses):
             return known[1]
-        named = {id(param): name for name, param in named_in_group(self.param_groups[index], index)}
-        streams = [noise_stream(self._seed, named[id(param)]) for param in params]
+        streams = self._noise_streams(index, params)
         work = _native.BucketWork([_run(*run, stream) for run, stream in zip(runs, streams, strict=True)], 0)
         self._works[index] = (tuple(addresses), work)
         return work
+
+    def _noise_streams(self, index: int, params: list[Tensor]) -> list[int]:
+        if self._state_dtype == torch.float32:  # nothing is rounded
+            return [0] * len(params)
+        named = {id(param): name for name, param in named_in_group(self.param_groups[index], index)}
+        return [noise_stream(self._seed, named[id(param)]) for param in params]
 
     def state_dict(self) -> StateDict:
         """Copies the state in ``torch.optim.AdamW``'s layout, plus ``master`` for bfloat16 and float16 parameters."""
