@@ -21,6 +21,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from superoffload.distributed.group import FRAME
+from superoffload.distributed.hosts import Hosts
 from superoffload.distributed.held import Held
 from superoffload.distributed.ownership import Holding, dtensor_kind
 from superoffload.distributed.placements import box_at
@@ -121,6 +122,7 @@ class PaperGroup:
 
     def __init__(self, ranks: int, rank: int, answers: Sequence[Sequence[bytes]] = ()) -> None:
         self.ranks, self.rank = list(range(ranks)), rank
+        self.hosts = Hosts({})
         self.sent: list[bytes] = []
         self._answers = answers
 

@@ -24,6 +24,7 @@ from superoffload import AdamW
 from superoffload.distributed.hosts import Hosts
 from superoffload.distributed.launch import LocalRanks
 from superoffload.distributed.session import RankSession
+from superoffload.errors import RankError
 from tests.support.rank_processes import BF16, net, shard, tokens_of
 from tests.support.two_hosts import ADDRESSES, HOSTS, Link, cut, dropped, join_world, missing_for_namespaces, slow
 
@@ -209,6 +210,26 @@ def test_a_bad_link_changes_no_bit(count: int, trouble: Any, told: Callable[[Cas
     assert [run.after for run in bad.runs] == [run.after for run in good.runs]
     assert all(len(run.after) == STEPS for run in good.runs)
     assert (bad.dropped > 0) == (trouble is the_link_loses_packets)
+
+
+def make_on(names: tuple[str, ...], device: str) -> tuple[str, float]:
+    """The error of an optimizer whose own group uses ``device``, and the seconds until then."""
+    join_world(names, OF_TORCH)
+    os.environ["GLOO_SOCKET_IFNAME"] = device
+    began = time.monotonic()
+    try:
+        AdamW([torch.nn.Parameter(torch.ones(4))], rank_timeout=TIMEOUT)
+    except RankError as error:
+        return str(error), time.monotonic() - began
+    return "", 0.0
+
+
+@needs_namespaces
+def test_a_network_that_the_other_host_is_not_on() -> None:
+    with Link() as link, LocalRanks(2, init=False) as ranks:
+        for error, seconds in ranks.run(make_on, link.names, "lo", limit=60.0):
+            assert "the group of ranks 0, 1 was not made within 5 s" in error and "GLOO_SOCKET_IFNAME" in error
+            assert seconds < TIMEOUT + GRACE
 
 
 def test_hosts_are_named_where_there_are_several() -> None:

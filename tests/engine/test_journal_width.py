@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from superoffload.engine.bucket import JournalWidth
+from superoffload.engine.journal_width import JournalWidth
 
 
 class Room:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from benchmarks.emulation.fixed_schedule import FixedSchedule
 from superoffload import _native
-from superoffload.engine.bucket import GroupHyper, JournalWidth, Shard
+from superoffload.engine.bucket import GroupHyper, Shard
 from superoffload.engine.engine import Engine
 from superoffload.engine.engine_options import EngineOptions
+from superoffload.engine.journal_width import JournalWidth
 from superoffload.engine.master_halves import UpperHalves
 from superoffload.engine.recorder import Recorder
 from superoffload.engine.speculation_schedule import Schedule
