@@ -21,8 +21,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from superoffload.distributed.group import FRAME
-from superoffload.distributed.hosts import Hosts
 from superoffload.distributed.held import Held
+from superoffload.distributed.hosts import Hosts
 from superoffload.distributed.ownership import Holding, dtensor_kind
 from superoffload.distributed.placements import box_at
 from superoffload.distributed.session import RankCheck, RankSession

@@ -22,7 +22,13 @@ from typing import Any
 PACKAGE = Path(__file__).resolve().parent.parent / "superoffload"
 
 # What folders beside the engine may import from it.
-VOCABULARY = ("engine.bucket", "engine.resident_work", "engine.master_halves", "engine.bucket_state")
+VOCABULARY = (
+    "engine.bucket",
+    "engine.resident_work",
+    "engine.master_halves",
+    "engine.bucket_state",
+    "engine.journal_width",
+)
 
 Graph = Mapping[str, AbstractSet[str]]
 
