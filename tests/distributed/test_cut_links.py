@@ -26,7 +26,7 @@ from superoffload.distributed.launch import LocalRanks, Outcome
 from superoffload.distributed.roll_call import RollCall
 from superoffload.distributed.session import RankSession
 from tests.support.rank_processes import BF16, flat_mesh, net, shard, tokens_of
-from tests.support.two_hosts import ADDRESSES, Link, cut, join_world, missing_for_namespaces
+from tests.support.two_hosts import ADDRESSES, HOSTS, Link, cut, join_world, missing_for_namespaces
 
 pytestmark = pytest.mark.skipif(missing_for_namespaces() is not None, reason=str(missing_for_namespaces()))
 
@@ -156,10 +156,11 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield {case: threads.submit(tell, case, tmp_path_factory.mktemp("cut")) for case in chosen}
 
 
+ABSENT = f"rank 1 on {HOSTS[1]} did not take part within 5 s (seen from rank 0 on {HOSTS[0]})"
 NOT_REACHED = f"the roll call of rank 0 on {ADDRESSES[0]} could not be reached"
 EXPECTED = {
     "construction": ("the group of ranks 0, 1 was not made within 5 s",) * 2,
-    "roll call": ("rank 1 did not take part within 5 s", f"the roll call of rank 0 on {ADDRESSES[0]} was not reached"),
+    "roll call": (ABSENT, f"the roll call of rank 0 on {ADDRESSES[0]} was not reached"),
 }
 
 
@@ -169,7 +170,7 @@ def test_both_ranks_end_in_time(case: Case, told: dict[Case, Future[Any]]) -> No
     outcomes = told[case].result()
     assert not any(outcome.error for outcome in outcomes), outcomes
     ends: list[Ended] = [outcome.value for outcome in outcomes]
-    expected = EXPECTED.get(point, ("rank 1 did not take part within 5 s", NOT_REACHED))
+    expected = EXPECTED.get(point, (ABSENT, NOT_REACHED))
     for end, words in zip(ends, expected, strict=True):
         assert end.destroyed < GRACE, end
         if point == "forward":  # in FSDP2's own collective: its error, after its time-out

@@ -12,7 +12,7 @@ import pytest
 from tests.support.deepspeed.ranks import RankError, Ranks
 from tests.support.deepspeed.scenarios import CLIP_SOME, WAYS, Scenario
 from tests.support.deepspeed.training import OURS, end
-from tests.support.two_hosts import ADDRESSES, Link, missing_for_namespaces
+from tests.support.two_hosts import ADDRESSES, HOSTS, Link, missing_for_namespaces
 
 SCENARIO = Scenario({"clip": CLIP_SOME})
 
@@ -109,7 +109,7 @@ def test_a_link_that_is_cut(point: str, how: str, cuts: int) -> None:
     for rank, (said, seconds) in enumerate(ends):
         if point == "exchange":
             assert said.startswith("superoffload.errors.RankError: the verdict of step 4"), said
-            assert f"rank {1 - rank} did not take part within 5 s" in said
+            assert f"rank {1 - rank} on {HOSTS[1 - rank]} did not take part within 5 s" in said
             assert seconds < OURS_TO_WAIT + GRACE
         else:
             assert said and "superoffload" not in said and seconds < OF_DEEPSPEED + GRACE
