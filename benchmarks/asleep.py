@@ -2,7 +2,7 @@
 
     python -m benchmarks.asleep --out benchmarks/results/asleep.json
 
-Each setting trains bf16 parameters in a process of its own, with speculation and no gradients left while it sleeps.
+With a folder (--folder, the current one by default) masters and moments go to the disk, too. Each setting trains bf16 parameters in a process of its own, with speculation and no gradients left while it sleeps.
 """
 
 from __future__ import annotations
@@ -24,12 +24,17 @@ from benchmarks.rows_file import write_rows
 from superoffload import AdamW
 from superoffload.host.memory import give_free_memory_back
 
-SETTINGS = (("fp32", "fp32"), ("fp32", "split"), ("8bit", "split"))  # moments, masters
+_STATES = (("fp32", "fp32"), ("fp32", "split"), ("8bit", "split"))  # moments, masters
+SETTINGS = [(*state, on_disk) for on_disk in (False, True) for state in _STATES]
 _EACH = 1 << 22  # elements of a parameter
 Row = dict[str, Any]
 
 
-def measure(state_dtype: str, master_dtype: str, numel: int, rounds: int) -> Row:
+def name_of(state_dtype: str, master_dtype: str, on_disk: bool) -> str:
+    return f"{state_dtype} moments, {master_dtype} masters" + (", on disk" if on_disk else "")
+
+
+def measure(state_dtype: str, master_dtype: str, folder: str | None, numel: int, rounds: int) -> Row:
     """Returns seconds, and bytes per parameter, as medians over rounds of a step, a sleep and a wake."""
     each = min(_EACH, numel)
     model = nn.ParameterList([nn.Parameter(0.02 * torch.randn(each).bfloat16()) for _ in range(numel // each)])
@@ -41,7 +46,7 @@ def measure(state_dtype: str, master_dtype: str, numel: int, rounds: int) -> Row
             plain.append(_step(model, one))
             give_free_memory_back()  # what backward has left is not ours
             awake, began = _resident_bytes(), time.perf_counter()
-            one.sleep()
+            one.sleep(folder)
             sleeping.append(time.perf_counter() - began)
             given_back.append(awake - _resident_bytes())
             asleep.append(one.stats()["host_bytes"])
@@ -49,7 +54,7 @@ def measure(state_dtype: str, master_dtype: str, numel: int, rounds: int) -> Row
             one.wake()
             waking.append(time.perf_counter() - began)
     return {
-        "name": f"{state_dtype} moments, {master_dtype} masters",
+        "name": name_of(state_dtype, master_dtype, folder is not None),
         "numel": total,
         "seconds_sleep_median": median(sleeping[2:]),
         "seconds_wake_median": median(waking[2:]),
@@ -72,11 +77,12 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def run_asleep(numel: int, rounds: int) -> list[Row]:
+def run_asleep(numel: int, rounds: int, folder: str) -> list[Row]:
     rows = []
-    for setting in SETTINGS:
+    for state_dtype, master_dtype, on_disk in SETTINGS:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            rows.append(process.submit(measure, *setting, numel, rounds).result())
+            where = folder if on_disk else None
+            rows.append(process.submit(measure, state_dtype, master_dtype, where, numel, rounds).result())
     return rows
 
 
@@ -85,13 +91,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.asleep", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--numel", type=float, default=1e8, help="parameters, in bf16")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--folder", default=".", help="on a disk, for masters and moments")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
-    rows = run_asleep(int(args.numel), args.rounds)
-    print(f"{'':28} sleep, s  wake, s  step, s  behind wake  bytes per parameter: given back, kept")
+    rows = run_asleep(int(args.numel), args.rounds, args.folder)
+    print(f"{'':37} sleep, s  wake, s  step, s  behind wake  bytes per parameter: given back, kept")
     for row in rows:
         print(
-            f"{row['name']:28} {row['seconds_sleep_median']:8.3f} {row['seconds_wake_median']:8.3f} "
+            f"{row['name']:37} {row['seconds_sleep_median']:8.3f} {row['seconds_wake_median']:8.3f} "
             f"{row['seconds_step_median']:8.3f} {row['seconds_step_behind_wake_median']:12.3f} "
             f"{row['resident_bytes_given_back_per_param']:31.2f} {row['kept_bytes_per_param']:5.2f}"
         )

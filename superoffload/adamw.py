@@ -5,6 +5,7 @@ This file has its arguments and the methods that users call. Its parts are in ``
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
@@ -318,15 +319,14 @@ class AdamW(Optimizer):
         self._check_usable()
         self._parts.state.follow_parameters()
 
-    def sleep(self) -> None:
+    def sleep(self, folder: str | os.PathLike[str] | None = None) -> None:
         """Finishes the last step and gives back all memory but masters and moments, on this rank, until ``wake()``.
-
-        Raises StateError, and changes nothing, where gradients wait for ``step()`` (docs/rl.md)."""
-        self._parts.rest.sleep()
+        A ``folder`` on a disk takes those, too. Raises, and changes nothing, where gradients wait for ``step()``
+        (StateError) or the folder has no room for the state (ArgumentError): docs/rl.md."""
+        self._parts.rest.sleep(folder)
 
     def wake(self) -> None:
         """Takes the memory back: the run goes on with the bits of one that never slept, written parameters included.
-
         Raises, still asleep, where memory is refused or a parameter is not on its device."""
         self._parts.rest.wake()
 

@@ -378,10 +378,12 @@ class Engine(EngineParts):
         return digests_of(self.shards)
 
     def close(self) -> None:
-        """Undoes speculation and ends the worker threads."""
+        """Undoes speculation, ends the worker threads and gives up a file of state."""
         try:
             self.tail.finish()
             self.abandon()
             self._raise_failure()
         finally:
             self.end_threads()
+            if self.layout.stored is not None:
+                self.layout.stored.close()

@@ -6,6 +6,7 @@ during backward, and the norm is known after ``step()``, in time for Trainer's l
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -37,7 +38,13 @@ _ADAMW = ("adamw_torch", "adamw_torch_fused")
 _OURS_TO_SET = ("params", "model", "module", "max_grad_norm")
 
 
-def offload(trainer: Trainer, *, metrics: bool | str | Iterable[str] = True, **options: Any) -> Offload:
+def offload(
+    trainer: Trainer,
+    *,
+    metrics: bool | str | Iterable[str] = True,
+    sleep: bool | str | os.PathLike[str] = False,
+    **options: Any,
+) -> Offload:
     """Makes ``trainer`` train with ``superoffload.AdamW``, set as its TrainingArguments say; returns its callback.
 
     Arguments:
@@ -45,11 +52,15 @@ def offload(trainer: Trainer, *, metrics: bool | str | Iterable[str] = True, **o
         metrics: which of the names in docs/metrics.md are added to Trainer's training logs, as ``superoffload/NAME``:
             True for a handful (``LOGGED``), "all", an iterable of names, or False for none. Counters go on when a run
             resumes from a checkpoint of Trainer.
+        sleep: of TRL's trainers that generate (GRPO, RLOO): while they do, the optimizer sleeps (docs/rl.md). The path
+            of a folder on a disk takes masters and moments meanwhile.
         options: further arguments of ``superoffload.AdamW`` (speculation, threads, bucket_numel, ...). With
             delivery="on_demand", callbacks that read parameters call ``synchronize()`` of the optimizer first.
     """
     _check(trainer, options)
     names = _names(metrics)
+    if sleep is not False:
+        _sleep_while_it_generates(trainer, None if sleep is True else sleep)
     args = trainer.args
     given: dict[str, Any] = {
         "lr": args.learning_rate,
@@ -84,6 +95,33 @@ def _check(trainer: Any, options: dict[str, Any]) -> None:
     for option in _OURS_TO_SET:
         if option in options:
             raise ArgumentError(f"{option}: set by Trainer; max_grad_norm belongs into TrainingArguments")
+
+
+def _sleep_while_it_generates(trainer: Any, folder: str | os.PathLike[str] | None) -> None:
+    generate = getattr(trainer, "_generate", None)
+    if generate is None:
+        raise ArgumentError(
+            f"sleep: {type(trainer).__name__} does not generate; expected a trainer like TRL's GRPOTrainer"
+        )
+    args = trainer.args
+    every = getattr(args, "steps_per_generation", args.gradient_accumulation_steps) * getattr(args, "num_iterations", 1)
+    if every % args.gradient_accumulation_steps:
+        raise ArgumentError(
+            f"sleep: it generates every {every} micro-batches (steps_per_generation), also between two of one step, "
+            f"expected a multiple of gradient_accumulation_steps, {args.gradient_accumulation_steps}"
+        )
+
+    def generate_asleep(*positional: Any, **named: Any) -> Any:
+        if trainer.optimizer is None:  # an evaluation before train()
+            return generate(*positional, **named)
+        optimizer = optimizer_of(trainer.optimizer)
+        optimizer.sleep(folder)
+        try:
+            return generate(*positional, **named)
+        finally:
+            optimizer.wake()
+
+    trainer._generate = generate_asleep
 
 
 def _names(metrics: Any) -> frozenset[str]:

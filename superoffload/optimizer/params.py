@@ -37,6 +37,9 @@ class StateViews:
 
     def show(self, tracked: TrackedParam) -> None:
         param, holding, shard = tracked.param, tracked.holding, tracked.shard
+        if shard.is_elsewhere:
+            self.mapping[param] = {"step": tracked.step}
+            return
         reads: dict[str, Callable[[], Tensor]] = {
             "exp_avg": lambda: like_parameter(param, holding, read_exp_avg(shard)),
             "exp_avg_sq": lambda: like_parameter(param, holding, read_exp_avg_sq(shard)),

@@ -120,7 +120,7 @@ def _with_sleep(ops: Sequence[Op], seed: int) -> list[Op]:
     for number, op in enumerate(ops):
         found.append(op)
         if (seed + number) % 5 == 0:
-            found.append({"do": "sleep"})
+            found.append({"do": "sleep", "on_disk": (seed + number) % 10 == 0})
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +19,7 @@ from superoffload.errors import HostMemoryError, StateError
 from superoffload.host.memory import give_free_memory_back, refused
 from tests.support.adamw_training import Mixed, batch, model_of
 from tests.support.resident_link import accelerator
+from tests.support.sleepers import optimizer_of, resident_bytes, steps
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "always": {"speculation": "always"},
@@ -36,27 +36,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def optimizer_of(model: nn.Module, **options: Any) -> AdamW:
-    """Two groups, and buckets that cut parameters."""
-    params = list(model.parameters())
-    groups = [{"params": params[:2]}, {"params": params[2:], "lr": 1e-2}]
-    return AdamW(groups, **{"threads": 2, "bucket_numel": 1024, **options})
-
-
-def steps(model: nn.Module, optimizer: AdamW, between: Callable[[], None] = lambda: None, count: int = 7) -> None:
-    between()
-    for seed in range(count):
-        optimizer.zero_grad()
-        with optimizer.accumulate():
-            batch(model, 100 + seed).backward()
-        batch(model, seed, scale=float("inf") if seed == 4 else 1.0).backward()
-        optimizer.step()
-        between()
-
-
-def nap(optimizer: AdamW) -> None:
-    optimizer.sleep()
+def nap(optimizer: AdamW, folder: Path | None = None) -> None:
+    optimizer.sleep(folder)
     optimizer.wake()
+
+
+@pytest.fixture(params=["memory", "disk"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
+    """Where masters and moments are while the optimizer sleeps; None: in memory."""
+    return tmp_path if request.param == "disk" else None
 
 
 # ---- the same bits --------------------------------------------------------------------------------------------------
@@ -71,18 +59,18 @@ CASES = [(one, kind) for one in SETTINGS for kind in MODELS if kind != "fp32" or
 
 
 @pytest.mark.parametrize(("setting", "kind"), CASES)
-def test_same_bits_as_one_that_never_slept(setting: str, kind: str) -> None:
+def test_same_bits_as_one_that_never_slept(setting: str, kind: str, folder: Path | None) -> None:
     found = []
     for sleeps in (False, True):
         model = MODELS[kind]()
         with optimizer_of(model, **SETTINGS[setting]) as optimizer:
-            steps(model, optimizer, partial(nap, optimizer) if sleeps else lambda: None)
+            steps(model, optimizer, partial(nap, optimizer, folder) if sleeps else lambda: None)
             found.append((optimizer.state_digests(), optimizer.grad_norm, optimizer.stats()["skipped_steps"]))
     assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_generation_while_asleep_reads_the_new_parameters(setting: str) -> None:
+def test_generation_while_asleep_reads_the_new_parameters(setting: str, folder: Path | None) -> None:
     """On demand, sleep() delivers what readers still waited for."""
     found = []
     for delivery in ("eager", "on_demand"):
@@ -91,7 +79,7 @@ def test_generation_while_asleep_reads_the_new_parameters(setting: str) -> None:
         with optimizer_of(model, module=model, delivery=delivery, **SETTINGS[setting]) as optimizer:
 
             def generate(one: AdamW = optimizer, shown: nn.Module = model, found: list[Any] = outputs) -> None:
-                one.sleep()
+                one.sleep(folder)
                 with torch.no_grad():
                     found.append(shown(torch.ones(2, 16, dtype=torch.bfloat16)).tolist())
                 one.wake()
@@ -102,7 +90,7 @@ def test_generation_while_asleep_reads_the_new_parameters(setting: str) -> None:
     assert found[0][0][0] != found[0][0][1]
 
 
-def test_state_on_an_accelerator_goes_down_and_returns() -> None:
+def test_state_on_an_accelerator_goes_down_and_returns(folder: Path | None) -> None:
     found = []
     for sleeps in (False, True):
         with accelerator():
@@ -113,17 +101,13 @@ def test_state_on_an_accelerator_goes_down_and_returns() -> None:
                 before = optimizer.stats()["params_on_device"]
                 assert before > 0
                 if sleeps:
-                    optimizer.sleep()
+                    optimizer.sleep(folder)
                     assert optimizer.stats()["params_on_device"] == 0
                     optimizer.wake()
                 steps(model, optimizer)
                 assert optimizer.stats()["params_on_device"] == before
                 found.append(optimizer.state_digests())
     assert found[0] == found[1]
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 # ---- the memory -----------------------------------------------------------------------------------------------------
@@ -230,7 +214,7 @@ def test_calls_while_asleep(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("speculation", ["always", "never"])
-def test_a_gradient_that_arrives_while_asleep_is_stepped_after_wake(speculation: str) -> None:
+def test_a_gradient_that_arrives_while_asleep_is_stepped_after_wake(speculation: str, folder: Path | None) -> None:
     found = []
     for sleeps in (False, True):
         model = model_of()
@@ -238,7 +222,7 @@ def test_a_gradient_that_arrives_while_asleep_is_stepped_after_wake(speculation:
             steps(model, optimizer, count=2)
             optimizer.zero_grad()
             if sleeps:
-                optimizer.sleep()
+                optimizer.sleep(folder)
             asleep = optimizer.stats()["host_bytes"]
             batch(model, 9).backward()
             if sleeps:
@@ -251,12 +235,12 @@ def test_a_gradient_that_arrives_while_asleep_is_stepped_after_wake(speculation:
     assert found[0] == found[1]
 
 
-def test_nothing_that_trains() -> None:
+def test_nothing_that_trains(folder: Path | None) -> None:
     model = model_of().requires_grad_(False)
     with optimizer_of(model) as optimizer:
-        nap(optimizer)
+        nap(optimizer, folder)
         model.requires_grad_(True)
-        steps(model, optimizer, lambda: nap(optimizer), count=2)
+        steps(model, optimizer, lambda: nap(optimizer, folder), count=2)
         assert optimizer.stats()["steps"] == 2
 
 
@@ -265,14 +249,14 @@ def test_nothing_that_trains() -> None:
 
 @pytest.mark.parametrize("master_dtype", ["fp32", "split"])
 @pytest.mark.parametrize("seen", [True, False])
-def test_a_write_while_asleep_counts_as_any_other(seen: bool, master_dtype: str) -> None:
+def test_a_write_while_asleep_counts_as_any_other(seen: bool, master_dtype: str, folder: Path | None) -> None:
     found = []
     for sleeps in (False, True):
         model = model_of(torch.bfloat16)
         with optimizer_of(model, master_dtype=master_dtype, speculation="always") as optimizer:
             steps(model, optimizer, count=3)
             if sleeps:
-                optimizer.sleep()
+                optimizer.sleep(folder)
             weight = next(model.parameters())
             with torch.no_grad():
                 (weight if seen else weight.data)[1] = 0.25
@@ -284,7 +268,7 @@ def test_a_write_while_asleep_counts_as_any_other(seen: bool, master_dtype: str)
     assert found[0] == found[1]
 
 
-def test_parameters_may_move_away_and_return() -> None:
+def test_parameters_may_move_away_and_return(folder: Path | None) -> None:
     """Masters keep the bits that bf16 parameters lack."""
     found = []
     for moves in (False, True):
@@ -292,7 +276,7 @@ def test_parameters_may_move_away_and_return() -> None:
         with optimizer_of(model, speculation="always") as optimizer:
             steps(model, optimizer, count=3)
             if moves:
-                optimizer.sleep()
+                optimizer.sleep(folder)
                 kept = [param.data.clone() for param in model.parameters()]
                 for param in model.parameters():
                     param.data = torch.empty(0, dtype=param.dtype)
@@ -332,7 +316,7 @@ def test_a_parameter_without_its_memory_keeps_it_asleep() -> None:
 
 
 @pytest.mark.parametrize("master_dtype", ["fp32", "split"])
-def test_memory_that_is_refused_at_wake_leaves_it_asleep(master_dtype: str) -> None:
+def test_memory_that_is_refused_at_wake_leaves_it_asleep(master_dtype: str, folder: Path | None) -> None:
     found = []
     for fails in (False, True):
         model = model_of(torch.bfloat16)
@@ -341,6 +325,7 @@ def test_memory_that_is_refused_at_wake_leaves_it_asleep(master_dtype: str) -> N
             if fails:
                 optimizer.sleep()
                 asleep = optimizer.stats()["host_bytes"]
+                optimizer.sleep(folder)  # wake() brings the state to memory first
                 with (
                     mock.patch("superoffload.engine.layout.shared_journals", side_effect=refused(1 << 30, "a test")),
                     pytest.raises(HostMemoryError, match=r"wake\(\): .*still asleep"),

@@ -120,6 +120,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "fsdp2": (*FSDP2, "2", "fsdp2.py", "--text", "{text}", "--out", "{out}", "--steps", "12", "--save-steps", "6"),
     "plain": PLAIN,
     "trainer": ("trainer.py", "--text", "{text}", "--out", "{out}", "--family", "gpt-oss", "--steps", "12"),
+    "grpo": ("grpo.py", "--text", "{text}", "--out", "{out}", "--sleep", "disk"),
     "sft": ("sft.py", "--text", "{text}", "--out", "{out}", "--steps", "10"),
     "sft, adapter": ("sft.py", "--text", "{text}", "--out", "{out}", "--steps", "3", "--lora", "--family", "llama"),
 }
@@ -183,6 +184,13 @@ def test_trainer(output: Script) -> None:
 def test_sft(output: Script) -> None:
     first, last = re.findall(r"loss ([\d.]+) -> ([\d.]+)", output("sft"))[0]
     assert float(last) < 0.95 * float(first)
+
+
+@needs("transformers", "accelerate", "trl", "datasets")
+@scripts("grpo")
+def test_grpo(output: Script) -> None:
+    first, last = re.findall(r"reward ([\d.]+) -> ([\d.]+)", output("grpo"))[0]
+    assert float(last) > float(first) + 0.1
 
 
 @needs("transformers", "accelerate", "trl", "peft", "datasets")

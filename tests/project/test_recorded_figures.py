@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks.asleep import SETTINGS as SLEEPERS
+from benchmarks.asleep import name_of
 from superoffload.tools.bench.adam_report import Target, targets
 from superoffload.tools.cli import build_parser
 from tests.support.checkout import ROOT
@@ -257,7 +258,7 @@ def test_the_table_of_steps_in_place_is_what_was_recorded() -> None:
 
 def test_the_table_of_sleep_is_what_was_recorded() -> None:
     rows = recorded("asleep")["rows"]
-    assert [row["name"] for row in rows] == [f"{moments} moments, {masters} masters" for moments, masters in SLEEPERS]
+    assert [row["name"] for row in rows] == [name_of(*setting) for setting in SLEEPERS]
     for row in rows:
         seconds = ("sleep", "wake", "step", "step_behind_wake")
         sizes = f"{row['resident_bytes_given_back_per_param']:.2f} | {row['kept_bytes_per_param']:.2f}"
