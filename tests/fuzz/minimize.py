@@ -79,6 +79,7 @@ def _simpler_settings(program: Program) -> Iterator[Program]:
         settings = program.settings
     for name in (
         "frozen",
+        "idle_from",
         "coupling",
         "max_grad_norm",
         "loss_scale",

@@ -69,6 +69,7 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(made)
         for number in settings.frozen:
             made[number].requires_grad_(False)
+        self.idle_from = len(made) if settings.idle_from is None else settings.idle_from
 
     def layer(self, number: int) -> nn.Module:
         return self.layers[number % len(self.layers)]
@@ -76,9 +77,14 @@ class Net(nn.Module):
     def forward(self, op: Op, only: Sequence[int] | None = None) -> Tensor:
         total = torch.zeros(())
         for number, layer in enumerate(self.layers):
-            if number not in op.get("without", ()) and (only is None or number in only):
+            left_out = number in op.get("without", ()) or self._is_idle(number, op["seed"])
+            if not left_out and (only is None or number in only):
                 total = total + layer(op)
         return total
+
+    def _is_idle(self, number: int, seed: int) -> bool:
+        """Whether an expert, one of six, gets no token."""
+        return number >= self.idle_from and values(seed + number, 1).item() > 1.0
 
 
 def _raise_error(gradient: Any) -> None:

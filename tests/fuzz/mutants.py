@@ -144,6 +144,13 @@ def _takes_nothing_back(take: Callable[..., Any]) -> Callable[..., Any]:
     return taken
 
 
+def _reopens_without_undo(engine: Engine, arrivals: Any) -> None:
+    for shard, _ in arrivals:
+        for bucket in engine._incomplete.intersection(engine.layout.buckets_of(shard)):
+            engine._incomplete.discard(bucket)
+            bucket.was_not_passed()
+
+
 MUTANTS: dict[str, Mutant] = {
     "undo: nothing is undone": _submits(lambda operation: None if operation is Operation.undo else operation),
     "undo: left out where a gradient was not final": lambda: mock.patch.object(Speculator, "undo", _marks_undone),
@@ -163,6 +170,8 @@ MUTANTS: dict[str, Mutant] = {
     "journal: overflow is ignored": _replaced(Speculator, "end", _ignores_overflow),
     "arrival: one gradient of the fourth step reaches no bucket": _replaced(Engine, "arrive", _forgets_one_piece),
     "arrival: a second backward is taken for the same gradient": _replaced(Intake, "take", _keeps_the_first),
+    "arrival: a late gradient undoes nothing": lambda: mock.patch.object(Engine, "_reopen", _reopens_without_undo),
+    "arrival: a late gradient counts as one in time": lambda: mock.patch.object(Engine, "_reopen", _nothing),
     "edits: of gradients are not noticed": lambda: mock.patch.object(Edits, "is_edited", lambda *_: False),
     "writes: masters do not follow written parameters": lambda: mock.patch.object(MasterUpdates, "follow", _nothing),
     "writes: a master follows without undoing what is speculated": lambda: mock.patch.object(

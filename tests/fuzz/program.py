@@ -23,6 +23,7 @@ class Settings:
     dtypes: tuple[str, ...]  # of each layer
     groups: tuple[int, ...]  # of each layer
     frozen: tuple[int, ...] = ()  # layers that do not train at first
+    idle_from: int | None = None  # layers from this one on get no gradient now and then, as experts without a token
     coupling: float = 0.0  # how much gradients depend on parameters
     max_grad_norm: float | None = None
     lr: float = 1e-2
@@ -69,6 +70,7 @@ def _tuples(value: Any) -> Any:
 # ---- drawing --------------------------------------------------------------------------------------------------------
 
 _SIZES = (5, 64, 130, 300, 700, 1024, 1500)
+_EXPERTS = ((300,),) * 16
 _BETAS = ((0.9, 0.999), (0.9, 0.95), (0.5, 0.9), (0.0, 0.99))
 
 
@@ -104,6 +106,10 @@ def draw_settings(random: Random) -> Settings:
     at_first = [dtype for dtype, group in zip(drawn.dtypes, drawn.groups, strict=True) if group < 2]
     if drawn.schedule_seed % 4 and "bf16" in at_first:  # likewise
         drawn = replace(drawn, master_dtype="split")
+    if drawn.schedule_seed % 5 == 1:  # likewise
+        few = replace(drawn, bucket_numel=1024, idle_from=layers)
+        drawn = replace(few, sizes=few.sizes + _EXPERTS, dtypes=few.dtypes + (one_dtype,) * len(_EXPERTS))
+        drawn = replace(drawn, groups=few.groups + (0,) * len(_EXPERTS))
     return drawn
 
 

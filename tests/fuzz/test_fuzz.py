@@ -58,6 +58,9 @@ LEAST = {
     "save, state_dict": 28,
     "save while settling": 14,
     "skipped_steps": 48,
+    "sleep, on disk": 210,
+    "sleep, refused": 260,
+    "sleep, slept": 220,
     "step while saving": 16,
     "second signal": 15,
     "step, closure": 40,
@@ -94,6 +97,7 @@ def test_every_operation_is_drawn() -> None:
 
 
 FOUND_SOON = [
+    "arrival: a late gradient undoes nothing",
     "arrival: a second backward is taken for the same gradient",
     "journal: overflow is ignored",
     "two phases: nothing is settled",
