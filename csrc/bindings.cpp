@@ -281,6 +281,7 @@ void bind_runtime(py::module_& module) {
         .def(py::init(&make_pool), py::arg("cpus"))  // quick: starts threads
         .def("submit", &WorkerPool::submit, py::arg("work"), py::arg("operation"), py::arg("width") = 1,
              py::arg("after") = nullptr, release)
+        .def("run", &WorkerPool::run, py::arg("work"), py::arg("operation"), release)
         .def("withdraw", &WorkerPool::withdraw, py::arg("done"), release)
         .def("close", &WorkerPool::close, release)
         .def("enter", &WorkerPool::enter)

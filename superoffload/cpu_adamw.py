@@ -61,8 +61,8 @@ class CPUAdamW(Optimizer):
         l2: plain Adam, with ``weight_decay`` as an L2 penalty (``torch.optim.Adam``).
         state_dtype: of exp_avg and exp_avg_sq: "fp32", or "bf16" with stochastic rounding (docs/kernel.md).
         seed: of that rounding.
-        threads: worker threads (None: one per core this process may use). Those of a process that ask for the same
-            number share them, and the threads end with the last of them.
+        threads: that step, the calling thread among them (None: one per core this process may use). Those of a process
+            that ask for the same number share the others, which end with the last of them.
 
     As in torch, NaN gradients are applied and parameters without a gradient are left alone. ``DeepSpeedCPUAdam``'s
     default ``weight_decay`` is 0, and its ``adamw_mode=False`` is ``l2=True`` here.
@@ -156,11 +156,11 @@ class CPUAdamW(Optimizer):
         return loss
 
     def _step_groups(self, stepped: dict[int, list[Tensor]], grads: dict[int, list[Tensor]]) -> list[str]:
-        """Steps the groups side by side and returns the errors of worker threads. Nothing of it runs at its end."""
+        """Steps the groups and returns the errors of worker threads. Nothing of it runs at its end."""
         running: list[_native.Completion] = []
         try:
             for index, params in stepped.items():
-                completion = self._submit(index, params, grads[index])
+                completion = self._step_group(index, params, grads[index])
                 if completion is not None:
                     running.append(completion)
         finally:
@@ -223,7 +223,7 @@ class CPUAdamW(Optimizer):
             if name in state and memory_order(state[name]) != order:
                 state[name] = torch.empty_like(param, dtype=state[name].dtype).copy_(state[name])
 
-    def _submit(self, index: int, params: list[Tensor], grads: list[Tensor]) -> _native.Completion | None:
+    def _step_group(self, index: int, params: list[Tensor], grads: list[Tensor]) -> _native.Completion | None:
         group = self.param_groups[index]
         states = [self.state[param] for param in params]
         # New tensors: wrappers load one step into the state of all parameters, and each parameter counts its own.
@@ -240,7 +240,7 @@ class CPUAdamW(Optimizer):
             l2=self._l2,
             steps=[int(state["step"]) for state in states],
         )
-        return self._workers.submit(work)
+        return self._workers.step(work)
 
     def _work_for(self, index: int, params: list[Tensor], grads: list[Tensor]) -> _native.BucketWork:
         """Describes a group to the native code; makes a new description only when an address in it has changed."""
@@ -325,18 +325,17 @@ class CPUAdamW(Optimizer):
 
 
 class _Workers:
-    """Steps buckets in threads that all of these optimizers with the same number of threads share."""
+    """Steps buckets in the calling thread and those that all of these optimizers with the same number share."""
 
     def __init__(self, cpus: list[int]) -> None:
-        self.pool: _native.WorkerPool | None = shared_pool(cpus)
+        self.pool: _native.WorkerPool | None = shared_pool(cpus[1:]) if len(cpus) > 1 else None
 
-    def submit(self, work: _native.BucketWork) -> _native.Completion | None:
-        """Begins a step. None: it is done, since waking a thread for so little would take longer."""
-        assert self.pool is not None  # since the optimizer is not closed
-        if work.numel <= _ONE_CHUNK:
+    def step(self, work: _native.BucketWork) -> _native.Completion | None:
+        """Steps. None: it is done, since waking a thread for so little would take longer, or there is none."""
+        if self.pool is None or work.numel <= _ONE_CHUNK:
             work.run_all(_native.Operation.step)
             return None
-        return self.pool.submit(work, _native.Operation.step)
+        return self.pool.run(work, _native.Operation.step)
 
     def close(self) -> None:
         """Lets go of the threads; they end with the last optimizer that has them. No step of this one is running."""

@@ -62,6 +62,20 @@ std::shared_ptr<WorkerPool> WorkerPool::create(const std::vector<int>& cpus) {
 
 std::shared_ptr<Completion> WorkerPool::submit(std::shared_ptr<BucketWork> work, Operation operation, int width,
                                                std::shared_ptr<Completion> after) {
+    return start(std::move(work), operation, width, std::move(after))->done;
+}
+
+std::shared_ptr<Completion> WorkerPool::run(std::shared_ptr<BucketWork> work, Operation operation) {
+    if (operation == Operation::step_journaled) {
+        throw std::invalid_argument("run: a journaled step, expected an operation that is never undone; submit() it");
+    }
+    const std::shared_ptr<Task> task = start(std::move(work), operation, 1, nullptr);
+    run_chunks(task);
+    return task->done;
+}
+
+std::shared_ptr<Task> WorkerPool::start(std::shared_ptr<BucketWork> work, Operation operation, int width,
+                                        std::shared_ptr<Completion> after) {
     if (queue_->forked()) {
         throw std::runtime_error(
             "worker threads do not survive fork(): create the optimizer in the process that trains, after forking");
@@ -73,14 +87,13 @@ std::shared_ptr<Completion> WorkerPool::submit(std::shared_ptr<BucketWork> work,
     task->work = std::move(work);
     task->operation = operation;
     task->after = std::move(after);
-    const std::shared_ptr<Completion> done = task->done;
     if (task->work->chunks() == 0) {
         task->work->end(operation);
-        done->finish();
-        return done;
+        task->done->finish();
+    } else {
+        queue_->add(task);
     }
-    queue_->add(task);
-    return done;
+    return task;
 }
 
 bool WorkerPool::withdraw(const std::shared_ptr<Completion>& done) {

@@ -42,6 +42,10 @@ class WorkerPool {
     std::shared_ptr<Completion> submit(std::shared_ptr<BucketWork> work, Operation operation, int width,
                                        std::shared_ptr<Completion> after);
 
+    // Runs the operation in the calling thread, too: returns once no chunk is left to take, perhaps before the last one
+    // is done. Not for step_journaled, whose undo only workers can begin. Throws as submit() does.
+    std::shared_ptr<Completion> run(std::shared_ptr<BucketWork> work, Operation operation);
+
     // Cancels an operation before any of it has run, and fails its completion. False: too late.
     bool withdraw(const std::shared_ptr<Completion>& done);
 
@@ -59,6 +63,8 @@ class WorkerPool {
     void inject_fault(int chunks_until, const std::string& message);
 
    private:
+    std::shared_ptr<Task> start(std::shared_ptr<BucketWork> work, Operation operation, int width,
+                                std::shared_ptr<Completion> after);
     void work(std::size_t index, int cpu);
     void run_chunks(const std::shared_ptr<Task>& task);
     void run_chunk(Task& task, std::size_t chunk);

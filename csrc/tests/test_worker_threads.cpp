@@ -292,6 +292,54 @@ TEST(a_large_bucket_wakes_all_threads) {
 }
 #endif
 
+TEST(the_calling_thread_takes_part) {
+    for (std::uint64_t round = 0; round < 50; ++round) {
+        WorkerPool pool(unbound(1 + round % 3));
+        Subject subject({kSeveralChunks, 100});
+        subject.freeze(1);
+        if (!succeeds(pool.run(subject.work, Operation::step))) return;
+        subject.step_twin(1);
+        if (!EXPECT(subject.same())) return;
+    }
+}
+
+// The only worker is held up, so that the caller alone ends what it runs.
+TEST(the_calling_thread_needs_no_worker) {
+    WorkerPool pool(unbound(1));
+    Subject held({3000});
+    Subject subject({kSeveralChunks}, 4);
+    held.freeze(1);
+    subject.freeze(1);
+    std::atomic<bool> holding{false};
+    std::atomic<bool> go{false};
+    const auto arrived = pending();
+    const auto held_done = pool.submit(held.work, Operation::step, 1, arrived);
+    held_done->when_done([&] {
+        holding.store(true);
+        while (!go.load()) std::this_thread::yield();
+    });
+    arrived->finish();
+    while (!holding.load()) std::this_thread::yield();
+    const auto done = pool.run(subject.work, Operation::step);
+    EXPECT(done->done());
+    go.store(true);
+    subject.step_twin(1);
+    EXPECT(succeeds(done) && subject.same());
+}
+
+TEST(what_the_calling_thread_runs_fails_as_a_workers_task_does) {
+    WorkerPool pool(unbound(1));
+    Subject subject({kSeveralChunks});
+    subject.freeze(1);
+    pool.inject_fault(1, "planted");
+    const auto done = pool.run(subject.work, Operation::step);
+    done->wait(kLong);
+    EXPECT(done->error() == "worker thread: planted");
+    subject.step_twin(1);
+    EXPECT(subject.same());  // completed all the same
+    EXPECT(throws<std::invalid_argument>([&] { pool.run(subject.work, Operation::step_journaled); }));
+}
+
 // ThreadSanitizer does not follow a fork of a process with threads.
 #if !defined(__SANITIZE_THREAD__)
 TEST(a_forked_child_gets_an_error_and_no_hang) {

@@ -180,7 +180,7 @@ def test_gradients_that_are_not_contiguous_live_until_all_groups_are_stepped() -
     mine, theirs = ([torch.nn.Parameter(torch.ones(64, 64)) for _ in range(4)] for _ in range(2))
     ours = superoffload.CPUAdamW([{"params": [param]} for param in mine], threads=1)
     peer = torch.optim.AdamW(theirs)
-    with mock.patch.object(ours._workers, "submit", Later):
+    with mock.patch.object(ours._workers, "step", Later):
         for step in range(3):
             for params in (mine, theirs):
                 generator = torch.Generator().manual_seed(step)
@@ -208,7 +208,7 @@ def test_what_is_wrong_with_one_group_changes_none() -> None:
 
 def test_a_worker_that_fails_says_so_once_every_group_is_stepped() -> None:
     params = [torch.nn.Parameter(torch.ones(70_000)) for _ in range(2)]
-    optimizer = superoffload.CPUAdamW([{"params": [param]} for param in params], lr=0.1, threads=1)
+    optimizer = superoffload.CPUAdamW([{"params": [param]} for param in params], lr=0.1, threads=2)
     for param in params:
         param.grad = torch.ones(70_000)
     versions = [param._version for param in params]
