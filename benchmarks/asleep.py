@@ -2,7 +2,8 @@
 
     python -m benchmarks.asleep --out benchmarks/results/asleep.json
 
-With a folder (--folder, the current one by default) masters and moments go to the disk, too. Each setting trains bf16 parameters in a process of its own, with speculation and no gradients left while it sleeps.
+With a folder (--folder, the current one by default) masters and moments go to the disk, too. Each setting trains bf16
+parameters in a process of its own, with speculation and no gradients left while it sleeps.
 """
 
 from __future__ import annotations
