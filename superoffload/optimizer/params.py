@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from superoffload.optimizer.constructor_arguments import ConstructorArguments
 from superoffload.optimizer.engine_setup import EngineSetup
 from superoffload.optimizer.gradient_source import dtype_to_come
 from superoffload.optimizer.groups import ParamGroups
-from superoffload.optimizer.state_of_copies import StateOfCopies
+from superoffload.optimizer.state_of_copies import StateInPlace, StateOfCopies
 from superoffload.optimizer.tracked_param import TrackedParam, remember_values
 
 
@@ -41,6 +41,7 @@ class StateViews:
             self.mapping[param] = {"step": tracked.step}
             return
         reads: dict[str, Callable[[], Tensor]] = {
+            "step": lambda: tracked.step,
             "exp_avg": lambda: like_parameter(param, holding, read_exp_avg(shard)),
             "exp_avg_sq": lambda: like_parameter(param, holding, read_exp_avg_sq(shard)),
             "master": lambda: like_parameter(param, holding, shard.read_masters()),
@@ -48,13 +49,8 @@ class StateViews:
         copied = {"exp_avg", "exp_avg_sq"} if shard.exp_avg.dtype == torch.uint8 else set()
         if shard.upper is not None:
             copied.add("master")
-        shown: MutableMapping[str, Tensor] = {
-            "step": tracked.step,
-            **{name: read() for name, read in reads.items() if name not in copied},
-        }
-        if copied:
-            shown = StateOfCopies(shown, {name: reads[name] for name in copied})
-        self.mapping[param] = shown
+        own = StateInPlace({name: read() for name, read in reads.items() if name not in copied})
+        self.mapping[param] = StateOfCopies(own, {name: reads[name] for name in copied}) if copied else own
 
 
 class Params:

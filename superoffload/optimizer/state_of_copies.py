@@ -17,21 +17,41 @@ class StateOfCopies(UserDict[str, Tensor]):
     pickles are plain dictionaries of that moment.
     """
 
-    def __init__(self, rest: Mapping[str, Tensor], copies: Mapping[str, Callable[[], Tensor]]) -> None:
+    def __init__(self, rest: dict[str, Tensor], copies: Mapping[str, Callable[[], Tensor]]) -> None:
         self._copies = copies
-        super().__init__({**rest, **dict.fromkeys(copies, torch.empty(0))})
+        super().__init__()
+        self.data = type(rest)({**rest, **dict.fromkeys(copies, torch.empty(0))})
 
     def __getitem__(self, name: str) -> Tensor:
         return self._copies[name]() if name in self._copies else super().__getitem__(name)
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        super().__setitem__(name, torch.empty(0) if name in self._copies else value)
+        if name not in self._copies:
+            self.data[name] = value
 
     def __repr__(self) -> str:
         return repr(dict(self))
 
     def __copy__(self) -> Any:
         return dict(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+class StateInPlace(dict[str, Tensor]):
+    """Shows the tensors of a parameter that are stepped. What is put in the place of one is copied into it.
+
+    So a framework that moves state to a device and back, as verl does with ``optimizer_offload``, changes nothing.
+    Pickles are plain dictionaries.
+    """
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        own = self.get(name)
+        if own is None or not isinstance(value, Tensor) or value.shape != own.shape:
+            super().__setitem__(name, value)
+        elif value is not own:
+            own.copy_(value)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)

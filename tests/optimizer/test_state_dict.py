@@ -297,3 +297,32 @@ def test_named_parameters_in_another_order_are_refused(kind: Any) -> None:
     assert other.param_groups[0]["param_names"] == ["b", "a"]
     other.load_state_dict(kind([(f"new.{name}", param) for name, param in named]).state_dict())
     other.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"master_dtype": "split"}, {"state_dtype": "8bit"}, {"state_dtype": "bf16"}])
+def test_state_that_a_framework_moved_away_and_back_stays_the_optimizers(options: dict[str, Any]) -> None:
+    """As verl does with ``optimizer_offload``: it puts copies in the place of every tensor of the state."""
+    moved, still = model_of(torch.bfloat16), model_of(torch.bfloat16)
+    with AdamW(moved.parameters(), **options) as optimizer, AdamW(still.parameters(), **options) as other:
+        for step in range(3):
+            train(moved, optimizer, range(step, step + 1))
+            for values in optimizer.state.values():
+                for name, value in values.items():
+                    values[name] = value.clone()
+        train(still, other, range(3))
+        state, expected = optimizer.state_dict()["state"], other.state_dict()["state"]
+        for number, values in expected.items():
+            for name, value in values.items():
+                assert torch.equal(state[number][name], value), name
+        assert optimizer.state_digests() == other.state_digests()
+
+
+def test_a_value_put_into_the_state_counts() -> None:
+    model = model_of()
+    with AdamW(model.parameters()) as optimizer:
+        train(model, optimizer, range(2))
+        values = optimizer.state[next(model.parameters())]
+        kept = values["exp_avg"]
+        values["exp_avg"] = torch.zeros_like(kept)
+        assert values["exp_avg"] is kept and not kept.any()
+        assert not optimizer.state_dict()["state"][0]["exp_avg"].any()
