@@ -1,4 +1,4 @@
-"""State in forms that torch does not know is shown as copies, each made when it is read."""
+"""State is shown as torch shows it; in forms that torch does not know, as copies that are made when they are read."""
 
 from __future__ import annotations
 
