@@ -103,13 +103,13 @@ class _Entrant:
 
     def __init__(self, check: str, workload: Workload) -> None:
         from superoffload.tools.convergence.convergence_setup import Setup
-        from superoffload.tools.convergence.engines import make_engine
+        from superoffload.tools.convergence.engines import Fsdp2
 
         setup = Setup(
             model=workload.model, dtype=workload.dtype, rank_check=check, bucket_numel=1 << 18, micro_batches=1
         )
         self.workload = workload
-        self.engine = make_engine("fsdp2", setup, "always")
+        self.engine = Fsdp2(setup, "always")
         self.times: dict[str, list[float]] = {part: [] for part in PARTS}
         self._now = dict.fromkeys(PARTS[1:], 0.0)
         self._step = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.models import deepseek_v3, llama3
-from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 
 from superoffload.integrations.torchtitan import Trainer
+from superoffload.integrations.torchtitan_on_cpus import without_flex_attention
 
 LAYERS = 4
 
@@ -98,13 +98,9 @@ class Pieces(IterableDataset):
 
 def _configuration(spec: Any) -> Trainer.Config:
     spec.model.layers = spec.model.layers[:LAYERS]
-    known = {field.name for field in fields(ScaledDotProductAttention.Config)}
-    for _, flex, parent, name in spec.model.traverse(FlexAttention.Config):  # its backward needs a GPU
-        kept = {field.name: getattr(flex, field.name) for field in fields(flex) if field.name in known}
-        setattr(parent, name, ScaledDotProductAttention.Config(**kept))
     return Trainer.Config(
         loss=CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size),
-        model_spec=spec,
+        model_spec=without_flex_attention(spec),
         optimizer=default_adamw(lr=8e-4),
         tokenizer=Bytes.Config(),
         dataloader=StandardLibrary.Config(),

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import cache
-from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -16,9 +13,10 @@ from superoffload.errors import ArgumentError
 from superoffload.tools.convergence.compare import SAFETY, Tolerance, stray, tolerance_of, unequal
 from superoffload.tools.convergence.convergence_setup import Setup
 from superoffload.tools.convergence.distributed_run import Curve, run
-from superoffload.tools.convergence.engines import ENGINES, Engine, make_engine, setup_for
+from superoffload.tools.convergence.engines import ENGINES, setup_for
 from superoffload.tools.convergence.suite import single_runs
-from tests.support.rank_faults import FAULTS, IN_THE_LOOP
+from tests.support.faulty_runs import mutated
+from tests.support.rank_faults import IN_THE_LOOP
 from tests.support.rank_processes import pool, side_by_side
 
 pytestmark = pytest.mark.convergence
@@ -36,7 +34,6 @@ SHARP = Setup(
     digest_every=5,
     rank_check="off",
 )
-FAULT_STEP = 12
 
 
 @cache
@@ -75,31 +72,6 @@ def test_ranks_converge_as_one_process(engine: str, count: int) -> None:
 def test_plain_fsdp2_with_torchs_own_optimizer_is_as_close() -> None:
     """The tolerance is not one that only we could meet."""
     assert stray(train(2, REAL, "plain-fsdp2", "never")[0], tolerance_for(REAL)) == []
-
-
-def mutated(setup: Setup, fault: str, engine: str = "fsdp2") -> Curve:
-    """In a rank."""
-    with ExitStack() as stack:
-
-        def planting(*arguments: Any) -> Engine:
-            engine = make_engine(*arguments)
-            stack.enter_context(planted(fault, engine))
-            return engine
-
-        stack.enter_context(mock.patch(f"{run.__module__}.make_engine", planting))
-        return run(setup, engine, "always")
-
-
-def planted(fault: str, engine: Engine) -> AbstractContextManager[None]:
-    trained: Any = engine
-    if fault == "reduce_early":
-        trained.reduces = lambda micro, count: micro + 2 == count
-    if fault == "stale_parameters":
-        trained.model.set_reshard_after_backward(False)
-    if fault == "swap_shards":
-        fault = "swap_transformer_shards"
-    context: AbstractContextManager[None] = FAULTS[fault](engine.optimizer, FAULT_STEP, 1)
-    return context
 
 
 @cache
@@ -150,6 +122,8 @@ def test_engines_that_are_not_installed_are_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("superoffload.tools.convergence.engines.find_spec", lambda name: None)
     with pytest.raises(ArgumentError, match="engine=deepspeed: deepspeed is not installed; pip install deepspeed=="):
         run(SHARP, "deepspeed", "never")
+    with pytest.raises(ArgumentError, match="engine=titan: torchtitan is not installed; pip install --no-deps -r req"):
+        run(SHARP, "titan", "never")
 
 
 def test_a_batch_that_cannot_be_cut_is_refused() -> None:

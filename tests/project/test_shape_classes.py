@@ -20,6 +20,8 @@ INNER_OPTIMIZER = ("integrations/deepspeed/stage3/inner_optimizer.py",)
 STAGE3_OPTIMIZER = ("integrations/deepspeed/stage3/optimizer.py",)
 TRANSFORMERS = ("integrations/transformers.py",)
 TORCHTITAN = ("integrations/torchtitan.py",)
+TORCHTITAN_ON_CPUS = ("integrations/torchtitan_on_cpus.py",)
+TITAN_TRAINER = ("tools/convergence/titan_trainer.py",)
 MEGATRON = ("integrations/megatron.py",)
 
 # Private names of others that are read: the reason why there is no other way, and the only files that may (none: all).
@@ -27,6 +29,7 @@ READ: dict[str, tuple[str, tuple[str, ...]]] = {
     "_ActionsContainer": ("argparse: what a parser and a group of its arguments have in common", ("tools/",)),
     "_C": ("torch: what calls a function without __torch_function__", ("optimizer/packed_gradient.py",)),
     "_actions": ("argparse: nothing public lists a parser's options", ("tools/cli/verify_ranks.py",)),
+    "_build_llama3_layers": ("torchtitan: nothing public makes layers of other sizes", TITAN_TRAINER),
     "_cdata": ("torch: the only identity of a storage that does not keep it alive", ("optimizer/tracked_param.py",)),
     "_clip_grad_norm": ("transformers: no callback may clip in the Trainer's place", TRANSFORMERS),
     "_comm_ctx": ("torch: the streams of FSDP2", FSDP2),
@@ -37,6 +40,7 @@ READ: dict[str, tuple[str, tuple[str, ...]]] = {
     "_foreach_copy_": ("torch: many copies in one call", ("links/",)),
     "_fsdp_param_group": ("torch: what FSDP2 gathers and reduces together", FSDP2),
     "_generate": ("TRL: what its trainers generate with, while the optimizer may sleep", TRANSFORMERS),
+    "_get_available_device_type": ("torch: where torchtitan learns on what to train", TORCHTITAN_ON_CPUS),
     "_get_fsdp_state": ("torch: what FSDP2 knows of a module", FSDP2),
     "_get_grad_norm": ("transformers: the norm that the Trainer logs", TRANSFORMERS),
     "_get_norm_groups": ("DeepSpeed: likewise", STAGE3_OPTIMIZER),
@@ -56,6 +60,7 @@ READ: dict[str, tuple[str, tuple[str, ...]]] = {
     "_spec": ("torch: what a DTensor is made from", ("distributed/ownership.py", "optimizer/packed_gradient.py")),
     "_states_to_backward_prefetch": ("torch: what FSDP2 gathers ahead", FSDP2),
     "_states_to_forward_prefetch": ("torch: likewise", FSDP2),
+    "_utils": ("torch: likewise", TORCHTITAN_ON_CPUS),
     "_version": ("torch: the counter of writes to a tensor, which has no other name", ()),
 }
 # Attributes of others that are assigned, likewise.
@@ -65,6 +70,7 @@ ASSIGNED: dict[str, tuple[str, tuple[str, ...]]] = {
     "clip_grad_norm_": ("torchtitan: the function that its Trainer clips with", TORCHTITAN),
     "_clip_grad_norm": ("transformers: no callback may clip in the Trainer's place", TRANSFORMERS),
     "_generate": ("TRL: what its trainers generate with, while the optimizer may sleep", TRANSFORMERS),
+    "_get_available_device_type": ("torch: where torchtitan learns on what to train", TORCHTITAN_ON_CPUS),
     "_get_grad_norm": ("transformers: the norm that the Trainer logs", TRANSFORMERS),
     "_init_mp_dtypes": ("torch: where FSDP2 learns the dtypes it reduces in", FSDP2),
     "_kept_by_superoffload": ("ours, on an object of FSDP2's", FSDP2),
@@ -74,6 +80,7 @@ ASSIGNED: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "_opt_called": ("torch: its schedulers look there whether step() was called", INNER_OPTIMIZER),
     "_orig_dtype": ("torch: the dtype to which FSDP2 rounds what it has reduced", FSDP2),
+    "build_device_memory_monitor": ("torchtitan: what measures the memory of a GPU", TORCHTITAN_ON_CPUS),
     "clip_grad": ("DeepSpeed: its optimizer keeps the threshold there", ("tools/convergence/zero3.py",)),
     "data": (
         "torch: changes the dtype, or the memory, of a parameter",
@@ -86,8 +93,13 @@ ASSIGNED: dict[str, tuple[str, tuple[str, ...]]] = {
         "Python: a finder of modules may replace it in a spec",
         ("integrations/deepspeed/inject/sitecustomize.py",),
     ),
+    "logger": ("torchtitan: where its metrics go", TITAN_TRAINER),
     "max_grad_norm": ("ours: users set it", ()),
+    "max_norm": ("torchtitan: the norm that its Trainer clips to", TITAN_TRAINER),
     "optimizer_cls_and_kwargs": ("transformers: what its Trainer makes optimizers from", TRANSFORMERS),
+    "set_gradient_divide_factor": ("torch: gloo has no sum with a factor", TORCHTITAN_ON_CPUS),
+    "set_pg_timeouts": ("torchtitan: sets time-outs on devices with numbers", TORCHTITAN_ON_CPUS),
+    "step": ("torch: a schedule gets its batch in another form than torchtitan gives it", TORCHTITAN_ON_CPUS),
     "superoffload_steps_it": ("DeepSpeed: its function that clips gets parameters alone", STAGE3_OPTIMIZER),
     "way_back": ("torch: what an autograd function keeps for backward", ("tools/convergence/expert_parallel.py",)),
     "weight": ("torch: ties two layers", ("tools/train/model.py",)),

@@ -19,16 +19,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from superoffload.integrations.torchtitan_on_cpus import prepare
 from superoffload.metrics import Monitor
 from tests.support.checkout import ROOT
-from tests.support.scripts import load_file
 
 EXAMPLE = ROOT / "examples" / "torchtitan"
 
 
 def main(results: Path, cases: Path) -> None:
     sys.path.insert(0, str(EXAMPLE))  # where text_models is
-    load_file(EXAMPLE / "on_cpus.py").prepare()
+    prepare()
     seen = {case["name"]: _run(case["arguments"]) for case in json.loads(cases.read_text())}
     (results / f"{dist.get_rank()}.json").write_text(json.dumps(seen))
     dist.barrier()

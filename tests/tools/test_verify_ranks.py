@@ -69,7 +69,10 @@ def test_nothing_committed(
     [
         ("--engine zero", "engine=zero: expected one of single, fsdp2"),
         ("--ranks 0", "ranks=0: expected 1 to 64"),
-        ("--engine single --ranks 2", "one process is one rank; choose --engine fsdp2, ddp, tp, pp, ep, deepspeed"),
+        (
+            "--engine single --ranks 2",
+            "one process is one rank; choose --engine fsdp2, ddp, tp, pp, ep, deepspeed, titan",
+        ),
         ("--engine tp --ranks 1", "engine=tp with ranks=1: two ranks share each matrix"),
         ("--engine pp --ranks 3", "engine=pp with ranks=3: the model has two stages"),
         ("--engine ep --ranks 5", "engine=ep with ranks=5: two ranks share the experts; expected an even number"),
@@ -84,3 +87,13 @@ def test_refusals(options: str, text: str, tmp_path: Path, capsys: pytest.Captur
     code = main(["verify", *options.split(), "--out", str(tmp_path)])
     assert code != 0
     assert text in capsys.readouterr().err
+
+
+def test_torchtitan_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("superoffload.tools.convergence.engines.find_spec", lambda name: None)
+    assert main(["verify", "--engine", "titan", "--ranks", "2", "--out", str(tmp_path)]) == 2
+    assert "engine=titan: torchtitan is not installed; pip install --no-deps -r requirements/torchtitan.txt" in (
+        capsys.readouterr().err
+    )

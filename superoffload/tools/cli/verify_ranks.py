@@ -32,7 +32,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--engine",
         help="what trains on the ranks: single, fsdp2, ddp, tp (each matrix cut over two ranks), pp (two pipeline "
         "stages), ep (a mixture of experts, spread over two ranks), each of these three with fully_shard over the "
-        "other ranks, or deepspeed (default: fsdp2 with --ranks or under torchrun, else single). "
+        "other ranks, deepspeed, or titan (torchtitan's Trainer, compared with its own AdamW; fully_shard, on four or "
+        "more ranks in pairs also tensor parallelism) (default: fsdp2 with --ranks or under torchrun, else single). "
         "The model, the batch and the trouble are fixed; of the other options only --steps (default "
         f"{STEPS}), --seed, --out, --json and --quiet can be given",
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 from superoffload.tools.convergence.distributed_run import Curve
 
 FEWEST_RUNS = 5
+ONE_PROCESS = "one process"
 # A few runs underestimate how far another one strays: allow three times the largest spread seen, and a floor for the
 # first steps, in which all runs agree to the last bits.
 SAFETY = 3.0
@@ -19,7 +20,8 @@ FLOOR = 1e-4
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Holds the mean of runs that differ only in the order of summation, and how far they stray from it."""
+    """Holds the mean of runs that differ only in the order of summation, and how far they stray from it; ``of``: what
+    made these runs."""
 
     losses: list[float]
     loss_spread: list[float]
@@ -27,6 +29,7 @@ class Tolerance:
     norm_spread: list[float]
     weights: dict[str, Tensor]
     weight_spread: dict[str, float]
+    of: str = ONE_PROCESS
 
     def allowed_losses(self) -> list[float]:
         """Returns per step how far a loss may be from ``losses``."""
@@ -40,7 +43,7 @@ class Tolerance:
         }
 
 
-def tolerance_of(runs: Sequence[Curve]) -> Tolerance:
+def tolerance_of(runs: Sequence[Curve], of: str = ONE_PROCESS) -> Tolerance:
     if len(runs) < FEWEST_RUNS:
         raise ValueError(f"{len(runs)} runs: a tolerance takes at least {FEWEST_RUNS}")
     losses, loss_spread = _centre_and_spread([run.losses for run in runs])
@@ -48,7 +51,7 @@ def tolerance_of(runs: Sequence[Curve]) -> Tolerance:
     weights = {name: sum((run.weights[name] for run in runs[1:]), runs[0].weights[name]) / len(runs)
                for name in runs[0].weights}  # fmt: skip
     spread = {name: max(_distance(run.weights[name], centre) for run in runs) for name, centre in weights.items()}
-    return Tolerance(losses, loss_spread, norms, norm_spread, weights, spread)
+    return Tolerance(losses, loss_spread, norms, norm_spread, weights, spread, of)
 
 
 def _centre_and_spread(curves: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
@@ -85,7 +88,7 @@ def stray(curve: Curve, tolerance: Tolerance) -> list[str]:
                 math.isfinite(centre) and abs(value - centre) > allowed
             ):
                 problems.append(
-                    f"step {step}: {what} is {value:.5f}, in one process {centre:.5f}, tolerance {allowed:.5f}"
+                    f"step {step}: {what} is {value:.5f}, with {tolerance.of} {centre:.5f}, tolerance {allowed:.5f}"
                 )
                 break
     if curve.error:

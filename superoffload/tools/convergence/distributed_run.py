@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from superoffload.tools.convergence.convergence_setup import Setup
-from superoffload.tools.convergence.engines import Engine, make_engine, world
+from superoffload.tools.convergence.engines import Engine, Step, make_engine, world
 from superoffload.tools.train.corpus import BatchSource, load_corpus
 from superoffload.tools.train.trainer import learning_rate_factor
 
@@ -37,7 +37,7 @@ class Curve:
 
 
 def run(setup: Setup, name: str, speculation: str, *, order: int = 0) -> Curve:
-    """Trains one run. ``order`` above 0: a single process sums the same gradients in another order, drawn from it.
+    """Trains one run. ``order`` above 0: the same gradients are summed in another order, drawn from it.
 
     An error ends the training and is part of the result.
     """
@@ -68,27 +68,27 @@ def _share(tokens: Tensor, setup: Setup, share: tuple[int, int], order: int) -> 
     generator = torch.Generator().manual_seed(order)
     shuffled = tokens[torch.randperm(len(tokens), generator=generator)]
     # As many backward passes as several ranks would make, to sum as many rounded gradients.
-    return shuffled.chunk(setup.micro_batches * (1, 2, 4)[order % 3])
+    return shuffled[setup.rows(*share)].chunk(setup.micro_batches * (1, 2, 4)[order % 3])
 
 
 def _step(
     engine: Engine, setup: Setup, step: int, micro_batches: Sequence[Tensor], rank: int, count: int, curve: Curve
 ) -> None:
-    optimizer = engine.optimizer
-    for group in optimizer.param_groups:
-        group["lr"] = setup.lr * learning_rate_factor(step - 1, setup.warmup, setup.steps)
-    optimizer.max_grad_norm = setup.max_grad_norm
-    optimizer.zero_grad()
-    scale = math.inf if step == setup.inf_step and rank == 0 else 1.0
-    loss = engine.backward(micro_batches, scale)
-    if step == setup.nan_step:
-        engine.poison(rank == count - 1)
     finite = [norm for norm in curve.norms if math.isfinite(norm)]
-    if step in setup.late_clips and finite:
-        optimizer.max_grad_norm = finite[-1] / 3
-    optimizer.step()
+    loss, norm = engine.train(
+        Step(
+            micro_batches,
+            lr=setup.lr * learning_rate_factor(step - 1, setup.warmup, setup.steps),
+            max_grad_norm=setup.max_grad_norm,
+            scale=math.inf if step == setup.inf_step and rank == 0 else 1.0,
+            nan=step == setup.nan_step,
+            last_rank=rank == count - 1,
+            broken=step in (setup.nan_step, setup.inf_step),
+            late_norm=finite[-1] / 3 if step in setup.late_clips and finite else None,
+        )
+    )
     curve.losses.append(_mean(loss, count))
-    curve.norms.append(optimizer.grad_norm if math.isfinite(optimizer.grad_norm) else math.inf)
+    curve.norms.append(norm if math.isfinite(norm) else math.inf)
     if step % setup.digest_every == 0 or step == setup.steps:
         curve.digests[step] = engine.digests()
 

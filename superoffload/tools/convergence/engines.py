@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -24,17 +24,32 @@ from superoffload.tools.convergence.mixture import EXPERTS, put_experts
 from superoffload.tools.train.model import DTYPES, Block, Transformer, build_model
 
 
+@dataclass(frozen=True)
+class Step:
+    """Says how to train one step, and what goes wrong in it.
+
+    ``scale``: of the loss, infinite on one rank. ``nan``: after backward one element of a gradient gets a NaN on the
+    last rank. ``broken``: some rank has one of the two. ``late_norm``: max_grad_norm drops to it after backward.
+    """
+
+    micro_batches: Sequence[Tensor]
+    lr: float
+    max_grad_norm: float
+    scale: float
+    nan: bool
+    last_rank: bool
+    broken: bool
+    late_norm: float | None
+
+
 class Engine(Protocol):
-    """Trains one model on this rank. ``optimizer`` has step(), zero_grad(), max_grad_norm and grad_norm."""
+    """Trains one model on this rank."""
 
     model: nn.Module
     optimizer: Any
 
-    def backward(self, micro_batches: Sequence[Tensor], scale: float) -> float:
-        """Runs backward of the mean loss over micro-batches and ranks, times ``scale``; returns this rank's mean."""
-
-    def poison(self, last_rank: bool) -> None:
-        """Puts a NaN into one element of a gradient that the last rank owns."""
+    def train(self, step: Step) -> tuple[float, float]:
+        """Trains one step; returns the mean loss of this rank, or of all, and the norm of the gradients."""
 
     @property
     def share(self) -> tuple[int, int]:
@@ -50,6 +65,31 @@ class Engine(Protocol):
         """Returns the statistics of a superoffload optimizer."""
 
     def close(self) -> None: ...
+
+
+class LoopEngine(Engine, Protocol):
+    """Is trained by a loop as users write it. ``optimizer`` has step(), zero_grad(), max_grad_norm and grad_norm."""
+
+    def backward(self, micro_batches: Sequence[Tensor], scale: float) -> float:
+        """Runs backward of the mean loss over micro-batches and ranks, times ``scale``; returns this rank's mean."""
+
+    def poison(self, last_rank: bool) -> None:
+        """Puts a NaN into one element of a gradient that the last rank owns."""
+
+
+def train_in_a_loop(engine: LoopEngine, step: Step) -> tuple[float, float]:
+    optimizer = engine.optimizer
+    for group in optimizer.param_groups:
+        group["lr"] = step.lr
+    optimizer.max_grad_norm = step.max_grad_norm
+    optimizer.zero_grad()
+    loss = engine.backward(step.micro_batches, step.scale)
+    if step.nan:
+        engine.poison(step.last_rank)
+    if step.late_norm is not None:
+        optimizer.max_grad_norm = step.late_norm
+    optimizer.step()
+    return loss, float(optimizer.grad_norm)
 
 
 class BaseEngine:
@@ -93,6 +133,9 @@ class BaseEngine:
             module=self.model,
             replicated=self.replicated,
         )
+
+    def train(self, step: Step) -> tuple[float, float]:
+        return train_in_a_loop(self, step)
 
     def backward(self, micro_batches: Sequence[Tensor], scale: float) -> float:
         losses = []
@@ -251,10 +294,17 @@ ENGINES: dict[str, type[Any] | str] = {
     "pp": "superoffload.tools.convergence.pipeline_stages:PipelineStages",
     "ep": "superoffload.tools.convergence.expert_parallel:ExpertParallel",
     "deepspeed": "superoffload.tools.convergence.zero3:Zero3",
+    "titan": "superoffload.tools.convergence.titan_trainer:Titan",
     "plain-fsdp2": PlainFsdp2,
+    "plain-titan": "superoffload.tools.convergence.titan_trainer:PlainTitan",
 }
-_NEEDS = {"deepspeed": "deepspeed==0.19.8"}
-ON_DEMAND = ("fsdp2", "tp", "pp", "ep")  # also compared with delivery on demand
+_PLAIN = ("plain-fsdp2", "plain-titan")  # what others are compared with
+# Name -> module, and how to install it.
+_NEEDS = {
+    "deepspeed": ("deepspeed", "pip install deepspeed==0.19.8"),
+    "titan": ("torchtitan", "pip install --no-deps -r requirements/torchtitan.txt (docs/torchtitan.md)"),
+}
+ON_DEMAND = ("fsdp2", "tp", "pp", "ep", "titan")  # also compared with delivery on demand
 
 
 def setup_for(name: str, setup: Setup) -> Setup:
@@ -274,12 +324,13 @@ def check_engine(name: str, count: int | None = None) -> None:
     ``count`` ranks."""
     if name not in ENGINES:
         raise ArgumentError(f"engine={name}: expected one of {', '.join(ENGINES)}")
-    if name in _NEEDS and find_spec(name) is None:
-        raise ArgumentError(f"engine={name}: {name} is not installed; pip install {_NEEDS[name]}")
+    module, remedy = _NEEDS.get(name, ("torch", ""))
+    if find_spec(module) is None:
+        raise ArgumentError(f"engine={name}: {module} is not installed; {remedy}")
     if count is None:
         return
     if name == "single" and count != 1:
-        others = ", ".join(other for other in ENGINES if other not in ("single", "plain-fsdp2"))
+        others = ", ".join(other for other in ENGINES if other not in ("single", *_PLAIN))
         raise ArgumentError(f"engine=single with ranks={count}: one process is one rank; choose --engine {others}")
     check_pairs(name, count)
 

@@ -1,13 +1,15 @@
-"""Runs the whole comparison for one engine: speculative against synchronous, and both against one process."""
+"""Runs the whole comparison for one engine: speculative against synchronous, and both against a reference, which is one
+process, or torchtitan with its own AdamW."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from superoffload.distributed.launch import LocalRanks
-from superoffload.tools.convergence.compare import FEWEST_RUNS, Tolerance, stray, tolerance_of, unequal
+from superoffload.tools.convergence.compare import FEWEST_RUNS, ONE_PROCESS, Tolerance, stray, tolerance_of, unequal
 from superoffload.tools.convergence.convergence_setup import Setup
 from superoffload.tools.convergence.distributed_run import Curve, run
 from superoffload.tools.convergence.engines import ON_DEMAND
@@ -65,6 +67,15 @@ def single_run(setup: Setup, orders: Sequence[int]) -> Curve | None:
     return run(setup, "single", "never", order=orders[rank]) if rank < len(orders) else None
 
 
+def stock_runs(setup: Setup, ranks: Ranks, say: Say) -> list[Curve]:
+    """Runs torchtitan's own AdamW on ``ranks``, which sum in another order in each run."""
+    curves: list[Curve] = []
+    for order in range(FEWEST_RUNS + 1):
+        curves.append(ranks.run(partial(run, order=order), setup, "plain-titan", "never")[0])
+        say(f"{len(curves)} of {FEWEST_RUNS + 1} runs with torchtitan's AdamW done: loss {_last(curves[-1])}")
+    return curves
+
+
 def delivered_unlike(setup: Setup, engine: str, ranks: Ranks) -> list[str]:
     """Returns differences between speculation with delivery on demand and synchronous steps with eager delivery."""
     short = replace(setup, steps=min(setup.steps, _ON_DEMAND_STEPS))
@@ -75,23 +86,26 @@ def delivered_unlike(setup: Setup, engine: str, ranks: Ranks) -> list[str]:
 def verify_ranks(setup: Setup, engine: str, count: int, say: Say = print) -> Result:
     """Starts ``count`` ranks on this machine and compares them."""
     setup.rows(0, count)
-    with LocalRanks(max(count, 2), init=False) as alone:
-        singles = single_runs(setup, alone, say)
+    singles: list[Curve] = []
+    if engine != "titan":
+        with LocalRanks(max(count, 2), init=False) as alone:
+            singles = single_runs(setup, alone, say)
     with LocalRanks(count) as ranks:
-        return compare(setup, engine, ranks, singles, say)
+        return compare(setup, engine, ranks, singles or stock_runs(setup, ranks, say), say)
 
 
 def verify_launched(setup: Setup, engine: str, ranks: Ranks, say: Say) -> Result:
     """Compares ranks that are there already; all of them call it."""
     setup.rows(0, ranks.count)
-    return compare(setup, engine, ranks, single_runs(setup, ranks, say), say)
+    references = (stock_runs if engine == "titan" else single_runs)(setup, ranks, say)
+    return compare(setup, engine, ranks, references, say)
 
 
-def compare(setup: Setup, engine: str, ranks: Ranks, singles: Sequence[Curve], say: Say) -> Result:
-    """Compares ranks with each other and with one process, of which ``singles`` are several runs."""
-    tolerance = tolerance_of(singles)
+def compare(setup: Setup, engine: str, ranks: Ranks, references: Sequence[Curve], say: Say) -> Result:
+    """Compares ranks with each other and with ``references``: several runs of one process, or of torchtitan's AdamW."""
+    tolerance = tolerance_of(references, "torchtitan's AdamW" if engine == "titan" else ONE_PROCESS)
     result = Result(tolerance=tolerance)
-    result.curves["one process"] = singles[0]
+    result.curves[tolerance.of] = references[0]
     both: dict[str, list[Any]] = {}
     for speculation in ("always", "never"):
         both[speculation] = ranks.run(run, setup, engine, speculation)
@@ -99,7 +113,7 @@ def compare(setup: Setup, engine: str, ranks: Ranks, singles: Sequence[Curve], s
     result.curves["speculative"], result.curves["synchronous"] = both["always"][0], both["never"][0]
     result.problems.extend(unequal(both["always"], both["never"]))
     result.count_digests(both["always"])
-    result.problems.extend([f"one process: {problem}" for problem in stray(both["always"][0], tolerance)])
+    result.problems.extend([f"{tolerance.of}: {problem}" for problem in stray(both["always"][0], tolerance)])
     if engine == "fsdp2":
         plain = ranks.run(run, setup, "plain-fsdp2", "never")
         say(f"plain FSDP2 with torch.optim.AdamW: loss {_last(plain[0])}")

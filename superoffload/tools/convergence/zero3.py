@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload.tools.convergence.convergence_setup import Setup
-from superoffload.tools.convergence.engines import world
+from superoffload.tools.convergence.engines import Step, train_in_a_loop, world
 from superoffload.tools.train.model import DTYPES, build_model
 
 
@@ -43,6 +43,9 @@ class Zero3:
         self.model: nn.Module = model
         self._poisoned = model.head.weight
         self.optimizer = _Optimizer(engine)
+
+    def train(self, step: Step) -> tuple[float, float]:
+        return train_in_a_loop(self, step)
 
     def backward(self, micro_batches: Sequence[Tensor], scale: float) -> float:
         losses = []

@@ -19,6 +19,7 @@ from superoffload.tools.report.summary import add_plot, common_summary, json_sta
 from superoffload.tools.train.record import finite_or_none
 
 _COLOURS = (style.BLUE, style.ORANGE, style.GREEN, style.RED)
+_REFERENCE: dict[str, Any] = {"color": style.INK, "linewidth": 1.2, "linestyle": (0, (1, 1.5)), "zorder": 4}
 
 
 def ranks_summary(
@@ -35,6 +36,7 @@ def ranks_summary(
         "setup": dataclasses.asdict(setup),
         "steps": setup.steps,
         "digests_compared": result.compared_digests,
+        "reference": tolerance.of if tolerance else None,
         "tolerance": tolerance.describe() if tolerance else {},
         "loss_at_the_end": {
             name: finite_or_none(curve.losses[-1]) if curve.losses else None for name, curve in result.curves.items()
@@ -58,7 +60,7 @@ def finish_ranks(folder: RunFolder, summary: dict[str, Any], result: Result) -> 
         lines.append(
             f"verified: {_ranks(summary)} with {summary['engine']}, {summary['steps']} steps: speculative "
             f"equals synchronous in {summary['digests_compared']} digests per run, and the losses of both differ from "
-            f"one process by less than the tolerance, {tolerance:.4f}, in {summary['seconds']:.1f} s"
+            f"{summary['reference']} by less than the tolerance, {tolerance:.4f}, in {summary['seconds']:.1f} s"
         )
     lines += [f"FAILED: {problem}" for problem in summary["problems"]]
     if summary["inconclusive"]:
@@ -75,14 +77,14 @@ def _ranks(summary: Mapping[str, Any]) -> str:
 def plot_curves(curves: Mapping[str, Sequence[float]], tolerance: Tolerance, path: Path, title: str = "") -> None:
     """Plots smoothed losses, and each curve's distance from one-process runs with the allowed distance.
 
-    Names are "one process" or end in speculative, synchronous or "plain ..."; the part before is the group.
+    Names are that of the reference or end in speculative, synchronous or "plain ..."; the part before is the group.
     """
     with style.drawing(path, 9.5, 6.6) as figure:
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
         groups: dict[str, str] = {}
         for name, losses in curves.items():
             steps = range(1, len(losses) + 1)
-            looks = _looks(name, groups)
+            looks = _REFERENCE if name == tolerance.of else _looks(name, groups)
             above.plot(steps, smooth(losses, 9), label=name, **looks)
             distance = [abs(loss - centre) for loss, centre in zip(losses, tolerance.losses, strict=False)]
             below.plot(steps[: len(distance)], distance, **{**looks, "linewidth": 0.6 * looks["linewidth"]})
@@ -91,7 +93,7 @@ def plot_curves(curves: Mapping[str, Sequence[float]], tolerance: Tolerance, pat
         below.fill_between(range(1, len(allowed) + 1), allowed, color=style.GRID, zorder=0)
         above.set_title("Loss (nats per byte), running median" + (f": {title}" if title else ""))
         above.legend(loc="upper right")
-        below.set_title("Distance from the mean of six one-process runs in every step; grey: what is allowed")
+        below.set_title(f"Distance from the mean of six runs of {tolerance.of} in every step; grey: what is allowed")
         below.set_yscale("log")
         below.set_ylim(bottom=1e-5)
         below.set_xlabel("step")
@@ -99,8 +101,6 @@ def plot_curves(curves: Mapping[str, Sequence[float]], tolerance: Tolerance, pat
 
 def _looks(name: str, groups: dict[str, str]) -> dict[str, Any]:
     """Returns a colour per group; the synchronous line is wide and pale, as an equal speculative run covers it."""
-    if name == "one process":
-        return {"color": style.INK, "linewidth": 1.2, "linestyle": (0, (1, 1.5)), "zorder": 4}
     group, _, kind = name.rpartition("ranks, ")
     colour = groups.setdefault(group, _COLOURS[len(groups) % len(_COLOURS)])
     if kind.startswith("plain"):
@@ -111,7 +111,8 @@ def _looks(name: str, groups: dict[str, str]) -> dict[str, Any]:
 
 
 def _page(folder: RunFolder, summary: dict[str, Any]) -> Page:
-    converged, inconclusive = f"{_ranks(summary)} converge as one process", summary["inconclusive"]
+    reference, inconclusive = summary["reference"], summary["inconclusive"]
+    converged = f"{_ranks(summary)} converge as {reference}"
     page = Page(
         converged if summary["passed"] else "Nothing differs" if inconclusive else "Verification failed",
         f"{summary['engine']} on {_ranks(summary)}, {summary['steps']} steps of a small language model",
@@ -127,10 +128,12 @@ def _page(folder: RunFolder, summary: dict[str, Any]) -> Page:
             "On every rank, the speculative and the synchronous run have the same losses and the same SHA-256 of "
             "masters, moments and published parameters, with clips, a NaN and an infinity that only one rank has.",
             "Loss and gradient norm of every step, and the weights at the end, stay within a tolerance of the "
-            "one-process run: three times what six one-process runs that add up in different orders differ among "
+            f"reference, {reference}: three times what six of its runs that add up in different orders differ among "
             "themselves.",
+            "With titan, the reference is torchtitan's Trainer with its own AdamW on the same ranks. It leaves out the "
+            "steps with a NaN or an infinity, where that AdamW would write NaN into the parameters.",
             "With fsdp2, plain FSDP2 with torch.optim.AdamW on fp32 parameters stays within it too.",
-            "With fsdp2, tp, pp and ep, delivery on demand has the same losses and SHA-256 as eager delivery.",
+            "With fsdp2, tp, pp, ep and titan, delivery on demand has the same losses and SHA-256 as eager delivery.",
         ]
     )
     page.table(("run", "loss at the end"), [(n, f"{v:.4f}") for n, v in summary["loss_at_the_end"].items() if v])

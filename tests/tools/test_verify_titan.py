@@ -1,0 +1,92 @@
+"""`superoffload verify --engine titan`: torchtitan's Trainer with our AdamW, against itself and torchtitan's AdamW."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from superoffload.distributed.launch import LocalRanks
+from superoffload.tools.convergence.compare import stray, unequal
+from superoffload.tools.convergence.distributed_run import Curve, run
+from superoffload.tools.convergence.suite import Result, verify_ranks
+from tests.support.checkout import ROOT
+from tests.support.faulty_runs import mutated
+from tests.support.optional_packages import needs
+from tests.support.short_verify import SHORT
+
+pytestmark = [needs("torchtitan"), pytest.mark.convergence]
+
+STOCK = "torchtitan's AdamW"
+
+
+@pytest.fixture(scope="module")
+def result() -> Result:
+    return verify_ranks(SHORT, "titan", 2, print)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LocalRanks]:
+    with LocalRanks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def clean(two: LocalRanks) -> list[Curve]:
+    return two.run(run, SHORT, "titan", "never")
+
+
+def test_two_ranks(result: Result) -> None:
+    assert result.verified, (result.problems, result.inconclusive)
+    assert set(result.curves) == {STOCK, "speculative", "synchronous"}
+    assert result.compared_digests == 2 * 4 * 4
+    speculative, tolerance = result.curves["speculative"], result.tolerance
+    assert speculative.losses[-1] < speculative.losses[0] - 0.3
+    stock, name = result.curves[STOCK].weights, "tok_embeddings.weight"
+    assert not torch.equal(speculative.weights[name], stock[name]), "another optimizer rounds otherwise"
+    assert speculative.stats["skipped_steps"] == 2 and speculative.stats["steps"] == 14
+    above = [step for step, norm in enumerate(speculative.norms, 1) if SHORT.max_grad_norm < norm < math.inf]
+    assert speculative.stats["clipped_steps"] == len({*above, *SHORT.late_clips}) > len(above), "the late clips too"
+    # Sharp enough to mean something: a step is 2e-3 long.
+    assert tolerance is not None and tolerance.describe()["loss_at_the_end"] < 1e-3
+
+
+@pytest.mark.parametrize("fault", ["skip_publish", "apply_twice", "drop_clip"])
+def test_a_planted_fault_is_caught(fault: str, two: LocalRanks, result: Result, clean: list[Curve]) -> None:
+    """By both halves of the comparison, with the rank checks off."""
+    curves: list[Curve] = two.run(mutated, SHORT, fault, "titan")
+    assert [curve.error for curve in curves] == ["", ""]
+    assert unequal(curves, clean), "not equal to the synchronous run"
+    assert result.tolerance is not None
+    assert stray(curves[0], result.tolerance), "within the tolerance of torchtitan's AdamW"
+
+
+def test_four_ranks_have_tensor_parallelism_too() -> None:
+    with LocalRanks(4) as four:
+        speculative = four.run(run, SHORT, "titan", "always")
+        assert unequal(speculative, four.run(run, SHORT, "titan", "never")) == []
+        stock: Curve = four.run(run, SHORT, "plain-titan", "never")[0]
+    one = speculative[0]
+    assert one.losses == speculative[3].losses == pytest.approx(stock.losses, rel=1e-4)
+    assert one.norms == pytest.approx(stock.norms, rel=1e-3)
+    assert len({str(curve.digests) for curve in speculative}) == 4, "each rank has a part of its own"
+    assert one.stats["buckets_committed"] > 0 and one.stats["buckets_replayed"] > 0
+
+
+def test_the_command_under_torchrun(tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["-m", "tests.support.short_verify", "--engine", "titan", "--out", str(tmp_path)]
+    done = subprocess.run([*launch, *command], cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "verified: 2 ranks with titan, 16 steps" in done.stdout
+    assert f"differ from {STOCK} by less than the tolerance" in done.stdout
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["passed"] and summary["reference"] == STOCK
+    assert f"2 ranks converge as {STOCK}" in html.unescape((tmp_path / "report.html").read_text())
