@@ -82,11 +82,12 @@ $(VENV)/.demo-requirements: requirements/demo.txt $(VENV)/.created
 	@touch $@
 
 # Without isolation: DeepSpeed comes as sources, and is packed with the setuptools that is pinned.
-$(VENV)/.test-requirements: $(addprefix requirements/,test.txt deepspeed.txt integrations.txt torchtitan.txt megatron.txt verl.txt) $(VENV)/.demo-requirements
+$(VENV)/.test-requirements: $(addprefix requirements/,test.txt deepspeed.txt integrations.txt torchtitan.txt megatron.txt verl.txt axolotl.txt) $(VENV)/.demo-requirements
 	DS_BUILD_OPS=0 $(PIP_INSTALL) --no-build-isolation -r $<
 	$(PIP_INSTALL) --no-deps -r requirements/torchtitan.txt
 	$(PIP_INSTALL) --no-deps -r requirements/megatron.txt
 	$(PIP_INSTALL) --no-deps -r requirements/verl.txt
+	$(PIP_INSTALL) --no-deps -r requirements/axolotl.txt
 	@touch $@
 
 $(VENV)/.docs-requirements: requirements/docs.txt $(VENV)/.demo-requirements

@@ -58,7 +58,7 @@ def offload(
             delivery="on_demand", callbacks that read parameters call ``synchronize()`` of the optimizer first.
     """
     _check(trainer, options)
-    names = _names(metrics)
+    names = names_of(metrics)
     if sleep is not False:
         _sleep_while_it_generates(trainer, None if sleep is True else sleep)
     args = trainer.args
@@ -85,6 +85,11 @@ def _check(trainer: Any, options: dict[str, Any]) -> None:
         raise ArgumentError("trainer: this transformers clips in a way that is not known here; expected version >= 5")
     if trainer.optimizer is not None:
         raise ArgumentError("trainer: it has an optimizer already; call offload() before train(), without optimizers=")
+    if trainer.optimizer_cls_and_kwargs is not None:
+        raise ArgumentError(
+            f"trainer: optimizer_cls_and_kwargs has {trainer.optimizer_cls_and_kwargs[0].__name__}, expected None; "
+            "call offload() once, on a trainer that was not given another optimizer"
+        )
     if trainer.is_deepspeed_enabled:
         raise ArgumentError(
             "trainer: it runs on DeepSpeed; use superoffload.integrations.deepspeed.enable() instead of offload()"
@@ -124,7 +129,7 @@ def _sleep_while_it_generates(trainer: Any, folder: str | os.PathLike[str] | Non
     trainer._generate = generate_asleep
 
 
-def _names(metrics: Any) -> frozenset[str]:
+def names_of(metrics: Any) -> frozenset[str]:
     """Resolves the names of the metrics to log."""
     if isinstance(metrics, bool):
         return frozenset(LOGGED if metrics else ())

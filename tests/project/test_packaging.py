@@ -246,7 +246,16 @@ def pinned(name: str) -> list[Requirement]:
 
 
 # What `make test` installs.
-TESTS = ("demo.txt", "deepspeed.txt", "integrations.txt", "test.txt", "torchtitan.txt", "megatron.txt", "verl.txt")
+TESTS = (
+    "demo.txt",
+    "deepspeed.txt",
+    "integrations.txt",
+    "test.txt",
+    "torchtitan.txt",
+    "megatron.txt",
+    "verl.txt",
+    "axolotl.txt",
+)
 
 
 @pytest.mark.parametrize("name", ["docs.txt", *TESTS])

@@ -23,6 +23,7 @@ TORCHTITAN = ("integrations/torchtitan.py",)
 TORCHTITAN_ON_CPUS = ("integrations/torchtitan_on_cpus.py",)
 TITAN_TRAINER = ("tools/convergence/titan_trainer.py",)
 MEGATRON = ("integrations/megatron.py",)
+AXOLOTL = ("integrations/axolotl.py",)
 
 # Private names of others that are read: the reason why there is no other way, and the only files that may (none: all).
 READ: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -67,6 +68,7 @@ READ: dict[str, tuple[str, tuple[str, ...]]] = {
 ASSIGNED: dict[str, tuple[str, tuple[str, ...]]] = {
     "__cause__": ("Python: an error says which one came before it", ()),
     "CPUAdam": ("Megatron: the name of the class that it steps with on the CPU", MEGATRON),
+    "create_optimizer": ("axolotl: its mixin's would make other groups for our optimizer", AXOLOTL),
     "clip_grad_norm_": ("torchtitan: the function that its Trainer clips with", TORCHTITAN),
     "_clip_grad_norm": ("transformers: no callback may clip in the Trainer's place", TRANSFORMERS),
     "_generate": ("TRL: what its trainers generate with, while the optimizer may sleep", TRANSFORMERS),

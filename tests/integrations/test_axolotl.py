@@ -1,0 +1,237 @@
+"""The plugin for Axolotl: its settings, what it refuses, and Axolotl's own trainer with and without it.
+
+The tests of settings and trainers need Axolotl and addict (requirements/axolotl.txt). That of the command needs all
+that Axolotl pins; docs/axolotl.md says how it was run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import make_dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from superoffload import AdamW
+from superoffload.errors import ArgumentError
+from tests.support.checkout import ROOT
+from tests.support.hugging_face import Counting, end, logs_of, model_of, tokenizer_of, transformers
+from tests.support.optional_packages import needs
+
+pytestmark = [needs("axolotl", "addict", "transformers", "peft", "trl", "datasets")]
+
+NAME = "superoffload.integrations.axolotl.SuperOffloadPlugin"
+BASE = {
+    "base_model": "model",
+    "datasets": [{"path": "text.jsonl", "ds_type": "json", "type": "completion", "field": "text"}],
+    "sequence_len": 32,
+    "micro_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 6,
+    "learning_rate": 3e-3,
+    "plugins": [NAME],
+}
+OURS = {"speculation": "always", "threads": 1, "bucket_numel": 256}
+
+
+@pytest.fixture(autouse=True)
+def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Axolotl's plugins, which it keeps for the whole process: none before and after a test."""
+    monkeypatch.setenv("AXOLOTL_DO_NOT_TRACK", "1")
+    from axolotl.integrations.base import PluginManager
+
+    plugins = PluginManager.get_instance()
+    plugins.plugins.clear()
+    yield plugins
+    plugins.plugins.clear()
+
+
+def configured(**settings: Any) -> Any:
+    """The configuration as Axolotl makes it from YAML, plugins included."""
+    from axolotl.utils.config import prepare_plugins, validate_config
+    from axolotl.utils.dict import DictDefault
+
+    given = DictDefault({**BASE, **settings})
+    prepare_plugins(given)
+    return validate_config(given)
+
+
+def axolotl_trainer(folder: Path, **options: Any) -> Any:
+    """Axolotl's trainer with its arguments; numba, which it imports to pack samples, may be missing."""
+    if find_spec("numba") is None and "axolotl.core.trainers.base" not in sys.modules:
+        stand_in = types.ModuleType("numba")
+        stand_in.njit = lambda function: function  # type: ignore[attr-defined]
+        sys.modules["numba"] = stand_in
+        try:
+            import_module("axolotl.core.trainers.base")
+        finally:
+            del sys.modules["numba"]
+    from axolotl.core.trainers.base import AxolotlTrainer
+    from axolotl.core.training_args_base import AxolotlTrainingMixins
+
+    datasets = import_module("datasets")
+    rows = [Counting()[index] for index in range(64)]
+    kind = make_dataclass("Arguments", [], bases=(AxolotlTrainingMixins, transformers.TrainingArguments))
+    values: dict[str, Any] = {
+        "output_dir": str(folder), "max_steps": 6, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
+        "learning_rate": 3e-3, "weight_decay": 0.1, "max_grad_norm": 0.85, "logging_steps": 1, "save_strategy": "no",
+        "report_to": "none", "use_cpu": True, "disable_tqdm": True, "optim": "adamw_torch_fused", "seed": 3,
+    }  # fmt: skip
+    return AxolotlTrainer(
+        model=model_of(),
+        args=kind(**{**values, **options}),
+        train_dataset=datasets.Dataset.from_list(
+            [{"input_ids": entry["input_ids"].tolist(), "labels": entry["labels"].tolist()} for entry in rows]
+        ),
+        processing_class=tokenizer_of(),
+        data_collator=transformers.default_data_collator,
+        bench_data_collator=None,
+        eval_data_collator=None,
+    )
+
+
+def groups_of(optimizer: Any) -> list[tuple[int, float, float]]:
+    return [(len(group["params"]), group["weight_decay"], group["initial_lr"]) for group in optimizer.param_groups]
+
+
+GROUPS: dict[str, dict[str, Any]] = {
+    "Trainer's groups": {},
+    "embedding_lr": {"embedding_lr": 5e-4},
+    "lr_groups": {"lr_groups": [{"name": "mlp", "modules": ["mlp"], "lr": 1e-3}]},
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_axolotls_trainer_trains_as_without_the_plugin(name: str, tmp_path: Path, manager: Any) -> None:
+    runs = {}
+    for mode in (None, "never", "always"):
+        trainer = axolotl_trainer(tmp_path, **GROUPS[name])
+        if mode is not None:
+            section = {**OURS, "speculation": mode, "metrics": "all"}
+            manager.post_trainer_create(configured(superoffload=section), trainer)
+        trainer.train()
+        runs[mode] = trainer
+    assert groups_of(runs["always"].optimizer) == groups_of(runs[None].optimizer)
+    ours, theirs = logs_of(runs["always"]), logs_of(runs[None])
+    assert len(ours) == len(theirs) == 6
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+    assert {entry["grad_norm"] > 0.85 for entry in ours} == {True, False}  # some steps are clipped, others not
+    assert [entry["superoffload/steps"] for entry in ours] == [1, 2, 3, 4, 5, 6]  # of metrics="all"
+    assert logs_of(runs["never"])[-1]["superoffload/buckets_speculated"] == 0
+    assert end(runs["always"]) == end(runs["never"])
+
+
+def test_without_a_section_the_defaults_hold(tmp_path: Path, manager: Any) -> None:
+    trainer = axolotl_trainer(tmp_path, max_steps=1)
+    manager.post_trainer_create(configured(), trainer)
+    trainer.train()
+    assert isinstance(trainer.optimizer.optimizer, AdamW)
+    end(trainer)
+
+
+def test_the_section_has_every_argument_that_yaml_can_express() -> None:
+    from superoffload.integrations.axolotl import Options
+
+    of_trainer = {"params", "lr", "betas", "eps", "weight_decay", "max_grad_norm", "module", "model"}
+    arguments = set(inspect.signature(AdamW).parameters) - of_trainer - {"process_group", "torchs"}
+    assert set(Options.model_fields) == arguments | {"metrics"}
+
+
+def test_words_of_the_section_are_those_of_the_optimizer() -> None:
+    from superoffload.integrations.axolotl import Options
+
+    tried = 0
+    for name, field in Options.model_fields.items():
+        if name in ("metrics", "placement", "replicated", "delivery"):
+            continue
+        for word in {word for part in get_args(field.annotation) for word in get_args(part) if isinstance(word, str)}:
+            param = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+            given: dict[str, Any] = {name: word}
+            AdamW([param], threads=1, **given).close()
+            tried += 1
+    assert tried > 8
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no such setting": ({"superoffload": {"speculatoin": "never"}}, "speculatoin='never': no such setting, expected"),
+    "another word": ({"superoffload": {"speculation": "sometimes"}}, "'adaptive', 'always' or 'never'"),
+    "another type": ({"superoffload": {"threads": True}}, "superoffload.threads"),
+    "no section": ({"superoffload": 3}, "superoffload"),
+    "elsewhere": ({"superoffload": {"lr": 1.0}}, "lr=1.0: set learning_rate at the configuration's top level"),
+    "metrics": ({"superoffload": {"metrics": ["grad_norms"]}}, "metrics: 'grad_norms', expected"),
+    "8-bit": ({"optimizer": "adamw_torch_8bit"}, "optimizer: 'adamw_torch_8bit', expected 'adamw_torch_fused'"),
+    "Axolotl's own": ({"optimizer": "muon"}, "optimizer: 'muon', expected 'adamw_torch_fused'"),
+    "optim_args": ({"optim_args": "a=1"}, "optim_args: 'a=1', expected none"),
+    "DeepSpeed": ({"deepspeed": "zero3.json"}, "deepspeed: 'zero3.json', expected none"),
+    "FSDP1": ({"fsdp_config": {"reshard_after_forward": True}, "fsdp_version": 1}, "fsdp_version: 1, expected 2"),
+    "ReLoRA": ({"relora": True, "jagged_restart_steps": 2, "adapter": "lora"}, "relora: True, expected false"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_fit_is_told_with_the_configuration(name: str) -> None:
+    settings, words = BAD[name]
+    with pytest.raises(ValueError) as caught:
+        configured(**settings)
+    assert words in str(caught.value)
+
+
+def test_another_optimizer_that_the_trainer_was_given_stays_no_secret(tmp_path: Path, manager: Any) -> None:
+    """Axolotl gives its own optimizers to the trainer's constructor and leaves ``args.optim`` at AdamW."""
+    cfg = configured()
+    trainer = axolotl_trainer(tmp_path)
+    trainer.optimizer_cls_and_kwargs = (torch.optim.SGD, {"lr": 1.0})
+    with pytest.raises(ArgumentError, match=r"optimizer_cls_and_kwargs has SGD, expected None"):
+        manager.post_trainer_create(cfg, trainer)
+
+
+def test_fsdp2_is_accepted() -> None:
+    assert configured(fsdp_config={"reshard_after_forward": True}, fsdp_version=2).fsdp_version == 2
+
+
+@needs("triton", "bitsandbytes", "numba", "wandb", "posthog", "fastcore", "evaluate", "kernels")
+def test_the_command(tmp_path: Path) -> None:
+    """``axolotl train`` with a model and texts of this machine; weights say whether runs are the same."""
+    pytest.importorskip("trl.experimental.prm", reason="needs trl 1.9.0, which Axolotl pins")
+    from safetensors.torch import load_file
+
+    model_of().save_pretrained(tmp_path / "model")
+    tokenizer = tokenizer_of()
+    tokenizer.save_pretrained(tmp_path / "model")
+    lines = [{"text": " ".join(f"w{2 + (i + j) % 95}" for j in range(24))} for i in range(64)]
+    (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    weights = {}
+    for mode in (None, "never", "always"):
+        added: dict[str, Any] = {"superoffload": {**OURS, "speculation": mode}} if mode else {"plugins": []}
+        config = {
+            **BASE, "tokenizer_type": "PreTrainedTokenizerFast", "output_dir": f"out-{mode}", "weight_decay": 0.1,
+            "max_grad_norm": 1.0, "bf16": False, "fp16": False, "tf32": False, "attn_implementation": "sdpa",
+            "save_strategy": "no", "logging_steps": 1, "seed": 3, "dataset_prepared_path": "prepared", **added,
+        }  # fmt: skip
+        (tmp_path / "config.yml").write_text(json.dumps(config))  # which is YAML too
+        environment = {
+            **os.environ, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        }  # fmt: skip
+        shown = subprocess.run(
+            [sys.executable, "-m", "axolotl.cli.train", "config.yml"], cwd=tmp_path, env=environment, text=True,
+            capture_output=True, timeout=200,
+        )  # fmt: skip
+        assert shown.returncode == 0, shown.stderr[-3000:]
+        assert ("superoffload/clip_rate" in shown.stdout + shown.stderr) == (mode is not None)
+        weights[mode] = load_file(tmp_path / f"out-{mode}" / "model.safetensors")
+    for name, mine in weights["always"].items():
+        assert torch.equal(mine, weights["never"][name])
+        torch.testing.assert_close(mine, weights[None][name], rtol=0, atol=1e-5)
