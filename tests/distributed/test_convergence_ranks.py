@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from superoffload.distributed.launch import LocalRanks
-from superoffload.errors import ArgumentError
+from superoffload.errors import ArgumentError, SuperOffloadError
 from superoffload.tools.convergence.compare import SAFETY, Tolerance, stray, tolerance_of, unequal
 from superoffload.tools.convergence.convergence_setup import Setup
 from superoffload.tools.convergence.distributed_run import Curve, run
@@ -129,3 +129,10 @@ def test_engines_that_are_not_installed_are_refused(monkeypatch: pytest.MonkeyPa
 def test_a_batch_that_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ArgumentError, match="not divisible by 3 ranks"):
         REAL.rows(0, 3)
+
+
+def test_a_reference_that_failed_is_an_error() -> None:
+    runs = [Curve("never") for _ in range(6)]
+    runs[3].fail("step 4: RuntimeError: Loss is not finite")
+    with pytest.raises(SuperOffloadError, match="AdamW, which all else is compared with, has failed: step 4: Runt"):
+        tolerance_of(runs, "torchtitan's AdamW")

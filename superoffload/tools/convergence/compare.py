@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from superoffload.errors import SuperOffloadError
 from superoffload.tools.convergence.distributed_run import Curve
 
 FEWEST_RUNS = 5
@@ -46,6 +47,9 @@ class Tolerance:
 def tolerance_of(runs: Sequence[Curve], of: str = ONE_PROCESS) -> Tolerance:
     if len(runs) < FEWEST_RUNS:
         raise ValueError(f"{len(runs)} runs: a tolerance takes at least {FEWEST_RUNS}")
+    for run in runs:
+        if run.error:
+            raise SuperOffloadError(f"{of}, which all else is compared with, has failed: {run.error}")
     losses, loss_spread = _centre_and_spread([run.losses for run in runs])
     norms, norm_spread = _centre_and_spread([run.norms for run in runs])
     weights = {name: sum((run.weights[name] for run in runs[1:]), runs[0].weights[name]) / len(runs)
