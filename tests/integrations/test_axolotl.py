@@ -146,7 +146,7 @@ def test_the_section_has_every_argument_that_yaml_can_express() -> None:
 
     of_trainer = {"params", "lr", "betas", "eps", "weight_decay", "max_grad_norm", "module", "model"}
     arguments = set(inspect.signature(AdamW).parameters) - of_trainer - {"process_group", "torchs"}
-    assert set(Options.model_fields) == arguments | {"metrics"}
+    assert set(Options.model_fields) == arguments | {"metrics", "sleep"}
 
 
 def test_words_of_the_section_are_those_of_the_optimizer() -> None:
