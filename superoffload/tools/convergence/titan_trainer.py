@@ -33,7 +33,8 @@ class Titan:
     ours = True
 
     def __init__(self, setup: Setup, speculation: str) -> None:
-        logging.getLogger().setLevel(logging.ERROR)  # torchtitan's logger is the root; it warns of what is as intended
+        for name in ("", "torch.distributed.tensor"):  # torchtitan's logger is the root; both warn of what is intended
+            logging.getLogger(name).setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", message="DTensor")  # of random numbers on processors
         prepare()
         self._logged = _Logged()
