@@ -244,4 +244,5 @@ for kind in (AdamW, CPUAdamW):
 def test_threads_that_the_system_refuses_are_an_error() -> None:
     done = run_python(REFUSED)
     lines = done.stdout.splitlines()
-    assert len(lines) == 2 and all(re.match(r"threads=200: the system started only \d+ of", line) for line in lines)
+    refused = re.compile(r"threads=(200|199): the system started only \d+ of")  # CPUAdamW's calling thread is the 200th
+    assert len(lines) == 2 and all(map(refused.match, lines))
