@@ -65,13 +65,14 @@ def _leave_triton_out() -> None:
 
 def _sum_with_gloo() -> None:
     """gloo has no sum with a factor, which fully_shard uses after ``set_gradient_divide_factor``."""
+    patched: Any = FSDPModule
     real = FSDPModule.set_gradient_divide_factor
 
     def set_gradient_divide_factor(self: FSDPModule, factor: float) -> None:
         real(self, factor)
         self.set_force_sum_reduction_for_comms(True)
 
-    FSDPModule.set_gradient_divide_factor = set_gradient_divide_factor  # type: ignore[method-assign]
+    patched.set_gradient_divide_factor = set_gradient_divide_factor
 
 
 def _take_micro_batches(kind: Any) -> None:

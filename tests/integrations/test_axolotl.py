@@ -70,7 +70,7 @@ def axolotl_trainer(folder: Path, **options: Any) -> Any:
     """Axolotl's trainer with its arguments; numba, which it imports to pack samples, may be missing."""
     if find_spec("numba") is None and "axolotl.core.trainers.base" not in sys.modules:
         stand_in = types.ModuleType("numba")
-        stand_in.njit = lambda function: function  # type: ignore[attr-defined]
+        vars(stand_in)["njit"] = lambda function: function
         sys.modules["numba"] = stand_in
         try:
             import_module("axolotl.core.trainers.base")

@@ -19,7 +19,8 @@ from torch import nn
 
 from superoffload import AdamW, checkpoints
 from superoffload.errors import ArgumentError, HostMemoryError, StateError
-from superoffload.host.memory import give_free_memory_back, refused
+from superoffload.host.memory import give_free_memory_back
+from superoffload.host.memory import refused as memory_refused
 from tests.support.adamw_training import model_of
 from tests.support.sleepers import optimizer_of, resident_bytes, steps
 
@@ -148,13 +149,14 @@ def test_a_parameter_that_begins_to_train_meanwhile(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_take_the_state_changes_nothing(tmp_path: Path, trained: tuple[nn.Module, AdamW]) -> None:
     model, optimizer = trained
     (tmp_path / "file").touch()
-    for folder, words in (
+    refused: tuple[tuple[Any, str], ...] = (
         (tmp_path / "none", "No such file or directory; expected a folder to write to"),
         (tmp_path / "file", "expected a folder to write to"),
         (3.5, r"folder=3.5: expected the path of a folder on a disk, or None"),
-    ):
+    )
+    for folder, words in refused:
         with pytest.raises(ArgumentError, match=words):
-            optimizer.sleep(folder)  # type: ignore[arg-type]
+            optimizer.sleep(folder)
     with (
         mock.patch.object(shutil, "disk_usage", return_value=Usage(10**9, 10**9 - 1000, 1000)),
         pytest.raises(ArgumentError, match=r"1e-06 GB are free there, and masters and moments have .* GB"),
@@ -198,7 +200,7 @@ def test_what_cannot_be_read_leaves_it_in_the_file(tmp_path: Path, trained: tupl
     ):
         optimizer.wake()
     with (
-        mock.patch("superoffload.engine.placement.host_zeros", side_effect=refused(1 << 30, "a test")),
+        mock.patch("superoffload.engine.placement.host_zeros", side_effect=memory_refused(1 << 30, "a test")),
         pytest.raises(HostMemoryError, match=r"wake\(\): .*were refused.* still asleep; to wake it free memory"),
     ):
         optimizer.wake()
