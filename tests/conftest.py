@@ -63,6 +63,15 @@ def torch_threads_as_before() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def no_window_of_accelerate_left_open() -> Iterator[None]:
+    """A window of micro-batches that an error ended stays open in its process, and AdamW waits for its end."""
+    yield
+    accelerate = sys.modules.get("accelerate.state")
+    if accelerate is not None and accelerate.GradientState._shared_state:
+        accelerate.GradientState()._set_sync_gradients(True)
+
+
 @pytest.fixture
 def refusal(request: pytest.FixtureRequest) -> Any:
     """Checks an error against the text that docs/compatibility.md quotes from the test's mark."""
