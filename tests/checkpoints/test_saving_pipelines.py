@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from superoffload import AdamW, checkpoints
+from tests.support.compatibility import Refusal, compat
 from tests.support.meshes import options_of, whole
 from tests.support.pipelines import WAYS, Pipeline, is_tied, whole_of
 from tests.support.rank_processes import on_ranks
@@ -60,6 +61,8 @@ def load_alone(way: str, folder: str) -> Contents:
         return everything(model.named_parameters(), optimizer)
 
 
+@compat("save, kill, resume: the same losses and bits as a run never stopped", "stages")
+@compat("saved by some ranks, loaded by another number of them", "stages")
 @pytest.mark.parametrize("first", WAYS)
 def test_stages_load_what_stages_saved(first: str, tmp_path: Path) -> None:
     results = on_ranks(WAYS[first], trained, first, str(tmp_path), True)
@@ -82,8 +85,10 @@ def export(way: str, folder: str) -> str:
     return str(refused.value)
 
 
+@compat("the model exported as safetensors for from_pretrained", "stages", refused="each rank has a part of it")
 @pytest.mark.parametrize("way", WAYS)
-def test_a_stage_is_not_exported_as_the_model(way: str, tmp_path: Path) -> None:
-    for refusal in on_ranks(WAYS[way], export, way, str(tmp_path / "weights")):
-        assert "each rank has a part of it" in refusal and "load() it into the whole model in one process" in refusal
+def test_a_stage_is_not_exported_as_the_model(way: str, refusal: Refusal, tmp_path: Path) -> None:
+    for error in on_ranks(WAYS[way], export, way, str(tmp_path / "weights")):
+        refusal.check(error)
+        assert "load() it into the whole model in one process" in error
     assert not (tmp_path / "weights").exists()

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,12 +28,14 @@ from superoffload.checkpoints import folder as folders
 from superoffload.checkpoints import leftovers
 from superoffload.checkpoints import part_files as parts
 from tests.support.compatibility import compat
+from tests.support.layouts import RANKS, layouts
 from tests.support.over_stand_in import only_over_stand_in
 from tests.support.rank_processes import (
     Net,
     error_of,
     net,
     on_ranks,
+    on_stages,
     optimizer_of,
     tokens_of,
     whole,
@@ -115,6 +118,17 @@ def test_any_number_of_ranks_loads_what_any_saved(first: str, background: bool, 
         step(model, optimizer, 3)
 
 
+@layouts(
+    "saved in the background while training goes on",
+    "a checkpoint in the middle of an accumulation window: that of the last finished step",
+    columns=("mesh", "stages"),
+)
+def test_saved_in_the_middle_of_a_window_on_a_mesh_and_in_stages(ranks: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path / "step-3")
+    saved, found = ranks(2, save, folder, "fsdp2", True), ranks(2, load, folder, "fsdp2")
+    assert all(map(same, saved, found))
+
+
 def one_cannot() -> list[str]:
     """A folder that exists; a value that only one rank cannot save: no rank saves."""
     import tempfile
@@ -140,9 +154,9 @@ def one_cannot() -> list[str]:
         return [*errors, *sorted(path.name for path in root.iterdir())]
 
 
-@compat("a truncated, bit-flipped or foreign checkpoint", "fsdp2", note="refused with the file's name")
-def test_what_one_rank_cannot_do_no_rank_does() -> None:
-    for exists, extra, damaged, *left in on_ranks(2, one_cannot):
+@layouts("a truncated, bit-flipped or foreign checkpoint", notes=dict.fromkeys(RANKS, "refused with the file's name"))
+def test_what_one_rank_cannot_do_no_rank_does(ranks: Any) -> None:
+    for exists, extra, damaged, *left in ranks(2, one_cannot):
         assert "exists already" in exists and "extra" in extra
         assert "rank-00001.safetensors" in damaged and "damaged" in damaged
         assert left == ["b"]
@@ -166,10 +180,12 @@ def saver_dies(folder: str) -> list[str]:
     return errors
 
 
-@compat("killed while it saves: the checkpoint before loads", "fsdp2", note="and the missing rank is named")
-def test_a_rank_that_does_not_write_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+@layouts(
+    "killed while it saves: the checkpoint before loads", notes=dict.fromkeys(RANKS, "and the missing rank is named")
+)
+def test_a_rank_that_does_not_write_is_named_and_nothing_is_left(ranks: Any, tmp_path: Path) -> None:
     began = time.monotonic()
-    (lost, told), (second, full) = on_ranks(2, saver_dies, str(tmp_path / "a"))
+    (lost, told), (second, full), *_ = ranks(2, saver_dies, str(tmp_path / "a"))
     assert "RankError" in lost and "rank 1 has not written its part" in lost
     assert "RankError" in second
     assert "RankError" in told and "rank 1 could not write its part" in told
@@ -231,10 +247,11 @@ class Loop:
         return everything(self.model, self.optimizer)
 
 
-def dcp_save(folder: str, way: str) -> list[State]:
+def dcp_save(folder: str, way: str, flat: bool = False) -> list[State]:
     loop = Loop(way=way)
     loop.steps(range(3))
-    model, optimizer = get_state_dict(loop.model, loop.optimizer)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, optimizer = get_state_dict(loop.model, loop.optimizer, options=options)
     state_dict_saver.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
     at_save = loop.everything()
     loop.steps(range(3, 5))
@@ -243,13 +260,16 @@ def dcp_save(folder: str, way: str) -> list[State]:
     return found
 
 
-def dcp_load(folder: str, way: str) -> list[State]:
+def dcp_load(folder: str, way: str, flat: bool = False) -> list[State]:
     loop = Loop(4, way)
     loop.steps(range(20, 21))
-    model, optimizer = get_state_dict(loop.model, loop.optimizer)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, optimizer = get_state_dict(loop.model, loop.optimizer, options=options)
     values: dict[str, Any] = {"model": model, "optimizer": optimizer}
     state_dict_loader.load(values, checkpoint_id=folder)
-    set_state_dict(loop.model, loop.optimizer, model_state_dict=model, optim_state_dict=values["optimizer"])
+    set_state_dict(
+        loop.model, loop.optimizer, model_state_dict=model, optim_state_dict=values["optimizer"], options=options
+    )
     found = [loop.everything()]
     loop.steps(range(3, 5))
     found.append(loop.everything())
@@ -267,14 +287,32 @@ def test_torch_distributed_checkpoint(way: str, tmp_path: Path) -> None:
         assert same(now, at_save)
 
 
-def full_state(way: str) -> list[bool]:
+@compat(
+    "torch.distributed.checkpoint, with another number of ranks",
+    "stages",
+    note="with `flatten_optimizer_state_dict=True`; one process loads the model",
+)
+def test_torch_distributed_checkpoint_of_stages(tmp_path: Path) -> None:
+    results = on_stages(2, dcp_save, str(tmp_path), "fsdp2", True)
+    loaded = on_stages(2, dcp_load, str(tmp_path), "fsdp2", True)
+    for (now, then), (at_save, at_end) in zip(loaded, results, strict=True):
+        assert same(now, at_save) and same(then, at_end)
+    parts = nn.ModuleDict({f"stage{rank}": net(torch.float32, seed=9, tied=True) for rank in range(2)})
+    values: dict[str, Any] = {"model": parts.state_dict()}
+    state_dict_loader.load(values, checkpoint_id=tmp_path, no_dist=True)
+    for at_save, _ in results:
+        assert all(torch.equal(values["model"][name], at_save[name]) for name in at_save if name.startswith("stage"))
+
+
+def full_state(way: str, only: list[int] | None = None) -> list[bool]:
     """get_ and set_optimizer_state_dict: full tensors on the CPU, broadcast from the first rank, and sharded."""
     results = []
-    for options in (
+    kinds = [
         StateDictOptions(full_state_dict=True),
         StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True),
         StateDictOptions(),
-    ):
+    ]
+    for options in kinds if only is None else [kinds[i] for i in only]:
         loop = Loop(way=way)
         loop.steps(range(2))
         read = StateDictOptions(full_state_dict=options.full_state_dict, cpu_offload=options.cpu_offload)
@@ -297,6 +335,15 @@ def full_state(way: str) -> list[bool]:
 @pytest.mark.parametrize("way", ["fsdp2", "split masters", "8-bit moments"])
 def test_optimizer_state_dict_functions(way: str) -> None:
     assert on_ranks(2, full_state, way) == [[True, True, True]] * 2
+
+
+@layouts(
+    "get_optimizer_state_dict and set_optimizer_state_dict",
+    columns=("mesh", "stages"),
+    notes={"mesh": "sharded; torch fails to spread full ones unevenly", "stages": "each stage its own"},
+)
+def test_optimizer_state_dict_functions_on_a_mesh_and_in_stages(ranks: Any) -> None:
+    assert all(found == [True] for found in ranks(2, full_state, "fsdp2", [2]))
 
 
 @compat("get_optimizer_state_dict and set_optimizer_state_dict", "single", "stand_in")

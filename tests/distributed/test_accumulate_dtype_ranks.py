@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from superoffload import AdamW
 from superoffload.integrations.fsdp2 import keep_reduced_gradients
@@ -19,11 +19,13 @@ from tests.support.adamw_training import batch, model_of
 from tests.support.compatibility import compat
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
 from tests.support.fp32_gradients import declared, needs_grad_dtype
+from tests.support.layouts import layouts
 from tests.support.link_runs import LATE
 from tests.support.micro_batches import ROW
 from tests.support.rank_processes import (
     BF16,
     Net,
+    data_rank,
     error_of,
     flat_mesh,
     net,
@@ -45,8 +47,9 @@ def sharded_net() -> Net:
 def window(model: Any, number: int, *, synced: bool) -> None:
     """``synced``: every micro-batch is reduced, as FSDP2 does where nothing else is said."""
     for micro in range(MICROS):
-        model.set_requires_gradient_sync(synced or micro + 1 == MICROS)
-        model.loss(tokens_of(MICROS * number + micro, dist.get_rank())).backward()
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(synced or micro + 1 == MICROS)
+        model.loss(tokens_of(MICROS * number + micro, data_rank())).backward()
 
 
 def trained_of(model: nn.Module) -> list[Tensor]:
@@ -127,6 +130,14 @@ def test_speculation_changes_nothing(synced: bool) -> None:
         assert all(one[1] > 0 for one in always)
         digests.append([one[0] for one in never])
     assert digests[0] == digests[1]
+
+
+@layouts(ROW, columns=("mesh", "stages"))
+@needs_grad_dtype
+def test_speculation_changes_nothing_on_a_mesh_and_in_stages(ranks: Any) -> None:
+    always, never = (ranks(2, trained_in_rank, True, False, mode) for mode in ("always", "never"))
+    assert [one[0] for one in always] == [one[0] for one in never]
+    assert all(one[1] > 0 for one in always)
 
 
 def on_a_device_in_rank(on_device: bool) -> tuple[dict[str, str], int]:

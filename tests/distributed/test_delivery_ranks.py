@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import _native
@@ -24,8 +24,19 @@ from superoffload.tools.convergence.convergence_setup import Setup
 from superoffload.tools.convergence.suite import delivered_unlike
 from tests.support.compatibility import compat
 from tests.support.fsdp2_cases import CLIPPED, POISONED, Case, build, poison
+from tests.support.layouts import layouts
 from tests.support.rank_faults import train_until_error
-from tests.support.rank_processes import BF16, error_of, flat_mesh, net, on_ranks, optimizer_of, pool, tokens_of
+from tests.support.rank_processes import (
+    BF16,
+    data_rank,
+    error_of,
+    flat_mesh,
+    net,
+    on_ranks,
+    optimizer_of,
+    pool,
+    tokens_of,
+)
 
 STEPS = 5
 
@@ -63,7 +74,7 @@ def model_of(demand: Demand) -> Any:
 
 def trained(demand: Demand, delivery: str, mode: str, *, checked: bool = False, steps: int = STEPS) -> Any:
     """Digests and losses; ``checked``: every read of an undelivered parameter raises."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world = data_rank(), dist.get_world_size()
     model = model_of(demand)
     options = {"delivery": delivery, "speculation": mode, "rank_check": demand.rank_check}
     losses = []
@@ -77,16 +88,18 @@ def trained(demand: Demand, delivery: str, mode: str, *, checked: bool = False, 
                 if demand.unshards:
                     model.layers[0].unshard(async_op=True)
                 for micro in range(demand.case.micro_batches):
-                    model.set_requires_gradient_sync(micro + 1 == demand.case.micro_batches)
+                    if isinstance(model, FSDPModule):
+                        model.set_requires_gradient_sync(micro + 1 == demand.case.micro_batches)
                     loss = model.loss(tokens_of(step * demand.case.micro_batches + micro, rank))
                     loss.backward()
                     losses.append(loss.item())
                 if step == POISONED:
-                    poison(model, rank, world)
+                    poison(model, dist.get_rank(), world)
                 if step == CLIPPED:
                     optimizer.max_grad_norm = 0.05
                 optimizer.step()
-                if delivery == "on_demand" and step not in (0, POISONED) and demand.rank_check == "off":
+                ordered = step > 0 if isinstance(model, FSDPModule) else step > 1
+                if delivery == "on_demand" and ordered and step != POISONED and demand.rank_check == "off":
                     assert optimizer._engine.tail.is_landing
                 if demand.evaluates:
                     with torch.no_grad():
@@ -123,6 +136,11 @@ CASES = {
 def test_fsdp2_has_the_bits_of_eager_delivery(name: str) -> None:
     count, demand = CASES[name]
     assert on_ranks(count, both, demand) == [True] * count
+
+
+@layouts("delivery on demand: the bits of eager delivery", columns=("mesh", "stages"))
+def test_meshes_and_stages_have_the_bits_of_eager_delivery(ranks: Any) -> None:
+    assert all(ranks(2, both, Demand(Case(width=12))))
 
 
 def watched(demand: Demand) -> bool:

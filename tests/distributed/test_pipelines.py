@@ -13,8 +13,9 @@ from superoffload import AdamW
 from superoffload.distributed.owners import OwnersTable
 from superoffload.distributed.roster import Listing, Roster
 from superoffload.errors import RankError
+from tests.support.compatibility import compat
 from tests.support.meshes import options_of
-from tests.support.pipelines import WAYS, Pipeline, train, train_alone
+from tests.support.pipelines import WAYS, Pipeline, is_tied, train, train_alone
 from tests.support.rank_faults import FAULTS
 from tests.support.rank_processes import error_of, on_ranks
 
@@ -36,7 +37,10 @@ def test_speculation_changes_no_bit(way: str, dtype: torch.dtype) -> None:
             assert stats["buckets_committed"] and stats["buckets_replayed"]
 
 
-@pytest.mark.parametrize("way", WAYS)
+TIED = compat("tied parameters", "stages", note="across stages too")
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[TIED] if is_tied(way) else []) for way in WAYS])
 def test_it_trains_like_one_process(way: str) -> None:
     """Sums over ranks are in another order, so the last bits differ."""
     alone, seen = train_alone(way), set()

@@ -1,11 +1,9 @@
-"""Accelerate, Trainer, TRL, Lightning and PEFT with FSDP2 on two ranks."""
+"""Accelerate, Trainer, TRL, Lightning and PEFT with FSDP2, with and without tensor parallelism; some in stages."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from superoffload import AdamW, checkpoints
-from tests.support.compatibility import compat
+from tests.support.accelerate_on_cpu import on_the_cpu
+from tests.support.layouts import RANKS, layouts
 from tests.support.optional_packages import needs
 from tests.support.rank_processes import (
     Net,
+    Stage,
+    cut,
+    data_rank,
     error_of,
     flat_mesh,
     net,
+    on_mesh,
     on_ranks,
     optimizer_of,
     shard,
@@ -30,51 +33,47 @@ from tests.support.rank_processes import (
     wholes_of,
 )
 
-
-@contextlib.contextmanager
-def fsdp2_on_the_cpu() -> Iterator[None]:
-    """Accelerate offers FSDP for ranks with GPUs only; this makes it take the same path on a CPU."""
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-
-    more = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-    make = AcceleratorState.__init__
-
-    def made(self: Any, *args: Any, **options: Any) -> None:
-        make(self, *args, **options)
-        self.distributed_type = DistributedType.FSDP
-        if getattr(self, "fsdp_plugin", None) is None:
-            self.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    kept = dict(os.environ)
-    os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", **more)
-    AcceleratorState.__init__ = made
-    try:
-        yield
-    finally:
-        AcceleratorState.__init__ = make
-        AcceleratorState._reset_state(reset_partial_state=True)
-        os.environ.clear()
-        os.environ.update(kept)
+SHARDED = ("fsdp2", "mesh")
 
 
-def loss_of(model: nn.Module, seed: int) -> Tensor:
-    tokens = tokens_of(seed, dist.get_rank())
-    logits = model(tokens[:, :-1]).float()
-    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+def llama(folder: str) -> Any:
+    """On a mesh it is loaded as Transformers itself lays it out."""
+    from tests.support.hugging_face import model_of, transformers
+
+    model = model_of()
+    if flat_mesh().ndim == 1:
+        return model
+    if dist.get_rank() == 0:
+        model.save_pretrained(f"{folder}/llama")
+    dist.barrier()
+    layout = transformers.DistributedConfig(tp_size=2, fsdp_size=2)
+    return transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/llama", distributed_config=layout)
+
+
+def loss_of(model: Any, seed: int) -> Tensor:
+    loss: Tensor = model.loss(tokens_of(seed, data_rank()))
+    return loss
 
 
 def plain_run() -> list[Tensor]:
-    """FSDP2 by hand, with torch's optimizer and clipping."""
+    """Laid out by hand, with torch's optimizer and clipping."""
     model = shard(net(torch.float32), flat_mesh())
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     for seed in range(5):
         optimizer.zero_grad()
         loss_of(model, seed).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        clip(model)
         optimizer.step()
     return wholes_of(model)
+
+
+def clip(model: nn.Module) -> None:
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    if isinstance(model, Stage):  # torch knows this stage only
+        square = norm.square()
+        dist.all_reduce(square)
+        norm = square.sqrt()
+    nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm)
 
 
 def accelerated() -> list[Any]:
@@ -82,9 +81,14 @@ def accelerated() -> list[Any]:
 
     found: list[Any] = []
     for mode in ("always", "never"):
-        with fsdp2_on_the_cpu():
-            accelerator = accelerate.Accelerator(cpu=True)
-            inner = net(torch.float32)
+        with on_the_cpu():
+            inner: Any = net(torch.float32)
+            config = None
+            if flat_mesh().ndim > 1:
+                config = accelerate.ParallelismConfig(dp_shard_size=2, tp_size=2)
+                inner = shard(inner, flat_mesh())
+                inner.tp_size = 2  # says that it is cut already
+            accelerator = accelerate.Accelerator(cpu=True, parallelism_config=config)
             params = [p for p in inner.parameters() if p.requires_grad]
             made = AdamW(params, speculation=mode, threads=1, bucket_numel=1024)
             model, optimizer = accelerator.prepare(inner, made)
@@ -100,21 +104,25 @@ def accelerated() -> list[Any]:
 
 
 @needs("accelerate")
-@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "fsdp2")
-def test_accelerate() -> None:
-    for (always, ours, speculated), (never, *_), sharded, theirs in on_ranks(2, accelerated):
+@layouts(
+    "Accelerate: prepare, accumulate, clip_grad_norm_",
+    columns=SHARDED,
+    notes={"mesh": "of a model that is cut already"},
+)
+def test_accelerate(ranks: Any) -> None:
+    for (always, ours, speculated), (never, *_), sharded, theirs in ranks(2, accelerated):
         assert always == never and speculated > 0 and sharded
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=3e-6)
 
 
 def trained_by_trainer(folder: str) -> dict[str, Any]:
-    from tests.support.hugging_face import logs_of, model_of, trainer_of
+    from tests.support.hugging_face import logs_of, trainer_of
 
     found: dict[str, Any] = {}
     for mode in ("always", "never", None):
-        with fsdp2_on_the_cpu():
-            trainer = trainer_of(Path(folder), model_of(), mode, max_steps=6)
+        with on_the_cpu():
+            trainer = trainer_of(Path(folder), llama(folder), mode, max_steps=6)
             trainer.train()
             found[str(mode)] = [(entry["loss"], entry["grad_norm"]) for entry in logs_of(trainer)]
             sharded = [isinstance(p, DTensor) for p in trainer.model.parameters()]
@@ -124,15 +132,18 @@ def trained_by_trainer(folder: str) -> dict[str, Any]:
                 found["speculated"] = max(found.get("speculated", 0), made.stats()["buckets_speculated"])
                 made.close()
     found["sharded"] = all(sharded)
-    found["resumed"] = [resumed_by_trainer(folder, resume=resume) for resume in (False, True)]
+    if flat_mesh().ndim > 1:  # Transformers itself cannot resume these
+        found["not resumed"] = error_of(lambda: resumed_by_trainer(folder, resume=False))
+    else:
+        found["resumed"] = [resumed_by_trainer(folder, resume=resume) for resume in (False, True)]
     return found
 
 
 def resumed_by_trainer(folder: str, *, resume: bool) -> Any:
-    from tests.support.hugging_face import logs_of, model_of, trainer_of
+    from tests.support.hugging_face import logs_of, trainer_of
 
-    with fsdp2_on_the_cpu():
-        trainer = trainer_of(Path(folder), model_of(), "always", max_steps=5, save_strategy="steps", save_steps=3)
+    with on_the_cpu():
+        trainer = trainer_of(Path(folder), llama(folder), "always", max_steps=5, save_strategy="steps", save_steps=3)
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3" if resume else None)
         made = trainer.optimizer.optimizer
         found = (made.state_digests(), [entry["loss"] for entry in logs_of(trainer)][-2:])
@@ -141,15 +152,22 @@ def resumed_by_trainer(folder: str, *, resume: bool) -> Any:
 
 
 @needs("transformers", "accelerate")
-@compat("Hugging Face Trainer, and its resume", "fsdp2")
-def test_trainer(tmp_path: Path) -> None:
-    for found in on_ranks(2, trained_by_trainer, str(tmp_path)):
+@layouts(
+    "Hugging Face Trainer, and its resume",
+    columns=SHARDED,
+    notes={"mesh": "of a model with `distributed_config`; Transformers itself refuses to resume it"},
+)
+def test_trainer(ranks: Any, tmp_path: Path) -> None:
+    for found in ranks(2, trained_by_trainer, str(tmp_path)):
         assert found["sharded"] and found["speculated"] > 0
         assert found["always bits"] == found["never bits"] and found["always"] == found["never"]
         for ours, theirs in zip(found["always"], found["None"], strict=True):
             assert ours == pytest.approx(theirs, rel=2e-2)
         assert found["always"][-1][0] < found["always"][0][0]
-        assert found["resumed"][0] == found["resumed"][1]
+        if ranks is on_mesh:
+            assert "Resuming is not supported for models sharded at load time" in found["not resumed"]
+        else:
+            assert found["resumed"][0] == found["resumed"][1]
 
 
 def trained_by_sft(folder: str) -> dict[str, Any]:
@@ -157,19 +175,21 @@ def trained_by_sft(folder: str) -> dict[str, Any]:
     import trl
 
     from superoffload.integrations.transformers import offload
-    from tests.support.hugging_face import Counting, logs_of, model_of, tokenizer_of
+    from tests.support.hugging_face import Counting, logs_of, tokenizer_of
 
     sequences = [Counting()[i]["input_ids"].tolist() for i in range(64)]
     data = datasets.Dataset.from_dict({"input_ids": sequences, "labels": sequences})
     found: dict[str, Any] = {}
     for mode in ("always", "never"):
-        with fsdp2_on_the_cpu():
+        with on_the_cpu():
             args = trl.SFTConfig(
                 output_dir=folder, max_steps=4, per_device_train_batch_size=4, learning_rate=3e-3, logging_steps=1,
                 save_strategy="no", report_to="none", use_cpu=True, bf16=False, disable_tqdm=True, seed=3,
                 gradient_checkpointing=False, optim="adamw_torch", dataset_kwargs={"skip_prepare_dataset": True},
             )  # fmt: skip
-            trainer = trl.SFTTrainer(model=model_of(), args=args, train_dataset=data, processing_class=tokenizer_of())
+            trainer = trl.SFTTrainer(
+                model=llama(folder), args=args, train_dataset=data, processing_class=tokenizer_of()
+            )
             offload(trainer, speculation=mode, threads=1)
             trainer.train()
             made = trainer.optimizer.optimizer
@@ -180,9 +200,9 @@ def trained_by_sft(folder: str) -> dict[str, Any]:
 
 
 @needs("transformers", "accelerate", "trl", "datasets")
-@compat("TRL's SFTTrainer", "fsdp2")
-def test_sft_trainer(tmp_path: Path) -> None:
-    for found in on_ranks(2, trained_by_sft, str(tmp_path)):
+@layouts("TRL's SFTTrainer", columns=SHARDED, notes={"mesh": "of a model with `distributed_config`"})
+def test_sft_trainer(ranks: Any, tmp_path: Path) -> None:
+    for found in ranks(2, trained_by_sft, str(tmp_path)):
         assert found["sharded"] and found["always"] == found["never"]
         assert found["always"][1][-1] < found["always"][1][0]
 
@@ -211,9 +231,9 @@ def adapted() -> list[Any]:
 
 
 @needs("peft")
-@compat("PEFT: LoRA adapters", "fsdp2")
-def test_lora() -> None:
-    for (ours, always, count), (_, never, _), (theirs, *_) in on_ranks(2, adapted):
+@layouts("PEFT: LoRA adapters", notes={"mesh": "added before the model is cut"})
+def test_lora(ranks: Any) -> None:
+    for (ours, always, count), (_, never, _), (theirs, *_) in ranks(2, adapted):
         assert always == never and count == 2
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=3e-6)
@@ -231,8 +251,11 @@ def by_lightning(folder: str) -> list[Any]:
             self.net = net(torch.float32)
 
         def configure_model(self) -> None:
-            if not any(isinstance(p, DTensor) for p in self.net.parameters()):
-                shard(self.net, self.device_mesh["data_parallel"])
+            if any(isinstance(p, DTensor) for p in self.net.parameters()) or isinstance(self.net, Stage):
+                return
+            if flat_mesh().ndim > 1:
+                cut(self.net, self.device_mesh["tensor_parallel"])
+            self.net = shard(self.net, self.device_mesh["data_parallel"])
 
         def training_step(self, batch: Tensor, index: int) -> Tensor:
             return loss_of(self.net, index)
@@ -250,10 +273,10 @@ def by_lightning(folder: str) -> list[Any]:
         for mode in ("always", "never"):
             module = Module(mode)
             trainer = lightning.Trainer(
-                accelerator="cpu", devices=2, max_steps=5, logger=False, enable_checkpointing=False,
+                accelerator="cpu", devices=dist.get_world_size(), max_steps=5, logger=False, enable_checkpointing=False,
                 enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
                 plugins=[TorchElasticEnvironment()], use_distributed_sampler=False,
-                strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+                strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=dist.get_world_size() // 2),
             )  # fmt: skip
             trainer.fit(module, torch.utils.data.DataLoader(torch.arange(5), batch_size=1))  # type: ignore[arg-type]
             found.append((module.made.state_digests(), wholes_of(module.net)))
@@ -265,9 +288,9 @@ def by_lightning(folder: str) -> list[Any]:
 
 
 @needs("lightning")
-@compat("Lightning: automatic and manual optimization", "fsdp2", note="with ModelParallelStrategy")
-def test_lightning(tmp_path: Path) -> None:
-    for (always, ours), (never, _), theirs in on_ranks(2, by_lightning, str(tmp_path)):
+@layouts("Lightning: automatic and manual optimization", notes=dict.fromkeys(RANKS, "with ModelParallelStrategy"))
+def test_lightning(ranks: Any, tmp_path: Path) -> None:
+    for (always, ours), (never, _), theirs in ranks(2, by_lightning, str(tmp_path)):
         assert always == never
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=3e-6)
@@ -304,10 +327,13 @@ def both_ways(folder: str) -> list[bool]:
         return [all(same), exported]
 
 
-@compat("state of torch.optim.AdamW taken over, and given back", "fsdp2")
-@compat("the model exported as safetensors for from_pretrained", "fsdp2")
-def test_torchs_state_and_exported_weights(tmp_path: Path) -> None:
-    assert on_ranks(2, both_ways, str(tmp_path)) == [[True, True]] * 2
+@layouts(
+    "state of torch.optim.AdamW taken over, and given back",
+    "the model exported as safetensors for from_pretrained",
+    columns=SHARDED,
+)
+def test_torchs_state_and_exported_weights(ranks: Any, tmp_path: Path) -> None:
+    assert all(found == [True, True] for found in ranks(2, both_ways, str(tmp_path)))
 
 
 def replaced_too_late() -> list[str]:

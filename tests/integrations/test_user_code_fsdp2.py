@@ -1,4 +1,4 @@
-"""What people do around an optimizer, on a model that fully_shard has sharded: as torch.optim.AdamW doing the same."""
+"""What people do around an optimizer of a model that lies over ranks: as torch.optim.AdamW doing the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import fully_shard
 
 from superoffload import AdamW
 from tests.support.adamw_training import TorchAdamW
@@ -41,50 +40,43 @@ from tests.support.fsdp2_loops import (
     writes,
     zeroing,
 )
+from tests.support.layouts import RANKS, layouts
 from tests.support.rank_processes import (
     Net,
     error_of,
     flat_mesh,
     net,
-    on_mesh,
     on_ranks,
+    on_stages,
     optimizer_of,
     shard,
+    whole,
     wholes_of,
 )
 
-
-@compat("parameters written by the user (load_state_dict, clamp, re-initialization)", "fsdp2")
-def test_writes_by_operations_on_lists() -> None:
-    compare(listed_writes)
-
-
-@compat("every scheduler of torch.optim.lr_scheduler", "fsdp2")
-@compat("lr changed between backward and step()", "fsdp2")
-def test_schedulers() -> None:
-    compare(schedulers)
-
-
-BATTERY: list[Any] = [
-    pytest.param(
-        loss_scaling, marks=compat("plain loss scaling: scaled loss, gradients divided before step()", "fsdp2")
-    ),
-    pytest.param(accumulation, marks=compat("gradient accumulation", "fsdp2")),
-    pytest.param(accumulate, marks=compat("gradient accumulation with accumulate()", "fsdp2")),
-    pytest.param(clip_norm, marks=compat("clip_grad_norm_ by the user after backward", "fsdp2")),
-    pytest.param(clip_value, marks=compat("clip_grad_value_ by the user after backward", "fsdp2")),
-    pytest.param(edited, marks=compat("gradients edited, replaced or removed before step()", "fsdp2")),
-    pytest.param(zeroing, marks=compat("zero_grad(set_to_none=True or False)", "fsdp2")),
-    pytest.param(without_gradients, marks=compat("a step with some or no gradients", "fsdp2")),
-    pytest.param(freezing, marks=compat("parameters frozen and unfrozen mid-run", "fsdp2")),
-    pytest.param(
-        writes, marks=compat("parameters written by the user (load_state_dict, clamp, re-initialization)", "fsdp2")
-    ),
-    pytest.param(closure, marks=compat("closure", "fsdp2")),
-    pytest.param(hooks, marks=compat("optimizer hooks (register_step_pre_hook and its kin)", "fsdp2")),
-    pytest.param(parameter_hooks, marks=compat("hooks of parameters that change or read gradients", "fsdp2")),
-    pytest.param(averages, marks=compat("EMA and SWA, averages swapped in", "fsdp2")),
-]
+WRITTEN = "parameters written by the user (load_state_dict, clamp, re-initialization)"
+# name of the case, rows that it shows, options
+BATTERY: dict[Scenario, tuple[list[str], dict[str, Any]]] = {
+    loss_scaling: (["plain loss scaling: scaled loss, gradients divided before step()"], {}),
+    accumulation: (["gradient accumulation"], {}),
+    accumulate: (["gradient accumulation with accumulate()"], {}),
+    clip_norm: (["clip_grad_norm_ by the user after backward"], {}),
+    clip_value: (["clip_grad_value_ by the user after backward"], {}),
+    edited: (["gradients edited, replaced or removed before step()"], {}),
+    zeroing: (["zero_grad(set_to_none=True or False)"], {}),
+    without_gradients: (["a step with some or no gradients"], {}),
+    freezing: (["parameters frozen and unfrozen mid-run"], {}),
+    writes: ([WRITTEN], {}),
+    listed_writes: ([WRITTEN], {}),
+    closure: (["closure"], {}),
+    hooks: (["optimizer hooks (register_step_pre_hook and its kin)"], {}),
+    parameter_hooks: (["hooks of parameters that change or read gradients"], {}),
+    averages: (["EMA and SWA, averages swapped in"], {}),
+    schedulers: (["every scheduler of torch.optim.lr_scheduler", "lr changed between backward and step()"], {}),
+    add_group: (["add_param_group at any time"], {"without_head": True}),
+    autocast: (["autocast"], {"tolerance": 5e-4}),
+    scaler: (["GradScaler"], {"tolerance": 2e-5}),
+}
 
 
 def run(scenario: Scenario, options: dict[str, Any]) -> dict[str, Any]:
@@ -128,45 +120,31 @@ def compare(scenario: Scenario, *, tolerance: float = 3e-6, ranks: Any = on_rank
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=tolerance)  # a wrong step is off by 1e-3
 
 
-@pytest.mark.parametrize("scenario", BATTERY)
-def test_as_torch(scenario: Scenario) -> None:
-    compare(scenario)
+def note(scenario: Scenario, column: str) -> str:
+    return "by the norm of each stage, as with torch" if (scenario, column) == (clip_norm, "stages") else ""
 
 
-ON_A_MESH: dict[Scenario, dict[str, Any]] = {
-    **{one.values[0]: {} for one in BATTERY},
-    listed_writes: {},
-    schedulers: {},
-    add_group: {"without_head": True},
-    autocast: {"tolerance": 5e-4},
-    scaler: {"tolerance": 2e-5},
-    train: {"checkpointing": True, "tied": True},
-}
+@pytest.mark.parametrize(
+    ("scenario", "ranks", "options"),
+    [
+        pytest.param(
+            scenario,
+            ranks,
+            options,
+            id=f"{scenario.__name__}-{column}",
+            marks=[compat(row, column, note=note(scenario, column)) for row in rows],
+        )
+        for scenario, (rows, options) in BATTERY.items()
+        for column, ranks in RANKS.items()
+    ],
+)
+def test_as_torch(scenario: Scenario, ranks: Any, options: dict[str, Any]) -> None:
+    compare(scenario, ranks=ranks, **options)
 
 
-@pytest.mark.parametrize("scenario", ON_A_MESH)
-def test_as_torch_with_tensor_parallelism(scenario: Scenario) -> None:
-    compare(scenario, ranks=on_mesh, **ON_A_MESH[scenario])
-
-
-@compat("add_param_group at any time", "fsdp2")
-def test_add_param_group() -> None:
-    compare(add_group, without_head=True)
-
-
-@compat("autocast", "fsdp2")
-def test_autocast() -> None:
-    compare(autocast, tolerance=5e-4)
-
-
-@compat("GradScaler", "fsdp2")
-def test_grad_scaler() -> None:
-    compare(scaler, tolerance=2e-5)
-
-
-@compat("activation checkpointing", "fsdp2")
-def test_activation_checkpointing() -> None:
-    compare(train, checkpointing=True)
+@layouts("activation checkpointing")
+def test_activation_checkpointing(ranks: Any) -> None:
+    compare(train, ranks=ranks, checkpointing=True)
 
 
 @compat("clip_grad_norm_ by the user after backward", "fsdp2")
@@ -175,9 +153,9 @@ def test_clipping_twice() -> None:
     compare(clip_norm, max_grad_norm=0.02)
 
 
-@compat("tied parameters", "fsdp2")
-def test_tied() -> None:
-    compare(train, tied=True)
+@layouts("tied parameters")
+def test_tied(ranks: Any) -> None:
+    compare(train, ranks=ranks, tied=True)
 
 
 def several() -> list[bool]:
@@ -207,9 +185,9 @@ def several() -> list[bool]:
     ]
 
 
-@compat("several optimizers on one model", "fsdp2")
-def test_several_optimizers() -> None:
-    assert on_ranks(2, several) == [[True, True]] * 2
+@layouts("several optimizers on one model")
+def test_several_optimizers(ranks: Any) -> None:
+    assert all(found == [True, True] for found in ranks(2, several))
 
 
 def copies() -> list[str]:
@@ -218,13 +196,12 @@ def copies() -> list[str]:
         return [error_of(lambda: copy.deepcopy(optimizer)), error_of(lambda: pickle.dumps(optimizer))]
 
 
-@compat(
+@layouts(
     "copy.deepcopy and pickle of the optimizer",
-    "fsdp2",
     refused="an optimizer with worker threads cannot be copied or pickled; save its state_dict() instead",
 )
-def test_copies_of_the_optimizer(refusal: Refusal) -> None:
-    for errors in on_ranks(2, copies):
+def test_copies_of_the_optimizer(ranks: Any, refusal: Refusal) -> None:
+    for errors in ranks(2, copies):
         for error in errors:
             refusal.check(error)
 
@@ -248,40 +225,68 @@ def empty_parameter() -> list[str]:
     return digests
 
 
-@compat("zero-size parameters", "fsdp2")
-def test_zero_size_parameters() -> None:
-    for always, never in on_ranks(2, empty_parameter):
+@layouts("zero-size parameters")
+def test_zero_size_parameters(ranks: Any) -> None:
+    for always, never in ranks(2, empty_parameter):
         assert always == never
 
 
-class Scaled(nn.Module):
-    def __init__(self, shape: tuple[int, ...]) -> None:
+class Scaled(Net):
+    """With a factor of any shape and memory order."""
+
+    def __init__(self, scale: Tensor) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(shape))
+        self.scale = nn.Parameter(scale)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.scale.sum()
 
 
-def scalar_parameter() -> str:
-    return error_of(lambda: fully_shard(Scaled(()), mesh=flat_mesh()))
+SCALES = {"scalar": torch.tensor(0.5), "transposed": torch.full((4, 3), 0.1).t()}
 
 
-@compat("scalar parameters", "fsdp2", refused="fully_shard doesn't support scalar parameters")
-def test_scalar_parameters(refusal: Refusal) -> None:
+def scaled(name: str) -> list[str]:
+    digests = []
+    for mode in ("always", "never"):
+        torch.manual_seed(0)
+        model = shard(Scaled(SCALES[name].clone()), flat_mesh())
+        with optimizer_of(model, speculation=mode) as optimizer:
+            train(model, optimizer)
+            digests.append(str(optimizer.state_digests()))
+    return digests
+
+
+def refused(name: str) -> str:
+    return error_of(lambda: scaled(name))
+
+
+SHARDED = ("fsdp2", "mesh")
+
+
+@layouts("scalar parameters", columns=SHARDED, refused="fully_shard doesn't support scalar parameters")
+def test_scalar_parameters(ranks: Any, refusal: Refusal) -> None:
     """By torch itself."""
-    for error in on_ranks(2, scalar_parameter):
+    for error in ranks(2, refused, "scalar"):
         refusal.check(error)
 
 
-def transposed() -> str:
-    model = Scaled((3, 4))
-    model.scale = nn.Parameter(torch.ones(3, 4).t())
-    return error_of(lambda: fully_shard(model, mesh=flat_mesh()))
-
-
-@compat("non-contiguous parameters", "fsdp2", refused="FSDP does not support non-contiguous parameters yet")
-def test_non_contiguous_parameters(refusal: Refusal) -> None:
+@layouts("non-contiguous parameters", columns=SHARDED, refused="FSDP does not support non-contiguous parameters yet")
+def test_non_contiguous_parameters(ranks: Any, refusal: Refusal) -> None:
     """By torch itself."""
-    for error in on_ranks(2, transposed):
+    for error in ranks(2, refused, "transposed"):
         refusal.check(error)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("scalar", marks=compat("scalar parameters", "stages")),
+        pytest.param("transposed", marks=compat("non-contiguous parameters", "stages", note="dense ones")),
+    ],
+)
+def test_odd_parameters_of_stages(name: str) -> None:
+    for always, never in on_stages(2, scaled, name):
+        assert always == never
 
 
 class Mixed(Net):
@@ -311,33 +316,34 @@ def mixed() -> list[Any]:
     return found
 
 
-@compat("mixed float32, bfloat16 and float16 parameters", "fsdp2")
-def test_mixed_dtypes() -> None:
-    for (always, before, after), (never, *_) in on_ranks(2, mixed):
+@layouts("mixed float32, bfloat16 and float16 parameters")
+def test_mixed_dtypes(ranks: Any) -> None:
+    for (always, before, after), (never, *_) in ranks(2, mixed):
         assert always == never and after < before
 
 
 def masters() -> list[bool]:
     """Loaded as float32, converted, sharded; masters get the float32 bits."""
-    whole = net(torch.float32)
-    values = {name: p.detach().clone() for name, p in whole.named_parameters()}
-    model = shard(whole.bfloat16(), flat_mesh())
+    loaded = net(torch.float32)
+    copies = [p.detach().clone() for p in loaded.parameters()]
+    model = shard(loaded.bfloat16(), flat_mesh())
+    values = {name: value for (name, _), value in zip(model.named_parameters(), copies, strict=True)}
     with optimizer_of(model) as optimizer:
         optimizer.load_masters(values)
         same = []
         for name, param in model.named_parameters():
             if param.requires_grad:
-                master: Any = optimizer.state[param]["master"]
-                same.append(torch.equal(master.full_tensor(), values[name]))
-        bad = {**values, "head.weight": values["head.weight"] + (1.0 if dist.get_rank() else 0.0)}
+                same.append(torch.equal(whole(optimizer.state[param]["master"]), values[name]))
+        (head,) = (name for name in values if name.endswith("head.weight"))
+        bad = {**values, head: values[head] + 1.0 if dist.get_rank() == 0 else values[head][:-1]}
         error = error_of(lambda: optimizer.load_masters(bad))
         train(model, optimizer)
         return [all(same), "head.weight" in error or "rank 1 failed" in error]
 
 
-@compat("a model loaded as float32 and converted to bfloat16; masters keep the float32 bits", "fsdp2")
-def test_masters_keep_the_float32_bits() -> None:
-    assert on_ranks(2, masters) == [[True, True]] * 2
+@layouts("a model loaded as float32 and converted to bfloat16; masters keep the float32 bits")
+def test_masters_keep_the_float32_bits(ranks: Any) -> None:
+    assert all(found == [True, True] for found in ranks(2, masters))
 
 
 def compiled_step() -> list[bool]:

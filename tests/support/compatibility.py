@@ -28,6 +28,8 @@ COLUMNS = {
     "single": "one process",
     "stand_in": "one GPU (stand-in)",
     "fsdp2": "FSDP2",
+    "mesh": "FSDP2 x TP",
+    "stages": "pipeline stages",
     "deepspeed": "DeepSpeed ZeRO-3",
 }
 _NAMES_IN_A_CELL = 2
@@ -141,6 +143,9 @@ def page(table: Mapping[str, Mapping[str, Cell]], sections: Mapping[str, list[st
         "*one GPU (stand-in)*: the same tests once more, over the CUDA link and a fake driver, with gradients freed as",
         "they are packed, which is what an accelerator gets. *Slower*: a gradient that is needed again is copied back",
         "from host memory, with one warning that names the fast way. What only a GPU can show is in `tests/gpu`.",
+        "",
+        "*FSDP2 x TP*: `fully_shard` over two ranks, each matrix cut over two more. *Pipeline stages*: two ranks with",
+        "parameters of their own, named apart; activations and their gradients go from one to the other.",
         "",
     ]
     for section, rows in sections.items():

@@ -58,7 +58,8 @@ def build(case: Case) -> Net:
     if case.compiled:
         for layer in model.layers:
             layer.compile(backend="aot_eager")
-    shard(model, replica_mesh() if case.replicas else flat_mesh(), case.policy, reshard_after_forward=case.reshard)
+    mesh = replica_mesh() if case.replicas else flat_mesh()
+    model = shard(model, mesh, case.policy, reshard_after_forward=case.reshard)
     if case.meta:
         assert all(p.is_meta for p in model.parameters())
         model.to_empty(device="cpu")

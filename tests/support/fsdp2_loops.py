@@ -129,7 +129,7 @@ def edited(model: Net, optimizer: Any) -> None:
         params = [p for p in model.parameters() if p.grad is not None]
         grads: list[Any] = [p.grad for p in params]
         grads[0].mul_(3.0)
-        grads[1].to_local().clamp_(-0.01, 0.01)
+        local_of(grads[1]).clamp_(-0.01, 0.01)
         params[2].grad = grads[2] * 0.5
         params[3].grad = None
         optimizer.step()

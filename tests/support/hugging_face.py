@@ -29,11 +29,12 @@ SIZES: dict[str, Any] = {
 }
 
 
-def model_of(family: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
+def model_of(family: str = "llama", dtype: torch.dtype = torch.float32, layers: int = 2) -> Any:
     torch.manual_seed(0)
+    sizes = {**SIZES, "num_hidden_layers": layers}
     configs = {
-        "llama": lambda: transformers.LlamaConfig(**SIZES),
-        "qwen": lambda: transformers.Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
+        "llama": lambda: transformers.LlamaConfig(**sizes),
+        "qwen": lambda: transformers.Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=True),
         "gpt-oss": lambda: transformers.GptOssConfig(
             **SIZES, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=16
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -55,33 +55,49 @@ def on_ranks(count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 _tensor_parallel = 1  # in a rank: how many ranks share each matrix of a model that shard() gets
+_stages = 1  # in a rank: how many ranks have a part each of a model that shard() gets
 
 
 def on_mesh(count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """``on_ranks``, with tensor parallelism: two ranks in the place of each."""
-    return on_ranks(2 * count, _on_mesh, function, *args)
+    return on_ranks(2 * count, _laid_out, 2, 1, function, *args)
 
 
-def _on_mesh(function: Callable[..., Any], *args: Any) -> Any:
-    global _tensor_parallel
-    _tensor_parallel = 2
+def on_stages(count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """``on_ranks``, as pipeline stages: each rank has a model of its own, and the second reads what the first makes."""
+    assert count == 2
+    return on_ranks(2, _laid_out, 1, 2, function, *args)
+
+
+def _laid_out(tensor_parallel: int, stages: int, function: Callable[..., Any], *args: Any) -> Any:
+    global _tensor_parallel, _stages
+    _tensor_parallel, _stages = tensor_parallel, stages
     try:
         return function(*args)
     finally:
-        _tensor_parallel = 1
+        _tensor_parallel = _stages = 1
 
 
 def data_rank() -> int:
-    """Which rows of the global batch this rank has: those that share matrices have the same ones."""
-    return dist.get_rank() // _tensor_parallel
+    """Which rows of the global batch this rank has: those that share matrices, and stages, have the same ones."""
+    return dist.get_rank() // (_tensor_parallel * _stages)
+
+
+class Embedding(nn.Embedding):
+    """Of tokens, or of logits that the stage before has made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.weight.dtype) @ self.weight if x.is_floating_point() else super().forward(x)
 
 
 class Net(nn.Module):
     """Sizes that do not divide evenly among ranks; a norm; a frozen layer; optionally tied ends."""
 
-    def __init__(self, width: int = 13, layers: int = 2, tied: bool = False) -> None:
+    def __init__(self, width: int = 0, layers: int = 2, tied: bool = False) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(29, width)
+        # torch cannot compute with hidden sizes that do not divide evenly over a mesh
+        width = width or (12 if _tensor_parallel > 1 else 13)
+        self.embedding = Embedding(29, width)
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width), nn.LayerNorm(width))
             for _ in range(layers)
@@ -102,10 +118,64 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(self(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class Stage(nn.Module):
+    """One of two pipeline stages, of which each has a Net: it passes on logits, and gets their gradients back."""
+
+    def __init__(self, part: Net) -> None:
+        super().__init__()
+        self.part = [part]  # in a list: it is registered under another name on each rank
+        self.add_module(f"stage{dist.get_rank()}", part)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.part[0], name) if name in ("layers", "head", "embedding") else super().__getattr__(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.part[0](x)
+        return logits
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """Of the last stage; its value is on both."""
+        if dist.get_rank() == 0:
+            passed_on: Tensor = _Onward.apply(self(tokens[:, :-1]))
+            return passed_on
+        received = _Received.apply(torch.zeros((), requires_grad=True), (*tokens[:, :-1].shape, 29))
+        loss = nn.functional.cross_entropy(self(received).float().flatten(0, 1), tokens[:, 1:].flatten())
+        dist.send(loss.detach().clone(), 0)
+        return loss
+
+
+class _Onward(torch.autograd.Function):
+    """Sends logits to the second stage, which answers with the loss; backward waits for their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.like, loss = logits.detach(), torch.zeros(())
+        dist.send(logits.detach().float().contiguous(), 1)
+        dist.recv(loss, 1)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        gradient = torch.empty_like(ctx.like, dtype=torch.float32)
+        dist.recv(gradient, 1)
+        return gradient.to(ctx.like.dtype)
+
+
+class _Received(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, shape: tuple[int, ...]) -> Tensor:
+        logits = torch.empty(shape)
+        dist.recv(logits, 0)
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        dist.send(gradient.float().contiguous(), 0)
+        return None, None
+
+
 def net(dtype: torch.dtype = torch.bfloat16, seed: int = 0, **options: Any) -> Net:
     torch.manual_seed(seed)
-    if _tensor_parallel > 1:
-        options.setdefault("width", 12)  # torch cannot compute with hidden sizes that do not divide evenly
     return Net(**options).to(dtype)
 
 
@@ -116,9 +186,12 @@ def tokens_of(step: int, rank: int, rows: int = 2) -> Tensor:
 
 
 def shard(model: Net, mesh: DeviceMesh, policy: Any = None, **options: Any) -> Net:
-    """fully_shard on every layer and on the whole; on a mesh with tensor parallelism that comes first."""
+    """fully_shard on every layer and on the whole; on a mesh with tensor parallelism that comes first. A pipeline stage
+    stays whole."""
+    if _stages > 1:
+        return cast(Net, Stage(model))
     if "tensor" in (mesh.mesh_dim_names or ()):
-        _cut(model, mesh["tensor"])
+        cut(model, mesh["tensor"])
         mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tensor")]
     if policy is not None:
         options["mp_policy"] = policy
@@ -128,7 +201,7 @@ def shard(model: Net, mesh: DeviceMesh, policy: Any = None, **options: Any) -> N
     return model
 
 
-def _cut(model: Net, mesh: DeviceMesh) -> None:
+def cut(model: Net, mesh: DeviceMesh) -> None:
     tied = model.head.weight is model.embedding.weight
     for layer in model.layers:
         inner, outer = (one for one in layer.modules() if isinstance(one, nn.Linear))
