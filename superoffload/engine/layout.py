@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -178,8 +179,7 @@ class Layout:
     def follow_observed_order(self, order: list[int]) -> None:
         """Orders buckets as gradients really arrive, once, after the first step."""
         before = [shard.index for shard in reversed(self.shards)]
-        seen = set(order)
-        self._backward = order + [index for index in before if index not in seen]
+        self._backward = _with_unseen(order, before)
         self.observed = True
         if self._place() or self._backward != before:
             self._lay_out_again()
@@ -282,6 +282,19 @@ class Layout:
             bytes_per_param=(state + gradients) / numel,
             buckets=len(self.buckets),
         )
+
+
+def _with_unseen(order: Sequence[int], guess: Sequence[int]) -> list[int]:
+    """Returns ``order`` with the others of ``guess``, which had no gradient yet, each behind the one that it follows in
+    ``guess``: experts without a token stay beside their like."""
+    followers: dict[int | None, list[int]] = defaultdict(list)
+    last, seen = None, set(order)
+    for index in guess:
+        if index in seen:
+            last = index
+        else:
+            followers[last].append(index)
+    return followers[None] + [index for one in order for index in (one, *followers[one])]
 
 
 def _state_bytes(shard: Shard) -> int:

@@ -14,9 +14,8 @@ _NEAR = 4  # buckets
 
 
 class Passed:
-    """Watches in which buckets backward is. One gradient says little, as a shard without a gradient in the first step
-    is laid out behind all others. So backward has passed a bucket when it is in two later ones that are near each
-    other."""
+    """Watches in which buckets backward is. One gradient says little, as the place of a shard without a gradient in the
+    first step is a guess. So backward has passed a bucket when it is in two later ones that are near each other."""
 
     def __init__(self) -> None:
         self._begun: set[int] = set()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from superoffload import AdamW
 from superoffload.engine.bucket import Bucket
 from superoffload.engine.engine import Engine
+from superoffload.engine.layout import _with_unseen
 from superoffload.engine.passed import Passed
 from tests.support.compatibility import compat
 
@@ -172,3 +173,25 @@ def test_a_bucket_that_was_passed_too_early_waits_from_then_on() -> None:
             optimizer.step()
             found.append(counts["reopened"])
     assert found == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("first", [[5], list(range(0, COUNT, 2)), list(range(40, COUNT)), list(range(40))])
+def test_those_without_a_gradient_in_the_first_step_stay_beside_their_like(first: list[int]) -> None:
+    """So their buckets fill as backward goes on, in a later step that uses them all."""
+    model, x = Chain(torch.float32), torch.linspace(-1, 1, NUMEL)
+    with AdamW(model.parameters(), speculation="always", bucket_numel=8 * NUMEL) as optimizer:
+        for used in (first, list(range(COUNT)), list(range(COUNT))):
+            model(used, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        laid_out = [piece.shard.index for bucket in optimizer._engine.buckets for piece in bucket.pieces]
+        assert laid_out == list(reversed(range(COUNT)))
+        stats = optimizer.stats()
+    buckets = len(optimizer._engine.buckets)
+    assert stats["buckets_undone"] == 0 and stats["buckets_speculated"] >= 2 * buckets
+
+
+def test_an_observed_order_keeps_those_that_were_not_seen_behind_their_neighbours() -> None:
+    assert _with_unseen([3, 5, 0], [6, 5, 4, 3, 2, 1, 0]) == [6, 3, 2, 1, 5, 4, 0]
+    assert _with_unseen([], [2, 1, 0]) == [2, 1, 0]
+    assert _with_unseen([0, 1, 2], [2, 1, 0]) == [0, 1, 2]
