@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from superoffload import AdamW, checkpoints
 from tests.support.accelerate_on_cpu import on_the_cpu
+from tests.support.compatibility import Refusal, compat
 from tests.support.layouts import RANKS, layouts
 from tests.support.optional_packages import needs
 from tests.support.rank_processes import (
@@ -34,6 +36,7 @@ from tests.support.rank_processes import (
 )
 
 SHARDED = ("fsdp2", "mesh")
+GENERATING = "TRL's GRPOTrainer and RLOOTrainer"
 
 
 def llama(folder: str) -> Any:
@@ -170,27 +173,18 @@ def test_trainer(ranks: Any, tmp_path: Path) -> None:
             assert found["resumed"][0] == found["resumed"][1]
 
 
-def trained_by_sft(folder: str) -> dict[str, Any]:
-    import datasets
-    import trl
-
+def trained_by_trl(kind: str, folder: str) -> dict[str, Any]:
+    """``kind``: "SFT", or a trainer that generates, during which the optimizer sleeps."""
     from superoffload.integrations.transformers import offload
-    from tests.support.hugging_face import Counting, logs_of, tokenizer_of
+    from tests.support.hugging_face import logs_of
+    from tests.support.trl_trainers import generating, sft
 
-    sequences = [Counting()[i]["input_ids"].tolist() for i in range(64)]
-    data = datasets.Dataset.from_dict({"input_ids": sequences, "labels": sequences})
     found: dict[str, Any] = {}
     for mode in ("always", "never"):
         with on_the_cpu():
-            args = trl.SFTConfig(
-                output_dir=folder, max_steps=4, per_device_train_batch_size=4, learning_rate=3e-3, logging_steps=1,
-                save_strategy="no", report_to="none", use_cpu=True, bf16=False, disable_tqdm=True, seed=3,
-                gradient_checkpointing=False, optim="adamw_torch", dataset_kwargs={"skip_prepare_dataset": True},
-            )  # fmt: skip
-            trainer = trl.SFTTrainer(
-                model=llama(folder), args=args, train_dataset=data, processing_class=tokenizer_of()
-            )
-            offload(trainer, speculation=mode, threads=1)
+            make = sft if kind == "SFT" else partial(generating, kind)
+            trainer = make(folder, lambda: llama(folder))
+            offload(trainer, speculation=mode, threads=1, sleep=kind != "SFT")
             trainer.train()
             made = trainer.optimizer.optimizer
             found[mode] = (made.state_digests(), [entry["loss"] for entry in logs_of(trainer)])
@@ -202,9 +196,34 @@ def trained_by_sft(folder: str) -> dict[str, Any]:
 @needs("transformers", "accelerate", "trl", "datasets")
 @layouts("TRL's SFTTrainer", columns=SHARDED, notes={"mesh": "of a model with `distributed_config`"})
 def test_sft_trainer(ranks: Any, tmp_path: Path) -> None:
-    for found in ranks(2, trained_by_sft, str(tmp_path)):
+    for found in ranks(2, trained_by_trl, "SFT", str(tmp_path)):
         assert found["sharded"] and found["always"] == found["never"]
         assert found["always"][1][-1] < found["always"][1][0]
+
+
+def refused_by_trl(kind: str, folder: str) -> str:
+    return error_of(lambda: trained_by_trl(kind, folder))
+
+
+@compat(GENERATING, "fsdp2")
+@needs("transformers", "accelerate", "trl", "datasets")
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_trainers_that_generate(kind: str, tmp_path: Path) -> None:
+    for found in on_ranks(2, trained_by_trl, kind, str(tmp_path)):
+        assert found["sharded"] and found["always"] == found["never"]
+        assert len(set(found["always"][1])) > 1
+
+
+@compat(
+    GENERATING,
+    "mesh",
+    refused="its gradient differs from that of rank 0",
+    note="as TRL draws other tokens on each of the ranks that share a matrix",
+)
+@needs("transformers", "accelerate", "trl", "datasets")
+def test_tokens_that_differ_where_matrices_are_shared(refusal: Refusal, tmp_path: Path) -> None:
+    for error in on_mesh(2, refused_by_trl, "GRPO", str(tmp_path)):
+        refusal.check(error)
 
 
 def adapted() -> list[Any]:

@@ -68,6 +68,7 @@ def unequal_stages(by_trainer: bool, folder: str) -> str:
             marks=[
                 compat("Hugging Face Trainer, and its resume", "stages", refused=NOT_NAMED),
                 compat("TRL's SFTTrainer", "stages", refused=NOT_NAMED),
+                compat("TRL's GRPOTrainer and RLOOTrainer", "stages", refused=NOT_NAMED),
             ],
         ),
     ],

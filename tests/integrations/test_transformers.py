@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from superoffload.errors import ArgumentError
 from superoffload.metrics import PER_STEP, TOTALS
 from tests.support.checkout import ROOT
 from tests.support.compatibility import compat
-from tests.support.hugging_face import NEEDS, Counting, end, logs_of, model_of, tokenizer_of, trainer_of, transformers
+from tests.support.hugging_face import NEEDS, Counting, end, logs_of, model_of, trainer_of, transformers
+from tests.support.optional_packages import needs
 from tests.support.over_stand_in import only_over_stand_in
+from tests.support.trl_trainers import sft
 
 pytestmark = pytest.mark.skipif(transformers is None, reason=NEEDS)
 
@@ -211,26 +214,14 @@ def test_from_pretrained_loads_what_was_exported(family: str, masters: bool, tmp
 
 @compat("TRL's SFTTrainer", "single", "stand_in")
 @only_over_stand_in(family="llama")
+@needs("trl", "datasets")
 @pytest.mark.parametrize("family", ["llama", "qwen", "gpt-oss"])
 def test_sft_trainer(family: str, tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl", reason="needs trl: pip install trl")
-    datasets = pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
     from superoffload.integrations.transformers import offload
 
-    data = datasets.Dataset.from_list(
-        [
-            {"input_ids": Counting()[i]["input_ids"].tolist(), "labels": Counting()[i]["input_ids"].tolist()}
-            for i in range(64)
-        ]
-    )
     runs = {}
     for mode in ("always", "never", None):
-        args = trl.SFTConfig(
-            output_dir=str(tmp_path), max_steps=6, per_device_train_batch_size=4, learning_rate=3e-3, max_grad_norm=1.0,
-            logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, bf16=False, disable_tqdm=True, seed=3,
-            gradient_checkpointing=False, optim="adamw_torch", dataset_kwargs={"skip_prepare_dataset": True},
-        )  # fmt: skip
-        trainer = trl.SFTTrainer(model=model_of(family), args=args, train_dataset=data, processing_class=tokenizer_of())
+        trainer = sft(tmp_path, partial(model_of, family), max_steps=6, max_grad_norm=1.0)
         if mode is not None:
             offload(trainer, speculation=mode, threads=1)
         trainer.train()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,53 +11,21 @@ import torch
 
 from superoffload import AdamW
 from superoffload.errors import ArgumentError
-from tests.support.hugging_face import NEEDS, end, logs_of, model_of, tokenizer_of, trainer_of, transformers
+from tests.support.compatibility import compat
+from tests.support.hugging_face import NEEDS, end, logs_of, model_of, trainer_of, transformers
 from tests.support.optional_packages import needs
+from tests.support.trl_trainers import generating
 
 pytestmark = [pytest.mark.skipif(transformers is None, reason=NEEDS), needs("trl", "datasets")]
 
-BASIC: dict[str, Any] = {
-    "max_steps": 3,
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "num_generations": 4,
-    "max_completion_length": 6,
-    "learning_rate": 3e-3,
-    "max_grad_norm": 0.5,
-    "beta": 0.0,  # else RLOO looks for the reference model on a hub
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "use_cpu": True,
-    "bf16": False,
-    "disable_tqdm": True,
-    "seed": 3,
-    "gradient_checkpointing": False,
-    "optim": "adamw_torch",
-}
-
-
-def even_tokens(completion_ids: Sequence[Sequence[int]], **others: Any) -> list[float]:
-    return [sum(token % 2 == 0 for token in tokens) / len(tokens) for tokens in completion_ids]
+ROW = "TRL's GRPOTrainer and RLOOTrainer"
 
 
 def grpo(folder: Path, kind: str, **options: Any) -> Any:
-    import datasets
-    import trl
-
-    config, trainer = {"GRPO": (trl.GRPOConfig, trl.GRPOTrainer), "RLOO": (trl.RLOOConfig, trl.RLOOTrainer)}[kind]
-    prompts = datasets.Dataset.from_dict({"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(2, 60)]})
-    torch.manual_seed(1)
-    return trainer(
-        model=model_of("qwen", torch.bfloat16),
-        reward_funcs=even_tokens,
-        args=config(output_dir=str(folder), **{**BASIC, **options}),
-        train_dataset=prompts,
-        eval_dataset=prompts.select(range(2)),
-        processing_class=tokenizer_of(),
-    )
+    return generating(kind, folder, lambda: model_of("qwen", torch.bfloat16), **options)
 
 
+@compat(ROW, "single", "stand_in")
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
 def test_the_same_bits_asleep_or_awake_and_trls_own_losses(kind: str, tmp_path: Path) -> None:
     from superoffload.integrations.transformers import offload

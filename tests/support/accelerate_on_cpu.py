@@ -50,8 +50,10 @@ def mesh_on_the_cpu() -> Iterator[None]:
         mock.patch.dict(os.environ, ACCELERATE_USE_CPU="true", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1"),
         mock.patch.object(Accelerator, "multi_device", property(lambda _: True)),
     ):
-        yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def on_the_cpu() -> contextlib.AbstractContextManager[None]:

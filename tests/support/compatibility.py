@@ -68,10 +68,9 @@ class Cell:
     notes: list[str] = field(default_factory=list)
 
     def text(self) -> str:
-        if self.refused is not None:
-            return f"refused: “{self.refused}” ({_links(self.works)})"
+        outcome = "works" if self.refused is None else f"refused: “{self.refused}”"
         notes = "".join(f", {note}" for note in dict.fromkeys(self.notes))
-        return f"works{notes} ({_links(self.works)})"
+        return f"{outcome}{notes} ({_links(self.works)})"
 
 
 Table = dict[str, dict[str, Cell]]
@@ -199,6 +198,7 @@ SECTIONS: dict[str, list[str]] = {
         "Accelerate: prepare, accumulate, clip_grad_norm_",
         "Hugging Face Trainer, and its resume",
         "TRL's SFTTrainer",
+        "TRL's GRPOTrainer and RLOOTrainer",
         "PEFT: LoRA adapters",
         "Lightning: automatic and manual optimization",
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from torch import nn
 from tests.support.compatibility import Refusal, compat
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.training import config, end, masters
+from tests.support.optional_packages import needs
 
 
 @compat(
@@ -34,28 +36,24 @@ def test_lightning(refusal: Refusal, tmp_path: Path) -> None:
             trainer.fit(BoringModel())
 
 
-def sft(folder: str, options: dict[str, Any]) -> tuple[Any, list[float]]:
-    import datasets
-    import trl
+def trained_by_trl(kind: str, folder: str, options: dict[str, Any]) -> tuple[Any, list[float]]:
+    """``kind``: "SFT", or a trainer that generates."""
     from accelerate.state import AcceleratorState
 
     import superoffload.integrations.deepspeed as ours
-    from tests.support.hugging_face import Counting, logs_of, model_of, tokenizer_of
+    from tests.support.hugging_face import logs_of, model_of
+    from tests.support.trl_trainers import generating, sft
 
     ours.enable()
     AcceleratorState._reset_state(reset_partial_state=True)
-    sequences = [Counting()[i]["input_ids"].tolist() for i in range(64)]
-    args = trl.SFTConfig(
-        output_dir=folder, max_steps=4, per_device_train_batch_size=2, learning_rate=3e-3, weight_decay=0.1,
-        max_grad_norm=1.0, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, bf16=False,
-        disable_tqdm=True, seed=3, gradient_checkpointing=False, dataset_kwargs={"skip_prepare_dataset": True},
-        deepspeed=config(precision="fp32", clip=1.0, options=options),
-    )  # fmt: skip
-    trainer = trl.SFTTrainer(
-        model=model_of(),
-        args=args,
-        train_dataset=datasets.Dataset.from_dict({"input_ids": sequences, "labels": sequences}),
-        processing_class=tokenizer_of(),
+    make, clip, accumulation = (sft, 1.0, 1) if kind == "SFT" else (partial(generating, kind), 0.5, 2)
+    trainer = make(
+        folder,
+        model_of,
+        per_device_train_batch_size=2,
+        weight_decay=0.1,
+        max_grad_norm=clip,
+        deepspeed=config(precision="fp32", clip=clip, accumulation=accumulation, options=options),
     )
     trainer.train()
     engine = trainer.model_wrapped
@@ -66,12 +64,26 @@ def sft(folder: str, options: dict[str, Any]) -> tuple[Any, list[float]]:
 
 
 @compat("TRL's SFTTrainer", "deepspeed")
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl: pip install trl")
+@needs("trl", "datasets")
 def test_sft_trainer(two_ranks: Ranks, tmp_path: Path) -> None:
-    always, never = (two_ranks.run(sft, str(tmp_path), {"speculation": mode}) for mode in ("always", "never"))
+    always, never = (
+        two_ranks.run(trained_by_trl, "SFT", str(tmp_path), {"speculation": mode}) for mode in ("always", "never")
+    )
     assert always == never
     for _, losses in always:
         assert losses[-1] < losses[0]
+
+
+@compat("TRL's GRPOTrainer and RLOOTrainer", "deepspeed")
+@needs("trl", "datasets")
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_trainers_that_generate(two_ranks: Ranks, kind: str, tmp_path: Path) -> None:
+    always, never = (
+        two_ranks.run(trained_by_trl, kind, str(tmp_path), {"speculation": mode}) for mode in ("always", "never")
+    )
+    assert always == never
+    for _, losses in always:
+        assert len(set(losses)) > 1
 
 
 def best_model(folder: str) -> tuple[str, bool, bool, bool]:
