@@ -77,8 +77,7 @@ def wait_until_named(written: Written, named: Named, writing: Path, final: Path,
         else:
             absent += 1  # a rename may be under way: look twice
         if absent > 1:
-            why = "another save has taken this name" if final.name in there else "the first rank gave up"
-            raise RankError(f"save(): {final}: {why}; see the first rank's output")
+            raise gave_up(final, "another save has taken this name") if final.name in there else gave_up(final)
         seen = _times_of(writing, leads)
         if seen != signs:
             signs, deadline = seen, time.monotonic() + timeout
@@ -89,6 +88,10 @@ def wait_until_named(written: Written, named: Named, writing: Path, final: Path,
             )
         next(pauses)
     folders.confirm(final)
+
+
+def gave_up(final: Path, why: str = "the first rank gave up") -> RankError:
+    return RankError(f"save(): {final}: {why}; see the first rank's output")
 
 
 def _pauses() -> Iterator[None]:

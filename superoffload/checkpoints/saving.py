@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -32,7 +33,7 @@ from superoffload.checkpoints.contents import (
     on_all_ranks,
     stepped,
 )
-from superoffload.checkpoints.joining import complete, hand_in, tell_failure, wait_until_named
+from superoffload.checkpoints.joining import complete, gave_up, hand_in, tell_failure, wait_until_named
 from superoffload.checkpoints.manifest import LONGEST_KEY
 from superoffload.checkpoints.part_files import Part, plan_part, write_part
 from superoffload.engine.snapshot import Snapshot
@@ -227,8 +228,10 @@ def _write(
             hand_in(written, named, writing)
             if named.is_first:
                 complete(named, writing, final, timeout)
-    except BaseException:
+    except BaseException as error:
         _give_up(named, writing)
+        if isinstance(error, DiskError) and error.errno == errno.ENOENT and not named.is_first:
+            raise gave_up(final) from error  # it has removed the folder while this rank was writing
         raise
     if not named.is_first:
         wait_until_named(written, named, writing, final, timeout)

@@ -153,7 +153,13 @@ def _not_whole(final: Path, why: str) -> StateError:
 
 
 def give_up(folder: Path) -> None:
-    leftovers.remove(folder)
+    """Removes what was written. Its name goes first: other ranks may be writing into it, and a folder that gets files
+    while it is emptied stays. A name that is gone tells them."""
+    going = leftovers.doomed(folder)
+    with suppress(OSError):
+        os.rename(folder, going)
+        leftovers.remove(going)
+    leftovers.remove(folder)  # where it could not be renamed
     leftovers.release(folder)
 
 

@@ -22,6 +22,8 @@ def check_number(name: str, value: Any, *, low: float, high: float = math.inf, b
 
 def as_float(value: Any) -> float:
     """Converts ``value``, a real number or a tensor of one element, to a float; NaN if it is anything else."""
+    if type(value) is float:  # at once: optimizers of one small parameter come here in every step
+        return value
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):

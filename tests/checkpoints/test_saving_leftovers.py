@@ -9,14 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from superoffload import checkpoints
-from superoffload.checkpoints import leftovers
+from superoffload.checkpoints import leftovers, writing
 from tests.support.saved_runs import break_locks
 
 HIDDEN = ".writing-{host}-{pid}-{start}-{namespace}-{boot}-0123456789ab"
@@ -193,3 +194,25 @@ def test_a_sweep_sees_a_folder_of_this_process_at_once(tmp_path: Path) -> None:
     leftovers.release(folder)
     leftovers.sweep(tmp_path)
     assert not folder.exists()
+
+
+def test_a_folder_that_another_rank_writes_to_is_given_up_at_once(tmp_path: Path) -> None:
+    """A file that comes while the folder is being emptied would keep it there, and the other ranks waiting for it."""
+    folder = writing.begin(tmp_path / "step-1")
+    remove = os.rmdir
+
+    def late(path: Any, **options: Any) -> None:
+        with suppress(FileNotFoundError):
+            (folder / "rank-00001.safetensors").write_bytes(b"half of it")
+        remove(path, **options)
+
+    with mock.patch("os.rmdir", late):
+        writing.give_up(folder)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_renamed_is_emptied_where_it_is(tmp_path: Path) -> None:
+    folder = writing.begin(tmp_path / "step-1")
+    with mock.patch("os.rename", side_effect=PermissionError(1, "Operation not permitted")):
+        writing.give_up(folder)
+    assert os.listdir(tmp_path) == []

@@ -15,7 +15,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from superoffload import checkpoints
-from superoffload.checkpoints import joining
+from superoffload.checkpoints import joining, part_files
 from superoffload.checkpoints.safetensors import TensorFile
 from tests.support.rank_processes import on_ranks, optimizer_of
 from tests.support.saved_ranks import build, step
@@ -81,6 +81,25 @@ def test_the_others_wait_while_the_first_rank_goes_on(tmp_path: Path) -> None:
     assert second == dict.fromkeys(second, "")
     assert len(os.listdir(tmp_path)) == 5
     assert not list(tmp_path.rglob(".*"))  # a finished checkpoint holds no mark of a failure
+
+
+def first_gives_up(folder: str) -> str:
+    """The second rank has not begun to write when the first one has no room."""
+    model, options = build("fsdp2")
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with (
+        optimizer_of(model, **options) as optimizer,
+        on_rank(1, "saving.write_part", late(1.0, part_files.write_part)),
+        on_rank(0, "safetensors.os.pwrite", full),
+    ):
+        return error_of(lambda: checkpoints.save(f"{folder}/step-1", model, optimizer, timeout=60.0))
+
+
+def test_a_rank_that_writes_when_the_first_one_gives_up_is_told_so(tmp_path: Path) -> None:
+    first, second = on_ranks(2, first_gives_up, str(tmp_path))
+    assert first.startswith("DiskError") and "No space left on device" in first
+    assert second == f"RankError: save(): {tmp_path}/step-1: the first rank gave up; see the first rank's output"
+    assert not os.listdir(tmp_path)
 
 
 def in_a_row(folder: str) -> list[str]:
