@@ -25,6 +25,10 @@ _RUN = 16 << 20  # bytes that one thread writes or reads at a time
 _THREADS = 4  # a checksum takes longer than a fast disk
 
 
+class LostState(StateError):
+    """The file does not have what was written into it."""
+
+
 class StateFile:
     """Keeps state in a file without a name: the system removes it with the process, however that ends."""
 
@@ -67,7 +71,7 @@ class StateFile:
         except OSError as error:
             raise StateError(f"masters and moments in {self.folder} cannot be read: {error.strerror}") from error
         if sums != self._sums:
-            raise StateError(
+            raise LostState(
                 f"masters and moments in {self.folder} are not what sleep() wrote there: the disk is damaged; make a "
                 "new optimizer and load the last checkpoint"
             )

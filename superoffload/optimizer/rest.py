@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from superoffload.engine.engine import Engine
-from superoffload.engine.state_file import StateFile
+from superoffload.engine.state_file import LostState, StateFile
 from superoffload.errors import StateError, SuperOffloadError
 from superoffload.host.memory import give_free_memory_back
 from superoffload.host.tensors import local_of
@@ -101,6 +101,8 @@ def _still_asleep(advice: str) -> Iterator[None]:
     """Adds to errors that nothing has changed, and what helps."""
     try:
         yield
+    except LostState:
+        raise
     except SuperOffloadError as error:
         message = f"wake(): {error} -- the optimizer is still asleep; to wake it {advice} and call wake() again"
         raise type(error)(message) from error

@@ -221,7 +221,7 @@ def test_other_bytes_than_were_written_are_found(tmp_path: Path, trained: tuple[
     for at in (0, size // 2, size - 1):
         (byte,) = os.pread(handle, 1, at)
         os.pwrite(handle, bytes([byte ^ 4]), at)
-        with pytest.raises(StateError, match=r"are not what sleep\(\) wrote there: the disk is damaged; make a new"):
+        with pytest.raises(StateError, match=r"are not what sleep\(\) wrote there: .* load the last checkpoint$"):
             optimizer.wake()
         os.pwrite(handle, bytes([byte]), at)
     os.truncate(handle, size - 1)
