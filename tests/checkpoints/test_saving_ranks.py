@@ -340,7 +340,7 @@ def test_optimizer_state_dict_functions(way: str) -> None:
 @layouts(
     "get_optimizer_state_dict and set_optimizer_state_dict",
     columns=("mesh", "stages"),
-    notes={"mesh": "sharded; torch fails to spread full ones unevenly", "stages": "each stage its own"},
+    notes={"mesh": "sharded; torch fails to spread full ones unevenly", "stages": "each stage has its own state"},
 )
 def test_optimizer_state_dict_functions_on_a_mesh_and_in_stages(ranks: Any) -> None:
     assert all(found == [True] for found in ranks(2, full_state, "fsdp2", [2]))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from tests.support.optional_packages import needs
 from tests.support.rank_processes import error_of, flat_mesh, net, on_ranks, on_stages, optimizer_of, shard, tokens_of
 
 NOT_DDP = "DDP expects same model across all ranks"
+GENERATING = "TRL's GRPOTrainer and RLOOTrainer"
 NOT_NAMED = "Different parameters of one model need different names"
 
 
@@ -38,42 +42,50 @@ def test_torchs_state_of_stages() -> None:
     assert on_stages(2, both_ways_in_a_stage) == [True, True]
 
 
-def unequal_stages(by_trainer: bool, folder: str) -> str:
+def unequal_stages(framework: str, folder: str) -> str:
     """A stage of its own on each rank; these know ranks of one data-parallel model only."""
     import accelerate
     from accelerate.state import AcceleratorState
 
+    from superoffload.integrations.transformers import offload
     from tests.support.hugging_face import model_of, trainer_of
+    from tests.support.trl_trainers import generating, sft
 
+    stage = partial(model_of, layers=1 + dist.get_rank())
+    makers: dict[str, Callable[[], Any]] = {
+        "Trainer": lambda: trainer_of(Path(folder), stage(), None),
+        "SFT": lambda: sft(folder, stage),
+        "GRPO": lambda: generating("GRPO", folder, stage),
+        "RLOO": lambda: generating("RLOO", folder, stage),
+    }
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
-        if not by_trainer:
-            stage = net(torch.float32, layers=1 + dist.get_rank())
-            return error_of(lambda: accelerate.Accelerator(cpu=True).prepare(stage))
-        trainer = trainer_of(Path(folder), model_of(layers=1 + dist.get_rank()), "always")
+        if framework == "Accelerate":
+            plain = net(torch.float32, layers=1 + dist.get_rank())
+            return error_of(lambda: accelerate.Accelerator(cpu=True).prepare(plain))
+        trainer = makers[framework]()
+        offload(trainer, threads=1)
         return error_of(trainer.train)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@needs("transformers", "accelerate")
+def refused_row(framework: str, row: str, error: str, *packages: str) -> Any:
+    marks = [compat(row, "stages", refused=error), needs("transformers", "accelerate", *packages)]
+    return pytest.param(framework, marks=marks, id=framework)
+
+
 @pytest.mark.parametrize(
-    "by_trainer",
+    "framework",
     [
-        pytest.param(
-            False, marks=compat("Accelerate: prepare, accumulate, clip_grad_norm_", "stages", refused=NOT_DDP)
-        ),
-        pytest.param(
-            True,
-            marks=[
-                compat("Hugging Face Trainer, and its resume", "stages", refused=NOT_NAMED),
-                compat("TRL's SFTTrainer", "stages", refused=NOT_NAMED),
-                compat("TRL's GRPOTrainer and RLOOTrainer", "stages", refused=NOT_NAMED),
-            ],
-        ),
+        refused_row("Accelerate", "Accelerate: prepare, accumulate, clip_grad_norm_", NOT_DDP),
+        refused_row("Trainer", "Hugging Face Trainer, and its resume", NOT_NAMED),
+        refused_row("SFT", "TRL's SFTTrainer", NOT_NAMED, "trl", "datasets"),
+        refused_row("GRPO", GENERATING, NOT_NAMED, "trl", "datasets"),
+        refused_row("RLOO", GENERATING, NOT_NAMED, "trl", "datasets"),
     ],
 )
-def test_what_knows_no_stages_refuses_them(by_trainer: bool, refusal: Refusal, tmp_path: Path) -> None:
+def test_what_knows_no_stages_refuses_them(framework: str, refusal: Refusal, tmp_path: Path) -> None:
     """By torch's DistributedDataParallel, in which Accelerate wraps them; with Trainer by the rank checks."""
-    for error in on_ranks(2, unequal_stages, by_trainer, str(tmp_path)):
+    for error in on_ranks(2, unequal_stages, framework, str(tmp_path)):
         refusal.check(error)

@@ -186,7 +186,7 @@ def test_sft(output: Script) -> None:
     assert float(last) < 0.95 * float(first)
 
 
-@needs("transformers", "accelerate", "trl", "datasets")
+@needs("transformers", "accelerate", "trl", "peft", "datasets")
 @scripts("grpo")
 def test_grpo(output: Script) -> None:
     first, last = re.findall(r"reward ([\d.]+) -> ([\d.]+)", output("grpo"))[0]

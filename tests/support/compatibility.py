@@ -143,8 +143,9 @@ def page(table: Mapping[str, Mapping[str, Cell]], sections: Mapping[str, list[st
         "they are packed, which is what an accelerator gets. *Slower*: a gradient that is needed again is copied back",
         "from host memory, with one warning that names the fast way. What only a GPU can show is in `tests/gpu`.",
         "",
-        "*FSDP2 x TP*: `fully_shard` over two ranks, each matrix cut over two more. *Pipeline stages*: two ranks with",
-        "parameters of their own, named apart; activations and their gradients go from one to the other.",
+        "*FSDP2 x TP*: four ranks; `fully_shard` over two, and two share each matrix. *Pipeline stages*: two ranks",
+        "with different parameters under different names. Activations go to the second rank, and their gradients",
+        "come back; in the rows of Accelerate, Trainer and TRL each rank has another number of layers instead.",
         "",
     ]
     for section, rows in sections.items():
