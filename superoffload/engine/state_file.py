@@ -19,14 +19,10 @@ from torch import Tensor
 
 from superoffload.engine.bucket import Shard
 from superoffload.engine.placement import slab_of_zeros
-from superoffload.errors import ArgumentError, StateError
+from superoffload.errors import ArgumentError, LostState, StateError
 
 _RUN = 16 << 20  # bytes that one thread writes or reads at a time
 _THREADS = 4  # a checksum takes longer than a fast disk
-
-
-class LostState(StateError):
-    """The file does not have what was written into it."""
 
 
 class StateFile:

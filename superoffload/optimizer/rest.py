@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import torch
 
 from superoffload.engine.engine import Engine
-from superoffload.engine.state_file import LostState, StateFile
-from superoffload.errors import StateError, SuperOffloadError
+from superoffload.engine.state_file import StateFile
+from superoffload.errors import LostState, StateError, SuperOffloadError
 from superoffload.host.memory import give_free_memory_back
 from superoffload.host.tensors import local_of
 from superoffload.optimizer.lifetime import Lifetime

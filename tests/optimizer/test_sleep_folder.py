@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from superoffload import AdamW, checkpoints
-from superoffload.errors import ArgumentError, HostMemoryError, StateError
+from superoffload.errors import ArgumentError, HostMemoryError, LostState, StateError
 from superoffload.host.memory import give_free_memory_back
 from superoffload.host.memory import refused as memory_refused
 from tests.support.adamw_training import model_of
@@ -221,7 +221,7 @@ def test_other_bytes_than_were_written_are_found(tmp_path: Path, trained: tuple[
     for at in (0, size // 2, size - 1):
         (byte,) = os.pread(handle, 1, at)
         os.pwrite(handle, bytes([byte ^ 4]), at)
-        with pytest.raises(StateError, match=r"are not what sleep\(\) wrote there: .* load the last checkpoint$"):
+        with pytest.raises(LostState, match=r"are not what sleep\(\) wrote there: .* load the last checkpoint$"):
             optimizer.wake()
         os.pwrite(handle, bytes([byte]), at)
     os.truncate(handle, size - 1)
