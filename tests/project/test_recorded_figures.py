@@ -266,9 +266,10 @@ def test_the_table_of_sleep_is_what_was_recorded() -> None:
         assert f"| {row['name']} | {cells} | {sizes} |" in lines_of("rl.md")
 
 
-def test_the_table_of_megatrons_class() -> None:
+@pytest.mark.parametrize("report", ["hybrid_device", "hybrid_device_large"])
+def test_the_tables_of_megatrons_class(report: str) -> None:
     rows: dict[Any, dict[str, Any]] = {}
-    for row in recorded("hybrid_device")["rows"]:
+    for row in recorded(report)["rows"]:
         rows.setdefault((row["overlap"], row["what"]), {})[row["name"]] = row
     assert len(rows) == 3
     for (overlap, what), by_name in rows.items():
