@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import logging
 import os
@@ -229,9 +228,10 @@ def _write(
             if named.is_first:
                 complete(named, writing, final, timeout)
     except BaseException as error:
+        is_gone = not writing.exists()
         _give_up(named, writing)
-        if isinstance(error, DiskError) and error.errno == errno.ENOENT and not named.is_first:
-            raise gave_up(final) from error  # it has removed the folder while this rank was writing
+        if is_gone and isinstance(error, DiskError) and not named.is_first:
+            raise gave_up(final, "the first rank gave up, or this rank does not share that one's disk") from error
         raise
     if not named.is_first:
         wait_until_named(written, named, writing, final, timeout)

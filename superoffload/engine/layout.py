@@ -232,7 +232,7 @@ class Layout:
 
     def store(self, file: StateFile) -> None:
         """Moves all state, asleep, to ``file``. Where this raises OSError, it is in memory as before."""
-        file.take(self.shards)
+        file.take(self.shards, apart=self._asleep_from_device)
         self.stored = file
         self._state_has_moved()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import zlib
@@ -34,8 +35,8 @@ class StateFile:
             self.folder = Path(folder)
             free = shutil.disk_usage(self.folder).free
             self._file = TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 - closed by close()
-        except TypeError:
-            raise ArgumentError(f"folder={folder!r}: expected the path of a folder on a disk, or None") from None
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(f"folder={folder!r}: expected the path of a folder on a disk, or None") from error
         except OSError as error:
             raise ArgumentError(f"folder={str(folder)!r}: {error.strerror}; expected a folder to write to") from error
         needed = sum(shard.state_bytes for shard in shards)
@@ -46,17 +47,22 @@ class StateFile:
                 f"{needed / 1e9:.3g} GB; choose another disk, or call sleep() without a folder"
             )
         self._shards: list[Shard] = []
+        self._apart: list[bool] = []  # of the shards: memory of its own
         self._forms: list[tuple[torch.dtype, int]] = []  # of the tensors: dtype, elements
         self._sums: list[int] = []  # CRC-32 of each run
 
-    def take(self, shards: Sequence[Shard]) -> None:
-        """Writes state in host memory, and lets go of that memory. Where it raises OSError, nothing has changed."""
+    def take(self, shards: Sequence[Shard], apart: Sequence[Shard] = ()) -> None:
+        """Writes state in host memory, and lets go of that memory. Where it raises OSError, nothing has changed.
+
+        ``apart``: shards whose memory is of use only until their state moves on.
+        """
         tensors = list(chain.from_iterable(shard.state_tensors() for shard in shards))
         self._sums = self._each_run(_write, tensors)
         os.fsync(self._file.fileno())
         if hasattr(os, "posix_fadvise"):  # the system keeps what was written, in memory
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         self._shards, self._forms = list(shards), [(tensor.dtype, tensor.numel()) for tensor in tensors]
+        self._apart = [any(shard is one for one in apart) for shard in shards]
         self._hand_out([torch.empty(0, dtype=dtype) for dtype, _ in self._forms])
 
     def give_back(self) -> None:
@@ -78,13 +84,13 @@ class StateFile:
         self._file.close()
 
     def _room(self) -> list[Tensor]:
-        """Makes memory as it was made first: in one slab for each of a shard's tensors and dtype."""
-        slabs: dict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
+        """Makes one slab for each of a shard's tensors and dtype; other ones for shards that are apart."""
+        slabs: dict[tuple[int, torch.dtype, bool], list[int]] = defaultdict(list)
         per_shard = len(self._forms) // max(1, len(self._shards))
         for place, (dtype, _) in enumerate(self._forms):
-            slabs[place % per_shard, dtype].append(place)
+            slabs[place % per_shard, dtype, self._apart[place // per_shard]].append(place)
         room: dict[int, Tensor] = {}
-        for (_, dtype), places in slabs.items():
+        for (_, dtype, _), places in slabs.items():
             sizes = [self._forms[place][1] for place in places]
             room.update(zip(places, slab_of_zeros(sizes, dtype, None), strict=True))
         return [room[place] for place in range(len(self._forms))]
@@ -99,8 +105,11 @@ class StateFile:
 
     def _each_run(self, work: Callable[[int, memoryview, int], int], tensors: Sequence[Tensor]) -> list[int]:
         """Has threads do ``work`` with the file, the bytes of each run and their place in it; returns the results."""
-        with ThreadPoolExecutor(_THREADS) as threads:
-            return list(threads.map(lambda run: work(self._file.fileno(), *run), _runs(tensors)))
+        try:
+            with ThreadPoolExecutor(_THREADS) as threads:
+                return list(threads.map(lambda run: work(self._file.fileno(), *run), _runs(tensors)))
+        except (RuntimeError, MemoryError) as error:  # the system starts no more threads
+            raise OSError(errno.EAGAIN, str(error)) from error
 
 
 def _runs(tensors: Sequence[Tensor]) -> Iterator[tuple[memoryview, int]]:

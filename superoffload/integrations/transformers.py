@@ -42,7 +42,7 @@ def offload(
     trainer: Trainer,
     *,
     metrics: bool | str | Iterable[str] = True,
-    sleep: bool | str | os.PathLike[str] = False,
+    sleep: bool | str | os.PathLike[str] | None = False,
     **options: Any,
 ) -> Offload:
     """Makes ``trainer`` train with ``superoffload.AdamW``, set as its TrainingArguments say; returns its callback.
@@ -59,7 +59,7 @@ def offload(
     """
     _check(trainer, options)
     names = names_of(metrics)
-    if sleep is not False:
+    if sleep is not None and sleep is not False:
         _sleep_while_it_generates(trainer, None if sleep is True else sleep)
     args = trainer.args
     given: dict[str, Any] = {
@@ -103,13 +103,15 @@ def _check(trainer: Any, options: dict[str, Any]) -> None:
 
 
 def _sleep_while_it_generates(trainer: Any, folder: str | os.PathLike[str] | None) -> None:
+    args = trainer.args
     generate = getattr(trainer, "_generate", None)
-    if generate is None:
+    if generate is None or not hasattr(args, "steps_per_generation"):  # others generate in the middle of a step
         raise ArgumentError(
             f"sleep: {type(trainer).__name__} does not generate; expected a trainer like TRL's GRPOTrainer"
         )
-    args = trainer.args
-    every = getattr(args, "steps_per_generation", args.gradient_accumulation_steps) * getattr(args, "num_iterations", 1)
+    if folder is not None and not os.path.isdir(folder):
+        raise ArgumentError(f"sleep={str(folder)!r}: expected a folder that exists, or True to stay in memory")
+    every = args.steps_per_generation * getattr(args, "num_iterations", 1)
     if every % args.gradient_accumulation_steps:
         raise ArgumentError(
             f"sleep: it generates every {every} micro-batches (steps_per_generation), also between two of one step, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,16 +42,18 @@ class StateOfCopies(UserDict[str, Tensor]):
 class StateInPlace(dict[str, Tensor]):
     """Shows the tensors of a parameter that are stepped. What is put in the place of one is copied into it.
 
-    So a framework that moves state to a device and back, as verl does with ``optimizer_offload``, changes nothing.
-    Pickles are plain dictionaries.
+    So a framework that moves state to a device and back, as verl does with ``optimizer_offload``, changes nothing. The
+    number of steps stays as it is: the engine counts it, and ``load_state_dict()`` sets it. Pickles are dictionaries
+    that ``torch.load`` reads.
     """
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         own = self.get(name)
         if own is None or not isinstance(value, Tensor) or value.shape != own.shape:
             super().__setitem__(name, value)
-        elif value is not own:
-            own.copy_(value)
+        elif value is not own and name != "step":
+            with torch.no_grad():
+                own.copy_(value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
+        return OrderedDict, (list(self.items()),)

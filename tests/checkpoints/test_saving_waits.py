@@ -98,7 +98,7 @@ def first_gives_up(folder: str) -> str:
 def test_a_rank_that_writes_when_the_first_one_gives_up_is_told_so(tmp_path: Path) -> None:
     first, second = on_ranks(2, first_gives_up, str(tmp_path))
     assert first.startswith("DiskError") and "No space left on device" in first
-    assert second == f"RankError: save(): {tmp_path}/step-1: the first rank gave up; see the first rank's output"
+    assert second.startswith(f"RankError: save(): {tmp_path}/step-1: the first rank gave up, or this rank does not ")
     assert not os.listdir(tmp_path)
 
 

@@ -91,7 +91,9 @@ def test_where_it_cannot_sleep(tmp_path: Path) -> None:
 
     with pytest.raises(ArgumentError, match=r"sleep: Trainer does not generate; expected a trainer like TRL's GRPO"):
         offload(trainer_of(tmp_path, model_of(), None), sleep=True)
+    with pytest.raises(ArgumentError, match=r"sleep='.*none': expected a folder that exists, or True"):
+        offload(grpo(tmp_path, "GRPO"), sleep=tmp_path / "none")
     trainer = grpo(tmp_path, "GRPO", steps_per_generation=3)
     with pytest.raises(ArgumentError, match=r"sleep: it generates every 3 micro-batches .* a multiple of .*, 2"):
         offload(trainer, sleep=True)
-    offload(trainer)  # awake, it works
+    offload(trainer, sleep=None)  # awake, it works

@@ -97,6 +97,7 @@ ON_TWO_RANKS = [
     case("adapter", "train 2", optim=offload(), model={"lora_rank": 4}),
     case("stock critic", "train 2", type="value_model", engines="verl"),
     case("critic", "train 2", type="value_model", optim=offload(1.0)),
+    case("failed", "train 1", "fail", optim=offload(), engine=STATE_AWAY, away=True),
     case("taken", optim=offload(max_grad_norm=0.5)),
     case("zero", optim=offload(0.0)),
     case("unknown", optim=offload(specualtion="never")),
@@ -227,4 +228,5 @@ def test_errors_name_the_setting(two_ranks: list[Seen]) -> None:
         assert "override_optimizer_config: max_grad_norm=0.5, which" in seen["taken"]["error"]
         assert "clip_grad is the norm to clip to" in seen["taken"]["error"]
         assert "max_grad_norm=0: every gradient would become 0" in seen["zero"]["error"]
+        assert seen["failed"]["error"] == "no room for the step", "not that the optimizer cannot sleep now"
         assert "specualtion" in seen["unknown"]["error"] and "speculation" in seen["unknown"]["error"]

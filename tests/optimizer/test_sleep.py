@@ -104,6 +104,10 @@ def test_state_on_an_accelerator_goes_down_and_returns(folder: Path | None) -> N
                     optimizer.sleep(folder)
                     assert optimizer.stats()["params_on_device"] == 0
                     optimizer.wake()
+                    shards = optimizer._engine.shards
+                    memory = [one.exp_avg.untyped_storage() for one in shards if not one.resident]
+                    held = sum({one.data_ptr(): one.nbytes() for one in memory}.values())
+                    assert held < sum(one.exp_avg.nbytes for one in shards), "that of the others was given back"
                 steps(model, optimizer)
                 assert optimizer.stats()["params_on_device"] == before
                 found.append(optimizer.state_digests())

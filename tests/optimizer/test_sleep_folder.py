@@ -21,7 +21,7 @@ from superoffload import AdamW, checkpoints
 from superoffload.errors import ArgumentError, HostMemoryError, LostState, StateError
 from superoffload.host.memory import give_free_memory_back
 from superoffload.host.memory import refused as memory_refused
-from tests.support.adamw_training import model_of
+from tests.support.adamw_training import model_of, train
 from tests.support.sleepers import optimizer_of, resident_bytes, steps
 
 Usage = namedtuple("Usage", ("total", "used", "free"))
@@ -153,6 +153,7 @@ def test_a_folder_that_cannot_take_the_state_changes_nothing(tmp_path: Path, tra
         (tmp_path / "none", "No such file or directory; expected a folder to write to"),
         (tmp_path / "file", "expected a folder to write to"),
         (3.5, r"folder=3.5: expected the path of a folder on a disk, or None"),
+        ("a\0b", r"folder='a\\x00b': expected the path of a folder on a disk, or None"),
     )
     for folder, words in refused:
         with pytest.raises(ArgumentError, match=words):
@@ -208,6 +209,20 @@ def test_what_cannot_be_read_leaves_it_in_the_file(tmp_path: Path, trained: tupl
         optimizer.state_digests()
     optimizer.wake()
     assert optimizer.state_digests() == digests
+
+
+def test_a_system_that_starts_no_threads_changes_nothing(tmp_path: Path, trained: tuple[nn.Module, AdamW]) -> None:
+    model, optimizer = trained
+    digests = optimizer.state_digests()
+    refused = mock.patch("threading.Thread.start", side_effect=RuntimeError("can't start new thread"))
+    with refused, pytest.raises(StateError, match=r"could not be written to .*\(can't start new thread\)"):
+        optimizer.sleep(tmp_path)
+    optimizer.sleep(tmp_path)
+    with refused, pytest.raises(StateError, match=r"cannot be read: can't start new thread.* call wake"):
+        optimizer.wake()
+    optimizer.wake()
+    assert optimizer.state_digests() == digests
+    train(model, optimizer, range(1))
 
 
 def test_other_bytes_than_were_written_are_found(tmp_path: Path, trained: tuple[nn.Module, AdamW]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -317,12 +318,16 @@ def test_state_that_a_framework_moved_away_and_back_stays_the_optimizers(options
         assert optimizer.state_digests() == other.state_digests()
 
 
-def test_a_value_put_into_the_state_counts() -> None:
+def test_a_value_put_into_the_state_counts(tmp_path: Path) -> None:
     model = model_of()
     with AdamW(model.parameters()) as optimizer:
         train(model, optimizer, range(2))
         values = optimizer.state[next(model.parameters())]
         kept = values["exp_avg"]
-        values["exp_avg"] = torch.zeros_like(kept)
-        assert values["exp_avg"] is kept and not kept.any()
-        assert not optimizer.state_dict()["state"][0]["exp_avg"].any()
+        values["exp_avg"] = nn.Parameter(torch.zeros_like(kept))
+        assert values["exp_avg"] is kept and not kept.any() and not kept.requires_grad
+        values["step"] = torch.tensor(10.0)
+        state = optimizer.state_dict()["state"][0]
+        assert not state["exp_avg"].any() and float(state["step"]) == 2, "the number that corrects the bias"
+        torch.save(values, tmp_path / "values.pt")
+        assert torch.equal(torch.load(tmp_path / "values.pt")["exp_avg_sq"], values["exp_avg_sq"])

@@ -127,6 +127,11 @@ class Run:
         """Trains once with gradients that are not finite."""
         self._step(lambda loss: loss * float(value))
 
+    def fail(self) -> None:
+        """Trains once; an error comes when all gradients are there."""
+        with mock.patch.object(self.engine, "optimizer_step", side_effect=RuntimeError("no room for the step")):
+            self.train("1")
+
     def save(self, name: str) -> None:
         self._worker.save_checkpoint(str(self._folder / name))
 
