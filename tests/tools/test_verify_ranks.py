@@ -68,6 +68,7 @@ def test_nothing_committed(
     ("options", "text"),
     [
         ("--engine zero", "engine=zero: expected one of single, fsdp2"),
+        ("--engine plain-fsdp2 --ranks 2", "engine=plain-fsdp2: expected one of single, fsdp2"),
         ("--ranks 0", "ranks=0: expected 1 to 64"),
         (
             "--engine single --ranks 2",

@@ -1,5 +1,5 @@
-"""Runs `superoffload verify --engine E`: several ranks converge as one process does. ``--ranks N`` starts them on this
-machine; under torchrun they are there, on one host or several."""
+"""Runs `superoffload verify --engine E`: several ranks converge as their reference does. ``--ranks N`` starts them on
+this machine; under torchrun they are there, on one host or several."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ranks",
         type=int,
-        help="compare so many ranks on this machine with one process, over gloo (see --engine); not under torchrun, "
+        help="compare so many ranks on this machine with a reference, over gloo (see --engine); not under torchrun, "
         "where the ranks that it has started are compared",
     )
     group.add_argument(

@@ -298,7 +298,7 @@ ENGINES: dict[str, type[Any] | str] = {
     "plain-fsdp2": PlainFsdp2,
     "plain-titan": "superoffload.tools.convergence.titan_trainer:PlainTitan",
 }
-_PLAIN = ("plain-fsdp2", "plain-titan")  # what others are compared with
+CHOICES = [name for name in ENGINES if not name.startswith("plain-")]  # the others are what these are compared with
 # Name -> module, and how to install it.
 _NEEDS = {
     "deepspeed": ("deepspeed", "pip install deepspeed==0.19.8"),
@@ -320,17 +320,17 @@ def setup_for(name: str, setup: Setup) -> Setup:
 
 
 def check_engine(name: str, count: int | None = None) -> None:
-    """Raises ArgumentError if there is no such engine, or what it needs is not installed, or if it cannot train on
-    ``count`` ranks."""
-    if name not in ENGINES:
-        raise ArgumentError(f"engine={name}: expected one of {', '.join(ENGINES)}")
+    """Raises ArgumentError if there is no such engine, or what it needs is not installed. With ``count`` also if it is
+    not one to choose, or cannot train on so many ranks."""
+    if name not in (ENGINES if count is None else CHOICES):
+        raise ArgumentError(f"engine={name}: expected one of {', '.join(CHOICES)}")
     module, remedy = _NEEDS.get(name, ("torch", ""))
     if find_spec(module) is None:
         raise ArgumentError(f"engine={name}: {module} is not installed; {remedy}")
     if count is None:
         return
     if name == "single" and count != 1:
-        others = ", ".join(other for other in ENGINES if other not in ("single", *_PLAIN))
+        others = ", ".join(other for other in CHOICES if other != "single")
         raise ArgumentError(f"engine=single with ranks={count}: one process is one rank; choose --engine {others}")
     check_pairs(name, count)
 

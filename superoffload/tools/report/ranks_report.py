@@ -75,7 +75,7 @@ def _ranks(summary: Mapping[str, Any]) -> str:
 
 
 def plot_curves(curves: Mapping[str, Sequence[float]], tolerance: Tolerance, path: Path, title: str = "") -> None:
-    """Plots smoothed losses, and each curve's distance from one-process runs with the allowed distance.
+    """Plots smoothed losses, and each curve's distance from the reference's runs with the allowed distance.
 
     Names are that of the reference or end in speculative, synchronous or "plain ..."; the part before is the group.
     """
