@@ -32,6 +32,8 @@ class StateFile:
     def __init__(self, folder: str | os.PathLike[str], shards: Sequence[Shard]) -> None:
         """Makes an empty file; raises ArgumentError where ``folder`` cannot take the state of ``shards``."""
         try:
+            if not os.fspath(folder):
+                raise ValueError("an empty path")  # of a variable that is not set; Path takes it for this folder
             self.folder = Path(folder)
             free = shutil.disk_usage(self.folder).free
             self._file = TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 - closed by close()

@@ -152,6 +152,7 @@ def test_a_folder_that_cannot_take_the_state_changes_nothing(tmp_path: Path, tra
     refused: tuple[tuple[Any, str], ...] = (
         (tmp_path / "none", "No such file or directory; expected a folder to write to"),
         (tmp_path / "file", "expected a folder to write to"),
+        ("", r"folder='': expected the path of a folder on a disk, or None"),
         (3.5, r"folder=3.5: expected the path of a folder on a disk, or None"),
         ("a\0b", r"folder='a\\x00b': expected the path of a folder on a disk, or None"),
     )

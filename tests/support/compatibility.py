@@ -139,6 +139,8 @@ def page(table: Mapping[str, Mapping[str, Cell]], sections: Mapping[str, list[st
         "*works* means: as `torch.optim.AdamW` doing the same, within rounding, and with the bits of our own",
         "synchronous mode; under DeepSpeed as stock ZeRO-Offload.",
         "",
+        "*refused* means: an error, of superoffload, torch or the framework, from which the quotation is.",
+        "",
         "*one GPU (stand-in)*: the same tests once more, over the CUDA link and a fake driver, with gradients freed as",
         "they are packed, which is what an accelerator gets. *Slower*: a gradient that is needed again is copied back",
         "from host memory, with one warning that names the fast way. What only a GPU can show is in `tests/gpu`.",
