@@ -110,8 +110,8 @@ class StateFile:
         try:
             with ThreadPoolExecutor(_THREADS) as threads:
                 return list(threads.map(lambda run: work(self._file.fileno(), *run), _runs(tensors)))
-        except (RuntimeError, MemoryError) as error:  # the system starts no more threads
-            raise OSError(errno.EAGAIN, str(error)) from error
+        except (RuntimeError, MemoryError) as error:  # no threads, or no memory for them
+            raise OSError(errno.EAGAIN, str(error) or "no memory") from error
 
 
 def _runs(tensors: Sequence[Tensor]) -> Iterator[tuple[memoryview, int]]:

@@ -105,9 +105,10 @@ def _check(trainer: Any, options: dict[str, Any]) -> None:
 def _sleep_while_it_generates(trainer: Any, folder: str | os.PathLike[str] | None) -> None:
     args = trainer.args
     generate = getattr(trainer, "_generate", None)
-    if generate is None or not hasattr(args, "steps_per_generation"):  # others generate in the middle of a step
+    if generate is None or not hasattr(args, "steps_per_generation"):
         raise ArgumentError(
-            f"sleep: {type(trainer).__name__} does not generate; expected a trainer like TRL's GRPOTrainer"
+            f"sleep: {type(trainer).__name__} does not generate, or not between two steps; expected a trainer like "
+            "TRL's GRPOTrainer"
         )
     if folder is not None and not os.path.isdir(folder):
         raise ArgumentError(f"sleep={str(folder)!r}: expected a folder that exists, or True to stay in memory")

@@ -14,7 +14,7 @@ class StateOfCopies(UserDict[str, Tensor]):
     """Shows the state of a parameter that keeps some of it in other forms: each read of those makes a copy.
 
     It keeps no copy, also where a framework puts one back: Lightning reads and writes every entry. Its own copies and
-    pickles are plain dictionaries of that moment.
+    pickles are dictionaries of that moment, which ``torch.load`` reads.
     """
 
     def __init__(self, rest: dict[str, Tensor], copies: Mapping[str, Callable[[], Tensor]]) -> None:
@@ -36,7 +36,7 @@ class StateOfCopies(UserDict[str, Tensor]):
         return dict(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
+        return OrderedDict, (list(self.items()),)
 
 
 class StateInPlace(dict[str, Tensor]):
@@ -49,9 +49,11 @@ class StateInPlace(dict[str, Tensor]):
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         own = self.get(name)
+        if name == "step" and own is not None:
+            return
         if own is None or not isinstance(value, Tensor) or value.shape != own.shape:
             super().__setitem__(name, value)
-        elif value is not own and name != "step":
+        elif value is not own:
             with torch.no_grad():
                 own.copy_(value)
 

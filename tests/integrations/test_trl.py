@@ -89,8 +89,12 @@ def test_an_error_while_it_generates_leaves_the_optimizer_awake(tmp_path: Path) 
 def test_where_it_cannot_sleep(tmp_path: Path) -> None:
     from superoffload.integrations.transformers import offload
 
-    with pytest.raises(ArgumentError, match=r"sleep: Trainer does not generate; expected a trainer like TRL's GRPO"):
+    with pytest.raises(ArgumentError, match=r"sleep: Trainer does not generate, .* a trainer like TRL's GRPO"):
         offload(trainer_of(tmp_path, model_of(), None), sleep=True)
+    online = trainer_of(tmp_path, model_of(), None)
+    online._generate = mock.Mock()  # as TRL's OnlineDPOTrainer has, which calls it in every micro-batch
+    with pytest.raises(ArgumentError, match="not between two steps"):
+        offload(online, sleep=True)
     with pytest.raises(ArgumentError, match=r"sleep='.*none': expected a folder that exists, or True"):
         offload(grpo(tmp_path, "GRPO"), sleep=tmp_path / "none")
     trainer = grpo(tmp_path, "GRPO", steps_per_generation=3)

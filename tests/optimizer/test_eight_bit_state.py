@@ -139,7 +139,7 @@ def test_seed_matters_and_threads_do_not() -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_state_is_shown_as_bf16_copies() -> None:
+def test_state_is_shown_as_bf16_copies(tmp_path: Path) -> None:
     model = model_of(torch.bfloat16)
     with AdamW(model.parameters(), threads=1, **EIGHT) as optimizer:
         train(model, optimizer, range(3))
@@ -152,7 +152,9 @@ def test_state_is_shown_as_bf16_copies() -> None:
                 state[name] = state[name]  # as Lightning does
             assert "tensor(3.)" in repr(state) and "tensor([])" not in repr(state)
             for other in (copy.copy(state), copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
-                assert type(other) is dict and same_bits(other["exp_avg"], state["exp_avg"])
+                assert isinstance(other, dict) and same_bits(other["exp_avg"], state["exp_avg"])
+            torch.save(state, tmp_path / "state.pt")
+            assert same_bits(torch.load(tmp_path / "state.pt")["exp_avg"], state["exp_avg"])
         assert optimizer.state_digests() == before
 
 

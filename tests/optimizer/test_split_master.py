@@ -245,7 +245,7 @@ def test_copies_and_pickles_of_the_state_are_of_their_moment() -> None:
         optimizer.step()
         assert not torch.equal(state["master"], then["master"])
         for one in copies:
-            assert type(one) is dict and set(one) == set(then)
+            assert isinstance(one, dict) and set(one) == set(then)
             assert torch.equal(one["master"], then["master"]) and torch.equal(one["exp_avg"], then["exp_avg"])
 
 

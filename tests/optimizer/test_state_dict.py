@@ -326,7 +326,10 @@ def test_a_value_put_into_the_state_counts(tmp_path: Path) -> None:
         kept = values["exp_avg"]
         values["exp_avg"] = nn.Parameter(torch.zeros_like(kept))
         assert values["exp_avg"] is kept and not kept.any() and not kept.requires_grad
-        values["step"] = torch.tensor(10.0)
+        wrong: list[Any] = [torch.tensor(10.0), torch.tensor([10.0]), 10.0]
+        for steps in wrong:
+            values["step"] = steps
+            assert float(values["step"]) == 2
         state = optimizer.state_dict()["state"][0]
         assert not state["exp_avg"].any() and float(state["step"]) == 2, "the number that corrects the bias"
         torch.save(values, tmp_path / "values.pt")
