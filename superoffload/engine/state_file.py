@@ -64,7 +64,8 @@ class StateFile:
         if hasattr(os, "posix_fadvise"):  # the system keeps what was written, in memory
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         self._shards, self._forms = list(shards), [(tensor.dtype, tensor.numel()) for tensor in tensors]
-        self._apart = [any(shard is one for one in apart) for shard in shards]
+        alone = set(map(id, apart))
+        self._apart = [id(shard) in alone for shard in shards]
         self._hand_out([torch.empty(0, dtype=dtype) for dtype, _ in self._forms])
 
     def give_back(self) -> None:

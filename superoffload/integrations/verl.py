@@ -12,7 +12,6 @@ for the device alone. With another optimizer they do what verl's engines do.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -22,7 +21,7 @@ import torch
 from torch import nn
 
 from superoffload.adamw import AdamW
-from superoffload.errors import ArgumentError, StateError
+from superoffload.errors import ArgumentError
 
 try:
     from verl.utils.device import get_device_name, get_vendor
@@ -97,12 +96,7 @@ class OffloadingEngine(FSDPEngine):
             return
         leaves = device == "cpu" != get_device_name()
         if leaves and (model or optimizer):
-            failing = sys.exc_info()[1] is not None  # verl leaves train_mode because of an error, which says more
-            try:
-                adamw.sleep()
-            except StateError:  # gradients wait for a step that does not come
-                if not failing:
-                    raise
+            adamw.sleep()
         super().to(device=device, model=model, optimizer=False, grad=grad)
         if optimizer and not leaves:
             adamw.wake()
