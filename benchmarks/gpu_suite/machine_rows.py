@@ -14,21 +14,41 @@ from benchmarks.gpu_suite.pack_kernel import DriverKernels, PackKernel
 from superoffload import kernels
 from superoffload.errors import SuperOffloadError
 from superoffload.host.processors import worker_cpus
-from superoffload.host.system import System
-from superoffload.tools.bench.adam import AdamBenchmark, check_memory, run_adam
+from superoffload.tools.bench.adam import AdamBenchmark, run_adam
 from superoffload.tools.bench.timing import Contestant, Rounds, interleave
-from superoffload.tools.doctor.host_memory import usable_bytes
 
 _ROUNDS = Rounds(5, 50, 3.0)
 
 
 def measure_link(device_name: str, numbytes: int) -> dict[str, Any]:
-    """Returns GB/s of copies between pinned memory and the device: down, up, and both at once (each way)."""
+    """Returns GB/s of copies between pinned memory and the device: down, up, and both at once (each way).
+
+    The host memory is our link's own. On a GPU ``torch_*`` has the same with memory that torch's allocator pinned.
+    """
     device = open_device(device_name)
-    pinned = device.kind == "cuda"
-    host = [torch.empty(numbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-    there = [torch.empty(numbytes, dtype=torch.uint8, device=device.torch) for _ in range(2)]
-    streams: list[Any] = [torch.cuda.Stream() for _ in range(2)] if pinned else [None, None]
+    host, pinned = _registered(device, numbytes)
+    rates = _rates(device, host)
+    if device.kind == "cuda":
+        by_torch = [torch.empty(numbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        rates.update((f"torch_{name}", rate) for name, rate in _rates(device, by_torch).items())
+    return {"bytes": numbytes, "pinned": pinned, **rates, **device.facts()}
+
+
+def _registered(device: Device, numbytes: int) -> tuple[list[Tensor], bool]:
+    """Returns memory for each direction as our link reserves it, and whether it is pinned."""
+    if device.kind != "cuda":
+        return [torch.empty(numbytes, dtype=torch.uint8) for _ in range(2)], False
+    from superoffload import _native
+    from superoffload.links.cuda.link import CudaOptions
+    from superoffload.links.cuda.pinned import PinnedArena, taken
+
+    arena = PinnedArena(_native.CudaGpu(CudaOptions.library, device.torch.index), 2 * taken(numbytes))
+    return [arena.take(numbytes, torch.uint8) for _ in range(2)], arena.pinned
+
+
+def _rates(device: Device, host: list[Tensor]) -> dict[str, float]:
+    there = [torch.empty_like(memory, device=device.torch) for memory in host]
+    streams: list[Any] = [torch.cuda.Stream() for _ in range(2)] if device.kind == "cuda" else [None, None]
 
     def down() -> None:
         _copy(host[0], there[0], streams[0])
@@ -41,8 +61,7 @@ def measure_link(device_name: str, numbytes: int) -> dict[str, Any]:
         up()
 
     seconds = _seconds({"down": down, "up": up, "both": both}, device)
-    rates = {f"{name}_gb_per_s": numbytes / took / 1e9 for name, took in seconds.items()}
-    return {"bytes": numbytes, "pinned": pinned, **rates, **device.facts()}
+    return {f"{name}_gb_per_s": host[0].nbytes / took / 1e9 for name, took in seconds.items()}
 
 
 def _copy(target: Tensor, source: Tensor, stream: Any) -> None:
@@ -122,7 +141,6 @@ def measure_adam(numel: int, seconds: float, with_deepspeed: bool, threads: list
 
     ``threads``: these numbers instead, as far as there are processors.
     """
-    check_memory("numel", numel, usable_bytes(System()))
     most = len(worker_cpus(None))
     counts = tuple(count for count in threads or () if count <= most) or (len(worker_cpus(None, beside_device=True)),)
     benchmark = AdamBenchmark(numel, (), counts, (kernels.available_isas()[-1],), seconds, with_deepspeed)

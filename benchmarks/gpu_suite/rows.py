@@ -1,6 +1,7 @@
 """Lists all measurements, the most telling first; each is one process.
 
-Checks come before timings: smoke, then the GPU tests, then the machine's own limits, ours, races, peers.
+A slot may end after any call. So the first one measures the machine's limits and ours behind smoke alone; the GPU
+tests, races and peers follow in the second, and what explains the figures in the third.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from benchmarks.gpu_suite.contestants import (
     ALL_ON_DEVICE,
     BARE,
     CONTESTANTS,
-    FSDP2_OFFLOAD,
     OURS,
     OURS_CLIPPED,
     SUPEROFFLOAD,
@@ -33,7 +33,7 @@ SMOKE, SANITIZED, TESTS, DEEPSPEED_KERNEL = "smoke", "smoke, compute-sanitizer",
 
 # Each is compared with a synchronous, eager run without delays.
 RACES = (("always", "eager"), ("always", "on_demand"), ("adaptive", "eager"), ("never", "eager"))
-_RACES_OF_FIRST = 2
+_RACES_OF_SECOND = 2
 _SEEDS, _MORE_SEEDS, _TOY_SEEDS = tuple(range(6)), tuple(range(20)), (0, 1)
 
 
@@ -95,54 +95,51 @@ class Plan:
 
 
 def all_jobs(plan: Plan) -> list[Job]:
-    trusted = _trust(plan)
     if plan.contestants or plan.tokens:
         jobs = list(_train_jobs(plan, plan.contestants or _FIVE, plan.tokens or plan.size.tokens[:1]))
     else:
         jobs = {"first": _first, "second": _second, "third": _third}[plan.slot](plan)
-    jobs = _once(jobs)
+    jobs = _once([*smoke_jobs(plan.device, sanitized=False), *jobs])
     waiting = [place for place, job in enumerate(jobs) if DEEPSPEED_KERNEL in job.after]
     if waiting:
         jobs.insert(waiting[0], _deepspeed_kernel(plan))
-    return [*trusted, *jobs]
+    return jobs
 
 
 _FIVE = (BARE, ALL_ON_DEVICE, OURS, OURS_CLIPPED, SUPEROFFLOAD)
 _OURS = tuple(name for name, entry in CONTESTANTS.items() if entry.kind == "ours")
+_PEERS = tuple(name for name, entry in CONTESTANTS.items() if entry.kind == "peer")
 
 
 def _first(plan: Plan) -> list[Job]:
-    """Returns checks and the headline."""
-    tokens = plan.size.tokens
-    return [
-        *_machine_jobs(plan),
-        *_train_jobs(plan, (BARE, ALL_ON_DEVICE, OURS, OURS_CLIPPED), tokens),
-        *(_race(plan, *variant) for variant in RACES[:_RACES_OF_FIRST]),
-        *_train_jobs(plan, (SUPEROFFLOAD,), tokens),
-    ]
+    """Returns the machine's limits and the headline."""
+    return [*_machine_jobs(plan), *_train_jobs(plan, (ALL_ON_DEVICE, OURS, OURS_CLIPPED), plan.size.tokens)]
 
 
 def _second(plan: Plan) -> list[Job]:
-    """Returns what ours depends on, and the other peers at the headline's tokens."""
+    """Returns the GPU tests, races, and the peers at the headline's tokens."""
     tokens = plan.size.tokens
     return [
-        *_train_jobs(plan, _FIVE[:3], tokens[:1]),
-        *_train_jobs(plan, _OURS, tokens[:1]),
-        *_train_jobs(plan, (SUPEROFFLOAD, TORCHAO, ZERO_OFFLOAD, FSDP2_OFFLOAD), tokens[:1]),
-        _adam_by_threads(plan),
-        *_train_jobs(plan, (TORCHAO, ZERO_OFFLOAD), tokens[1:]),
+        *([_tests(plan)] if plan.tests else []),
+        *(_race(plan, *variant) for variant in RACES[:_RACES_OF_SECOND]),
+        *_machine_jobs(plan),
+        *_train_jobs(plan, (ALL_ON_DEVICE, OURS, *_PEERS), tokens[:1]),
+        *_train_jobs(plan, (SUPEROFFLOAD, TORCHAO, ZERO_OFFLOAD), tokens[1:]),
     ]
 
 
 def _third(plan: Plan) -> list[Job]:
-    """Returns the sweep over tokens, capped memory, all races, every contestant."""
+    """Returns what ours depends on, then compute-sanitizer, capped memory, a sweep over tokens, all races, the rest."""
     size = plan.size
     return [
+        *_train_jobs(plan, _OURS, size.tokens[:1]),
+        _adam_by_threads(plan),
+        *smoke_jobs(plan.device, sanitized=plan.sanitized),
         *_train_jobs(plan, _FIVE, size.capped_tokens, capped=True),
-        *_train_jobs(plan, _FIVE, size.more_tokens),
         *(_race(plan, *variant, more=True) for variant in RACES),
         *(_race(plan, *variant, ranks=2) for variant in RACES[:2]),
         *(_race(plan, *variant, sanitizer=True) for variant in RACES),
+        *_train_jobs(plan, _FIVE, size.more_tokens),
         *_train_jobs(plan, tuple(CONTESTANTS), size.tokens),
         *_train_jobs(plan, (TORCHAO, ZERO_OFFLOAD), size.capped_tokens, capped=True),
     ]
@@ -163,15 +160,8 @@ def child(what: str, values: dict[str, Any]) -> list[str]:
 # ---- trust -----------------------------------------------------------------------------------------------------------
 
 
-def _trust(plan: Plan) -> list[Job]:
-    jobs = list(smoke_jobs(plan.device, sanitized=plan.sanitized))
-    if plan.tests:
-        jobs.append(_tests(plan))
-    return jobs
-
-
 def smoke_jobs(device: str, *, sanitized: bool = True) -> Iterator[Job]:
-    """Yields the smoke jobs; if one fails, no job after it begins."""
+    """Yields smoke, which all other jobs wait for, and the same under compute-sanitizer where that is installed."""
     values: dict[str, Any] = {"device_name": device}
     common: dict[str, Any] = {"environment": _environment(), "sources": _OUR_SOURCES, "prepares": True}
     settings = {"what": "smoke", **values}
@@ -179,15 +169,8 @@ def smoke_jobs(device: str, *, sanitized: bool = True) -> Iterator[Job]:
     if sanitized and device.startswith("cuda") and sanitizer() is not None:
         within: dict[str, Any] = {**values, "seconds": 120.0}
         settings = {"what": "smoke", **within}
-        yield Job(SANITIZED, child("sanitized", within), settings, 140.0, after=(SMOKE,), **common)
-
-
-def smoke_keys(device: str, *, sanitized: bool = True) -> tuple[str, ...]:
-    return tuple(job.key for job in smoke_jobs(device, sanitized=sanitized))
-
-
-def _after(plan: Plan) -> tuple[str, ...]:
-    return smoke_keys(plan.device, sanitized=plan.sanitized)
+        common["prepares"] = False
+        yield Job(SANITIZED, child("sanitized", within), settings, 140.0, keeps_output=True, after=(SMOKE,), **common)
 
 
 def _environment() -> dict[str, str]:
@@ -201,7 +184,7 @@ def _tests(plan: Plan) -> Job:
     settings = {"what": "tests", "device": plan.device, "options": options}
     return Job(
         TESTS, command, settings, _TESTS_SECONDS, _environment(), keeps_output=True, sources=_TEST_SOURCES,
-        needs=_TESTS_NEED, after=_after(plan),
+        needs=_TESTS_NEED, after=(SMOKE,),
     )  # fmt: skip
 
 
@@ -227,7 +210,7 @@ def _adam_by_threads(plan: Plan) -> Job:
 
 def _machine_job(plan: Plan, key: str, what: str, values: dict[str, Any]) -> Job:
     return Job(
-        key, child(what, values), {"what": what, **values}, 90.0, sources=_OUR_SOURCES, needs=45.0, after=_after(plan)
+        key, child(what, values), {"what": what, **values}, 90.0, sources=_OUR_SOURCES, needs=45.0, after=(SMOKE,)
     )
 
 
@@ -238,7 +221,7 @@ def _deepspeed_kernel(plan: Plan) -> Job:
     absent = CONTESTANTS[ZERO_OFFLOAD].absent(plan.device)
     return Job(
         DEEPSPEED_KERNEL, child("deepspeed kernel", {}), {"what": "deepspeed kernel"}, 240.0, absent=absent,
-        sources=_PEER_SOURCES, needs=120.0, after=_after(plan), prepares=True,
+        sources=_PEER_SOURCES, needs=120.0, after=(SMOKE,), prepares=True,
     )  # fmt: skip
 
 
@@ -263,7 +246,7 @@ def _train_job(plan: Plan, name: str, tokens: int, *, capped: bool) -> Job:
         entry.absent(plan.device),
         sources=_OUR_SOURCES if entry.kind == "ours" else _PEER_SOURCES,
         needs=plan.row_seconds / 2,
-        after=(*_after(plan), *compiled),
+        after=(SMOKE, *compiled),
     )
 
 
@@ -288,5 +271,5 @@ def _race(
         absent,
         sources=_OUR_SOURCES,
         needs=60.0,
-        after=_after(plan),
+        after=(SMOKE,),
     )

@@ -41,7 +41,7 @@ FULL = Size(
     model=ModelConfig(layers=16, hidden=2048, heads=32, kv_heads=8, mlp=8192, sequence=2048),
     tokens=(8192, 32768),
     more_tokens=(16384, 4096, 2048, 65536, 1024),
-    micro_batch_tokens=4096,
+    micro_batch_tokens=16384,
     capped_tokens=(8192, 32768),
     capped_micro_batch_tokens=2048,
     capped_gib=14.0,

@@ -124,12 +124,12 @@ def test_a_timeline_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_deepspeed_compiles_its_kernel_before_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = first_slot()
+    jobs = slot("second")
     keys = [job.key for job in jobs]
     peer = jobs[keys.index(f"8192 tokens, {GPU_PEER}")]
     assert rows.DEEPSPEED_KERNEL in peer.after and keys.index(rows.DEEPSPEED_KERNEL) == keys.index(peer.key) - 1
     monkeypatch.setattr("benchmarks.gpu_suite.contestants.find_spec", lambda name: None)
-    absent = {job.key: job.absent for job in first_slot()}
+    absent = {job.key: job.absent for job in slot("second")}
     assert absent[peer.key] == absent[rows.DEEPSPEED_KERNEL] == "deepspeed is not installed"
 
 
@@ -181,48 +181,46 @@ def test_tokens_per_step_are_what_was_asked_for(tokens: int) -> None:
         assert capped.batch * capped.model.sequence <= FULL.capped_micro_batch_tokens
 
 
-def first_slot(device: str = "cuda") -> list[Job]:
-    return rows.all_jobs(rows.Plan(device, FULL))
+def slot(name: str, device: str = "cuda") -> list[Job]:
+    return rows.all_jobs(rows.Plan(device, FULL, slot=name))
 
 
-def test_what_must_hold_comes_before_what_is_fast() -> None:
-    jobs = first_slot()
-    check_keys(jobs)
-    keys = [job.key for job in jobs]
-    assert keys[0] == rows.SMOKE and all(rows.SMOKE in job.after for job in jobs[1:])
-    order = [rows.SMOKE, rows.TESTS, "link", "adam", "pack", f"8192 tokens, {OURS}", f"8192 tokens, {GPU_PEER}"]
-    assert sorted(order, key=keys.index) == order
-    trained = {key for key in keys if " tokens, " in key}
-    five = (BARE, ALL_ON_DEVICE, OURS, OURS_CLIPPED, GPU_PEER)
-    assert trained == {f"{tokens} tokens, {name}" for tokens in (8192, 32768) for name in five}
-    assert sum(key.startswith("races") for key in keys) == 2
-    for job in jobs:
-        timeout = float(job.environment.get(DEVICE_TIMEOUT, "0"))
-        assert timeout < job.seconds and (timeout or not job.key.startswith(("smoke", "tests", "races", "8192")))
-
-
-def test_the_other_slots_measure_the_rest() -> None:
-    second, third = (rows.all_jobs(rows.Plan("cuda", FULL, slot=slot)) for slot in ("second", "third"))
-    for jobs in (second, third):
+def test_the_headline_comes_first_and_explanations_last() -> None:
+    first, second, third = (slot(name) for name in ("first", "second", "third"))
+    for jobs in (first, second, third):
         check_keys(jobs)
-        assert jobs[0].key == rows.SMOKE
-    keys = {job.key for job in second}
-    for name, entry in CONTESTANTS.items():
-        assert f"8192 tokens, {name}" in keys or entry.kind != "ours"
-        assert f"32768 tokens, {name}" in {job.key for job in third}
+        assert jobs[0].key == rows.SMOKE and all(rows.SMOKE in job.after for job in jobs[1:])
+        for job in jobs:
+            timeout = float(job.environment.get(DEVICE_TIMEOUT, "0"))
+            assert timeout < job.seconds and (timeout or not job.key.startswith(("smoke", "tests", "races", "8192")))
+    assert [job.key for job in first[:4]] == [rows.SMOKE, "link", "adam", "pack"]
+    ours = {f"{tokens} tokens, {name}" for tokens in (8192, 32768) for name in (ALL_ON_DEVICE, OURS, OURS_CLIPPED)}
+    assert ours < {job.key for job in first[4:]}
+    keys = [job.key for job in second]
+    order = [rows.TESTS, "races, always, eager", f"8192 tokens, {OURS}", f"8192 tokens, {GPU_PEER}"]
+    assert keys[1] == rows.TESTS and sorted(order, key=keys.index) == order
+    assert sum(key.startswith("races") for key in keys) == 2
+    assert {f"8192 tokens, {name}" for name, entry in CONTESTANTS.items() if entry.kind == "peer"} < set(keys)
+
+
+def test_the_third_slot_measures_the_rest() -> None:
+    third = slot("third")
+    keys = {job.key for job in third}
+    for name in CONTESTANTS:
+        assert {f"8192 tokens, {name}", f"32768 tokens, {name}"} < keys
     assert {f"8192 tokens, ours, {count} threads" for count in (8, 12, 14, 16)} < keys and "adam, by threads" in keys
     swept = {job.settings["tokens"] for job in third if job.settings["what"] == "train"}
     assert swept == {*FULL.tokens, *FULL.more_tokens}
     assert any(job.environment.get("TORCH_CUDA_SANITIZER") == "1" for job in third)
     assert any(job.settings.get("ranks") == 2 for job in third)
-    on_cpu = {job.key: job.absent for job in rows.all_jobs(rows.Plan("cpu", FULL, slot="third"))}
+    on_cpu = {job.key: job.absent for job in slot("third", "cpu")}
     assert (
         on_cpu["races, always, eager, sanitizer"] == "needs a GPU" and on_cpu["races, always, eager, 2 ranks"] is None
     )
 
 
 def test_a_peers_row_outlives_a_change_of_our_optimizer() -> None:
-    by_key = {job.key: job for job in first_slot()}
+    by_key = {job.key: job for job in slot("second")}
     assert "superoffload" in by_key[f"8192 tokens, {OURS}"].sources and "csrc" in by_key[rows.SMOKE].sources
     assert not {"superoffload", "csrc"} & set(by_key[f"8192 tokens, {GPU_PEER}"].sources)
     of_the_tests = {"tests/gpu", "tests/support/device_battery.py", "tests/support/kernel_battery.json"}
@@ -233,7 +231,7 @@ def test_a_peers_row_outlives_a_change_of_our_optimizer() -> None:
 
 def test_what_a_row_is_made_from_is_in_its_sources() -> None:
     """What a source imports as it is loaded is a source too; what it imports later is not used in every place."""
-    for job in first_slot():
+    for job in slot("second"):
         sources = {path for part in job.sources for path in [ROOT / part, *(ROOT / part).rglob("*.py")]}
         for path in sorted(path for path in sources if path.suffix == ".py"):
             assert imported_by(path) <= sources, f"{job.key}: {path.name}"
