@@ -34,18 +34,36 @@ BEHIND_PCIE = Machine(memory=420e9, down=54e9, up=54e9)
 
 @dataclass(frozen=True)
 class Workload:
-    """Describes a model of ``layers`` equal layers, each a shard and a bucket, and its compute time per step."""
+    """Describes a model of ``layers`` equal layers, each a shard and a bucket, and its compute time per step.
+
+    ``forward``, ``backward``: of all ``micro_batches`` of a step together.
+    """
 
     parameters: float
     forward: float
     backward: float
     layers: int = 64
+    micro_batches: int = 1
 
     @staticmethod
-    def of_tokens(parameters: float, tokens: float, flops: float, layers: int = 64) -> Workload:
+    def of_tokens(parameters: float, tokens: float, flops: float, layers: int = 64, micro_batches: int = 1) -> Workload:
         """Counts two floating-point operations per parameter and token forward, four backward."""
         forward = 2 * parameters * tokens / flops
-        return Workload(parameters, forward, 2 * forward, layers)
+        return Workload(parameters, forward, 2 * forward, layers, micro_batches)
+
+    @property
+    def first_forward(self) -> float:
+        return self.forward / self.micro_batches
+
+    @property
+    def last_backward(self) -> float:
+        """Returns the time of the backward in which gradients become final."""
+        return self.backward / self.micro_batches
+
+    @property
+    def between(self) -> float:
+        """Returns the time between the two: no parameter is read for the first time, no gradient becomes final."""
+        return self.forward + self.backward - self.first_forward - self.last_backward
 
     def bound(self, machine: Machine) -> float:
         """Returns the shortest possible step: the model must compute, and every parameter must be stepped."""

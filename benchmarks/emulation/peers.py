@@ -20,8 +20,9 @@ def in_backward(workload: Workload, machine: Machine) -> float:
     """Steps each bucket in backward, for good, and so cannot clip; forward begins when all are done."""
     step = machine.seconds(Operation.step, workload.parameters)
     times = StepTimes(
-        workload.forward,
-        workload.backward,
+        workload.first_forward + workload.between,
+        reading=workload.first_forward,
+        backward=workload.last_backward,
         step=step,
         journaled=step,  # without a journal: nothing can be undone
         replay=step,

@@ -69,10 +69,11 @@ class EmulatedTraining:
         max_grad_norm = norm / self._norm if clips else norm * _NORM
         for shard in engine.shards:
             engine.tail.land(shard)
-            clock.advance(workload.forward / workload.layers)
+            clock.advance(workload.first_forward / workload.layers)
+        clock.advance(workload.between)
         engine.speculator.expect(unscale=1.0, max_grad_norm=max_grad_norm)
         for shard in reversed(engine.shards):
-            clock.advance(workload.backward / workload.layers)
+            clock.advance(workload.last_backward / workload.layers)
             engine.arrive(shard, gradients[shard.index])
         engine.apply(engine.decide(unscale=1.0, max_grad_norm=max_grad_norm), later=self._on_demand)
         self._steps += 1

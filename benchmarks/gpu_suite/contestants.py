@@ -147,6 +147,8 @@ class Setting:
     threads: int | None = None
     placement: Any = None
     traced: bool = False
+    state_dtype: str = "fp32"
+    master_dtype: str = "fp32"
 
     def threshold(self, step: int) -> float:
         """Returns the threshold of ``step``, which counts from 0."""
@@ -170,7 +172,8 @@ class Ours(Plain):
         whose = {"module" if setting.delivery == "on_demand" else "model": model}
         return AdamW(
             model.parameters(), **HYPER, max_grad_norm=setting.threshold(0), speculation=setting.speculation,
-            delivery=setting.delivery, threads=setting.threads, placement=setting.placement, trace=self.trace, **whose,
+            delivery=setting.delivery, threads=setting.threads, placement=setting.placement, trace=self.trace,
+            state_dtype=setting.state_dtype, master_dtype=setting.master_dtype, **whose,
         )  # fmt: skip
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
@@ -195,7 +198,8 @@ class Ours(Plain):
         return dict(self.optimizer.stats())
 
     def facts(self) -> dict[str, Any]:
-        """Returns the statistics, which show the clip rate that was reached, the link's facts, and perhaps digests.
+        """Returns the statistics, which show the clip rate that was reached, what the schedule has measured, the link's
+        facts, and perhaps digests.
 
         Digests need gradients that are the same in every run: on a GPU attention's backward adds in any order, and the
         races compare bits instead, with deterministic kernels.
@@ -203,7 +207,13 @@ class Ours(Plain):
         digests = {"digests": self.optimizer.state_digests()} if self.compares else {}
         link = self.optimizer._engine.link
         facts = {name: getattr(link, name, None) for name in ("pinned", "uses_flag")}
-        return {"stats": self.optimizer.stats(), "link": facts, **digests}
+        return {"stats": self.optimizer.stats(), "measured": self.measured(), "link": facts, **digests}
+
+    def measured(self) -> dict[str, float]:
+        """Returns seconds of the last steps: forward, backward, and each operation per parameter."""
+        times = self.optimizer._engine.schedule.times
+        operations = {operation.name: times.seconds(operation, 1) for operation in times.operations}
+        return {"forward": times.forward, "backward": times.backward, **operations} if operations else {}
 
     def close(self) -> None:
         self.optimizer.close()
@@ -247,6 +257,7 @@ def ours(**setting: Any) -> Make:
 
 BARE, ALL_ON_DEVICE = "forward and backward only", "all on the device"
 OURS, OURS_CLIPPED, OURS_SYNCHRONOUS = "ours", "ours, every step clipped", "ours, synchronous"
+OURS_BF16, OURS_LEAN = "ours, bf16 state", "ours, bf16 state, split masters"
 SUPEROFFLOAD, TORCHAO = "DeepSpeed SuperOffload", "torchao CPUOffloadOptimizer"
 ZERO_OFFLOAD = "DeepSpeed ZeRO-Offload"
 FSDP2_OFFLOAD = "FSDP2 CPU offload"
@@ -270,6 +281,14 @@ CONTESTANTS: dict[str, Entry] = {
     "ours, placement auto": Entry("ours", 'placement="auto"', ours(placement="auto"), needs_gpu=True),
     "ours, placement 10 %": Entry(
         "ours", "placement={'gpu_fraction': 0.1}", ours(placement={"gpu_fraction": 0.1}), needs_gpu=True
+    ),
+    OURS_BF16: Entry("ours", 'state_dtype="bf16", as torchao has it', ours(state_dtype="bf16")),
+    OURS_LEAN: Entry("ours", 'bf16 state, master_dtype="split"', ours(state_dtype="bf16", master_dtype="split")),
+    "ours, lean, every step clipped": Entry(
+        "ours", 'bf16 state, master_dtype="split"', ours(clipped=1.0, state_dtype="bf16", master_dtype="split")
+    ),
+    "ours, 8-bit state, split masters": Entry(
+        "ours", 'state_dtype="8bit", master_dtype="split"', ours(state_dtype="8bit", master_dtype="split")
     ),
     "ours, traced": Entry("ours", "trace=: writes timeline.json.gz", ours(traced=True)),
     OURS_FSDP2: Entry("ours", "fully_shard on one rank", _FSDP2 + "ours"),

@@ -17,7 +17,9 @@ from benchmarks.gpu_suite.contestants import (
     BARE,
     CONTESTANTS,
     OURS,
+    OURS_BF16,
     OURS_CLIPPED,
+    OURS_LEAN,
     SUPEROFFLOAD,
     THREADS,
     TORCHAO,
@@ -112,8 +114,9 @@ _PEERS = tuple(name for name, entry in CONTESTANTS.items() if entry.kind == "pee
 
 
 def _first(plan: Plan) -> list[Job]:
-    """Returns the machine's limits and the headline."""
-    return [*_machine_jobs(plan), *_train_jobs(plan, (ALL_ON_DEVICE, OURS, OURS_CLIPPED), plan.size.tokens)]
+    """Returns the machine's limits and the headline, with fp32 state and with fewer bytes."""
+    contestants = (ALL_ON_DEVICE, OURS, OURS_CLIPPED, OURS_BF16, OURS_LEAN)
+    return [*_machine_jobs(plan), *_train_jobs(plan, contestants, plan.size.tokens)]
 
 
 def _second(plan: Plan) -> list[Job]:

@@ -204,8 +204,9 @@ class Engine(EngineParts):
         for bucket in self.layout.buckets:
             if bucket.state is BucketState.FILLING and any(bucket.present):
                 self._pack(bucket, in_backward=False)
-        with self.executor.caller_at_work():
+        with self.executor.device_at_work():
             self.packer.await_arrivals()
+        with self.executor.caller_at_work():
             if self.executor.failure is not None:
                 self._abandon_step()
                 self.executor.raise_failure()

@@ -152,6 +152,7 @@ class Schedule:
         numel, times = self._situation.numel, self.times
         now = StepTimes(
             times.forward,
+            times.reading,
             times.backward,
             times.seconds(Operation.step, numel),
             times.seconds(Operation.step_journaled, numel),

@@ -1,9 +1,10 @@
 """The step model predicts from measured times how long a training step takes; the schedule chooses by it.
 
-It divides the buckets into equal parts that become ready evenly over backward and are needed evenly over forward. The
-processors do one operation after the other, as the engine submits them: speculated steps during backward; after the
-verdict commits, replays, steps and publishes in forward order; then the settles in backward order. Each settle delays
-its part's next gradient.
+It divides the buckets into equal parts that become ready evenly over the last backward and are needed evenly over the
+first forward, which begins a step. With gradient accumulation whole micro-batches, which need no new parameters, lie
+between the two. The processors do one operation after the other, as the engine submits them: speculated steps during
+backward; after the verdict commits, replays, steps and publishes in forward order; then the settles in backward order.
+Each settle delays its part's next gradient.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _STALE = 64  # steps after which a time no longer counts
 class MeasuredTimes:
     """Holds recent times: seconds per element of each operation, seconds of forward and backward.
 
+    "Forward" is all that comes before the last backward: with gradient accumulation the earlier micro-batches too.
+
     It returns medians, so that a validation run or a checkpoint between steps does not count. It leaves out the first
     step, which touches most memory for the first time.
     """
@@ -62,9 +65,20 @@ class MeasuredTimes:
         return median(backward for _, backward in self._computed)
 
     @property
+    def reading(self) -> float:
+        """Returns the time of the first forward: a forward takes at most about half as long as its backward, and what
+        "forward" has beyond that are micro-batches whose gradients were not final."""
+        return min(self.forward, self.backward / 2)
+
+    @property
     def known(self) -> bool:
         """Returns whether any operation was timed."""
         return bool(self._worked)
+
+    @property
+    def operations(self) -> list[Operation]:
+        """Returns the operations that were timed lately."""
+        return [operation for operation in self._worked if self._is_fresh(operation)]
 
     def seconds(self, operation: Operation, numel: int) -> float:
         """Returns the time for ``numel`` elements; estimated from other operations if it was not timed lately."""
@@ -81,7 +95,8 @@ class MeasuredTimes:
 class StepTimes:
     """Holds the seconds that each operation takes for the whole model, and how a step runs."""
 
-    forward: float
+    forward: float  # until the last backward begins
+    reading: float  # the first part of it, in which parameters are needed for the first time
     backward: float
     step: float
     journaled: float
@@ -185,8 +200,9 @@ def _after_verdict(times: StepTimes, kind: Kind, parts: int, speculated: int, pr
             progress.work(times.replay / parts)
         if times.on_demand:
             progress.wait_for(progress.processors)
-            progress.compute(times.forward / parts)
+            progress.compute(times.reading / parts)
     if not times.on_demand:
         progress.wait_for(progress.processors)
-        progress.compute(times.forward)
+        progress.compute(times.reading)
+    progress.compute(times.forward - times.reading)
     return published

@@ -68,9 +68,12 @@ def test_nothing_seen_is_no_reason_not_to_speculate() -> None:
 # ---- the model of a step ------------------------------------------------------------------------------------------
 
 
-def times(forward: float, backward: float, step: float = 1.0, *, on_demand: bool = True) -> StepTimes:
+def times(
+    forward: float, backward: float, step: float = 1.0, *, on_demand: bool = True, reading: float | None = None
+) -> StepTimes:
     journaled, replay, publish, settle = (step * BYTES[operation] / 28 for operation in tuple(BYTES)[1:])
-    return StepTimes(forward, backward, step, journaled, replay, publish, settle, on_demand, withdraws=True)
+    reading = forward if reading is None else reading
+    return StepTimes(forward, reading, backward, step, journaled, replay, publish, settle, on_demand, withdraws=True)
 
 
 def test_one_pass_adds_itself_to_backward() -> None:

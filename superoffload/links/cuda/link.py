@@ -264,10 +264,9 @@ class CudaLink:
                     bit_sums=min((one.address for one in bit_sums.values()), default=0),
                 )
             self._written_on.pop(bucket, None)  # only now, since a failed packing is tried again
-            if block:
+            if not waits:
                 self._blocks.linger(native, current, released)
-            if waits or block:
-                released = []
+            released = []
         except BaseException:
             released += [one.memory for one in bit_sums.values()][:1]  # all of them share one memory
             raise

@@ -99,7 +99,8 @@ def test_with_other_options(fake: Fake, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("later", "earlier"), [("pack", "current"), ("current", "pack")])
 def test_a_missing_wait_changes_the_result(fake: Fake, later: str, earlier: str) -> None:
-    """The pack kernel waits for the gradients, and for the step before, which read what it writes; a step for it."""
+    """The pack kernel waits for the gradients, and for the step before, which read what it writes. A step waits for it,
+    and so does backward before it uses the memory of freed gradients again."""
 
     def run(seed: int | None) -> dict[str, str]:
         with on_fake_device(fake) as links:
@@ -119,9 +120,7 @@ def test_a_missing_wait_changes_the_result(fake: Fake, later: str, earlier: str)
                 return optimizer.state_digests()
 
     expected = run(None)
-    # A step waits for its gradient's arrival on the host too, so that there the other wait is never the only one.
-    differs = any(run(seed) != expected for seed in range(6))
-    assert differs == (later == "pack")
+    assert any(run(seed) != expected for seed in range(6))
 
 
 def _failing(fake: Fake, launches: int) -> tuple[AdamW, nn.Module]:
