@@ -108,6 +108,9 @@ class VirtualLink(HostLink):
         before, self._last_up = self._last_up, staged.done
         when_done(before, lambda: when_done(after, begin))
 
+    def has_staged(self, bucket: Bucket) -> bool:
+        return bucket in self._staged
+
     def unstage(self, bucket: Bucket) -> None:
         staged = self._staged.pop(bucket, None)
         if staged is not None:

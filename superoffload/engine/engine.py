@@ -204,9 +204,11 @@ class Engine(EngineParts):
         for bucket in self.layout.buckets:
             if bucket.state is BucketState.FILLING and any(bucket.present):
                 self._pack(bucket, in_backward=False)
-        with self.executor.device_at_work():
+        if self.link.asynchronous:  # until the last gradient arrives, the device is in backward: nothing is exposed
+            self.schedule.prepare()
             self.packer.await_arrivals()
         with self.executor.caller_at_work():
+            self.packer.await_arrivals()
             if self.executor.failure is not None:
                 self._abandon_step()
                 self.executor.raise_failure()
@@ -281,7 +283,8 @@ class Engine(EngineParts):
         if not later:
             self.tail.deliver(on_host)
         elif self.link.asynchronous:
-            self.tail.send_up(on_host)
+            self.tail.land_staged()
+            self.tail.send_up([bucket for bucket in on_host if bucket in self.tail.undelivered])
 
     def _end_all_speculation(self) -> None:
         """Waits for all speculated buckets; if a worker failed, abandons the step before anything is delivered.

@@ -122,16 +122,6 @@ class Executor:
             self.stopwatch.held_up(began, ended)
             self.pool.leave()
 
-    @contextmanager
-    def device_at_work(self) -> Iterator[None]:
-        """Counts as exposed what follows the last gradient's arrival: until then the device was in backward."""
-        began = self._clock()
-        try:
-            yield
-        finally:
-            ended = self._clock()
-            self.exposed_seconds += max(0.0, ended - max(began, self.stopwatch.last_arrival))
-
     def close(self) -> None:
         """Ends the worker threads. Idempotent."""
         self.pool.close()
@@ -173,11 +163,6 @@ class Stopwatch:
         self._first = self._first or arrival
         self._last = arrival
         self._packed += 1
-
-    @property
-    def last_arrival(self) -> float:
-        """Returns when the last gradient reached host memory; 0.0 if none was packed, or the link does not tell."""
-        return self._last.ended if self._last is not None else 0.0
 
     def computed(self, deciding: float, held_up: float) -> tuple[float, float] | None:
         """Returns the seconds of forward and backward of this step; None without a step before, or without backward.

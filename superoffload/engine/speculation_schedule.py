@@ -66,8 +66,16 @@ class Schedule:
             self._decided = self._share_to_speculate()
         return self._decided > 0 and packed <= self._decided
 
+    def prepare(self) -> None:
+        """Does in advance what takes long about the choices after the verdict, while the caller waits for a device."""
+        if self.mode == "adaptive" and self._situation.apart and self.times.known:
+            self._renew_times()
+            self._share_to_speculate()
+
     def share_to_publish(self, situation: Situation) -> float:
         """Returns the share of the waiting elements to publish first and settle later."""
+        if (situation.numel, situation.on_demand) != (self._situation.numel, self._situation.on_demand):
+            self._times = None
         self._situation = situation
         if self.mode != "adaptive" or not (situation.apart and self.times.known and situation.waiting):
             return 0.0
@@ -148,7 +156,14 @@ class Schedule:
         return period(times, (this, likely), self._parts)
 
     def _step_times(self) -> StepTimes:
-        """Returns the times of the step before while they have changed little: their periods are cached."""
+        if self._times is None:
+            self._renew_times()
+        assert self._times is not None
+        return self._times
+
+    def _renew_times(self) -> None:
+        """Takes the times measured so far; keeps those of before while they have changed little, since the periods of
+        such steps are cached."""
         numel, times = self._situation.numel, self.times
         now = StepTimes(
             times.forward,
@@ -164,4 +179,3 @@ class Schedule:
         )
         if self._times is None or not self._times.is_like(now, _LIKE):
             self._times = now
-        return self._times

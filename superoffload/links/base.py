@@ -80,6 +80,10 @@ class Link(Protocol):
         """Discards staged parameters, because the verdict changed the values. Nothing reads the shadow for them when it
         returns."""
 
+    def has_staged(self, bucket: Bucket) -> bool:
+        """Returns whether new parameters of ``bucket`` are staged, or on their way, and were not discarded: their
+        delivery is a copy on the device."""
+
     def step_ended(self, *, whole: bool) -> None:
         """Ends a step after its last ``deliver()``. ``whole=False``: the step was abandoned, or all its gradients
         were retracted."""

@@ -83,6 +83,9 @@ class SynchronousLink:
     def stage(self, bucket: Bucket, after: _native.Completion) -> None:
         """Does nothing: ``deliver()`` makes the copy."""
 
+    def has_staged(self, bucket: Bucket) -> bool:
+        return False
+
     def unstage(self, bucket: Bucket) -> None:
         """Does nothing: no bucket is staged."""
 

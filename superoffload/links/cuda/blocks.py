@@ -55,6 +55,10 @@ class Blocks:
         """Chooses the buckets that may have a block, among all attached ones in backward order."""
         self._early = early_buckets(buckets)
 
+    def has(self, bucket: Bucket) -> bool:
+        """Returns whether ``bucket`` was packed into a block and still has it."""
+        return bucket in self._held
+
     def take(self, bucket: Bucket, native: _native.DeviceBucket) -> int:
         """Returns the address of the block to pack ``bucket`` into; 0: it has none."""
         if bucket not in self._held and bucket in self._early:

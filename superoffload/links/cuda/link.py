@@ -60,6 +60,7 @@ class CudaLink:
         self._buckets: dict[Bucket, _native.DeviceBucket] = {}
         self._targets: dict[Bucket, list[Tensor]] = {}
         self._written_on: dict[Bucket, set[int]] = {}  # streams that gradients came from since the last pack
+        self._staged: set[Bucket] = set()  # new parameters have gone up before the verdict, or will
         self._readers: set[int] = set()  # streams that read parameters besides the current one
         self._arenas: list[PinnedArena] = []
         self._on_device: list[Tensor] = []  # scratch memory of the buckets of every arena
@@ -289,15 +290,24 @@ class CudaLink:
     def stage(self, bucket: Bucket, after: _native.Completion) -> None:
         with _translated(f"sending up {bucket.pieces[0].shard.name}"):
             self._pipeline.stage(self._buckets[bucket], after=after, present=bucket.present)
+        if self._blocks.has(bucket):
+            self._staged.add(bucket)
+
+    def has_staged(self, bucket: Bucket) -> bool:
+        return bucket in self._staged
 
     def unstage(self, bucket: Bucket) -> None:
+        self._staged.discard(bucket)
         if self._pipeline.unstage(self._buckets[bucket]):  # it has travelled, and is discarded
             self.bytes_up += sum(_nbytes(piece.numel, bucket.published_dtype) for piece in bucket.stepped_pieces())
 
     def step_ended(self, *, whole: bool) -> None:
+        self._staged.clear()
         self._blocks.step_ended(pending=self._targets, whole=whole)
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
+        if bucket not in self._staged:  # forward shall have the memory, which nothing waits in
+            self._blocks.give_back(bucket)
         size = bucket.published_dtype.itemsize
         addresses = [0] * len(bucket.pieces)
         targets = []
