@@ -38,6 +38,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--row-limit", type=float, default=120.0, metavar="SECONDS", help="of one row (default: 120)")
     parser.add_argument("--contestants", nargs="+", metavar="NAME", help="rows of these instead (see --list)")
     parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="rows with these tokens per step instead")
+    parser.add_argument("--capped", action="store_true", help="these rows with the GPU's memory capped")
     parser.add_argument("--without-tests", action="store_true", help="do not run tests/gpu")
     parser.add_argument("--json", metavar="PATH", help=f"write the results to this file too (DIR/{NAME})")
     parser.add_argument("--list", action="store_true", help="show the contestants and what is left to do, and end")
@@ -104,6 +105,8 @@ def _check(args: argparse.Namespace) -> None:
     check_common(args, NAME)
     if not args.row_limit > 0:
         raise ArgumentError(f"row_limit={args.row_limit}: expected a positive number of seconds")
+    if args.capped and not (args.contestants or args.tokens):
+        raise ArgumentError("capped: expected --contestants or --tokens beside it; the third slot has capped rows")
     if args.device == "stand-in" and not args.toy:
         raise ArgumentError("device=stand-in: it shows that the suite works and no times; add --toy")
 
@@ -123,6 +126,7 @@ def _plan(args: argparse.Namespace) -> Any:
         slot=args.slot,
         contestants=tuple(args.contestants) if args.contestants else None,
         tokens=tuple(args.tokens) if args.tokens else None,
+        capped=args.capped,
         row_seconds=args.row_limit,
         sanitized=not args.without_sanitizer,
         tests=not args.without_tests,

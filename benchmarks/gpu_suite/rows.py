@@ -87,6 +87,7 @@ class Plan:
     slot: str = "first"
     contestants: tuple[str, ...] | None = None  # instead of the slot's
     tokens: tuple[int, ...] | None = None  # likewise
+    capped: bool = False  # of these rows
     row_seconds: float = 120.0
     sanitized: bool = True
     tests: bool = True
@@ -98,7 +99,8 @@ class Plan:
 
 def all_jobs(plan: Plan) -> list[Job]:
     if plan.contestants or plan.tokens:
-        jobs = list(_train_jobs(plan, plan.contestants or _FIVE, plan.tokens or plan.size.tokens[:1]))
+        chosen = plan.contestants or _FIVE, plan.tokens or plan.size.tokens[:1]
+        jobs = list(_train_jobs(plan, *chosen, capped=plan.capped))
     else:
         jobs = {"first": _first, "second": _second, "third": _third}[plan.slot](plan)
     jobs = _once([*smoke_jobs(plan.device, sanitized=False), *jobs])
