@@ -1,4 +1,7 @@
-"""Publishes results to benchmarks/results/: rows made with this checkout's sources, under its commit."""
+"""Publishes results to benchmarks/results/: rows made with this checkout's sources, under its commit.
+
+Rows that the file has from earlier commits stay as they are, each under its own, until they are measured again.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +44,12 @@ def _write(target: Path, found: Mapping[str, Any], rows: list[dict[str, Any]]) -
             f"json={target}: results are published under a commit, and this checkout is {head}; commit first"
         )
     targets = [each.as_json() for each in all_targets(rows)]
-    kept = [{**row, "commit": head} for row in rows]
-    for row in kept:
+    new = [{**row, "commit": head} for row in rows]
+    for row in new:
         if "output" in row:  # the log has all of it
             row["output"] = row["output"].strip().rpartition("\n")[2]
-    write_json_whole(target, {**found, "commit": head, "targets": targets, "rows": kept})
-    print(f"{target}: {len(kept)} rows, commit {head}")
+    measured = {row["key"] for row in new}
+    before = json.loads(target.read_text(encoding="utf-8"))["rows"] if target.exists() else []
+    kept = [row for row in before if row["key"] not in measured]
+    write_json_whole(target, {**found, "commit": head, "targets": targets, "rows": [*new, *kept]})
+    print(f"{target}: {len(new)} rows, commit {head}; {len(kept)} of earlier commits")

@@ -29,6 +29,7 @@ def alike(count: int = 12) -> nn.Module:
 def trained(device: Device, speculation: str, *, on_side: bool = False) -> tuple[list[dict[str, str]], dict[str, Any]]:
     """Digests of every step; each waits until all that may has gone up. Every other one is then taken back, since the
     learning rate changes."""
+    device.start_of_peaks()  # another test may have filled the device, and what is unused at the peak has room
     model = alike().to(device=device.torch, dtype=torch.bfloat16)
     digests = []
     expected = 0  # bytes

@@ -274,6 +274,12 @@ def test_results_are_published_with_the_commit_of_their_sources(
     assert published["commit"] == "abc" and {row["commit"] for row in published["rows"]} == {"abc"}
     assert stale not in {row["key"] for row in published["rows"]} and published["machine"] and published["targets"]
     assert suite.main(["--report", str(tmp_path / "none.json")]) == 2
+    later = {**report, "rows": report["rows"][:1]}
+    source.write_text(json.dumps(later))
+    monkeypatch.setattr(publish, "commit", lambda: "def")
+    assert suite.main(publishing) == 0
+    commits = [row["commit"] for row in json.loads(target.read_text())["rows"]]
+    assert commits == ["def", *["abc"] * (len(published["rows"]) - 1)], "the others are as they were"
 
 
 # ---- the real measurements, over the stand-in ------------------------------------------------------------------------
