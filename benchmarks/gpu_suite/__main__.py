@@ -46,6 +46,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--report", metavar="JSON", help="measure nothing: show all of this file; with --json, write there what was "
         "made with this checkout's sources, with its commit",
     )  # fmt: skip
+    parser.add_argument("--plot", metavar="PATH", help="with --report: draw all of its rows")
     return parser.parse_args(arguments)
 
 
@@ -57,7 +58,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.report:
         from benchmarks.gpu_suite.publish import report
 
-        return report(Path(args.report), Path(args.json) if args.json else None)
+        target, picture = (Path(path) if path else None for path in (args.json, args.plot))
+        return report(Path(args.report), target, picture)
     _check(args)
     began = time.monotonic()
     out = out_folder(args)

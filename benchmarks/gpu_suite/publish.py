@@ -10,15 +10,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_suite.contestants import CONTESTANTS
 from benchmarks.gpu_suite.table import table
 from benchmarks.gpu_suite.targets import all_targets
 from benchmarks.jobs import plain, write_json_whole
 from benchmarks.sources import digest_of
 from superoffload.errors import ArgumentError
+from superoffload.tools.report import style
 from superoffload.tools.report.machine_facts import commit
 
 
-def report(path: Path, target: Path | None) -> int:
+def report(path: Path, target: Path | None, picture: Path | None = None) -> int:
     try:
         found = plain(json.loads(path.read_text(encoding="utf-8")))
         rows = list(found["rows"])
@@ -26,6 +28,8 @@ def report(path: Path, target: Path | None) -> int:
         raise ArgumentError(
             f"report={path}: expected results of this suite ({type(error).__name__}: {error})"
         ) from error
+    if picture is not None:
+        plot(rows, picture)
     made_here = [row for row in rows if digest_of(row.get("made_from", ())) == row.get("sources")]
     print(table(made_here, all_targets(made_here)))
     stale = [row["key"] for row in rows if row not in made_here]
@@ -53,3 +57,33 @@ def _write(target: Path, found: Mapping[str, Any], rows: list[dict[str, Any]]) -
     kept = [row for row in before if row["key"] not in measured]
     write_json_whole(target, {**found, "commit": head, "targets": targets, "rows": [*new, *kept]})
     print(f"{target}: {len(new)} rows, commit {head}; {len(kept)} of earlier commits")
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draws the milliseconds of a step of all rows, also those of other commits: forward and backward, and what is exposed."""
+    timed = [row for row in rows if row["settings"].get("what") == "train" and "seconds_median" in row["result"]]
+    shown = [row for row in timed if row["settings"]["capped_gib"] is None]
+    tokens = sorted({row["settings"]["tokens"] for row in shown})
+    with style.drawing(path, 9.5, 0.27 * len(shown) + 1.6) as figure:
+        heights = [sum(row["settings"]["tokens"] == count for row in shown) for count in tokens]
+        panels = figure.subplots(len(tokens), 1, height_ratios=heights, squeeze=False)[:, 0]
+        for axes, count in zip(panels, tokens, strict=True):
+            here = sorted(
+                (row for row in shown if row["settings"]["tokens"] == count),
+                key=lambda row: row["result"]["seconds_median"],
+            )
+            names = [row["settings"]["contestant"] for row in here]
+            whole = [1e3 * row["result"]["seconds_median"] for row in here]
+            bare = [1e3 * row["result"]["bare_seconds"] for row in here]
+            colours = [
+                {"ours": style.BLUE, "bound": style.GREEN}.get(CONTESTANTS[name].kind, style.ORANGE) for name in names
+            ]
+            axes.barh(names, whole, color=colours, alpha=0.55)
+            axes.barh(names, bare, color=colours)
+            for place, length in enumerate(whole):
+                axes.annotate(
+                    f"{length:.0f}", (length, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8
+                )
+            axes.invert_yaxis()
+            axes.grid(axis="y", visible=False)
+            axes.set_title(f"{count:,} tokens per step; milliseconds, dark: forward and backward alone")
