@@ -60,7 +60,7 @@ def _write(target: Path, found: Mapping[str, Any], rows: list[dict[str, Any]]) -
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draws the milliseconds of a step of all rows, also those of other commits: forward and backward, and what is exposed."""
+    """Draws the milliseconds of a step: forward and backward, and what is exposed. Of all rows, also other commits'."""
     timed = [row for row in rows if row["settings"].get("what") == "train" and "seconds_median" in row["result"]]
     shown = [row for row in timed if row["settings"]["capped_gib"] is None]
     tokens = sorted({row["settings"]["tokens"] for row in shown})
