@@ -6,6 +6,7 @@ import importlib.util
 import os
 import signal
 import sys
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,10 +43,22 @@ def missing_for_gpu() -> str | None:
     return None if torch.cuda.is_available() else "needs a CUDA device that torch sees (torch.cuda.is_available())"
 
 
+def is_its_turn(item: pytest.Item, turn: str) -> bool:
+    """Whether a test runs in this ``turn``, "1/4" say: all do but those marked ``in_turn``."""
+    mark = item.get_closest_marker("in_turn")
+    number, _, turns = turn.partition("/")
+    group = mark.args[0] if mark is not None and mark.args else item.nodeid
+    return mark is None or zlib.crc32(group.encode()) % int(turns) == int(number) - 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     from tests.support.over_stand_in import is_wanted
 
     items[:] = [item for item in items if is_wanted(item)]
+    turn = os.environ.get("TEST_TURN", "1/1")
+    for item in items:
+        if not is_its_turn(item, turn):
+            item.add_marker(pytest.mark.skip(reason=f"TEST_TURN={turn}: runs in another turn"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = missing_for_gpu() if marked else None
     if reason is not None:

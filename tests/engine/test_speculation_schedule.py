@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from statistics import median
 
 import pytest
 
@@ -90,6 +91,50 @@ def test_two_phases_hide_behind_a_long_forward_and_cost_bytes_where_there_is_non
 def test_speculation_hides_behind_backward_and_is_replayed_after_a_clip() -> None:
     assert period(times(1.0, 2.0), (Kind(1.0, 0.0, False),), 64) == pytest.approx(3, rel=0.02)
     assert period(times(1.0, 2.0), (Kind(1.0, 0.0, True),), 64) > 3 + 30.4 / 28 - 1
+
+
+def test_micro_batches_before_the_last_backward_need_no_new_parameters() -> None:
+    accumulated = times(4.0, 2.0, reading=1.0)
+    assert period(accumulated, (Kind(0.0, 0.0, True),), 64) == pytest.approx(6 + 1 / 64), (
+        "beside the first forward only"
+    )
+    assert period(times(4.0, 2.0, step=3.0, reading=1.0), (Kind(0.0, 0.0, True),), 64) == pytest.approx(8, rel=0.02)
+    assert period(times(4.0, 2.0, step=3.0), (Kind(0.0, 0.0, True),), 64) == pytest.approx(6, rel=0.02)
+
+
+def test_the_first_forward_of_several_micro_batches_is_measured_by_the_last_backward() -> None:
+    measured = MeasuredTimes()
+    measured.computed(1.0, 2.5)
+    assert measured.reading == 1.0, "one micro-batch"
+    for _ in range(5):
+        measured.computed(1.0 + 3 * 3.0, 2.0)
+    assert (measured.forward, measured.reading) == (10.0, 1.0)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 8])
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("tokens", [8192, 32768])
+def test_adaptive_is_the_best_choice_with_micro_batches(tokens: int, clips: bool, micro_batches: int) -> None:
+    """With the figures of the H200 that was measured (docs/benchmarks.md), in virtual time."""
+    machine = Machine(memory=127e9, down=50e9, up=50e9, overhead=50e-6)
+    forward = 0.037 * tokens / 8192
+    workload = Workload(0.974e9, forward, 2 * forward, layers=33, micro_batches=micro_batches)
+
+    def seconds(schedule: Schedule) -> float:
+        return median(EmulatedTraining(workload, machine, schedule).run([clips] * 24)[12:])
+
+    fixed = (Schedule("always"), Schedule("never"), FixedSchedule(speculates=False, published=1.0))
+    assert seconds(Schedule("adaptive")) <= 1.01 * min(map(seconds, fixed))
+
+
+def test_what_a_device_computes_is_not_exposed() -> None:
+    """Its gradients arrive long after the training thread has asked for the verdict."""
+    workload = Workload(1e9, forward=0.1, backward=0.2, layers=8)
+    training = EmulatedTraining(workload, Machine(memory=1e13, down=2e9, up=1e13), Schedule("always"))
+    seconds = sum(training.step(False) for _ in range(4))
+    exposed = training.engine.stats()["optimizer_seconds_exposed"]
+    assert seconds > 4 * 1.0 and exposed < 0.01 * seconds
+    training.engine.close()
 
 
 def test_a_settle_holds_the_next_gradient_back() -> None:

@@ -61,7 +61,11 @@ def train(folder: Path, ranks: int, cases: dict[str, list[str]]) -> list[Seen]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+EVERY_TIME = ("fsdp2", "fsdp2xtp2")
+layouts = [pytest.param(one, marks=() if one in EVERY_TIME else pytest.mark.in_turn) for one in LAYOUTS]
+
+
+@pytest.mark.parametrize("layout", layouts)
 def test_same_bits_with_and_without_speculation_and_torchtitans_curve(layout: str, tmp_path: Path) -> None:
     cases = {
         "stock": arguments(layout),
@@ -86,6 +90,7 @@ def test_same_bits_with_and_without_speculation_and_torchtitans_curve(layout: st
         assert always["metrics"][-1]["superoffload/clip_rate"] == 1
 
 
+@pytest.mark.in_turn
 def test_checkpoints_resume_to_the_bit_and_change_places_with_torchtitans(tmp_path: Path) -> None:
     def saving(folder: str, *more: str) -> list[str]:
         return ["--checkpoint.enable", "--checkpoint.interval", "2", "--checkpoint.folder", folder, *more]
@@ -108,6 +113,7 @@ def test_checkpoints_resume_to_the_bit_and_change_places_with_torchtitans(tmp_pa
             assert seen[other]["squares"] == pytest.approx(seen["stock"]["squares"], rel=1e-3)
 
 
+@pytest.mark.in_turn
 def test_another_mesh_loads_a_checkpoint_whole(tmp_path: Path) -> None:
     saved = ["--checkpoint.enable", "--checkpoint.interval", "2", "--checkpoint.folder", "saved"]
     loaded = [*saved, "--checkpoint.load_step", str(STEPS), "--checkpoint.exclude_from_loading", "dataloader"]
@@ -124,6 +130,7 @@ def test_another_mesh_loads_a_checkpoint_whole(tmp_path: Path) -> None:
     assert not stages[0].keys() & stages[1].keys()
 
 
+@pytest.mark.in_turn
 def test_accumulated_gradients_and_options(tmp_path: Path) -> None:
     twice = ["--training.global_batch_size", "16"]  # 2 ranks, 4 each, 2 times
     cases = {

@@ -124,6 +124,7 @@ def note(scenario: Scenario, column: str) -> str:
     return "by the norm of each stage, as with torch" if (scenario, column) == (clip_norm, "stages") else ""
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("scenario", "ranks", "options"),
     [

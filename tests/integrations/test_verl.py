@@ -13,7 +13,7 @@ import pytest
 from tests.support.checkout import ROOT
 from tests.support.optional_packages import needs
 
-pytestmark = needs("verl", "ray", "tensordict", "transformers", "peft")
+pytestmark = [needs("verl", "ray", "tensordict", "transformers", "peft"), pytest.mark.in_turn("verl")]
 
 STEPS = 6
 OURS, VERLS = "superoffload.integrations.verl", "verl.workers.engine.fsdp.transformer_impl"

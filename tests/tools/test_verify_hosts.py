@@ -38,6 +38,7 @@ def torchrun(link: Link, ranks: int, *command: str) -> list[tuple[int, str, str]
 
 
 @pytest.mark.convergence
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("ranks", "engine"), [(2, "fsdp2"), (4, "ddp")])
 def test_ranks_on_two_hosts_are_verified(ranks: int, engine: str, tmp_path: Path) -> None:
     """Over a link of 50 Mbit/s."""

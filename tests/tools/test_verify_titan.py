@@ -22,7 +22,7 @@ from tests.support.faulty_runs import mutated
 from tests.support.optional_packages import needs
 from tests.support.short_verify import SHORT
 
-pytestmark = [needs("torchtitan"), pytest.mark.convergence]
+pytestmark = [needs("torchtitan"), pytest.mark.convergence, pytest.mark.in_turn("verify titan")]
 
 STOCK = "torchtitan's AdamW"
 
