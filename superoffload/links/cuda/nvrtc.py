@@ -35,6 +35,10 @@ class Nvrtc:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        if Path(name).is_absolute():
+            # NVRTC of some wheels (13.0.88) does not look for its built-in functions in its own folder.
+            for builtins in sorted(Path(name).parent.glob("libnvrtc-builtins.so.*")):
+                ctypes.CDLL(str(builtins))
         self._library = ctypes.CDLL(name)
 
     def _call(self, function: str, *arguments: Any) -> None:

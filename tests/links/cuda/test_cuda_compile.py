@@ -182,6 +182,8 @@ def test_that_of_torchs_cuda_comes_first(
     found = [Path(one.name).relative_to(nvidia).parts for one in nvrtc.find([])]
     assert len(found) == 2 and found[0][0] == first
     assert {parts[-1] for parts in found} == {"libnvrtc.so.12", "libnvrtc.so.13"}
+    opened = [Path(name).name for name in places.opened]
+    assert opened.index("libnvrtc-builtins.so.13.0") < opened.index("libnvrtc.so.13"), "which may not find it itself"
 
 
 def test_in_torchs_own_folder_and_in_a_toolkit(places: Places) -> None:
