@@ -11,7 +11,7 @@ from superoffload.tools.cli import measurement
 from superoffload.tools.cli.options import add_option
 
 _TOKENS = (2048, 4096, 6144, 8192, 12288)
-_PARTS = ("model", "delivery", "traces", "wall-clock")
+_PARTS = ("model", "delivery", "traces", "micro-batches", "wall-clock")
 _NUMEL, _QUICK = 1 << 25, 1 << 20
 
 
@@ -21,8 +21,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="speculating, one pass, two phases, adaptive",
         description="Drives the real engine and schedule with an emulated accelerator: in virtual time with the "
         "figures of a Superchip, with new parameters that travel before or after the verdict, over named sequences of "
-        "verdicts, and in wall-clock time beside real work of this machine's processors. Exits with 1 if adaptive is "
-        "more than 3 % slower than the best fixed choice on any sequence.",
+        "verdicts, in micro-batches with the figures of an H200, and in wall-clock time beside real work of this "
+        "machine's processors. Exits with 1 if adaptive is more than 3 % slower than the best fixed choice on any "
+        "sequence.",
     )
     add_option(parser, "--parameters", type=float, default=7e9, help="of the model in virtual time")
     parser.add_argument("--tokens", type=int, nargs="+", metavar="N", default=_TOKENS, help="per step, in virtual time")

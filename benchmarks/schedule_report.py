@@ -40,6 +40,7 @@ def tables(report: dict[str, Any]) -> str:
         ("model", _model_table),
         ("delivery", _delivery_table),
         ("trace", _trace_table),
+        ("micro-batches", _micro_batch_table),
         ("wall clock", _wall_table),
     )
     found = ((table, _part(report["rows"], part)) for part, table in drawn)
@@ -64,6 +65,20 @@ def _model_table(rows: Sequence[Row]) -> str:
             + "  "
             + "".join(f"{ratio:>11.3f}" for ratio in cells[2:])
         )
+    return "\n".join(lines)
+
+
+def _micro_batch_table(rows: Sequence[Row]) -> str:
+    names = list(dict.fromkeys(row["contestant"] for row in rows))
+    lines = [
+        "Iteration time over the bound, in virtual time, with the figures of an H200: never clips, clips at every step",
+        f"{'tokens/step':>12}{'micro-batches':>15}" + "".join(f"{name:>16}" for name in names),
+    ]
+    for tokens, count in dict.fromkeys((row["tokens"], row["micro_batches"]) for row in rows):
+        here = [row for row in rows if (row["tokens"], row["micro_batches"]) == (tokens, count)]
+        ratios = {(row["contestant"], row["clips"]): row["ratio"] for row in here}
+        cells = (f"{ratios[name, False]:.2f}, {ratios[name, True]:.2f}" for name in names)
+        lines.append(f"{tokens:>12}{count:>15}" + "".join(f"{cell:>16}" for cell in cells))
     return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.emulation.fixed_schedule import FixedSchedule
-from benchmarks.emulation.machine import BEHIND_PCIE, GRACE, Machine, Operation, Workload
+from benchmarks.emulation.machine import BEHIND_PCIE, GRACE, H200, Machine, Operation, Workload
 from benchmarks.emulation.paced import PacedTraining
 from benchmarks.emulation.peers import in_backward, synchronous
 from benchmarks.emulation.traces import SETTLED_IN, TRACES, run_trace
@@ -38,6 +38,8 @@ DELIVERIES = {  # whether new parameters travel before the verdict, and whether 
     "eager, before the verdict": (True, False),
     "on demand": (True, True),
 }
+H200_PARAMETERS, H200_FLOPS = 0.974e9, 435e12  # of the GPU suite's model, and what that GPU reached with it
+MICRO_BATCHES = (1, 2, 4, 8)
 MACHINES = {"Superchip": GRACE, "behind PCI Express 5": BEHIND_PCIE}
 
 
@@ -64,6 +66,8 @@ def run_schedule(settings: ScheduleBenchmark, tell: Tell) -> dict[str, Any]:
         rows += delivery_rows(settings, tell)
     if "traces" in settings.parts:
         rows += trace_rows(settings, tell)
+    if "micro-batches" in settings.parts:
+        rows += micro_batch_rows(tell)
     limit: dict[str, Any] = {"model": {**_machine_facts(GRACE), "flops": FLOPS}}
     limit["delivery"] = {name: _machine_facts(machine) for name, machine in MACHINES.items()}
     if "wall-clock" in settings.parts:
@@ -172,6 +176,36 @@ def trace_rows(settings: ScheduleBenchmark, tell: Tell) -> list[Row]:
                     "ratio": result.ratio,
                 }
             )
+    return rows
+
+
+def micro_batch_rows(tell: Tell) -> list[Row]:
+    """Measures steps in several micro-batches, of which only the last one's gradients are final."""
+    rows = []
+    for tokens in (8192, 32768):
+        for count in MICRO_BATCHES:
+            tell(f"{tokens} tokens per step in {count} micro-batches")
+            workload = Workload.of_tokens(H200_PARAMETERS, tokens, H200_FLOPS, layers=33, micro_batches=count)
+            for name in ("one pass", "speculate", "two-phase", "adaptive"):
+                for clips in (False, True):
+                    training = EmulatedTraining(workload, H200, CONTESTANTS[name][0]())
+                    seconds = median(training.run([clips] * (_WARM + _COUNTED))[_WARM:])
+                    verdict = "clips at every step" if clips else "never clips"
+                    rows.append(
+                        {
+                            "part": "micro-batches",
+                            "name": f"{tokens} tokens in {count}: {name}, {verdict}",
+                            "contestant": name,
+                            "tokens": tokens,
+                            "micro_batches": count,
+                            "clips": clips,
+                            "numel": int(H200_PARAMETERS),
+                            "seconds_median": seconds,
+                            "seconds_min": seconds,
+                            "ratio_to": "bound",
+                            "ratio": seconds / workload.bound(H200),
+                        }
+                    )
     return rows
 
 

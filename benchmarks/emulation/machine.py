@@ -30,6 +30,8 @@ class Machine:
 GRACE = Machine(memory=420e9, down=297e9, up=375e9)
 # The same processors behind PCI Express 5 x16, at the planner's share of its nominal bandwidth.
 BEHIND_PCIE = Machine(memory=420e9, down=54e9, up=54e9)
+# One H200's, with 14 worker threads, while transfers run (docs/benchmarks.md).
+H200 = Machine(memory=127e9, down=50e9, up=50e9, overhead=5e-5)
 
 
 @dataclass(frozen=True)
