@@ -109,22 +109,27 @@ class Tail:
         would have to do without."""
         staged = [bucket for bucket in self.undelivered if self._link.has_staged(bucket)]
         if staged:
-            self._land(staged)
+            self._hand_over(staged)  # the step that is ending renews and records them
 
     def _land(self, buckets: Sequence[Bucket]) -> None:
         began = _native.now_seconds()
         try:
-            self._listener.landing(buckets)
-            self.deliver(buckets)
+            self._hand_over(buckets)
         finally:
             landed = [bucket for bucket in buckets if bucket not in self.undelivered]
-            error = self._listener.landed(landed)
-            if error is not None:
-                self._executor.fail_first(error)
             self._recorder.landed(landed, began)
             for bucket in landed:
                 if bucket.state is not BucketState.PUBLISHED:
                     bucket.renew()
+
+    def _hand_over(self, buckets: Sequence[Bucket]) -> None:
+        try:
+            self._listener.landing(buckets)
+            self.deliver(buckets)
+        finally:
+            error = self._listener.landed([bucket for bucket in buckets if bucket not in self.undelivered])
+            if error is not None:
+                self._executor.fail_first(error)
 
     def deliver(self, buckets: Sequence[Bucket]) -> None:
         """Waits for ``buckets`` and delivers them."""

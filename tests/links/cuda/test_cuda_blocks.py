@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from superoffload import AdamW
 from superoffload.engine.speculation_schedule import MODES
 from superoffload.links.cuda.blocks import early_buckets
 from superoffload.optimizer.bit_compare_interval import BitCompareInterval
+from superoffload.timeline import PROCESSORS, read_trace
 from tests.support.adamw_training import batch
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
 from tests.support.fake_cuda_training import blocks_of, count_gradients, training
@@ -137,13 +139,13 @@ def test_parameters_that_are_wider_than_gradients_have_none(fake: Fake) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_delivery_on_demand_leaves_none_to_the_next_forward(fake: Fake, mode: str) -> None:
-    """What has gone up is delivered at once, and what goes up later does without."""
-    model = deep_model(torch.bfloat16)
+def test_delivery_on_demand_leaves_none_to_the_next_forward(fake: Fake, mode: str, tmp_path: Path) -> None:
+    """What has gone up is delivered at once, and what goes up later does without. A timeline knows both."""
+    model, trace = deep_model(torch.bfloat16), tmp_path / "trace.json"
     used: list[int] = []
     options: dict[str, Any] = {"speculation": mode, "threads": 2, "bucket_numel": 1024, "delivery": "on_demand"}
     fake.delays(3, LATE)
-    with on_fake_device(fake), AdamW(model.parameters(), module=model, **options) as optimizer:
+    with on_fake_device(fake), AdamW(model.parameters(), module=model, trace=trace, **options) as optimizer:
         for module in model.modules():
             module.register_forward_pre_hook(lambda *_: fake.synchronize())
         for seed in range(4):
@@ -153,6 +155,9 @@ def test_delivery_on_demand_leaves_none_to_the_next_forward(fake: Fake, mode: st
             optimizer.step()
             assert blocks_of(optimizer) == 0
         assert used[-1] > 0
+        committed = optimizer.stats()["buckets_committed"]
+    fates = [event["args"].get("fate") for event in read_trace(trace) if event.get("cat") == PROCESSORS]
+    assert fates.count("committed") == committed and (committed > 0) == (mode != "never")
     assert fake.mismatches == 0
 
 
