@@ -55,7 +55,9 @@ def _write(target: Path, found: Mapping[str, Any], rows: list[dict[str, Any]]) -
     measured = {row["key"] for row in new}
     before = json.loads(target.read_text(encoding="utf-8"))["rows"] if target.exists() else []
     kept = [row for row in before if row["key"] not in measured]
-    write_json_whole(target, {**found, "commit": head, "targets": targets, "rows": [*new, *kept]})
+    # The last call's command and what it left say nothing of rows from several calls and machines.
+    facts = {name: value for name, value in found.items() if name not in ("command", "slot", "left")}
+    write_json_whole(target, {**facts, "commit": head, "targets": targets, "rows": [*new, *kept]})
     print(f"{target}: {len(new)} rows, commit {head}; {len(kept)} of earlier commits")
 
 
