@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import sys
 import zlib
@@ -56,6 +57,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items[:] = [item for item in items if is_wanted(item)]
     turn = os.environ.get("TEST_TURN", "1/1")
+    if re.fullmatch(r"[1-9]\d*/[1-9]\d*", turn) is None:
+        raise pytest.UsageError(f"TEST_TURN={turn}: expected a turn and their number, such as 1/4; unset it to run all")
     for item in items:
         if not is_its_turn(item, turn):
             item.add_marker(pytest.mark.skip(reason=f"TEST_TURN={turn}: runs in another turn"))
