@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"TEST_TURN={turn}: expected a turn and their number, such as 1/4; unset it to run all")
     for item in items:
         if not is_its_turn(item, turn):
-            item.add_marker(pytest.mark.skip(reason=f"TEST_TURN={turn}: runs in another turn"))
+            item.add_marker(pytest.mark.skip(reason=f"TEST_TURN={turn}: not its turn; unset it to run all tests"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = missing_for_gpu() if marked else None
     if reason is not None:

@@ -107,6 +107,8 @@ def _check(args: argparse.Namespace) -> None:
     check_common(args, NAME)
     if not args.row_limit > 0:
         raise ArgumentError(f"row_limit={args.row_limit}: expected a positive number of seconds")
+    if args.plot:
+        raise ArgumentError(f"plot={args.plot}: expected --report JSON beside it, whose rows are drawn")
     if args.capped and not (args.contestants or args.tokens):
         raise ArgumentError("capped: expected --contestants or --tokens beside it; the third slot has capped rows")
     if args.device == "stand-in" and not args.toy:

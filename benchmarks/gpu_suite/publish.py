@@ -63,8 +63,14 @@ def _write(target: Path, found: Mapping[str, Any], rows: list[dict[str, Any]]) -
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Draws the milliseconds of a step: forward and backward, and what is exposed. Of all rows, also other commits'."""
-    timed = [row for row in rows if row["settings"].get("what") == "train" and "seconds_median" in row["result"]]
+    timed = [
+        row for row in rows if row["settings"].get("what") == "train" and "seconds_median" in (row.get("result") or {})
+    ]
     shown = [row for row in timed if row["settings"]["capped_gib"] is None]
+    if not shown:
+        raise ArgumentError(
+            f"plot={path}: the report has no training row that was measured, so there is nothing to draw"
+        )
     tokens = sorted({row["settings"]["tokens"] for row in shown})
     with style.drawing(path, 9.5, 0.27 * len(shown) + 1.6) as figure:
         heights = [sum(row["settings"]["tokens"] == count for row in shown) for count in tokens]

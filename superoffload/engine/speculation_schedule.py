@@ -74,11 +74,11 @@ class Schedule:
 
     def share_to_publish(self, situation: Situation) -> float:
         """Returns the share of the waiting elements to publish first and settle later."""
-        if (situation.numel, situation.on_demand) != (self._situation.numel, self._situation.on_demand):
-            self._times = None
-        self._situation = situation
+        before, self._situation = self._situation, situation
         if self.mode != "adaptive" or not (situation.apart and self.times.known and situation.waiting):
             return 0.0
+        if (situation.numel, situation.on_demand) != (before.numel, before.on_demand):
+            self._renew_times()
         spoils = self._spoiled
         parts = max(1, round(self._parts * situation.waiting / situation.numel))
         share = 1.0 - parts / self._parts

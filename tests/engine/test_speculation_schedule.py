@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from statistics import median
 
 import pytest
@@ -11,9 +12,10 @@ from benchmarks.emulation.fixed_schedule import FixedSchedule
 from benchmarks.emulation.machine import GRACE, Machine, Workload
 from benchmarks.emulation.traces import SLOWEST, TRACES, run_trace
 from benchmarks.emulation.training import EmulatedTraining
-from superoffload.engine.speculation_schedule import Schedule
+from superoffload.engine.speculation_schedule import Schedule, Situation
 from superoffload.engine.spoil_prediction import SpoilPredictor
 from superoffload.engine.step_model import BYTES, Kind, MeasuredTimes, Operation, StepTimes, period
+from superoffload.engine.verdict import Verdict
 from superoffload.errors import ArgumentError
 
 PARAMETERS, FLOPS = 7e9, 400e12
@@ -163,6 +165,45 @@ def test_one_long_pause_between_steps_changes_nothing() -> None:
     for forward in (1.0, 1.0, 500.0, 1.0):
         measured.computed(forward, 2.0)
     assert measured.forward == 1.0
+
+
+def of_a_device(numel: int) -> tuple[Schedule, Situation]:
+    """A schedule that has measured a few steps, and how the next one is at its verdict."""
+    schedule = Schedule("adaptive")
+    for _ in range(6):
+        schedule.computed(0.04, 0.07)
+        for operation in (Operation.step, Operation.step_journaled, Operation.publish, Operation.settle):
+            schedule.worked(operation, numel, 0.2)
+        schedule.observe(Verdict(1.0, 1.0, False, 1.0))
+        situation = Situation(numel, numel // 2, 32, apart=True, on_demand=True)
+        schedule.share_to_publish(situation)
+    return schedule, situation
+
+
+def test_what_takes_long_is_done_before_the_verdict() -> None:
+    """Times that are measured meanwhile count from the next step on."""
+    schedule, situation = of_a_device(1_000_000)
+    for _ in range(6):
+        schedule.computed(0.02, 0.05)
+    computed = period.cache_info().misses
+    schedule.prepare()
+    prepared = period.cache_info().misses
+    for _ in range(6):
+        schedule.computed(0.08, 0.2)
+    schedule.observe(Verdict(1.0, 1.0, False, 1.0))
+    schedule.should_speculate()
+    assert prepared > computed and period.cache_info().misses == prepared
+    schedule.share_to_publish(situation)
+    assert period.cache_info().misses - prepared < prepared - computed, "only what the waiting share needs"
+
+
+def test_a_step_that_moves_a_little_less_is_computed_from_the_same_times() -> None:
+    """As where experts get no token in one step and some in the next."""
+    schedule, situation = of_a_device(1_000_000)
+    computed = period.cache_info().misses
+    for numel in (999_000, 1_001_000, 998_500):
+        schedule.share_to_publish(replace(situation, numel=numel))
+    assert period.cache_info().misses == computed
 
 
 # ---- choosing -----------------------------------------------------------------------------------------------------

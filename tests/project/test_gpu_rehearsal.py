@@ -262,11 +262,14 @@ def test_results_are_published_with_the_commit_of_their_sources(
     report = json.loads(source.read_text())
     report["rows"][2]["sources"] = "0123456789abcdef"
     source.write_text(json.dumps(report))
-    publishing = ["--report", str(source), "--json", str(target)]
+    picture = tmp_path / "rows.png"
+    publishing = ["--report", str(source), "--json", str(target), "--plot", str(picture)]
     monkeypatch.setattr(publish, "commit", lambda: "abc+changes")
     assert suite.main(publishing) == 2 and "commit first" in rehearsal.capsys.readouterr().err
     monkeypatch.setattr(publish, "commit", lambda: "abc")
-    assert suite.main(publishing) == 0
+    report["rows"] += [{**report["rows"][-1], "key": "one that failed", "status": "failed", "result": None}]
+    source.write_text(json.dumps(report))
+    assert suite.main(publishing) == 0 and picture.read_bytes().startswith(b"\x89PNG")
     printed = rehearsal.capsys.readouterr().out
     stale = report["rows"][2]["key"]
     assert f"1 of {len(report['rows'])} rows were made with other sources" in printed and stale in printed
@@ -277,7 +280,8 @@ def test_results_are_published_with_the_commit_of_their_sources(
     later = {**report, "rows": report["rows"][:1]}
     source.write_text(json.dumps(later))
     monkeypatch.setattr(publish, "commit", lambda: "def")
-    assert suite.main(publishing) == 0
+    assert suite.main(publishing) == 2 and "nothing to draw" in rehearsal.capsys.readouterr().err
+    assert suite.main(publishing[:4]) == 0
     commits = [row["commit"] for row in json.loads(target.read_text())["rows"]]
     assert commits == ["def", *["abc"] * (len(published["rows"]) - 1)], "the others are as they were"
 

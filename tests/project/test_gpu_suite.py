@@ -308,6 +308,8 @@ def test_a_parameter_that_a_delay_keeps_back_is_found(monkeypatch: pytest.Monkey
     ("arguments", "said"),
     [
         (["--device", "cpu"], "add --toy"),
+        (["--device", "cpu", "--toy", "--capped"], "capped: expected --contestants or --tokens"),
+        (["--device", "cpu", "--toy", "--plot", "rows.png"], "plot=rows.png: expected --report"),
         (["--device", "cpu", "--toy", "--contestants", "no-such"], "contestants=no-such: expected some of"),
         (["--device", "stand-in"], "add --toy"),
         (["--device", "cpu", "--toy", "--resume", "no.json"], "resume=no.json: expected the JSON of an earlier call"),
