@@ -46,7 +46,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--report", metavar="JSON", help="measure nothing: show all of this file; with --json, write there what was "
         "made with this checkout's sources, with its commit",
     )  # fmt: skip
-    parser.add_argument("--plot", metavar="PATH", help="with --report: draw all of its rows")
+    parser.add_argument("--plot", metavar="PATH", help="with --report: draw its rows of the latest commit")
     return parser.parse_args(arguments)
 
 

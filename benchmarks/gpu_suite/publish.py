@@ -29,7 +29,7 @@ def report(path: Path, target: Path | None, picture: Path | None = None) -> int:
             f"report={path}: expected results of this suite ({type(error).__name__}: {error})"
         ) from error
     if picture is not None:
-        plot(rows, picture)
+        plot([row for row in rows if row["commit"] == found["commit"]], picture)
     made_here = [row for row in rows if digest_of(row.get("made_from", ())) == row.get("sources")]
     print(table(made_here, all_targets(made_here)))
     stale = [row["key"] for row in rows if row not in made_here]
@@ -62,7 +62,7 @@ def _write(target: Path, found: Mapping[str, Any], rows: list[dict[str, Any]]) -
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draws the milliseconds of a step: forward and backward, and what is exposed. Of all rows, also other commits'."""
+    """Draws the milliseconds of a step: forward and backward, and what is exposed. For rows of one machine."""
     timed = [
         row for row in rows if row["settings"].get("what") == "train" and "seconds_median" in (row.get("result") or {})
     ]
