@@ -41,8 +41,9 @@ CHECKED := checkpoints/safetensors checkpoints/saving engine/bucket_fates engine
     optimizer/second_backward optimizer/timeline optimizer/unknown_arguments optimizer/unusual_parameters \
     project/docs project/packaging project/public_names project/recorded_figures tools/plan tools/plan_advice \
     tools/plan_machines tools/verify_injection
-TARGETS := demo test check docs build lint types format native-test clang-test sanitize arm-test arm-python-test \
-    old-cpu-test grace cuda-kernels old-deepspeed-test fresh-clone-test gpu-extension clean
+TARGETS := demo test check docs build lint types format native-test clang-test sanitize-addresses sanitize-threads \
+    sanitize arm-test arm-python-test old-cpu-test grace cuda-kernels old-deepspeed-test fresh-clone-test release-test \
+    gpu-extension clean
 
 .DEFAULT_GOAL := help
 .PHONY: help FORCE $(TARGETS)
@@ -141,8 +142,10 @@ clang-test:
 	$(NATIVE_TESTS) isolation CXX=$(CLANG)
 
 # AddressSanitizer and UBSan over everything, ThreadSanitizer over what threads share.
-sanitize:
+sanitize: sanitize-addresses sanitize-threads
+sanitize-addresses:
 	$(NATIVE_TESTS) check VARIANT=asan
+sanitize-threads:
 	$(NATIVE_TESTS) check VARIANT=tsan
 
 # Cross-compiled and emulated. Then one battery on every set of both architectures, SVE at 128 bits (Grace's) with many
@@ -202,6 +205,11 @@ $(OLD_DEEPSPEED)/.installed: $(VENV)/.test-requirements
 	rm -rf $(@D)
 	DS_BUILD_OPS=0 $(PIP_INSTALL) --no-build-isolation --no-deps --target $(@D) deepspeed==$(OLD_DEEPSPEED:build/deepspeed-%=%)
 	@touch $@
+
+# Everything, before a release and after a change to csrc. `.ci/run` takes turns with what takes long.
+release-test: lint types docs native-test clang-test sanitize arm-python-test
+	$(MAKE) arm-test ARM_VARIANT=shipped
+	$(MAKE) old-cpu-test grace cuda-kernels test old-deepspeed-test fresh-clone-test
 
 fresh-clone-test:
 	PYTHON=$(PYTHON) .ci/fresh-clone
