@@ -6,6 +6,7 @@ This file has its arguments and the methods that users call. Its parts are in ``
 from __future__ import annotations
 
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
@@ -33,7 +34,7 @@ from superoffload.optimizer.state import agreed
 from superoffload.optimizer.state_dict import ReadState, StateDict
 from superoffload.optimizer.tracked_param import TrackedParam
 from superoffload.optimizer.unknown_arguments import refuse_unknown
-from superoffload.optimizer.untraced import untraced
+from superoffload.optimizer.untraced import outside_inference, untraced
 from superoffload.optimizer.verdict_terms import LossScale, VerdictTerms
 from superoffload.timeline import Timeline, record
 
@@ -57,7 +58,8 @@ class AdamW(Optimizer):
         params: parameters or param groups: float32, bfloat16 or float16, dense (in any order of dimensions:
             channels_last, transposed), all on the CPU or all on one CUDA device. Gradients have the same dtype or
             float32 (``p.grad_dtype``), or are in ``p.main_grad`` as in Megatron (docs/edits.md).
-        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; per group, changeable at any time.
+        lr, betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``; per group, changeable at any time. Its
+            ``fused`` and ``foreach``, which choose its loop, are accepted and change nothing.
         max_grad_norm: clip the global gradient norm to this (None: no clipping). Changeable between steps. Replaces
             ``torch.nn.utils.clip_grad_norm_``.
         speculation: "adaptive" (chooses by prediction and measured times), "always" or "never" (docs/pipeline.md). It
@@ -113,6 +115,7 @@ class AdamW(Optimizer):
     not exist the error is a TypeError too, and names the one that was meant.
     """
 
+    @outside_inference
     def __init__(
         self,
         params: Any,
@@ -121,6 +124,7 @@ class AdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
+        maximize: bool = False,
         max_grad_norm: float | None = None,
         speculation: str = "adaptive",
         delivery: str = "eager",
@@ -145,7 +149,7 @@ class AdamW(Optimizer):
         refuse_unknown(AdamW, torchs)
         check_environment()
         verdicts = VerdictTerms(max_grad_norm)
-        defaults = {name: arguments[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        defaults = {name: arguments[name] for name in ("lr", "betas", "eps", "weight_decay", "maximize")}
         groups, given = check_given(params, defaults, arguments)
         self._lifetime = Lifetime(self)
         recorder = Recorder() if trace is None else record(trace)
@@ -182,6 +186,7 @@ class AdamW(Optimizer):
     def state(self, value: defaultdict[Tensor, Any]) -> None:
         self._lasting.views.replace(value)
 
+    @outside_inference
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as in torch, at any time; a step in flight keeps its gradients."""
         lifetime, group = self._lifetime, param_group
@@ -225,6 +230,7 @@ class AdamW(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @outside_inference
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Decides the verdict and commits, replays, steps or skips. Parameters have their new values when it returns;
@@ -240,8 +246,11 @@ class AdamW(Optimizer):
         self._parts.advice.tell()
         return loss
 
-    # This has torch.amp.GradScaler set grad_scale and found_inf around step() instead of dividing the gradients.
-    _step_supports_amp_scaling = True
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Tells a ``torch.amp.GradScaler`` to set ``grad_scale`` and ``found_inf`` around ``step()`` instead of
+        dividing the gradients. Other code asks whether it must not clip them, as Lightning does: it may."""
+        return isinstance(sys._getframe(1).f_locals.get("self"), torch.amp.GradScaler)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, as in torch. Without a ``step()`` since backward it abandons the step: nothing changes."""
@@ -307,11 +316,13 @@ class AdamW(Optimizer):
         self._check_usable(closed_too=True)
         self._parts.state.quiesce()
 
+    @outside_inference
     def refresh_written(self) -> None:
         """Takes over the writes to parameters that are noticed, as every ``step()`` does."""
         self._parts.state.follow_written()
         self._parts.advice.tell()
 
+    @outside_inference
     def refresh_masters(self) -> None:
         """Takes over all parameters at once, after writes that only bits show. ``step()`` takes over the writes that it
         notices: all that version counters show, those through ``param.data`` in host memory, and on a device those that
@@ -319,17 +330,20 @@ class AdamW(Optimizer):
         self._check_usable()
         self._parts.state.follow_parameters()
 
+    @outside_inference
     def sleep(self, folder: str | os.PathLike[str] | None = None) -> None:
         """Finishes the last step and gives back all memory but masters and moments, on this rank, until ``wake()``.
         A ``folder`` on a disk takes those, too. Raises, and changes nothing, where gradients wait for ``step()``
         (StateError) or the folder has no room for the state (ArgumentError): docs/rl.md."""
         self._parts.rest.sleep(folder)
 
+    @outside_inference
     def wake(self) -> None:
         """Takes the memory back: the run goes on with the bits of one that never slept, written parameters included.
         Raises, still asleep, where memory is refused or a parameter is not on its device."""
         self._parts.rest.wake()
 
+    @outside_inference
     @torch.no_grad()
     def load_masters(self, masters: Mapping[str, Tensor] | Sequence[Tensor]) -> None:
         """Loads masters with the bits that a model had before its conversion: float32 values by name, or in order.
@@ -348,6 +362,7 @@ class AdamW(Optimizer):
         self._check_usable(closed_too=True)
         return self._parts.state.as_dict(super().state_dict)
 
+    @outside_inference
     @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads our own or ``torch.optim.AdamW``'s state; all ranks check all of it before anything changes.
@@ -362,6 +377,7 @@ class AdamW(Optimizer):
         self._check_usable(to_load=True)
         return self._parts.state.check(state_dict)
 
+    @outside_inference
     @torch.no_grad()
     def take_over(self, read: ReadState, what: str, rest: Callable[[], None] = lambda: None) -> None:
         """Replaces the state by checked state, then calls ``rest`` to load what belongs to it; collectively.

@@ -36,7 +36,8 @@ from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.masters import following
 from superoffload.optimizer.shared_threads import shared_pool
 from superoffload.optimizer.state_dict import ParamState, StateDict, blocks_of, read_state, write_state
-from superoffload.optimizer.unknown_arguments import refuse_unknown
+from superoffload.optimizer.unknown_arguments import refuse_other_steps, refuse_unknown
+from superoffload.optimizer.untraced import outside_inference
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -57,7 +58,7 @@ class CPUAdamW(Optimizer):
     Arguments:
         params: parameters or param groups: float32, bfloat16 or float16, dense (in any order of
             dimensions: channels_last, transposed), on the CPU.
-        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; per group, changeable at any time.
+        lr, betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``; per group, changeable at any time.
         l2: plain Adam, with ``weight_decay`` as an L2 penalty (``torch.optim.Adam``).
         state_dtype: of exp_avg and exp_avg_sq: "fp32", or "bf16" with stochastic rounding (docs/kernel.md).
         seed: of that rounding.
@@ -76,6 +77,7 @@ class CPUAdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
+        maximize: bool = False,
         l2: bool = False,
         state_dtype: str | torch.dtype = "fp32",
         seed: int = 0,
@@ -84,9 +86,9 @@ class CPUAdamW(Optimizer):
     ) -> None:
         refuse_unknown(CPUAdamW, torchs)
         groups = as_groups(params)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        check_groups(groups, defaults)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         self._l2 = check_l2(l2)
+        check_groups(groups, defaults, l2=l2)
         self._state_dtype = check_state_dtype(state_dtype)
         if self._state_dtype == torch.uint8:
             raise ArgumentError(
@@ -117,7 +119,7 @@ class CPUAdamW(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as torch does; checks its parameters like the constructor."""
         (group,) = as_groups([param_group])
-        check_groups([group], self.defaults, taken=[p for g in self.param_groups for p in g["params"]])
+        check_groups([group], self.defaults, l2=self._l2, taken=[p for g in self.param_groups for p in g["params"]])
         super().add_param_group(group)
 
     @overload
@@ -126,6 +128,7 @@ class CPUAdamW(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @outside_inference
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Steps every parameter that has a gradient.
@@ -172,6 +175,7 @@ class CPUAdamW(Optimizer):
         found: dict[int, list[Tensor]] = {}
         for index, group in enumerate(self.param_groups):
             check_group(group)
+            refuse_other_steps(f"param_groups[{index}]", group, l2=self._l2)
             for param in group["params"]:
                 check_no_main_grad(param)
             params = [param for param in group["params"] if param.grad is not None]
@@ -199,6 +203,11 @@ class CPUAdamW(Optimizer):
         for name, dtype in expected.items():
             value = state.get(name)
             if not isinstance(value, Tensor) or value.dtype != dtype or value.shape != param.shape or not value.is_cpu:
+                if name == "master" and name not in state:
+                    raise ArgumentError(
+                        "state of a parameter: it has no master, as float32 parameters have none, and is "
+                        f"{param.dtype} now; convert the model before its first step, or make a new optimizer after it"
+                    )
                 found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
                 raise ArgumentError(
                     f"state of a parameter: {name} is {found}, expected {dtype} {tuple(param.shape)} on the CPU; load "
@@ -208,7 +217,7 @@ class CPUAdamW(Optimizer):
     def _fresh(self, param: Tensor) -> dict[str, Tensor]:
         """Makes a parameter's state before its first step."""
         state = {
-            "step": torch.zeros((), dtype=torch.float32),
+            "step": torch.zeros((), dtype=torch.float32, device="cpu"),
             "exp_avg": torch.zeros_like(param, dtype=self._state_dtype),
             "exp_avg_sq": torch.zeros_like(param, dtype=self._state_dtype),
         }
@@ -236,7 +245,7 @@ class CPUAdamW(Optimizer):
             beta2=float(group["betas"][1]),
             eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]),
-            gradient_factor=1.0,
+            gradient_factor=-1.0 if group.get("maximize") else 1.0,
             l2=self._l2,
             steps=[int(state["step"]) for state in states],
         )
@@ -271,6 +280,7 @@ class CPUAdamW(Optimizer):
         """Copies the state in ``torch.optim.AdamW``'s layout, plus ``master`` for bfloat16 and float16 parameters."""
         return write_state(super().state_dict(), l2=self._l2)
 
+    @outside_inference
     @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads a state of this class, of ``superoffload.AdamW`` or of torch; checks all of it before any change.

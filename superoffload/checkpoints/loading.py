@@ -32,7 +32,8 @@ from superoffload.host.signals import held_signals
 from superoffload.host.tensors import local_of
 from superoffload.host.untrusted import printable, shortened, shown
 from superoffload.optimizer.state import loaded_in_part
-from superoffload.optimizer.state_dict import Values, blocks_of, check_saved_group, is_on
+from superoffload.optimizer.state_dict import Values, blocks_of, check_saved_group
+from superoffload.optimizer.unknown_arguments import is_on
 
 
 def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -228,7 +229,7 @@ def _as_in_memory(values: Values, holding: Holding) -> Values:
         return values
 
     def read() -> Iterator[tuple[int, Tensor]]:
-        whole = torch.empty(values.shape, dtype=values.dtype)
+        whole = torch.empty(values.shape, dtype=values.dtype, device="cpu")
         values.copy_to(whole.view(-1))
         yield from blocks_of(holding.part_of_whole(whole))
 
@@ -273,7 +274,7 @@ def _load_torch(optimizer: Optimizer, named: Named, state: dict[str, Any]) -> No
                 value.copy_to(flat)
                 entry[key] = like_parameter(param, holding_of(name, param), flat)
         if "step" in entry:
-            entry["step"] = torch.tensor(float(entry["step"]))
+            entry["step"] = torch.tensor(float(entry["step"]), device="cpu")
     optimizer.load_state_dict(state)
 
 

@@ -30,6 +30,8 @@ _NAMES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _LONGEST_HEADER = 100 << 20
@@ -189,7 +191,7 @@ class TensorReader:
         """
         entry, at = self.entry(name), self.entries[name][1]
         summed, done = hashlib.sha256(), 0
-        buffer = torch.empty(min(_RUN, entry.nbytes), dtype=torch.uint8)
+        buffer = torch.empty(min(_RUN, entry.nbytes), dtype=torch.uint8, device="cpu")
         bytes_of: Any = buffer.numpy()
         with self._reading() as file:
             file.seek(at)
@@ -208,7 +210,7 @@ class TensorReader:
     def tensor(self, name: str, digest: str | None = None) -> Tensor:
         """Returns a whole entry. ``digest``: see ``blocks``."""
         entry = self.entry(name)
-        whole = torch.empty(entry.shape, dtype=entry.dtype)
+        whole = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         for at, block in self.blocks(name, digest):
             whole.view(-1)[at : at + len(block)].copy_(block)
         return whole

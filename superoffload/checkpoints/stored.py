@@ -117,7 +117,7 @@ class Stored:
         if nbytes > LARGEST_STATE:
             raise self._misfits(key, f"{nbytes} bytes of extra state, expected at most {LARGEST_STATE}")
         try:
-            tensor = torch.empty(shape, dtype=values.dtype)
+            tensor = torch.empty(shape, dtype=values.dtype, device="cpu")
             values.copy_to(tensor.view(-1))
         except (RuntimeError, MemoryError) as error:
             raise self._misfits(key, f"{nbytes} bytes cannot be held in memory ({error})") from error

@@ -61,7 +61,9 @@ def _batches(spreads: Sequence[Spread]) -> Iterator[list[_Run]]:
 
 
 def _gather_batch(group: RankGroup, what: str, runs: Sequence[_Run]) -> None:
-    mine = torch.zeros(sum(run.length * run.spread.part.element_size() for run in runs), dtype=torch.uint8)
+    mine = torch.zeros(
+        sum(run.length * run.spread.part.element_size() for run in runs), dtype=torch.uint8, device="cpu"
+    )
     at = 0
     for run in runs:
         data = run.bytes_of(run.spread.part)

@@ -125,7 +125,7 @@ def _check_run(name: str, tensor: Any, dim: int, placements: Sequence[Any]) -> N
     indices = dtensor.from_local(mine, tensor.device_mesh, placements, run_check=False, shape=(size,), stride=(1,))
     with _without_advice():
         gathered = indices.full_tensor()
-    if not torch.equal(gathered.cpu(), torch.arange(size)):
+    if not torch.equal(gathered.cpu(), torch.arange(size, device="cpu")):
         raise ArgumentError(
             f"{name}: torch {torch.__version__} gathers dimension {dim} of placements {tuple(tensor.placements)} in "
             f"another order than expected, {gathered.tolist()[:16]}...; please report this to superoffload"

@@ -48,6 +48,7 @@ class GroupHyper:
     weight_decay: float
     l2: bool = False
     bias_correction: bool = True
+    maximize: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -98,7 +99,7 @@ class Shard:
 
     def state_tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns master, exp_avg, exp_avg_sq, and the upper halves of a split master: one tensor while it sleeps."""
-        upper = torch.empty(0, dtype=torch.bfloat16) if self.upper is None else self.upper.read()
+        upper = torch.empty(0, dtype=torch.bfloat16, device="cpu") if self.upper is None else self.upper.read()
         return self.master, self.exp_avg, self.exp_avg_sq, upper
 
     @property
@@ -201,9 +202,9 @@ class Bucket:
         self.missing = len(self.pieces)  # pieces whose gradient is not final
         self.final = True  # no addition to the packed gradient is expected
         # The link (memory) and the layout (native work) assign these when they attach the bucket:
-        self.gradient: Tensor = torch.empty(0, dtype=self.gradient_dtype)
+        self.gradient: Tensor = torch.empty(0, dtype=self.gradient_dtype, device="cpu")
         self.gradients: Sequence[Tensor | None] | None = None  # one per piece, where gradients stay where they arrive
-        self.shadow: Tensor = torch.empty(0, dtype=self.published_dtype)
+        self.shadow: Tensor = torch.empty(0, dtype=self.published_dtype, device="cpu")
         self.published: Sequence[Tensor] | None = None  # one per piece, where a step writes them at once
         self.work = _native.BucketWork([], 0)  # empty for a resident bucket, and between steps in place
         self.resident_work: ResidentWork | None = None
@@ -324,7 +325,7 @@ class Bucket:
             beta2=hyper.beta2,
             eps=hyper.eps,
             weight_decay=hyper.weight_decay,
-            gradient_factor=factor,
+            gradient_factor=-factor if hyper.maximize else factor,
             l2=hyper.l2,
             steps=[
                 piece.shard.steps + ahead if present else 0

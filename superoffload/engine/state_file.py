@@ -66,7 +66,7 @@ class StateFile:
         self._shards, self._forms = list(shards), [(tensor.dtype, tensor.numel()) for tensor in tensors]
         alone = set(map(id, apart))
         self._apart = [id(shard) in alone for shard in shards]
-        self._hand_out([torch.empty(0, dtype=dtype) for dtype, _ in self._forms])
+        self._hand_out([torch.empty(0, dtype=dtype, device="cpu") for dtype, _ in self._forms])
 
     def give_back(self) -> None:
         """Reads the state into new memory. Where it raises, nothing has changed."""

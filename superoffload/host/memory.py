@@ -40,7 +40,7 @@ def host_empty(numel: int, dtype: torch.dtype, what: str = "optimizer state or b
     """Makes a flat CPU tensor with undefined values, on huge pages if available. ``what`` is for the error."""
     large = numel * dtype.itemsize >= _SPREAD_FROM
     try:
-        tensor = torch.empty(numel + (_PAGE // dtype.itemsize if large else 0), dtype=dtype)
+        tensor = torch.empty(numel + (_PAGE // dtype.itemsize if large else 0), dtype=dtype, device="cpu")
     except RuntimeError as error:
         raise refused(numel * dtype.itemsize, what) from error
     if large:

@@ -129,7 +129,7 @@ class Optimizers(OptimizersContainer):
                 "finite, and counts it in stats()['skipped_steps']"
             )
         self.adamw.max_grad_norm = self._threshold(float(max_norm))
-        self._norm = torch.full((), math.nan)
+        self._norm = torch.full((), math.nan, device="cpu")
         return self._norm
 
     def _threshold(self, max_norm: float) -> float | None:
@@ -176,7 +176,10 @@ class Optimizers(OptimizersContainer):
         values = local_of(param).detach().to(device="cpu", dtype=torch.float32).reshape(-1)
         flat = {"exp_avg": torch.zeros_like(values), "exp_avg_sq": torch.zeros_like(values), "master": values}
         holding = self.adamw.holding_of(param)
-        return {"step": torch.tensor(0.0), **{key: like_parameter(param, holding, flat[key]) for key in flat}}
+        return {
+            "step": torch.tensor(0.0, device="cpu"),
+            **{key: like_parameter(param, holding, flat[key]) for key in flat},
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the flat state of this class or of torchtitan's AdamW; raises with nothing changed if it misfits."""

@@ -156,11 +156,11 @@ class Offload(TrainerCallback):
         self._names = names
         self._monitor: Monitor | None = None
         self._values: dict[str, float] = {}
-        self._norm = torch.tensor(0.0)
+        self._norm = torch.tensor(0.0, device="cpu")
 
     def norm_to_come(self, model: nn.Module, *args: Any, **options: Any) -> Tensor:
         """Replaces Trainer's clipping: clips nothing and returns a norm that ``step()`` fills in."""
-        self._norm = torch.tensor(0.0)
+        self._norm = torch.tensor(0.0, device="cpu")
         return self._norm
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **more: Any) -> None:

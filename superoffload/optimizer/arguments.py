@@ -17,7 +17,7 @@ from superoffload.host.bits import all_finite
 from superoffload.host.numbers import as_float, check_number
 from superoffload.host.tensors import is_dense, is_dtensor, local_of
 from superoffload.optimizer.shared_memory import check_apart
-from superoffload.optimizer.unknown_arguments import refuse_in_group
+from superoffload.optimizer.unknown_arguments import refuse_in_group, refuse_other_steps
 
 
 def check_max_grad_norm(value: Any) -> float | None:
@@ -54,8 +54,9 @@ def check_hyper_parameters(group: Mapping[str, Any]) -> None:
     check_number("weight_decay", group["weight_decay"], low=0.0)
 
 
-def check_parameter(name: str, param: Any) -> None:
-    """Checks that a parameter can have its state in host memory."""
+def check_parameter(name: str, param: Any, *, if_frozen: bool = False) -> None:
+    """Checks that a parameter can have its state in host memory. ``if_frozen``: it needs none as long as it is frozen,
+    so it may have any dtype then, as quantized parameters have."""
     if not isinstance(param, Tensor):
         raise WrongType(f"{name}: {type(param).__name__}, expected a torch.Tensor (model.parameters())")
     if param.layout is not torch.strided:
@@ -64,7 +65,7 @@ def check_parameter(name: str, param: Any) -> None:
         raise ArgumentError(f"{name}: not initialized yet; run one forward pass before making the optimizer")
     if param.is_inference():
         raise ArgumentError(f"{name}: made in torch.inference_mode(), where nothing can train; make it outside")
-    if param.dtype not in ELEMENT_TYPES:
+    if param.dtype not in ELEMENT_TYPES and not (if_frozen and not param.requires_grad):
         raise ArgumentError(
             f"{name}: dtype {param.dtype}, expected float32, bfloat16 or float16; convert it or leave it out"
         )
@@ -128,7 +129,9 @@ def _refuse_set(params: Any) -> None:
         raise WrongType(f"params: {type(params).__name__}, whose order changes between runs; expected a list")
 
 
-def check_groups(groups: Iterable[dict[str, Any]], defaults: dict[str, Any], taken: Iterable[Tensor] = ()) -> None:
+def check_groups(
+    groups: Iterable[dict[str, Any]], defaults: dict[str, Any], taken: Iterable[Tensor] = (), *, l2: bool = False
+) -> None:
     """Checks groups of ``as_groups``: hyper-parameters, parameters, and that none comes twice or is in ``taken``."""
     taken = list(taken)
     seen = {id(param) for param in taken}
@@ -137,19 +140,21 @@ def check_groups(groups: Iterable[dict[str, Any]], defaults: dict[str, Any], tak
     for g, group in enumerate(groups):
         check_group({**defaults, **group})
         refuse_in_group(f"param_groups[{g}]", group)
+        refuse_other_steps(f"param_groups[{g}]", {**defaults, **group}, l2=l2)
         named = [isinstance(entry, tuple) and len(entry) == 2 for entry in group["params"]]
         if len(set(named)) > 1:
             raise ArgumentError(f"param_groups[{g}]: some parameters with a name and some without; expected one kind")
         for i, entry in enumerate(group["params"]):
             name = f"parameter {entry[0]!r}" if named[i] else f"parameter {i} of param_groups[{g}]"
             param = entry[1] if named[i] else entry
-            check_parameter(name, param)
+            check_parameter(name, param, if_frozen=True)
             if id(param) in seen:
                 raise ArgumentError(f"{name}: given twice; a tied parameter belongs into one group, once")
             seen.add(id(param))
             apart.append((name, param))
             device = _same_device(name, local_of(param).device, device)
-            check_finite(name, param)
+            if param.dtype in ELEMENT_TYPES:
+                check_finite(name, param)
     check_apart(apart)
 
 

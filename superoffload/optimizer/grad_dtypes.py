@@ -59,8 +59,8 @@ class GradDtypes:
         device is full or broken, is dropped; all others are restored."""
         while self._held:
             param, _ = self._held.popitem()
-            widened = _WIDENED[param]
-            if not widened.release():
+            widened = _WIDENED.get(param)
+            if widened is None or not widened.release():  # None: parameter and optimizer are garbage, and end together
                 continue
             del _WIDENED[param]
             dtype = param.dtype if widened.was_own else widened.before  # the model may have been converted since

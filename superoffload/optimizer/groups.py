@@ -15,8 +15,10 @@ from torch.optim import Optimizer
 from superoffload.distributed.setup import plain_name
 from superoffload.engine.bucket import GroupHyper
 from superoffload.optimizer.arguments import check_group
+from superoffload.optimizer.unknown_arguments import OF_TORCH, refuse_other_steps
 
 _KEYS = ("lr", "betas", "eps", "weight_decay")
+_MAY_LACK = ("maximize", "bias_correction", *OF_TORCH)  # as groups of other optimizers do
 
 
 class _Checked(NamedTuple):
@@ -46,13 +48,16 @@ class ParamGroups:
     def hyper(self, index: int) -> GroupHyper:
         """Returns the current hyper-parameters of a group; checks them if they have changed since the last call."""
         group = self.now[index]
-        values = tuple(group[key] for key in _KEYS)
+        values = (*(group[key] for key in _KEYS), *map(group.get, _MAY_LACK))
         known = self._checked.get(index)
         if known is not None and all(map(is_, known.values, values)):
             return known.hyper
         check_group(group)
-        lr, (beta1, beta2), eps, weight_decay = values
-        hyper = GroupHyper(float(lr), float(beta1), float(beta2), float(eps), float(weight_decay))
+        refuse_other_steps(f"param_groups[{index}]", group)
+        lr, (beta1, beta2), eps, weight_decay, maximize = values[:5]
+        hyper = GroupHyper(
+            float(lr), float(beta1), float(beta2), float(eps), float(weight_decay), maximize=bool(maximize)
+        )
         if _are_immutable(values):
             self._checked[index] = _Checked(values, hyper)
         return hyper
@@ -63,8 +68,8 @@ class ParamGroups:
         for index in range(len(self.now)):
             hyper = self.hyper(index)
             settings[f"lr of group {index}"] = hyper.lr
-            others = (hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay)
-            settings[f"betas, eps, weight_decay of group {index}"] = others
+            others = (hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay, hyper.maximize)
+            settings[f"betas, eps, weight_decay, maximize of group {index}"] = others
         return settings
 
     def named(self, index: int, names: Mapping[int, str]) -> Iterator[tuple[str, Tensor]]:
@@ -109,7 +114,10 @@ def _first_of(group: Mapping[str, Any]) -> int:
     return id(group["params"][0]) if group["params"] else 0
 
 
+_PLAIN = (float, int, bool, type(None))
+
+
 def _are_immutable(values: tuple[Any, ...]) -> bool:
     """Returns whether no value can change in place, as a tensor ``lr`` or a list of betas can."""
     betas = values[1]
-    return type(betas) is tuple and all(type(value) in (float, int) for value in (values[0], *betas, *values[2:]))
+    return type(betas) is tuple and all(type(value) in _PLAIN for value in (values[0], *betas, *values[2:]))

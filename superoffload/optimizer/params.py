@@ -141,7 +141,7 @@ class Params:
         master_dtypes = [torch.int16 if its else torch.float32 for its in split]
         states = make_state(sizes, master_dtypes, self._state_dtype, resident, self._engine.layout.placer)
         found: list[TrackedParam] = []
-        counts = torch.zeros(len(fresh), dtype=torch.float32)
+        counts = torch.zeros(len(fresh), dtype=torch.float32, device="cpu")
         for i, (param, name) in enumerate(fresh.items()):
             master, exp_avg, exp_avg_sq = states[i]
             index = len(self._engine.shards) + len(found)
@@ -197,7 +197,7 @@ class Params:
                 counts.add_(1.0)
             else:
                 places = [i for i, tracked in enumerate(members) if tracked in moved]
-                counts[torch.tensor(places, dtype=torch.int64)] += 1.0
+                counts[torch.tensor(places, dtype=torch.int64, device="cpu")] += 1.0
 
     def moved(self, shard: Shard) -> None:
         """Shows the state of a shard in its new tensors, since the engine has moved it."""

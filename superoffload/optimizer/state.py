@@ -163,7 +163,7 @@ class State:
                 continue
             for name in ("exp_avg", "exp_avg_sq", "master"):
                 part = values[name]
-                whole = torch.empty(tracked.param.numel(), dtype=part.dtype)
+                whole = torch.empty(tracked.param.numel(), dtype=part.dtype, device="cpu")
                 tracked.holding.box.of(whole).copy_(part)
                 values[name] = whole.view(tracked.param.shape)
                 spreads.append(Spread(tracked.holding, part, whole))

@@ -16,13 +16,12 @@ from superoffload.errors import ArgumentError
 from superoffload.host.bits import all_finite
 from superoffload.host.numbers import as_float
 from superoffload.optimizer.arguments import check_group
+from superoffload.optimizer.unknown_arguments import refuse_other_steps
 
 StateDict: TypeAlias = dict[str, Any]
 PartOf: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 _HYPER = ("lr", "betas", "eps", "weight_decay")
-_FOREIGN = ("amsgrad", "maximize")  # of torch.optim.AdamW; not ours, so they must be off
-
 
 _BLOCK = 1 << 18  # elements to check, convert or copy at a time
 
@@ -152,19 +151,8 @@ def check_saved_group(index: int, group: Mapping[str, Any]) -> None:
 
 def _read_group(index: int, group: Mapping[str, Any], l2: bool) -> dict[str, Any]:
     check_saved_group(index, group)
-    for name in _FOREIGN:
-        if is_on(group.get(name)):
-            raise ArgumentError(f"state_dict: group {index} has {name}=True, which is not supported; expected False")
-    kinds = {True: "Adam with an L2 penalty", False: "AdamW"}
-    theirs = not is_on(group.get("decoupled_weight_decay", not l2))
-    if theirs is not l2 and float(group["weight_decay"]) != 0.0:
-        raise ArgumentError(f"state_dict: group {index} is from {kinds[theirs]}, expected {kinds[l2]}")
+    refuse_other_steps(f"state_dict: group {index}", group, l2=l2)
     return {name: deepcopy(value) for name, value in group.items() if name != "params"}
-
-
-def is_on(flag: Any) -> bool:
-    """Returns whether a flag is set. It may be a tensor, and one of many elements has no truth value in Python."""
-    return flag is not None and as_float(int(flag) if isinstance(flag, bool) else flag) != 0.0
 
 
 def _read_param(where: str, state: Mapping[str, Any], param: Tensor, part_of: PartOf) -> ParamState:

@@ -20,7 +20,7 @@ class StateOfCopies(UserDict[str, Tensor]):
     def __init__(self, rest: dict[str, Tensor], copies: Mapping[str, Callable[[], Tensor]]) -> None:
         self._copies = copies
         super().__init__()
-        self.data = type(rest)({**rest, **dict.fromkeys(copies, torch.empty(0))})
+        self.data = type(rest)({**rest, **dict.fromkeys(copies, torch.empty(0, device="cpu"))})
 
     def __getitem__(self, name: str) -> Tensor:
         return self._copies[name]() if name in self._copies else super().__getitem__(name)

@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Literal, TypedDict
 
-from superoffload.errors import UnknownArgument
+from superoffload.errors import ArgumentError, UnknownArgument
+from superoffload.host.numbers import as_float
 
 
 class TorchDefaults(TypedDict, total=False):
-    """Lists arguments of ``torch.optim.AdamW`` that are not ours, with the values that change nothing here."""
+    """Lists arguments of ``torch.optim.AdamW`` that change nothing here, with the values that are accepted."""
 
     amsgrad: Literal[False]
-    maximize: Literal[False]
     capturable: Literal[False]
     differentiable: Literal[False]
-    foreach: Literal[False] | None
-    fused: Literal[False] | None
+    foreach: bool | None
+    fused: bool | None
 
 
 # Other optimizers and trainers use these names for our arguments; their spelling is too different to be matched.
@@ -41,12 +41,9 @@ _OTHER_NAMES = {
     "network": "model",
 }
 _TORCHS = {
-    "foreach": "how torch loops over parameters; our loop is native",
-    "fused": "how torch loops over parameters; our loop is native",
     "capturable": "for CUDA graphs, which cannot hold a step in host memory",
     "differentiable": "no gradients flow through this optimizer's step",
     "amsgrad": "another algorithm, which is not offered",
-    "maximize": "not offered: minimize the negative loss",
 }
 _DEEPSPEEDS = {
     "adamw_mode": "AdamW is what you get here; plain Adam is CPUAdamW(l2=True)",
@@ -59,10 +56,8 @@ _ADAMWS = {
 }
 
 
-# None lets torch choose its loop over parameters.
-_MAY_BE_NONE = ("foreach", "fused")
-# These change the result or how it can be used; torch's choice of a loop does neither.
-_CHANGE_THE_STEP = ("amsgrad", "maximize", "capturable", "differentiable")
+_LOOPS = ("foreach", "fused")  # how torch loops over parameters; our loop is native, whatever is asked for
+OF_TORCH = (*_TORCHS, "decoupled_weight_decay")  # keys of a group with which torch steps it otherwise
 
 
 def refuse_unknown(optimizer: type, given: Mapping[str, Any]) -> None:
@@ -78,7 +73,9 @@ def refuse_unknown(optimizer: type, given: Mapping[str, Any]) -> None:
 
 
 def _changes_nothing(name: str, value: Any) -> bool:
-    return name in _TORCHS and (value is False or (value is None and name in _MAY_BE_NONE))
+    if name in _LOOPS:
+        return value is None or isinstance(value, bool)
+    return name in _TORCHS and value is False
 
 
 _NO_KEYS_OF_GROUPS = ("learning_rate", "wd", "beta1", "beta2", "adam_beta1", "adam_beta2")
@@ -87,11 +84,6 @@ _NO_KEYS_OF_GROUPS = ("learning_rate", "wd", "beta1", "beta2", "adam_beta1", "ad
 def refuse_in_group(where: str, group: Mapping[str, Any]) -> None:
     """Refuses settings in a param group that would have no effect. Users may keep other keys in their groups."""
     for name, value in group.items():
-        if name in _CHANGE_THE_STEP and value:
-            raise UnknownArgument(
-                f"{where}: {name}={_shown(value)}: torch.optim.AdamW has it ({_TORCHS[name]}): leave it out, or "
-                f"pass {name}=False"
-            )
         if name in _NO_KEYS_OF_GROUPS:
             raise UnknownArgument(
                 f"{where}: {name}={_shown(value)} would not be read; did you mean {_OTHER_NAMES[name]}?"
@@ -103,6 +95,34 @@ def refuse_in_group(where: str, group: Mapping[str, Any]) -> None:
             )
 
 
+def refuse_other_steps(where: str, group: Mapping[str, Any], *, l2: bool = False) -> None:
+    """Refuses keys that torch obeys and we do not, in a param group that is made, loaded or changed later.
+
+    ``l2``: the optimizer is Adam with an L2 penalty instead of AdamW.
+    """
+    for name, why in _TORCHS.items():
+        if is_on(group.get(name)):
+            raise UnknownArgument(
+                f"{where}: {name}={_shown(group[name])}: torch.optim.AdamW has it ({why}): leave it out, or set "
+                f"{name}=False"
+            )
+    maximize = group.get("maximize", False)
+    if maximize is not None and not isinstance(maximize, bool):
+        raise ArgumentError(f"{where}: maximize={_shown(maximize)}: expected True or False")
+    theirs = not is_on(group.get("decoupled_weight_decay", not l2))
+    if theirs is not l2 and as_float(group["weight_decay"]) != 0.0:
+        kinds = {True: "Adam with an L2 penalty", False: "AdamW"}
+        raise ArgumentError(
+            f"{where}: decoupled_weight_decay={not theirs}, so it is of {kinds[theirs]}, and this optimizer is "
+            f"{kinds[l2]}; superoffload.CPUAdamW has both (l2=)"
+        )
+
+
+def is_on(flag: Any) -> bool:
+    """Returns whether a flag is set. It may be a tensor, and one of many elements has no truth value in Python."""
+    return flag is not None and as_float(int(flag) if isinstance(flag, bool) else flag) != 0.0
+
+
 def _is_clipping(words: str) -> bool:
     return "clip" in words or ("norm" in words and ("max" in words or "grad" in words))
 
@@ -112,6 +132,8 @@ def _shown(value: Any) -> str:
 
 
 def _advice(name: str, accepted: list[str]) -> str:
+    if name in _LOOPS:
+        return "it chooses torch's loop over parameters, and changes nothing here: expected True, False or None."
     if name in _TORCHS:
         return f"torch.optim.AdamW has it ({_TORCHS[name]}): leave it out, or pass {name}=False."
     if name in _DEEPSPEEDS:

@@ -198,7 +198,7 @@ def _step(state: ParamState, gradient: Tensor, group: Mapping[str, Any]) -> None
         lr=float(group["lr"]),
         weight_decay=float(group["weight_decay"]),
         eps=float(group["eps"]),
-        maximize=False,
+        maximize=group["maximize"],
     )
     state.steps += 1
 

@@ -248,6 +248,7 @@ class _Drawing:
                 ("betas", list(random.choice(_BETAS))),
                 ("eps", random.choice([1e-8, 1e-3])),
                 ("weight_decay", random.choice([0.0, 0.1, 1.0])),
+                ("maximize", random.random() < 0.7),
             ]
         )
         return {"do": "hyper", "group": random.randint(0, 3), "name": name, "value": value}

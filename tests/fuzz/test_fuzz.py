@@ -80,12 +80,16 @@ def results_of(part: int) -> Result:
     return run_task(Task(range(part * size, (part + 1) * size), failures=1, shorten=True))
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+ALL = pytest.mark.in_turn("fuzz")
+
+
+@pytest.mark.parametrize("part", [pytest.param(part, marks=ALL if part else ()) for part in range(PARTS)])
 def test_random_programs(part: int) -> None:
     for failure in results_of(part).failures:
         pytest.fail(f"seed {failure.program.seed}: {failure.why}\n{failure.program.to_json()}")
 
 
+@ALL
 def test_random_programs_meet_everything() -> None:
     counts = sum((results_of(part).counts for part in range(PARTS)), Counter[str]())
     rare = {name: f"{counts[name]}, expected {least}" for name, least in LEAST.items() if counts[name] < least}

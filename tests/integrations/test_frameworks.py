@@ -112,14 +112,20 @@ def lightning_trainer(lightning: Any, folder: Path, **options: Any) -> Any:
 
 @compat("Lightning: automatic and manual optimization", "single")
 @compat("Lightning: automatic and manual optimization", "stand_in", note=SLOWER)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])
-def test_lightning(automatic: bool, tmp_path: Path) -> None:
+def test_lightning(automatic: bool, precision: Any, tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
+    from lightning.pytorch.plugins import MixedPrecision
+
     seeds: Any = torch.utils.data.DataLoader(torch.arange(8), batch_size=1)  # type: ignore[arg-type]
 
     def train(make: Make) -> tuple[nn.Module, Any]:
         module = lightning_module(lightning, make, automatic=automatic)
-        options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2} if automatic else {}
+        options: Any = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2} if automatic else {}
+        if precision != "32-true":  # the first with a scaler and clipping by its unscale_(), the second without
+            scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if precision == "16-mixed" else None
+            options["plugins"] = MixedPrecision(precision, "cpu", scaler=scaler)
         lightning_trainer(lightning, tmp_path, **options).fit(module, seeds)
         return module.net, module.made
 

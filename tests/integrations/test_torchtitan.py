@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.checkout import ROOT
 from tests.support.optional_packages import needs
+from tests.support.turns import in_turn
 
 pytestmark = needs("torchtitan")
 
@@ -61,11 +62,7 @@ def train(folder: Path, ranks: int, cases: dict[str, list[str]]) -> list[Seen]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-EVERY_TIME = ("fsdp2", "fsdp2xtp2")
-layouts = [pytest.param(one, marks=() if one in EVERY_TIME else pytest.mark.in_turn) for one in LAYOUTS]
-
-
-@pytest.mark.parametrize("layout", layouts)
+@pytest.mark.parametrize("layout", in_turn(LAYOUTS, every_time=["fsdp2", "fsdp2xtp2"]))
 def test_same_bits_with_and_without_speculation_and_torchtitans_curve(layout: str, tmp_path: Path) -> None:
     cases = {
         "stock": arguments(layout),

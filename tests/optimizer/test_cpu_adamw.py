@@ -36,12 +36,13 @@ def bits(tensors: list[Tensor]) -> list[bytes]:
     return [tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
 
 
+@pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("l2", [False, True])
-def test_equals_torch_within_rounding(l2: bool) -> None:
+def test_equals_torch_within_rounding(l2: bool, maximize: bool) -> None:
     mine, theirs = parameters(), parameters()
-    ours = superoffload.CPUAdamW(mine, lr=1e-3, weight_decay=0.05, l2=l2, threads=2)
+    ours = superoffload.CPUAdamW(mine, lr=1e-3, weight_decay=0.05, maximize=maximize, l2=l2, threads=2)
     peer_class = torch.optim.Adam if l2 else torch.optim.AdamW
-    peer = peer_class(theirs, lr=1e-3, weight_decay=0.05)
+    peer = peer_class(theirs, lr=1e-3, weight_decay=0.05, maximize=maximize)
     accumulated = 0.0
     for step in range(200):
         lr = 1e-3 * (1 + step % 7)
@@ -271,6 +272,19 @@ def test_foreign_state_that_does_not_fit_changes_nothing(name: str, value: Tenso
         optimizer.step()
     assert bits([param]) == before and optimizer.state[param]["step"] == 1
     optimizer.close()
+
+
+def test_a_model_converted_between_steps_is_refused() -> None:
+    params = parameters()
+    optimizer = superoffload.CPUAdamW(params)
+    set_gradients(params, 0)
+    optimizer.step()
+    for param in params:
+        param.data = param.data.bfloat16()
+        param.grad = None
+    set_gradients(params, 1)
+    with pytest.raises(ArgumentError, match=r"no master, .* is torch.bfloat16 now; convert the model"):
+        optimizer.step()
 
 
 def test_a_group_without_bias_correction_is_refused() -> None:

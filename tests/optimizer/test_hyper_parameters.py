@@ -54,7 +54,10 @@ def test_a_scheduler_between_backward_and_step() -> None:
     assert stats["buckets_committed"] == 1
 
 
-@pytest.mark.parametrize("changed", [{"betas": (0.8, 0.99)}, {"eps": 1e-3}, {"weight_decay": 0.3}, {"lr": 0.0}])
+@pytest.mark.parametrize(
+    "changed",
+    [{"betas": (0.8, 0.99)}, {"eps": 1e-3}, {"weight_decay": 0.3}, {"lr": 0.0}, {"maximize": True}],
+)
 def test_hyper_parameters_changed_after_backward(changed: dict[str, Any]) -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
         train(model, optimizer, range(3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -32,17 +33,68 @@ def test_what_torch_does_by_default_may_be_said_by_name(optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("optimizer", BOTH)
-@pytest.mark.parametrize("name", OFF)
-def test_what_is_not_done_is_refused(optimizer: Any, name: str) -> None:
-    for value in (True, 1, 0, "no", *([None] if name not in ("foreach", "fused") else [])):
+@pytest.mark.parametrize("name", ["foreach", "fused"])
+def test_torchs_loops_may_be_chosen_and_change_nothing(optimizer: Any, name: str) -> None:
+    value: Any
+    for value in (True, False, None):
+        made = optimizer([{"params": params(), name: value}], **{name: value})
+        made.param_groups[0][name] = True
+        stepped(made)
+        made.close()
+    for value in (1, "yes"):
+        with pytest.raises(UnknownArgument, match=rf"{name}={value!r}: no such argument; it chooses torch's loop"):
+            optimizer(params(), **{name: value})
+
+
+def stepped(optimizer: Any) -> None:
+    (param,) = optimizer.param_groups[0]["params"]
+    param.grad = torch.ones(4)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("optimizer", BOTH)
+@pytest.mark.parametrize("name", ["amsgrad", "capturable", "differentiable"])
+def test_what_is_not_done_is_refused_wherever_it_is_asked_for(optimizer: Any, name: str) -> None:
+    for value in (True, 1, 0, "no", None):
         with pytest.raises(UnknownArgument, match=rf"{name}={value!r}: no such argument.*or pass {name}=False"):
             optimizer(params(), **{name: value})
-    groups = [{"params": params(), name: True}]
-    if name in ("foreach", "fused"):  # which loop there is changes no result; groups of torch's optimizers have it
-        optimizer(groups).close()
-        return
-    with pytest.raises(UnknownArgument, match=rf"param_groups\[0\]: {name}=True: torch.optim.AdamW has it"):
-        optimizer(groups)
+    asked = {"params": params(), name: True}
+    _refuses(optimizer, asked, rf"{name}=True: torch.optim.AdamW has it .*or set {name}=False")
+
+
+def _refuses(optimizer: Any, asked: dict[str, Any], why: str, **arguments: Any) -> None:
+    """Refuses a key of a group in the constructor, in an added group, in a loaded one, and when it changes later."""
+    at_first = rf"param_groups\[0\]: {why}"
+    with pytest.raises(ArgumentError, match=at_first):
+        optimizer([asked], **arguments)
+    with closing(optimizer(params(), **arguments)) as made:
+        with pytest.raises(ArgumentError, match=at_first):
+            made.add_param_group(asked)
+        saved = made.state_dict()
+        saved["param_groups"][0].update({key: value for key, value in asked.items() if key != "params"})
+        with pytest.raises(ArgumentError, match=rf"state_dict: group 0: {why}"):
+            made.load_state_dict(saved)
+        stepped(made)
+        before = made.param_groups[0]["params"][0].detach().clone()
+        made.param_groups[0].update({key: value for key, value in asked.items() if key != "params"})
+        with pytest.raises(ArgumentError, match=at_first):
+            stepped(made)
+        assert torch.equal(made.param_groups[0]["params"][0], before)
+
+
+@pytest.mark.parametrize("optimizer", BOTH)
+def test_the_other_kind_of_weight_decay_is_refused(optimizer: Any) -> None:
+    why = r"decoupled_weight_decay=False, so it is of Adam with an L2 penalty, and this optimizer is AdamW"
+    _refuses(optimizer, {"params": params(), "decoupled_weight_decay": False}, why)
+    optimizer([{"params": params(), "decoupled_weight_decay": False, "weight_decay": 0.0}]).close()
+    if optimizer is superoffload.CPUAdamW:
+        why = r"decoupled_weight_decay=True, so it is of AdamW, and this optimizer is Adam with an L2 penalty"
+        _refuses(optimizer, {"params": params(), "decoupled_weight_decay": True}, why, l2=True)
+
+
+@pytest.mark.parametrize("optimizer", BOTH)
+def test_maximize_is_a_truth_value(optimizer: Any) -> None:
+    _refuses(optimizer, {"params": params(), "maximize": 1}, "maximize=1: expected True or False")
 
 
 @pytest.mark.parametrize("optimizer", BOTH)
@@ -148,10 +200,10 @@ def test_what_deepspeeds_has_is_known(name: str, said: str) -> None:
 def test_the_error_is_of_both_kinds_and_lists_everything() -> None:
     for optimizer in BOTH:
         with pytest.raises(UnknownArgument) as caught:
-            optimizer(params(), zebra=params(), fused=True)
+            optimizer(params(), zebra=params(), amsgrad=True)
         assert isinstance(caught.value, ArgumentError) and isinstance(caught.value, TypeError)
         message = str(caught.value)
         assert "zebra=<list>: no such argument; nothing here has a similar name." in message
-        assert "fused=True: no such argument; torch.optim.AdamW has it" in message
+        assert "amsgrad=True: no such argument; torch.optim.AdamW has it" in message
         accepted = list(inspect.signature(optimizer).parameters)[:-1]
         assert message.endswith(f"{optimizer.__name__} accepts {', '.join(accepted)}")

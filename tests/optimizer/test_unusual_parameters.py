@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from superoffload import AdamW, CPUAdamW
+from superoffload import AdamW, CPUAdamW, checkpoints
 from superoffload.errors import ArgumentError
 from tests.support.adamw_training import (
     Optimizer,
@@ -58,6 +59,59 @@ def test_a_parameter_frozen_from_the_start_takes_memory_only_when_it_trains() ->
         train(models[1], optimizer, range(2))
         # Its hook is there by now: all four, the two new ones in buckets of their own.
         assert optimizer.stats()["buckets_committed"] == before + 2 * len(optimizer._engine.buckets)
+
+
+LEANEST: dict[str, Any] = {"master_dtype": "split", "state_dtype": "bf16", "accumulate_dtype": "fp32"}
+
+
+@pytest.mark.parametrize("options", [{}, {"delivery": "on_demand"}, LEANEST], ids=["eager", "on demand", "leanest"])
+def test_frozen_quantized_parameters_are_left_alone(options: dict[str, Any], tmp_path: Path) -> None:
+    """As bitsandbytes and torchao make them: torch takes them in the list too, since no gradient ever comes."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        made = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).bfloat16()
+        for name, dtype in [("a", torch.uint8), ("b", torch.int8), ("c", torch.float8_e4m3fn), ("d", torch.int64)]:
+            quantized = torch.arange(16).to(torch.float32).to(dtype)
+            made.register_parameter(name, nn.Parameter(quantized, requires_grad=False))
+        return made
+
+    def backward(model: nn.Module) -> None:
+        model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+
+    trained, torchs = model(), model()
+    stock = torch.optim.AdamW(torchs.parameters(), lr=1e-2)
+    on: dict[str, Any] = {"module": trained} if "delivery" in options else {}
+    with AdamW(trained.parameters(), lr=1e-2, max_grad_norm=1.0, **options, **on) as optimizer:
+        for _ in range(3):
+            for one, its in ((trained, optimizer), (torchs, stock)):
+                backward(one)
+                its.step()
+                its.zero_grad()
+        checkpoints.save(tmp_path / "saved", trained, optimizer)
+        resumed = model()
+        on = {"module": resumed} if "delivery" in options else {}
+        with AdamW(resumed.parameters(), lr=1e-2, max_grad_norm=1.0, **options, **on) as other:
+            checkpoints.load(tmp_path / "saved", resumed, other)
+            assert other.state_digests() == optimizer.state_digests()
+        optimizer.load_state_dict(optimizer.state_dict())
+    for name, quantized in torchs.named_parameters():
+        if not quantized.requires_grad:
+            assert torch.equal(trained.get_parameter(name), quantized), name
+
+
+def test_a_quantized_parameter_that_gets_a_gradient_is_refused() -> None:
+    quantized = nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)
+    param = nn.Parameter(torch.ones(4))
+    with AdamW([param, quantized]) as optimizer, closing(CPUAdamW([quantized])) as kernel:
+        quantized.requires_grad_(True)
+        param.grad, quantized.grad = torch.ones(4), torch.ones(4).to(torch.float8_e4m3fn)
+        for one in (optimizer, kernel):
+            with pytest.raises(
+                ArgumentError, match=r"dtype torch.float8_e4m3fn, expected float32, bfloat16 or float16"
+            ):
+                one.step()
+        assert torch.equal(param, torch.ones(4))
 
 
 def test_a_gradient_given_to_a_frozen_parameter_is_used_as_in_torch() -> None:

@@ -44,7 +44,7 @@ class PartitionLink(SynchronousLink):
     def attach(self, bucket: Bucket) -> None:
         gradients = [self._gradient_of(piece.shard)[piece.start : piece.start + piece.numel] for piece in bucket.pieces]
         if self._pin:
-            shadow = torch.empty(bucket.padded, dtype=bucket.published_dtype, pin_memory=True)
+            shadow = torch.empty(bucket.padded, dtype=bucket.published_dtype, pin_memory=True, device="cpu")
             self.pinned_bytes += shadow.nbytes
         else:
             shadow = host_empty(bucket.padded, bucket.published_dtype)

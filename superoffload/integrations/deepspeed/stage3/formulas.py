@@ -35,7 +35,7 @@ class OurFormulas:
     """Takes the norm from fp64 sums, and the scale of the window."""
 
     def norm(self, window: Window, total: float) -> Tensor:
-        return torch.tensor(math.sqrt(total), dtype=torch.float64)
+        return torch.tensor(math.sqrt(total), dtype=torch.float64, device="cpu")
 
     def scale(self, before: float) -> float:
         return before
@@ -63,16 +63,21 @@ class StockFormulas:
             stock.inf_or_nan_tracker.fill_(not math.isfinite(window.sum_of_squares))
             stock.check_overflow()
             if stock.overflow:
-                return torch.tensor(math.inf)
+                return torch.tensor(math.inf, device="cpu")
         for param in trained(stock):
             partition = self._driver.partitions[param.ds_id]
             if partition.arrivals and partition.shard.numel:
                 stock.norm_for_param_grads[stock.get_param_id(param)] = self._norm_of(partition.gradient)
-        norms = torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in self._norms_of_groups()])
+        norms = torch.stack([_as_tensor(norm) for norm in self._norms_of_groups()])
         if bool((~torch.isfinite(norms) | (norms < 0)).any()):
-            return torch.tensor(math.inf)
+            return torch.tensor(math.inf, device="cpu")
         combined: Tensor = torch.linalg.vector_norm(norms)
         return combined
 
     def scale(self, before: float) -> float:
         return float(self._stock.loss_scale)
+
+
+def _as_tensor(norm: Any) -> Tensor:
+    """Makes a tensor of a norm, which may be a number, or a tensor on the accelerator."""
+    return norm.to(torch.float32) if isinstance(norm, Tensor) else torch.tensor(norm, dtype=torch.float32, device="cpu")

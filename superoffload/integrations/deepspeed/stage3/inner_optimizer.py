@@ -69,7 +69,9 @@ class InnerOptimizer:
 
     def _step_value(self, steps: int) -> Any:
         """Converts a step count: DeepSpeedCPUAdam counts in an int, torch in a tensor."""
-        return steps if isinstance(self._stock.optimizer, DeepSpeedCPUAdam) else torch.tensor(float(steps))
+        return (
+            steps if isinstance(self._stock.optimizer, DeepSpeedCPUAdam) else torch.tensor(float(steps), device="cpu")
+        )
 
     # ---- loads ----------------------------------------------------------------------------------------------------
 

@@ -114,7 +114,7 @@ class SubGroupState:
 
     def placeholder(self, name: str) -> Tensor:
         """Returns a tensor that stands for a moment while others may replace it: the flat one, or an empty one."""
-        return self._flat[name] if name in self._flat else torch.empty(0)
+        return self._flat[name] if name in self._flat else torch.empty(0, device="cpu")
 
     # ---- written --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,135 @@
+"""Modes of the caller's around any call of ours change nothing: default device and dtype, inference, grad and anomaly
+mode, function and dispatch modes."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import superoffload
+from superoffload import AdamW, CPUAdamW, checkpoints
+
+Mode = Callable[[], AbstractContextManager[Any]]
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class Dispatched(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def default_device() -> Iterator[None]:
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextmanager
+def default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+MODES: dict[str, Mode] = {
+    "device context": lambda: torch.device("meta"),
+    "default device": default_device,
+    "default dtype": default_dtype,
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "detect_anomaly": lambda: torch.autograd.detect_anomaly(check_nan=False),
+    "function mode": Functions,
+    "dispatch mode": Dispatched,
+}
+LEAN: dict[str, Any] = {"state_dtype": "8bit", "master_dtype": "split", "accumulate_dtype": "fp32"}
+
+
+class Training:
+    """Trains a little and calls everything that an optimizer has; ``mode`` is around calls of these ``methods``."""
+
+    def __init__(self, make: Callable[..., Any], options: dict[str, Any], mode: Mode, methods: Collection[str]) -> None:
+        self._mode, self._methods, self.called = mode, methods, dict[str, None]()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 3)).bfloat16()
+        self.later = nn.Parameter(torch.ones(3))
+        self.optimizer = self._call("make", lambda: make(self.model.parameters(), lr=1e-2, **options))
+
+    def _call(self, method: str, call: Callable[[], Any]) -> Any:
+        self.called[method] = None
+        with self._mode() if method in self._methods else nullcontext():
+            return call()
+
+    def run(self, folder: Path) -> list[torch.Tensor]:
+        optimizer, call = self.optimizer, self._call
+        inputs = torch.randn(4, 300, generator=torch.Generator().manual_seed(1)).bfloat16()
+        for step in range(4):
+            self.model(inputs * (1 + step)).float().square().sum().backward()
+            call("step", optimizer.step)
+            call("zero_grad", optimizer.zero_grad)
+            if step == 1:
+                saved = call("state_dict", optimizer.state_dict)
+                call("load_state_dict", partial(optimizer.load_state_dict, saved))
+                if isinstance(optimizer, AdamW):
+                    call("save", lambda: checkpoints.save(folder, self.model, optimizer))
+                    call("load", lambda: checkpoints.load(folder, self.model, optimizer))
+                    call("sleep", optimizer.sleep)
+                    call("wake", optimizer.wake)
+                    call("refresh_masters", optimizer.refresh_masters)
+                    call("synchronize", optimizer.synchronize)
+            if step == 2:
+                call("add_param_group", lambda: optimizer.add_param_group({"params": [self.later]}))
+                self.later.grad = torch.ones(3)
+        state = optimizer.state_dict()["state"]
+        found = [*self.model.parameters(), self.later, *(value for one in state.values() for value in one.values())]
+        call("close", optimizer.close)
+        return [one.detach().clone() for one in found]
+
+
+def clipping(params: Any, **options: Any) -> AdamW:
+    return AdamW(params, max_grad_norm=0.5, bucket_numel=1000, **options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("options", [{}, LEAN, None], ids=["AdamW", "lean", "CPUAdamW"])
+def test_a_mode_around_any_call_changes_nothing(options: dict[str, Any] | None, mode: str, tmp_path: Path) -> None:
+    make: Callable[..., Any] = CPUAdamW if options is None else clipping
+    plain = Training(make, options or {}, nullcontext, ())
+    expected = plain.run(tmp_path / "plain")
+    called = list(plain.called)
+    for half in (called[::2], called[1::2]):  # what one call has made in the mode, others use outside of it
+        found = Training(make, options or {}, MODES[mode], half).run(tmp_path / half[0])
+        assert [one.tolist() for one in found] == [one.tolist() for one in expected], half
+
+
+def test_every_tensor_that_we_make_names_its_device() -> None:
+    """Else ``torch.set_default_device()`` would choose it, and native code would read its address."""
+    makers = {function.__name__ for function in _device_constructors()}
+    package = Path(superoffload.__file__).parent
+    unnamed = []
+    for file in sorted(set(package.rglob("*.py")) - set((package / "tools").rglob("*.py"))):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in makers:
+                of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+                if of_torch and not any(keyword.arg == "device" for keyword in node.keywords):
+                    unnamed.append(f"{file.relative_to(package)}:{node.lineno}")
+    assert unnamed == []
