@@ -5,8 +5,8 @@ This file has its arguments and the methods that users call. Its parts are in ``
 
 from __future__ import annotations
 
+import inspect
 import os
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
@@ -250,7 +250,9 @@ class AdamW(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Tells a ``torch.amp.GradScaler`` to set ``grad_scale`` and ``found_inf`` around ``step()`` instead of
         dividing the gradients. Other code asks whether it must not clip them, as Lightning does: it may."""
-        return isinstance(sys._getframe(1).f_locals.get("self"), torch.amp.GradScaler)
+        frame = inspect.currentframe()
+        asking = None if frame is None else frame.f_back
+        return asking is not None and isinstance(asking.f_locals.get("self"), torch.amp.GradScaler)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, as in torch. Without a ``step()`` since backward it abandons the step: nothing changes."""
