@@ -13,6 +13,7 @@ from superoffload import AdamW
 from tests.support.meshes import LAYOUTS, laid_out, loss_of, options_of, rows, train, train_alone
 from tests.support.rank_faults import FAULTS
 from tests.support.rank_processes import on_ranks
+from tests.support.turns import in_turn
 
 
 def both_ways(name: str, dtype: torch.dtype, options: dict[str, Any]) -> list[Any]:
@@ -20,7 +21,7 @@ def both_ways(name: str, dtype: torch.dtype, options: dict[str, Any]) -> list[An
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", in_turn(LAYOUTS, every_time=["fsdp2 x tp2", "ep2"]))
 def test_speculation_changes_no_bit(name: str, dtype: torch.dtype) -> None:
     for speculative, synchronous in on_ranks(LAYOUTS[name].ranks, both_ways, name, dtype, {}):
         assert speculative.digests == synchronous.digests and speculative.digests

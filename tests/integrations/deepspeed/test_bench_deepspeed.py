@@ -36,6 +36,7 @@ def bench(*arguments: str) -> int:
 
 @pytest.mark.timeout(600)  # in a new clone DeepSpeed compiles its Adam first, beside other tests
 @pytest.mark.usefixtures("kernel")
+@pytest.mark.in_turn
 def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", QUICK_KERNELS, prepend=os.pathsep)
     json_path, plot_path = tmp_path / "rows.json", tmp_path / "rows.png"

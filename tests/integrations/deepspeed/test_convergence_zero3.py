@@ -155,6 +155,7 @@ def test_two_ranks_and_planted_faults(two_ranks: Ranks) -> None:
 
 
 @pytest.mark.convergence
+@pytest.mark.in_turn
 @pytest.mark.parametrize("count", [1, 4])
 def test_other_numbers_of_ranks(count: int) -> None:
     group = Ranks(count)

@@ -17,6 +17,7 @@ from tests.support.compatibility import compat
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import WAYS
 from tests.support.deepspeed.training import Small, batch, config, end, make_engine, plain, run_steps
+from tests.support.turns import in_turn
 
 STEPS = 8
 
@@ -102,7 +103,7 @@ def train(name: str, way: str) -> dict[str, Any]:
 
 @compat("torch.compile of the model: as eager, and speculative = synchronous to the bit", "deepspeed")
 @compat("activation checkpointing", "deepspeed")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", in_turn(MODELS, every_time=[name for name in MODELS if name != "compile"]))
 def test_features(name: str, two_ranks: Ranks) -> None:
     ways = ["stock", "match", "match, waiting"] + (["ours", "ours, later"] if name == "reentrant checkpointing" else [])
     found = {way: two_ranks.run(train, name, way, timeout=200) for way in ways}

@@ -124,6 +124,7 @@ def train(script: Path, out: Path, text: Path, steps: int, *more: str) -> list[f
 @compat("Hugging Face Trainer, and its resume", "deepspeed")
 @compat("Accelerate: prepare, accumulate, clip_grad_norm_", "deepspeed", note="below Trainer")
 @needs_trainer
+@pytest.mark.in_turn
 def test_trainer_and_its_resume(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(b"It was the best of times, it was the worst of times. " * 400)

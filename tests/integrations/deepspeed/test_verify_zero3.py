@@ -11,6 +11,7 @@ import pytest
 
 
 @pytest.mark.convergence
+@pytest.mark.in_turn
 def test_two_zero3_ranks_are_verified(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "superoffload", "verify", "--ranks", "2", "--engine", "deepspeed"]
     done = subprocess.run(
