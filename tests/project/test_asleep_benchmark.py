@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.asleep import SETTINGS, main
 
 
+@pytest.mark.in_turn
 def test_it_runs(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert main(["--numel", "2e6", "--rounds", "1", "--folder", str(tmp_path), "--out", str(out)]) == 0

@@ -35,6 +35,8 @@ from superoffload.errors import ArgumentError
 from tests.support.benchmark_jobs import Bench
 from tests.support.checkout import ROOT
 
+pytestmark = pytest.mark.in_turn("benchmark jobs")
+
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:

@@ -30,6 +30,7 @@ def toy(out: Path, *more: str) -> list[str]:
     return ["--out", str(out), "--device", "cpu", "--toy", *more]
 
 
+@pytest.mark.in_turn
 def test_two_ranks_under_torchrun(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The same run by the common means, fp32 parameters and torch's AdamW give the same curve."""
     arguments = toy(tmp_path, "--only", "published", "--ranks", "2", "--hidden", "32")
