@@ -197,7 +197,7 @@ old-cpu-test: $(VENV)/.built
 
 # The oldest DeepSpeed that the adapter knows, in front of the newest one, which the tests have.
 old-deepspeed-test: $(OLD_DEEPSPEED)/.installed $(VENV)/.test-ready
-	PYTHONPATH=$(CURDIR)/$(OLD_DEEPSPEED) $(PYTEST) $(addprefix tests/integrations/deepspeed/test_,$(OLD_DEEPSPEED_TESTS:=.py))
+	TEST_TURN=1/1 PYTHONPATH=$(CURDIR)/$(OLD_DEEPSPEED) $(PYTEST) $(addprefix tests/integrations/deepspeed/test_,$(OLD_DEEPSPEED_TESTS:=.py))
 
 OLD_DEEPSPEED_TESTS := enabling against_stock checkpoints_zero3 lean_checkpoints_zero3 readers_zero3
 

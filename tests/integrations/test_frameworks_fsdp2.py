@@ -35,6 +35,8 @@ from tests.support.rank_processes import (
     wholes_of,
 )
 
+pytestmark = pytest.mark.in_turn("frameworks fsdp2")
+
 SHARDED = ("fsdp2", "mesh")
 GENERATING = "TRL's GRPOTrainer and RLOOTrainer"
 

@@ -23,6 +23,8 @@ from tests.support.deepspeed.scenarios import Scenario
 from tests.support.deepspeed.training import OURS, end, masters
 from tests.support.reference import eight_bit
 
+pytestmark = pytest.mark.in_turn("lean checkpoints zero3")
+
 MOMENTS = {"exp_avg": eight_bit.EXP_AVG, "exp_avg_sq": eight_bit.EXP_AVG_SQ}
 
 

@@ -18,6 +18,8 @@ from tests.support.deepspeed.training import end, masters
 from tests.support.reference import adam, eight_bit
 from tests.support.reference.stochastic import noise
 
+pytestmark = pytest.mark.in_turn("lean state zero3")
+
 WAYS: dict[str, dict[str, Any]] = {
     "speculating": {"speculation": "always"},
     "waiting": {"speculation": "never"},

@@ -23,6 +23,8 @@ from tests.support.deepspeed.scenarios import SCENARIOS, WAYS, Scenario
 from tests.support.deepspeed.training import OURS, end
 from tests.support.resident_link import ResidentHostLink
 
+pytestmark = pytest.mark.in_turn("ratio")
+
 SOME, ALL = frozenset({0, 2}), frozenset(range(100))
 NONE: frozenset[int] = frozenset()
 

@@ -16,6 +16,8 @@ from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import CLIP_SOME, Scenario
 from tests.support.deepspeed.training import OURS, end
 
+pytestmark = pytest.mark.in_turn("readers zero3")
+
 EAGER = {"speculation": "always"}
 LATER = {"speculation": "always", "delivery": "on_demand"}
 WAITING = {"speculation": "never"}

@@ -13,6 +13,8 @@ from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import CLIP_SOME, WAYS, Scenario
 from tests.support.deepspeed.training import Small, config, end, make_engine, masters, run_steps
 
+pytestmark = pytest.mark.in_turn("stock kernel")
+
 
 def train(way: str, model: str, more: dict[str, Any], micros: int) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
     offload, options = WAYS[way]

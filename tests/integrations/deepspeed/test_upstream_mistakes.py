@@ -18,6 +18,7 @@ from tests.support.deepspeed.training import config, end, make_engine, masters
 
 FOUND = version("deepspeed") if find_spec("deepspeed") is not None else "none"
 pytestmark = [
+    pytest.mark.in_turn("upstream mistakes"),
     pytest.mark.usefixtures("kernel"),
     pytest.mark.skipif(
         FOUND != "0.19.8",
