@@ -152,6 +152,7 @@ def test_accumulated_gradients_and_options(tmp_path: Path) -> None:
         assert seen["bf16 state"]["stats"]["host_bytes"] < seen["no clipping"]["stats"]["host_bytes"]
 
 
+@pytest.mark.in_turn
 def test_errors_name_the_setting(tmp_path: Path) -> None:
     cases = {
         "two norms": arguments("fsdp2", *offload(max_grad_norm=0.5)),

@@ -16,6 +16,8 @@ import pytest
 
 from tests.support.checkout import ROOT
 
+pytestmark = pytest.mark.in_turn("grace model")
+
 SCRIPT = ROOT / "benchmarks" / "grace" / "mca.py"
 
 # A step whose loop has one rare branch, with the rare block out of line as compilers place it.
