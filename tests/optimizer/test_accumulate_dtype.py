@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -120,6 +122,17 @@ def test_gradients_are_in_fp32_and_can_be_clipped(window: Window, clip: bool) ->
             as_it_is, partial(train, window), torch.float16, speculation=mode, accumulate_dtype=torch.float32
         )
         assert found.state_digests() == expected.state_digests()
+
+
+def test_a_model_and_its_optimizer_may_end_together_as_garbage() -> None:
+    """Weak references to the parameters are gone when the optimizer closes itself; pytest fails what __del__ raises."""
+    model: Any = nn.Linear(3, 3).bfloat16()
+    model.optimizer = AdamW(model.parameters(), accumulate_dtype="fp32")
+    model.optimizer.trained = model
+    ended = weakref.ref(model)
+    del model
+    gc.collect()
+    assert ended() is None
 
 
 def test_fp32_parameters_are_left_as_they_are() -> None:

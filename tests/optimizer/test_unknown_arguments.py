@@ -98,9 +98,10 @@ def test_maximize_is_a_truth_value(optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("optimizer", BOTH)
-def test_state_of_torchs_fused_optimizer_loads(optimizer: Any) -> None:
+@pytest.mark.parametrize("maximize", [False, True])
+def test_state_of_torchs_fused_optimizer_loads(optimizer: Any, maximize: bool) -> None:
     theirs = params()
-    stock = torch.optim.AdamW(theirs, fused=True)
+    stock = torch.optim.AdamW(theirs, fused=True, maximize=maximize)
     theirs[0].grad = torch.ones(4)
     stock.step()
     with torch.no_grad():

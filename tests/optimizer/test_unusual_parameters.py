@@ -100,6 +100,13 @@ def test_frozen_quantized_parameters_are_left_alone(options: dict[str, Any], tmp
             assert torch.equal(trained.get_parameter(name), quantized), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
+def test_a_parameter_of_another_dtype_that_trains_is_refused(dtype: torch.dtype) -> None:
+    for make in (AdamW, CPUAdamW):
+        with pytest.raises(ArgumentError, match=rf"dtype {dtype}, expected float32, bfloat16"):
+            make([nn.Parameter(torch.ones(4).to(dtype))])
+
+
 def test_a_quantized_parameter_that_gets_a_gradient_is_refused() -> None:
     quantized = nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)
     param = nn.Parameter(torch.ones(4))
