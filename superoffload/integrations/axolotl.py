@@ -54,6 +54,7 @@ class Options(BaseModel):
     master_dtype: Literal["fp32", "split"] | None = None
     accumulate_dtype: Literal["fp32"] | None = None
     seed: int | None = Field(None, ge=0)
+    maximize: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
