@@ -175,11 +175,8 @@ class AdamW(Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """As in torch. The tensors are those that are stepped: after a two-phase step they follow a little later, so
-        read them anew from here, which waits for that, or after ``synchronize()``."""
-        if not self._lifetime.work.out_of_use():
-            with self._lifetime.whole():
-                self._engine.tail.settle()
+        """As in torch: the state of the last finished step, and edits count. Tensors are those that are stepped. While
+        a program keeps one, its part of the model is not stepped during backward (docs/edits.md)."""
         return self._lasting.views.mapping
 
     @state.setter

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
+from weakref import ref
 
 import numpy as np
 import torch
@@ -82,6 +83,7 @@ class Shard:
     keeps_gradient: bool = False  # its gradient stays with the user even if others are freed (``p.main_grad``)
     sums_gradient: bool = False  # packing also sums the gradient's bits: version counters do not show every edit
     upper: UpperHalves | None = None  # of a split master: what is published of it, before delivery
+    windows: list[ref[NDArray[np.generic]]] = field(default_factory=list)  # onto its state, which a program may have
     block_sums: NDArray[np.float64] = field(init=False)
     sums_address: int = field(init=False)
 
@@ -96,6 +98,19 @@ class Shard:
     def use_state(self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, resident: bool) -> None:
         """Puts the same state, in other memory, in the place of the old tensors."""
         self.master, self.exp_avg, self.exp_avg_sq, self.resident = master, exp_avg, exp_avg_sq, resident
+        self.windows = []
+
+    def window(self, flat: Tensor) -> Tensor:
+        """Returns a tensor for a program that has the memory of ``flat``, state in host memory, and a storage of its
+        own. So ``is_held`` knows whether the program still has it, a view of it, or a NumPy array."""
+        words = flat.view(torch.int16 if flat.element_size() == 2 else torch.int32).numpy()
+        self.windows = [*filter(_is_alive, self.windows), ref(words)]
+        return torch.from_numpy(words).view(flat.dtype)
+
+    @property
+    def is_held(self) -> bool:
+        """Returns whether a program may read or write the state at any time."""
+        return any(map(_is_alive, self.windows))
 
     def state_tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns master, exp_avg, exp_avg_sq, and the upper halves of a split master: one tensor while it sleeps."""
@@ -159,6 +174,10 @@ class Shard:
     def sum_of_squares(self) -> float:
         """Folds the block sums of the gradient that was packed last."""
         return sums_of_squares([self])[0]
+
+
+def _is_alive(window: ref[NDArray[np.generic]]) -> bool:
+    return window() is not None
 
 
 def sums_of_squares(shards: Sequence[Shard]) -> list[float]:
@@ -248,6 +267,12 @@ class Bucket:
     def splits_masters(self) -> bool:
         """Returns whether any of its masters is split, so that the shadow has the upper halves."""
         return any(piece.shard.upper is not None for piece in self.pieces)
+
+    @property
+    def held(self) -> str | None:
+        """Returns the name of a shard whose state a program may read or write at any time: so it is not stepped when
+        no verdict is known, nor in two phases."""
+        return next((piece.shard.name for piece in self.pieces if piece.shard.windows and piece.shard.is_held), None)
 
     # ---- its gradient -----------------------------------------------------------------------------------------
 

@@ -171,6 +171,14 @@ class Engine(EngineParts):
         self._abandon_what_is_lost()
         self.executor.raise_failure()
 
+    def reveal(self, shard: Shard) -> None:
+        """Brings the state of ``shard`` to the end of the last finished step, since a program reads or writes it.
+        Failures wait for the end of the step."""
+        self.tail.settle(shard)
+        for bucket in self.layout.buckets_of(shard):
+            self.speculator.undo(bucket)
+        self.snapshots.protect([shard])
+
     def quiesce(self) -> None:
         """Brings masters and moments to the end of the last finished step; packed gradients stay packed."""
         self.tail.finish()
@@ -280,6 +288,9 @@ class Engine(EngineParts):
             shard.stepped()
         self._stats.add(steps=1, clipped_steps=verdict.clip_coefficient < 1.0)
         self.speculator.count_journals()
+        for bucket in on_host if later else ():
+            if bucket.held is not None:  # a program may read its state as soon as step() has returned
+                self.executor.wait(bucket)
         if not later:
             self.tail.deliver(on_host)
         elif self.link.asynchronous:

@@ -50,7 +50,7 @@ class Finisher:
         """Chooses the buckets to publish now and settle later: the first in forward order that were not speculated."""
         self._in_two_phases.clear()
         numel = sum(bucket.numel for bucket in moving)
-        ready = [bucket for bucket in moving if bucket.state is BucketState.READY and bucket.work.publishes]
+        ready = [b for b in moving if b.state is BucketState.READY and b.work.publishes and b.held is None]
         waiting = sum(bucket.numel for bucket in ready)
         if not (self._may_settle_later and self._layout.observed and numel):
             return

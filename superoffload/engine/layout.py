@@ -207,7 +207,6 @@ class Layout:
                 self.placer.had_no_room_for(shard.name)
                 break
             moved += 1
-            self._listener.moved(shard)
         return moved > 0
 
     # ---- sleep ------------------------------------------------------------------------------------------------
@@ -221,7 +220,6 @@ class Layout:
         self.lacks_buckets = True
         for shard in [shard for shard in self.shards if shard.resident]:
             move_state(shard, None)
-            self._listener.moved(shard)
             self._asleep_from_device.append(shard)
         self._link.give_back()
         self._count_state()
@@ -234,7 +232,7 @@ class Layout:
         """Moves all state, asleep, to ``file``. Where this raises OSError, it is in memory as before."""
         file.take(self.shards, apart=self._asleep_from_device)
         self.stored = file
-        self._state_has_moved()
+        self._count_state()
 
     def fetch(self) -> None:
         """Moves state from its file back to host memory. Where this raises, it is in the file as before."""
@@ -242,12 +240,7 @@ class Layout:
             self.stored.give_back()
             self.stored.close()
             self.stored = None
-            self._state_has_moved()
-
-    def _state_has_moved(self) -> None:
-        self._count_state()
-        for shard in self.shards:
-            self._listener.moved(shard)
+            self._count_state()
 
     def wake(self) -> None:
         """Takes the memory back and moves state back to the device. Where this raises, all is asleep as before."""
@@ -256,7 +249,6 @@ class Layout:
                 for shard in self._asleep_from_device:
                     assert self.placer is not None
                     move_state(shard, self.placer.residency.device)
-                    self._listener.moved(shard)
             self.attach_waiting()
         except BaseException:
             waiting, self._asleep_from_device = self._asleep_from_device, []

@@ -22,9 +22,6 @@ class Listener:
     def making_way(self) -> None:
         """Learns that all buckets will be laid out anew, and their packed gradients will be lost."""
 
-    def moved(self, shard: Shard) -> None:
-        """Learns that master and moments of ``shard`` are other tensors now."""
-
     def landing(self, buckets: Sequence[Bucket]) -> None:
         """Learns that buckets which ``apply(later=True)`` has left will be delivered.
 

@@ -32,6 +32,7 @@ class Speculator:
     ) -> None:
         self.norm = PartialNorm(inbox.unfinished)
         self.speculated = 0  # buckets, since construction
+        self.held: str | None = None  # a shard whose state a program holds, so that its bucket was not speculated
         self._link = link
         self._layout = layout
         self._inbox = inbox
@@ -87,6 +88,10 @@ class Speculator:
     def _speculate(self, bucket: Bucket) -> None:
         """Steps it with a journal, unless its journal overflowed lately."""
         if bucket.resident:  # stepped on the accelerator, after the verdict
+            return
+        held = bucket.held
+        if held is not None:
+            self.held = held
             return
         executor, snapshots = self._executor, self._snapshots
         protect = snapshots.protect if snapshots.open else None

@@ -26,9 +26,10 @@ from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.other_ranks import Ranks, other_ranks
-from superoffload.optimizer.params import Params, StateViews
+from superoffload.optimizer.params import Params
 from superoffload.optimizer.reductions import Reductions
 from superoffload.optimizer.rest import Rest
+from superoffload.optimizer.shown_state import ShownStates
 from superoffload.optimizer.state import State
 from superoffload.optimizer.step import Step
 from superoffload.optimizer.tracked_gradient import end_all
@@ -54,7 +55,7 @@ class Lasting:
         self.fp32_accumulation = Fp32Accumulation(wanted=given.fp32_sums)
         self.accumulation = Accumulation()
         self.reductions = Reductions()
-        self.views = StateViews()
+        self.views = ShownStates(lifetime)
 
     def follow_reductions(self, ranks: Ranks) -> None:
         """Has gradients of a ``DistributedDataParallel`` taken once it has reduced them over the ranks."""
@@ -168,7 +169,7 @@ def assemble(lasting: Lasting, params: Sequence[Tensor]) -> Parts:
     )
     host_accumulation = HostAccumulation(engine, wanted=given.fp32_sums)
     freed = FreedGradients(lifetime, engine, owned, host_accumulation, advice)
-    engine_setup.listener.tell(gradients=freed, state=owned, delivery=delivery)
+    engine_setup.listener.tell(gradients=freed, delivery=delivery)
     intake = Intake(
         lifetime,
         engine,

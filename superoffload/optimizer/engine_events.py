@@ -16,10 +16,6 @@ class HearsOfGradients(Protocol):
     def making_way(self) -> None: ...
 
 
-class HearsOfState(Protocol):
-    def moved(self, shard: Shard) -> None: ...
-
-
 class HearsOfDelivery(Protocol):
     def landing(self, buckets: Sequence[Bucket]) -> None:
         """Learns that the engine will deliver buckets that ``Delivery.apply`` has left."""
@@ -33,12 +29,11 @@ class EngineEvents(Listener):
 
     def __init__(self) -> None:
         self._gradients: Callable[[], HearsOfGradients | None] = _nothing
-        self._state: Callable[[], HearsOfState | None] = _nothing
         self._delivery: Callable[[], HearsOfDelivery | None] = _nothing
 
-    def tell(self, gradients: HearsOfGradients, state: HearsOfState, delivery: HearsOfDelivery) -> None:
+    def tell(self, gradients: HearsOfGradients, delivery: HearsOfDelivery) -> None:
         """Passes events on to these parts from now on. The engine is made before them."""
-        self._gradients, self._state, self._delivery = ref(gradients), ref(state), ref(delivery)
+        self._gradients, self._delivery = ref(gradients), ref(delivery)
 
     def packed(self, shard: Shard) -> None:
         alive = self._gradients()
@@ -49,11 +44,6 @@ class EngineEvents(Listener):
         alive = self._gradients()
         if alive is not None:
             alive.making_way()
-
-    def moved(self, shard: Shard) -> None:
-        alive = self._state()
-        if alive is not None:
-            alive.moved(shard)
 
     def landing(self, buckets: Sequence[Bucket]) -> None:
         alive = self._delivery()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from superoffload.distributed.held import Held
-from superoffload.distributed.ownership import Holding, like_parameter
+from superoffload.distributed.ownership import Holding
 from superoffload.engine.bucket import Shard
-from superoffload.engine.moments import read_exp_avg, read_exp_avg_sq
 from superoffload.engine.noise import check_axes, noise_stream
 from superoffload.engine.placement import make_state
 from superoffload.errors import StateError
@@ -21,43 +18,17 @@ from superoffload.optimizer.constructor_arguments import ConstructorArguments
 from superoffload.optimizer.engine_setup import EngineSetup
 from superoffload.optimizer.gradient_source import dtype_to_come
 from superoffload.optimizer.groups import ParamGroups
-from superoffload.optimizer.state_of_copies import StateInPlace, StateOfCopies
+from superoffload.optimizer.shown_state import ShownStates, whole_steps
 from superoffload.optimizer.tracked_param import TrackedParam, remember_values
 
-
-class StateViews:
-    """Shows the state as torch does: ``optimizer.state[p]`` has the tensors that are stepped."""
-
-    def __init__(self) -> None:
-        self.mapping: defaultdict[Tensor, Any] = defaultdict(dict)
-
-    def replace(self, mapping: defaultdict[Tensor, Any]) -> None:
-        """Replaces the mapping, as torch's own class does when it assigns ``optimizer.state``."""
-        self.mapping = mapping
-
-    def show(self, tracked: TrackedParam) -> None:
-        param, holding, shard = tracked.param, tracked.holding, tracked.shard
-        if shard.is_elsewhere:
-            self.mapping[param] = {"step": tracked.step}
-            return
-        reads: dict[str, Callable[[], Tensor]] = {
-            "step": lambda: tracked.step,
-            "exp_avg": lambda: like_parameter(param, holding, read_exp_avg(shard)),
-            "exp_avg_sq": lambda: like_parameter(param, holding, read_exp_avg_sq(shard)),
-            "master": lambda: like_parameter(param, holding, shard.read_masters()),
-        }
-        copied = {"exp_avg", "exp_avg_sq"} if shard.exp_avg.dtype == torch.uint8 else set()
-        if shard.upper is not None:
-            copied.add("master")
-        own = StateInPlace({name: read() for name, read in reads.items() if name not in copied})
-        self.mapping[param] = StateOfCopies(own, {name: reads[name] for name in copied}) if copied else own
+_EXACT = 1 << 24  # float32 has every whole number below
 
 
 class Params:
     """Owns a ``TrackedParam`` for each parameter that trains: its shard in the engine, its name, this rank's part."""
 
     def __init__(
-        self, engine_setup: EngineSetup, given: ConstructorArguments, groups: ParamGroups, views: StateViews
+        self, engine_setup: EngineSetup, given: ConstructorArguments, groups: ParamGroups, views: ShownStates
     ) -> None:
         self._engine = engine_setup.engine
         self._setup = engine_setup.ranks
@@ -116,7 +87,7 @@ class Params:
         self._counts.clear()
         self._of_shard.clear()
         self._fresh.clear()
-        self._views.mapping.clear()
+        self._views.forget_all()
 
     # ---- new parameters ---------------------------------------------------------------------------------------
 
@@ -181,7 +152,7 @@ class Params:
         early = self._setup.is_early(param)
         tracked = TrackedParam(param, shard, step, holding, link.bit_sums, early=early, readable=readable)
         self._tracked[param] = self._of_shard[shard.index] = tracked
-        self._views.show(tracked)
+        self._views.show(tracked, self.reveal)
         self._fresh.append(Held(shard.name, param, shard, holding))
         return tracked
 
@@ -199,9 +170,38 @@ class Params:
                 places = [i for i, tracked in enumerate(members) if tracked in moved]
                 counts[torch.tensor(places, dtype=torch.int64, device="cpu")] += 1.0
 
-    def moved(self, shard: Shard) -> None:
-        """Shows the state of a shard in its new tensors, since the engine has moved it."""
-        self._views.show(self._of_shard[shard.index])
+    # ---- state that the program sees and edits ----------------------------------------------------------------
+
+    def reveal(self, shard: Shard) -> None:
+        """Brings the state of a shard to the end of the last finished step, before the program reads or writes it."""
+        self._engine.reveal(shard)
+
+    def show_all_again(self) -> None:
+        """Forgets what the program has changed in the structure of ``optimizer.state``, since a load follows."""
+        self._views.take_all_back(self.reveal)
+
+    def follow_state_edits(self) -> None:
+        """Takes over what the program has changed in the structure of ``optimizer.state``, and numbers of steps.
+
+        Raises ArgumentError, with nothing changed, where an entry lacks a part or a number of steps is none."""
+        edits, steps = self._views.find_edits(), self._find_steps()
+        for tracked in {*(tracked for tracked, _ in edits), *steps}:
+            self.reveal(tracked.shard)
+        for tracked, step in steps.items():
+            tracked.has_made(step)
+        self._views.take_back([tracked for tracked, _ in edits], self.reveal)
+        for tracked, values in edits:
+            tracked.load(values)
+
+    def _find_steps(self) -> dict[TrackedParam, int]:
+        """Returns the parameters whose number of steps was written, with the new one."""
+        found: dict[TrackedParam, int] = {}
+        for counts, members in self._counts:
+            for shown, tracked in zip(counts.tolist(), members, strict=True):
+                known = tracked.shown_steps
+                if shown != known and min(shown, known) < _EXACT:
+                    found[tracked] = whole_steps(tracked.shard.name, shown)
+        return found
 
     # ---- replaced parameters ----------------------------------------------------------------------------------
 

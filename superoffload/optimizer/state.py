@@ -10,8 +10,7 @@ from torch import Tensor
 
 from superoffload.distributed.gather import Spread
 from superoffload.engine.engine import Engine
-from superoffload.errors import ArgumentError, StateError
-from superoffload.host.tensors import is_dtensor
+from superoffload.errors import StateError
 from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.lifetime import Lifetime
@@ -19,7 +18,7 @@ from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.masters import read_masters
 from superoffload.optimizer.other_ranks import Ranks
 from superoffload.optimizer.params import Params
-from superoffload.optimizer.state_dict import ParamState, ReadState, StateDict, read_state, write_state
+from superoffload.optimizer.state_dict import ParamState, ReadState, StateDict, part_of, read_state, write_state
 from superoffload.optimizer.step import Step
 from superoffload.optimizer.tracked_param import TrackedParam, find_edits
 
@@ -84,7 +83,7 @@ class State:
     def digests(self) -> dict[str, str]:
         self._check_in_memory()
         with self._lifetime.whole():
-            self._intake.follow_waiting()
+            self._quiesce()
             return self._engine.digests()
 
     def quiesce(self) -> None:
@@ -94,6 +93,7 @@ class State:
     def _quiesce(self) -> None:
         self._intake.follow_waiting()
         self._engine.quiesce()
+        self._params.follow_state_edits()
 
     def begin_snapshot(self, snapshot: Snapshot) -> None:
         """Registers ``snapshot``: it reads or copies every shard before the shard changes."""
@@ -173,7 +173,8 @@ class State:
 
     def check(self, state_dict: Mapping[str, Any]) -> ReadState:
         """Returns the argument of ``take_over``; raises and changes nothing where ``state_dict`` does not fit."""
-        self.quiesce()  # raises failures since the last step before anything changes
+        with self._lifetime.whole():
+            self._engine.quiesce()  # raises failures since the last step before anything changes
         return read_state(state_dict, self._groups.now, part_of=self._part_of)
 
     def take_over(self, read: ReadState, what: str, rest: Callable[[], None]) -> None:
@@ -202,6 +203,7 @@ class State:
             self._step.abandon()
             self._engine.quiesce()
             self._engine.link.await_copies()  # or the parameters of the last step might get the loaded values
+            self._params.show_all_again()
             found = self.adopt_loaded(read)
         for tracked, values in found:
             self._engine.snapshots.protect([tracked.shard])
@@ -219,12 +221,4 @@ class State:
         return loaded
 
     def _part_of(self, param: Tensor, value: Tensor) -> Tensor:
-        holding = self._params.holding_of(param)
-        if not is_dtensor(value):
-            return holding.part_of_whole(value)
-        if not is_dtensor(param) or value.placements != param.placements or value.device_mesh != param.device_mesh:
-            raise ArgumentError(
-                f"state_dict: a DTensor with placements {value.placements} over {value.device_mesh}, expected those of "
-                "the parameter; pass full tensors, or load it with torch.distributed.checkpoint"
-            )
-        return holding.part(value)
+        return part_of(param, self._params.holding_of(param), value)

@@ -12,9 +12,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from superoffload.distributed.ownership import Holding
 from superoffload.errors import ArgumentError
 from superoffload.host.bits import all_finite
 from superoffload.host.numbers import as_float
+from superoffload.host.tensors import is_dtensor
 from superoffload.optimizer.arguments import check_group
 from superoffload.optimizer.unknown_arguments import refuse_other_steps
 
@@ -124,7 +126,7 @@ def read_state(
         for key, param in zip(group["params"], mine["params"], strict=True):
             where = f"state_dict: parameter {len(states)} (group {g})"
             state = state_dict["state"].get(key)
-            states.append(None if state is None else _read_param(where, state, param, part_of))
+            states.append(None if state is None else read_param(where, state, param, part_of))
     return ReadState(values, states)
 
 
@@ -155,7 +157,20 @@ def _read_group(index: int, group: Mapping[str, Any], l2: bool) -> dict[str, Any
     return {name: deepcopy(value) for name, value in group.items() if name != "params"}
 
 
-def _read_param(where: str, state: Mapping[str, Any], param: Tensor, part_of: PartOf) -> ParamState:
+def part_of(param: Tensor, holding: Holding, value: Tensor) -> Tensor:
+    """Returns this rank's elements of a tensor of the parameter's full shape, or of a DTensor like it, flat."""
+    if not is_dtensor(value):
+        return holding.part_of_whole(value)
+    if not is_dtensor(param) or value.placements != param.placements or value.device_mesh != param.device_mesh:
+        raise ArgumentError(
+            f"state_dict: a DTensor with placements {value.placements} over {value.device_mesh}, expected those of "
+            "the parameter; pass full tensors, or load it with torch.distributed.checkpoint"
+        )
+    return holding.part(value)
+
+
+def read_param(where: str, state: Any, param: Tensor, part_of: PartOf) -> ParamState:
+    """Checks the state of one parameter; raises ArgumentError, which begins with ``where``, if it misfits."""
     if not isinstance(state, Mapping):
         raise ArgumentError(f"{where}: state is {type(state).__name__}, expected a dict")
     step = as_float(state.get("step"))

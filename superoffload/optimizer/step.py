@@ -54,6 +54,8 @@ class Step:
         self._compare_interval = compare_interval
         self._verdicts = verdicts
         self._idle = IdleSteps(advice)
+        self._advice = advice
+        self._said_of_held = False
         self._fp32_sums = fp32_sums
 
     @untraced
@@ -77,6 +79,7 @@ class Step:
             finally:  # this rank has stepped, even if other ranks were lost since
                 self._remember()
         self._ranks.conclude(verdict)
+        self._advise_of_held()
         if failure is not None:
             raise failure
 
@@ -98,6 +101,7 @@ class Step:
         self._ranks.look()
         self._intake.check_finished()
         self._intake.take_rest()
+        self._params.follow_state_edits()
         for index, group in enumerate(self._groups.now):
             self._groups.hyper(index)
             unfrozen = [p for p in self._params.without_state(group["params"]) if gradient_of(p) is not None]
@@ -120,6 +124,16 @@ class Step:
             "accumulate_dtype": "fp32" if self._fp32_sums else None,
             "factor that takes the loss scale out": self._verdicts.unscale,
         }
+
+    def _advise_of_held(self) -> None:
+        held = self._engine.speculator.held
+        if held is not None and not self._said_of_held:
+            self._said_of_held = True
+            self._advice.keep(
+                f"the program keeps a tensor of optimizer.state of {held} and may read or write it at any time, so its "
+                "part of the model is not stepped during backward. The result is right. It is faster to read "
+                "optimizer.state where the values are needed, and to keep copies (clone())"
+            )
 
     # ---- after the verdict ------------------------------------------------------------------------------------
 

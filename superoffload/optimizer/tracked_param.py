@@ -160,11 +160,15 @@ class TrackedParam(_Referable):
         follow(self.shard, self.holding.part(self.param))
         self.remember_value()
 
+    def has_made(self, steps: int) -> None:
+        """Sets the number of steps, which is shown already."""
+        self.shown_steps = steps
+        self.shard.has_made(steps)
+
     def load(self, values: ParamState | None) -> None:
         """Loads state from a checkpoint; None: the state before the first step."""
         shard, published = self.shard, self.holding.part(self.param)
-        self.shown_steps = values.step if values else 0
-        shard.has_made(self.shown_steps)
+        self.has_made(values.step if values else 0)
         self.step.fill_(float(shard.steps))
         if values is None:
             shard.exp_avg.zero_()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +96,47 @@ def _write(param: Tensor, op: Op) -> None:
         param[op["seed"] % param.numel()] = 0.25
     else:
         param.zero_().neg_()
+
+
+@torch.no_grad()
+def edit_state(world: World, op: Op) -> None:
+    """Of moments and numbers of steps, and of the mapping that has them."""
+    how, state = op["how"], world.optimizer.state
+    params = [param for param in world.params(op) if state.get(param)]
+    if not params:
+        return
+    if how == "keep":  # tensors, to write to them later
+        world.kept_state = [(param, state[param]["exp_avg"]) for param in params if world.shows_moments()]
+    elif how == "kept":
+        world.wait_for_savings()  # which cannot know of writes to tensors that a program keeps
+        params = [param for param, _ in world.kept_state]
+        for _, kept in world.kept_state:
+            kept.mul_(0.5)
+    elif how == "clear":
+        state.clear()
+        params = world.grouped()
+    else:
+        for param in params:
+            _edit_entry(state, param, how)
+    world.count(f"edit_state, {how}")
+    world.restructured |= how in ("clear", "delete", "empty", "replace", "step")
+    if world.oracle is not None:
+        world.oracle.edited(params)
+
+
+def _edit_entry(state: dict[Tensor, Any], param: Tensor, how: str) -> None:
+    if how == "multiply":
+        state[param]["exp_avg"].mul_(0.5)
+    elif how == "assign":
+        state[param]["exp_avg"] = -2.0 * state[param]["exp_avg"]
+    elif how == "step":
+        state[param]["step"].fill_(1.0)
+    elif how == "delete":
+        del state[param]
+    elif how == "empty":
+        state[param] = {}
+    else:
+        state[param] = {**copy.copy(state[param]), "exp_avg": torch.zeros(param.shape)}
 
 
 def load_weights(world: World, op: Op) -> None:

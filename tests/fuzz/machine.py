@@ -22,6 +22,7 @@ OPERATIONS: dict[str, Callable[[World, Op], None]] = {
         backward.zero_grad,
         changes.add_group,
         changes.edit,
+        changes.edit_state,
         changes.freeze,
         changes.hyper,
         changes.load_weights,

@@ -25,6 +25,8 @@ from superoffload.optimizer.delivery import OnDemand
 from superoffload.optimizer.edits import Edits
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.master_updates import MasterUpdates
+from superoffload.optimizer.params import Params
+from superoffload.optimizer.shown_state import ShownStates
 from superoffload.optimizer.tracked_param import TrackedParam
 from superoffload.optimizer.verdict_terms import LossScale
 
@@ -194,6 +196,12 @@ MUTANTS: dict[str, Mutant] = {
     "save: a step does not wait for it": lambda: mock.patch.object(Snapshot, "protect", _nothing),
     "load: one step too many": _replaced(TrackedParam, "load", _forgets_moments),
     "look: what is speculated shows": lambda: mock.patch.object(Engine, "quiesce", _nothing),
+    "state: what is speculated shows": lambda: mock.patch.object(Engine, "reveal", _nothing),
+    "state: a bucket is speculated although a program keeps its state": lambda: mock.patch.object(Bucket, "held", None),
+    "state: what a program takes out stays": lambda: mock.patch.object(ShownStates, "find_edits", lambda states: []),
+    "state: a number of steps that a program writes is not used": lambda: mock.patch.object(
+        Params, "_find_steps", lambda params: {}
+    ),
     "signals: they come in the middle of bookkeeping": lambda: mock.patch.object(
         interrupts, "held_signals", nullcontext
     ),

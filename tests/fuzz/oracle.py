@@ -66,6 +66,7 @@ class Oracle:
         self._optimizer = optimizer
         self._split = split  # masters of bf16 parameters, which are rounded away from zero at ties
         self._compares = compares  # else moments are rounded at random, and torch cannot tell
+        self._moments = torch.float32 if compares else torch.bfloat16
         self._known: dict[Tensor, ParamState] = {}
         self._written: set[Tensor] = set()
         self._expected: dict[Tensor, Expected] = {}
@@ -108,11 +109,13 @@ class Oracle:
             if param.grad is None:
                 return None
             value = param.detach().clone()
-            return ParamState(value.float().clone(), torch.zeros(value.shape), torch.zeros(value.shape), 0, value)
+            moments = [torch.zeros(value.shape, dtype=self._moments) for _ in range(2)]
+            return ParamState(value.float().clone(), *moments, 0, value)
         known = self._known.get(param)
         if known is not None:
             self._check("before step()", now, known, master=param not in self._written)
         now.master = follow(now.master, param)
+        now.exp_avg, now.exp_avg_sq = now.exp_avg.to(self._moments), now.exp_avg_sq.to(self._moments)
         return now
 
     def after(self) -> None:
@@ -142,6 +145,11 @@ class Oracle:
             _compare("master", now.master, then.master, weight)
             _compare("exp_avg", now.exp_avg, then.exp_avg, torch.maximum(then.exp_avg.abs(), expected.gradient.abs()))
             _compare("exp_avg_sq", now.exp_avg_sq, then.exp_avg_sq, then.exp_avg_sq)
+
+    def edited(self, params: Iterable[Tensor]) -> None:
+        """The program has edited their state."""
+        for param in params:
+            self._known.pop(param, None)
 
     # ---- saving and loading -------------------------------------------------------------------------------------
 

@@ -117,16 +117,24 @@ def draw(seed: int) -> Program:
     """The program of this seed."""
     random = Random(seed)
     settings = draw_settings(random)
-    return Program(seed, settings, tuple(_with_sleep(_Drawing(random, settings).all(), settings.schedule_seed)))
+    return Program(seed, settings, tuple(_with_more(_Drawing(random, settings).all(), seed, settings)))
 
 
-def _with_sleep(ops: Sequence[Op], seed: int) -> list[Op]:
-    """Behind every fifth operation or so the optimizer sleeps; not drawn, so that every seed keeps its program."""
+_STATE_EDITS = ("multiply", "keep", "assign", "step", "kept", "delete", "empty", "clear", "replace", "kept")
+
+
+def _with_more(ops: Sequence[Op], seed: int, settings: Settings) -> list[Op]:
+    """Behind every fifth operation or so the optimizer sleeps, in every third program state is edited; not drawn, so
+    that every seed keeps its program."""
     found: list[Op] = []
     for number, op in enumerate(ops):
         found.append(op)
-        if (seed + number) % 5 == 0:
-            found.append({"do": "sleep", "on_disk": (seed + number) % 10 == 0})
+        sleeps = settings.schedule_seed + number
+        if sleeps % 5 == 0:
+            found.append({"do": "sleep", "on_disk": sleeps % 10 == 0})
+        if seed % 3 == 0 and (seed // 3 + number) % 4 == 0:
+            how = _STATE_EDITS[(seed // 12 + number // 4) % len(_STATE_EDITS)]
+            found.append({"do": "edit_state", "layer": number % len(settings.sizes), "how": how})
     return found
 
 

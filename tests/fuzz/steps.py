@@ -62,6 +62,9 @@ def interrupted_step(world: World, op: Op) -> None:
         return
     if world.written:  # a step without gradients takes over what was written, too, and is not counted
         world.optimizer.refresh_masters()
+    if world.restructured:
+        world.optimizer.synchronize()
+        world.restructured = False
     if not world.speculates:
         if world.stepped.pop(0):
             step(world, {"do": "step"})

@@ -26,16 +26,17 @@ def look(world: World, op: Op) -> None:
     elif at == "synchronize":
         optimizer.synchronize()
         known = [param for param in world.grouped() if param in optimizer.state]
-        world.note("state", [_digest(list(optimizer.state[param].values())) for param in known])
+        world.note("state", [_digest(dict(optimizer.state[param])) for param in known])
     else:
         known = [param for param in world.grouped() if param in optimizer.state]
-        world.note("steps", [float(optimizer.state[param]["step"]) for param in known])
+        world.note("state", [_digest(dict(optimizer.state[param])) for param in known])
 
 
 def sleep(world: World, op: Op) -> None:
     """Unless gradients wait, which only a run that takes them during backward can tell."""
     if world.written:  # wake() takes writes over; one that is refused does not
         world.optimizer.refresh_masters()
+    world.kept_state.clear()  # masters and moments may be elsewhere afterwards
     world.folder.mkdir(parents=True, exist_ok=True)
     try:
         world.optimizer.sleep(world.folder if op["on_disk"] else None)

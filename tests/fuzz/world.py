@@ -69,6 +69,8 @@ class World:
             self.scaler = torch.amp.GradScaler("cpu", init_scale=settings.loss_scale, growth_interval=2)
         self.slots: dict[int, Saved] = {}
         self.kept: Tensor | None = None  # a loss whose graph was retained
+        self.kept_state: list[tuple[Tensor, Tensor]] = []  # parameters, and moments of theirs
+        self.restructured = False  # the state, since the last step: the optimizer follows at a moment not promised
         self.written = False  # parameters, since the last step: their masters follow at a moment that is not promised
 
     def _speculating(self) -> dict[str, Any]:
@@ -113,6 +115,10 @@ class World:
 
     def grouped(self) -> list[Tensor]:
         return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    def shows_moments(self) -> bool:
+        """Whether its state has moments themselves, not copies."""
+        return self.settings.state_dtype != "8bit"
 
     # ---- saves in the background --------------------------------------------------------------------------------
 

@@ -148,7 +148,8 @@ def test_state_is_shown_as_bf16_copies(tmp_path: Path) -> None:
             assert set(state) == {"step", "exp_avg", "exp_avg_sq", "master"}
             for name in ("exp_avg", "exp_avg_sq"):
                 assert state[name].dtype is torch.bfloat16 and state[name].shape == param.shape
-                state[name].fill_(9.0)  # a copy
+                with pytest.raises(RuntimeError, match="make a clone"):
+                    state[name].fill_(9.0)  # of a copy it would be lost
                 state[name] = state[name]  # as Lightning does
             assert "tensor(3.)" in repr(state) and "tensor([])" not in repr(state)
             for other in (copy.copy(state), copy.deepcopy(state), pickle.loads(pickle.dumps(state))):

@@ -261,8 +261,6 @@ def test_a_copy_that_is_put_back_is_not_kept() -> None:
             backward(model, step)
             optimizer.step()
         assert_split(optimizer)
-        kept = [sum(map(nbytes, state.data.values())) for state in optimizer.state.values()]
-        assert kept == [8 * p.numel() + 4 for p in model.parameters()], "moments and the count of steps"
 
 
 # ---- arguments --------------------------------------------------------------------------------------------------

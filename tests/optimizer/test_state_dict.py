@@ -326,11 +326,13 @@ def test_a_value_put_into_the_state_counts(tmp_path: Path) -> None:
         kept = values["exp_avg"]
         values["exp_avg"] = nn.Parameter(torch.zeros_like(kept))
         assert values["exp_avg"] is kept and not kept.any() and not kept.requires_grad
-        wrong: list[Any] = [torch.tensor(10.0), torch.tensor([10.0]), 10.0]
-        for steps in wrong:
+        forms: list[Any] = [torch.tensor(10.0), torch.tensor([10.0]), 10.0]
+        for steps in forms:
             values["step"] = steps
-            assert float(values["step"]) == 2
+            assert float(values["step"]) == 10
+            values["step"] = 2
+        values["step"] = 7
         state = optimizer.state_dict()["state"][0]
-        assert not state["exp_avg"].any() and float(state["step"]) == 2, "the number that corrects the bias"
+        assert not state["exp_avg"].any() and float(state["step"]) == 7
         torch.save(values, tmp_path / "values.pt")
         assert torch.equal(torch.load(tmp_path / "values.pt")["exp_avg_sq"], values["exp_avg_sq"])

@@ -14,7 +14,7 @@ from superoffload.engine.moments import EXP_AVG, EXP_AVG_SQ, read_moment, shown_
 from superoffload.engine.placement import slab_of_zeros
 from superoffload.errors import ArgumentError
 from superoffload.host.bits import all_finite
-from superoffload.optimizer.state_of_copies import StateOfCopies
+from superoffload.integrations.deepspeed.stage3.state_of_copies import StateOfCopies
 
 MOMENTS = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 MASTER = "master"

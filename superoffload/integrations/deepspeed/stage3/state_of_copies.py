@@ -1,4 +1,4 @@
-"""State is shown as torch shows it; in forms that torch does not know, as copies that are made when they are read."""
+"""DeepSpeed's inner optimizer shows state in forms that torch does not know as copies, made when they are read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StateOfCopies(UserDict[str, Tensor]):
     def __init__(self, rest: dict[str, Tensor], copies: Mapping[str, Callable[[], Tensor]]) -> None:
         self._copies = copies
         super().__init__()
-        self.data = type(rest)({**rest, **dict.fromkeys(copies, torch.empty(0, device="cpu"))})
+        self.data = {**rest, **dict.fromkeys(copies, torch.empty(0, device="cpu"))}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._copies[name]() if name in self._copies else super().__getitem__(name)
@@ -34,28 +34,6 @@ class StateOfCopies(UserDict[str, Tensor]):
 
     def __copy__(self) -> Any:
         return dict(self)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return OrderedDict, (list(self.items()),)
-
-
-class StateInPlace(dict[str, Tensor]):
-    """Shows the tensors of a parameter that are stepped. What is put in the place of one is copied into it.
-
-    So a framework that moves state to a device and back, as verl does with ``optimizer_offload``, changes nothing. The
-    number of steps stays as it is: the engine counts it, and ``load_state_dict()`` sets it. Pickles are dictionaries
-    that ``torch.load`` reads.
-    """
-
-    def __setitem__(self, name: str, value: Tensor) -> None:
-        own = self.get(name)
-        if name == "step" and own is not None:
-            return
-        if own is None or not isinstance(value, Tensor) or value.shape != own.shape:
-            super().__setitem__(name, value)
-        elif value is not own:
-            with torch.no_grad():
-                own.copy_(value)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, (list(self.items()),)

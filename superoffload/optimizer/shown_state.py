@@ -1,0 +1,258 @@
+"""``optimizer.state`` as torch shows it: of the last finished step; and what a program changes in it counts.
+
+Reads and writes through an entry wait for the worker threads and undo what was speculated. A tensor that the program
+keeps cannot be watched so. Its bucket is not stepped during backward until the program lets go of it
+(``Shard.is_held``).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superoffload.distributed.ownership import like_parameter
+from superoffload.engine.bucket import Shard
+from superoffload.engine.moments import EXP_AVG, EXP_AVG_SQ, read_exp_avg, read_exp_avg_sq, write_moment
+from superoffload.errors import ArgumentError, StateError
+from superoffload.host.bits import all_finite
+from superoffload.host.numbers import as_float
+from superoffload.host.tensors import is_dtensor, local_of
+from superoffload.optimizer.lifetime import Lifetime
+from superoffload.optimizer.state_dict import ParamState, Values, blocks_of, part_of, read_param
+from superoffload.optimizer.tracked_param import TrackedParam
+
+_NAMES = ("step", "exp_avg", "exp_avg_sq", "master")
+
+
+class ShownState(MutableMapping[str, Any]):
+    """Is the entry of a parameter in ``optimizer.state``.
+
+    What is written to it is copied into the state. In forms that torch does not know (8-bit moments, split masters) a
+    read makes a copy, which refuses operations in place. Copies and pickles of an entry are ordinary dictionaries.
+    """
+
+    def __init__(self, tracked: TrackedParam, reveal: Callable[[Shard], None]) -> None:
+        self._tracked = tracked
+        self._reveal = reveal
+        self._removed: set[str] = set()
+        self._others: dict[str, Any] = {}  # what the program has put here beside the state
+        self._seen: weakref.WeakValueDictionary[str, Tensor] = weakref.WeakValueDictionary()
+        self._kept: dict[str, Any] | None = None  # the values of an entry that is the state's no longer
+
+    @property
+    def is_whole(self) -> bool:
+        """Returns whether nothing was taken out of it."""
+        return not self._removed
+
+    def keep(self) -> None:
+        """Keeps copies of the values, since the program took this entry out of ``optimizer.state``."""
+        self._kept = {name: value.clone() if isinstance(value, Tensor) else value for name, value in self.items()}
+
+    # ---- as a mapping -----------------------------------------------------------------------------------------
+
+    def _names(self) -> Iterable[str]:
+        names = _NAMES[:1] if self._tracked.shard.is_elsewhere else _NAMES
+        return [name for name in names if name not in self._removed]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kept if self._kept is not None else [*self._names(), *self._others])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Any:
+        if self._kept is not None:
+            return self._kept[name]
+        if name not in self._names():
+            return self._others[name]
+        return self._tracked.step if name == "step" else self._read(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if self._kept is not None:
+            self._kept[name] = value
+        elif name not in _NAMES:
+            self._others[name] = value
+        else:
+            self._write(name, value)
+            self._removed.discard(name)
+
+    def __delitem__(self, name: str) -> None:
+        if self._kept is not None:
+            del self._kept[name]
+        elif name in self._others:
+            del self._others[name]
+        elif name in self._names():
+            self._removed.add(name)
+        else:
+            raise KeyError(name)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __copy__(self) -> dict[str, Any]:
+        return dict(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (list(self.items()),)
+
+    # ---- the state --------------------------------------------------------------------------------------------
+
+    def _is_copied(self, name: str) -> bool:
+        shard = self._tracked.shard
+        return shard.upper is not None if name == "master" else shard.exp_avg.dtype == torch.uint8
+
+    def _read(self, name: str) -> Tensor:
+        shard = self._tracked.shard
+        self._reveal(shard)
+        if self._is_copied(name):
+            with torch.inference_mode():  # torch refuses to change it in place
+                return self._shaped(_flat(shard, name))
+        flat, known = _flat(shard, name), self._seen.get(name)
+        if known is not None and local_of(known).data_ptr() == flat.data_ptr():
+            return known
+        shown = self._shaped(shard.window(flat) if flat.is_cpu else flat)
+        self._seen[name] = shown
+        return shown
+
+    def _shaped(self, flat: Tensor) -> Tensor:
+        return like_parameter(self._tracked.param, self._tracked.holding, flat)
+
+    @torch.no_grad()
+    def _write(self, name: str, value: Any) -> None:
+        if name == "step":
+            self._tracked.step.fill_(whole_steps(self._tracked.shard.name, value))
+            return
+        where = f"optimizer.state of {self._tracked.shard.name}: {name}"
+        if self._tracked.shard.is_elsewhere:
+            raise StateError(f"{where}: masters and moments are in a file since sleep(folder); call wake() first")
+        own = self._read(name)
+        if value is own:
+            return
+        if not isinstance(value, Tensor) or value.shape != own.shape or value.is_meta:
+            found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ArgumentError(f"{where} cannot be {found}: expected a tensor with values of shape {tuple(own.shape)}")
+        if not self._is_copied(name):
+            own.copy_(value)
+            return
+        new = torch.empty_like(own).copy_(value)
+        if not torch.equal(local_of(new), local_of(own)):  # a rounding of what was not changed would change it
+            self._convert(where, name, new)
+
+    def _convert(self, where: str, name: str, value: Tensor) -> None:
+        shard, holding = self._tracked.shard, self._tracked.holding
+        flat = value.view(-1) if holding.is_flat and not is_dtensor(value) else holding.part(value)
+        flat = flat.to("cpu", torch.float32)
+        if not all_finite(flat) or (name == "exp_avg_sq" and bool((flat < 0).any())):
+            raise ArgumentError(f"{where} cannot be NaN, infinite or, as exp_avg_sq, below 0")
+        if name == "master":
+            shard.write_masters(flat)
+        else:
+            stored, form = (shard.exp_avg, EXP_AVG) if name == "exp_avg" else (shard.exp_avg_sq, EXP_AVG_SQ)
+            write_moment(stored, shard.numel, form, blocks_of(flat))
+
+
+def _flat(shard: Shard, name: str) -> Tensor:
+    if name == "master":
+        return shard.read_masters()
+    return read_exp_avg(shard) if name == "exp_avg" else read_exp_avg_sq(shard)
+
+
+def whole_steps(name: str, value: Any) -> int:
+    """Returns the number of steps that a program has written; raises ArgumentError where it is none."""
+    step = as_float(value)
+    if not math.isfinite(step) or step < 0 or step != int(step):
+        raise ArgumentError(f"optimizer.state of {name}: step is {value!r}, expected a whole number of at least 0")
+    return int(step)
+
+
+class ShownStates:
+    """Has the mapping that is ``optimizer.state``, and finds what the program has changed in it."""
+
+    def __init__(self, lifetime: Lifetime) -> None:
+        self.mapping: defaultdict[Tensor, Any] = defaultdict(dict)
+        self._lifetime = lifetime
+        self._entries: dict[TrackedParam, ShownState] = {}
+
+    def replace(self, mapping: defaultdict[Tensor, Any]) -> None:
+        """Replaces the mapping, as torch's own class does when it assigns ``optimizer.state``."""
+        self.mapping = mapping
+
+    def show(self, tracked: TrackedParam, reveal: Callable[[Shard], None]) -> None:
+        """Shows the state of a parameter. ``reveal(shard)`` is called, alone, before its tensors are read."""
+        lifetime, alive = self._lifetime, weakref.WeakMethod(reveal)
+
+        def reveal_alone(shard: Shard) -> None:
+            now = alive()
+            if now is not None:
+                lifetime.work.if_in_use(now, shard)
+
+        self._entries[tracked] = self.mapping[tracked.param] = ShownState(tracked, reveal_alone)
+
+    def forget_all(self) -> None:
+        self.mapping.clear()
+        self._entries.clear()
+
+    def find_edits(self) -> list[tuple[TrackedParam, ParamState | None]]:
+        """Returns the parameters whose entries were replaced or emptied, with their new state; None: a fresh one.
+
+        Raises ArgumentError where an entry lacks a part. Nothing is changed."""
+        entries, mapping = self._entries, self.mapping
+        if (
+            len(mapping) == len(entries)
+            and all(map(is_, mapping.values(), entries.values()))
+            and all(entry.is_whole for entry in entries.values())
+        ):
+            return []
+        found: list[tuple[TrackedParam, ParamState | None]] = []
+        for tracked, entry in entries.items():
+            if not self._is_in_place(tracked, entry):
+                found.append((tracked, _read_entry(tracked, mapping.get(tracked.param))))
+        return found
+
+    def take_back(self, several: Iterable[TrackedParam], reveal: Callable[[Shard], None]) -> None:
+        """Shows these parameters by new entries. Old ones that the program has keep their values: call it before the
+        state changes."""
+        for tracked in several:
+            old = weakref.ref(self._entries.pop(tracked))
+            self.mapping.pop(tracked.param, None)
+            alive = old()
+            if alive is not None:
+                alive.keep()
+            self.show(tracked, reveal)
+
+    def take_all_back(self, reveal: Callable[[Shard], None]) -> None:
+        """The state will be loaded: what the program has changed in the mapping no longer counts."""
+        changed = [tracked for tracked, entry in self._entries.items() if not self._is_in_place(tracked, entry)]
+        self.take_back(changed, reveal)
+
+    def _is_in_place(self, tracked: TrackedParam, entry: ShownState) -> bool:
+        return entry.is_whole and self.mapping.get(tracked.param) is entry
+
+
+def _read_entry(tracked: TrackedParam, given: Any) -> ParamState | None:
+    where = f"optimizer.state of {tracked.shard.name}"
+    advice = "it was edited: an entry has step, exp_avg and exp_avg_sq, or nothing, to start afresh"
+    if given is None or (isinstance(given, Mapping) and not given):
+        return None
+    if isinstance(given, ShownState):  # perhaps of a parameter whose state changes before this is read
+        given = {name: value.clone() if isinstance(value, Tensor) else value for name, value in given.items()}
+    holding, param = tracked.holding, tracked.param
+    if isinstance(given, Mapping) and holding.is_flat and not is_dtensor(param):  # shown flat, this rank's run
+        given = {name: _as_run(param, value, tracked.shard.numel) for name, value in given.items()}
+    try:
+        return read_param(where, given, param, lambda _, value: part_of(param, holding, value))
+    except ArgumentError as error:
+        raise ArgumentError(f"{error}; {advice}") from error
+
+
+def _as_run(param: Tensor, value: Any, numel: int) -> Any:
+    if not isinstance(value, Tensor) or value.shape != (numel,):
+        return value
+    return Values(tuple(param.shape), value.dtype, lambda: blocks_of(value.detach().to("cpu", torch.float32)))
