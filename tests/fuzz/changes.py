@@ -102,7 +102,7 @@ def _write(param: Tensor, op: Op) -> None:
 def edit_state(world: World, op: Op) -> None:
     """Of moments and numbers of steps, and of the mapping that has them."""
     how, state = op["how"], world.optimizer.state
-    params = [param for param in world.params(op) if state.get(param)]
+    params: list[Tensor] = [param for param in world.params(op) if state.get(param)]
     if not params:
         return
     if how == "keep":  # tensors, to write to them later

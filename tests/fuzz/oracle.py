@@ -109,8 +109,8 @@ class Oracle:
             if param.grad is None:
                 return None
             value = param.detach().clone()
-            moments = [torch.zeros(value.shape, dtype=self._moments) for _ in range(2)]
-            return ParamState(value.float().clone(), *moments, 0, value)
+            nothing = torch.zeros(value.shape, dtype=self._moments)
+            return ParamState(value.float().clone(), nothing, nothing.clone(), 0, value)
         known = self._known.get(param)
         if known is not None:
             self._check("before step()", now, known, master=param not in self._written)

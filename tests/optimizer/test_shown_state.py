@@ -319,7 +319,8 @@ def test_a_copy_refuses_operations_in_place(options: dict[str, Any], name: str) 
 
 def test_putting_a_copy_back_changes_no_bit() -> None:
     """As frameworks do that move state to another device and back."""
-    for options in ({"state_dtype": "8bit"}, {"master_dtype": "split"}, {"state_dtype": "bf16"}, {}):
+    forms: list[dict[str, Any]] = [{"state_dtype": "8bit"}, {"master_dtype": "split"}, {"state_dtype": "bf16"}, {}]
+    for options in forms:
         model = model_of(torch.bfloat16)
         with AdamW(model.parameters(), **options) as optimizer:
             train(model, optimizer, range(2))
