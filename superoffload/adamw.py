@@ -200,13 +200,13 @@ class AdamW(Optimizer):
                     self._ranks.announce()
 
     @untraced
-    def _follow_replaced(self) -> None:
-        """Starts anew on replaced parameters (Accelerate replaces them for FSDP2), unless that would lose state."""
-        if not self._lasting.groups.replaced() or not self._parts.may_be_replaced(self._lasting):
+    def _follow_groups(self) -> None:
+        """Starts anew where groups have other parameters, or in another order; each parameter keeps its state."""
+        if not self._lasting.groups.changed() or not self._lasting.groups.params():
             return
+        self.await_snapshots()
         with self._lifetime.whole():
-            self._parts = self._parts.anew(self._lasting)
-            self._parts.adopt_all(self._lasting)
+            self._parts = self._parts.regrouped(self._lasting)
 
     @property
     def rank_session(self) -> RankSession | None:
@@ -239,7 +239,10 @@ class AdamW(Optimizer):
                 loss = closure()
         with self._lifetime.whole():
             self._check_usable()  # the closure, or another thread, may have closed it
-            self._parts.step.run(LossScale.on(self))
+            if self._lasting.groups.params():
+                self._parts.step.run(LossScale.on(self))
+            else:  # the program has emptied the groups
+                self._parts.step.abandon()
         self._parts.advice.tell()
         return loss
 
@@ -303,7 +306,7 @@ class AdamW(Optimizer):
 
     def stats(self) -> dict[str, float | int]:
         """Returns totals since construction; superoffload/engine/stats.py explains them."""
-        return self._engine.stats()
+        return self._parts.stats(self._lasting)
 
     def state_digests(self) -> dict[str, str]:
         """Returns SHA-256 digests of masters, exp_avg, exp_avg_sq and published parameters, after the last step."""
@@ -395,7 +398,7 @@ class AdamW(Optimizer):
     def _check_usable(self, *, closed_too: bool = False, to_load: bool = False) -> None:
         self._lifetime.check_usable(closed_too=closed_too, to_load=to_load)
         if not self._lifetime.closed and not self._lifetime.asleep:
-            self._follow_replaced()
+            self._follow_groups()
 
     def close(self) -> None:
         """Undoes speculation and ends the worker threads. The state stays readable."""

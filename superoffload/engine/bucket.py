@@ -103,6 +103,8 @@ class Shard:
     def window(self, flat: Tensor) -> Tensor:
         """Returns a tensor for a program that has the memory of ``flat``, state in host memory, and a storage of its
         own. So ``is_held`` knows whether the program still has it, a view of it, or a NumPy array."""
+        if not flat.numel():
+            return flat
         words = flat.view(torch.int16 if flat.element_size() == 2 else torch.int32).numpy()
         self.windows = [*filter(_is_alive, self.windows), ref(words)]
         return torch.from_numpy(words).view(flat.dtype)

@@ -184,6 +184,15 @@ def _zeros(numel: int, dtype: torch.dtype, device: torch.device | None) -> Tenso
     return host_zeros(numel, dtype, what) if device is None else torch.zeros(numel, dtype=dtype, device=device)
 
 
+def take_state(shard: Shard, before: Shard, device: torch.device | None) -> None:
+    """Gives ``shard`` the state of ``before``, another record of the same elements, on ``device`` or in host memory."""
+    shard.use_state(before.master, before.exp_avg, before.exp_avg_sq, resident=before.resident)
+    shard.upper = before.upper
+    shard.has_made(before.steps)
+    if before.resident or device is not None:
+        move_state(shard, device)
+
+
 def move_state(shard: Shard, device: torch.device | None) -> None:
     """Moves the shard's state to ``device``, or to host memory (None); the old tensors stay unchanged."""
     old: State = (shard.master, shard.exp_avg, shard.exp_avg_sq)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -52,5 +53,19 @@ class Stats:
 
     def as_dict(self) -> dict[str, float | int]:
         """Returns a plain dictionary, with ``clip_rate`` = clipped steps / decided steps."""
-        decided = self.steps + self.skipped_steps
-        return {**vars(self), "clip_rate": self.clipped_steps / decided if decided else 0.0}
+        return _with_clip_rate(vars(self))
+
+
+_OF_NOW = ("params_on_device", "pinned_bytes", "host_bytes", "journal_bytes_per_param", "journal_reserved_bytes")
+
+
+def total(stats: Mapping[str, float | int], earlier: Mapping[str, float | int]) -> dict[str, float | int]:
+    """Adds the totals of an engine that has ended to those of the one that goes on."""
+    return _with_clip_rate(
+        {name: value if name in _OF_NOW else value + earlier.get(name, 0) for name, value in stats.items()}
+    )
+
+
+def _with_clip_rate(stats: Mapping[str, float | int]) -> dict[str, float | int]:
+    decided = stats["steps"] + stats["skipped_steps"]
+    return {**stats, "clip_rate": stats["clipped_steps"] / decided if decided else 0.0}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from superoffload.engine.engine import Engine
 from superoffload.engine.recorder import Recorder
+from superoffload.engine.stats import total
 from superoffload.optimizer.accumulating import Accumulation
 from superoffload.optimizer.advice import Advice
 from superoffload.optimizer.arguments import as_groups, check_groups, named_in
@@ -33,7 +35,10 @@ from superoffload.optimizer.shown_state import ShownStates
 from superoffload.optimizer.state import State
 from superoffload.optimizer.step import Step
 from superoffload.optimizer.tracked_gradient import end_all
+from superoffload.optimizer.tracked_param import TrackedParam
 from superoffload.optimizer.verdict_terms import VerdictTerms
+
+_NO_STATE: Mapping[Tensor, TrackedParam] = MappingProxyType({})
 
 
 class Lasting:
@@ -56,6 +61,7 @@ class Lasting:
         self.accumulation = Accumulation()
         self.reductions = Reductions()
         self.views = ShownStates(lifetime)
+        self.earlier: dict[str, float | int] = {}  # totals of engines before the last change of groups
 
     def follow_reductions(self, ranks: Ranks) -> None:
         """Has gradients of a ``DistributedDataParallel`` taken once it has reduced them over the ranks."""
@@ -74,6 +80,14 @@ class Lasting:
         check_groups([group], defaults, taken=self.groups.params())
         self.fp32_accumulation.check_params(named_in([group]), self.given.model())
         return group
+
+    def count_until_now(self, totals: dict[str, float | int]) -> None:
+        """Keeps the totals of an engine that has ended."""
+        self.earlier = totals
+
+    def check_all_groups(self) -> None:
+        """Checks groups that the program has changed."""
+        check_groups(self.groups.now, {})
 
     def check_sums(self, params: Params) -> None:
         """Checks that gradients of all parameters in the groups can be accumulated in fp32, if that was asked for."""
@@ -100,7 +114,7 @@ class Parts:
     def adopt(self, lasting: Lasting, group: int) -> None:
         """Adopts the parameters of a group that train."""
         lasting.fp32_accumulation.begin(self.params.named(group), lasting.given.model())
-        self.intake.adopt(group, [param for param in lasting.groups.now[group]["params"] if param.requires_grad])
+        self.intake.adopt(group, [param for param in lasting.groups.now[group]["params"] if self.params.trains(param)])
 
     def adopt_all(self, lasting: Lasting) -> None:
         """Adopts the parameters of all groups and announces them to other ranks."""
@@ -117,40 +131,48 @@ class Parts:
         found = self.engine.stats()["params_on_device"]
         return {"gpu_fraction": placer.fraction, "params_on_device": found, "why": placer.why}
 
-    # ---- replaced parameters ----------------------------------------------------------------------------------
+    def stats(self, lasting: Lasting) -> dict[str, float | int]:
+        """Returns the value of ``AdamW.stats()``."""
+        return total(self.engine.stats(), lasting.earlier)
 
-    def may_be_replaced(self, lasting: Lasting) -> bool:
-        """Returns whether parts for other parameters can replace these; raises where that would lose state."""
-        if not self.params.may_be_replaced:
-            self.params.refuse_replaced()
-            return False
+    # ---- changed groups ---------------------------------------------------------------------------------------
+
+    def regrouped(self, lasting: Lasting) -> Parts:
+        """Ends these parts and returns new ones for the parameters that the groups have now, with their state and
+        gradients; raises, and changes nothing, where the groups cannot be used."""
+        lasting.check_all_groups()
+        self.state.follow_written()
+        self.params.follow_state_edits()
+        kept = self.params.state_to_keep()
         lasting.check_sums(self.params)
-        return True
-
-    def anew(self, lasting: Lasting) -> Parts:
-        """Ends these parts and returns new ones for the parameters that the groups have now."""
-        self._remove_hooks(lasting)
+        self.intake.give_back()
+        self.engine.sleep()  # all state is in memory of its own then
+        if not kept:  # else gradients in fp32 may wait for step()
+            lasting.fp32_accumulation.end()
+        self._remove_hooks()
         self.engine.close()
+        lasting.count_until_now(self.stats(lasting))
         self.params.forget_all()
-        parts = assemble(lasting, lasting.groups.params())
+        parts = assemble(lasting, lasting.groups.params(), kept)
         lasting.groups.accept()
+        parts.adopt_all(lasting)
         return parts
 
     def end(self, lasting: Lasting) -> None:
         """Closes the recorder, lets go of gradients and removes all hooks, once the engine is closed."""
         lasting.recorder.close()
         end_all(tracked.gradient for tracked in self.params)
-        self._remove_hooks(lasting)
-
-    def _remove_hooks(self, lasting: Lasting) -> None:
-        """Removes hooks from parameters and modules, which may outlive the optimizer."""
         lasting.fp32_accumulation.end()
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        """Removes hooks from parameters and modules, which may outlive the optimizer."""
         self.intake.remove_hooks()
         self.delivery.remove_hooks()
 
 
-def assemble(lasting: Lasting, params: Sequence[Tensor]) -> Parts:
-    """Makes the parts for ``params``, which are adopted later, group by group."""
+def assemble(lasting: Lasting, params: Sequence[Tensor], kept: Mapping[Tensor, TrackedParam] = _NO_STATE) -> Parts:
+    """Makes the parts for ``params``, which are adopted later, group by group. ``kept``: those that have state."""
     lifetime, groups, verdicts, given = lasting.lifetime, lasting.groups, lasting.verdicts, lasting.given
     try:
         engine_setup = set_up_engine(given, params, groups.hyper, lasting.recorder)
@@ -158,7 +180,7 @@ def assemble(lasting: Lasting, params: Sequence[Tensor]) -> Parts:
         lasting.recorder.close()
         raise
     engine, advice = engine_setup.engine, Advice()
-    owned = Params(engine_setup, given, groups, lasting.views)
+    owned = Params(engine_setup, given, groups, lasting.views, kept)
     compare_interval = BitCompareInterval(advice)
     master_updates = MasterUpdates(engine, compare_interval)
     ranks = other_ranks(engine_setup.ranks, engine, owned, verdicts, master_updates)

@@ -44,6 +44,9 @@ def check_group(group: Mapping[str, Any]) -> None:
 
 def check_hyper_parameters(group: Mapping[str, Any]) -> None:
     """Checks those hyper-parameters of a param group that every Adam has."""
+    missing = [name for name in ("lr", "betas", "eps", "weight_decay") if name not in group]
+    if missing:
+        raise ArgumentError(f"param group: it has no {missing[0]!r}; set it, or add groups with add_param_group()")
     check_number("lr", group["lr"], low=0.0)
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:

@@ -34,7 +34,7 @@ class ParamGroups:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._checked: dict[int, _Checked] = {}
-        self._firsts: list[int] = []  # id of the first parameter of each group
+        self._known: list[list[Tensor]] = []  # the parameters of each group that have, or will have, state
 
     @property
     def now(self) -> list[dict[str, Any]]:
@@ -76,28 +76,37 @@ class ParamGroups:
         """Yields the parameters of a group with the names that the user gave them, else those in ``names``, by id."""
         yield from named_in_group(self.now[index], index, names)
 
-    # ---- replaced parameters ----------------------------------------------------------------------------------
+    # ---- changed groups ----------------------------------------------------------------------------------
 
     @contextmanager
     def one_more(self, record_of: Callable[[Tensor], object | None]) -> Iterator[int]:
         """Accepts the group that ``add_param_group()`` has added and yields its index. An error takes the group out
         again, unless it came after the group's parameters had state, which ``record_of`` finds: they will train."""
-        self._firsts.append(_first_of(self.now[-1]))
+        self._known.append(list(self.now[-1]["params"]))
         try:
             yield len(self.now) - 1
         except BaseException:
             if all(record_of(param) is None for param in self.now[-1]["params"]):
-                self._firsts.pop()
+                self._known.pop()
                 self.now.pop()
             raise
 
-    def replaced(self) -> bool:
-        """Returns whether groups or parameters were changed without ``add_param_group()``."""
-        return self._firsts != [_first_of(group) for group in self.now]
+    def changed(self) -> bool:
+        """Returns whether parameters are in other groups or places than ``add_param_group()`` has put them."""
+        now, known = self.now, self._known
+        return len(now) != len(known) or not all(
+            len(group["params"]) == len(params) and all(map(is_, group["params"], params))
+            for group, params in zip(now, known, strict=True)
+        )
+
+    def added(self) -> list[Tensor]:
+        """Returns the parameters that were put into the groups without ``add_param_group()``."""
+        known = {id(param) for params in self._known for param in params}
+        return [param for param in self.params() if id(param) not in known]
 
     def accept(self) -> None:
         """Accepts the parameters that the groups have now."""
-        self._firsts = [_first_of(group) for group in self.now]
+        self._known = [list(group["params"]) for group in self.now]
 
 
 def named_in_group(
@@ -105,13 +114,11 @@ def named_in_group(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields the parameters of group ``index`` with the names that the user gave them, else ``names``', else places."""
     own = group.get("param_names")
+    if own and len(own) != len(group["params"]):  # the program has changed the parameters alone
+        own = None
     for i, param in enumerate(group["params"]):
         place = f"param_groups[{index}]['params'][{i}]"
         yield plain_name(str(own[i])) if own else names.get(id(param), place), param
-
-
-def _first_of(group: Mapping[str, Any]) -> int:
-    return id(group["params"][0]) if group["params"] else 0
 
 
 _PLAIN = (float, int, bool, type(None))

@@ -236,6 +236,8 @@ class Intake:
         if packed is None and self._engine.has_gradient(tracked.shard):
             self.retract(tracked)  # a second backward before step(): the sum is the gradient
         more_to_come = not self._is_last(tracked)
+        if not self._engine.is_filling and self._params.are_regrouped:
+            return  # step() takes it, by the groups that there are then
         if packed is not None:
             self._add_to_packed(tracked, packed, more_to_come=more_to_come)
         elif not more_to_come or self._host_accumulation.serve(tracked):
@@ -272,6 +274,14 @@ class Intake:
         """Has the engine retract the gradient."""
         tracked.gradient.forget()
         self._engine.retract(tracked.shard)
+
+    def give_back(self) -> None:
+        """Leaves all gradients to ``p.grad``, to take them again in ``step()``: the groups have changed."""
+        self._freed.making_way()
+        for tracked in self._params:
+            self.retract(tracked)
+        self._arrivals.clear()
+        self._begin_anew()
 
     def hand_over(self, tracked: TrackedParam, *, in_backward: bool, more_to_come: bool = False) -> None:
         """Gives the engine the gradient that the user sees."""
@@ -343,6 +353,8 @@ class Intake:
         if self._engine.has_gradient(tracked.shard):
             self.retract(tracked)
         if main_grad_of(tracked.param) is not None:  # the user adds the reduced gradient to it
+            return
+        if not self._engine.is_filling and self._params.are_regrouped:
             return
         if tracked.plainly_written:
             self._master_updates.follow(tracked)

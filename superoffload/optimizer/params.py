@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -11,13 +12,14 @@ from superoffload.distributed.held import Held
 from superoffload.distributed.ownership import Holding
 from superoffload.engine.bucket import Shard
 from superoffload.engine.noise import check_axes, noise_stream
-from superoffload.engine.placement import make_state
+from superoffload.engine.placement import make_state, take_state
 from superoffload.errors import StateError
 from superoffload.optimizer.arguments import check_finite, check_parameter
 from superoffload.optimizer.constructor_arguments import ConstructorArguments
 from superoffload.optimizer.engine_setup import EngineSetup
 from superoffload.optimizer.gradient_source import dtype_to_come
 from superoffload.optimizer.groups import ParamGroups
+from superoffload.optimizer.masters import follow
 from superoffload.optimizer.shown_state import ShownStates, whole_steps
 from superoffload.optimizer.tracked_param import TrackedParam, remember_values
 
@@ -28,8 +30,14 @@ class Params:
     """Owns a ``TrackedParam`` for each parameter that trains: its shard in the engine, its name, this rank's part."""
 
     def __init__(
-        self, engine_setup: EngineSetup, given: ConstructorArguments, groups: ParamGroups, views: ShownStates
+        self,
+        engine_setup: EngineSetup,
+        given: ConstructorArguments,
+        groups: ParamGroups,
+        views: ShownStates,
+        kept: Mapping[Tensor, TrackedParam],
     ) -> None:
+        """``kept``: parameters that have state already, of which no engine knows."""
         self._engine = engine_setup.engine
         self._setup = engine_setup.ranks
         self._names = engine_setup.names
@@ -39,6 +47,7 @@ class Params:
         self._seed = given.seed
         self._groups = groups
         self._views = views
+        self._kept = dict(kept)
         self._tracked: dict[Tensor, TrackedParam] = {}
         self._of_shard: dict[int, TrackedParam] = {}
         self._fresh: list[Held] = []  # not announced to other ranks yet
@@ -73,6 +82,10 @@ class Params:
         """Returns those of these shards, in registration order."""
         return [self._of_shard[index] for index in sorted(indices)]
 
+    def trains(self, param: Tensor) -> bool:
+        """Returns whether a parameter needs its record at once."""
+        return param.requires_grad or param in self._kept
+
     def named(self, group: int) -> Iterator[tuple[str, Tensor]]:
         return self._groups.named(group, self._names)
 
@@ -82,7 +95,7 @@ class Params:
         return tracked.holding if tracked is not None else self._setup.holding_of("state_dict", param)
 
     def forget_all(self) -> None:
-        """Forgets all parameters and shows no state."""
+        """Forgets all parameters."""
         self._tracked.clear()
         self._counts.clear()
         self._of_shard.clear()
@@ -97,7 +110,7 @@ class Params:
         return fresh
 
     def adopt(self, group: int, params: Sequence[Tensor]) -> list[TrackedParam]:
-        """Makes state for those of a group's ``params`` that have none yet."""
+        """Makes records for those of a group's ``params`` that have none yet, and state where there is none."""
         wanted = {id(param) for param in params if param not in self._tracked}
         fresh = {param: name for name, param in self.named(group) if id(param) in wanted}
         for param, name in fresh.items():  # a frozen one may have changed since its group was checked
@@ -110,7 +123,10 @@ class Params:
         resident = [id(param) in self._resident for param in fresh]
         split = [self._split_masters and param.dtype == torch.bfloat16 for param in fresh]
         master_dtypes = [torch.int16 if its else torch.float32 for its in split]
-        states = make_state(sizes, master_dtypes, self._state_dtype, resident, self._engine.layout.placer)
+        kept = [self._kept.pop(param, None) for param in fresh]
+        placer = self._engine.layout.placer
+        lacking = [0 if one is not None else size for one, size in zip(kept, sizes, strict=True)]
+        states = make_state(lacking, master_dtypes, self._state_dtype, resident, placer)
         found: list[TrackedParam] = []
         counts = torch.zeros(len(fresh), dtype=torch.float32, device="cpu")
         for i, (param, name) in enumerate(fresh.items()):
@@ -134,11 +150,19 @@ class Params:
                 resident=resident[i],
                 reduced_later=not self._setup.is_early(param),
             )
-            if split[i]:
+            before = kept[i]
+            if before is not None:
+                device = placer.residency.device if placer is not None and resident[i] else None
+                take_state(shard, before.shard, device)
+                follow(shard, shard.target())  # it may have been written while it was in no group
+                counts[i] = before.step  # likewise
+            elif split[i]:
                 shard.splits_master()
             else:
                 master.copy_(shard.target())
             found.append(self._track(param, shard, holdings[param], counts[i]))
+            if before is not None:
+                found[-1].goes_on(before)
         if found:
             self._counts.append((counts, found))
             self._engine.layout.add_shards([tracked.shard for tracked in found])
@@ -176,6 +200,10 @@ class Params:
         """Brings the state of a shard to the end of the last finished step, before the program reads or writes it."""
         self._engine.reveal(shard)
 
+    def shown_alone(self) -> AbstractContextManager[None]:
+        """Returns a context in which ``optimizer.state`` shows no parameter that is in no group."""
+        return self._views.only(self._groups.params())
+
     def show_all_again(self) -> None:
         """Forgets what the program has changed in the structure of ``optimizer.state``, since a load follows."""
         self._views.take_all_back(self.reveal)
@@ -203,27 +231,33 @@ class Params:
                     found[tracked] = whole_steps(tracked.shard.name, shown)
         return found
 
-    # ---- replaced parameters ----------------------------------------------------------------------------------
+    # ---- changed groups ---------------------------------------------------------------------------------------
 
     def keep_masters(self) -> None:
         """Notes that masters have bits that the parameters lack."""
         self._has_masters = True
 
     @property
-    def may_be_replaced(self) -> bool:
-        """Returns whether other parameters can replace all of these without a loss of state."""
-        grouped = {id(param) for param in self._groups.params()}
-        return not self._has_masters and not any(t.shard.steps or id(t.param) in grouped for t in self)
+    def are_regrouped(self) -> bool:
+        """Returns whether the program has changed the groups' parameters since these were adopted."""
+        return self._groups.changed()
 
-    def refuse_replaced(self) -> None:
-        """Raises if a parameter with state is in no group any more: its state would be lost silently."""
-        grouped = {id(param) for param in self._groups.params()}
-        gone = [tracked.shard.name for tracked in self if id(tracked.param) not in grouped]
-        if gone:
+    def state_to_keep(self) -> dict[Tensor, TrackedParam]:
+        """Returns the records of the parameters that are in the groups now, also of those that come back to them.
+
+        Raises where new parameters have taken the place of others whose state would be lost silently."""
+        params = self._groups.params()
+        grouped = set(map(id, params))
+        gone = [t.shard.name for t in self if id(t.param) not in grouped and (self._has_masters or t.shard.steps)]
+        shown = {param: self._views.state_of(param) for param in params}
+        new = [param for param in self._groups.added() if param not in self._views.mapping]
+        if new and any(self._views.state_of(t.param) for t in self if t.shard.name in gone):
             raise StateError(
-                f"param_groups: {gone[0]} was taken out and others put in, after state was made for it; make a new "
-                "optimizer, from the parameters that are to be trained (with Accelerate: prepare before load_masters())"
+                f"param_groups: {gone[0]} was taken out and others put in, after state was made for it; to give that "
+                "state up delete it (del optimizer.state[parameter]), or make a new optimizer from the parameters that "
+                "are to be trained (with Accelerate: prepare before load_masters())"
             )
+        return {param: tracked for param, tracked in shown.items() if tracked is not None}
 
 
 def _target(param: Tensor, holding: Holding) -> Callable[[], Tensor]:

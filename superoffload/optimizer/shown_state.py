@@ -7,10 +7,10 @@ keeps cannot be watched so. Its bucket is not stepped during backward until the 
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
@@ -25,7 +25,7 @@ from superoffload.host.bits import all_finite
 from superoffload.host.numbers import as_float
 from superoffload.host.tensors import is_dtensor, local_of
 from superoffload.optimizer.lifetime import Lifetime
-from superoffload.optimizer.state_dict import ParamState, Values, blocks_of, part_of, read_param
+from superoffload.optimizer.state_dict import ParamState, Values, blocks_of, is_whole_number, part_of, read_param
 from superoffload.optimizer.tracked_param import TrackedParam
 
 _NAMES = ("step", "exp_avg", "exp_avg_sq", "master")
@@ -39,7 +39,7 @@ class ShownState(MutableMapping[str, Any]):
     """
 
     def __init__(self, tracked: TrackedParam, reveal: Callable[[Shard], None]) -> None:
-        self._tracked = tracked
+        self.tracked = tracked
         self._reveal = reveal
         self._removed: set[str] = set()
         self._others: dict[str, Any] = {}  # what the program has put here beside the state
@@ -51,6 +51,10 @@ class ShownState(MutableMapping[str, Any]):
         """Returns whether nothing was taken out of it."""
         return not self._removed
 
+    def is_of(self, param: Tensor) -> bool:
+        """Returns whether it shows the state of ``param``, whole."""
+        return self.tracked.param is param and self._kept is None and self.is_whole
+
     def keep(self) -> None:
         """Keeps copies of the values, since the program took this entry out of ``optimizer.state``."""
         self._kept = {name: value.clone() if isinstance(value, Tensor) else value for name, value in self.items()}
@@ -58,7 +62,7 @@ class ShownState(MutableMapping[str, Any]):
     # ---- as a mapping -----------------------------------------------------------------------------------------
 
     def _names(self) -> Iterable[str]:
-        names = _NAMES[:1] if self._tracked.shard.is_elsewhere else _NAMES
+        names = _NAMES[:1] if self.tracked.shard.is_elsewhere else _NAMES
         return [name for name in names if name not in self._removed]
 
     def __iter__(self) -> Iterator[str]:
@@ -72,16 +76,18 @@ class ShownState(MutableMapping[str, Any]):
             return self._kept[name]
         if name not in self._names():
             return self._others[name]
-        return self._tracked.step if name == "step" else self._read(name)
+        return self.tracked.step if name == "step" else self._read(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
         if self._kept is not None:
             self._kept[name] = value
-        elif name not in _NAMES:
-            self._others[name] = value
-        else:
+        elif name in _NAMES and self._fits(name, value):
             self._write(name, value)
             self._removed.discard(name)
+            self._others.pop(name, None)
+        else:  # what is no state of this parameter is refused in step(), if it is still here then
+            self._others[name] = value
+            self._removed.update({name}.intersection(_NAMES))
 
     def __delitem__(self, name: str) -> None:
         if self._kept is not None:
@@ -105,11 +111,11 @@ class ShownState(MutableMapping[str, Any]):
     # ---- the state --------------------------------------------------------------------------------------------
 
     def _is_copied(self, name: str) -> bool:
-        shard = self._tracked.shard
+        shard = self.tracked.shard
         return shard.upper is not None if name == "master" else shard.exp_avg.dtype == torch.uint8
 
     def _read(self, name: str) -> Tensor:
-        shard = self._tracked.shard
+        shard = self.tracked.shard
         self._reveal(shard)
         if self._is_copied(name):
             with torch.inference_mode():  # torch refuses to change it in place
@@ -122,22 +128,30 @@ class ShownState(MutableMapping[str, Any]):
         return shown
 
     def _shaped(self, flat: Tensor) -> Tensor:
-        return like_parameter(self._tracked.param, self._tracked.holding, flat)
+        return like_parameter(self.tracked.param, self.tracked.holding, flat)
+
+    def _fits(self, name: str, value: Any) -> bool:
+        if name == "step":
+            return is_whole_number(as_float(value))
+        return isinstance(value, Tensor) and not value.is_meta and value.shape == self._shape()
+
+    def _shape(self) -> torch.Size:
+        """Returns the shape of masters and moments as they are shown."""
+        tracked = self.tracked
+        flat = tracked.holding.is_flat and not is_dtensor(tracked.param)
+        return torch.Size([tracked.shard.numel]) if flat else tracked.param.shape
 
     @torch.no_grad()
     def _write(self, name: str, value: Any) -> None:
         if name == "step":
-            self._tracked.step.fill_(whole_steps(self._tracked.shard.name, value))
+            self.tracked.step.fill_(as_float(value))
             return
-        where = f"optimizer.state of {self._tracked.shard.name}: {name}"
-        if self._tracked.shard.is_elsewhere:
+        where = f"optimizer.state of {self.tracked.shard.name}: {name}"
+        if self.tracked.shard.is_elsewhere:
             raise StateError(f"{where}: masters and moments are in a file since sleep(folder); call wake() first")
         own = self._read(name)
         if value is own:
             return
-        if not isinstance(value, Tensor) or value.shape != own.shape or value.is_meta:
-            found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise ArgumentError(f"{where} cannot be {found}: expected a tensor with values of shape {tuple(own.shape)}")
         if not self._is_copied(name):
             own.copy_(value)
             return
@@ -146,7 +160,7 @@ class ShownState(MutableMapping[str, Any]):
             self._convert(where, name, new)
 
     def _convert(self, where: str, name: str, value: Tensor) -> None:
-        shard, holding = self._tracked.shard, self._tracked.holding
+        shard, holding = self.tracked.shard, self.tracked.holding
         flat = value.view(-1) if holding.is_flat and not is_dtensor(value) else holding.part(value)
         flat = flat.to("cpu", torch.float32)
         if not all_finite(flat) or (name == "exp_avg_sq" and bool((flat < 0).any())):
@@ -167,7 +181,7 @@ def _flat(shard: Shard, name: str) -> Tensor:
 def whole_steps(name: str, value: Any) -> int:
     """Returns the number of steps that a program has written; raises ArgumentError where it is none."""
     step = as_float(value)
-    if not math.isfinite(step) or step < 0 or step != int(step):
+    if not is_whole_number(step):
         raise ArgumentError(f"optimizer.state of {name}: step is {value!r}, expected a whole number of at least 0")
     return int(step)
 
@@ -193,11 +207,31 @@ class ShownStates:
             if now is not None:
                 lifetime.work.if_in_use(now, shard)
 
-        self._entries[tracked] = self.mapping[tracked.param] = ShownState(tracked, reveal_alone)
+        entry = self._entries[tracked] = ShownState(tracked, reveal_alone)
+        given = self.mapping.get(tracked.param)
+        if not given or self.state_of(tracked.param) is not None:  # else the program has put it there before
+            self.mapping[tracked.param] = entry
 
     def forget_all(self) -> None:
-        self.mapping.clear()
+        """Forgets the parameters. Their entries stay, as in torch."""
         self._entries.clear()
+
+    def state_of(self, param: Tensor) -> TrackedParam | None:
+        """Returns the record of a parameter whose state is shown, though it may be in no group now."""
+        entry = self.mapping.get(param)
+        return entry.tracked if isinstance(entry, ShownState) and entry.is_of(param) else None
+
+    @contextmanager
+    def only(self, params: Iterable[Tensor]) -> Iterator[None]:
+        """Shows no other parameters inside."""
+        known = set(map(id, params))
+        others = {key: self.mapping[key] for key in self.mapping if isinstance(key, Tensor) and id(key) not in known}
+        for key in others:
+            del self.mapping[key]
+        try:
+            yield
+        finally:
+            self.mapping.update(others)
 
     def find_edits(self) -> list[tuple[TrackedParam, ParamState | None]]:
         """Returns the parameters whose entries were replaced or emptied, with their new state; None: a fresh one.

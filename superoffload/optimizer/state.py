@@ -149,7 +149,8 @@ class State:
         self._check_in_memory()
         with self._lifetime.alone:  # backward in another thread would change the state during the copy
             self.quiesce()
-            state_dict = write_state(of_torch())
+            with self._params.shown_alone():
+                state_dict = write_state(of_torch())
         self._ranks.gather("state_dict()", self._made_whole(state_dict))
         return state_dict
 

@@ -174,7 +174,7 @@ def read_param(where: str, state: Any, param: Tensor, part_of: PartOf) -> ParamS
     if not isinstance(state, Mapping):
         raise ArgumentError(f"{where}: state is {type(state).__name__}, expected a dict")
     step = as_float(state.get("step"))
-    if not math.isfinite(step) or step < 0 or step != int(step):
+    if not is_whole_number(step):
         raise ArgumentError(f"{where}: step is {state.get('step')!r}, expected a whole number of at least 0")
     found: dict[str, Values] = {}
     for name in ("exp_avg", "exp_avg_sq", "master"):
@@ -184,6 +184,10 @@ def read_param(where: str, state: Any, param: Tensor, part_of: PartOf) -> ParamS
         found[name] = _read_values(where, name, value, param, part_of)
         _check_values(where, name, found[name])
     return ParamState(int(step), found["exp_avg"], found["exp_avg_sq"], found.get("master"))
+
+
+def is_whole_number(step: float) -> bool:
+    return math.isfinite(step) and step >= 0 and step == int(step)
 
 
 def _read_values(where: str, name: str, value: Any, param: Tensor, part_of: PartOf) -> Values:

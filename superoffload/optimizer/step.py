@@ -106,7 +106,6 @@ class Step:
             self._groups.hyper(index)
             unfrozen = [p for p in self._params.without_state(group["params"]) if gradient_of(p) is not None]
             if unfrozen:
-                self._params.refuse_replaced()
                 self._intake.adopt(index, unfrozen)
         self._ranks.announce()
         self._edits.begin()

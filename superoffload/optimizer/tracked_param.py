@@ -165,6 +165,10 @@ class TrackedParam(_Referable):
         self.shown_steps = steps
         self.shard.has_made(steps)
 
+    def goes_on(self, before: TrackedParam) -> None:
+        """Takes over what an earlier record of the same parameter has counted."""
+        self.shown_steps, self.has_stepped = self.shard.steps, before.has_stepped
+
     def load(self, values: ParamState | None) -> None:
         """Loads state from a checkpoint; None: the state before the first step."""
         shard, published = self.shard, self.holding.part(self.param)

@@ -139,6 +139,30 @@ def _edit_entry(state: dict[Tensor, Any], param: Tensor, how: str) -> None:
         state[param] = {**copy.copy(state[param]), "exp_avg": torch.zeros(param.shape)}
 
 
+def regroup(world: World, op: Op) -> None:
+    """Parameters change their places, groups theirs, and some are in no group for a while."""
+    groups, how = world.optimizer.param_groups, op["how"]
+    world.wait_for_savings()
+    world.slots.clear()  # which have other groups
+    world.kept_state.clear()
+    if how == "reverse":
+        groups.reverse()
+    elif how == "order":
+        groups[-1]["params"].reverse()
+    elif how == "put back":
+        groups[0]["params"] += world.taken_out
+        if world.oracle is not None:  # writes in between count from now on
+            world.oracle.edited(world.taken_out)
+        world.taken_out.clear()
+    else:
+        group = groups[op["layer"] % len(groups)]["params"]
+        if len(world.grouped()) > 1 and group:
+            moved = group.pop(op["layer"] % len(group))
+            (world.taken_out if how == "take out" else groups[0]["params"]).append(moved)
+    world.restructured = True
+    world.count(f"regroup, {how}")
+
+
 def load_weights(world: World, op: Op) -> None:
     """Into the model alone; the optimizer goes on."""
     before_writing(world, list(world.net.parameters()))

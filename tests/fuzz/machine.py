@@ -28,6 +28,7 @@ OPERATIONS: dict[str, Callable[[World, Op], None]] = {
         changes.load_weights,
         changes.max_grad_norm,
         changes.refresh_masters,
+        changes.regroup,
         changes.write,
         changes.write_data,
         steps.interrupted_step,

@@ -23,6 +23,7 @@ from superoffload.engine.speculator import Speculator
 from superoffload.engine.tail import Tail
 from superoffload.optimizer.delivery import OnDemand
 from superoffload.optimizer.edits import Edits
+from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.params import Params
@@ -201,6 +202,9 @@ MUTANTS: dict[str, Mutant] = {
     "state: what a program takes out stays": lambda: mock.patch.object(ShownStates, "find_edits", lambda states: []),
     "state: a number of steps that a program writes is not used": lambda: mock.patch.object(
         Params, "_find_steps", lambda params: {}
+    ),
+    "groups: what a program moves or takes out stays": lambda: mock.patch.object(
+        ParamGroups, "changed", lambda groups: False
     ),
     "signals: they come in the middle of bookkeeping": lambda: mock.patch.object(
         interrupts, "held_signals", nullcontext

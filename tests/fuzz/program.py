@@ -121,6 +121,7 @@ def draw(seed: int) -> Program:
 
 
 _STATE_EDITS = ("multiply", "keep", "assign", "step", "kept", "delete", "empty", "clear", "replace", "kept")
+_REGROUPINGS = ("move", "take out", "reverse", "put back", "order", "move")
 
 
 def _with_more(ops: Sequence[Op], seed: int, settings: Settings) -> list[Op]:
@@ -135,6 +136,9 @@ def _with_more(ops: Sequence[Op], seed: int, settings: Settings) -> list[Op]:
         if seed % 3 == 0 and (seed // 3 + number) % 4 == 0:
             how = _STATE_EDITS[(seed // 12 + number // 4) % len(_STATE_EDITS)]
             found.append({"do": "edit_state", "layer": number % len(settings.sizes), "how": how})
+        if seed % 4 == 1 and (seed // 4 + number) % 5 == 0:
+            how = _REGROUPINGS[(seed // 20 + number // 5) % len(_REGROUPINGS)]
+            found.append({"do": "regroup", "layer": number % len(settings.sizes), "how": how})
     return found
 
 

@@ -70,6 +70,7 @@ class World:
         self.slots: dict[int, Saved] = {}
         self.kept: Tensor | None = None  # a loss whose graph was retained
         self.kept_state: list[tuple[Tensor, Tensor]] = []  # parameters, and moments of theirs
+        self.taken_out: list[Tensor] = []  # of the groups
         self.restructured = False  # the state, since the last step: the optimizer follows at a moment not promised
         self.written = False  # parameters, since the last step: their masters follow at a moment that is not promised
 

@@ -296,13 +296,20 @@ def test_an_entry_that_is_none_is_refused_until_it_is_mended(edit: Edit, tmp_pat
     ("name", "value"),
     [("exp_avg", None), ("exp_avg_sq", torch.zeros(2)), ("exp_avg", 0.0), ("step", 1.5), ("step", -1), ("step", "two")],
 )
-def test_a_value_that_is_none_is_refused_at_once(name: str, value: Any) -> None:
-    with pair() as (model, optimizer, _, _):
-        train(model, optimizer, range(2))
-        digests = optimizer.state_digests()
+def test_a_value_that_is_none_is_refused_in_step_unless_it_is_taken_back(name: str, value: Any) -> None:
+    with pair() as (model, optimizer, twin, plain):
+        for one, its in ((model, optimizer), (twin, plain)):
+            train(one, its, range(2))
+            batch(one, 2).backward()
+        before = optimizer.state[first(model)][name].clone()
+        optimizer.state[first(model)][name] = value
+        assert optimizer.state[first(model)][name] is value
         with pytest.raises(ArgumentError, match=rf"optimizer\.state of .*{name}"):
-            optimizer.state[first(model)][name] = value
-        assert optimizer.state_digests() == digests
+            optimizer.step()
+        optimizer.state[first(model)][name] = before
+        optimizer.step()
+        plain.step()
+        assert optimizer.state_digests() == plain.state_digests()
 
 
 @pytest.mark.parametrize(
