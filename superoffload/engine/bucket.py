@@ -100,6 +100,11 @@ class Shard:
         self.master, self.exp_avg, self.exp_avg_sq, self.resident = master, exp_avg, exp_avg_sq, resident
         self.windows = []
 
+    def goes_on(self, before: Shard) -> None:
+        """Takes the state of ``before``, an earlier record of the same elements."""
+        self.use_state(before.master, before.exp_avg, before.exp_avg_sq, resident=before.resident)
+        self.upper, self.steps = before.upper, before.steps
+
     def window(self, flat: Tensor) -> Tensor:
         """Returns a tensor for a program that has the memory of ``flat``, state in host memory, and a storage of its
         own. So ``is_held`` knows whether the program still has it, a view of it, or a NumPy array."""

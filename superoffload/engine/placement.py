@@ -186,9 +186,7 @@ def _zeros(numel: int, dtype: torch.dtype, device: torch.device | None) -> Tenso
 
 def take_state(shard: Shard, before: Shard, device: torch.device | None) -> None:
     """Gives ``shard`` the state of ``before``, another record of the same elements, on ``device`` or in host memory."""
-    shard.use_state(before.master, before.exp_avg, before.exp_avg_sq, resident=before.resident)
-    shard.upper = before.upper
-    shard.has_made(before.steps)
+    shard.goes_on(before)
     if before.resident or device is not None:
         move_state(shard, device)
 

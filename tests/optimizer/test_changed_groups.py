@@ -140,7 +140,7 @@ def run(change: Change, before_backward: bool, make: Callable[[list[dict[str, An
 def test_groups_are_followed_as_in_torch(change: Change, before_backward: bool) -> None:
     digests = []
     for mode in MODES:
-        made = []
+        made: list[AdamW] = []
 
         def make(groups: list[dict[str, Any]], mode: str = mode, made: list[AdamW] = made) -> AdamW:
             made.append(AdamW(groups, speculation=mode, max_grad_norm=100.0, threads=2, bucket_numel=1024))
@@ -173,7 +173,9 @@ def test_state_of_every_form_stays(change: Change, options: Any) -> None:
     digests = []
     for mode in ("always", "never"):
         model = model_of(torch.bfloat16)
-        more = {"delivery": "on_demand", "module": model} if options == "on demand" else {**options, "model": model}
+        more: dict[str, Any] = (
+            {"delivery": "on_demand", "module": model} if options == "on demand" else {**options, "model": model}
+        )
         with AdamW(groups_of(model), speculation=mode, bucket_numel=1024, **more) as optimizer:
             train(model, optimizer, range(2))
             before = {p: optimizer.state[p]["exp_avg"].clone() for p in model.parameters()}

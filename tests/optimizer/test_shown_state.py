@@ -163,8 +163,6 @@ def test_in_every_form_of_state(edit: Edit, options: dict[str, Any]) -> None:
 
 
 def test_state_of_before_comes_back_with_its_mapping() -> None:
-    """Steps between lead elsewhere, and change nothing that the program has put aside."""
-
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
         train(model, optimizer, range(3))
         aside = optimizer.state
