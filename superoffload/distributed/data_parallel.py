@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from superoffload.errors import ArgumentError
 
 Deliver = Callable[[Tensor, Tensor], None]
 Kept = Callable[[Tensor], None]
+Left = Callable[[], None]
 Alone = AbstractContextManager[Any]
 
 
@@ -32,44 +34,39 @@ class Reduction(NamedTuple):
 
 
 class ReducedGradients:
-    """Hands reduced gradients of ``model`` to ``deliver(param, flat gradient)``, in the thread that runs backward.
+    """Hands reduced gradients to ``deliver(param, flat gradient)``, in the thread that runs backward.
 
     One bucket's reduction ends while backward computes the next ones, so each bucket's hook hands over the reductions
     that are done. The rest is handed over when backward ends. By then DDP has written the gradients where users see
     them, and ``kept(param)`` reports that ``param.grad`` is what was delivered, so that no comparison is needed.
+    ``left()`` reports that this rank is without inputs in ``join()`` while others go on.
     """
 
-    def __init__(self, model: DistributedDataParallel, deliver: Deliver, kept: Kept, alone: Alone) -> None:
+    def __init__(self, group: ProcessGroup, deliver: Deliver, kept: Kept, left: Left, alone: Alone) -> None:
         self._deliver = deliver
         self._kept = kept
+        self.left = left
         self._alone = alone  # another thread, or a signal's handler, may call finish() or forget()
         self._waiting: deque[Reduction] = deque()
         self._delivered: list[tuple[Tensor, Tensor]] = []  # in this backward
         self._shown: dict[Tensor, tuple[Tensor | None, int]] = {}  # p.grad and its version, before DDP puts it there
         self._watches = False
-        self._group = model.process_group
+        self._group = group
         self._stream: torch.cuda.Stream | None = None
         self._ordered_by_future = False  # known once there is a stream
-        try:
-            model.register_comm_hook(None, self._hook)
-        except RuntimeError as error:
-            raise ArgumentError(
-                f"model: this DistributedDataParallel has a communication hook already ({error}); leave model= out "
-                "and gradients are read at step(), without speculation"
-            ) from error
 
-    def _hook(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def watch(self) -> None:
+        """Hands over what is reduced by now, and the rest when the backward that runs ends."""
         self.drain()
         if not self._watches:
             # Callbacks run in the order of their queue. DDP queues its own, which ends backward, after this one.
             torch.autograd.Variable._execution_engine.queue_callback(self._before_the_end)
             self._watches = True
-        params = bucket.parameters()
-        began_on = torch.cuda.current_stream(params[0].device) if _on_gpu(params[0]) else None
-        future = allreduce_hook(self._group, bucket)
-        self._waiting.append(Reduction(future, params, began_on))
-        self._shown.update(dict.fromkeys(params, (None, 0)))
-        return future
+
+    def begins(self, reduction: Reduction) -> None:
+        """Notes that a reduction is under way."""
+        self._waiting.append(reduction)
+        self._shown.update(dict.fromkeys(reduction.params, (None, 0)))
 
     def _before_the_end(self) -> None:
         for param in self._shown:
@@ -139,6 +136,48 @@ class ReducedGradients:
         self._watches = False
 
 
+class CommHook:
+    """Is the communication hook of a model, which stays there as long as the model. Optimizers follow it."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.group = model.process_group
+        self.followers: WeakSet[ReducedGradients] = WeakSet()
+        try:
+            model.register_comm_hook(None, self.reduce)
+        except RuntimeError as error:
+            raise ArgumentError(
+                f"model: this DistributedDataParallel has a communication hook already ({error}); leave model= out "
+                "and gradients are read at step(), without speculation"
+            ) from error
+
+    def reduce(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Reduces as DDP does without a hook."""
+        followers = list(self.followers)
+        if not _is_in_backward():  # in join(): this rank adds zeros to the gradients of others
+            future = allreduce_hook(self.group, bucket)
+            if bucket.is_last():
+                future.wait()
+                for follower in followers:
+                    follower.left()
+            return future
+        for follower in followers:
+            follower.watch()
+        params = bucket.parameters()
+        began_on = torch.cuda.current_stream(params[0].device) if _on_gpu(params[0]) else None
+        future = allreduce_hook(self.group, bucket)
+        for follower in followers:
+            follower.begins(Reduction(future, params, began_on))
+        return future
+
+
+_HOOKS: WeakKeyDictionary[DistributedDataParallel, CommHook] = WeakKeyDictionary()
+
+
+def _is_in_backward() -> bool:
+    in_backward: bool = torch._C._current_graph_task_id() != -1
+    return in_backward
+
+
 def _on_gpu(param: Tensor) -> bool:
     return param.is_cuda
 
@@ -153,6 +192,15 @@ def _state_of(grad: Tensor | None) -> tuple[Tensor | None, int]:
     return grad, 0 if grad is None else grad._version
 
 
-def reduced_gradients(model: nn.Module | None, deliver: Deliver, kept: Kept, alone: Alone) -> ReducedGradients | None:
-    """Registers the hook if ``model`` is DDP; otherwise returns None."""
-    return ReducedGradients(model, deliver, kept, alone) if isinstance(model, DistributedDataParallel) else None
+def reduced_gradients(
+    model: nn.Module | None, deliver: Deliver, kept: Kept, left: Left, alone: Alone
+) -> ReducedGradients | None:
+    """Follows ``model`` if it is DDP, as long as the result lives; otherwise returns None."""
+    if not isinstance(model, DistributedDataParallel):
+        return None
+    hook = _HOOKS.get(model)
+    if hook is None:
+        hook = _HOOKS[model] = CommHook(model)
+    follower = ReducedGradients(hook.group, deliver, kept, left, alone)
+    hook.followers.add(follower)
+    return follower

@@ -17,6 +17,13 @@ assert _FORMAT.size <= ROOM
 
 FAILED = 1  # this rank raises instead of stepping
 FOUND_INF = 2  # this rank's loss scaler saw a NaN or an infinity
+LEFT = 4  # this rank has no more inputs, in DistributedDataParallel.join()
+
+NO_INPUTS = (
+    "DistributedDataParallel.join(): {who} has no more inputs and takes no step, and every step needs all ranks. "
+    "Make the optimizer with replicated='local', so that each rank steps by itself with DDP's gradients; then join() "
+    "works as with torch.optim"
+)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from superoffload.distributed.disagreement import bits_of, odd_ranks
 from superoffload.distributed.full_check import FullCheck, GradientOf, no_gradient
 from superoffload.distributed.group import Exchange, RankGroup
 from superoffload.distributed.held import Held, Probe, probe
-from superoffload.distributed.message import FAILED, FOUND_INF, MOST_CLASSES, Packet
+from superoffload.distributed.message import FAILED, FOUND_INF, LEFT, MOST_CLASSES, NO_INPUTS, Packet
 from superoffload.distributed.owners import OwnersTable, Partition
 from superoffload.distributed.placements import check_strided
 from superoffload.distributed.roster import Roster
@@ -152,11 +152,12 @@ class RankSession:
         """Sets values that must be the same on all ranks. ``found_inf``: the loss scaler saw a NaN or an infinity."""
         self._settings, self._found_inf = settings, found_inf
 
-    def fail(self) -> None:
-        """Tells the others that this rank raises instead of stepping, so that they need not wait to find out."""
+    def fail(self, *, left: bool = False) -> None:
+        """Tells the others that this rank raises instead of stepping, so that they need not wait to find out.
+        ``left``: since it has no more inputs."""
         if not self._told and self.group.failure is None and self._failure is None:  # known on all ranks
             self._told = True
-            packet = replace(self._packet({}), flags=FAILED)
+            packet = replace(self._packet({}), flags=FAILED | (LEFT if left else 0))
             with suppress(RankError):  # the caller's error is the one to raise
                 self.group.exchange(self._where("the verdict"), packet.to_bytes()).wait()
 
@@ -261,6 +262,9 @@ class RankSession:
 
     def _raise_failed(self, packets: Sequence[Packet]) -> None:
         failed = [rank for rank, packet in zip(self.group.ranks, packets, strict=True) if packet.flags & FAILED]
+        left = [rank for rank, packet in zip(self.group.ranks, packets, strict=True) if packet.flags & LEFT]
+        if left:
+            raise RankError(NO_INPUTS.format(who=self.group.hosts.ranks(left)))
         if failed:
             raise RankError(
                 f"step {self._call}: {self.group.hosts.ranks(failed)} raised before the verdict (its own output says "

@@ -163,6 +163,7 @@ class Parts:
         lasting.recorder.close()
         end_all(tracked.gradient for tracked in self.params)
         lasting.fp32_accumulation.end()
+        lasting.reductions.end()
         self._remove_hooks()
 
     def _remove_hooks(self) -> None:

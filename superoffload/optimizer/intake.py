@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from superoffload.distributed.fully_shard import await_offload
+from superoffload.distributed.message import NO_INPUTS
 from superoffload.engine.bucket import Bucket
 from superoffload.engine.engine import Engine
 from superoffload.engine.passed import Passed
@@ -365,6 +366,12 @@ class Intake:
         with room_on_device(tracked.shard.name):
             part = tracked.holding.part_of_memory(gradient.view(-1)).to(tracked.shard.gradient_dtype)
         self._engine.arrive(tracked.shard, part)
+
+    def has_no_inputs(self) -> None:
+        """Ends the run on all ranks: this one takes no step, in ``DistributedDataParallel.join()``, and others do."""
+        if not self._lifetime.work.out_of_use():
+            self._ranks.leave()
+            raise StateError(NO_INPUTS.format(who="this rank"))
 
     # ---- in step() ------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from superoffload.optimizer.weak_hooks import weakly
 class TakesReduced(Protocol):
     def take_reduced(self, param: Tensor, gradient: Tensor) -> None: ...
     def keep_reduced(self, param: Tensor) -> None: ...
+    def has_no_inputs(self) -> None: ...
 
 
 class _Reduces(Protocol):
@@ -41,7 +42,7 @@ class Reductions:
         """Follows ``model``; ``alone`` keeps other threads and signal handlers out of unfinished changes."""
         from superoffload.distributed.data_parallel import reduced_gradients
 
-        found = reduced_gradients(model, weakly(self._take), weakly(self._keep), alone)
+        found = reduced_gradients(model, weakly(self._take), weakly(self._keep), weakly(self._left), alone)
         if found is not None:
             self._reduced = found
 
@@ -53,6 +54,10 @@ class Reductions:
         """Forgets a backward whose gradients are given up."""
         self._reduced.forget()
 
+    def end(self) -> None:
+        """Follows the model no longer."""
+        self._reduced = _NoReduction()
+
     def _take(self, param: Tensor, gradient: Tensor) -> None:
         taker = self._taker()
         if taker is not None:
@@ -62,6 +67,11 @@ class Reductions:
         taker = self._taker()
         if taker is not None:
             taker.keep_reduced(param)
+
+    def _left(self) -> None:
+        taker = self._taker()
+        if taker is not None:
+            taker.has_no_inputs()
 
 
 def _no_taker() -> None:

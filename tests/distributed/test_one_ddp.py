@@ -1,0 +1,136 @@
+"""One DistributedDataParallel: several optimizers on it, one after the other, and ranks that run out of inputs."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from superoffload import AdamW
+from tests.support.rank_processes import Net, error_of, loss_of, net, on_ranks, optimizer_of
+
+OPTIONS: dict[str, Any] = {"lr": 3e-3, "threads": 1, "bucket_numel": 1024, "rank_timeout": 20.0}
+
+
+def split(model: Net) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    training = [p for p in model.parameters() if p.requires_grad]
+    return training[:3], training[3:]
+
+
+def two_at_once(make: str) -> tuple[list[Any], list[int]]:
+    """As a GAN has them: each steps its own part, and the second one in every other step only."""
+    inner = net(torch.float32)
+    model = DistributedDataParallel(inner, bucket_cap_mb=0.005)
+    optimizers: list[Any] = []
+    for params, lr in zip(split(inner), (3e-3, 1e-2), strict=True):
+        if make == "torch":
+            optimizers.append(torch.optim.AdamW(params, lr=lr))
+        else:
+            optimizers.append(AdamW(params, **{**OPTIONS, "lr": lr}, model=model, speculation=make))
+    for seed in range(5):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(model, seed).backward()
+        optimizers[0].step()
+        if seed % 2:
+            optimizers[1].step()
+    speculated = [int(one.stats()["buckets_speculated"]) for one in optimizers if isinstance(one, AdamW)]
+    for optimizer in optimizers if make != "torch" else ():
+        optimizer.close()
+    return [p.tolist() for p in inner.parameters()], speculated
+
+
+def test_two_optimizers_step_parts_of_one_model() -> None:
+    always, never, theirs = (on_ranks(2, two_at_once, make) for make in ("always", "never", "torch"))
+    assert [weights for weights, _ in always] == [weights for weights, _ in never]
+    assert all(min(speculated) > 0 for _, speculated in always)
+    for (ours, _), (torchs, _) in zip(always, theirs, strict=True):
+        for mine, other in zip(ours, torchs, strict=True):
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(other), rtol=1e-5, atol=1e-6)
+
+
+def one_after_the_other(end: str) -> tuple[bool, int]:
+    model = DistributedDataParallel(net(torch.float32), bucket_cap_mb=0.005)
+    twin = DistributedDataParallel(net(torch.float32), bucket_cap_mb=0.005)
+    speculated = 0
+    for phase in range(2):
+        optimizer = AdamW(model.parameters(), **OPTIONS, model=model, speculation="always")
+        other = AdamW(twin.parameters(), **OPTIONS, speculation="never")
+        for seed in range(2):
+            for one, its in ((model, optimizer), (twin, other)):
+                its.zero_grad()
+                loss_of(one, 10 * phase + seed).backward()
+                its.step()
+        speculated = int(optimizer.stats()["buckets_speculated"])
+        other.close()
+        if end == "closed":
+            optimizer.close()
+        del optimizer
+        gc.collect()
+    return all(map(torch.equal, model.parameters(), twin.parameters())), speculated
+
+
+@pytest.mark.parametrize("end", ["closed", "garbage"])
+def test_a_second_phase_gets_its_own_optimizer(end: str) -> None:
+    for equal, speculated in on_ranks(2, one_after_the_other, end):
+        assert equal
+        assert speculated > 0
+
+
+def uneven(kind: str) -> Any:
+    """Rank 0 has two batches more than rank 1."""
+    inner = net(torch.float32)
+    model = DistributedDataParallel(inner, bucket_cap_mb=0.005)
+    trained = [p for p in inner.parameters() if p.requires_grad]
+    optimizer: Any
+    if kind == "torch":
+        optimizer = torch.optim.AdamW(trained, lr=3e-3)
+    else:
+        optimizer = AdamW(trained, **OPTIONS, model=model, replicated=kind, max_grad_norm=100.0)
+
+    def train() -> None:
+        with model.join():
+            for seed in range(3 if dist.get_rank() else 5):
+                optimizer.zero_grad()
+                loss_of(model, seed).backward()
+                optimizer.step()
+
+    with optimizer if isinstance(optimizer, AdamW) else nullcontext():
+        if kind in ("torch", "local"):
+            train()
+            return [p.tolist() for p in inner.parameters()]
+        return error_of(train)
+
+
+def test_ranks_that_run_out_of_inputs_end_with_an_error_that_says_what_works() -> None:
+    first, second = on_ranks(2, uneven, "replicate")
+    assert first.startswith("RankError: ") and "rank 1 has no more inputs" in first
+    assert second.startswith("StateError: ") and "this rank has no more inputs" in second
+    for error in (first, second):
+        assert "join()" in error and "replicated='local'" in error
+
+
+@pytest.mark.filterwarnings("ignore:superoffload. max_grad_norm")
+def test_ranks_that_step_by_themselves_run_out_of_inputs_as_with_torch() -> None:
+    ours, theirs = on_ranks(2, uneven, "local"), on_ranks(2, uneven, "torch")
+    for mine, others in zip(ours, theirs, strict=True):
+        for one, other in zip(mine, others, strict=True):
+            torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-5, atol=1e-6)
+
+
+def test_an_optimizer_that_is_given_up_leaves_the_model_trainable() -> None:
+    assert on_ranks(2, given_up) == [True, True]
+
+
+def given_up() -> bool:
+    model = DistributedDataParallel(net(torch.float32))
+    with optimizer_of(model):
+        loss_of(model, 0).backward()
+    loss_of(model, 1).backward()
+    return all(p.grad is not None for p in model.parameters() if p.requires_grad)
