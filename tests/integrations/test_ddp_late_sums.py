@@ -157,15 +157,15 @@ def test_only_futures_of_nccl_order_a_stream(
     """With NCCL nothing else is waited for: not backward's own stream."""
     monkeypatch.setattr(ddp, "get_backend_config", lambda group: backends)
     streams = Streams(fake)
-    model: Any = mock.Mock(process_group=None)
+    group: Any = None
     on_streams: list[int] = []
     future: Any = mock.Mock(done=lambda: True, wait=lambda: torch.arange(3.0))
     with streams.installed():
         reduced = ddp.ReducedGradients(
-            model, lambda *_: on_streams.append(fake.current), lambda *_: None, mock.MagicMock()
+            group, lambda *_: on_streams.append(fake.current), lambda *_: None, lambda: None, mock.MagicMock()
         )
         began_on: Any = streams.backward
-        reduced._waiting.append(ddp.Reduction(future, [torch.zeros(3)], began_on))
+        reduced.begins(ddp.Reduction(future, [torch.zeros(3)], began_on))
         reduced.drain()
     (side,) = streams.made
     assert on_streams == [side.handle]

@@ -28,13 +28,17 @@ AXOLOTL = ("integrations/axolotl.py",)
 # Private names of others that are read: the reason why there is no other way, and the only files that may (none: all).
 READ: dict[str, tuple[str, tuple[str, ...]]] = {
     "_ActionsContainer": ("argparse: what a parser and a group of its arguments have in common", ("tools/",)),
-    "_C": ("torch: what calls a function without __torch_function__", ("optimizer/packed_gradient.py",)),
+    "_C": (
+        "torch: what calls a function without __torch_function__, and whether backward runs",
+        ("optimizer/packed_gradient.py", "distributed/data_parallel.py"),
+    ),
     "_actions": ("argparse: nothing public lists a parser's options", ("tools/cli/verify_ranks.py",)),
     "_build_llama3_layers": ("torchtitan: nothing public makes layers of other sizes", TITAN_TRAINER),
     "_cdata": ("torch: the only identity of a storage that does not keep it alive", ("optimizer/tracked_param.py",)),
     "_clip_grad_norm": ("transformers: no callback may clip in the Trainer's place", TRANSFORMERS),
     "_comm_ctx": ("torch: the streams of FSDP2", FSDP2),
     "_constant_buffered_norm2": ("DeepSpeed: with match_stock its own functions compute the norm", STAGE3_OPTIMIZER),
+    "_current_graph_task_id": ("torch: of the backward that runs", ("distributed/data_parallel.py",)),
     "_execution_engine": ("torch: runs a callback when backward ends", ("distributed/data_parallel.py",)),
     "_exit": ("Python: ends a process, public in spite of its name", ()),
     "_foreach_add": ("torch: counts the steps of many parameters in one call", ("cpu_adamw.py",)),

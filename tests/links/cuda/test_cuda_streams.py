@@ -114,12 +114,12 @@ class Reduction:
 
 def test_a_reduction_is_waited_for_before_it_is_read() -> None:
     delivered: list[Tensor] = []
-    model: Any = SimpleNamespace(process_group=None, register_comm_hook=lambda state, hook: None)
-    told = (lambda param, gradient: delivered.append(gradient)), (lambda param: None)
-    reduced = ReducedGradients(model, *told, threading.Lock())
+    group: Any = None
+    told = (lambda param, gradient: delivered.append(gradient)), (lambda param: None), (lambda: None)
+    reduced = ReducedGradients(group, *told, threading.Lock())
     params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))]
     future: Any = Reduction(torch.arange(5.0))
-    reduced._waiting.append(ddp.Reduction(future, params))
+    reduced.begins(ddp.Reduction(future, params))
     reduced.drain()
     assert [one.tolist() for one in delivered] == [[0.0, 1.0, 2.0], [3.0, 4.0]]
 
@@ -131,10 +131,10 @@ def test_handlers_of_signals_wait_until_all_that_was_reduced_is_handed_over() ->
         os.kill(os.getpid(), signal.SIGUSR1)
         done.append("delivered")
 
-    model: Any = SimpleNamespace(process_group=None, register_comm_hook=lambda state, hook: None)
-    reduced = ReducedGradients(model, deliver, lambda param: None, Alone())
+    group: Any = None
+    reduced = ReducedGradients(group, deliver, lambda param: None, lambda: None, Alone())
     future: Any = Reduction(torch.arange(4.0))
-    reduced._waiting.append(ddp.Reduction(future, [nn.Parameter(torch.zeros(2)) for _ in range(2)]))
+    reduced.begins(ddp.Reduction(future, [nn.Parameter(torch.zeros(2)) for _ in range(2)]))
     before = signal.signal(signal.SIGUSR1, lambda *_: done.append("handled"))
     try:
         reduced.drain()
