@@ -20,6 +20,7 @@ from superoffload.optimizer.engine_setup import EngineSetup
 from superoffload.optimizer.gradient_source import dtype_to_come
 from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.masters import follow
+from superoffload.optimizer.shared_memory import check_apart
 from superoffload.optimizer.shown_state import ShownStates, whole_steps
 from superoffload.optimizer.tracked_param import TrackedParam, remember_values
 
@@ -179,6 +180,14 @@ class Params:
         self._views.show(tracked, self.reveal)
         self._fresh.append(Held(shard.name, param, shard, holding))
         return tracked
+
+    def check_apart(self) -> None:
+        """Raises where parameters that have moved since they were adopted share memory with others now."""
+        moved = [tracked for tracked in self if tracked.was_moved]
+        if moved:
+            check_apart((tracked.shard.name, tracked.param) for tracked in self)
+        for tracked in moved:
+            tracked.is_apart()
 
     def are_final_early(self, indices: Iterable[int]) -> None:
         """Notes that gradients of these shards are final when their hooks run, since no other rank has them."""

@@ -114,6 +114,7 @@ class Step:
         self._verdicts.unscale_by(scale.inverse)
         self._reductions.finish()
         self._edits.collect()
+        self._params.check_apart()
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings that must be the same on all ranks."""

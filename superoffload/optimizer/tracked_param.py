@@ -57,6 +57,7 @@ class TrackedParam(_Referable):
     version: tuple[int, int] = UNKNOWN
     sums: Sums | None = None  # of its bits, if they are compared
     shown_steps: int = 0
+    was_moved: bool = False  # to another storage, since ``Params.check_apart()``
     has_stepped: bool = False  # by this optimizer, so that the dtype of its gradients is known
     device: torch.device = field(init=False)  # where it must stay
     place: Place = field(init=False)
@@ -99,14 +100,20 @@ class TrackedParam(_Referable):
         self.version, self.sums = version_of(self.param), sums
         local = local_of(self.param)
         if not self.place.is_of(local):
-            self.place = Place(local)
-            self.address = local.data_ptr()
+            self._is_at(local)
+
+    def _is_at(self, local: Tensor) -> None:
+        self.place, self.address, self.was_moved = Place(local), local.data_ptr(), True
+
+    def is_apart(self) -> None:
+        """Notes that no other parameter has the same memory."""
+        self.was_moved = False
 
     def remember_plain(self, address: int, sums: Sums) -> None:
         """Remembers the value of an ordinary parameter in host memory, which is at ``address``."""
         self.version, self.sums = (self.param._version, 0), sums
         if address != self.address:
-            self.place, self.address = Place(self.param), address
+            self._is_at(self.param)
 
     def is_outdated(self) -> None:
         """Remembers the version that was raised because the value will be delivered."""

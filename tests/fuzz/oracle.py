@@ -121,8 +121,10 @@ class Oracle:
     def after(self) -> None:
         for param, expected in self._expected.items():
             now = self._read(param)
-            if now is None:  # never had a gradient that counted
-                continue
+            if now is None:
+                if expected.stepped:
+                    raise Differs("stepped: no state is shown")
+                continue  # never had a gradient that counted
             if not expected.stepped:
                 self._check("not stepped", now, expected.state, master=True)
                 if not same(now.value, expected.state.value):

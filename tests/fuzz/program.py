@@ -120,7 +120,7 @@ def draw(seed: int) -> Program:
     return Program(seed, settings, tuple(_with_more(_Drawing(random, settings).all(), seed, settings)))
 
 
-_STATE_EDITS = ("multiply", "keep", "assign", "step", "kept", "delete", "empty", "clear", "replace", "kept")
+_STATE_EDITS = ("multiply", "keep", "kept", "step", "delete", "keep", "kept", "assign", "empty", "clear", "replace")
 _REGROUPINGS = ("move", "take out", "reverse", "put back", "order", "move")
 
 

@@ -36,7 +36,8 @@ def sleep(world: World, op: Op) -> None:
     """Unless gradients wait, which only a run that takes them during backward can tell."""
     if world.written:  # wake() takes writes over; one that is refused does not
         world.optimizer.refresh_masters()
-    world.kept_state.clear()  # masters and moments may be elsewhere afterwards
+    if op["on_disk"]:
+        world.kept_state.clear()  # masters and moments may be elsewhere afterwards
     world.folder.mkdir(parents=True, exist_ok=True)
     try:
         world.optimizer.sleep(world.folder if op["on_disk"] else None)

@@ -111,8 +111,8 @@ def test_every_operation_is_drawn() -> None:
 FOUND_SOON = [
     "arrival: a late gradient undoes nothing",
     "arrival: a second backward is taken for the same gradient",
+    "groups: what a program moves or takes out stays",
     "journal: overflow is ignored",
-    "state: what is speculated shows",
     "state: what a program takes out stays",
     "two phases: nothing is settled",
     "writes: masters do not follow written parameters",

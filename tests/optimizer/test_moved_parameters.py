@@ -75,3 +75,31 @@ def test_a_model_that_was_converted_between_backward_and_step_is_refused(deliver
             optimizer.step()
         optimizer.zero_grad()
         assert state_of(optimizer) == state_of(plain)
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+@pytest.mark.parametrize("after_backward", [False, True])
+def test_parameters_that_come_to_share_memory_are_refused_until_they_are_apart(after_backward: bool, mode: str) -> None:
+    layers = [nn.Linear(8, 8, bias=False) for _ in range(3)]
+    model = nn.Sequential(*layers)
+    with AdamW(model.parameters(), speculation=mode, bucket_numel=64) as optimizer:
+
+        def backward() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(2, 8)).square().mean().backward()
+
+        backward()
+        optimizer.step()
+        if not after_backward:
+            layers[1].weight.data = layers[0].weight.data
+        backward()
+        layers[1].weight.data = layers[0].weight.data
+        for _ in range(2):
+            with pytest.raises(ArgumentError, match="shares memory with"):
+                optimizer.step()
+        layers[1].weight.data = layers[0].weight.data.clone()
+        value = layers[1].weight.detach().clone()
+        optimizer.step()
+        assert not torch.equal(layers[1].weight, value)
+        backward()
+        optimizer.step()
