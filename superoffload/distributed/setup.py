@@ -23,7 +23,8 @@ _WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 @dataclass(frozen=True)
 class RankSetup:
     """Describes this rank among the others. ``session`` None: it decides alone. ``sharing``: the ranks, of all
-    ``world``, that share a verdict; ``first``: this is the first of them."""
+    ``world``, that share a verdict; ``first``: this is the first of them. ``reduced``: gradients of plain parameters
+    are reduced over ranks during backward, though this rank may decide alone."""
 
     session: RankSession | None
     holding_of: Callable[[str, Tensor], Holding]
@@ -31,10 +32,11 @@ class RankSetup:
     sharing: tuple[int, ...] = (0,)
     world: int = 1
     first: bool = True
+    reduced: bool = False
 
     def is_early(self, param: Tensor) -> bool:
         """Tells whether a gradient is final when its accumulation hook runs: not if a reduction is still to come."""
-        return self.session is None or is_dtensor(param)
+        return is_dtensor(param) or not (self.reduced or self.session is not None)
 
 
 def set_up_ranks(
@@ -57,10 +59,10 @@ def set_up_ranks(
         return RankSetup(None, holder("local", None, 0))
     rank, world = dist.get_rank(), dist.get_world_size()
     if replicated == "local" and not any(is_dtensor(param) for param in params):
-        return RankSetup(None, holder("local", None, 0), sharing=(rank,), world=world)
+        return RankSetup(None, holder("local", None, 0), sharing=(rank,), world=world, reduced=_is_ddp(model))
     group = rank_group(process_group, seconds)
     if group is None:
-        return RankSetup(None, holder("local", None, rank), sharing=(rank,), world=world)
+        return RankSetup(None, holder("local", None, rank), sharing=(rank,), world=world, reduced=_is_ddp(model))
     from superoffload.distributed.fully_shard import forward_view
     from superoffload.distributed.session import RankCheck, RankSession
 
@@ -69,7 +71,11 @@ def set_up_ranks(
     mine = RankOnNode(socket.gethostname(), group.rank, tuple(allowed_cpus()), near_gpu(params))
     cpus = share_cpus(group.exchange_objects("the processors of each rank", mine), group.rank)
     ranks = tuple(group.ranks)
-    return RankSetup(session, holder(replicated, ranks, rank), cpus, ranks, world, rank == ranks[0])
+    return RankSetup(session, holder(replicated, ranks, rank), cpus, ranks, world, rank == ranks[0], _is_ddp(model))
+
+
+def _is_ddp(model: nn.Module | None) -> bool:
+    return isinstance(model, nn.parallel.DistributedDataParallel)
 
 
 def near_gpu(params: Sequence[Tensor]) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ class Lasting:
     def follow_reductions(self, ranks: Ranks) -> None:
         """Has gradients of a ``DistributedDataParallel`` taken once it has reduced them over the ranks."""
         model = self.given.model()
-        if ranks.session is not None and model is not None:
+        if ranks.setup.reduced and model is not None:
             self.reductions.follow(model, self.lifetime.alone)
 
     def say_whose_norm(self, ranks: Ranks) -> None:

@@ -52,7 +52,7 @@ def _message(buckets: int) -> str:
         f"gradients changed between backward and step() in {STEPS_IN_A_ROW} steps in a row, so {undone} "
         "stepped during backward had to be undone and stepped again. The result is right, but nothing is hidden behind "
         "backward. If you clip by hand (torch.nn.utils.clip_grad_norm_, GradScaler.unscale_): remove that and pass "
-        "max_grad_norm= to superoffload.AdamW; optimizer.grad_norm is then the norm before clipping. Make other "
-        "changes in a hook (parameter.register_hook), which runs earlier; where that is impossible, "
-        "speculation='never' avoids the undo"
+        "max_grad_norm= to superoffload.AdamW; optimizer.grad_norm is then the norm before clipping. If a "
+        "DistributedDataParallel reduces gradients, pass it as model=. Make other changes in a hook "
+        "(parameter.register_hook), which runs earlier; where that is impossible, speculation='never' avoids the undo"
     )

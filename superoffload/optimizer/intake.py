@@ -368,8 +368,8 @@ class Intake:
         self._engine.arrive(tracked.shard, part)
 
     def has_no_inputs(self) -> None:
-        """Ends the run on all ranks: this one takes no step, in ``DistributedDataParallel.join()``, and others do."""
-        if not self._lifetime.work.out_of_use():
+        """This rank takes no step, in ``DistributedDataParallel.join()``, and others do: none can that need all."""
+        if self._ranks.session is not None and not self._lifetime.work.out_of_use():
             self._ranks.leave()
             raise StateError(NO_INPUTS.format(who="this rank"))
 

@@ -124,6 +124,28 @@ def test_ranks_that_step_by_themselves_run_out_of_inputs_as_with_torch() -> None
             torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-5, atol=1e-6)
 
 
+def alone(speculation: str) -> tuple[list[Any], int, int]:
+    inner = net(torch.float32)
+    model = DistributedDataParallel(inner, bucket_cap_mb=0.005)
+    with optimizer_of(model, replicated="local", max_grad_norm=None, speculation=speculation) as optimizer:
+        for seed in range(4):
+            optimizer.zero_grad()
+            loss_of(model, seed).backward()
+            optimizer.step()
+        stats = optimizer.stats()
+        undone = int(stats["buckets_undone"])
+        return [p.tolist() for p in inner.parameters()], int(stats["buckets_committed"]), undone
+
+
+def test_a_rank_that_steps_by_itself_takes_what_ddp_has_reduced() -> None:
+    always, never = on_ranks(2, alone, "always"), on_ranks(2, alone, "never")
+    assert [weights for weights, *_ in always] == [weights for weights, *_ in never]
+    assert always[0][0] == always[1][0]
+    for _, committed, undone in always:
+        assert committed > 0
+        assert undone == 0
+
+
 def test_an_optimizer_that_is_given_up_leaves_the_model_trainable() -> None:
     assert on_ranks(2, given_up) == [True, True]
 
