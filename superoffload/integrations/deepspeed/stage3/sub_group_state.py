@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,38 @@ from superoffload.engine.moments import EXP_AVG, EXP_AVG_SQ, read_moment, shown_
 from superoffload.engine.placement import slab_of_zeros
 from superoffload.errors import ArgumentError
 from superoffload.host.bits import all_finite
-from superoffload.integrations.deepspeed.stage3.state_of_copies import StateOfCopies
 
 MOMENTS = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 MASTER = "master"
+
+
+class StateOfCopies(UserDict[str, Tensor]):
+    """Shows the state of a parameter that keeps some of it in other forms: each read of those makes a copy.
+
+    It keeps no copy, also where a framework puts one back: Lightning reads and writes every entry. Its own copies and
+    pickles are dictionaries of that moment, which ``torch.load`` reads.
+    """
+
+    def __init__(self, rest: dict[str, Tensor], copies: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._copies = copies
+        super().__init__()
+        self.data = {**rest, **dict.fromkeys(copies, torch.empty(0, device="cpu"))}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._copies[name]() if name in self._copies else super().__getitem__(name)
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        if name not in self._copies:
+            self.data[name] = value
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __copy__(self) -> Any:
+        return dict(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (list(self.items()),)
 
 
 @dataclass(frozen=True)
