@@ -87,11 +87,11 @@ def _ignores_overflow(end: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forgets_one_piece(arrive: Callable[..., Any]) -> Callable[..., Any]:
-    def arrived(engine: Engine, shard: Shard, gradient: Any, *, in_backward: bool = True) -> None:
+    def arrived(engine: Engine, shard: Shard, gradient: Any, *, in_backward: bool = True, **named: Any) -> None:
         if engine.stats()["steps"] == 3 and shard.index == 1 and in_backward:
             engine.inbox.arrived[shard.index] = gradient  # known, but not to its buckets
             return
-        arrive(engine, shard, gradient, in_backward=in_backward)
+        arrive(engine, shard, gradient, in_backward=in_backward, **named)
 
     return arrived
 
