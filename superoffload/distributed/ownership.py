@@ -136,7 +136,7 @@ def like_parameter(param: Tensor, holding: Holding, state: Tensor) -> Tensor:
     The state stays flat where this rank has only a run of a plain parameter.
     """
     if not is_dtensor(param):
-        return state if holding.is_flat else out_of_order(state, param.shape, holding.order)
+        return state if holding.is_flat else out_of_order(state, holding.shape, holding.order)
     dtensor = sys.modules["torch.distributed.tensor"].DTensor
     local = state.view(local_of(param).shape)
     if param.device_mesh.device_type != state.device.type:  # from_local would move the state to the mesh's device

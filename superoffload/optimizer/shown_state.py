@@ -139,7 +139,7 @@ class ShownState(MutableMapping[str, Any]):
         """Returns the shape of masters and moments as they are shown."""
         tracked = self.tracked
         flat = tracked.holding.is_flat and not is_dtensor(tracked.param)
-        return torch.Size([tracked.shard.numel]) if flat else tracked.param.shape
+        return torch.Size([tracked.shard.numel] if flat else tracked.holding.shape)
 
     @torch.no_grad()
     def _write(self, name: str, value: Any) -> None:
