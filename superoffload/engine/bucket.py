@@ -328,9 +328,9 @@ class Bucket:
     def speculate(
         self, hyper_of: Callable[[int], GroupHyper], factor: float, submit: Submit, protect: Protect | None
     ) -> bool:
-        """Worker threads step it with a journal. False: they do not, there is no room for one."""
+        """Worker threads step it with a journal. False: they do not, there is no room for one, or it is held."""
         width = self.journal_width.choose(self.work, self.next_step())
-        if width is None:
+        if width is None or self.held is not None:
             return False
         if protect is not None:
             protect([piece.shard for piece in self.pieces])

@@ -86,16 +86,13 @@ class Speculator:
         return self._schedule.should_speculate(numel / self._layout.numel)
 
     def _speculate(self, bucket: Bucket) -> None:
-        """Steps it with a journal, unless its journal overflowed lately."""
+        """Steps it with a journal, unless its journal overflowed lately or a program holds its state."""
         if bucket.resident:  # stepped on the accelerator, after the verdict
-            return
-        held = bucket.held
-        if held is not None:
-            self.held = held
             return
         executor, snapshots = self._executor, self._snapshots
         protect = snapshots.protect if snapshots.open else None
         if not bucket.speculate(executor.hyper, self._unscale, executor.pool.submit, protect):
+            self.held = bucket.held or self.held
             return
         if self._link.asynchronous:
             assert bucket.running is not None
