@@ -52,9 +52,8 @@ class Params:
         self._tracked: dict[Tensor, TrackedParam] = {}
         self._of_shard: dict[int, TrackedParam] = {}
         self._fresh: list[Held] = []  # not announced to other ranks yet
-        self._counts: list[
-            tuple[Tensor, list[TrackedParam]]
-        ] = []  # steps as state[p]["step"] shows them, and their owners
+        # Steps as state[p]["step"] shows them, and as they were when they were last looked at; and their owners.
+        self._counts: list[tuple[Tensor, Tensor, list[TrackedParam]]] = []
         self._has_masters = False  # masters have other values than the parameters
 
     # ---- known parameters -------------------------------------------------------------------------------------
@@ -165,7 +164,7 @@ class Params:
             if before is not None:
                 found[-1].goes_on(before)
         if found:
-            self._counts.append((counts, found))
+            self._counts.append((counts, torch.full_like(counts, -1.0), found))
             self._engine.layout.add_shards([tracked.shard for tracked in found])
         remember_values(found)
         return found
@@ -196,12 +195,13 @@ class Params:
 
     def count_steps(self, moved: Collection[TrackedParam]) -> None:
         """Counts the step that has ended for those that it moved."""
-        for counts, members in self._counts:
-            if len(moved) == len(self._tracked):
-                counts.add_(1.0)
-            else:
-                places = [i for i, tracked in enumerate(members) if tracked in moved]
-                counts[torch.tensor(places, dtype=torch.int64, device="cpu")] += 1.0
+        for counts, seen, members in self._counts:
+            places: slice | Tensor = slice(None)
+            if len(moved) < len(self._tracked):
+                of_moved = [i for i, tracked in enumerate(members) if tracked in moved]
+                places = torch.tensor(of_moved, dtype=torch.int64, device="cpu")
+            counts[places] += 1.0
+            seen[places] += 1.0
 
     # ---- state that the program sees and edits ----------------------------------------------------------------
 
@@ -229,11 +229,15 @@ class Params:
         self._views.take_back([tracked for tracked, _ in edits], self.reveal)
         for tracked, values in edits:
             tracked.load(values)
+        for counts, seen, _ in self._counts:
+            seen.copy_(counts)
 
     def _find_steps(self) -> dict[TrackedParam, int]:
         """Returns the parameters whose number of steps was written, with the new one."""
         found: dict[TrackedParam, int] = {}
-        for counts, members in self._counts:
+        for counts, seen, members in self._counts:
+            if torch.equal(counts, seen):
+                continue
             for shown, tracked in zip(counts.tolist(), members, strict=True):
                 known = tracked.shown_steps
                 if shown != known and min(shown, known) < _EXACT:

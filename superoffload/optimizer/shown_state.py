@@ -38,9 +38,11 @@ class ShownState(MutableMapping[str, Any]):
     read makes a copy, which refuses operations in place. Copies and pickles of an entry are ordinary dictionaries.
     """
 
-    def __init__(self, tracked: TrackedParam, reveal: Callable[[Shard], None]) -> None:
+    def __init__(self, tracked: TrackedParam, reveal: Callable[[Shard], None], partial: set[int]) -> None:
+        """``partial`` gets the ids of entries from which something is taken out."""
         self.tracked = tracked
         self._reveal = reveal
+        self._partial = partial
         self._removed: set[str] = set()
         self._others: dict[str, Any] = {}  # what the program has put here beside the state
         self._seen: weakref.WeakValueDictionary[str, Tensor] = weakref.WeakValueDictionary()
@@ -87,7 +89,8 @@ class ShownState(MutableMapping[str, Any]):
             self._others.pop(name, None)
         else:  # what is no state of this parameter is refused in step(), if it is still here then
             self._others[name] = value
-            self._removed.update({name}.intersection(_NAMES))
+            if name in _NAMES:
+                self._remove(name)
 
     def __delitem__(self, name: str) -> None:
         if self._kept is not None:
@@ -95,9 +98,13 @@ class ShownState(MutableMapping[str, Any]):
         elif name in self._others:
             del self._others[name]
         elif name in self._names():
-            self._removed.add(name)
+            self._remove(name)
         else:
             raise KeyError(name)
+
+    def _remove(self, name: str) -> None:
+        self._removed.add(name)
+        self._partial.add(id(self))
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -193,6 +200,7 @@ class ShownStates:
         self.mapping: defaultdict[Tensor, Any] = defaultdict(dict)
         self._lifetime = lifetime
         self._entries: dict[TrackedParam, ShownState] = {}
+        self._partial: set[int] = set()  # ids of entries that were taken apart, and perhaps mended or replaced since
 
     def replace(self, mapping: defaultdict[Tensor, Any]) -> None:
         """Replaces the mapping, as torch's own class does when it assigns ``optimizer.state``."""
@@ -207,7 +215,7 @@ class ShownStates:
             if now is not None:
                 lifetime.work.if_in_use(now, shard)
 
-        entry = self._entries[tracked] = ShownState(tracked, reveal_alone)
+        entry = self._entries[tracked] = ShownState(tracked, reveal_alone, self._partial)
         given = self.mapping.get(tracked.param)
         if not given or self.state_of(tracked.param) is not None:  # else the program has put it there before
             self.mapping[tracked.param] = entry
@@ -238,12 +246,10 @@ class ShownStates:
 
         Raises ArgumentError where an entry lacks a part. Nothing is changed."""
         entries, mapping = self._entries, self.mapping
-        if (
-            len(mapping) == len(entries)
-            and all(map(is_, mapping.values(), entries.values()))
-            and all(entry.is_whole for entry in entries.values())
-        ):
+        alike = len(mapping) == len(entries) and all(map(is_, mapping.values(), entries.values()))
+        if alike and not self._partial:
             return []
+        self._partial.intersection_update(id(entry) for entry in entries.values() if not entry.is_whole)
         found: list[tuple[TrackedParam, ParamState | None]] = []
         for tracked, entry in entries.items():
             if not self._is_in_place(tracked, entry):
