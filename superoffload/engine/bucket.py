@@ -103,7 +103,7 @@ class Shard:
     def goes_on(self, before: Shard) -> None:
         """Takes the state of ``before``, an earlier record of the same elements."""
         self.use_state(before.master, before.exp_avg, before.exp_avg_sq, resident=before.resident)
-        self.upper, self.steps = before.upper, before.steps
+        self.upper, self.steps, self.windows = before.upper, before.steps, before.windows
 
     def window(self, flat: Tensor) -> Tensor:
         """Returns a tensor for a program that has the memory of ``flat``, state in host memory, and a storage of its

@@ -57,6 +57,10 @@ class ShownState(MutableMapping[str, Any]):
         """Returns whether it shows the state of ``param``, whole."""
         return self.tracked.param is param and self._kept is None and self.is_whole
 
+    def goes_on(self, tracked: TrackedParam, reveal: Callable[[Shard], None]) -> None:
+        """Shows the same state by a later record of the parameter."""
+        self.tracked, self._reveal = tracked, reveal
+
     def keep(self) -> None:
         """Keeps copies of the values, since the program took this entry out of ``optimizer.state``."""
         self._kept = {name: value.clone() if isinstance(value, Tensor) else value for name, value in self.items()}
@@ -215,9 +219,13 @@ class ShownStates:
             if now is not None:
                 lifetime.work.if_in_use(now, shard)
 
-        entry = self._entries[tracked] = ShownState(tracked, reveal_alone, self._partial)
         given = self.mapping.get(tracked.param)
-        if not given or self.state_of(tracked.param) is not None:  # else the program has put it there before
+        if isinstance(given, ShownState) and given.is_of(tracked.param):
+            given.goes_on(tracked, reveal_alone)
+            self._entries[tracked] = given
+            return
+        entry = self._entries[tracked] = ShownState(tracked, reveal_alone, self._partial)
+        if not given:  # else the program has put it there for a new parameter
             self.mapping[tracked.param] = entry
 
     def forget_all(self) -> None:

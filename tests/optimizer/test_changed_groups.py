@@ -210,6 +210,33 @@ def test_a_parameter_that_comes_back_has_its_state(tmp_path: Path) -> None:
         assert_trained_alike(ours, theirs)
 
 
+def test_entries_and_tensors_that_a_program_has_stay_those_of_the_state() -> None:
+    model, twin = model_of(), model_of()
+    with (
+        AdamW(groups_of(model), speculation="always", bucket_numel=1024) as optimizer,
+        AdamW(groups_of(twin), speculation="never") as other,
+        pytest.warns(RuntimeWarning, match="keeps a tensor"),
+    ):
+        held = []
+        for one, its in ((model, optimizer), (twin, other)):
+            train(one, its, range(2))
+            params = list(one.parameters())
+            entry, tensor = its.state[params[0]], its.state[params[2]]["exp_avg"]
+            moved(one, its)
+            its.zero_grad()
+            batch(one, 2).backward()
+            its.step()
+            assert its.state[params[0]] is entry and its.state[params[2]]["exp_avg"] is tensor
+            its.zero_grad()
+            batch(one, 3).backward()
+            entry["exp_avg"].mul_(0.5)
+            tensor.mul_(0.5)
+            its.step()
+            held.append((entry["exp_avg"].clone(), tensor))
+        assert torch.equal(held[0][0], held[1][0]) and torch.equal(held[0][1], held[1][1])
+        assert optimizer.state_digests() == other.state_digests()
+
+
 def test_groups_without_parameters_step_nothing() -> None:
     model = model_of()
     with AdamW(groups_of(model)) as optimizer:
