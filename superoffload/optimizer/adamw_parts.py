@@ -12,6 +12,7 @@ from torch import Tensor
 from superoffload.engine.engine import Engine
 from superoffload.engine.recorder import Recorder
 from superoffload.engine.stats import total
+from superoffload.errors import SuperOffloadError
 from superoffload.optimizer.accumulating import Accumulation
 from superoffload.optimizer.advice import Advice
 from superoffload.optimizer.arguments import as_groups, check_groups, named_in
@@ -141,6 +142,7 @@ class Parts:
         """Ends these parts and returns new ones for the parameters that the groups have now, with their state and
         gradients; raises, and changes nothing, where the groups cannot be used."""
         lasting.check_all_groups()
+        self.delivery.check_new(lasting.groups.added())
         self.state.follow_written()
         self.params.follow_state_edits()
         kept = self.params.state_to_keep()
@@ -153,9 +155,14 @@ class Parts:
         self.engine.close()
         lasting.count_until_now(self.stats(lasting))
         self.params.forget_all()
-        parts = assemble(lasting, lasting.groups.params(), kept)
+        try:
+            parts = assemble(lasting, lasting.groups.params(), kept)
+            if self.params.has_masters:
+                parts.params.keep_masters()
+            parts.adopt_all(lasting)
+        except SuperOffloadError as error:  # which says elsewhere that all is as it was
+            raise RuntimeError(f"the optimizer could not go on with its changed param_groups: {error}") from error
         lasting.groups.accept()
-        parts.adopt_all(lasting)
         return parts
 
     def end(self, lasting: Lasting) -> None:

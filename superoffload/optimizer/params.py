@@ -54,7 +54,7 @@ class Params:
         self._fresh: list[Held] = []  # not announced to other ranks yet
         # Steps as state[p]["step"] shows them, and as they were when they were last looked at; and their owners.
         self._counts: list[tuple[Tensor, Tensor, list[TrackedParam]]] = []
-        self._has_masters = False  # masters have other values than the parameters
+        self.has_masters = False  # masters have other values than the parameters
 
     # ---- known parameters -------------------------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class Params:
 
     def keep_masters(self) -> None:
         """Notes that masters have bits that the parameters lack."""
-        self._has_masters = True
+        self.has_masters = True
 
     @property
     def are_regrouped(self) -> bool:
@@ -261,7 +261,7 @@ class Params:
         Raises where new parameters have taken the place of others whose state would be lost silently."""
         params = self._groups.params()
         grouped = set(map(id, params))
-        gone = [t.shard.name for t in self if id(t.param) not in grouped and (self._has_masters or t.shard.steps)]
+        gone = [t.shard.name for t in self if id(t.param) not in grouped and (self.has_masters or t.shard.steps)]
         shown = {param: self._views.state_of(param) for param in params}
         new = [param for param in self._groups.added() if param not in self._views.mapping]
         if new and any(self._views.state_of(t.param) for t in self if t.shard.name in gone):
@@ -270,7 +270,10 @@ class Params:
                 "state up delete it (del optimizer.state[parameter]), or make a new optimizer from the parameters that "
                 "are to be trained (with Accelerate: prepare before load_masters())"
             )
-        return {param: tracked for param, tracked in shown.items() if tracked is not None}
+        kept = {param: tracked for param, tracked in shown.items() if tracked is not None}
+        for tracked in kept.values():
+            tracked.check_still_fits()
+        return kept
 
 
 def _target(param: Tensor, holding: Holding) -> Callable[[], Tensor]:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from superoffload import AdamW, checkpoints
 from superoffload.engine.speculation_schedule import MODES
-from superoffload.errors import ArgumentError, StateError
+from superoffload.errors import ArgumentError, HostMemoryError, StateError
 from tests.support.adamw_training import TorchAdamW, assert_trained_alike, batch, check_counters, model_of, train
 
 Optimizer = Any
@@ -290,6 +291,34 @@ def test_what_cannot_be_is_refused_and_nothing_changes(change: Change, error: ty
         for its in (optimizer, other):
             its.step()
         assert optimizer.state_digests() == other.state_digests()
+
+
+def test_memory_that_is_refused_ends_the_optimizer() -> None:
+    model = model_of()
+    with AdamW(groups_of(model)) as optimizer:
+        train(model, optimizer, range(2))
+        moved(model, optimizer)
+        with (
+            mock.patch("superoffload.optimizer.adamw_parts.assemble", side_effect=HostMemoryError("refused")),
+            pytest.raises(RuntimeError, match="could not go on with its changed param_groups: refused"),
+        ):
+            optimizer.step()
+        with pytest.raises(StateError, match="make a new one and load the last checkpoint"):
+            optimizer.step()
+
+
+def test_a_parameter_that_was_converted_meanwhile_is_refused() -> None:
+    model = model_of()
+    with AdamW(groups_of(model)) as optimizer:
+        train(model, optimizer, range(2))
+        param = optimizer.param_groups[0]["params"].pop(0)
+        train(model, optimizer, range(2, 4))
+        param.data = param.data.bfloat16()
+        optimizer.param_groups[0]["params"].append(param)
+        with pytest.raises(StateError, match="after converting or resizing a model"):
+            optimizer.step()
+        param.data = param.data.float()
+        train(model, optimizer, range(4, 6))
 
 
 def test_names_are_left_alone_where_a_program_moves_parameters_without_them() -> None:
