@@ -200,6 +200,7 @@ class AdamW(Optimizer):
                     self._ranks.announce()
 
     @untraced
+    @outside_inference
     def _follow_groups(self) -> None:
         """Starts anew where groups have other parameters, or in another order; each parameter keeps its state."""
         if not self._lasting.groups.changed() or not self._lasting.groups.params():

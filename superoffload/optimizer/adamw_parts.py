@@ -61,7 +61,7 @@ class Lasting:
         self.fp32_accumulation = Fp32Accumulation(wanted=given.fp32_sums)
         self.accumulation = Accumulation()
         self.reductions = Reductions()
-        self.views = ShownStates(lifetime)
+        self.views = ShownStates(lifetime.work)
         self.earlier: dict[str, float | int] = {}  # totals of engines before the last change of groups
 
     def follow_reductions(self, ranks: Ranks) -> None:

@@ -12,7 +12,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from operator import is_
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,10 +23,13 @@ from superoffload.engine.moments import EXP_AVG, EXP_AVG_SQ, read_exp_avg, read_
 from superoffload.errors import ArgumentError, StateError
 from superoffload.host.bits import all_finite
 from superoffload.host.numbers import as_float
+from superoffload.host.signals import Whole
 from superoffload.host.tensors import is_dtensor, local_of
-from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.state_dict import ParamState, Values, blocks_of, is_whole_number, part_of, read_param
 from superoffload.optimizer.tracked_param import TrackedParam
+from superoffload.optimizer.untraced import outside_inference
+
+Reveal: TypeAlias = Callable[[], Callable[[Shard], None] | None]  # None: no engine has the state
 
 _NAMES = ("step", "exp_avg", "exp_avg_sq", "master")
 
@@ -38,9 +41,10 @@ class ShownState(MutableMapping[str, Any]):
     read makes a copy, which refuses operations in place. Copies and pickles of an entry are ordinary dictionaries.
     """
 
-    def __init__(self, tracked: TrackedParam, reveal: Callable[[Shard], None], partial: set[int]) -> None:
+    def __init__(self, tracked: TrackedParam, work: Whole, reveal: Reveal, partial: set[int]) -> None:
         """``partial`` gets the ids of entries from which something is taken out."""
         self.tracked = tracked
+        self._work = work
         self._reveal = reveal
         self._partial = partial
         self._removed: set[str] = set()
@@ -57,7 +61,7 @@ class ShownState(MutableMapping[str, Any]):
         """Returns whether it shows the state of ``param``, whole."""
         return self.tracked.param is param and self._kept is None and self.is_whole
 
-    def goes_on(self, tracked: TrackedParam, reveal: Callable[[Shard], None]) -> None:
+    def goes_on(self, tracked: TrackedParam, reveal: Reveal) -> None:
         """Shows the same state by a later record of the parameter."""
         self.tracked, self._reveal = tracked, reveal
 
@@ -125,12 +129,25 @@ class ShownState(MutableMapping[str, Any]):
         shard = self.tracked.shard
         return shard.upper is not None if name == "master" else shard.exp_avg.dtype == torch.uint8
 
+    @contextmanager
+    def _revealed(self) -> Iterator[Shard]:
+        """Brings the state to the end of the last finished step, and keeps backward in other threads from stepping it
+        until it was read, or a tensor shows that it may be."""
+        shard, reveal = self.tracked.shard, self._reveal()
+        if reveal is None or self._work.out_of_use():  # nothing steps it any more
+            yield shard
+        else:
+            with self._work.alone:
+                reveal(shard)
+                yield shard
+
     def _read(self, name: str) -> Tensor:
-        shard = self.tracked.shard
-        self._reveal(shard)
-        if self._is_copied(name):
-            with torch.inference_mode():  # torch refuses to change it in place
-                return self._shaped(_flat(shard, name))
+        copied = self._is_copied(name)
+        # Tensors that are made in inference mode cannot be changed in place: right for copies alone.
+        with self._revealed() as shard, torch.inference_mode(copied):
+            return self._shaped(_flat(shard, name)) if copied else self._window(shard, name)
+
+    def _window(self, shard: Shard, name: str) -> Tensor:
         flat, known = _flat(shard, name), self._seen.get(name)
         if known is not None and local_of(known).data_ptr() == flat.data_ptr():
             return known
@@ -152,6 +169,7 @@ class ShownState(MutableMapping[str, Any]):
         flat = tracked.holding.is_flat and not is_dtensor(tracked.param)
         return torch.Size([tracked.shard.numel] if flat else tracked.holding.shape)
 
+    @outside_inference
     @torch.no_grad()
     def _write(self, name: str, value: Any) -> None:
         if name == "step":
@@ -160,15 +178,16 @@ class ShownState(MutableMapping[str, Any]):
         where = f"optimizer.state of {self.tracked.shard.name}: {name}"
         if self.tracked.shard.is_elsewhere:
             raise StateError(f"{where}: masters and moments are in a file since sleep(folder); call wake() first")
-        own = self._read(name)
-        if value is own:
-            return
-        if not self._is_copied(name):
-            own.copy_(value)
-            return
-        new = torch.empty_like(own).copy_(value)
-        if not torch.equal(local_of(new), local_of(own)):  # a rounding of what was not changed would change it
-            self._convert(where, name, new)
+        with self._revealed():
+            own = self._read(name)
+            if value is own:
+                return
+            if not self._is_copied(name):
+                own.copy_(value)
+                return
+            new = torch.empty_like(own).copy_(value)
+            if not torch.equal(local_of(new), local_of(own)):  # a rounding of what was not changed would change it
+                self._convert(where, name, new)
 
     def _convert(self, where: str, name: str, value: Tensor) -> None:
         shard, holding = self.tracked.shard, self.tracked.holding
@@ -200,9 +219,9 @@ def whole_steps(name: str, value: Any) -> int:
 class ShownStates:
     """Has the mapping that is ``optimizer.state``, and finds what the program has changed in it."""
 
-    def __init__(self, lifetime: Lifetime) -> None:
+    def __init__(self, work: Whole) -> None:
         self.mapping: defaultdict[Tensor, Any] = defaultdict(dict)
-        self._lifetime = lifetime
+        self._work = work
         self._entries: dict[TrackedParam, ShownState] = {}
         self._partial: set[int] = set()  # ids of entries that were taken apart, and perhaps mended or replaced since
 
@@ -211,20 +230,15 @@ class ShownStates:
         self.mapping = mapping
 
     def show(self, tracked: TrackedParam, reveal: Callable[[Shard], None]) -> None:
-        """Shows the state of a parameter. ``reveal(shard)`` is called, alone, before its tensors are read."""
-        lifetime, alive = self._lifetime, weakref.WeakMethod(reveal)
-
-        def reveal_alone(shard: Shard) -> None:
-            now = alive()
-            if now is not None:
-                lifetime.work.if_in_use(now, shard)
-
+        """Shows the state of a parameter. ``reveal(shard)``, of an object that this does not keep alive, is called
+        before its tensors are read."""
+        weak: Reveal = weakref.WeakMethod(reveal)
         given = self.mapping.get(tracked.param)
         if isinstance(given, ShownState) and given.is_of(tracked.param):
-            given.goes_on(tracked, reveal_alone)
+            given.goes_on(tracked, weak)
             self._entries[tracked] = given
             return
-        entry = self._entries[tracked] = ShownState(tracked, reveal_alone, self._partial)
+        entry = self._entries[tracked] = ShownState(tracked, self._work, weak, self._partial)
         if not given:  # else the program has put it there for a new parameter
             self.mapping[tracked.param] = entry
 

@@ -84,6 +84,15 @@ class Training:
         inputs = torch.randn(4, 300, generator=torch.Generator().manual_seed(1)).bfloat16()
         for step in range(4):
             self.model(inputs * (1 + step)).float().square().sum().backward()
+            if step:
+                state = optimizer.state[self.model[0].weight]
+                moment = call("read state", partial(state.__getitem__, "exp_avg"))
+                call("edit state", partial(state.__setitem__, "exp_avg", 0.5 * moment))
+                if not moment.is_inference():  # as copies are
+                    moment.mul_(0.5)
+            if step == 3:
+                optimizer.param_groups[0]["params"].reverse()
+                call("state_dict of changed groups", optimizer.state_dict)
             call("step", optimizer.step)
             call("zero_grad", optimizer.zero_grad)
             if step == 1:

@@ -22,6 +22,7 @@ from superoffload.engine.engine import Engine
 from superoffload.engine.tail import Tail
 from superoffload.errors import ArgumentError, StateError
 from superoffload.links.cuda.link import CudaLink
+from superoffload.optimizer import shown_state
 from tests.support.adamw_training import batch, check_counters, model_of, run_python
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
 
@@ -327,3 +328,28 @@ print(optimizer.stats()["steps"])
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: forks a process with threads")
 def test_forked_while_another_thread_is_inside() -> None:
     assert run_python(FORKED).stdout.split() == ["7", "1"]
+
+
+def test_state_is_read_before_other_threads_go_on() -> None:
+    """Else backward in another thread might step it between the wait and the read."""
+    model = model_of()
+    with AdamW(model.parameters(), speculation="always") as optimizer:
+        batch(model, 0).backward()
+        went_on: list[bool] = []
+
+        def read(shard: Any, name: str) -> Tensor:
+            other = threading.Thread(target=optimizer.synchronize)
+            other.start()
+            other.join(0.2)
+            went_on.append(not other.is_alive())
+            others.append(other)
+            return plain(shard, name)
+
+        others: list[threading.Thread] = []
+        plain = shown_state._flat
+        with mock.patch.object(shown_state, "_flat", read):
+            moment = optimizer.state[next(model.parameters())]["exp_avg"]
+        for other in others:
+            other.join(60)
+        assert went_on == [False]
+        assert not moment.any()
