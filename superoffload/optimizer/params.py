@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from superoffload.distributed.held import Held
@@ -24,6 +27,7 @@ from superoffload.optimizer.shared_memory import check_apart
 from superoffload.optimizer.shown_state import ShownStates, whole_steps
 from superoffload.optimizer.tracked_param import TrackedParam, remember_values
 
+_Floats: TypeAlias = NDArray[np.float32]
 _EXACT = 1 << 24  # float32 has every whole number below
 
 
@@ -53,7 +57,7 @@ class Params:
         self._of_shard: dict[int, TrackedParam] = {}
         self._fresh: list[Held] = []  # not announced to other ranks yet
         # Steps as state[p]["step"] shows them, and as they were when they were last looked at; and their owners.
-        self._counts: list[tuple[Tensor, Tensor, list[TrackedParam]]] = []
+        self._counts: list[tuple[_Floats, _Floats, list[TrackedParam]]] = []  # shown, seen last
         self.has_masters = False  # masters have other values than the parameters
 
     # ---- known parameters -------------------------------------------------------------------------------------
@@ -164,7 +168,7 @@ class Params:
             if before is not None:
                 found[-1].goes_on(before)
         if found:
-            self._counts.append((counts, torch.full_like(counts, -1.0), found))
+            self._counts.append((counts.numpy(), np.full(len(counts), -1.0, np.float32), found))
             self._engine.layout.add_shards([tracked.shard for tracked in found])
         remember_values(found)
         return found
@@ -196,10 +200,9 @@ class Params:
     def count_steps(self, moved: Collection[TrackedParam]) -> None:
         """Counts the step that has ended for those that it moved."""
         for counts, seen, members in self._counts:
-            places: slice | Tensor = slice(None)
+            places: slice | list[int] = slice(None)
             if len(moved) < len(self._tracked):
-                of_moved = [i for i, tracked in enumerate(members) if tracked in moved]
-                places = torch.tensor(of_moved, dtype=torch.int64, device="cpu")
+                places = [i for i, tracked in enumerate(members) if tracked in moved]
             counts[places] += 1.0
             seen[places] += 1.0
 
@@ -230,13 +233,13 @@ class Params:
         for tracked, values in edits:
             tracked.load(values)
         for counts, seen, _ in self._counts:
-            seen.copy_(counts)
+            seen[:] = counts
 
     def _find_steps(self) -> dict[TrackedParam, int]:
         """Returns the parameters whose number of steps was written, with the new one."""
         found: dict[TrackedParam, int] = {}
         for counts, seen, members in self._counts:
-            if torch.equal(counts, seen):
+            if np.array_equal(counts, seen):
                 continue
             for shown, tracked in zip(counts.tolist(), members, strict=True):
                 known = tracked.shown_steps
