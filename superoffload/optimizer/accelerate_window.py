@@ -1,4 +1,4 @@
-"""Accelerate's ``accumulate()``, which Hugging Face's Trainer uses, says which backward is the boundary."""
+"""Accelerate, which Hugging Face's Trainer uses, says which backward is the boundary, and hears of skipped steps."""
 
 from __future__ import annotations
 
@@ -46,4 +46,26 @@ class Window:
             if module is None or not hasattr(module, "GradientState"):
                 return False
             self._state = module.GradientState()
+            _tell_of_skips(sys.modules.get("accelerate.optimizer"))
         return not getattr(self._state, "sync_gradients", True)
+
+
+class _StepWasSkipped(property):
+    """``AcceleratedOptimizer.step_was_skipped`` that knows of steps skipped without a gradient scaler of Accelerate's.
+
+    Schedulers that Accelerate prepared, and Trainer, do not move after such a step.
+    """
+
+    def __init__(self, stock: property) -> None:
+        def was_skipped(wrapper: Any) -> bool:
+            verdict = getattr(wrapper.optimizer, "last_verdict", None)
+            return bool(getattr(verdict, "found_inf", False) or stock.__get__(wrapper))
+
+        super().__init__(was_skipped, doc=stock.__doc__)
+
+
+def _tell_of_skips(module: Any) -> None:
+    wrapper = getattr(module, "AcceleratedOptimizer", None)
+    stock = getattr(wrapper, "step_was_skipped", None)
+    if isinstance(stock, property) and not isinstance(stock, _StepWasSkipped):
+        wrapper.step_was_skipped = _StepWasSkipped(stock)

@@ -240,7 +240,13 @@ def check_is_of(model: nn.Module, params: Iterable[Any]) -> None:
 
 
 def check_in_module(module: nn.Module, params: Iterable[Any]) -> None:
-    """Refuses parameters that are not in the module, since no forward would wait for them."""
+    """Refuses parameters that no forward would wait for: they are not in the module, or TorchScript runs it."""
+    scripted = [name for name, each in module.named_modules() if isinstance(each, torch.jit.ScriptModule)]
+    if scripted:
+        raise ArgumentError(
+            f"module: {scripted[0] or 'it'} was made by torch.jit, which runs no hooks that wait for parameters; pass "
+            "delivery='eager', or script or trace the module once it is trained"
+        )
     known = {id(param) for param in module.parameters()}
     for i, param in enumerate([params] if isinstance(params, Tensor) else params):
         tensor = param[1] if isinstance(param, tuple) else param

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from superoffload.distributed.fully_shard import UnshardHook, gathered_with, gathering_streams, is_sharded_module
+from superoffload.optimizer.compiling import have_hooks_guarded, out_of_graphs, warn_where_traced
 from superoffload.optimizer.module_readers import Reader, readers_of
-from superoffload.optimizer.untraced import untraced
 
 
 class Wait(Protocol):
@@ -28,10 +28,12 @@ class ModuleHooks:
 
     def __init__(self, module: nn.Module, wait: Wait) -> None:
         self._handles: list[_Handle] = []
+        have_hooks_guarded()
         readers = {reader.module: reader for reader in readers_of(module)}
         for reader in readers.values():
             hook = _BeforeForward(wait, reader, readers)
-            self._handles.append(reader.module.register_forward_pre_hook(hook, prepend=True))
+            first = _BeforeInlined(hook) if reader.inlined else hook
+            self._handles.append(reader.module.register_forward_pre_hook(first, prepend=True))
             if is_sharded_module(reader.module):
                 self._handles.append(UnshardHook(reader.module, hook.wait))
         everything = _BeforeState(wait)
@@ -45,10 +47,25 @@ class ModuleHooks:
         self._handles.clear()
 
 
+class _NotScripted(AttributeError):
+    """Tells torch.jit.script, the one that asks for a hook's name, what works."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "torch.jit.script compiles hooks, and those of superoffload.AdamW(delivery='on_demand'), which wait for "
+            "parameters, cannot be compiled (a copy of the module has them, too). Script the module before you make "
+            "the optimizer, or load model.state_dict() into a new one and script that"
+        )
+
+
 class _Hook:
     """Does nothing in a copy of the module, pickled ones included, since a copy has other parameters."""
 
     _wait: Wait | None = None
+
+    @property
+    def __name__(self) -> str:
+        raise _NotScripted
 
     def __deepcopy__(self, memo: Any) -> _Hook:
         return _Hook()
@@ -65,15 +82,14 @@ class _BeforeForward(_Hook):
         self._reader = reader
         self._readers = readers
         self._params = list(reader.params.values())
-        self._inlined = reader.inlined
         self._sharded = is_sharded_module(reader.module)
 
+    @out_of_graphs
     def __call__(self, *args: Any) -> None:
-        if self._inlined and torch.compiler.is_compiling():
-            return
+        warn_where_traced()
         self.wait()
 
-    @untraced  # FSDP2 keeps its state in a dictionary of weak references, which may change during tracing
+    @out_of_graphs  # FSDP2 keeps its state in a dictionary of weak references, which may change during tracing
     def wait(self) -> None:
         assert self._wait is not None
         if not self._sharded:
@@ -88,11 +104,22 @@ class _BeforeForward(_Hook):
         self._wait([param for reader in readers for param in reader.params.values()], streams)
 
 
+class _BeforeInlined(_Hook):
+    """Leaves waiting to the compiled module above, whose graph this module is a part of."""
+
+    def __init__(self, hook: _BeforeForward) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._hook()
+
+
 class _BeforeState(_Hook):
     def __init__(self, wait: Wait) -> None:
         self._wait = wait
 
-    @untraced
+    @out_of_graphs
     def __call__(self, *args: Any) -> None:
         assert self._wait is not None
         self._wait(None)

@@ -75,6 +75,33 @@ def test_accelerate_save_and_load(tmp_path: Path) -> None:
     compare(lambda make: accelerated(make, tmp_path / str(id(make))))
 
 
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_accelerates_scheduler_does_not_move_after_a_skipped_step(precision: str) -> None:
+    """Without a scaler of Accelerate's, too, and also with one that leaves it to us to skip."""
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'superoffload[transformers]'")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(cpu=True)
+    stock = accelerator.prepare(torch.optim.AdamW(model_of().parameters()))
+    if precision == "fp16":  # it makes none on the CPU
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    model = model_of()
+    inner = AdamW(model.parameters(), threads=1)
+    optimizer, scheduler = accelerator.prepare(inner, torch.optim.lr_scheduler.StepLR(inner, 1, 0.5))
+    rates, skipped = [], []
+    for seed in range(6):
+        loss = batch(model, seed)
+        accelerator.backward(loss * torch.nan if seed in (2, 3) else loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        rates.append(inner.param_groups[0]["lr"])
+        skipped.append(optimizer.step_was_skipped)
+        assert stock.step_was_skipped is False
+    inner.close()
+    assert skipped == [False, False, True, True, False, False]
+    assert rates == [1e-3 * 0.5**moves for moves in (1, 2, 2, 2, 3, 4)]
+
+
 def lightning_module(lightning: Any, make: Make, *, automatic: bool) -> Any:
     class Module(lightning.LightningModule):
         def __init__(self) -> None:

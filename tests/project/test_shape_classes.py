@@ -86,6 +86,8 @@ ASSIGNED: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "_opt_called": ("torch: its schedulers look there whether step() was called", INNER_OPTIMIZER),
     "_orig_dtype": ("torch: the dtype to which FSDP2 rounds what it has reduced", FSDP2),
+    "skip_nnmodule_hook_guards": ("torch: whether Dynamo looks for hooks again", ("optimizer/compiling.py",)),
+    "step_was_skipped": ("Accelerate: its schedulers ask there", ("optimizer/accelerate_window.py",)),
     "build_device_memory_monitor": ("torchtitan: what measures the memory of a GPU", TORCHTITAN_ON_CPUS),
     "clip_grad": ("DeepSpeed: its optimizer keeps the threshold there", ("tools/convergence/zero3.py",)),
     "data": (

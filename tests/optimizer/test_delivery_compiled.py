@@ -1,0 +1,202 @@
+"""``delivery="on_demand"`` and code that was compiled, exported, traced or scripted before or after the optimizer."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
+
+from superoffload import AdamW
+from superoffload.errors import ArgumentError
+from tests.support.rank_processes import flat_mesh, on_ranks, optimizer_of
+
+INPUT = torch.linspace(-1, 1, 4 * 8).view(4, 8)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+        self.down = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down(torch.tanh(self.up(x)))
+        return x + down
+
+
+def model_of(blocks: int = 2) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(blocks)))
+
+
+def offloaded(model: nn.Module) -> AdamW:
+    return AdamW(model.parameters(), lr=1e-1, delivery="on_demand", module=model, threads=1)
+
+
+def compiled(module: Any, **options: Any) -> Any:
+    return torch.compile(module, backend="eager", **options)
+
+
+def step(model: nn.Module, optimizer: AdamW) -> None:
+    optimizer.zero_grad()
+    model(INPUT).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.fixture(autouse=True)
+def _own_compiler() -> Iterator[None]:
+    """What was compiled and how stays in the test."""
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=True):
+        yield
+    torch._dynamo.reset()
+
+
+def itself(model: nn.Module) -> Any:
+    return compiled(model)
+
+
+def a_function(model: nn.Module) -> Any:
+    return compiled(lambda x: model(x))
+
+
+def by_method(model: nn.Module) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+def another(model: nn.Module) -> Any:
+    """A teacher of the same class, whose code torch.compile would use again."""
+    compiled(model_of())(INPUT)
+    return compiled(model)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("way", [itself, a_function, by_method, another])
+def test_compiled_evaluation_reads_what_has_arrived(way: Callable[[nn.Module], Any], when: str) -> None:
+    model, plain = model_of(), model_of()
+    if when == "before":
+        run = way(model)
+        with torch.no_grad():
+            run(INPUT)
+    with offloaded(model) as optimizer, AdamW(plain.parameters(), lr=1e-1, threads=1) as eager:
+        if when == "after":
+            run = way(model)
+        for _ in range(4):
+            step(model, optimizer)
+            step(plain, eager)
+            with torch.no_grad():
+                assert torch.equal(run(INPUT), plain(INPUT))
+
+
+def test_a_later_optimizer_compiles_nothing_anew() -> None:
+    """Guards on hooks are there by then."""
+    model = model_of()
+    with offloaded(model):
+        run = compiled(lambda x: x + 1)
+        run(INPUT)
+        with offloaded(model_of()):
+            run(INPUT)
+            assert counters["frames"]["ok"] == 1
+
+
+@pytest.mark.parametrize("how", ["method", "function"])
+def test_blocks_that_were_compiled_before_share_one_whole_graph(how: str) -> None:
+    """Hooks differ from block to block, and the compiler's guards must not tell the blocks apart by them."""
+    model = model_of(12)
+    for i, block in enumerate(model):
+        if how == "method":
+            block.compile(backend="eager", fullgraph=True)
+        else:
+            model[i] = compiled(block, fullgraph=True)
+    with offloaded(model) as optimizer:
+        step(model, optimizer)
+        step(model, optimizer)
+        assert counters["stats"]["unique_graphs"] <= 2, "the first block's input needs no gradient"
+        assert not counters["graph_break"]
+
+
+def sharded_and_compiled(delivery: str) -> dict[str, str]:
+    """In a rank: the blocks are compiled as torchtitan does it, then sharded."""
+    model = model_of()
+    for block in model:
+        block.compile(backend="eager", fullgraph=True)
+        fully_shard(block, mesh=flat_mesh())
+    fully_shard(model, mesh=flat_mesh())
+    with optimizer_of(model, delivery=delivery, module=model) as optimizer:
+        for _ in range(3):
+            step(model, optimizer)
+        return optimizer.state_digests()
+
+
+def test_sharded_blocks_that_were_compiled_whole() -> None:
+    eager, on_demand = (on_ranks(2, sharded_and_compiled, delivery) for delivery in ("eager", "on_demand"))
+    assert eager == on_demand
+
+
+LATER: dict[str, Callable[[nn.Module], object]] = {
+    "torch.compile": lambda model: compiled(model, fullgraph=True)(INPUT),
+    "export": lambda model: torch.export.export(model, (INPUT,), strict=True),
+}
+
+
+@pytest.mark.parametrize("way", LATER)
+def test_whole_graphs_that_are_made_later_are_refused_with_the_reason(way: str) -> None:
+    model = model_of()
+    with offloaded(model) as optimizer:
+        step(model, optimizer)
+        with pytest.raises(Exception, match=r"waits for the parameters .*, compile the module before"):
+            LATER[way](model)
+        step(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "copied", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
+def test_scripting_later_says_what_works(copied: Callable[[nn.Module], nn.Module]) -> None:
+    model = model_of()
+    with offloaded(model) as optimizer:
+        step(model, optimizer)
+        optimizer.synchronize()
+        with pytest.raises(AttributeError, match="Script the module before you make the optimizer"):
+            torch.jit.script(copied(model))
+        fresh = model_of()
+        fresh.load_state_dict(model.state_dict())
+        assert torch.equal(torch.jit.script(fresh)(INPUT), model(INPUT))
+    torch.jit.script(model)
+
+
+@pytest.mark.parametrize("way", ["trace", "export"])
+def test_tracing_delivers_and_warns_of_later_calls(way: str) -> None:
+    model = model_of()
+    with offloaded(model) as optimizer:
+        step(model, optimizer)
+        with pytest.warns(RuntimeWarning, match=r"does not wait for parameters.* call optimizer\.synchronize\(\)"):
+            if way == "trace":
+                traced = torch.jit.trace(model, INPUT)
+            else:
+                traced = torch.export.export(model, (INPUT,), strict=False).module()
+        assert torch.equal(traced(INPUT), model(INPUT))
+
+
+@pytest.mark.parametrize("where", ["the whole", "a part"])
+@pytest.mark.parametrize("way", [torch.jit.script, lambda module: torch.jit.trace(module, INPUT)])
+def test_modules_that_run_no_hooks_are_refused(way: Callable[[nn.Module], Any], where: str) -> None:
+    model: Any = model_of()
+    if where == "a part":
+        model[1] = way(model[1])
+    else:
+        model = way(model)
+    with pytest.raises(ArgumentError, match=r"made by torch\.jit, .*pass delivery='eager'"):
+        offloaded(model)
+    with AdamW(model.parameters(), threads=1) as optimizer:
+        step(model, optimizer)
