@@ -65,7 +65,7 @@ class _StepWasSkipped(property):
 
 
 def _tell_of_skips(module: Any) -> None:
-    wrapper = getattr(module, "AcceleratedOptimizer", None)
+    wrapper: Any = getattr(module, "AcceleratedOptimizer", None)
     stock = getattr(wrapper, "step_was_skipped", None)
     if isinstance(stock, property) and not isinstance(stock, _StepWasSkipped):
         wrapper.step_was_skipped = _StepWasSkipped(stock)

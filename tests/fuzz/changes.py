@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from superoffload.errors import ArgumentError
 from tests.fuzz.model import values
 from tests.fuzz.program import Op
 from tests.fuzz.world import World
@@ -136,7 +137,10 @@ def _edit_entry(state: dict[Tensor, Any], param: Tensor, how: str) -> None:
     elif how == "empty":
         state[param] = {}
     else:
-        state[param] = {**copy.copy(state[param]), "exp_avg": torch.zeros(param.shape)}
+        state[param] = {
+            **copy.copy(state[param]),
+            "exp_avg": torch.zeros(param.shape, dtype=torch.float32, device="cpu"),
+        }
 
 
 def regroup(world: World, op: Op) -> None:
@@ -161,6 +165,23 @@ def regroup(world: World, op: Op) -> None:
             (world.taken_out if how == "take out" else groups[0]["params"]).append(moved)
     world.restructured = True
     world.count(f"regroup, {how}")
+
+
+def tie(world: World, op: Op) -> None:
+    """Two parameters share memory: ``step()`` refuses it, and goes on where they are apart again."""
+    known = [param for param in world.grouped() if param in world.optimizer.state and param.requires_grad]
+    pairs = [(a, b) for a in known for b in known if a is not b and a.shape == b.shape and a.dtype == b.dtype]
+    if not pairs:
+        return
+    (one, other), own = pairs[0], pairs[0][0].data
+    before_writing(world, [one])
+    one.data = other.data
+    try:
+        world.optimizer.step()
+    except ArgumentError as error:
+        world.note("raised", str(error))
+        world.count("tie, refused")
+    one.data = own
 
 
 def load_weights(world: World, op: Op) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from tests.fuzz import backward, changes, steps, storage
 from tests.fuzz.forced import forced
 from tests.fuzz.program import Op, Program
 from tests.fuzz.world import Seen, World
+from tests.support.callers_modes import MODES
 from tests.support.engine_rig import COUNTERS
 
 OPERATIONS: dict[str, Callable[[World, Op], None]] = {
@@ -29,6 +32,7 @@ OPERATIONS: dict[str, Callable[[World, Op], None]] = {
         changes.max_grad_norm,
         changes.refresh_masters,
         changes.regroup,
+        changes.tie,
         changes.write,
         changes.write_data,
         steps.interrupted_step,
@@ -58,7 +62,7 @@ class SeesAnotherResult(AssertionError):
 
 def run_both(program: Program, folder: Path) -> Seen:
     """What the run that speculates has seen; raises where the other one has seen anything else."""
-    with forced(program.settings):
+    with forced(program.settings), _mode_of(program):
         ours = _run(program, World(program, folder))
     waited = _run(program, World(program, folder, ours))
     for mine, theirs in zip(ours.trace, waited.trace, strict=False):
@@ -71,7 +75,14 @@ def run_both(program: Program, folder: Path) -> Seen:
     return ours
 
 
+def _mode_of(program: Program) -> AbstractContextManager[Any]:
+    mode = program.settings.mode
+    return nullcontext() if mode is None else MODES[mode]()
+
+
 def _run(program: Program, world: World) -> Seen:
+    if program.settings.mode is not None and world.speculates:
+        world.count(f"mode, {program.settings.mode}")
     with world.optimizer:
         for number, op in enumerate(program.ops):
             world.at = number

@@ -22,7 +22,7 @@ class UserError(Exception):
 
 @cache
 def _pool() -> Tensor:
-    return torch.randn(1 << 18, generator=torch.Generator().manual_seed(1))
+    return torch.randn(1 << 18, generator=torch.Generator().manual_seed(1), dtype=torch.float32, device="cpu")
 
 
 def values(seed: int, numel: int) -> Tensor:
@@ -43,7 +43,7 @@ class Layer(nn.Module):
             self.register_parameter(f"p{i}", nn.Parameter(start.to(dtype)))
 
     def forward(self, op: Op) -> Tensor:
-        total = torch.zeros(())
+        total = torch.zeros((), dtype=torch.float32, device="cpu")
         for i, param in enumerate(self.parameters()):
             constants = self._constants(op, i, param.numel())
             total = total + (param.float() * constants).sum()
@@ -75,7 +75,7 @@ class Net(nn.Module):
         return self.layers[number % len(self.layers)]
 
     def forward(self, op: Op, only: Sequence[int] | None = None) -> Tensor:
-        total = torch.zeros(())
+        total = torch.zeros((), dtype=torch.float32, device="cpu")
         for number, layer in enumerate(self.layers):
             left_out = number in op.get("without", ()) or self._is_idle(number, op["seed"])
             if not left_out and (only is None or number in only):

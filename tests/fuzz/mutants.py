@@ -10,8 +10,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
+import torch
+
 import superoffload.engine.finisher as finisher_module
 import superoffload.host.signals as interrupts
+import superoffload.optimizer.params as params_module
 from superoffload import _native
 from superoffload.engine.bucket import Bucket, Shard
 from superoffload.engine.bucket_state import BucketState
@@ -154,7 +157,18 @@ def _reopens_without_undo(engine: Engine, arrivals: Any) -> None:
             bucket.was_not_passed()
 
 
+class _ForgetsDevices:
+    """torch, but what it makes is on the caller's default device."""
+
+    def __getattr__(self, name: str) -> Any:
+        made = getattr(torch, name)
+        return (lambda *sizes, device, **named: made(*sizes, **named)) if name == "zeros" else made
+
+
 MUTANTS: dict[str, Mutant] = {
+    "devices: the number of steps is made on the caller's default device": lambda: mock.patch.object(
+        params_module, "torch", _ForgetsDevices()
+    ),
     "undo: nothing is undone": _submits(lambda operation: None if operation is Operation.undo else operation),
     "undo: left out where a gradient was not final": lambda: mock.patch.object(Speculator, "undo", _marks_undone),
     "replay: a plain step on top of the speculated one": _submits(
@@ -206,6 +220,7 @@ MUTANTS: dict[str, Mutant] = {
     "groups: what a program moves or takes out stays": lambda: mock.patch.object(
         ParamGroups, "changed", lambda groups: False
     ),
+    "memory: parameters that share it are stepped": lambda: mock.patch.object(Params, "check_apart", _nothing),
     "signals: they come in the middle of bookkeeping": lambda: mock.patch.object(
         interrupts, "held_signals", nullcontext
     ),

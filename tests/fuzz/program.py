@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from random import Random
 from typing import Any
 
+from tests.support.callers_modes import OF_WHOLE_PROGRAMS
+
 Op = dict[str, Any]  # {"do": its name, ...}
 
 
@@ -39,6 +41,7 @@ class Settings:
     state_dtype: str = "fp32"
     master_dtype: str = "fp32"
     accumulate_dtype: str | None = None
+    mode: str | None = None  # around all operations, the making of the optimizer included; None: none
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,8 @@ def draw(seed: int) -> Program:
     """The program of this seed."""
     random = Random(seed)
     settings = draw_settings(random)
+    if seed % 7 == 2:  # not drawn, so that every seed keeps its program
+        settings = replace(settings, mode=OF_WHOLE_PROGRAMS[seed // 7 % len(OF_WHOLE_PROGRAMS)])
     return Program(seed, settings, tuple(_with_more(_Drawing(random, settings).all(), seed, settings)))
 
 
@@ -139,6 +144,8 @@ def _with_more(ops: Sequence[Op], seed: int, settings: Settings) -> list[Op]:
         if seed % 4 == 1 and (seed // 4 + number) % 5 == 0:
             how = _REGROUPINGS[(seed // 20 + number // 5) % len(_REGROUPINGS)]
             found.append({"do": "regroup", "layer": number % len(settings.sizes), "how": how})
+        if seed % 5 == 3 and (seed // 5 + number) % 6 == 0:
+            found.append({"do": "tie"})
     return found
 
 

@@ -56,6 +56,12 @@ LEAST = {
     "load_weights": 20,
     "look": 66,
     "max_grad_norm": 48,
+    "mode, default device": 4,
+    "mode, default dtype": 4,
+    "mode, detect_anomaly": 4,
+    "mode, device context": 4,
+    "mode, dispatch mode": 4,
+    "mode, function mode": 4,
     "refresh_masters": 20,
     "regroup, move": 8,
     "regroup, put back": 8,
@@ -75,6 +81,7 @@ LEAST = {
     "step, GradScaler": 180,
     "step, unscale_": 4,
     "threads": 40,
+    "tie, refused": 80,
     "write": 100,
     "write while settling": 10,
     "write_data": 18,
@@ -111,10 +118,12 @@ def test_every_operation_is_drawn() -> None:
 FOUND_SOON = [
     "arrival: a late gradient undoes nothing",
     "arrival: a second backward is taken for the same gradient",
+    "devices: the number of steps is made on the caller's default device",
     "groups: what a program moves or takes out stays",
     "journal: overflow is ignored",
     "state: what a program takes out stays",
     "two phases: nothing is settled",
+    "memory: parameters that share it are stepped",
     "writes: masters do not follow written parameters",
 ]
 

@@ -4,8 +4,8 @@ mode, function and dispatch modes."""
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,54 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import superoffload
 from superoffload import AdamW, CPUAdamW, checkpoints
+from tests.support.callers_modes import MODES, Mode
 
-Mode = Callable[[], AbstractContextManager[Any]]
-
-
-class Functions(TorchFunctionMode):
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
-
-
-class Dispatched(TorchDispatchMode):
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
-
-
-@contextmanager
-def default_device() -> Iterator[None]:
-    torch.set_default_device("meta")
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-@contextmanager
-def default_dtype() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-MODES: dict[str, Mode] = {
-    "device context": lambda: torch.device("meta"),
-    "default device": default_device,
-    "default dtype": default_dtype,
-    "inference_mode": torch.inference_mode,
-    "no_grad": torch.no_grad,
-    "detect_anomaly": lambda: torch.autograd.detect_anomaly(check_nan=False),
-    "function mode": Functions,
-    "dispatch mode": Dispatched,
-}
 LEAN: dict[str, Any] = {"state_dtype": "8bit", "master_dtype": "split", "accumulate_dtype": "fp32"}
 
 
