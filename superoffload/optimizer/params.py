@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeAlias
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from superoffload.distributed.held import Held
@@ -25,9 +22,9 @@ from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.masters import follow
 from superoffload.optimizer.shared_memory import check_apart
 from superoffload.optimizer.shown_state import ShownStates, whole_steps
+from superoffload.optimizer.shown_steps import ShownSteps
 from superoffload.optimizer.tracked_param import TrackedParam, remember_values
 
-_Floats: TypeAlias = NDArray[np.float32]
 _EXACT = 1 << 24  # float32 has every whole number below
 
 
@@ -56,8 +53,7 @@ class Params:
         self._tracked: dict[Tensor, TrackedParam] = {}
         self._of_shard: dict[int, TrackedParam] = {}
         self._fresh: list[Held] = []  # not announced to other ranks yet
-        # Steps as state[p]["step"] shows them, and as they were when they were last looked at; and their owners.
-        self._counts: list[tuple[_Floats, _Floats, list[TrackedParam]]] = []  # shown, seen last
+        self._shown_steps: dict[ShownSteps, dict[int, TrackedParam]] = {}  # by place
         self.has_masters = False  # masters have other values than the parameters
 
     # ---- known parameters -------------------------------------------------------------------------------------
@@ -101,7 +97,7 @@ class Params:
     def forget_all(self) -> None:
         """Forgets all parameters."""
         self._tracked.clear()
-        self._counts.clear()
+        self._shown_steps.clear()
         self._of_shard.clear()
         self._fresh.clear()
         self._views.forget_all()
@@ -132,7 +128,7 @@ class Params:
         lacking = [0 if one is not None else size for one, size in zip(kept, sizes, strict=True)]
         states = make_state(lacking, master_dtypes, self._state_dtype, resident, placer)
         found: list[TrackedParam] = []
-        counts = torch.zeros(len(fresh), dtype=torch.float32, device="cpu")
+        steps = ShownSteps(len(fresh))
         for i, (param, name) in enumerate(fresh.items()):
             master, exp_avg, exp_avg_sq = states[i]
             index = len(self._engine.shards) + len(found)
@@ -159,26 +155,26 @@ class Params:
                 device = placer.residency.device if placer is not None and resident[i] else None
                 take_state(shard, before.shard, device)
                 follow(shard, shard.target())  # it may have been written while it was in no group
-                counts[i] = before.step  # likewise
             elif split[i]:
                 shard.splits_master()
             else:
                 master.copy_(shard.target())
-            found.append(self._track(param, shard, holdings[param], counts[i]))
+            shown = (steps, i) if before is None else (before.steps, before.number)
+            found.append(self._track(param, shard, holdings[param], *shown))
             if before is not None:
                 found[-1].goes_on(before)
         if found:
-            self._counts.append((counts.numpy(), np.full(len(counts), -1.0, np.float32), found))
             self._engine.layout.add_shards([tracked.shard for tracked in found])
         remember_values(found)
         return found
 
-    def _track(self, param: Tensor, shard: Shard, holding: Holding, step: Tensor) -> TrackedParam:
+    def _track(self, param: Tensor, shard: Shard, holding: Holding, steps: ShownSteps, number: int) -> TrackedParam:
         link = self._engine.link
         # Where a link writes parameters on the CPU later, their bits before that mean nothing.
         readable = param.is_cuda or link.bit_sums.in_stream_order or not link.asynchronous
         early = self._setup.is_early(param)
-        tracked = TrackedParam(param, shard, step, holding, link.bit_sums, early=early, readable=readable)
+        tracked = TrackedParam(param, shard, steps, number, holding, link.bit_sums, early=early, readable=readable)
+        self._shown_steps.setdefault(steps, {})[number] = tracked
         self._tracked[param] = self._of_shard[shard.index] = tracked
         self._views.show(tracked, self.reveal)
         self._fresh.append(Held(shard.name, param, shard, holding))
@@ -199,12 +195,9 @@ class Params:
 
     def count_steps(self, moved: Collection[TrackedParam]) -> None:
         """Counts the step that has ended for those that it moved."""
-        for counts, seen, members in self._counts:
-            places: slice | list[int] = slice(None)
-            if len(moved) < len(self._tracked):
-                places = [i for i, tracked in enumerate(members) if tracked in moved]
-            counts[places] += 1.0
-            seen[places] += 1.0
+        all_moved = len(moved) == len(self._tracked)
+        for steps, members in self._shown_steps.items():
+            steps.count(members if all_moved else [place for place, tracked in members.items() if tracked in moved])
 
     # ---- state that the program sees and edits ----------------------------------------------------------------
 
@@ -232,16 +225,15 @@ class Params:
         self._views.take_back([tracked for tracked, _ in edits], self.reveal)
         for tracked, values in edits:
             tracked.load(values)
-        for counts, seen, _ in self._counts:
-            seen[:] = counts
+        for shown in self._shown_steps:
+            shown.all_seen()
 
     def _find_steps(self) -> dict[TrackedParam, int]:
         """Returns the parameters whose number of steps was written, with the new one."""
         found: dict[TrackedParam, int] = {}
-        for counts, seen, members in self._counts:
-            if np.array_equal(counts, seen):
-                continue
-            for shown, tracked in zip(counts.tolist(), members, strict=True):
+        for steps, members in self._shown_steps.items():
+            for place, shown in steps.looked_at(members):
+                tracked = members[place]
                 known = tracked.shown_steps
                 if shown != known and min(shown, known) < _EXACT:
                     found[tracked] = whole_steps(tracked.shard.name, shown)

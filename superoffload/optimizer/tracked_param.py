@@ -17,6 +17,7 @@ from superoffload.host.bits import BitSums, Sums
 from superoffload.host.tensors import is_dtensor, local_of, memory_order, version_of
 from superoffload.optimizer.arguments import check_parameter
 from superoffload.optimizer.masters import follow
+from superoffload.optimizer.shown_steps import ShownSteps
 from superoffload.optimizer.state_dict import ParamState
 from superoffload.optimizer.tracked_gradient import UNKNOWN, PackedSums, TrackedGradient, end_all
 
@@ -49,7 +50,8 @@ class TrackedParam(_Referable):
 
     param: Tensor
     shard: Shard
-    step: Tensor  # shown as state[p]["step"]
+    steps: ShownSteps
+    number: int  # among them
     holding: Holding  # which elements of the parameter the shard is
     bits: BitSums  # sums bits of parameters and gradients; one for all parameters of an optimizer
     early: bool = True  # the gradient is final when its hook runs, and is not reduced over ranks later
@@ -59,6 +61,7 @@ class TrackedParam(_Referable):
     shown_steps: int = 0
     was_moved: bool = False  # to another storage, since ``Params.check_apart()``
     has_stepped: bool = False  # by this optimizer, so that the dtype of its gradients is known
+    step: Tensor = field(init=False)  # shown as state[p]["step"]
     device: torch.device = field(init=False)  # where it must stay
     place: Place = field(init=False)
     address: int = field(init=False)
@@ -68,6 +71,7 @@ class TrackedParam(_Referable):
 
     def __post_init__(self) -> None:
         local = local_of(self.param)
+        self.step = self.steps.at(self.number)
         self.device = local.device
         self.place = Place(local)
         self.address = local.data_ptr()
@@ -175,6 +179,7 @@ class TrackedParam(_Referable):
     def goes_on(self, before: TrackedParam) -> None:
         """Takes over what an earlier record of the same parameter has counted."""
         self.shown_steps, self.has_stepped = self.shard.steps, before.has_stepped
+        self.steps.look_again(self.number)
 
     def load(self, values: ParamState | None) -> None:
         """Loads state from a checkpoint; None: the state before the first step."""

@@ -193,7 +193,7 @@ def test_loading_keeps_no_more_counts_of_steps() -> None:
     params, optimizer = made()
     for _ in range(3):
         optimizer.load_state_dict(optimizer.state_dict())
-    assert len(optimizer._parts.params._counts) == 1
+    assert len(optimizer._parts.params._shown_steps) == 1
     backward(params[:2])
     optimizer.step()
     assert [int(optimizer.state[param]["step"]) for param in params] == [3, 3, 2, 2]

@@ -14,7 +14,7 @@ import torch
 
 import superoffload.engine.finisher as finisher_module
 import superoffload.host.signals as interrupts
-import superoffload.optimizer.params as params_module
+import superoffload.optimizer.shown_steps as shown_steps_module
 from superoffload import _native
 from superoffload.engine.bucket import Bucket, Shard
 from superoffload.engine.bucket_state import BucketState
@@ -167,7 +167,7 @@ class _ForgetsDevices:
 
 MUTANTS: dict[str, Mutant] = {
     "devices: the number of steps is made on the caller's default device": lambda: mock.patch.object(
-        params_module, "torch", _ForgetsDevices()
+        shown_steps_module, "torch", _ForgetsDevices()
     ),
     "undo: nothing is undone": _submits(lambda operation: None if operation is Operation.undo else operation),
     "undo: left out where a gradient was not final": lambda: mock.patch.object(Speculator, "undo", _marks_undone),

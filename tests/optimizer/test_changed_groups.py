@@ -330,3 +330,28 @@ def test_names_are_left_alone_where_a_program_moves_parameters_without_them() ->
             warnings.simplefilter("error")
             train(model, optimizer, range(2, 4))
         assert all(float(optimizer.state[param]["step"]) == 4 for param in model.parameters())
+
+
+@pytest.mark.parametrize("when", ["in a group", "in none"])
+@pytest.mark.parametrize("speculation", ["always", "never"])
+def test_a_number_of_steps_that_a_program_keeps_stays_that_of_the_state(speculation: str, when: str) -> None:
+    models = [model_of(), model_of()]
+    optimizers: list[Any] = [TorchAdamW(groups_of(models[0])), AdamW(groups_of(models[1]), speculation=speculation)]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, range(2))
+        params = list(model.parameters())
+        kept = [optimizer.state[param]["step"] for param in params]
+        groups_reversed(model, optimizer)
+        train(model, optimizer, range(2, 4))
+        assert [float(step) for step in kept] == [4.0] * len(params)
+        out = optimizer.param_groups[0]["params"].pop() if when == "in none" else params[-1]
+        train(model, optimizer, range(4, 5))
+        for step in kept:
+            step.fill_(1.0)
+        if when == "in none":
+            train(model, optimizer, range(5, 6))
+            optimizer.param_groups[0]["params"].append(out)
+        train(model, optimizer, range(6, 8))
+        assert [float(optimizer.state[param]["step"]) for param in params] == [float(step) for step in kept]
+    optimizers[1].close()
+    assert_trained_alike(*models)
