@@ -43,7 +43,7 @@ CHECKED := checkpoints/safetensors checkpoints/saving engine/bucket_fates engine
     tools/plan_machines tools/verify_injection
 TARGETS := demo test check docs build lint types format native-test clang-test sanitize-addresses sanitize-threads \
     sanitize arm-test arm-python-test old-cpu-test grace cuda-kernels old-deepspeed-test fresh-clone-test release-test \
-    gpu-extension clean
+    gpu-extension slot clean
 
 .DEFAULT_GOAL := help
 .PHONY: help FORCE $(TARGETS)
@@ -114,6 +114,13 @@ gpu-extension:
 	build/gpu-venv/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 	    $$(grep -E '^(setuptools|pybind11)==' requirements/demo.txt)
 	build/gpu-venv/bin/python -m benchmarks.extension
+
+# All that travels to a bare machine with a GPU: PYTHON=python3.12 is the one there. Then the commands to give there.
+slot: $(VENV)/.test-ready
+	test -x build/gpu-venv/bin/python || $(PYTHON) -m venv build/gpu-venv
+	build/gpu-venv/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+	    $$(grep -E '^(setuptools|pybind11)==' requirements/demo.txt)
+	build/gpu-venv/bin/python -m benchmarks.gpu_suite.slot --builder $(BIN)/python
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
