@@ -243,6 +243,7 @@ class AdamW(Optimizer):
             if self._lasting.groups.params():
                 self._parts.step.run(LossScale.on(self))
             else:  # the program has emptied the groups
+                self._lasting.verdicts.without_gradients()
                 self._parts.step.abandon()
         self._parts.advice.tell()
         return loss
@@ -288,6 +289,11 @@ class AdamW(Optimizer):
     def last_verdict(self) -> Verdict | None:
         """Returns the verdict of the last ``step()``; None before the first one."""
         return self._lasting.verdicts.last
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Returns whether the last ``step()`` was skipped, because gradients or their norm were NaN or infinite."""
+        return self._lasting.verdicts.step_was_skipped
 
     @property
     def grad_norm(self) -> float:

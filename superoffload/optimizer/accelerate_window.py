@@ -58,10 +58,9 @@ class _StepWasSkipped(property):
 
     def __init__(self, stock: property) -> None:
         def was_skipped(wrapper: Any) -> bool:
-            verdict = getattr(wrapper.optimizer, "last_verdict", None)
-            return bool(getattr(verdict, "found_inf", False) or stock.__get__(wrapper))
+            return bool(getattr(wrapper.optimizer, "step_was_skipped", False) or stock.__get__(wrapper))
 
-        super().__init__(was_skipped, doc=stock.__doc__)
+        super().__init__(was_skipped)
 
 
 def _tell_of_skips(module: Any) -> None:

@@ -241,15 +241,21 @@ def check_is_of(model: nn.Module, params: Iterable[Any]) -> None:
 
 def check_in_module(module: nn.Module, params: Iterable[Any]) -> None:
     """Refuses parameters that no forward would wait for: they are not in the module, or TorchScript runs it."""
-    scripted = [name for name, each in module.named_modules() if isinstance(each, torch.jit.ScriptModule)]
-    if scripted:
-        raise ArgumentError(
-            f"module: {scripted[0] or 'it'} was made by torch.jit, which runs no hooks that wait for parameters; pass "
-            "delivery='eager', or script or trace the module once it is trained"
-        )
     known = {id(param) for param in module.parameters()}
+    scripted = {
+        id(param): f"{type(module).__name__}{prefix and '.'}{prefix}"
+        for prefix, each in module.named_modules()
+        if isinstance(each, torch.jit.ScriptModule)
+        for param in each.parameters(recurse=False)
+    }
     for i, param in enumerate([params] if isinstance(params, Tensor) else params):
         tensor = param[1] if isinstance(param, tuple) else param
+        if id(tensor) in scripted:
+            raise ArgumentError(
+                f"module: {scripted[id(tensor)]} was made by torch.jit, which runs no hooks that wait for parameters, "
+                f"and number {i} of params is in it; pass delivery='eager', or script or trace the module once it is "
+                "trained"
+            )
         if id(tensor) not in known:
             shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ArgumentError(

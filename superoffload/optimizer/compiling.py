@@ -14,7 +14,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _COMPILE_FIRST = (
     "AdamW(delivery='on_demand') waits for the parameters of a module here; for a whole graph, compile the module "
-    "before you make the optimizer, or use delivery='eager'"
+    "before you make the optimizer and pass what torch.compile() returned as module=, export with strict=False, or use "
+    "delivery='eager'"
 )
 _TRACED = (
     "superoffload: what is traced or exported from a module with delivery='on_demand' does not wait for parameters. "
@@ -28,7 +29,7 @@ def have_hooks_guarded() -> None:
     """Has torch.compile look for hooks before it runs code that it compiled for a module without them.
 
     By default it does not (``skip_nnmodule_hook_guards``): what was compiled before, or for another module of the same
-    class, would read parameters that have not arrived. The setting is of the calling thread.
+    class, would read parameters that have not arrived. The setting is of the caller's context (contextvars).
     """
     if not getattr(_dynamo.config, "skip_nnmodule_hook_guards", False):
         return

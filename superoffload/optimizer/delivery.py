@@ -168,6 +168,8 @@ class OnDemand:
     # ---- the step ---------------------------------------------------------------------------------------------
 
     def apply(self, verdict: Verdict) -> None:
+        for hooks in self._hooks:
+            hooks.stepped()
         with self._undelivered.delivering():
             self._engine.apply(verdict, later=True)
 

@@ -30,16 +30,25 @@ class ModuleHooks:
         self._handles: list[_Handle] = []
         have_hooks_guarded()
         readers = {reader.module: reader for reader in readers_of(module)}
+        self._units = {reader.unit for reader in readers.values() if reader.unit is not None}
         for reader in readers.values():
             hook = _BeforeForward(wait, reader, readers)
-            first = _BeforeInlined(hook) if reader.inlined else hook
+            first = hook if reader.unit is None else _BeforeInlined(hook, reader.unit)
             self._handles.append(reader.module.register_forward_pre_hook(first, prepend=True))
             if is_sharded_module(reader.module):
                 self._handles.append(UnshardHook(reader.module, hook.wait))
         everything = _BeforeState(wait)
         for each in module.modules():
+            if isinstance(each, torch.jit.ScriptModule):
+                continue
             self._handles.append(each.register_state_dict_pre_hook(everything))
             self._handles.append(each.register_load_state_dict_pre_hook(everything))
+
+    def stepped(self) -> None:
+        """Notes that parameters will be delivered later."""
+        have_hooks_guarded()  # the program may be in another context now
+        for unit in self._units:
+            unit.stepped()
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -91,6 +100,10 @@ class _BeforeForward(_Hook):
 
     @out_of_graphs  # FSDP2 keeps its state in a dictionary of weak references, which may change during tracing
     def wait(self) -> None:
+        self._wait_for_all()
+        self._reader.waited()
+
+    def _wait_for_all(self) -> None:
         assert self._wait is not None
         if not self._sharded:
             self._wait(self._params)
@@ -105,13 +118,18 @@ class _BeforeForward(_Hook):
 
 
 class _BeforeInlined(_Hook):
-    """Leaves waiting to the compiled module above, whose graph this module is a part of."""
+    """Leaves waiting to the compiled module above, whose graph this module is a part of, once that has waited.
 
-    def __init__(self, hook: _BeforeForward) -> None:
+    Dynamo guards what it reads here. So a graph that was entered otherwise, as that of a function that calls this
+    module, is another one, in which this hook waits.
+    """
+
+    def __init__(self, hook: _BeforeForward, unit: Reader) -> None:
         self._hook = hook
+        self._unit = unit
 
     def __call__(self, *args: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not (torch.compiler.is_compiling() and self._unit.has_waited):
             self._hook()
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from superoffload.distributed.fully_shard import is_sharded_module
@@ -24,15 +25,23 @@ _READ_BELOW = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 class Reader:
     """Describes a module whose forward begins only once ``params``, by id, are delivered.
 
-    ``inlined``: it is part of compiled code of a module above, which waits for all of them.
+    ``unit``: of the module above whose compiled code it is a part of. ``has_waited``: all of them were delivered since
+    the last step.
     """
 
     module: nn.Module
     params: dict[int, Tensor] = field(default_factory=dict)
-    inlined: bool = False
+    unit: Reader | None = None
+    has_waited: bool = True
 
-    def inline(self) -> None:
-        self.inlined = True
+    def inline(self, unit: Reader) -> None:
+        self.unit = unit
+
+    def waited(self) -> None:
+        self.has_waited = True
+
+    def stepped(self) -> None:
+        self.has_waited = False
 
     def add(self, params: Iterable[Tensor]) -> None:
         self.params.update((id(param), param) for param in params)
@@ -53,7 +62,7 @@ def readers_of(module: nn.Module) -> list[Reader]:
             params = [param for param in params if not is_dtensor(param)]
         elif unit is not None and unit is not reader.module:
             reader_of(unit).add(params)
-            reader.inline()
+            reader.inline(reader_of(unit))
         reader.add(params)
     return [reader for reader in found.values() if reader.params or is_sharded_module(reader.module)]
 
@@ -62,7 +71,7 @@ def is_compiled(module: nn.Module) -> bool:
     """Returns whether ``torch.compile(module)`` or ``module.compile()`` was used."""
     if getattr(module, "_compiled_call_impl", None) is not None:
         return True
-    eval_frame = sys.modules.get("torch._dynamo.eval_frame")  # loaded only where something compiles
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")  # some builds of torch have no Dynamo
     return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
 
 
@@ -73,7 +82,12 @@ def _has_forward(module: nn.Module) -> bool:
 def _walk(
     at: nn.Module, above: nn.Module | None, unit: nn.Module | None, seen: set[tuple[int, int, int]]
 ) -> Iterator[tuple[nn.Module, nn.Module | None, nn.Module | None]]:
-    """Yields (module, the next one above with a forward, the module, itself or above, that reads for all below it)."""
+    """Yields (module, the next one above with a forward, the module, itself or above, that reads for all below it).
+
+    Leaves out what torch.jit made, which has no parameter that trains and takes no hooks.
+    """
+    if isinstance(at, torch.jit.ScriptModule):
+        return
     if is_sharded_module(at) or (unit is None and is_compiled(at)):
         unit = at
     key = id(at), id(above), id(unit)

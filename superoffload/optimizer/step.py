@@ -64,6 +64,7 @@ class Step:
         verdict = self._ranks.decide(self, scale)
         if verdict is None:
             self._idle.without_gradients(len(self._groups.params()))
+            self._verdicts.without_gradients()
             return
         self._idle.decided(skipped=verdict.found_inf)
         self._verdicts.decided(verdict)

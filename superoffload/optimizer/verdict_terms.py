@@ -58,7 +58,8 @@ class VerdictTerms:
     def __init__(self, max_grad_norm: float | None) -> None:
         self.max_grad_norm = check_max_grad_norm(max_grad_norm)
         self.unscale = 1.0
-        self.last: Verdict | None = None
+        self.last: Verdict | None = None  # of a step that had gradients
+        self.step_was_skipped = False
         self._said_whose_norm = False
 
     @property
@@ -75,6 +76,11 @@ class VerdictTerms:
 
     def decided(self, verdict: Verdict) -> None:
         self.last = verdict
+        self.step_was_skipped = verdict.found_inf
+
+    def without_gradients(self) -> None:
+        """Notes a step that had nothing to step."""
+        self.step_was_skipped = False
 
     def say_whose_norm(self, ranks: Sequence[int], world: int) -> None:
         """Warns the user once that ``max_grad_norm`` counts only ``ranks``, not all of ``world``.

@@ -88,9 +88,10 @@ def test_accelerates_scheduler_does_not_move_after_a_skipped_step(precision: str
     inner = AdamW(model.parameters(), threads=1)
     optimizer, scheduler = accelerator.prepare(inner, torch.optim.lr_scheduler.StepLR(inner, 1, 0.5))
     rates, skipped = [], []
-    for seed in range(6):
+    for seed in range(7):
         loss = batch(model, seed)
-        accelerator.backward(loss * torch.nan if seed in (2, 3) else loss)
+        if seed != 4 or precision != "no":  # torch's scaler refuses a step without gradients
+            accelerator.backward(loss * torch.nan if seed in (2, 3) else loss)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -98,8 +99,8 @@ def test_accelerates_scheduler_does_not_move_after_a_skipped_step(precision: str
         skipped.append(optimizer.step_was_skipped)
         assert stock.step_was_skipped is False
     inner.close()
-    assert skipped == [False, False, True, True, False, False]
-    assert rates == [1e-3 * 0.5**moves for moves in (1, 2, 2, 2, 3, 4)]
+    assert skipped == [False, False, True, True, False, False, False]
+    assert rates == [1e-3 * 0.5**moves for moves in (1, 2, 2, 2, 3, 4, 5)]
 
 
 def lightning_module(lightning: Any, make: Make, *, automatic: bool) -> Any:

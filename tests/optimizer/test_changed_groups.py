@@ -355,3 +355,15 @@ def test_a_number_of_steps_that_a_program_keeps_stays_that_of_the_state(speculat
         assert [float(optimizer.state[param]["step"]) for param in params] == [float(step) for step in kept]
     optimizers[1].close()
     assert_trained_alike(*models)
+
+
+def test_a_number_of_steps_may_be_shared_with_other_processes() -> None:
+    """Which moves its memory."""
+    model = model_of()
+    with AdamW(model.parameters()) as optimizer:
+        train(model, optimizer, range(2))
+        kept = [optimizer.state[param]["step"].share_memory_() for param in model.parameters()]
+        noise = [torch.full_like(step, 7777.0) for step in kept for _ in range(20)]  # where it was
+        train(model, optimizer, range(2, 4))
+        assert len(noise) == 20 * len(kept) and all(float(one) == 7777.0 for one in noise)
+        assert [float(step) for step in kept] == [4.0] * len(kept)

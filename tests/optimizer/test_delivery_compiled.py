@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import pickle
 from collections.abc import Callable, Iterator
@@ -96,6 +97,52 @@ def test_compiled_evaluation_reads_what_has_arrived(way: Callable[[nn.Module], A
             step(plain, eager)
             with torch.no_grad():
                 assert torch.equal(run(INPUT), plain(INPUT))
+
+
+def whole_of_wrapped_blocks(model: Any) -> Any:
+    """Dynamo calls what is in the wrappers, not them."""
+    for i, block in enumerate(model):
+        model[i] = compiled(block)
+    return compiled(model)
+
+
+def a_part_of_a_compiled_one(model: Any) -> Any:
+    """Calls the block, which waits for its parts, in the first half, and its parts in the second."""
+    model.compile(backend="eager")
+    model[0].compile(backend="eager")
+    model[1].compile(backend="eager")
+    second = compiled(lambda x: x + model[1].down(torch.tanh(model[1].up(x))))
+    return lambda x: second(model[0](x))
+
+
+@pytest.mark.parametrize("way", [whole_of_wrapped_blocks, a_part_of_a_compiled_one])
+def test_a_part_of_compiled_code_is_called_otherwise(way: Callable[[nn.Module], Any]) -> None:
+    """Then the module has not waited that waits for all of that code."""
+    model, plain = model_of(), model_of()
+    run = way(model)
+    with offloaded(model) as optimizer, AdamW(plain.parameters(), lr=1e-1, threads=1) as eager:
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = run(INPUT).square().sum()
+            loss.backward()
+            optimizer.step()
+            step(plain, eager)
+            with torch.no_grad():
+                assert torch.equal(run(INPUT), plain(INPUT))
+
+
+def test_an_optimizer_that_was_made_in_another_context() -> None:
+    """Which has settings of its own."""
+    model = model_of()
+    with contextvars.copy_context().run(offloaded, model) as optimizer:
+        compiled(model_of())(INPUT)
+        run = compiled(model)
+        for _ in range(3):
+            step(model, optimizer)
+            with torch.no_grad():
+                found = run(INPUT)
+                optimizer.synchronize()
+                assert torch.equal(found, model(INPUT))
 
 
 def test_a_later_optimizer_compiles_nothing_anew() -> None:
@@ -196,7 +243,18 @@ def test_modules_that_run_no_hooks_are_refused(way: Callable[[nn.Module], Any], 
         model[1] = way(model[1])
     else:
         model = way(model)
-    with pytest.raises(ArgumentError, match=r"made by torch\.jit, .*pass delivery='eager'"):
+    name = type(model).__name__ + (r"\.1\S*" if where == "a part" else r"\S*")
+    with pytest.raises(ArgumentError, match=rf"module: {name} was made by torch\.jit, .*pass delivery='eager'"):
         offloaded(model)
     with AdamW(model.parameters(), threads=1) as optimizer:
         step(model, optimizer)
+
+
+def test_scripted_modules_that_do_not_train_may_be_parts() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.ReLU()), torch.jit.trace(nn.Linear(8, 8), INPUT))
+    own = list(model[0].parameters())
+    with AdamW(own, delivery="on_demand", module=model, threads=1) as optimizer:
+        step(model, optimizer)
+        model(INPUT)
+        model.state_dict()
+        assert all(torch.equal(param, optimizer.state[param]["master"]) for param in own)

@@ -70,7 +70,7 @@ def test_waiting_in_a_forward_is_exposed_time() -> None:
 def test_readers_of_a_compiled_module_wait_at_its_door() -> None:
     model = odd()
     model.blocks[0].compile(backend="aot_eager")
-    inlined = {type(reader.module).__name__ for reader in readers_of(model) if reader.inlined}
+    inlined = {type(reader.module).__name__ for reader in readers_of(model) if reader.unit is not None}
     assert inlined == {"MultiheadAttention", "NonDynamicallyQuantizableLinear", "LayerNorm"}
     (door,) = (reader for reader in readers_of(model) if reader.module is model.blocks[0])
     assert set(door.params) >= {id(param) for param in model.blocks[0].parameters()}
