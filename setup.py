@@ -52,10 +52,9 @@ def target_machine(environment: Mapping[str, str] = os.environ) -> str:
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
 
 
-def read_flags() -> tuple[list[str], list[str], dict[str, tuple[str, list[str]]]]:
-    """Returns csrc/flags.txt as (common flags, strict flags, {instruction set: (machine, flags)})."""
-    common: list[str] = []
-    strict: list[str] = []
+def read_flags() -> tuple[dict[str, list[str]], dict[str, tuple[str, list[str]]]]:
+    """Returns csrc/flags.txt as ({"common", "strict" or "bindings": flags}, {instruction set: (machine, flags)})."""
+    flags: dict[str, list[str]] = {"common": [], "strict": [], "bindings": []}
     isas: dict[str, tuple[str, list[str]]] = {}
     for line in (ROOT / "csrc" / "flags.txt").read_text().splitlines():
         words = line.split("#", 1)[0].split()
@@ -64,8 +63,8 @@ def read_flags() -> tuple[list[str], list[str], dict[str, tuple[str, list[str]]]
         if words[0] == "isa":
             isas[words[1]] = (words[2], words[3:])
         else:
-            {"common": common, "strict": strict}[words[0]].extend(words[1:])
-    return common, strict, isas
+            flags[words[0]].extend(words[1:])
+    return flags, isas
 
 
 def chosen_isas(known: dict[str, tuple[str, list[str]]], machine: str, environment: Mapping[str, str]) -> list[str]:
@@ -85,20 +84,17 @@ def chosen_isas(known: dict[str, tuple[str, list[str]]], machine: str, environme
 
 def plan(machine: str, environment: Mapping[str, str] = os.environ) -> Plan:
     """Returns every source of the extension for `machine` with its flags; omits sets of other machines."""
-    common, strict, known = read_flags()
+    flags, known = read_flags()
+    common = flags["common"]
     if environment.get("SUPEROFFLOAD_WERROR") == "1":
-        common = common + strict
+        common = common + flags["strict"]
     if environment.get("SUPEROFFLOAD_DEBUG") != "1":
         common = [*common, "-g0"]  # after Python's own flags, which often have -g
     isas = chosen_isas(known, machine, environment)
     common = common + [f"-DSUPEROFFLOAD_BUILT_{name.upper()}=1" for name in isas]
-    sources = {}
+    sources = dict.fromkeys(("csrc/bindings.cpp", "csrc/cuda_bindings.cpp"), common + flags["bindings"])
     folders = ("arm_adam", "cuda", "memory_limit", "runtime")
-    for path in [
-        ROOT / "csrc/bindings.cpp",
-        ROOT / "csrc/cuda_bindings.cpp",
-        *(path for name in folders for path in sorted(ROOT.glob(f"csrc/{name}/*.cpp"))),
-    ]:
+    for path in (path for name in folders for path in sorted(ROOT.glob(f"csrc/{name}/*.cpp"))):
         isa = path.stem.removeprefix("isa_") if path.stem.startswith("isa_") else None
         if isa is None or isa in isas:
             sources[path.relative_to(ROOT).as_posix()] = common + (known[isa][1] if isa else [])

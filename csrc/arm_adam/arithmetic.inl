@@ -10,11 +10,12 @@
 namespace superoffload::adam {
 namespace {
 
-// Computes the gradient that enters the moments.
-template <typename L, bool l2>
+// Computes the gradient that enters the moments. The branch is the same for all vectors of a run. All else that an L2
+// penalty changes is in the scalars: decay and its inverse are 1.
+template <typename L>
 SUPEROFFLOAD_INLINE typename L::F effective_gradient(const Scalars& s, typename L::F raw, typename L::F master) {
     const auto g = L::mul(raw, L::set(s.gradient_factor));
-    if constexpr (l2) return L::fma(L::set(s.weight_decay), master, g);
+    if (s.l2) return L::fma(L::set(s.weight_decay), master, g);
     return g;
 }
 
@@ -77,9 +78,8 @@ SUPEROFFLOAD_INLINE typename L::F direction(const Scalars& s, typename L::F exp_
 
 // Rounds the decayed master first, as torch does. Rounding the update instead takes a fifth off the error of a step,
 // but over 200 steps with weight decay masters then leave torch's by more than the promised millionth.
-template <typename L, bool l2>
+template <typename L>
 SUPEROFFLOAD_INLINE typename L::F next_master(const Scalars& s, typename L::F master, typename L::F q) {
-    if constexpr (l2) return L::fma(L::set(-s.step_size), q, master);
     return L::fma(L::set(-s.step_size), q, L::mul(master, L::set(s.decay)));
 }
 
@@ -107,11 +107,9 @@ SUPEROFFLOAD_INLINE typename L::F estimate_exp_avg_sq(const Scalars& s, typename
     return L::fma(L::sub(now, increment), L::set(s.inverse_beta2), L::set(0.0f));
 }
 
-template <typename L, bool l2>
+template <typename L>
 SUPEROFFLOAD_INLINE typename L::F estimate_master(const Scalars& s, typename L::F now, typename L::F q) {
-    const auto undecayed = L::fma(L::set(s.step_size), q, now);
-    if constexpr (l2) return undecayed;
-    return L::mul(undecayed, L::set(s.inverse_decay));
+    return L::mul(L::fma(L::set(s.step_size), q, now), L::set(s.inverse_decay));
 }
 
 }  // namespace

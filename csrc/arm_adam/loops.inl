@@ -27,8 +27,7 @@ SUPEROFFLOAD_INLINE void publish_lanes(const Run& run, std::size_t begin, std::s
 }
 
 template <typename L, typename T, int width>
-SUPEROFFLOAD_INLINE void journal_lanes(const Run& run, std::uint8_t* codes, std::size_t block, Range range,
-                                       BlockEscapes& escapes) {
+inline void journal_lanes(const Run& run, std::uint8_t* codes, std::size_t block, Range range, BlockEscapes& escapes) {
     if constexpr (T::quantized) {
         journal_moment_blocks<L, T, width>(run, codes, block, range, escapes);
     } else {

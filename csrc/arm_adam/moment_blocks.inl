@@ -41,7 +41,7 @@ SUPEROFFLOAD_INLINE void compute_raw_moments(const Run& run, Range block, RawMom
     for (std::size_t i = block.begin; i < block.end; i += L::width()) {
         prefetch<L, T>(run, i);
         auto g = load_element<L, T::gradient>(run.gradient, i);
-        g = effective_gradient<L, T::l2>(s, g, T::l2 ? load_master<L, T::split>(run, i) : g);
+        g = effective_gradient<L>(s, g, s.l2 ? load_master<L, T::split>(run, i) : g);
         auto m = load_moment<L>(run.exp_avg, i, first_grid);
         auto v = load_moment<L>(run.exp_avg_sq, i, second_grid);
         next_moments<L, ElementType::f32>(s, m, v, g, second_increment<L>(s, g), L::set_u(0));
@@ -64,7 +64,7 @@ SUPEROFFLOAD_INLINE void round_and_step(const Run& run, std::size_t i, const Gri
     code_m = round_moment<L>(m, noise_m, first);
     code_v = round_moment<L>(v, noise_v, second);
     q = direction<L>(run.frozen, m, v);
-    p = next_master<L, T::l2>(run.frozen, p, q);
+    p = next_master<L>(run.frozen, p, q);
     make_canonical<L>(m, v, p);
 }
 
@@ -126,14 +126,14 @@ SUPEROFFLOAD_INLINE void journal_moment_block(const Run& run, std::uint8_t* code
         auto m = L::load(raw.exp_avg + (i - block.begin));
         auto v = L::load(raw.exp_avg_sq + (i - block.begin));
         const auto p = load_master<L, T::split>(run, i);
-        const auto g = effective_gradient<L, T::l2>(s, load_element<L, T::gradient>(run.gradient, i), p);
+        const auto g = effective_gradient<L>(s, load_element<L, T::gradient>(run.gradient, i), p);
         auto next_p = p;
         typename L::F q;
         typename L::U code_m, code_v;
         round_and_step<L, T>(run, i, first, second, m, v, next_p, q, code_m, code_v);
         const auto est_m = estimated_code_word<L>(estimate_exp_avg<L>(s, m, first_increment<L>(s, g)), old_first);
         const auto est_v = estimated_code_word<L>(estimate_exp_avg_sq<L>(s, v, second_increment<L>(s, g)), old_second);
-        const auto est_p = estimated_word<L, ElementType::f32>(estimate_master<L, T::l2>(s, next_p, q));
+        const auto est_p = estimated_word<L, ElementType::f32>(estimate_master<L>(s, next_p, q));
         const auto old_m = load_code_word<L, 0>(run.exp_avg, i);
         const auto old_v = load_code_word<L, 1>(run.exp_avg_sq, i);
         store_moments<L>(run, i, code_m, code_v);
@@ -168,10 +168,10 @@ SUPEROFFLOAD_INLINE void undo_moment_block(const Run& run, std::size_t journal_b
         const bool escaped = escapes.reaches(at + L::width());
         const auto m = load_moment<L>(run.exp_avg, i, first);
         const auto v = load_moment<L>(run.exp_avg_sq, i, second);
-        const auto est_p = estimate_master<L, T::l2>(s, load_master<L, T::split>(run, i), direction<L>(s, m, v));
+        const auto est_p = estimate_master<L>(s, load_master<L, T::split>(run, i), direction<L>(s, m, v));
         auto p = decode<L, width, 2, ElementType::f32>(codes, est_p);
         if (__builtin_expect(escaped, 0)) p = escapes.patch<L, 2, ElementType::f32>(p, at);
-        const auto g = effective_gradient<L, T::l2>(s, load_element<L, T::gradient>(run.gradient, i), p);
+        const auto g = effective_gradient<L>(s, load_element<L, T::gradient>(run.gradient, i), p);
         const auto est_m = estimated_code_word<L>(estimate_exp_avg<L>(s, m, first_increment<L>(s, g)), old_first);
         const auto est_v = estimated_code_word<L>(estimate_exp_avg_sq<L>(s, v, second_increment<L>(s, g)), old_second);
         auto old_m = old_word<L, width, 0>(codes, est_m);

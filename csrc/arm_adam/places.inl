@@ -35,7 +35,7 @@ class PlacedRun {
     PlacedRun& operator=(const PlacedRun&) = delete;
 
     // Returns the run, with the places of `block`.
-    const Run& at(Range block) {
+    SUPEROFFLOAD_NOINLINE const Run& at(Range block) {
         if (!needs_places(run_)) return run_;
         const std::uint64_t first = run_.first_index + block.begin;
         if (run_.axes[0].stride == 1 && rest_of_row(first) >= block.end - block.begin) {
@@ -87,10 +87,10 @@ class PlacedRun {
     alignas(64) float table_[kBlock + kLongestVector];
 };
 
-// Calls f with the run and the range, block by block where elements need their places.
+// Calls f with the run and the range, block by block where elements need their places or are presented as fp32.
 template <typename L, typename F>
-inline void for_each_placed(const Run& run, Range range, F f) {
-    if (!needs_places(run)) return f(run, range);
+inline void for_each_placed(const Run& run, Range range, bool in_blocks, F f) {
+    if (!needs_places(run) && !in_blocks) return f(run, range);
     PlacedRun<L> placed(run);
     for (std::size_t begin = range.begin; begin < range.end; begin += kBlock) {
         const Range block = block_at(begin, range.end);

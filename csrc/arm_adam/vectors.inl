@@ -17,9 +17,9 @@ namespace {
 template <typename L, typename T>
 SUPEROFFLOAD_INLINE void step_vector(const Scalars& s, typename L::U places, typename L::F gradient, typename L::F& p,
                                      typename L::F& m, typename L::F& v) {
-    const auto g = effective_gradient<L, T::l2>(s, gradient, p);
+    const auto g = effective_gradient<L>(s, gradient, p);
     next_moments<L, T::state>(s, m, v, g, second_increment<L>(s, g), places);
-    p = next_master<L, T::l2>(s, p, direction<L>(s, m, v));
+    p = next_master<L>(s, p, direction<L>(s, m, v));
     make_canonical<L>(m, v, p);
 }
 
@@ -58,8 +58,8 @@ SUPEROFFLOAD_INLINE void publish_vectors(const Run& shared, std::size_t begin, s
 // Lets no store bypass the caches: a vector's shadow is half a line, and the other half follows so late that both would
 // be written separately. `codes`: of the block.
 template <typename L, typename T, int width>
-SUPEROFFLOAD_INLINE void journal_vectors(const Run& shared, std::uint8_t* codes, std::size_t block, Range range,
-                                         BlockEscapes& escapes) {
+inline void journal_vectors(const Run& shared, std::uint8_t* codes, std::size_t block, Range range,
+                            BlockEscapes& escapes) {
     const Run run = shared;
     const Scalars& s = run.frozen;
     for (std::size_t i = range.begin; i < range.end; i += L::width()) {
@@ -67,20 +67,20 @@ SUPEROFFLOAD_INLINE void journal_vectors(const Run& shared, std::uint8_t* codes,
         const auto p = load_master<L, T::split>(run, i);
         const auto m = load_element<L, T::state>(run.exp_avg, i);
         const auto v = load_element<L, T::state>(run.exp_avg_sq, i);
-        const auto g = effective_gradient<L, T::l2>(s, load_element<L, T::gradient>(run.gradient, i), p);
+        const auto g = effective_gradient<L>(s, load_element<L, T::gradient>(run.gradient, i), p);
         const auto second = second_increment<L>(s, g);
         auto next_m = m;
         auto next_v = v;
         next_moments<L, T::state>(s, next_m, next_v, g, second, places_at<L>(run, i));
         const auto q = direction<L>(s, next_m, next_v);
-        auto next_p = next_master<L, T::l2>(s, p, q);
+        auto next_p = next_master<L>(s, p, q);
         make_canonical<L>(next_m, next_v, next_p);
         store_element<L, T::state>(run.exp_avg, i, next_m);
         store_element<L, T::state>(run.exp_avg_sq, i, next_v);
         store_parameters<L, T>(run, i, next_p, false);
         const auto est_m = estimated_word<L, T::state>(estimate_exp_avg<L>(s, next_m, first_increment<L>(s, g)));
         const auto est_v = estimated_word<L, T::state>(estimate_exp_avg_sq<L>(s, next_v, second));
-        const auto est_p = estimated_word<L, ElementType::f32>(estimate_master<L, T::l2>(s, next_p, q));
+        const auto est_p = estimated_word<L, ElementType::f32>(estimate_master<L>(s, next_p, q));
         const auto packed = encode<L, width>(word_of<L, T::state>(m), est_m, word_of<L, T::state>(v), est_v, L::bits(p),
                                              est_p, next_p, escapes, i - block);
         store_codes<L, width>(codes, i - block, packed);
@@ -88,14 +88,15 @@ SUPEROFFLOAD_INLINE void journal_vectors(const Run& shared, std::uint8_t* codes,
 }
 
 // Holds two vectors' results. Nothing is stored before it is known whether every word has a code. Old words that escape
-// are taken from memory, and a pair with a NaN starts again vector by vector.
+// are taken from memory.
 template <typename L>
 struct Pair {
     typename L::F p[2], m[2], v[2];
     PairDifferences<L> difference;
 };
 
-// Computes in an order that ends lives of values early, since the number of registers limits the speed.
+// Computes in an order that ends lives of values early, since the number of registers limits the speed. Serves no L2
+// penalty: its branch, though it is always predicted, costs the compiler's schedule up to a sixth of the speed.
 template <typename L, typename T>
 SUPEROFFLOAD_INLINE Pair<L> compute_pair(const Run& run, std::size_t i) {
     const Scalars& s = run.frozen;
@@ -108,7 +109,7 @@ SUPEROFFLOAD_INLINE Pair<L> compute_pair(const Run& run, std::size_t i) {
         const auto p = load_master<L, T::split>(run, at);
         const auto m = load_element<L, T::state>(run.exp_avg, at);
         const auto v = load_element<L, T::state>(run.exp_avg_sq, at);
-        const auto g = effective_gradient<L, T::l2>(s, load_element<L, T::gradient>(run.gradient, at), p);
+        const auto g = L::mul(load_element<L, T::gradient>(run.gradient, at), L::set(s.gradient_factor));
         const auto second = second_increment<L>(s, g);
         pair.m[k] = m;
         pair.v[k] = v;
@@ -118,8 +119,8 @@ SUPEROFFLOAD_INLINE Pair<L> compute_pair(const Run& run, std::size_t i) {
         const auto est_v = estimated_word<L, T::state>(estimate_exp_avg_sq<L>(s, pair.v[k], second));
         diff_v[k] = L::sub_u(word_of<L, T::state>(v), est_v);
         const auto q = direction<L>(s, pair.m[k], pair.v[k]);
-        pair.p[k] = next_master<L, T::l2>(s, p, q);
-        const auto est_p = estimated_word<L, ElementType::f32>(estimate_master<L, T::l2>(s, pair.p[k], q));
+        pair.p[k] = next_master<L>(s, p, q);
+        const auto est_p = estimated_word<L, ElementType::f32>(estimate_master<L>(s, pair.p[k], q));
         diff_p[k] = L::sub_u(L::bits(p), est_p);
     }
     pair.difference = {L::narrow_pair(diff_m[0], diff_m[1]), L::narrow_pair(diff_v[0], diff_v[1]),
@@ -130,10 +131,6 @@ SUPEROFFLOAD_INLINE Pair<L> compute_pair(const Run& run, std::size_t i) {
 template <typename L, typename T, int width>
 SUPEROFFLOAD_INLINE void finish_pair(const Run& run, std::uint8_t* codes, std::size_t block, std::size_t i,
                                      const Pair<L>& pair, BlockEscapes& escapes, bool past_cache) {
-    if (__builtin_expect(L::any_nan(pair.p[0], pair.p[1]), 0)) {
-        journal_vectors<L, T, width>(run, codes, block, {i, i + 2 * L::width()}, escapes);
-        return;
-    }
     const auto packed = encode_pair<L, T, width>(pair.difference, run, i, block, escapes);
     store_pair_codes<L, width>(codes, i - block, packed);
 #pragma GCC unroll 2
@@ -146,29 +143,40 @@ SUPEROFFLOAD_INLINE void finish_pair(const Run& run, std::uint8_t* codes, std::s
     if constexpr (!T::split) store_shadow_pair<L, T::shadow>(run.shadow, i, pair.p[0], pair.p[1], past_cache);
 }
 
-// Stores a pair while the next one is computed, if there are registers for it. A mispredicted branch on an escape then
-// does not discard the next pair's work.
+template <typename L>
+SUPEROFFLOAD_INLINE bool has_nan(const Pair<L>& pair) {
+    return __builtin_expect(L::any_nan(pair.p[0], pair.p[1]), 0);
+}
+
+// Steps pairs up to the first with a NaN and returns where that one begins: a call from this loop would cost it its
+// registers. Stores a pair while the next one is computed, if there are registers for it. A mispredicted branch on an
+// escape then does not discard the next pair's work.
 template <typename L, typename T, int width>
-SUPEROFFLOAD_INLINE void journal_pairs(const Run& shared, std::uint8_t* codes, std::size_t block, Range range,
-                                       BlockEscapes& escapes) {
+SUPEROFFLOAD_NOINLINE std::size_t journal_pairs(const Run& shared, std::uint8_t* codes, std::size_t block, Range range,
+                                                BlockEscapes& escapes) {
     const Run run = shared;
     const bool past_cache = stores_past_cache(run);
     const std::size_t step = 2 * L::width();
     std::size_t i = range.begin;
     if constexpr (L::kPairsOverlap) {
-        if (i == range.end) return;
+        if (i == range.end) return i;
         auto pair = compute_pair<L, T>(run, i);
         for (; i + step < range.end; i += step) {
             const auto next = compute_pair<L, T>(run, i + step);
+            if (has_nan<L>(pair)) return i;
             finish_pair<L, T, width>(run, codes, block, i, pair, escapes, past_cache);
             pair = next;
         }
+        if (has_nan<L>(pair)) return i;
         finish_pair<L, T, width>(run, codes, block, i, pair, escapes, past_cache);
+        return range.end;
     } else {
         for (; i < range.end; i += step) {
             const auto pair = compute_pair<L, T>(run, i);
+            if (has_nan<L>(pair)) return i;
             finish_pair<L, T, width>(run, codes, block, i, pair, escapes, past_cache);
         }
+        return i;
     }
 }
 
@@ -179,10 +187,10 @@ SUPEROFFLOAD_INLINE void undo_vector(const Run& run, std::size_t i, std::size_t 
                                      typename L::F& p, typename L::F& m, typename L::F& v) {
     const Scalars& s = run.frozen;
     const auto codes = load_codes<L, width>(run.journal.codes, i);
-    p = decode<L, width, 2, ElementType::f32>(codes, estimate_master<L, T::l2>(s, p, direction<L>(s, m, v)));
+    p = decode<L, width, 2, ElementType::f32>(codes, estimate_master<L>(s, p, direction<L>(s, m, v)));
     const bool escaped = escapes.reaches(i - block + L::width());
     if (__builtin_expect(escaped, 0)) p = escapes.patch<L, 2, ElementType::f32>(p, i - block);
-    const auto g = effective_gradient<L, T::l2>(s, load_element<L, T::gradient>(run.gradient, i), p);
+    const auto g = effective_gradient<L>(s, load_element<L, T::gradient>(run.gradient, i), p);
     m = decode<L, width, 0, T::state>(codes, estimate_exp_avg<L>(s, m, first_increment<L>(s, g)));
     v = decode<L, width, 1, T::state>(codes, estimate_exp_avg_sq<L>(s, v, second_increment<L>(s, g)));
     if (__builtin_expect(escaped, 0)) {
