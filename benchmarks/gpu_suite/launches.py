@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 
 import numpy as np
@@ -29,6 +30,16 @@ SUM_PIECE = np.dtype([("address", "<u8"), ("sums", "<u8"), ("numel", "<u8"), ("f
 def sum_pieces(pieces: Iterable[tuple[int, int, int]]) -> Pieces:
     """Builds pieces from (address, address of its sums, elements of 16 bits)."""
     return numbered(list(pieces), SUM_PIECE, ("address", "sums", "numel"))
+
+
+TABLE_BYTES = 4000  # of pieces in struct Table of csrc/cuda/pieces.cuh
+
+
+def table_argument(pieces: Pieces, there: int) -> ctypes.Array[ctypes.c_char]:
+    """Returns the first argument of a kernel: its pieces, or where they are too long ``there``, their address."""
+    inline = pieces.nbytes <= TABLE_BYTES
+    contents = (0 if inline else there).to_bytes(8, "little") + (pieces.tobytes() if inline else b"")
+    return ctypes.create_string_buffer(contents, 8 + TABLE_BYTES)
 
 
 def grid_for(kernel: str, blocks: int) -> int:

@@ -6,11 +6,10 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_suite.launches import THREADS, copy_pieces, grid_for
+from benchmarks.gpu_suite.launches import THREADS, copy_pieces, grid_for, table_argument
 from superoffload.errors import SuperOffloadError
 from superoffload.links.cuda.compile import compile_kernels
 from superoffload.links.cuda.geometry import count_blocks
@@ -53,14 +52,12 @@ class PackKernel:
     def __init__(self, gradient: Tensor, packed: Tensor, launch: Launch) -> None:
         pieces = copy_pieces([(gradient.data_ptr(), 0, gradient.numel())])
         blocks = count_blocks(pieces)
-        device = gradient.device
-        self.sums = torch.zeros(blocks, dtype=torch.float64, device=device)
-        self._pieces = torch.from_numpy(pieces.view(np.uint8)).to(device)
+        self.sums = torch.zeros(blocks, dtype=torch.float64, device=gradient.device)
         self._kept = gradient, packed
         self._launch, self._grid = launch, grid_for(self.name, blocks)
         addresses = (packed.data_ptr(), self.sums.data_ptr(), 0)  # no sums of bits, as if gradients were freed
         self._arguments = [
-            ctypes.c_void_p(self._pieces.data_ptr()),
+            table_argument(pieces, there=0),
             ctypes.c_uint(len(pieces)),
             *map(ctypes.c_void_p, addresses),
         ]

@@ -69,9 +69,10 @@ void DeviceSums::use(SumsTable& table, Stream current, std::size_t runs, F&& enq
 
 void DeviceSums::take(SumsTable& table, Stream current, const std::vector<SummedRun>& runs) const {
     use(table, current, runs.size(), [&] {
-        const std::uint64_t blocks = enqueue_table(table, current, runs);
+        std::uint64_t blocks = 0;
+        TableArgument list = pass_table(table, current, runs, blocks);
         auto count = static_cast<unsigned>(runs.size());
-        void* arguments[] = {&table.device_, &count};
+        void* arguments[] = {&list, &count};
         if (blocks != 0) launch(sum_, blocks, current, arguments, "the launch that sums bits");
     });
 }
@@ -80,13 +81,19 @@ std::vector<bool> DeviceSums::changed(SumsTable& table, Stream current, const st
                                       double timeout_seconds) const {
     const bool nothing = std::all_of(runs.begin(), runs.end(), [](const SummedRun& run) { return run.bytes == 0; });
     if (nothing) return std::vector<bool>(runs.size());
-    const std::size_t marks = runs.size() * sizeof(SumPiece);
+    const std::size_t marks = table.capacity_ * sizeof(SumPiece);
     auto* const marks_here = static_cast<char*>(table.host_) + marks;
     use(table, current, runs.size(), [&] {
-        const std::uint64_t blocks = enqueue_table(table, current, runs);
+        std::uint64_t blocks = 0;
+        TableArgument list = pass_table(table, current, runs, blocks);
         auto count = static_cast<unsigned>(runs.size());
         DeviceAddress marks_there = table.device_ + marks;
-        void* arguments[] = {&table.device_, &count, &marks_there};
+        if (!table.unmarked_) {  // a copy can queue behind uploads, so only after changes
+            std::memset(marks_here, 0, table.capacity_);
+            streams_.copy_up(marks_there, marks_here, table.capacity_, current, "cuMemcpyHtoDAsync of cleared marks");
+        }
+        table.unmarked_ = false;
+        void* arguments[] = {&list, &count, &marks_there};
         launch(compare_, blocks, current, arguments, "the launch that compares bits");
         streams_.copy_down(marks_here, marks_there, runs.size(), current, "cuMemcpyDtoHAsync of what has changed");
     });
@@ -99,23 +106,20 @@ std::vector<bool> DeviceSums::changed(SumsTable& table, Stream current, const st
         }
         if (glance > kGlances) std::this_thread::sleep_for(std::chrono::microseconds(20));
     }
-    return std::vector<bool>(marks_here, marks_here + runs.size());
+    std::vector<bool> changes(marks_here, marks_here + runs.size());
+    table.unmarked_ = std::find(changes.begin(), changes.end(), true) == changes.end();
+    return changes;
 }
 
-// Writes the pieces, and behind them a mark for each, all zero.
-std::uint64_t DeviceSums::enqueue_table(SumsTable& table, Stream current, const std::vector<SummedRun>& runs) const {
+TableArgument DeviceSums::pass_table(SumsTable& table, Stream current, const std::vector<SummedRun>& runs,
+                                     std::uint64_t& blocks) const {
     auto* const pieces = static_cast<SumPiece*>(table.host_);
-    std::uint64_t blocks = 0;
     for (std::size_t i = 0; i < runs.size(); ++i) {
         pieces[i] = {runs[i].memory, runs[i].sums, runs[i].bytes / 2, blocks};
         blocks += (runs[i].bytes + kSummedBytes - 1) / kSummedBytes;
     }
-    std::memset(pieces + runs.size(), 0, runs.size());
-    if (blocks != 0) {
-        streams_.copy_up(table.device_, table.host_, SumsTable::bytes(runs.size()), current,
-                         "cuMemcpyHtoDAsync of what bits are summed of");
-    }
-    return blocks;
+    const std::size_t bytes = blocks == 0 ? 0 : runs.size() * sizeof(SumPiece);
+    return streams_.pass(pieces, bytes, table.device_, current, "cuMemcpyHtoDAsync of what bits are summed of");
 }
 
 void DeviceSums::launch(Function function, std::uint64_t blocks, Stream current, void** arguments,

@@ -40,6 +40,7 @@ class SumsTable {
     OwnedEvent over_;
     bool in_use_ = false;  // until `over_` has happened, which an error may prevent
     bool enqueued_ = false;
+    bool unmarked_ = false;  // the marks on the device, one for each run, are zero
 };
 
 class DeviceSums {
@@ -57,8 +58,9 @@ class DeviceSums {
     // Keeps the table in use until the work that `enqueue` enqueues is over, also where it throws half-way.
     template <typename F>
     void use(SumsTable& table, Stream current, std::size_t runs, F&& enqueue) const;
-    // Returns the number of sums.
-    std::uint64_t enqueue_table(SumsTable& table, Stream current, const std::vector<SummedRun>& runs) const;
+    // Adds the number of sums to `blocks`; 0: there is nothing to launch.
+    TableArgument pass_table(SumsTable& table, Stream current, const std::vector<SummedRun>& runs,
+                             std::uint64_t& blocks) const;
     void launch(Function function, std::uint64_t blocks, Stream current, void** arguments, const char* what) const;
 
     const StreamSet& streams_;

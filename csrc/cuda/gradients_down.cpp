@@ -155,14 +155,13 @@ std::uint64_t GradientsDown::enqueue_kernel(const DeviceBucket& b, const std::ve
         ticket.pieces.emplace_back(i, blocks);
         blocks += b.blocks[i];
     }
-    DeviceAddress device_table = b.device_scratch(b.scratch.down_table);
-    streams_.copy_up(device_table, table, count * sizeof(CopyPiece), streams_.pack(),
-                     "cuMemcpyHtoDAsync of the pack kernel's table");
+    TableArgument list = streams_.pass(table, count * sizeof(CopyPiece), b.device_scratch(b.scratch.down_table),
+                                       streams_.pack(), "cuMemcpyHtoDAsync of the pack kernel's table");
     if (slot != nullptr && slot->used) {
         streams_.order(streams_.pack(), slot->copied, "the pack stream's wait for a staging slot");
     }
     DeviceAddress sums = b.device_scratch(b.scratch.sums);
-    void* arguments[] = {&device_table, &count, &target, &sums, &bit_sums};
+    void* arguments[] = {&list, &count, &target, &sums, &bit_sums};
     streams_.launch(b.pack, (blocks + kBlocksPerPack - 1) / kBlocksPerPack, streams_.pack(), arguments,
                     "the pack kernel's launch");
     return blocks;

@@ -1,11 +1,11 @@
 // Defines all kernels of the accelerator in one translation unit without system headers, for NVRTC and nvcc.
 //
-//   pack_GRADIENT(const CopyPiece* pieces, unsigned count, void* packed, double* sums, Sum* bit_sums)
+//   pack_GRADIENT(Table<CopyPiece> table, unsigned count, void* packed, double* sums, Sum* bit_sums)
 //       gradients -> packed gradient; sums[first_block + k]: sum of squares of block k of the piece, infinite if an
 //       element is not finite; bit_sums, unless null: sums of its bits as by sum_bits, one per block, two for fp32
-//   unpack_BITS(const CopyPiece* pieces, unsigned count, const void* staged)
+//   unpack_BITS(Table<CopyPiece> table, unsigned count, const void* staged)
 //       staged parameters -> parameters, of 16 or 32 bits each
-//   step_GRADIENT_PUBLISHED(const StepPiece* pieces, unsigned count)
+//   step_GRADIENT_PUBLISHED(Table<StepPiece> table, unsigned count)
 //       one step of state in device memory; fp32 moments
 //   step_GRADIENT_PUBLISHED_noisy(...)
 //       the same with bf16 moments, rounded stochastically
@@ -13,9 +13,9 @@
 //       the same with 8-bit moments and a scale for every 256 elements
 //   step_GRADIENT_split(...), step_GRADIENT_split_noisy(...), step_GRADIENT_split_q8(...)
 //       the same with split masters and bf16 parameters
-//   sum_bits(const SumPiece* pieces, unsigned count)
+//   sum_bits(Table<SumPiece> table, unsigned count)
 //       the bits of any memory -> pieces[...].sums, one for every 2048 bytes
-//   compare_bits(const SumPiece* pieces, unsigned count, unsigned char* changed)
+//   compare_bits(Table<SumPiece> table, unsigned count, unsigned char* changed)
 //       changed[i] becomes 1 where a sum of pieces[i] differs from the one that was written; others stay as they are
 //
 // GRADIENT, PUBLISHED: f32, bf16 or f16. pieces.cuh has the pieces and the launch geometry. Compile without
@@ -50,31 +50,30 @@
 
 #define SUPEROFFLOAD_KERNEL extern "C" __global__ void __launch_bounds__(superoffload::cuda::kThreads)
 
-#define SUPEROFFLOAD_DEFINE_PACK(gradient, Gradient)                                                               \
-    SUPEROFFLOAD_KERNEL pack_##gradient(const superoffload::cuda::CopyPiece* pieces, unsigned count, void* packed, \
-                                        double* sums, superoffload::cuda::Sum* bit_sums) {                         \
-        superoffload::cuda::pack<superoffload::cuda::Gradient>(pieces, count, packed, sums, bit_sums);             \
+#define SUPEROFFLOAD_DEFINE_PACK(gradient, Gradient)                                                         \
+    SUPEROFFLOAD_KERNEL pack_##gradient(SUPEROFFLOAD_TABLE(CopyPiece) table, unsigned count, void* packed,   \
+                                        double* sums, superoffload::cuda::Sum* bit_sums) {                   \
+        superoffload::cuda::pack<superoffload::cuda::Gradient>(table.list(), count, packed, sums, bit_sums); \
     }
 
-#define SUPEROFFLOAD_DEFINE_UNPACK(bits, Word)                                                     \
-    SUPEROFFLOAD_KERNEL unpack_##bits(const superoffload::cuda::CopyPiece* pieces, unsigned count, \
-                                      const void* staged) {                                        \
-        superoffload::cuda::unpack<Word>(pieces, count, staged);                                   \
+#define SUPEROFFLOAD_DEFINE_UNPACK(bits, Word)                                                                   \
+    SUPEROFFLOAD_KERNEL unpack_##bits(SUPEROFFLOAD_TABLE(CopyPiece) table, unsigned count, const void* staged) { \
+        superoffload::cuda::unpack<Word>(table.list(), count, staged);                                           \
     }
 
 // One kernel for each kind of moments.
-#define SUPEROFFLOAD_DEFINE_STEPS(name, Gradient, Published, Masters)                                           \
-    SUPEROFFLOAD_KERNEL name(const superoffload::cuda::StepPiece* pieces, unsigned count) {                     \
-        superoffload::cuda::step<superoffload::cuda::Gradient, superoffload::cuda::Published,                   \
-                                 superoffload::cuda::ExactMoments, superoffload::cuda::Masters>(pieces, count); \
-    }                                                                                                           \
-    SUPEROFFLOAD_KERNEL name##_noisy(const superoffload::cuda::StepPiece* pieces, unsigned count) {             \
-        superoffload::cuda::step<superoffload::cuda::Gradient, superoffload::cuda::Published,                   \
-                                 superoffload::cuda::NoisyMoments, superoffload::cuda::Masters>(pieces, count); \
-    }                                                                                                           \
-    SUPEROFFLOAD_KERNEL name##_q8(const superoffload::cuda::StepPiece* pieces, unsigned count) {                \
-        superoffload::cuda::step_moment_blocks<superoffload::cuda::Gradient, superoffload::cuda::Published,     \
-                                               superoffload::cuda::Masters>(pieces, count);                     \
+#define SUPEROFFLOAD_DEFINE_STEPS(name, Gradient, Published, Masters)                                                 \
+    SUPEROFFLOAD_KERNEL name(SUPEROFFLOAD_TABLE(StepPiece) table, unsigned count) {                                   \
+        superoffload::cuda::step<superoffload::cuda::Gradient, superoffload::cuda::Published,                         \
+                                 superoffload::cuda::ExactMoments, superoffload::cuda::Masters>(table.list(), count); \
+    }                                                                                                                 \
+    SUPEROFFLOAD_KERNEL name##_noisy(SUPEROFFLOAD_TABLE(StepPiece) table, unsigned count) {                           \
+        superoffload::cuda::step<superoffload::cuda::Gradient, superoffload::cuda::Published,                         \
+                                 superoffload::cuda::NoisyMoments, superoffload::cuda::Masters>(table.list(), count); \
+    }                                                                                                                 \
+    SUPEROFFLOAD_KERNEL name##_q8(SUPEROFFLOAD_TABLE(StepPiece) table, unsigned count) {                              \
+        superoffload::cuda::step_moment_blocks<superoffload::cuda::Gradient, superoffload::cuda::Published,           \
+                                               superoffload::cuda::Masters>(table.list(), count);                     \
     }
 
 #define SUPEROFFLOAD_DEFINE_WHOLE_STEPS(gradient, Gradient, published, Published) \
@@ -88,10 +87,10 @@ SUPEROFFLOAD_UNPACK_KERNELS(SUPEROFFLOAD_DEFINE_UNPACK)
 SUPEROFFLOAD_STEP_KERNELS(SUPEROFFLOAD_DEFINE_WHOLE_STEPS)
 SUPEROFFLOAD_SPLIT_STEP_KERNELS(SUPEROFFLOAD_DEFINE_SPLIT_STEPS)
 
-SUPEROFFLOAD_KERNEL sum_bits(const superoffload::cuda::SumPiece* pieces, unsigned count) {
-    superoffload::cuda::sum_or_compare(pieces, count, nullptr);
+SUPEROFFLOAD_KERNEL sum_bits(SUPEROFFLOAD_TABLE(SumPiece) table, unsigned count) {
+    superoffload::cuda::sum_or_compare(table.list(), count, nullptr);
 }
 
-SUPEROFFLOAD_KERNEL compare_bits(const superoffload::cuda::SumPiece* pieces, unsigned count, unsigned char* changed) {
-    superoffload::cuda::sum_or_compare(pieces, count, changed);
+SUPEROFFLOAD_KERNEL compare_bits(SUPEROFFLOAD_TABLE(SumPiece) table, unsigned count, unsigned char* changed) {
+    superoffload::cuda::sum_or_compare(table.list(), count, changed);
 }

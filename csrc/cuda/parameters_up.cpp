@@ -154,11 +154,10 @@ void ParametersUp::copy_together(const Job& job) const {
     if (job.stage == nullptr || !job.stage->is_sent()) {
         copy(b.spec, begin, end - begin, staged + adam::element_size(b.spec.published_type) * begin);
     }
-    DeviceAddress device_table = b.device_scratch(b.scratch.up_table);
-    streams_.copy_up(device_table, table, count * sizeof(CopyPiece), streams_.up(),
-                     "cuMemcpyHtoDAsync of the unpack kernel's table");
+    TableArgument list = streams_.pass(table, count * sizeof(CopyPiece), b.device_scratch(b.scratch.up_table),
+                                       streams_.up(), "cuMemcpyHtoDAsync of the unpack kernel's table");
     await_readers(b);
-    void* arguments[] = {&device_table, &count, &staged};
+    void* arguments[] = {&list, &count, &staged};
     streams_.launch(b.unpack, (blocks + kBlocksPerUnpack - 1) / kBlocksPerUnpack, streams_.up(), arguments,
                     "the unpack kernel's launch");
 }

@@ -20,6 +20,25 @@ struct CopyPiece {
     unsigned long long first_block;
 };
 
+// Lists pieces as an argument of a launch, since a copy to the device can queue behind a long upload of parameters. A
+// launch has room for 4 KB of arguments; a list that is longer lies in device memory.
+constexpr unsigned kTableBytes = 4000;  // as in streams.h
+
+template <typename Piece>
+struct Table {
+    const Piece* longer;  // null: the list is `pieces`
+    Piece pieces[kTableBytes / sizeof(Piece)];
+
+    __device__ const Piece* list() const { return longer != nullptr ? longer : pieces; }
+};
+
+// Saves threads a copy of the argument each; devices before Volta cannot do without.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700
+#define SUPEROFFLOAD_TABLE(Piece) const superoffload::cuda::Table<superoffload::cuda::Piece>
+#else
+#define SUPEROFFLOAD_TABLE(Piece) const __grid_constant__ superoffload::cuda::Table<superoffload::cuda::Piece>
+#endif
+
 template <typename Piece>
 struct Found {
     const Piece* piece;

@@ -161,9 +161,9 @@ std::string Pipeline::step(const std::shared_ptr<DeviceBucket>& bucket, Stream c
     const Gpu::Current here(*gpu_);
     b.step_table = std::move(table);  // the previous copy ended before this step's gradient arrived
     streams_.order(current, b.packed, "the current stream's wait for a packed gradient");
-    streams_.copy_up(device_table, b.step_table.data(), b.step_table.size(), current,
-                     "cuMemcpyHtoDAsync of the step kernel's table");
-    void* arguments[] = {&device_table, &count};
+    TableArgument list = streams_.pass(b.step_table.data(), b.step_table.size(), device_table, current,
+                                       "cuMemcpyHtoDAsync of the step kernel's table");
+    void* arguments[] = {&list, &count};
     streams_.launch(b.step, blocks, current, arguments, "the step kernel's launch");
     const Driver& driver = gpu_->driver();
     const Result recorded = driver.event_record(b.stepped.get(), current);

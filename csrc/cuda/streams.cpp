@@ -1,6 +1,7 @@
 #include "streams.h"
 
 #include <chrono>
+#include <cstring>
 #include <thread>
 
 #include <unistd.h>
@@ -41,6 +42,18 @@ void StreamSet::copy_down(void* target, DeviceAddress source, std::size_t bytes,
 void StreamSet::copy_up(DeviceAddress target, const void* source, std::size_t bytes, Stream stream,
                         const char* what) const {
     driver().check(driver().copy_up(target, source, bytes, stream), what);
+}
+
+TableArgument StreamSet::pass(const void* table, std::size_t bytes, DeviceAddress device_table, Stream stream,
+                              const char* what) const {
+    TableArgument argument;
+    if (bytes <= sizeof argument.pieces) {
+        std::memcpy(argument.pieces, table, bytes);
+    } else {
+        copy_up(device_table, table, bytes, stream, what);
+        argument.longer = device_table;
+    }
+    return argument;
 }
 
 void StreamSet::launch(Function function, std::uint64_t grid, Stream stream, void** arguments, const char* what) const {

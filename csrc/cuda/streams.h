@@ -24,6 +24,12 @@ class OwnedEvent {
     long creator_;
 };
 
+// Passes a list of pieces to a kernel (struct Table of pieces.cuh).
+struct TableArgument {
+    DeviceAddress longer = 0;
+    char pieces[4000] = {};
+};
+
 struct Streams {
     Stream pack = nullptr;
     Stream down = nullptr;
@@ -46,6 +52,10 @@ class StreamSet {
     void order(Stream later, const OwnedEvent& event, const char* what) const;
     void copy_down(void* target, DeviceAddress source, std::size_t bytes, Stream stream, const char* what) const;
     void copy_up(DeviceAddress target, const void* source, std::size_t bytes, Stream stream, const char* what) const;
+    // Returns a table as an argument of launches on `stream`. What is too long for it is copied to `device_table`,
+    // behind uploads that are under way.
+    TableArgument pass(const void* table, std::size_t bytes, DeviceAddress device_table, Stream stream,
+                       const char* what) const;
     // Launches a kernel of csrc/cuda/*.cu with `grid` CUDA blocks.
     void launch(Function function, std::uint64_t grid, Stream stream, void** arguments, const char* what) const;
 

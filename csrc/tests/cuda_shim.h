@@ -17,6 +17,7 @@
 #define __device__
 #define __shared__ static thread_local
 #define __launch_bounds__(threads)
+#define __grid_constant__
 
 struct Dim3 {
     unsigned x = 0;

@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/streams.h"
 #include "fake_device.h"
 #include "fake_kernels.h"
 
@@ -241,8 +242,8 @@ EXPORT Result cuModuleGetFunction(CUfunc_st** function, CUmod_st*, const char* n
     return kSuccess;
 }
 
-// The second parameter of every kernel is an unsigned, the others are pointers: pack has five, unpack and compare
-// three, step and sum two.
+// The first parameter of every kernel is a table, the second an unsigned, the others are pointers: pack has three,
+// unpack and compare one, step and sum none.
 EXPORT Result cuLaunchKernel(CUfunc_st* function, unsigned grid, unsigned, unsigned, unsigned block, unsigned, unsigned,
                              unsigned, CUstream_st* stream, void** parameters, void**) {
     ENTER("cuLaunchKernel");
@@ -255,11 +256,12 @@ EXPORT Result cuLaunchKernel(CUfunc_st* function, unsigned grid, unsigned, unsig
     }
     const std::string name = function->name;
     const std::size_t count = name[0] == 'p' ? 5 : name[0] == 'u' || name[0] == 'c' ? 3 : 2;
+    auto table = *static_cast<superoffload::cuda::TableArgument*>(parameters[0]);
     std::vector<std::uint64_t> values(count, 0);
-    for (std::size_t i = 0; i < count; ++i) std::memcpy(&values[i], parameters[i], i == 1 ? 4 : 8);
-    stream_of(stream)->enqueue([name, grid, block, values]() mutable {
-        std::vector<void*> pointers;
-        for (std::uint64_t& value : values) pointers.push_back(&value);
+    for (std::size_t i = 1; i < count; ++i) std::memcpy(&values[i], parameters[i], i == 1 ? 4 : 8);
+    stream_of(stream)->enqueue([name, grid, block, table, values]() mutable {
+        std::vector<void*> pointers{&table};
+        for (std::size_t i = 1; i < values.size(); ++i) pointers.push_back(&values[i]);
         run_kernel(name, grid, block, pointers.data());
     });
     return kSuccess;

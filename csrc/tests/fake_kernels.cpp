@@ -79,6 +79,13 @@ struct SumPiece {
     unsigned long long first_block;
 };
 
+template <typename Piece>
+const Piece* pieces_of(const void* argument) {
+    const auto& table = *static_cast<const superoffload::cuda::TableArgument*>(argument);
+    return table.longer != 0 ? reinterpret_cast<const Piece*>(table.longer)
+                             : reinterpret_cast<const Piece*>(table.pieces);
+}
+
 void sum_or_compare(const SumPiece* pieces, unsigned count, unsigned char* changed) {
     for (unsigned p = 0; p < count; ++p) {
         const SumPiece& piece = pieces[p];
@@ -122,10 +129,10 @@ void run_kernel(const std::string& name, unsigned grid, unsigned block, void** a
     const unsigned count = *static_cast<unsigned*>(arguments[1]);
     if (name == "sum_bits" || name == "compare_bits") {
         auto* const changed = name == "sum_bits" ? nullptr : *static_cast<unsigned char**>(arguments[2]);
-        sum_or_compare(*static_cast<const SumPiece**>(arguments[0]), count, changed);
+        sum_or_compare(pieces_of<SumPiece>(arguments[0]), count, changed);
         return;
     }
-    const auto* const pieces = *static_cast<const CopyPiece**>(arguments[0]);
+    const auto* const pieces = pieces_of<CopyPiece>(arguments[0]);
     auto* const buffer = *static_cast<void**>(arguments[2]);
     double* const sums = name[0] == 'p' ? *static_cast<double**>(arguments[3]) : nullptr;
     for (unsigned p = 0; p < count; ++p) run_piece(name, pieces[p], buffer, sums);

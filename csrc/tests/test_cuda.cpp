@@ -82,8 +82,8 @@ TEST(a_failed_call_is_an_error_and_the_next_one_works) {
     Rig rig(device.gpu, *device.pipeline);
     std::mt19937 random(1);
     rig.fill(random);
-    for (const char* const symbol : {"cuEventRecord", "cuStreamWaitEvent", "cuMemcpyHtoDAsync_v2", "cuLaunchKernel",
-                                     "cuMemcpyDtoHAsync_v2", "cuStreamWriteValue32_v2"}) {
+    for (const char* const symbol :
+         {"cuEventRecord", "cuStreamWaitEvent", "cuLaunchKernel", "cuMemcpyDtoHAsync_v2", "cuStreamWriteValue32_v2"}) {
         fail(symbol, 0, 2);
         bool thrown = false;
         try {

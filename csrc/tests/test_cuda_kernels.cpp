@@ -2,6 +2,7 @@
 // and ordinary inputs, all types, all lengths around blocks, aligned and not, whatever the grid.
 #include "cuda_shim.h"
 //
+#include <algorithm>
 #include <cstddef>
 #include <string>
 
@@ -11,6 +12,7 @@
 #include "cuda/moment_codes.cuh"
 #include "cuda/pieces.cuh"
 #include "cuda/step.cuh"
+#include "cuda/streams.h"
 #include "guarded.h"
 #include "harness.h"
 
@@ -34,9 +36,21 @@ static_assert(cuda::kBlock == adam::kBlock && cuda::kMomentBlock == adam::kMomen
 
 const char* const kTypes[] = {"f32", "bf16", "f16", "q8"};
 
-template <typename... Arguments>
-void launch(const std::string& name, unsigned grid, Arguments... arguments) {
-    void* addresses[] = {&arguments...};
+static_assert(offsetof(cuda::Table<cuda::CopyPiece>, pieces) == offsetof(cuda::TableArgument, pieces), "one struct");
+static_assert(sizeof(cuda::TableArgument::pieces) == cuda::kTableBytes, "one struct");
+
+// Passes pieces as an argument and in memory by turns, as far as there is a choice.
+template <typename Piece, typename... Arguments>
+void launch(const std::string& name, unsigned grid, const Piece* pieces, unsigned count, Arguments... arguments) {
+    static bool in_memory = false;
+    in_memory = !in_memory;
+    cuda::Table<Piece> table{};
+    if (in_memory || count * sizeof(Piece) > sizeof table.pieces) {
+        table.longer = pieces;
+    } else {
+        std::copy(pieces, pieces + count, table.pieces);
+    }
+    void* addresses[] = {&table, &count, &arguments...};
     emulate_launch(name.c_str(), grid, cuda::kThreads, addresses);
 }
 
@@ -260,8 +274,7 @@ void check_pack(ElementType type, bool hostile, unsigned grid) {
         const std::size_t count = (size * p.numels[k] + 2047) / 2048;
         std::vector<cuda::Sum> expected_bits(count);
         const cuda::SumPiece piece{p.tensors[k]->as<unsigned short>(), expected_bits.data(), parts * p.numels[k], 0};
-        const cuda::SumPiece* const alone = &piece;
-        launch("sum_bits", grid, alone, 1u);
+        launch("sum_bits", grid, &piece, 1u);
         const cuda::Sum* const found = bits.as<cuda::Sum>() + parts * p.pieces[k].first_block;
         EXPECT_FOR(std::memcmp(found, expected_bits.data(), 8 * count) == 0, where + " piece " + std::to_string(k));
     }

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pytest
 from torch import Tensor
 
-from benchmarks.gpu_suite.launches import THREADS, copy_pieces, grid_for
+from benchmarks.gpu_suite.launches import THREADS, copy_pieces, grid_for, table_argument
 from superoffload.engine.bucket import BLOCK
 from superoffload.links.cuda import geometry
 from tests.support.checkout import ROOT
@@ -71,7 +71,7 @@ def launch(kernel: str, pieces: geometry.Pieces, *addresses: int, grid: int | No
     """One kernel over ``pieces``; ``addresses``: what it takes behind them and their number."""
     if grid is None:
         grid = grid_for(kernel, geometry.count_blocks(pieces))
-    values = [ctypes.c_void_p(pieces.ctypes.data), ctypes.c_uint(len(pieces)), *map(ctypes.c_void_p, addresses)]
+    values = [table_argument(pieces, pieces.ctypes.data), ctypes.c_uint(len(pieces)), *map(ctypes.c_void_p, addresses)]
     arguments = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     _library().emulate_launch(kernel.encode(), ctypes.c_uint(grid), ctypes.c_uint(THREADS), arguments)
 

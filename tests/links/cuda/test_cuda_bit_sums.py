@@ -72,6 +72,18 @@ def test_they_are_of_what_the_stream_has_written_by_then(fake: Fake) -> None:
         assert sums_at(taken[0], 3) == words(first)
 
 
+def test_only_marks_are_copied_and_only_to_clear_them(fake: Fake) -> None:
+    with summing(fake) as (sums, _):
+        memory, old, new = (values_of(3000, seed) for seed in range(3))
+        memory.copy_(old)
+        taken = sums.of([memory])
+        for value, copies in ((old, 1), (old, 1), (new, 1), (old, 2), (old, 2)):
+            fake.synchronize()
+            memory.copy_(value)
+            assert sums.changed(taken, [memory]) == [value is new]
+            assert fake.calls("cuMemcpyHtoDAsync_v2") == copies
+
+
 def test_many_at_once_take_one_launch(fake: Fake) -> None:
     with summing(fake) as (sums, _):
         for count in (1, 500, 3):

@@ -41,16 +41,47 @@ def test_what_travels_is_in_the_models_dtype(fake: Fake, dtype: torch.dtype) -> 
 
 
 def test_parameters_of_one_bucket_travel_together(fake: Fake) -> None:
-    """One copy of all of them and one of the table, then one kernel, whose bits are those of a copy each."""
+    """One copy of all of them, then one kernel, whose bits are those of a copy each."""
     options: dict[str, Any] = {"bucket_numel": 100_000, "threads": 1}
     expected, _ = run_on_host(steps, torch.bfloat16, **options)
     fake.delays(9, LATE)
     digests, _ = run_on_fake(fake, steps, torch.bfloat16, **options)
     assert digests == expected
-    sums = fake.calls("sum_bits") + fake.calls("compare_bits")  # of which each has a table too
-    packed = "the pack kernel's table, parameters, the unpack kernel's table"
-    assert fake.calls("cuMemcpyHtoDAsync_v2") - sums == 6 * 3, packed
-    assert fake.calls("cuLaunchKernel") - sums == 6 * 2
+    assert fake.calls("cuMemcpyHtoDAsync_v2") == 6 + 1, "parameters, and marks that noticing clears once"
+    assert fake.calls("cuLaunchKernel") - fake.calls("sum_bits") - fake.calls("compare_bits") == 6 * 2
+
+
+class Scales(nn.Module):
+    """As many parameters as asked for, all in one bucket."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.full((3 + i,), 1 + i / 1000) for i in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for scale in self.scales:
+            x = x * scale.sum() / len(scale)
+        return x[:, :4]
+
+
+@pytest.mark.parametrize(("gpu_fraction", "count", "copied"), [(0, 125, 1), (0, 126, 3), (1, 17, 0), (1, 18, 1)])
+def test_lists_travel_with_the_launch_unless_they_are_long(
+    fake: Fake, gpu_fraction: int, count: int, copied: int
+) -> None:
+    """A copy of a list of parameters could wait behind long uploads. ``copied``: per step."""
+
+    def make_model(dtype: torch.dtype) -> nn.Module:
+        return Scales(count).to(dtype)
+
+    options: dict[str, Any] = {"bucket_numel": 100_000, "threads": 1}
+    expected, _ = run_model(steps, torch.float32, options, lambda: None, make_model)
+    fake.delays(3, LATE)
+    with on_fake_device(fake):
+        options["placement"] = {"gpu_fraction": gpu_fraction}
+        assert run_model(steps, torch.float32, options, fake.synchronize, make_model)[0] == expected
+    sums, compared = fake.calls("sum_bits"), fake.calls("compare_bits")
+    noticing = bool(compared) + (sums + compared if count > 125 else 0)  # marks, once, and lists
+    assert fake.calls("cuMemcpyHtoDAsync_v2") == 6 * copied + noticing
 
 
 @pytest.mark.parametrize("which", [0, 1])
