@@ -61,6 +61,14 @@ def test_changelog_has_a_section_for_the_next_version() -> None:
     assert sections[0] == "Unreleased"
 
 
+def test_make_check_names_files_that_exist() -> None:
+    """Pytest with workers tells of no missing file: it collects nothing."""
+    shown = run("make", "--dry-run", "--always-make", "check", cwd=ROOT).stdout
+    named = set(re.findall(r"tests/[\w/]+\.py", shown))
+    assert len(named) > 30
+    assert not [name for name in named if not (ROOT / name).is_file()]
+
+
 # ---- which source gets which flags ----
 
 
